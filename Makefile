@@ -1,0 +1,49 @@
+# run: the demo on simulated servers · test: everything · check: fast, while you write · lock: after a change of dependencies
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: run test check format lint types lock clean
+
+run: $(VENV)/.run
+	$(BIN)/lbproxy demo
+
+test: $(VENV)/.dev lint types
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev format lint types
+	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_config.py tests/core tests/sim tests/net tests/proxy tests/control
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format --quiet .
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --quiet --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy --no-error-summary
+
+# The environment: from the lock files alone, each package checked against its hashes.
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lbproxy needs Python 3.11 or newer: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: requirements.lock pyproject.toml | $(VENV)/bin/python
+	$(PIP) --require-hashes -r requirements.lock
+	$(PIP) --no-deps --no-build-isolation -e .
+	touch $@
+
+$(VENV)/.dev: requirements-dev.lock pyproject.toml | $(VENV)/bin/python
+	$(PIP) --require-hashes -r requirements-dev.lock
+	$(PIP) --no-deps --no-build-isolation -e .
+	touch $@ $(VENV)/.run
+
+COMPILE := $(BIN)/uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes --no-header --quiet
+lock: $(VENV)/.dev
+	$(COMPILE) --group build -o requirements.lock
+	$(COMPILE) --group dev -o requirements-dev.lock
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

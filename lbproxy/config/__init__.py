@@ -1,0 +1,133 @@
+"""Settings: `parse` turns the text of a settings file into a frozen `Settings`, or says everything that is wrong.
+
+It reads no file, no environment but the mapping it is given, no clock and no network. Three modules, one for each
+step: `text` (YAML and `${ENV}` to plain values), `tree` (which keys there are), `values` (numbers with units, hosts,
+URLs). This one joins them and words the report: all problems at once, each with its path. Nothing else in lbproxy
+imports yaml or pydantic.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from typing import get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from lbproxy.config.text import ConfigError, join, one_line, read_text
+from lbproxy.config.tree import (
+    Address,
+    AdmissionSettings,
+    DrainSettings,
+    EndpointSettings,
+    HealthSettings,
+    LimitSettings,
+    LogSettings,
+    RetrySettings,
+    RoutingSettings,
+    ScrapeSettings,
+    Settings,
+    TimeoutSettings,
+)
+
+__all__ = [
+    "parse",
+    "json_schema",
+    "ConfigError",
+    "Settings",
+    "Address",
+    "EndpointSettings",
+    "RoutingSettings",
+    "AdmissionSettings",
+    "RetrySettings",
+    "HealthSettings",
+    "ScrapeSettings",
+    "TimeoutSettings",
+    "LimitSettings",
+    "DrainSettings",
+    "LogSettings",
+]
+
+
+def parse(text: str, *, environ: Mapping[str, str], source: str = "settings") -> Settings:
+    """The settings that a file's text says.
+
+    `environ` is what `${NAME}` and `${NAME:-default}` are looked up in; as in a shell, the default also stands in for
+    an empty variable. `source` names the text in the error. Raises `ConfigError` and nothing else, whatever the text.
+    """
+    values, problems = read_text(text, environ=environ, source=source)
+    settings = None
+    try:
+        settings = Settings.model_validate({} if values is None else values)
+    except ValidationError as error:
+        for details in error.errors(include_url=False):
+            # What could not be read is told once, and not again for what its absence means.
+            problems.setdefault(_path(details["loc"]) or "the text", _wrong(details))
+    if settings is None or problems:
+        raise ConfigError(source, [f"{path}: {wrong}" for path, wrong in problems.items()])
+    return settings
+
+
+def json_schema() -> dict[str, object]:
+    """The JSON schema of a settings file, for editors. Laxer than `parse`: it knows no checks between keys."""
+    return Settings.model_json_schema()
+
+
+_WORDING = {
+    "model_type": "expected a mapping",
+    "dict_type": "expected a mapping",
+    "tuple_type": "expected a list",
+    "string_type": "expected text (quote it if YAML reads it as something else)",
+    "bool_type": "expected true or false",
+    "bool_parsing": "expected true or false",
+}
+"""Pydantic speaks of Python; a settings file has mappings, lists and text."""
+
+
+def _wrong(details: ErrorDetails) -> str:
+    kind = details["type"]
+    if kind == "missing":
+        return "required, but not there"
+    if kind == "extra_forbidden":
+        return _unknown_key(details["loc"])
+    worded = _WORDING.get(kind, details["msg"].replace("Input should be ", "expected "))
+    return f"{worded}, got {_shown(details['input'])}"
+
+
+def _unknown_key(loc: tuple[int | str, ...]) -> str:
+    section: type[BaseModel] = Settings
+    for key in loc[:-1]:
+        if isinstance(key, str):
+            section = next(_sections(section.model_fields[key].annotation))
+    known = list(section.model_fields)
+    nearest = difflib.get_close_matches(str(loc[-1]), known, n=1)
+    return f"unknown key, did you mean {nearest[0]}?" if nearest else f"unknown key, known here: {', '.join(known)}"
+
+
+def _sections(annotation: object) -> Iterator[type[BaseModel]]:
+    """The sections that an annotation such as `tuple[EndpointSettings, ...]` or `Address | None` speaks of."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _sections(argument)
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    path = ""
+    for key in loc:
+        if key != "[key]":  # pydantic's mark for "the key itself is wrong"
+            path = join(path, key)
+    return path
+
+
+def _shown(value: object) -> str:
+    """A refused value, as a user would recognise it, in one short line and without passwords."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, dict | BaseModel):
+        return "a mapping"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}"
+    return one_line(re.sub(r"//.*@", "//***@", ascii(value)))

@@ -1,0 +1,364 @@
+"""The settings tree: which keys there are, in the order of config.example.yaml, with unit, default and reason.
+
+Invariants of a `Settings`, however it was made: it is frozen, every number lies in its range, endpoint names and
+addresses are unique, and no two keys contradict each other. A check between keys runs once each of them is right by
+itself. Names are not resolved and endpoints are not dialled here.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, InitErrorDetails
+
+from lbproxy.config.values import (
+    PATH,
+    Quantity,
+    count,
+    duration,
+    expected,
+    hosts_overlap,
+    read_authority,
+    read_host,
+    size,
+)
+
+MAX_ENDPOINTS = 1024
+
+Interval: TypeAlias = Annotated[float, duration("10ms", "1h")]
+"""Seconds between two turns of something periodic."""
+Timeout: TypeAlias = Annotated[float, duration("1ms", "24h")]
+"""Seconds until something is given up."""
+Port: TypeAlias = Annotated[int, count("0", "65535")]
+
+
+class Section(BaseModel):
+    """A part of the tree: frozen, without unknown keys. Docstrings of attributes become the schema's descriptions."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,  # so that a check between keys also sees the key that was not written
+        hide_input_in_errors=True,
+    )
+
+
+class ShortSection(Section):
+    """A section that may also be written as one string."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        mapping = handler.resolve_ref_schema(handler(schema))
+        whole = {"description": mapping.pop("description"), "anyOf": [{"type": "string"}, dict(mapping)]}
+        mapping.clear()
+        mapping.update(whole)
+        return mapping
+
+
+class Address(ShortSection):
+    """Where lbproxy listens: `host:port`, `[ipv6]:port`, or a mapping of the two."""
+
+    host: str
+    """An IP address or a name. 0.0.0.0 = every IPv4 address of this machine; it has to be said, never assumed."""
+    port: Port
+    """0 = any free port; the log says which."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        if isinstance(value, dict | Address):
+            return value
+        match = re.fullmatch(r"(\[[^\[\]]+\]|[^:\[\]]+):([0-9]{1,5})", value) if isinstance(value, str) else None
+        if match is None or read_host(match[1]) is None or int(match[2]) > 65535:
+            raise expected("host:port, such as 127.0.0.1:8080 or [::1]:8080")
+        return {"host": match[1], "port": match[2]}
+
+    @field_validator("host", mode="after")
+    @classmethod
+    def _check_host(cls, value: str) -> str:
+        host = read_host(value) or read_host(f"[{value}]")
+        if host is None:
+            raise expected("an IP address or a host name")
+        return host.strip("[]")
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+Engine: TypeAlias = Literal["auto", "vllm"]
+"""`auto`, or a key of `core.engines.ENGINES` (a test holds the two together: config may not import core)."""
+
+
+class EndpointSettings(ShortSection):
+    """One model server: a URL, or a mapping."""
+
+    url: str
+    """`http://host:port`, without a path. Plain HTTP only in this version. Port 80 if none is said."""
+    name: str = ""
+    """What logs, metrics and clients call it: 1 to 64 of letters, digits and `._:[]-`. Default: the URL's host:port."""
+    engine: Engine = "auto"
+    """Which software it runs, so which metrics it has. `auto` = recognised from what it shows."""
+    metrics: str | None = "auto"
+    """Where its load stands: `auto` (the engine's usual path), a path, an absolute http URL, or null = not scraped."""
+    health: str | None = "/health"
+    """Path that answers below 500 while the server lives. null = not probed: it is up until connections fail."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_url(cls, value: object) -> object:
+        return {"url": value} if isinstance(value, str) else value
+
+    @field_validator("url", mode="before")
+    @classmethod
+    def _normalise_url(cls, value: object) -> str:
+        authority = read_authority(value, root_only=True) if isinstance(value, str) else None
+        if authority is None:
+            raise expected("http://host:port (no path; https is not supported in this version)")
+        return f"http://{authority}"
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _default_name(cls, value: object, info: ValidationInfo) -> object:
+        url = info.data.get("url")
+        name = (url.removeprefix("http://") if url else "unnamed") if value in (None, "") else value
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9._:\[\]-]{1,64}", name):
+            raise expected("1 to 64 letters, digits or any of ._:[]-")
+        return name
+
+    @field_validator("metrics", mode="after")
+    @classmethod
+    def _check_metrics(cls, value: str | None) -> str | None:
+        if value is None or value == "auto" or PATH.fullmatch(value) or read_authority(value):
+            return value
+        raise expected("auto, an absolute path, an http:// URL or null")
+
+    @field_validator("health", mode="after")
+    @classmethod
+    def _check_health(cls, value: str | None) -> str | None:
+        if value is None or PATH.fullmatch(value):
+            return value
+        raise expected("an absolute path or null")
+
+
+Policy: TypeAlias = Literal["least-request", "round-robin", "random", "gie", "weighted"]
+ScorerName: TypeAlias = Literal["queue", "kv-utilization", "in-flight"]
+Weight: TypeAlias = Annotated[float, Quantity("0.000001", "1000000", "a weight", whole=False)]
+
+
+class RoutingSettings(Section):
+    """Which endpoint a request goes to."""
+
+    policy: Policy = "least-request"
+    """How endpoints are compared. least-request needs no metrics and uses them when they are fresh."""
+    scorers: dict[ScorerName, Weight] | None = None
+    """With policy `weighted`, and only then: scorer -> weight above 0. Only the weights' proportions matter."""
+
+    @field_validator("scorers", mode="after")
+    @classmethod
+    def _belong_to_weighted(cls, value: object, info: ValidationInfo) -> object:
+        policy = info.data.get("policy")
+        if policy == "weighted" and not value:
+            raise expected("scorer names with weights, because policy is weighted")
+        if policy not in (None, "weighted") and value is not None:
+            raise expected("nothing: scorers are for policy weighted only")
+        return value
+
+
+class AdmissionSettings(Section):
+    """The queue of requests that no endpoint has room for."""
+
+    queue_requests: Annotated[int, count("0", "1000000")] = 1024
+    """Requests that may wait; one more is answered 429. 0 = nobody waits."""
+    queue_bytes: Annotated[int, size("0", "1024GiB")] = 256 * 1024**2
+    """Bytes of the bodies that wait, all together: long prompts fill memory before they fill the count."""
+    queue_timeout: Timeout = 30.0
+    """Seconds a request may wait before it is answered 429: by then most callers have given up."""
+    max_in_flight_per_endpoint: Annotated[int, count("1", "1000000")] | None = None
+    """Requests that one endpoint gets at a time; more wait here. null = no limit: engines queue by themselves."""
+
+
+class RetrySettings(Section):
+    """What happens when an endpoint fails a request before the first byte of the answer."""
+
+    attempts: Annotated[int, count("1", "10")] = 3
+    """Tries in all, each on another endpoint. Client libraries multiply this by their own three."""
+
+
+class HealthSettings(Section):
+    """Probing endpoints."""
+
+    interval: Interval = 2.0
+    """Seconds between two probes of an endpoint."""
+    timeout: Timeout = 3.0
+    """Seconds a probe may take. SGLang's /health takes 1.0 s when idle; below 3 s it may look dead."""
+    fall: Annotated[int, count("1", "100")] = 3
+    """Failed probes in a row until an endpoint is down."""
+    rise: Annotated[int, count("1", "100")] = 2
+    """Good probes in a row until it is up again."""
+    down_interval: Interval = 0.5
+    """Seconds between two probes of an endpoint that is down: shorter, so that it comes back soon."""
+    models_interval: Annotated[float, duration("1s", "24h")] = 30.0
+    """Seconds between two questions for the endpoint's /v1/models."""
+
+
+class ScrapeSettings(Section):
+    """Reading the endpoints' own metrics."""
+
+    interval: Interval = 0.2
+    """Seconds between two scrapes of an endpoint. A burst is judged by gauges at most this old, plus our own count."""
+    timeout: Timeout = 0.5
+    """Seconds a scrape may take."""
+    stale_after: Timeout = 2.0
+    """Seconds after which gauges are not believed any more and our own in-flight count decides alone."""
+    page: Annotated[int, size("1KiB", "64MiB")] = 2 * 1024**2
+    """Bytes of one page of metrics at most; vLLM's has 48 to 64 KB. A longer one is a failed scrape."""
+
+    @field_validator("stale_after", mode="after")
+    @classmethod
+    def _outlives_interval(cls, value: float, info: ValidationInfo) -> float:
+        if value < info.data.get("interval", 0.0):
+            raise expected("at least scrape.interval: else metrics are stale before the next scrape")
+        return value
+
+
+class TimeoutSettings(Section):
+    """How long each phase of a request may take. There is no limit on the whole: generations run for minutes."""
+
+    connect: Timeout = 1.0
+    """Seconds for one TCP connection to an endpoint; then the next endpoint is tried."""
+    first_byte: Timeout = 600.0
+    """Seconds until an endpoint's answer begins; a long prompt may queue. 600 s is the OpenAI client's own limit."""
+    stream_idle: Timeout = 300.0
+    """Seconds without a byte from the endpoint in mid-answer."""
+    client_body: Timeout = 120.0
+    """Seconds for a request's whole body to arrive."""
+    client_idle: Timeout = 75.0
+    """Seconds that a client's idle connection is kept (nginx's default)."""
+
+
+class LimitSettings(Section):
+    """What one client can make lbproxy hold."""
+
+    json_body: Annotated[int, size("1KiB", "1GiB")] = 32 * 1024**2
+    """Bytes of a JSON request body; more is answered 413."""
+    body: Annotated[int, size("1KiB", "1GiB")] = 64 * 1024**2
+    """Bytes of any other request body (audio, images); at least json_body."""
+    connections: Annotated[int, count("1", "1000000")] = 10_000
+    """Client connections at a time; the process needs about twice as many file descriptors."""
+
+    @field_validator("body", mode="after")
+    @classmethod
+    def _holds_json_body(cls, value: int, info: ValidationInfo) -> int:
+        if value < info.data.get("json_body", 0):
+            raise expected("at least limits.json_body")
+        return value
+
+
+class DrainSettings(Section):
+    """Stopping."""
+
+    deadline: Timeout = 120.0
+    """Seconds that running requests get to finish after SIGTERM. Must be below the supervisor's own kill timeout."""
+
+
+class LogSettings(Section):
+    """JSON lines on standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least severe lines that are written."""
+    access: bool = True
+    """One line for each request: never bodies, prompts or keys."""
+
+
+class Settings(Section):
+    """Everything that a user can set."""
+
+    listen: Address = Address(host="127.0.0.1", port=8080)
+    """Where clients connect. The default reaches nobody else's machine: there is no authentication."""
+    admin: Address | None = Address(host="127.0.0.1", port=9901)
+    """Listener for /healthz, /readyz, /metrics, /admin: its own port, so that it answers under load. null = off."""
+    endpoints: tuple[EndpointSettings, ...] = Field(json_schema_extra={"minItems": 1, "maxItems": MAX_ENDPOINTS})
+    """The model servers, at least one. Names and addresses are unique."""
+    routing: RoutingSettings = RoutingSettings()
+    """Which endpoint a request goes to."""
+    admission: AdmissionSettings = AdmissionSettings()
+    """The queue of requests that no endpoint has room for."""
+    retry: RetrySettings = RetrySettings()
+    """What happens when an endpoint fails before the first byte of its answer."""
+    health: HealthSettings = HealthSettings()
+    """Probing endpoints."""
+    scrape: ScrapeSettings = ScrapeSettings()
+    """Reading the endpoints' own metrics."""
+    timeouts: TimeoutSettings = TimeoutSettings()
+    """How long each phase of a request may take."""
+    limits: LimitSettings = LimitSettings()
+    """What one client can make lbproxy hold."""
+    expose_endpoint: bool = True
+    """Answers carry x-lbproxy-endpoint, the endpoint's name. false hides the fleet from clients."""
+    drain: DrainSettings = DrainSettings()
+    """Stopping."""
+    log: LogSettings = LogSettings()
+    """JSON lines on standard error."""
+
+    @field_validator("admin", mode="after")
+    @classmethod
+    def _own_address(cls, value: Address | None, info: ValidationInfo) -> Address | None:
+        listen = info.data.get("listen")
+        if value and listen and value.port == listen.port != 0 and hosts_overlap(value.host, listen.host):
+            raise expected(f"another port: {listen} is taken by listen")
+        return value
+
+    @field_validator("endpoints", mode="before")
+    @classmethod
+    def _some(cls, value: object) -> object:
+        if isinstance(value, list | tuple) and not 1 <= len(value) <= MAX_ENDPOINTS:
+            raise expected(f"1 to {MAX_ENDPOINTS} endpoints")
+        return value
+
+    @field_validator("endpoints", mode="after")
+    @classmethod
+    def _distinct(cls, value: tuple[EndpointSettings, ...], info: ValidationInfo) -> tuple[EndpointSettings, ...]:
+        own = [(key, info.data[key]) for key in ("listen", "admin") if info.data.get(key)]
+        urls: dict[str, int] = {}
+        names: dict[str, int] = {}
+        clashes: list[InitErrorDetails] = []
+        for index, endpoint in enumerate(value):
+            for key, address in own:
+                if _reaches(endpoint.url, address):
+                    clashes.append(_clash(index, "url", f"another server than lbproxy's own {key}", endpoint.url))
+            same_url = urls.setdefault(endpoint.url, index)
+            same_name = names.setdefault(endpoint.name, index)
+            if same_url != index:
+                clashes.append(_clash(index, "url", f"another url than endpoints[{same_url}] has", endpoint.url))
+            elif same_name != index:
+                clashes.append(_clash(index, "name", f"another name than endpoints[{same_name}] has", endpoint.name))
+        if clashes:
+            raise ValidationError.from_exception_data("endpoints", clashes)
+        return value
+
+
+def _reaches(url: str, address: Address) -> bool:
+    """Whether an endpoint's URL leads back to a listener of ours: such a request would go round for ever."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    host = host.strip("[]")
+    if int(port) != address.port:
+        return False
+    # A wildcard takes whatever this machine is called; of those names only these are known without resolving.
+    return host == address.host or (host in ("127.0.0.1", "::1", "localhost") and hosts_overlap(host, address.host))
+
+
+def _clash(index: int, key: str, what: str, value: str) -> InitErrorDetails:
+    return InitErrorDetails(type=expected(what), loc=(index, key), input=value)

@@ -1,0 +1,154 @@
+"""The values that settings are made of: numbers with units, host names, URLs, paths.
+
+Each is read in one place, bounded, and refused with a text that says what to write instead. The bounds exist because
+a value out of range (a scrape every microsecond, a timeout of a year) is a typing error, not a wish.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+
+def expected(what: str) -> PydanticCustomError:
+    """The error to raise for a value that is not `what`; the report adds the path and what was there instead."""
+    return PydanticCustomError("expected", "expected {what}", {"what": what})
+
+
+# --- Numbers ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """Annotates a number that may be written with a unit. The bounds are written as a user would write them.
+
+    The attribute holds the number in the unit whose factor is 1: seconds, bytes, or just a count.
+    """
+
+    at_least: str
+    at_most: str
+    what: str
+    units: tuple[tuple[str, str], ...] = ()
+    whole: bool = True
+
+    @property
+    def wanted(self) -> str:
+        """What a user is told to write."""
+        return f"{self.what} from {self.at_least} to {self.at_most}"
+
+    def read(self, value: object) -> float | int:
+        """The number that `value` means; raises PydanticCustomError if it is none, or out of range."""
+        number = self._number(value)
+        if number is None or not self._bound(self.at_least) <= number <= self._bound(self.at_most):
+            raise expected(self.wanted)
+        return int(number) if self.whole else number
+
+    def _number(self, value: object) -> float | None:
+        number: float
+        if isinstance(value, str):
+            match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([A-Za-z]*)", value.strip())
+            factor = match and dict(self.units, **{"": "1"}).get(match[2])
+            if not match or not factor:
+                return None
+            number = float(Decimal(match[1]) * Decimal(factor))  # 9 * 0.001 would not be 0.009
+        elif isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18:
+            number = float(value)
+        else:
+            return None
+        return number if not self.whole or number.is_integer() else None
+
+    def _bound(self, written: str) -> float:
+        number = self._number(written)
+        assert number is not None, f"{written} is no bound"
+        return number
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self.read)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, object]:
+        written = "[0-9]+" if self.whole else r"[0-9]+(\.[0-9]+)?"
+        if self.units:
+            written = rf"[0-9]+(\.[0-9]+)? ?({'|'.join(unit for unit, _ in self.units)})?"
+        return {
+            "anyOf": [
+                {
+                    "type": "integer" if self.whole else "number",
+                    "minimum": self._bound(self.at_least),
+                    "maximum": self._bound(self.at_most),
+                },
+                {"type": "string", "pattern": rf"^{written}$|\$\{{"},
+            ]
+        }
+
+
+def duration(at_least: str, at_most: str) -> Quantity:
+    """Seconds. Bounds keep a typing error from becoming a busy loop or a wait without end."""
+    units = (("ms", "0.001"), ("s", "1"), ("m", "60"), ("h", "3600"))
+    return Quantity(at_least, at_most, "a duration (250ms, 2s, 5m, 1h, or seconds)", units, whole=False)
+
+
+def size(at_least: str, at_most: str) -> Quantity:
+    """Bytes."""
+    units = (("KiB", "1024"), ("MiB", "1048576"), ("GiB", "1073741824"))
+    return Quantity(at_least, at_most, "a size (64KiB, 2MiB, 1GiB, or bytes)", units)
+
+
+def count(at_least: str, at_most: str) -> Quantity:
+    """A whole number."""
+    return Quantity(at_least, at_most, "a whole number")
+
+
+# --- Addresses --------------------------------------------------------------------------------------------------------
+
+_HTTP_URL = re.compile(
+    r"(?i:http)://(?P<host>\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,254})(?::(?P<port>[0-9]{1,5}))?"
+    r"(?P<path>(?:/[!\"$-~]*)?)"  # printable ASCII without "#"; user and password are not accepted anywhere
+)
+PATH = re.compile(r"/(?!/)[!\"$-~]{0,1023}")
+_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"  # with "_", which compose's service names have
+_NAME = re.compile(rf"(?=.{{1,254}}$){_LABEL}(?:\.{_LABEL})*\.?")
+
+
+def read_host(text: str) -> str | None:
+    """A host in its one normal form: lower case, IPv6 compressed and in brackets. None if `text` is no host."""
+    if text.startswith("[") and text.endswith("]"):
+        try:
+            return f"[{ipaddress.IPv6Address(text[1:-1])}]"
+        except ValueError:
+            return None
+    if not _NAME.fullmatch(text):
+        return None
+    if text.rstrip(".").rpartition(".")[2].isdigit():  # no top-level domain is a number: it means an IPv4 address
+        try:
+            return str(ipaddress.IPv4Address(text))
+        except ValueError:
+            return None
+    return text.lower()
+
+
+def read_authority(url: str, *, root_only: bool = False) -> str | None:
+    """The normalised `host:port` of an http URL; port 80 if it says none.
+
+    None if the text is not one, or, with `root_only`, if it has a path.
+    """
+    match = _HTTP_URL.fullmatch(url)
+    host = read_host(match["host"]) if match else None
+    if match is None or host is None or (root_only and match["path"] not in ("", "/")):
+        return None
+    port = int(match["port"] or 80)
+    return f"{host}:{port}" if 1 <= port <= 65535 else None
+
+
+def hosts_overlap(one: str, other: str) -> bool:
+    """Whether a listener on one host takes the other's connections too. Hosts without brackets, normalised."""
+    hosts = {"127.0.0.1" if host == "localhost" else host for host in (one, other)}
+    if len(hosts) == 1:
+        return True
+    if "0.0.0.0" in hosts:  # noqa: S104 (recognised, not bound)
+        return not any(":" in host for host in hosts)
+    return "::" in hosts and all(":" in host for host in hosts)

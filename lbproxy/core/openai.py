@@ -1,0 +1,147 @@
+"""OpenAI's wire formats, as far as a balancer must read or write them: request bodies, model lists, error bodies.
+
+Everything read here comes from outside and is not trusted. What is wrong is said in an `LbError`; nothing else is
+raised. Bodies are never changed, but for the model name, which `with_model` splices.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import orjson
+
+from lbproxy.core.types import LbError, ModelCard, Outcome
+
+MAX_MODEL_CHARS = 256
+LENIENT_JSON_BYTES = 1 << 20
+"""Up to here a body that orjson refuses (NaN, lone surrogates) is read again by the standard library, which is slower
+and holds the event loop, but accepts what the model servers' own parsers accept."""
+MAX_JSON_STRUCTURE = 1_000_000
+"""Objects, lists and commas in one body: what bounds the time that parsing holds the loop (about 1 ms per MB)."""
+MAX_MODEL_CARDS = 10_000
+MULTIPART_MODEL_BYTES = 64 << 10
+"""How far into a multipart body the `model` field is looked for."""
+
+
+class BodyFacts(NamedTuple):
+    """What routing needs from a request body."""
+
+    model: str | None
+    stream: bool
+
+
+def read_json_body(body: bytes) -> BodyFacts:
+    """The model and stream fields of a JSON request body. Of duplicate keys the last counts, as in Python's json.
+
+    Raises LbError INVALID_JSON (not JSON, not an object, too deep, too much structure) or MISSING_MODEL (a `model` that
+    is no usable name). An absent `model` is no error here.
+    """
+    fields = _load(body)
+    if not isinstance(fields, dict):
+        raise LbError(Outcome.INVALID_JSON, "The request body must be a JSON object.")
+    model = fields.get("model")
+    if "model" in fields:
+        check_model_name(model)
+    return BodyFacts(model, fields.get("stream") is True)
+
+
+def check_model_name(model: object) -> None:
+    """Raise LbError MISSING_MODEL unless `model` is a string that can be a name."""
+    if not isinstance(model, str) or not 0 < len(model) <= MAX_MODEL_CHARS or not model.isprintable():
+        text = f"`model` must be a string of 1 to {MAX_MODEL_CHARS} printable characters."
+        raise LbError(Outcome.MISSING_MODEL, text, param="model")
+
+
+def _load(body: bytes) -> object:
+    if len(body) > MAX_JSON_STRUCTURE and sum(map(body.count, (b",", b"{", b"["))) > MAX_JSON_STRUCTURE:
+        raise LbError(Outcome.INVALID_JSON, f"The JSON body has more than {MAX_JSON_STRUCTURE} elements.")
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        problem = str(error)
+    if len(body) <= LENIENT_JSON_BYTES:
+        try:
+            loaded: object = json.loads(body)
+        except (ValueError, RecursionError):
+            pass
+        else:
+            return loaded
+    raise LbError(Outcome.INVALID_JSON, f"The request body is not valid JSON: {problem}")
+
+
+_MULTIPART_MODEL = re.compile(
+    rb"(?:^|\r\n)content-disposition:[ \t]*form-data;[^\r\n]*?\bname=(?:\"model\"|model(?=[;\r]))[^\r\n]*\r\n"
+    rb"(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n--",
+    re.IGNORECASE,
+)
+
+
+def read_multipart_model(body: bytes) -> str | None:
+    """The `model` field of a multipart form, if it stands in the first 64 KiB. Raises LbError if it is no name."""
+    match = _MULTIPART_MODEL.search(body, 0, MULTIPART_MODEL_BYTES)
+    if match is None:
+        return None
+    model = match[1].decode("utf-8", "replace").strip()
+    check_model_name(model)
+    return model
+
+
+_OPENING = re.compile(rb"[ \t\r\n]*\{[ \t\r\n]*")
+
+
+def with_model(body: bytes, model: str) -> bytes:
+    """A JSON object body that names no model, with `model` put in as its first field; all other bytes unchanged.
+
+    The body was read by `read_json_body`. Servers differ in whether they take a request without a model.
+    """
+    opening = _OPENING.match(body)
+    if opening is None:  # a byte order mark: leave it to the server
+        return body
+    rest = body[opening.end() :]
+    separator = b"" if rest.startswith(b"}") else b","
+    return opening[0] + b'"model":' + orjson.dumps(model) + separator + rest
+
+
+def read_model_list(page: bytes) -> list[ModelCard] | None:
+    """The cards of a /v1/models answer; None if it is no such list. Entries without a usable id are left out."""
+    try:
+        listing = orjson.loads(page)
+    except orjson.JSONDecodeError:
+        return None
+    if not isinstance(listing, dict) or not isinstance(listing.get("data"), list):
+        return None
+    cards = (_model_card(entry) for entry in listing["data"][:MAX_MODEL_CARDS])
+    return [card for card in cards if card is not None]
+
+
+def _model_card(entry: object) -> ModelCard | None:
+    if not isinstance(entry, dict):
+        return None
+    fields: dict[str, Any] = entry
+    try:
+        check_model_name(fields.get("id"))
+    except LbError:
+        return None
+    parent = fields.get("parent")
+    return ModelCard(fields["id"], orjson.dumps(entry), parent if isinstance(parent, str) else None)
+
+
+def model_list(cards: Iterable[ModelCard]) -> bytes:
+    """The body of GET /v1/models. Each entry stands as its endpoint gave it."""
+    return b'{"object":"list","data":[' + b",".join(card.raw for card in cards) + b"]}"
+
+
+def error_body(error: LbError) -> bytes:
+    """The JSON body that OpenAI's SDKs turn into a typed exception."""
+    facts = error.outcome.value
+    return orjson.dumps(
+        {"error": {"message": error.message, "type": facts.error_type, "param": error.param, "code": facts.code}}
+    )
+
+
+def error_event(outcome: Outcome, message: str) -> bytes:
+    """One SSE event that makes OpenAI's SDKs raise in the middle of a stream."""
+    return b"data: " + error_body(LbError(outcome, message)) + b"\n\n"

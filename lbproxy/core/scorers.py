@@ -1,0 +1,59 @@
+"""The built-in scorers: each rates every candidate of a request between 0 (worst) and 1 (best).
+
+A candidate whose signal is unknown or stale scores 0: what cannot be seen must never look idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from lbproxy.core.types import EndpointState, InferenceRequest
+
+
+class Scorer(Protocol):
+    """Rates candidates."""
+
+    def __call__(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> list[float]:
+        """Scores 0..1 in the order of the candidates; higher is better."""
+        ...
+
+
+def queue(request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> list[float]:
+    """Requests waiting in the engine: the longest queue scores 0, the shortest 1, all 1 if they are equal.
+
+    Source: the queue scorer of the Gateway API Inference Extension.
+    """
+    return _fewest_is_best(
+        [None if state.metrics is None or now > state.fresh_until else state.metrics.waiting for state in candidates]
+    )
+
+
+def kv_utilization(request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> list[float]:
+    """The share of the KV cache that is free.
+
+    Source: the KV-cache-utilization scorer of the Gateway API Inference Extension.
+    """
+    return [
+        0.0
+        if state.metrics is None or now > state.fresh_until or state.metrics.kv_utilization is None
+        else 1.0 - state.metrics.kv_utilization
+        for state in candidates
+    ]
+
+
+def in_flight(request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> list[float]:
+    """Our own requests in flight, scaled like `queue`; always known."""
+    return _fewest_is_best([state.in_flight for state in candidates])
+
+
+SCORERS: Mapping[str, Scorer] = {"queue": queue, "kv-utilization": kv_utilization, "in-flight": in_flight}
+
+
+def _fewest_is_best(counts: Sequence[float | None]) -> list[float]:
+    known = [count for count in counts if count is not None]
+    if not known:
+        return [0.0] * len(counts)
+    low, high = min(known), max(known)
+    span = high - low
+    return [0.0 if count is None else (high - count) / span if span else 1.0 for count in counts]

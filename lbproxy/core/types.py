@@ -1,0 +1,319 @@
+"""The values and states that every layer speaks of.
+
+This module holds plain data: what an endpoint is, what it said about its load, what a request wants, how a request
+ended. It decides nothing. Invariants:
+
+- `None` in a metric means "the engine did not say"; it is never replaced by 0.
+- Everything frozen here may be shared freely; the mutable classes (`EndpointState`, `Ticket`) belong to the Balancer
+  and change only in its methods.
+- Times are monotonic seconds of whichever clock the driver uses; wall time appears nowhere in core.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NewType
+
+EndpointUid = NewType("EndpointUid", int)
+"""Identifies one endpoint for the life of the process. Never reused; addresses are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointSpec:
+    """What discovery knows of one model server. Two specs of one `base_url` in one set are a settings error."""
+
+    name: str
+    """Unique in a set; the only thing about an endpoint that clients are told."""
+    base_url: str
+    """`http://host:port`, without a path."""
+    engine: str = "auto"
+    """A key of `core.engines`, or `auto`: recognised from the first scrape."""
+    metrics: str | None = "auto"
+    """`auto` (the engine's usual place), a path, an absolute URL, or None: not scraped."""
+    health: str | None = "/health"
+    """The path that the prober asks, or None: passive, counted as up until connections fail."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint(EndpointSpec):
+    """An `EndpointSpec` that the Balancer has given an identity."""
+
+    uid: EndpointUid
+
+    @property
+    def authority(self) -> str:
+        """`host:port`, as it stands in Host and in `x-gateway-destination-endpoint`."""
+        return self.base_url.removeprefix("http://")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadMetrics:
+    """What one scrape said. A field is None when the page did not say it."""
+
+    scraped_at: float
+    """When the scrape was *sent*: the gauges cannot be younger than that."""
+    waiting: float | None = None
+    """Requests queued in the engine, summed over its series."""
+    running: float | None = None
+    """Requests that the engine is computing, summed over its series."""
+    kv_utilization: float | None = None
+    """Share of the KV cache in use by requests, 0..1."""
+    block_size_tokens: int | None = None
+    kv_blocks: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """One entry of an endpoint's /v1/models."""
+
+    id: str
+    raw: bytes
+    """The entry's JSON as the endpoint gave it, fields unknown to us included."""
+    parent: str | None = None
+    """The base model, if this entry is a LoRA adapter."""
+
+
+class Health(Enum):
+    """The verdict on an endpoint. Only `UP` endpoints get requests."""
+
+    STARTING = "starting"
+    """Not judged yet."""
+    UP = "up"
+    DOWN = "down"
+
+
+@dataclass(slots=True, eq=False)
+class EndpointState:
+    """Everything the Balancer knows of one endpoint. Owned by `core.endpoints`; everyone else reads."""
+
+    endpoint: Endpoint
+    health: Health = Health.STARTING
+    draining: bool = False
+    fails: int = 0
+    """Bad probes and connect failures in a row."""
+    passes: int = 0
+    """Good probes in a row."""
+    in_flight: int = 0
+    """Tickets placed here and not closed: ours, exact, now."""
+    awaiting_first_byte: int = 0
+    """Those of `in_flight` that have not answered yet."""
+    tokens_streamed: int = 0
+    """Tokens reported by `progress`, over the life of the endpoint."""
+    placed: int = 0
+    """Tickets ever placed here."""
+    placed_seq: int = 0
+    """The pool-wide number of the last placement here; 0 = never."""
+    metrics: LoadMetrics | None = None
+    """The newest good scrape, however old; who uses it looks at `fresh_until`."""
+    others: float | None = None
+    """Requests that the last scrape saw here and we did not send: max(0, waiting + running - ours at that time)."""
+    in_flight_at_scrape: int = 0
+    """Our own in-flight count when the scrape now under way was sent."""
+    fresh_until: float = float("-inf")
+    """Until when `metrics` may be believed."""
+    models: dict[str, ModelCard] | None = None
+    """By id; None = it never said. Kept when the endpoint goes down."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceRequest:
+    """What the decision may see of a request: no headers object, no body."""
+
+    id: str
+    model: str | None
+    """As the client named it; None = not named, or a route that is not placed by model."""
+    stream: bool = False
+    body_bytes: int = 0
+
+
+class TicketState(Enum):
+    """WAITING -> PLACED -> CLOSED, or WAITING -> CLOSED."""
+
+    WAITING = "waiting"
+    PLACED = "placed"
+    CLOSED = "closed"
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request's place in the Balancer for one attempt. Written by the Balancer only."""
+
+    request: InferenceRequest
+    submitted_at: float
+    deadline: float
+    """When waiting ends with `Outcome.EXPIRED`."""
+    avoid: frozenset[EndpointUid] = frozenset()
+    """Endpoints that already failed this request."""
+    state: TicketState = TicketState.WAITING
+    placed_on: EndpointState | None = None
+    """Set while PLACED and after; None if the ticket closed while waiting."""
+    placed_at: float | None = None
+    first_byte_at: float | None = None
+    outcome: Outcome | None = None
+    """Set when CLOSED."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutcomeFacts:
+    """What an outcome means to a client."""
+
+    code: str
+    """The `code` of the error body, the metric label and the log field."""
+    status: int
+    """0: the status was the endpoint's."""
+    error_type: str = ""
+    message: str = ""
+    """What the client is told unless there is more to say."""
+    retry_after: bool = False
+    """Tell the client when to come back."""
+    client_retry: bool = True
+    """False: a retry by the client can only hurt (`x-should-retry: false`)."""
+    close: bool = False
+    """The client's connection cannot be used again."""
+
+
+def _bad(code: str, status: int, message: str, *, close: bool = False) -> OutcomeFacts:
+    """The client's mistake."""
+    return OutcomeFacts(code, status, "invalid_request_error", message, close=close)
+
+
+def _busy(code: str, status: int, message: str, *, close: bool = False) -> OutcomeFacts:
+    """Nobody's mistake: later it may go well."""
+    kind = "rate_limit_error" if status == 429 else "server_error"
+    return OutcomeFacts(code, status, kind, message, retry_after=True, close=close)
+
+
+def _upstream(code: str, status: int, message: str) -> OutcomeFacts:
+    """The endpoint's mistake; the attempts that could help were made."""
+    kind = "timeout_error" if status == 504 else "server_error"
+    return OutcomeFacts(code, status, kind, message, client_retry=False)
+
+
+class Outcome(Enum):
+    """How a request ended. The metric label, the log field, the HTTP status and the error body all derive from it.
+
+    Codes and types are OpenAI's where OpenAI has one, so that its SDKs raise the exception that fits.
+    """
+
+    COMPLETED = OutcomeFacts("completed", 0)
+    """The endpoint's answer went out whole, whatever its status."""
+    UPSTREAM_BROKE = OutcomeFacts("upstream_broke", 0)
+    """The endpoint failed after its first byte went out: the client saw the break."""
+    CLIENT_CLOSED = _bad("client_closed_request", 499, "The client closed the request.", close=True)
+
+    BAD_REQUEST = _bad("bad_request", 400, "The request is not valid HTTP/1.1.", close=True)
+    INVALID_JSON = _bad("invalid_json", 400, "The request body is not valid JSON.")
+    MISSING_MODEL = _bad("missing_model", 400, "The request names no model.")
+    FORBIDDEN = _bad("forbidden", 403, "This is not allowed through the load balancer.")
+    UNKNOWN_URL = _bad("unknown_url", 404, "Unknown request URL.")
+    MODEL_NOT_FOUND = _bad("model_not_found", 404, "The model does not exist.")
+    METHOD_NOT_ALLOWED = _bad("method_not_allowed", 405, "The method is not allowed here.")
+    BODY_TIMEOUT = _bad("request_timeout", 408, "The request body did not come in time.", close=True)
+    TOO_LARGE = _bad("request_too_large", 413, "The request body is too large.", close=True)
+    URI_TOO_LONG = _bad("uri_too_long", 414, "The request target is too long.", close=True)
+    CONTENT_ENCODING = _bad("unsupported_content_encoding", 415, "Encoded request bodies are not supported.")
+    HEAD_TOO_LARGE = _bad("head_too_large", 431, "The request head is too large.", close=True)
+
+    SATURATED = _busy("rejected_saturated", 429, "All model servers are busy and the queue is full.")
+    EXPIRED = _busy("rejected_ttl_expired", 429, "No model server had room in time.")
+    NO_ENDPOINTS = _busy("no_endpoints", 503, "No model server is available.")
+    DRAINING = _busy("lb_draining", 503, "The load balancer is shutting down.", close=True)
+    OVERLOADED = _busy("lb_overloaded", 503, "The load balancer is out of resources.", close=True)
+
+    CONNECT_FAILED = _upstream("upstream_connect_failed", 502, "No connection to a model server could be made.")
+    UPSTREAM_RESET = _upstream("upstream_reset", 502, "The model server closed the connection before it answered.")
+    UPSTREAM_PROTOCOL = _upstream("upstream_protocol_error", 502, "The model server's answer was not valid HTTP.")
+    UPSTREAM_TIMEOUT = _upstream("upstream_timeout", 504, "The model server did not answer in time.")
+
+    INTERNAL_ERROR = OutcomeFacts("internal_error", 500, "server_error", "The load balancer failed.")
+    """A defect of ours: logged with its traceback."""
+
+    @property
+    def label(self) -> str:
+        """The metric label and log field."""
+        return self.value.code
+
+
+class LbError(Exception):
+    """A request that lbproxy itself answers. The only exception that crosses layers.
+
+    `message` is for the client: it never holds an upstream address, a traceback or bytes of the request's body.
+    `allow` is the Allow header of a 405.
+    """
+
+    def __init__(
+        self, outcome: Outcome, message: str | None = None, *, param: str | None = None, allow: str | None = None
+    ) -> None:
+        self.outcome = outcome
+        self.message = outcome.value.message if message is None else message
+        self.param = param
+        self.allow = allow
+        super().__init__(self.message)
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request, whatever happened. Access log, metrics and (later) traces and reports are sinks of it.
+
+    Filled in as the request goes along, emitted once, never changed after that. Times are monotonic seconds.
+    """
+
+    id: str
+    method: str
+    path: str
+    started_at: float
+    route: str = "other"
+    """The route's bounded name, for labels; `path` is for the log only."""
+    client: str = ""
+    model: str | None = None
+    stream: bool = False
+    endpoint: str | None = None
+    attempts: int = 0
+    status: int = 0
+    outcome: Outcome = Outcome.INTERNAL_ERROR
+    error: str | None = None
+    """What went wrong, for the log; may name addresses, so it never goes to a client."""
+    request_bytes: int = 0
+    response_bytes: int = 0
+    events: int = 0
+    """SSE events relayed."""
+    placed_at: float | None = None
+    first_byte_at: float | None = None
+    ended_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """An endpoint changed its standing. One log line each."""
+
+    endpoint: Endpoint
+    before: Health
+    after: Health
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointSnapshot:
+    """One endpoint's state at one moment, safe to keep."""
+
+    endpoint: Endpoint
+    health: Health
+    draining: bool
+    in_flight: int
+    awaiting_first_byte: int
+    placed: int
+    tokens_streamed: int
+    metrics: LoadMetrics | None
+    metrics_age_s: float | None
+    stale: bool
+    models: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSnapshot:
+    """The whole pool at one moment, endpoints in the order of the settings."""
+
+    endpoints: list[EndpointSnapshot] = field(default_factory=list)
+    waiting: int = 0
+    waiting_bytes: int = 0

@@ -1,0 +1,422 @@
+"""Connections to the endpoints: opened, kept for a moment, taken again, and watched for silence.
+
+Theory of operation. A `Connection` is an asyncio protocol that carries one exchange at a time: `send`, then `head`,
+then `relay` to a receiver, which gets every body read in the very callback in which it came. It returns itself to the
+pool when a message ended cleanly and nothing speaks against it; in every other case it is closed. Invariants:
+
+- A connection with an unread or unexpected byte is never reused.
+- After `abort`, or when its receiver let go, a connection calls nobody any more.
+- Kept connections live shorter than the 5 s after which vLLM and SGLang (uvicorn) close them.
+
+One sweep each 250 ms looks after all time limits of all connections: a timer per request would cost more than the
+limits need in precision. Connecting has its own time-out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections import defaultdict
+from functools import lru_cache
+from typing import Protocol, cast
+from urllib.parse import urlsplit
+
+from lbproxy.core.retry import FailureKind, UpstreamError
+from lbproxy.net.h1 import MAX_HEAD_BYTES, Framing, PayloadWatcher, ProtocolError, ResponseHead, parse_head
+
+IDLE_S = 3.0
+MAX_IDLE_PER_ORIGIN = 1024
+SWEEP_S = 0.25
+MAX_INFORMATIONAL = 8
+"""1xx answers before the real one."""
+RECEIVE_BUFFER_BYTES = 64 << 10
+"""SO_RCVBUF: a slow client stops the endpoint after this and the client's own buffers, not after the kernel's 6 MB."""
+UNREAD_BYTES = 64 << 10
+"""Body bytes that came before `relay` was called are kept up to here; then reading pauses."""
+_NEVER = float("inf")
+_OUR_FAULT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
+
+
+class Receiver(Protocol):
+    """Where a response body goes. Called from the connection's own callbacks; must not block or raise."""
+
+    def body(self, data: bytes) -> None:
+        """The next bytes of the message, framing included."""
+        ...
+
+    def ended(self) -> None:
+        """The message is whole. Nothing follows."""
+        ...
+
+    def broke(self, error: UpstreamError) -> None:
+        """The message will never be whole. Nothing follows."""
+        ...
+
+
+class Connection(asyncio.Protocol):
+    """One connection to an endpoint. Made by `ConnectionPool` only."""
+
+    def __init__(self, pool: ConnectionPool, origin: Origin) -> None:
+        self.origin = origin
+        self.reused = False
+        """An exchange went over this connection before the one it was taken for."""
+        self.deadline = _NEVER
+        """When silence becomes a time-out."""
+        self._pool = pool
+        self._loop = pool.loop
+        self._transport: asyncio.Transport | None = None
+        self._buffer = b""
+        # A failure is a result here: an exception that a cancelled task never fetches would be logged as lost.
+        self._head: asyncio.Future[ResponseHead | UpstreamError] | None = None
+        self._head_keeps = False
+        self._method = ""
+        self._informational = 0
+        self._receiver: Receiver | None = None
+        self._framing: Framing | None = None
+        self._idle_timeout_s = _NEVER
+        self._paused = False
+        self._lost_by: Exception | None = None
+
+    # The exchange
+
+    def send(self, method: str, head: bytes, body: bytes) -> None:
+        """Send a request, whole. Then await `head`."""
+        assert self._transport is not None
+        self._method = method
+        self._informational = 0
+        if len(body) < 16 << 10:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines((head, body))
+
+    async def head(self, timeout_s: float) -> ResponseHead:
+        """The response's head. Raises UpstreamError; the connection is then closed. Cancelling closes it too."""
+        if self._transport is None:
+            raise self._lost(self._lost_by)
+        self.deadline = self._loop.time() + timeout_s
+        self._head = self._loop.create_future()
+        try:
+            result = await self._head
+            if isinstance(result, UpstreamError):
+                raise result
+            return result
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            self._head = None
+
+    def relay(self, head: ResponseHead, receiver: Receiver, watcher: PayloadWatcher | None, idle_s: float) -> None:
+        """Hand the body to `receiver`, from now on and what came already, `ended` or `broke` included.
+
+        Silence of `idle_s` seconds while the receiver takes bytes breaks the body.
+        """
+        self._framing = head.framing(watcher)
+        self._receiver = receiver
+        self._head_keeps = head.keep_alive
+        self._idle_timeout_s = idle_s
+        data, self._buffer = self._buffer, b""
+        self._relay(data)
+        if not self._relaying():
+            return
+        if self._transport is None:
+            self._eof(self._lost_by)
+            return
+        self.deadline = self._loop.time() + idle_s
+        self.resume()
+
+    def _relaying(self) -> bool:
+        return self._receiver is not None
+
+    @property
+    def at_boundary(self) -> bool:
+        """Bytes framed as the message is could follow what was relayed so far."""
+        return self._framing is not None and self._framing.at_boundary
+
+    def pause(self) -> None:
+        """Stop reading: the receiver is full. Its slowness is not the endpoint's silence."""
+        if not self._paused and self._transport is not None:
+            self._paused = True
+            self.deadline = _NEVER
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read again."""
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self.deadline = self._loop.time() + self._idle_timeout_s
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """Close at once, whatever goes on. Calls nobody. Legal at any time."""
+        self._receiver = None
+        self._pool.forget(self)
+        if self._transport is not None:
+            self._transport.abort()
+
+    # Time limits
+
+    def sweep(self, now: float) -> None:
+        """Called by the pool now and then: break what was silent for too long."""
+        if now >= self.deadline:
+            self._break(UpstreamError(FailureKind.TIMEOUT, f"{self.origin}: no byte in time"))
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        if self._receiver is not None:
+            self.deadline = self._loop.time() + self._idle_timeout_s
+            self._relay(data)
+        elif self._head is not None and not self._head.done():
+            self._buffer += data
+            self._find_head()
+        elif self._head is not None:
+            self._buffer += data
+            if len(self._buffer) > UNREAD_BYTES:
+                self.pause()
+        else:
+            self.abort()  # a kept connection must be silent
+
+    def eof_received(self) -> None:
+        """See asyncio.Protocol: None closes our side too, as no endpoint half-closes in mid-answer."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._transport = None
+        self._lost_by = exc
+        self._pool.forget(self)
+        self._eof(exc)
+
+    # What the bytes mean
+
+    def _find_head(self) -> None:
+        end = self._buffer.find(b"\r\n\r\n") + 4
+        try:
+            if (len(self._buffer) if end < 4 else end) > MAX_HEAD_BYTES:
+                raise ProtocolError("the response head is too large")
+            if end < 4:
+                if not b"HTTP/1.".startswith(self._buffer[:7]):
+                    raise ProtocolError("the response is not HTTP/1.x")
+                return
+            head = parse_head(self._buffer[:end], self._method)
+            if head.status == 101:
+                raise ProtocolError("the endpoint switches protocols")
+        except ProtocolError as error:
+            self._break(UpstreamError(FailureKind.PROTOCOL, f"{self.origin}: {error}"))
+            return
+        self._buffer = self._buffer[end:]
+        if head.status >= 200:
+            assert self._head is not None
+            self.deadline = _NEVER
+            self._head.set_result(head)
+            return
+        self._informational += 1
+        if self._informational > MAX_INFORMATIONAL:
+            self._break(UpstreamError(FailureKind.PROTOCOL, f"{self.origin}: too many 1xx answers"))
+        elif self._buffer:
+            self._find_head()
+
+    def _relay(self, data: bytes) -> None:
+        framing, receiver = self._framing, self._receiver
+        assert framing is not None
+        assert receiver is not None
+        try:
+            end = framing.feed(data)
+        except ProtocolError as error:
+            self._break(UpstreamError(FailureKind.PROTOCOL, f"{self.origin}: {error}"))
+            return
+        if end < len(data):
+            self._head_keeps = False  # bytes after the end of a message are fatal to its connection
+            data = data[:end]
+        if data:
+            receiver.body(data)
+        if framing.done and self._relaying():
+            self._finish()
+
+    def _finish(self) -> None:
+        receiver, self._receiver = self._receiver, None
+        transport = self._transport
+        self.deadline = _NEVER
+        if self._head_keeps and transport is not None and not transport.is_closing():
+            self._pool.keep(self, idle=not transport.get_write_buffer_size())
+        else:
+            self.abort()
+        if receiver is not None:
+            receiver.ended()
+
+    def _eof(self, exc: Exception | None) -> None:
+        """The endpoint closed the connection."""
+        if self._head is not None and not self._head.done():
+            self._head.set_result(self._lost(exc))
+        elif self._receiver is not None and self._framing is not None:
+            receiver, self._receiver = self._receiver, None
+            if exc is None and self._framing.eof():
+                receiver.ended()
+            else:
+                receiver.broke(self._lost(exc))
+
+    def _lost(self, exc: Exception | None) -> UpstreamError:
+        stale = self.reused and not self._buffer and not self._informational
+        detail = f"{self.origin}: " + (f"connection lost: {exc}" if exc else "closed")
+        return UpstreamError(FailureKind.STALE if stale else FailureKind.RESET, detail)
+
+    def _break(self, error: UpstreamError) -> None:
+        head, receiver = self._head, self._receiver
+        self.abort()
+        if head is not None and not head.done():
+            head.set_result(error)
+        elif receiver is not None:
+            receiver.broke(error)
+
+    def taken(self) -> None:
+        """Told by the pool that the next exchange begins on this kept connection."""
+        self.reused = True
+        self._buffer = b""
+        self._framing = None
+
+    def resume_if_paused(self) -> None:
+        """Told by the pool that the connection is kept: it must be read, to see it close."""
+        self.resume()
+        self.deadline = _NEVER
+
+
+class Origin(tuple[str, int]):
+    """Host and port that a connection leads to."""
+
+    __slots__ = ()
+
+    @classmethod
+    @lru_cache(maxsize=4096)  # once per request; URLs come from settings and discovery only
+    def parse(cls, base_url: str) -> Origin:
+        """From `http://host[:port][/path]`."""
+        url = urlsplit(base_url)
+        assert url.hostname is not None, "settings and discovery let no other URL through"
+        return cls((url.hostname, url.port or 80))
+
+    def __str__(self) -> str:
+        return f"[{self[0]}]:{self[1]}" if ":" in self[0] else f"{self[0]}:{self[1]}"
+
+
+class ConnectionPool:
+    """All connections to all endpoints. Must be made inside a running loop; `close` it there."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._idle: defaultdict[Origin, dict[Connection, float]] = defaultdict(dict)
+        self._busy: set[Connection] = set()
+        self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
+
+    @property
+    def open_connections(self) -> int:
+        """Kept and busy ones."""
+        return len(self._busy) + sum(map(len, self._idle.values()))
+
+    def take(self, origin: Origin) -> Connection | None:
+        """The kept connection that was used last, None if there is none."""
+        idle = self._idle.get(origin)
+        if not idle:
+            return None
+        connection, _ = idle.popitem()
+        connection.taken()
+        self._busy.add(connection)
+        return connection
+
+    async def connect(self, origin: Origin, timeout_s: float) -> Connection:
+        """A new connection. Raises UpstreamError CONNECT, or EXHAUSTED when we are out of descriptors."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                sock = await _open_socket(self.loop, origin)
+                try:
+                    _, connection = await self.loop.create_connection(lambda: Connection(self, origin), sock=sock)
+                except BaseException:
+                    sock.close()
+                    raise
+        except TimeoutError:
+            raise UpstreamError(FailureKind.CONNECT, f"{origin}: no connection within {timeout_s:g} s") from None
+        except OSError as error:
+            kind = FailureKind.EXHAUSTED if error.errno in _OUR_FAULT else FailureKind.CONNECT
+            raise UpstreamError(kind, f"{origin}: {error}") from error
+        self._busy.add(connection)
+        return connection
+
+    def keep(self, connection: Connection, *, idle: bool) -> None:
+        """An exchange ended cleanly. `idle`: and nothing of the request is left to send."""
+        self._busy.discard(connection)
+        kept = self._idle[connection.origin]
+        if idle and len(kept) < MAX_IDLE_PER_ORIGIN:
+            kept[connection] = self.loop.time()
+            connection.resume_if_paused()
+        else:
+            connection.abort()
+
+    def forget(self, connection: Connection) -> None:
+        """The connection is closed."""
+        self._busy.discard(connection)
+        idle = self._idle.get(connection.origin)
+        if idle is not None:
+            idle.pop(connection, None)
+            if not idle:
+                del self._idle[connection.origin]
+
+    def close(self) -> None:
+        """Close every connection at once."""
+        self._sweeper.cancel()
+        for connection in [*self._busy, *(c for idle in self._idle.values() for c in idle)]:
+            connection.abort()
+
+    def _sweep(self) -> None:
+        now = self.loop.time()
+        for connection in list(self._busy):
+            connection.sweep(now)
+        for idle in list(self._idle.values()):
+            for connection, since in list(idle.items()):
+                if now - since < IDLE_S:
+                    break  # in the order in which they were kept
+                connection.abort()
+        self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
+
+
+async def _open_socket(loop: asyncio.AbstractEventLoop, origin: Origin) -> socket.socket:
+    """A connected socket to the first address of `origin` that answers. Raises OSError."""
+    host, port = origin
+    addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    error: OSError | None = None
+    for family, kind, protocol, _, address in addresses:
+        try:
+            sock = socket.socket(family, kind, protocol)
+        except OSError as problem:
+            error = problem
+            continue
+        try:
+            _tune(sock)
+            await loop.sock_connect(sock, address)
+        except OSError as problem:
+            sock.close()
+            error = problem
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise error or OSError(f"{host} has no address")
+
+
+def _tune(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", 15),
+        ("TCP_KEEPINTVL", 5),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", 30_000),  # ms: finds a peer whose host is gone, or drops our packets
+    ):
+        if hasattr(socket, option):  # Linux has all; others lack some
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -1,0 +1,1 @@
+"""The data plane: clients in front, endpoints behind, one exchange for each request."""

@@ -1,0 +1,47 @@
+"""What lbproxy itself answers: errors in OpenAI's shape, and the model list. Bytes, ready to write."""
+
+from __future__ import annotations
+
+import random
+
+from lbproxy.core.openai import error_body
+from lbproxy.core.types import LbError, Outcome
+from lbproxy.proxy.headers import status_line
+
+# The names that users of llm-d's endpoint picker look for.
+_DROPPED_REASONS = {
+    Outcome.SATURATED: "rejected-saturated",
+    Outcome.NO_ENDPOINTS: "rejected-no-endpoints",
+    Outcome.EXPIRED: "rejected-ttl-expired",
+    Outcome.DRAINING: "rejected-shutting-down",
+}
+RETRY_AFTER_S = (1, 5)
+"""Spread, so that refused clients do not come back together; far below the 120 s above which SDKs give up."""
+
+
+def error_answer(error: LbError, request_id: str, *, attempts: int, keep_alive: bool, rng: random.Random) -> bytes:
+    """An error as a whole response."""
+    facts = error.outcome.value
+    fields = {"x-request-id": request_id}
+    if attempts:
+        fields["x-lbproxy-attempts"] = str(attempts)
+    if facts.retry_after:
+        fields["retry-after"] = str(rng.randint(*RETRY_AFTER_S))
+    if facts.status in {429, 502, 503, 504}:
+        fields["x-lbproxy-reason"] = facts.code
+    if error.outcome in _DROPPED_REASONS:
+        fields["x-llm-d-request-dropped-reason"] = _DROPPED_REASONS[error.outcome]
+    if not facts.client_retry:
+        fields["x-should-retry"] = "false"
+    if error.allow is not None:
+        fields["allow"] = error.allow
+    return json_answer(facts.status, error_body(error), fields, keep_alive=keep_alive)
+
+
+def json_answer(status: int, body: bytes, fields: dict[str, str], *, keep_alive: bool) -> bytes:
+    """A JSON body as a whole response. `fields` are ASCII and without line breaks."""
+    lines = [f"{name}: {value}\r\n" for name, value in fields.items()]
+    if not keep_alive:
+        lines.append("connection: close\r\n")
+    head = f"content-type: application/json; charset=utf-8\r\ncontent-length: {len(body)}\r\n{''.join(lines)}\r\n"
+    return status_line(status) + head.encode("ascii") + body

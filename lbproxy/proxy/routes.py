@@ -1,0 +1,77 @@
+"""What a method and path ask for, and how it is placed. Pure.
+
+Everything under /v1/ is passed on, so that what a model server offers tomorrow works today; outside it only the routes
+that model servers are known to have. Route names are few: they are metric labels.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+from urllib.parse import unquote
+
+from lbproxy.core.types import LbError, Outcome
+
+
+class Body(Enum):
+    """What the body is read as."""
+
+    JSON = "json"
+    """Must be a JSON object; placed by its `model`."""
+    BY_TYPE = "by type"
+    """As its Content-Type says: JSON and multipart are placed by `model`, anything else on any endpoint."""
+    ANY = "any"
+    """Not looked at; any endpoint."""
+
+
+class Route(NamedTuple):
+    """One kind of request."""
+
+    name: str
+    body: Body
+    methods: frozenset[str]
+    ours: bool = False
+    """lbproxy answers it."""
+
+
+_PASSED_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_POST = frozenset({"POST", "OPTIONS"})
+_GET = frozenset({"GET", "HEAD", "OPTIONS"})
+
+_MODELS = Route("models", Body.ANY, _GET, ours=True)
+_OTHER = Route("other", Body.BY_TYPE, _PASSED_METHODS)
+_LORA_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+_ROUTES = {
+    "/v1/completions": Route("completions", Body.JSON, _POST),
+    "/v1/chat/completions": Route("chat_completions", Body.JSON, _POST),
+    "/v1/models": _MODELS,
+    "/v1/embeddings": Route("embeddings", Body.JSON, _POST),
+    "/v1/responses": Route("responses", Body.BY_TYPE, _PASSED_METHODS),
+    "/v1/messages": Route("messages", Body.BY_TYPE, _PASSED_METHODS),
+    **{
+        f"/{name}": Route(name, Body.BY_TYPE, _PASSED_METHODS)
+        for name in ("tokenize", "detokenize", "rerank", "score", "pooling", "classify", "generate")
+    },
+}
+
+
+def find_route(method: str, path: str) -> Route:
+    """The route of a request. `path` begins with a slash and has no query.
+
+    Raises LbError UNKNOWN_URL, FORBIDDEN or METHOD_NOT_ALLOWED.
+    """
+    route = _ROUTES.get(path)
+    if route is None:
+        if not path.startswith("/v1/") or _has_dot_segments(path):
+            raise LbError(Outcome.UNKNOWN_URL)
+        if path in _LORA_PATHS:
+            raise LbError(Outcome.FORBIDDEN, "Adapters cannot be loaded or unloaded through the load balancer.")
+        route = _MODELS if path.startswith("/v1/models/") else _OTHER
+    if method not in route.methods:
+        raise LbError(Outcome.METHOD_NOT_ALLOWED, allow=", ".join(sorted(route.methods)))
+    return route
+
+
+def _has_dot_segments(path: str) -> bool:
+    """A server may resolve `/v1/../metrics` to what was never meant to be reached."""
+    return any(part in {".", ".."} for part in unquote(path).replace("\\", "/").split("/"))

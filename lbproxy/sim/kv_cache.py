@@ -1,0 +1,96 @@
+"""The blocks of one server's KV cache, and which of them can be hit by a prefix.
+
+As in vLLM V1: a block in use has one or more users; a block without users goes to the end of one free list, keeps its
+content (and so its hash) there, and is overwritten when it has come to the front. Blocks never used stand before all
+others. Content is known by hash only: whoever computes hashes chains them over the whole prefix, so that equal hashes
+mean equal prefixes.
+
+Not modelled: two blocks with the same content both being hittable. The first one keeps the hash, the second is private.
+
+Invariants: `used + available == total`; a block is on the free list exactly if it has no users; a hash leads to a block
+exactly if the block carries it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+
+class BlockPool:
+    """`total` blocks. Costs are linear in the blocks named in a call, never in the size of the pool."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        # Block ids are given out on first use, so a pool that is mostly empty is small: fleets hold hundreds.
+        self._users: list[int] = []
+        self._hash_of: list[int | None] = []
+        self._by_hash: dict[int, int] = {}
+        self._free: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def available(self) -> int:
+        """Blocks without a user, cached content or not."""
+        return self.total - len(self._users) + len(self._free)
+
+    @property
+    def used(self) -> int:
+        """Blocks with at least one user."""
+        return len(self._users) - len(self._free)
+
+    def match(self, hashes: Sequence[int], limit: int) -> list[int]:
+        """The cached blocks of the longest known prefix, at most `limit` of them. Takes none of them."""
+        found: list[int] = []
+        by_hash = self._by_hash
+        for position in range(min(limit, len(hashes))):
+            block = by_hash.get(hashes[position])
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def take(self, hits: Sequence[int], fresh: int) -> list[int] | None:
+        """Use the cached blocks `hits` and `fresh` new ones, in this order, or change nothing and return None."""
+        users, free = self._users, self._free
+        idle_hits = sum(1 for block in hits if not users[block])
+        if fresh + idle_hits > self.available:
+            return None
+        for block in hits:
+            if not users[block]:
+                del free[block]
+            users[block] += 1
+        taken = list(hits)
+        unused = min(fresh, self.total - len(users))
+        taken.extend(range(len(users), len(users) + unused))
+        users.extend([1] * unused)
+        self._hash_of.extend([None] * unused)
+        for _ in range(fresh - unused):
+            taken.append(self._evict())
+        return taken
+
+    def _evict(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        content = self._hash_of[block]
+        if content is not None:
+            del self._by_hash[content]
+            self._hash_of[block] = None
+        self._users[block] = 1
+        return block
+
+    def register(self, blocks: Sequence[int], hashes: Sequence[int]) -> None:
+        """Make full blocks, not registered before, hittable, each under the hash at its position."""
+        for block, content in zip(blocks, hashes, strict=True):
+            if content not in self._by_hash:
+                self._by_hash[content] = block
+                self._hash_of[block] = content
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give up one request's blocks, named in the order of its text.
+
+        The tail is freed first and so overwritten first: the head of a prefix is what others share.
+        """
+        users, free = self._users, self._free
+        for block in reversed(blocks):
+            users[block] -= 1
+            if not users[block]:
+                free[block] = None

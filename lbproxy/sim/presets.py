@@ -1,0 +1,99 @@
+"""Which hardware and model the simulated server pretends to be: data only.
+
+A preset is the coefficients of the step-time formula (`engine.py` has the formula itself) and the capacities of the
+server. A new pair of model and GPU is a new line here and needs no code.
+
+Source of the coefficients: a regression over NVIDIA AIConfigurator's measured operator tables and serving rows for
+H100 with vLLM (Qwen3-32B TP2: 1.7 % mean error). The KV capacity of Qwen3-32B on two H100 (307,328 tokens) and a full
+8,192-token prefill of 0.40-0.51 s are llm-d's figures, found independently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BLOCK_TOKENS = 16
+"""Tokens in a KV block: vLLM's default on GPUs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """A model on its hardware. Milliseconds throughout, as in the published tables."""
+
+    host_ms: float
+    """Spent on every step, whatever is in it."""
+    weights_ms: float
+    """Reading the weights once: the floor of a step."""
+    token_ms: float
+    """Computing one token, once compute and no longer memory is the bound."""
+    sequence_ms: float
+    """Per sequence in the step: sampling, bookkeeping, kernel overhead."""
+    context_ms: float
+    """Per 1,000 tokens of context that the step's decodes read."""
+    attention_ms: float
+    """Per (1,000 tokens)² of prefill attention."""
+    kv_tokens: int
+    """Size of the KV cache."""
+    max_model_len: int
+    """`max_position_embeddings` of the model: prompt and output together."""
+    token_budget: int = 8192
+    """vLLM's `max_num_batched_tokens`: tokens in one step at most."""
+    max_sequences: int = 1024
+    """vLLM's `max_num_seqs`: running requests at most."""
+    api_ms: float = 12.0
+    """HTTP parsing and tokenisation, before the scheduler sees the request."""
+
+    def __post_init__(self) -> None:
+        if self.kv_tokens < BLOCK_TOKENS:
+            raise ValueError(f"kv_tokens must be at least one block of {BLOCK_TOKENS}, got {self.kv_tokens}")
+        if self.max_model_len < 2:
+            raise ValueError(f"max_model_len must hold a prompt and an answer: at least 2, got {self.max_model_len}")
+        # With this, a step always has room for every decode, which the engine relies on.
+        if not 1 <= self.max_sequences <= self.token_budget:
+            raise ValueError(
+                f"max_sequences must be within 1..token_budget ({self.token_budget}), got {self.max_sequences}"
+            )
+
+
+PRESETS: dict[str, Preset] = {
+    "llama-8b-h100": Preset(
+        host_ms=1.0,
+        weights_ms=5.8,
+        token_ms=0.0210,
+        sequence_ms=0.040,
+        context_ms=0.046,
+        attention_ms=0.80,
+        kv_tokens=432_000,
+        max_model_len=131_072,
+    ),
+    "qwen-32b-2xh100": Preset(
+        host_ms=1.0,
+        weights_ms=13.3,
+        token_ms=0.0540,
+        sequence_ms=0.068,
+        context_ms=0.044,
+        attention_ms=1.65,
+        kv_tokens=307_200,
+        max_model_len=40_960,
+    ),
+    "qwen-32b-4xh100": Preset(
+        host_ms=1.0,
+        weights_ms=8.4,
+        token_ms=0.0316,
+        sequence_ms=0.063,
+        context_ms=0.022,
+        attention_ms=0.85,
+        kv_tokens=820_000,
+        max_model_len=40_960,
+    ),
+    "llama-70b-fp8-4xh100": Preset(
+        host_ms=1.0,
+        weights_ms=9.8,
+        token_ms=0.0310,
+        sequence_ms=0.075,
+        context_ms=0.025,
+        attention_ms=1.1,
+        kv_tokens=700_000,
+        max_model_len=131_072,
+    ),
+}
