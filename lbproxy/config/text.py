@@ -170,10 +170,10 @@ class _Reader:
         expanded = text
         if len(text) <= MAX_STRING_CHARS:
             expanded = _REFERENCE.sub(value, text)
-        if missing:
-            wrong = f"environment variable {one_line(missing[0])} is not set, got {one_line(ascii(text))}"
-        elif "${" in _REFERENCE.sub("", text):
+        if "${" in _REFERENCE.sub("", text):
             wrong = f"expected ${{NAME}} or ${{NAME:-default}}, got {one_line(ascii(text))}"
+        elif missing:
+            wrong = f"environment variable {one_line(missing[0])} is not set, got {one_line(ascii(text))}"
         elif len(expanded) > MAX_STRING_CHARS:
             wrong = f"expected at most {MAX_STRING_CHARS} characters, got {len(expanded)}"
         elif not _is_unicode(expanded):

@@ -230,7 +230,7 @@ class ScrapeSettings(Section):
     @classmethod
     def _outlives_interval(cls, value: float, info: ValidationInfo) -> float:
         if value < info.data.get("interval", 0.0):
-            raise expected("at least scrape.interval: else metrics are stale before the next scrape")
+            raise expected("at least scrape.interval (else stale before the next scrape)")
         return value
 
 

@@ -33,6 +33,8 @@ class EventScanner:
 
     def feed(self, data: bytes, start: int, end: int) -> None:
         """The next piece is `data[start:end]`."""
+        if start == end:
+            return
         self.events += data.count(b"\n\n", start, end) + data.count(b"\r\n\r\n", start, end)
         if not self.at_boundary:
             self._look_across(data[start : min(end, start + _SEAM_BYTES)])

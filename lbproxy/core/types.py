@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 EndpointUid = NewType("EndpointUid", int)
 """Identifies one endpoint for the life of the process. Never reused; addresses are."""
@@ -116,8 +116,7 @@ class EndpointState:
     """By id; None = it never said. Kept when the endpoint goes down."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InferenceRequest:
+class InferenceRequest(NamedTuple):
     """What the decision may see of a request: no headers object, no body."""
 
     id: str
@@ -135,16 +134,12 @@ class TicketState(Enum):
     CLOSED = "closed"
 
 
-@dataclass(slots=True, eq=False)
 class Ticket:
-    """A request's place in the Balancer for one attempt. Written by the Balancer only."""
+    """A request's place in the Balancer for one attempt. Written by the Balancer only.
 
-    request: InferenceRequest
-    submitted_at: float
-    deadline: float
-    """When waiting ends with `Outcome.EXPIRED`."""
-    avoid: frozenset[EndpointUid] = frozenset()
-    """Endpoints that already failed this request."""
+    What has a default lives in the class until it is set: one is made for every request.
+    """
+
     state: TicketState = TicketState.WAITING
     placed_on: EndpointState | None = None
     """Set while PLACED and after; None if the ticket closed while waiting."""
@@ -152,6 +147,16 @@ class Ticket:
     first_byte_at: float | None = None
     outcome: Outcome | None = None
     """Set when CLOSED."""
+
+    def __init__(
+        self, request: InferenceRequest, submitted_at: float, deadline: float, avoid: frozenset[EndpointUid]
+    ) -> None:
+        self.request = request
+        self.submitted_at = submitted_at
+        self.deadline = deadline
+        """When waiting ends with `Outcome.EXPIRED`."""
+        self.avoid = avoid
+        """Endpoints that already failed this request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,20 +257,15 @@ class LbError(Exception):
         super().__init__(self.message)
 
 
-@dataclass(slots=True)
 class RequestRecord:
     """One request, whatever happened. Access log, metrics and (later) traces and reports are sinks of it.
 
-    Filled in as the request goes along, emitted once, never changed after that. Times are monotonic seconds.
+    Filled in as the request goes along, emitted once, never changed after that. Times are monotonic seconds. What has
+    a default lives in the class until it is set: one is made for every request.
     """
 
-    id: str
-    method: str
-    path: str
-    started_at: float
     route: str = "other"
     """The route's bounded name, for labels; `path` is for the log only."""
-    client: str = ""
     model: str | None = None
     stream: bool = False
     endpoint: str | None = None
@@ -281,6 +281,13 @@ class RequestRecord:
     placed_at: float | None = None
     first_byte_at: float | None = None
     ended_at: float = 0.0
+
+    def __init__(self, id: str, method: str, path: str, client: str, started_at: float) -> None:  # noqa: A002
+        self.id = id
+        self.method = method
+        self.path = path
+        self.client = client
+        self.started_at = started_at
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ class Answer(NamedTuple):
 
     status: int
     content_type: str
+    """Lower case; empty if not given."""
     body: bytes
 
 
@@ -40,8 +41,7 @@ async def fetch(pool: ConnectionPool, origin: Origin, path: str, *, timeout_s: f
 
 
 async def _exchange(connection: Connection, origin: Origin, path: str, timeout_s: float, max_bytes: int) -> Answer:
-    fields = [(b"Accept", b"*/*"), (b"User-Agent", b"lbproxy")]
-    connection.send("GET", request_head("GET", path, str(origin), fields, 0), b"")
+    connection.send("GET", request_head("GET", path, str(origin), _FIELDS, 0), b"")
     head = await connection.head(timeout_s)
     collector = _Collector(max_bytes)
     connection.relay(head, collector, collector, timeout_s)
@@ -53,8 +53,10 @@ async def _exchange(connection: Connection, origin: Origin, path: str, timeout_s
     if failure is not None:
         connection.abort()
         raise failure
-    content_type = head.value(b"content-type") or b""
-    return Answer(head.status, content_type.decode("latin-1"), b"".join(collector.pieces))
+    return Answer(head.status, head.content_type.decode("latin-1"), b"".join(collector.pieces))
+
+
+_FIELDS = b"Accept: */*\r\nUser-Agent: lbproxy\r\n"
 
 
 class _Collector:

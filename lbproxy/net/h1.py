@@ -9,7 +9,7 @@ is ambiguous is an error, never a guess. Any exception other than `ProtocolError
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 MAX_HEAD_BYTES = 64 << 10
@@ -17,11 +17,27 @@ MAX_FIELDS = 128
 _MAX_CHUNK_LINE = 4 << 10
 _MAX_TRAILER_BYTES = 16 << 10
 
-# A status line, then fields; RFC 9112 sections 4 and 5. No obs-fold, no bare CR, LF or NUL, no space before the colon.
-_HEAD = re.compile(
-    rb"HTTP/1\.(?P<minor>[01]) (?P<status>[1-5][0-9]{2})(?: [^\x00-\x08\x0a-\x1f\x7f]*)?\r\n"
-    rb"(?P<fields>(?:[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[^\x00-\x08\x0a-\x1f\x7f]*\r\n)*)\r\n"
+_STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: .*)?")
+_NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+_TEXT = bytes({*range(0x20, 0x100), 0x09} - {0x7F})
+"""What may stand in a head beside CR and LF: RFC 9110, section 5.5."""
+_ENDS_HERE = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"content-length",
+        b"x-request-id",
+        b"x-lbproxy-endpoint",
+        b"x-lbproxy-attempts",
+    }
 )
+"""Fields of a response that end at this hop (RFC 9110, section 7.6.1), or that are set anew."""
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\x00-\x08\x0a-\x1f\x7f]*)?")
 _TRAILER_LINE = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[^\x00-\x08\x0a-\x1f\x7f]*")
 _LENGTH = re.compile(rb"[0-9]{1,15}")
@@ -183,7 +199,7 @@ class ChunkedFraming:
             self._in_trailer = True
 
     def _end_trailer_line(self, line: bytes) -> None:
-        self._trailer_bytes += len(line)
+        self._trailer_bytes += len(line) + 2
         if not line:
             self.done = True
         elif self._trailer_bytes > _MAX_TRAILER_BYTES or _TRAILER_LINE.fullmatch(line) is None:
@@ -194,19 +210,17 @@ class ResponseHead(NamedTuple):
     """A response's head, valid and unambiguous."""
 
     status: int
-    fields: list[tuple[bytes, bytes]]
-    """Lower-case name and the whole line without its CRLF, in order."""
+    end_to_end: bytes
+    """The field lines that go on to the client, as they came, each with its CRLF; Content-Length is not among them."""
+    content_type: bytes
+    """Lower case; empty if not given."""
     keep_alive: bool
     """The endpoint will take another request on this connection."""
     chunked: bool
-    options: set[bytes]
-    """What the Connection fields name: options, and fields that end at this hop. Lower case."""
     length: int | None
-    """The body's Content-Length; 0 where the status forbids a body; None if chunked or ended by close."""
-
-    def value(self, name: bytes) -> bytes | None:
-        """The first value of a field (`name` in lower case), stripped."""
-        return next((line[len(name) + 1 :].strip() for key, line in self.fields if key == name), None)
+    """The body's length; 0 where the status forbids a body; None if chunked or ended by close."""
+    announced: bytes | None
+    """The value of Content-Length, which with HEAD and 304 tells of a body that does not follow."""
 
     def framing(self, watcher: PayloadWatcher | None = None) -> Framing:
         """A new walker for this head's body."""
@@ -220,56 +234,97 @@ def parse_head(head: bytes, method: str) -> ResponseHead:
 
     `method` is the request's: the answer to HEAD has no body. Raises ProtocolError.
     """
-    match = _HEAD.fullmatch(head)
-    if match is None:
-        raise ProtocolError("the response head is malformed")
-    status = int(match["status"])
-    lines = match["fields"].split(b"\r\n")
-    lines.pop()
-    if len(lines) > MAX_FIELDS:
+    lines = head[:-4].split(b"\r\n")
+    # All that is no text must be the line ends, in their order: a bare CR, LF or any other control byte shows here.
+    if not head.endswith(b"\r\n\r\n") or head.translate(None, _TEXT) != b"\r\n" * (len(lines) + 1):
+        raise ProtocolError("the response head has control characters")
+    minor, status = _read_status_line(lines[0])
+    if len(lines) - 1 > MAX_FIELDS:
         raise ProtocolError("the response head has too many fields")
-    fields = [(line[: line.index(b":")].lower(), line) for line in lines]
-    chunked, length, options = _framing_fields(fields)
-    if status < 200 or status in {204, 304} or method == "HEAD":
-        chunked, length = False, 0
-    version_keeps = match["minor"] == b"1"
-    keep_alive = b"close" not in options and (version_keeps or b"keep-alive" in options)
-    if chunked and not version_keeps:
+    fields = _read_fields(lines)
+    chunked, announced = fields.chunked, fields.length
+    bodiless = status < 200 or status in {204, 304} or method == "HEAD"
+    if bodiless:
+        length: int | None = 0
+    else:
+        length = None if announced is None else int(announced)
+    if chunked and not minor:
         raise ProtocolError("an HTTP/1.0 response is chunked")
+    keep_alive = (minor == 1 or b"keep-alive" in fields.options) and b"close" not in fields.options
     framed = chunked or length is not None
-    return ResponseHead(status, fields, keep_alive and framed, chunked, options, length)
+    chunked = chunked and not bodiless
+    end_to_end = b"".join([line + b"\r\n" for line in fields.kept])
+    return ResponseHead(status, end_to_end, fields.content_type, keep_alive and framed, chunked, length, announced)
 
 
-def _framing_fields(fields: Iterable[tuple[bytes, bytes]]) -> tuple[bool, int | None, set[bytes]]:
-    """Whether chunked, the Content-Length, and the options of Connection."""
+@lru_cache(maxsize=256)  # servers use few
+def _read_status_line(line: bytes) -> tuple[int, int]:
+    """Minor version and status."""
+    match = _STATUS_LINE.fullmatch(line)
+    if match is None:
+        raise ProtocolError("the status line is malformed")
+    return int(match[1]), int(match[2])
+
+
+@lru_cache(maxsize=1024)  # servers use few
+def _field_name(name: bytes) -> bytes:
+    """A field name in lower case. No white space, so neither folding nor a space before the colon."""
+    if _NAME.fullmatch(name) is None:
+        raise ProtocolError("a field name is malformed")
+    return name.lower()
+
+
+class _Fields(NamedTuple):
+    """What the fields of a response say."""
+
+    kept: list[bytes]
+    """The lines that go on to the client."""
+    content_type: bytes
+    chunked: bool
+    length: bytes | None
+    options: set[bytes]
+    """What Connection names: options, and fields that end at this hop. Lower case."""
+
+
+def _read_fields(lines: list[bytes]) -> _Fields:
+    """Sort the field lines; `lines[0]` is the status line."""
+    kept: list[bytes] = []
+    content_type = b""
     chunked = False
-    length: int | None = None
+    length: bytes | None = None
     options: set[bytes] = set()
-    for name, line in fields:
-        if name == b"content-length":
-            value = line[15:].strip()
-            if length is not None or _LENGTH.fullmatch(value) is None:
+    for line in lines[1:]:
+        raw_name, colon, value = line.partition(b":")
+        if not colon:
+            raise ProtocolError("a field line without a colon")
+        name = _field_name(raw_name)
+        if name not in _ENDS_HERE:
+            kept.append(line)
+            if name == b"content-type":
+                content_type = value.strip().lower()
+        elif name == b"content-length":
+            if length is not None or _LENGTH.fullmatch(value.strip(b" \t")) is None:
                 raise ProtocolError("a bad or repeated Content-Length")
-            length = int(value)
+            length = value.strip()
         elif name == b"transfer-encoding":
-            if chunked or line[18:].strip().lower() != b"chunked":
+            if chunked or value.strip(b" \t").lower() != b"chunked":
                 raise ProtocolError("a Transfer-Encoding other than chunked")
             chunked = True
         elif name == b"connection":
-            options.update(token.strip() for token in line[11:].lower().split(b","))
+            options.update(token.strip() for token in value.lower().split(b","))
     if chunked and length is not None:
         raise ProtocolError("both Content-Length and Transfer-Encoding")
-    return chunked, length, options
+    if options - {b"close", b"keep-alive", b""}:
+        kept = [line for line in kept if line.partition(b":")[0].lower() not in options]
+    return _Fields(kept, content_type, chunked, length, options)
 
 
-def request_head(method: str, target: str, authority: str, fields: Sequence[tuple[bytes, bytes]], length: int) -> bytes:
-    """A request's head. `fields` are end-to-end and already valid; Host and Content-Length are set here.
-
-    Content-Length is sent with every method that has a body, also when that is empty.
+def request_head(method: str, target: str, authority: str, fields: bytes, length: int) -> bytes:
+    """A request's head. `fields` are end-to-end and valid field lines, each with its CRLF; Host and Content-Length are
+    set here. Content-Length is sent with every method that has a body, also when that is empty.
     """
-    lines = [f"{method} {target} HTTP/1.1\r\nHost: {authority}".encode("latin-1")]
-    lines += [name + b": " + value for name, value in fields]
-    if length or method not in {"GET", "HEAD", "OPTIONS", "DELETE"}:
-        lines.append(b"Content-Length: %d" % length)
-    lines.append(b"\r\n")
-    return b"\r\n".join(lines)
+    framing = f"Content-Length: {length}\r\n" if length or method in _WITH_BODY else ""
+    return f"{method} {target} HTTP/1.1\r\nHost: {authority}\r\n{framing}".encode("ascii") + fields + b"\r\n"
+
+
+_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})

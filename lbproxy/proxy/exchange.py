@@ -112,11 +112,9 @@ class Exchanger:
                 raise LbError(Outcome.CONNECT_FAILED) from error  # a live pool broke this request
             raise
 
-    def _own_fields(self, record: RequestRecord) -> list[tuple[str, str]]:
-        fields = [("x-request-id", record.id), ("x-lbproxy-attempts", str(record.attempts))]
-        if self._expose_endpoint and record.endpoint is not None:
-            fields.append(("x-lbproxy-endpoint", record.endpoint))
-        return fields
+    def _own_fields(self, record: RequestRecord) -> str:
+        exposed = f"x-lbproxy-endpoint: {record.endpoint}\r\n" if self._expose_endpoint else ""
+        return f"x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n{exposed}"
 
 
 class Relay:
@@ -158,7 +156,7 @@ class Relay:
         self.client_reusable = call.keep_alive and not call.http10 and (head.chunked or head.length is not None)
         self._prefix = b""
         """The head, until it went out."""
-        content_type = (head.value(b"content-type") or b"").lower()
+        content_type = head.content_type
         ends_by_close = not head.chunked and head.length is None
         self._scanner = EventScanner(watch_finish=ends_by_close) if b"text/event-stream" in content_type else None
         self._whole: EventScanner | JsonWatcher | None = None
@@ -170,7 +168,7 @@ class Relay:
         # A failure is a result here: an exception that a cancelled handler never fetches would be logged as lost.
         self._done: asyncio.Future[Outcome | UpstreamError] = runtime.loop.create_future()
 
-    async def run(self, own_fields: list[tuple[str, str]], idle_s: float) -> Outcome:
+    async def run(self, own_fields: str, idle_s: float) -> Outcome:
         """Relay until the end. Raises UpstreamError if the endpoint failed before anything went to the client."""
         head, client = self._head, self._call.client
         assert self._connection is not None

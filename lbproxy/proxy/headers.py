@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 
 from lbproxy.core.types import LbError, Outcome
@@ -34,8 +34,6 @@ _NOT_FORWARDED = _HOP_BY_HOP | {
     b"x-request-id",
     b"x-gateway-destination-endpoint",  # a header never chooses an address
 }
-_NOT_RETURNED = _HOP_BY_HOP | {b"content-length", b"x-request-id", b"x-lbproxy-endpoint", b"x-lbproxy-attempts"}
-
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 _TARGET = re.compile(r"/[!-~]*")
 
@@ -51,8 +49,8 @@ def status_line(status: int) -> bytes:
 class RequestFields:
     """A client's header fields, read once."""
 
-    forward: list[tuple[bytes, bytes]] = field(default_factory=list)
-    """What the endpoint gets, in order."""
+    forward: bytes = b""
+    """The field lines that the endpoint gets, in order, each with its CRLF."""
     request_id: str | None = None
     """The client's own x-request-id, if it is harmless."""
     content_type: bytes = b""
@@ -63,19 +61,22 @@ class RequestFields:
 def read_request_fields(raw: Iterable[tuple[bytes, bytes]]) -> RequestFields:
     """Sort a request's fields. Raises LbError where one asks for what we must not do."""
     fields = RequestFields()
+    forward: list[bytes] = []
     nominated: set[bytes] = set()
     for name, value in raw:
         key = name.lower()
-        if key not in _NOT_FORWARDED:
-            fields.forward.append((name, value))
-            if key == b"content-type":
-                fields.content_type = value.lower()
-            elif key == b"content-encoding" and value.strip().lower() not in {b"", b"identity"}:
-                raise LbError(Outcome.CONTENT_ENCODING)
-        else:
+        if key in _NOT_FORWARDED:
             _read_our_own(fields, nominated, key, value)
-    if nominated:
-        fields.forward = [(name, value) for name, value in fields.forward if name.lower() not in nominated]
+            continue
+        forward += (name, b": ", value, b"\r\n")
+        if key == b"content-type":
+            fields.content_type = value.lower()
+        elif key == b"content-encoding" and value.strip().lower() not in {b"", b"identity"}:
+            raise LbError(Outcome.CONTENT_ENCODING)
+    if nominated - {b"close", b"keep-alive", b""}:
+        lines = zip(*[iter(forward)] * 4, strict=True)
+        forward = [part for line in lines if line[0].lower() not in nominated for part in line]
+    fields.forward = b"".join(forward)
     return fields
 
 
@@ -109,22 +110,15 @@ def origin_form(target: str) -> str:
     return target
 
 
-def client_head(head: ResponseHead, own: Iterable[tuple[str, str]], *, chunked: bool, keep_alive: bool) -> bytes:
-    """The head of an endpoint's answer as the client gets it: end-to-end fields, then framing and our own.
+def client_head(head: ResponseHead, own: str, *, chunked: bool, keep_alive: bool) -> bytes:
+    """The head of an endpoint's answer as the client gets it: end-to-end fields, then framing and `own` field lines.
 
     `chunked`: the client gets the body chunked. A body that the endpoint ends by closing is ended so for the client.
     """
-    parts = [status_line(head.status)]
-    ended_here = _NOT_RETURNED | head.options if head.options else _NOT_RETURNED
-    for name, line in head.fields:
-        if name not in ended_here:
-            parts += (line, b"\r\n")
-        elif name == b"content-length" and not head.chunked and head.status >= 200 and head.status != 204:
-            parts += (line, b"\r\n")  # with HEAD and 304 it tells of a body that does not follow
     if chunked:
-        parts.append(b"Transfer-Encoding: chunked\r\n")
+        own += "Transfer-Encoding: chunked\r\n"
+    elif head.announced is not None and head.status != 204:
+        own += f"Content-Length: {head.announced.decode('ascii')}\r\n"
     if not keep_alive:
-        parts.append(b"Connection: close\r\n")
-    parts += [f"{name}: {value}\r\n".encode("ascii") for name, value in own]
-    parts.append(b"\r\n")
-    return b"".join(parts)
+        own += "Connection: close\r\n"
+    return status_line(head.status) + head.end_to_end + own.encode("ascii") + b"\r\n"

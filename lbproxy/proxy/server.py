@@ -60,7 +60,7 @@ class _Written(web.StreamResponse):
 class ClientConnection(web.RequestHandler):
     """aiohttp's connection, which also tells the relay of back-pressure and of its own end."""
 
-    __slots__ = ("_front", "body_reader", "relay")
+    __slots__ = ("_front", "address", "body_reader", "relay")
 
     def __init__(self, front: FrontEnd, **options: object) -> None:
         super().__init__(front, **options)  # type: ignore[arg-type]
@@ -68,11 +68,15 @@ class ClientConnection(web.RequestHandler):
         self.relay: Relay | None = None
         self.body_reader: StreamReader | None = None
         """The body that is being read, while it is."""
+        self.address = ""
+        """The client's, without its port."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio.Protocol."""
         cast(asyncio.Transport, transport).set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
         super().connection_made(transport)
+        peer = self.peername
+        self.address = peer[0] if isinstance(peer, tuple) else ""
         if self._front.open_connections > self._front.max_connections:
             self.write_refusal(LbError(Outcome.OVERLOADED))
             self.force_close()
@@ -233,7 +237,7 @@ class FrontEnd(web.Server):
         model, stream, body = self._read_model(request.method, route, fields, body)
         record.model, record.stream = model, stream
         outgoing = Outgoing(request.method, target, fields.forward, body, record.id)
-        placed = InferenceRequest(id=record.id, model=model, stream=stream, body_bytes=len(body))
+        placed = InferenceRequest(record.id, model, stream, len(body))
         http10 = request.version == (1, 0)
         call = Call(client, record, placed, outgoing, http10=http10, keep_alive=keep_alive)
         return await self._exchanger.run_exchange(call)
@@ -321,14 +325,8 @@ class FrontEnd(web.Server):
 
     def new_record(self, method: str, path: str, client: ClientConnection) -> RequestRecord:
         """A record that begins now, with an id of ours."""
-        peer = client.peername
-        return RequestRecord(
-            id=f"{self._id_prefix}-{next(self._ids):x}",
-            method=method,
-            path=path,
-            started_at=self._runtime.now(),
-            client=peer[0] if isinstance(peer, tuple) else "",
-        )
+        id_ = f"{self._id_prefix}-{next(self._ids):x}"
+        return RequestRecord(id_, method, path, client.address, self._runtime.now())
 
     def finish(self, record: RequestRecord) -> None:
         """The record is complete."""

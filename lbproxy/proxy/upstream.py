@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from lbproxy.config import TimeoutSettings
 from lbproxy.core.retry import FailureKind, UpstreamError
@@ -12,13 +11,13 @@ from lbproxy.net.h1 import ResponseHead, request_head
 from lbproxy.net.pool import Connection, ConnectionPool, Origin
 
 
-@dataclass(frozen=True, slots=True)
-class Outgoing:
+class Outgoing(NamedTuple):
     """A request as every endpoint gets it; the same bytes each time, but for the endpoint's own name."""
 
     method: str
     target: str
-    fields: Sequence[tuple[bytes, bytes]]
+    fields: bytes
+    """Field lines, each with its CRLF."""
     body: bytes
     request_id: str
 
@@ -54,9 +53,6 @@ class Upstream:
 
     def _head(self, endpoint: Endpoint, outgoing: Outgoing) -> bytes:
         authority = endpoint.authority
-        fields = [
-            *outgoing.fields,
-            (b"x-request-id", outgoing.request_id.encode("ascii")),
-            (b"x-gateway-destination-endpoint", authority.encode("ascii")),
-        ]
+        own = f"x-request-id: {outgoing.request_id}\r\nx-gateway-destination-endpoint: {authority}\r\n"
+        fields = outgoing.fields + own.encode("ascii")
         return request_head(outgoing.method, outgoing.target, authority, fields, len(outgoing.body))

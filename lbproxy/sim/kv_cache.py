@@ -64,8 +64,7 @@ class BlockPool:
         taken.extend(range(len(users), len(users) + unused))
         users.extend([1] * unused)
         self._hash_of.extend([None] * unused)
-        for _ in range(fresh - unused):
-            taken.append(self._evict())
+        taken.extend(self._evict() for _ in range(fresh - unused))
         return taken
 
     def _evict(self) -> int:

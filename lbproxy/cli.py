@@ -1,0 +1,151 @@
+"""The command line: arguments to calls. No logic of its own; uvloop is chosen here, and files are read here.
+
+Exit codes: 0 = done, 1 = it could not be done (said on stderr), 2 = the arguments or the settings are wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TypeVar
+
+from lbproxy import __version__
+from lbproxy.config import ConfigError, Settings, parse
+
+MAX_SETTINGS_BYTES = 1 << 20
+T = TypeVar("T")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of the `lbproxy` script."""
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if args.command is None and args.config is None:
+        parser.error("say --config FILE, or try: lbproxy demo")
+    try:
+        return int(_COMMANDS[args.command](args))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"lbproxy: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lbproxy", description="Load balancer for LLM servers. `lbproxy --config FILE` runs it."
+    )
+    parser.add_argument("--version", action="version", version=f"lbproxy {__version__}")
+    parser.add_argument("--config", metavar="FILE", help="settings (YAML); config.example.yaml explains every key")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    check = commands.add_parser("check", help="validate the settings and dial every endpoint")
+    check.add_argument("--config", metavar="FILE", required=True)
+
+    demo = commands.add_parser("demo", help="three simulated vLLM servers and lbproxy before them; no GPU needed")
+    demo.add_argument("--listen", default="127.0.0.1:8080", metavar="HOST:PORT")
+    demo.add_argument("--admin", default="127.0.0.1:9901", metavar="HOST:PORT")
+
+    mock = commands.add_parser("mock", help="one simulated vLLM server")
+    mock.add_argument("--host", default="127.0.0.1")
+    mock.add_argument("--port", type=int, default=8000, help="0 = any free port (default: 8000)")
+    mock.add_argument("--model", default="sim", help="the served model's name (default: sim)")
+    mock.add_argument("--preset", default="llama-8b-h100", help="which model on which GPU to simulate")
+    mock.add_argument("--speed", type=float, default=1.0, help="2 = twice as fast as the preset")
+    mock.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    settings = _read_settings(args.config)
+    from lbproxy import app  # noqa: PLC0415 - heavy, and `--help` or a bad file need not wait for it
+
+    _run_until_signal(lambda stop: app.serve(settings, stop=stop, on_ready=lambda _: None))
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    settings = _read_settings(args.config)
+    from lbproxy.check import check  # noqa: PLC0415
+
+    return _event_loop(check(settings))
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from lbproxy.demo import run_demo  # noqa: PLC0415
+
+    _run_until_signal(lambda stop: run_demo(args.listen, args.admin, stop))
+    return 0
+
+
+def _mock(args: argparse.Namespace) -> int:
+    from lbproxy.sim.http import MockOptions, serve  # noqa: PLC0415
+
+    options = MockOptions(
+        host=args.host, port=args.port, model=args.model, preset=args.preset, speed=args.speed, seed=args.seed
+    )
+    print(f"simulated {args.preset} serving {args.model!r} at http://{args.host}:{args.port}", flush=True)
+
+    async def until(stop: asyncio.Event) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            server = tasks.create_task(serve(options))
+            await stop.wait()
+            server.cancel()
+
+    _run_until_signal(until)
+    return 0
+
+
+_COMMANDS: dict[str | None, Callable[[argparse.Namespace], int]] = {
+    None: _run,
+    "check": _check,
+    "demo": _demo,
+    "mock": _mock,
+}
+
+
+def _read_settings(path: str) -> Settings:
+    """The settings in a file. Raises ConfigError, OSError."""
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(MAX_SETTINGS_BYTES + 1).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(path, [f"not UTF-8: {error.reason} at byte {error.start}"]) from None
+    return parse(text, environ=os.environ, source=path)
+
+
+def _run_until_signal(start: Callable[[asyncio.Event], Coroutine[object, object, None]]) -> None:
+    """Run what `start` makes; SIGTERM or SIGINT sets its event, a second one ends it at once."""
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def on_signal() -> None:
+            if stop.is_set():
+                os._exit(1)
+            stop.set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal)
+        await start(stop)
+
+    _event_loop(run())
+
+
+def _event_loop(main_: Coroutine[object, object, T]) -> T:
+    try:
+        import uvloop  # noqa: PLC0415 - not on every platform
+    except ImportError:
+        return asyncio.run(main_)
+    return uvloop.run(main_)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

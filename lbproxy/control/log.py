@@ -1,0 +1,224 @@
+"""JSON lines on standard output: the access log, and everything that goes through the standard library's loggers.
+
+Theory of operation. The event loop must never wait for whoever reads our log, so a line is only appended to a bounded
+queue; a thread takes what has gathered every 50 ms and writes it in one piece. Invariants:
+
+- Every line is one JSON object in ASCII, whatever the strings in it: a client's bytes can neither forge a line nor
+  break the reader's decoder.
+- A reader that is slow, gone, or a full disk costs lines, which are counted, and nothing else.
+- Bodies, prompts, keys and query strings (which can carry keys) are never written.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+
+import orjson
+
+from lbproxy.core.types import Outcome, RequestRecord
+
+MAX_LINES = 16_384
+"""Lines that may wait for the thread: 1.6 s of 10,000 requests a second, in about 8 MB."""
+BATCH_S = 0.05
+BATCH_LINES = 256
+MAX_PATH_CHARS = 512
+MAX_FIELD_CHARS = 256
+MAX_ERROR_CHARS = 512
+MAX_TRACEBACK_CHARS = 8192
+AIOHTTP_LINE_EVERY_S = 1.0
+
+
+class LineWriter:
+    """Writes lines to a file descriptor (1 = standard output) from a thread of its own."""
+
+    def __init__(self, fd: int = 1) -> None:
+        self._fd = fd
+        self._lines: deque[bytes] = deque()
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        # Two counts, since += is not atomic: the first is written by the loop, the second by the thread.
+        self._refused = 0
+        self._failed = 0
+        self._thread = threading.Thread(target=self._run, name="lbproxy-log", daemon=True)
+        self._thread.start()
+
+    @property
+    def dropped(self) -> int:
+        """Lines that were not written: the queue was full, or writing failed."""
+        return self._refused + self._failed
+
+    def write(self, line: bytes) -> None:
+        """Queue a line, which ends with a line feed. Never blocks; drops the line if the queue is full."""
+        if len(self._lines) >= MAX_LINES or self._closing.is_set():
+            self._refused += 1
+            return
+        self._lines.append(line)
+        if not self._wake.is_set():
+            self._wake.set()
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Write what is queued, but wait no longer than this for a reader that takes nothing. The descriptor stays."""
+        self._closing.set()
+        self._wake.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            self._wake.wait()
+            self._closing.wait(BATCH_S)
+            self._wake.clear()  # before the queue is emptied: a line that comes now sets it again
+            while self._lines:
+                batch = [self._lines.popleft() for _ in range(min(len(self._lines), BATCH_LINES))]
+                self._write_all(batch)
+
+    def _write_all(self, batch: list[bytes]) -> None:
+        left = memoryview(b"".join(batch))
+        while left:
+            try:
+                left = left[os.write(self._fd, left) :]
+            except BlockingIOError:  # somebody made it non-blocking, and the reader is slow
+                time.sleep(BATCH_S)
+            except OSError:  # the reader is gone, the disk is full: the next batch may go better
+                self._failed += len(batch)
+                return
+
+
+@functools.lru_cache(maxsize=4)
+def _second(at: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at))
+
+
+def stamp(at: float) -> str:
+    """Wall time (seconds since the epoch) by RFC 3339: UTC, milliseconds."""
+    return f"{_second(int(at))}.{int(at * 1000) % 1000:03d}Z"
+
+
+def plain(text: str, limit: int) -> str:
+    """At most `limit` ASCII characters: others, and surrogates that stand for undecodable bytes, as escapes."""
+    if len(text) > limit:
+        text = text[:limit]
+    if not text.isascii():
+        text = text.encode("ascii", "backslashreplace").decode()[:limit]
+    return text
+
+
+OUTCOMES: dict[Outcome, tuple[str, int]] = {one: (one.label, one.value.status) for one in Outcome}
+"""Label and status: an enum's `value` costs more than all the rest of a field."""
+
+
+def access_line(record: RequestRecord) -> bytes:
+    """The access log's line of a request, line feed included. About 3 µs."""
+    outcome, status = OUTCOMES[record.outcome]
+    started_at, placed_at, first_byte_at = record.started_at, record.placed_at, record.first_byte_at
+    model, error = record.model, record.error
+    line = {
+        "time": stamp(time.time()),
+        "level": "info",
+        "event": "request",
+        "id": plain(record.id, MAX_FIELD_CHARS),
+        "client": plain(record.client, MAX_FIELD_CHARS),
+        "method": plain(record.method, MAX_FIELD_CHARS),
+        "path": plain(record.path.partition("?")[0], MAX_PATH_CHARS),
+        "model": None if model is None else plain(model, MAX_FIELD_CHARS),
+        "stream": record.stream,
+        "endpoint": record.endpoint,
+        "status": record.status or status,
+        "outcome": outcome,
+        "attempts": record.attempts,
+        "request_bytes": record.request_bytes,
+        "response_bytes": record.response_bytes,
+        "events": record.events,
+        "queue_ms": None if placed_at is None else int((placed_at - started_at) * 1e6) / 1e3,
+        "ttfb_ms": None if first_byte_at is None else int((first_byte_at - started_at) * 1e6) / 1e3,
+        "duration_ms": int((record.ended_at - started_at) * 1e6) / 1e3,
+    }
+    if error is not None:
+        line["error"] = plain(error, MAX_ERROR_CHARS)
+    return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
+
+
+_STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", "event"}
+
+
+class JsonFormatter(logging.Formatter):
+    """A log record as one JSON object: time, level, event, message, then whatever was given as `extra`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See logging.Formatter."""
+        fields: dict[str, object] = {
+            "time": stamp(record.created),
+            "level": record.levelname.lower(),
+            "event": getattr(record, "event", "log"),
+            "message": record.getMessage()[:MAX_TRACEBACK_CHARS],
+        }
+        if not record.name.startswith("lbproxy"):
+            fields["logger"] = record.name
+        fields.update((name, value) for name, value in record.__dict__.items() if name not in _STANDARD)
+        if record.exc_info is not None and record.exc_info[1] is not None:
+            error = record.exc_info[1]
+            if _is_clients_fault(error):
+                fields["error"] = type(error).__name__  # its text repeats the client's bytes
+            else:
+                fields["traceback"] = self.formatException(record.exc_info)[-MAX_TRACEBACK_CHARS:]
+        return json.dumps(fields, default=str)
+
+
+def _is_clients_fault(error: BaseException) -> bool:
+    """aiohttp logs with a traceback what it could not parse."""
+    return type(error).__module__.startswith("aiohttp.")
+
+
+class LineHandler(logging.Handler):
+    """Hands log records, as JSON lines, to a LineWriter."""
+
+    def __init__(self, writer: LineWriter) -> None:
+        super().__init__()
+        self.internal_errors = 0
+        """Failures logged with their traceback: defects of ours."""
+        self._writer = writer
+        self._aiohttp_next_at = 0.0
+        self._aiohttp_suppressed = 0
+        self.setFormatter(JsonFormatter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See logging.Handler."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None and record.levelno >= logging.ERROR and not _is_clients_fault(error):
+            self.internal_errors += 1
+        if record.name.startswith("aiohttp.") and not self._let_through(record):
+            return
+        try:
+            self._writer.write(self.format(record).encode() + b"\n")
+        except Exception:  # noqa: BLE001 - logging's own way: a bad format string must not fail the request
+            self.handleError(record)
+
+    def _let_through(self, record: logging.LogRecord) -> bool:
+        """Whether this line of aiohttp's is written: whoever sends garbage must not fill the disk."""
+        now = time.monotonic()
+        if now < self._aiohttp_next_at:
+            self._aiohttp_suppressed += 1
+            return False
+        self._aiohttp_next_at = now + AIOHTTP_LINE_EVERY_S
+        record.suppressed = self._aiohttp_suppressed
+        self._aiohttp_suppressed = 0
+        return True
+
+
+def configure_logging(level: str, writer: LineWriter) -> LineHandler:
+    """Send all loggers' lines to `writer`: ours from `level` on, others' warnings and errors.
+
+    Called again, it replaces what it did before. `logging.getLogger().removeHandler(...)` undoes it.
+    """
+    root = logging.getLogger()
+    for handler in [one for one in root.handlers if isinstance(one, LineHandler)]:
+        root.removeHandler(handler)
+    handler = LineHandler(writer)
+    root.addHandler(handler)
+    logging.getLogger("lbproxy").setLevel(level.upper())
+    return handler

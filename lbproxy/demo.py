@@ -1,0 +1,49 @@
+"""`lbproxy demo`: three simulated vLLM servers and lbproxy before them, in one process, without settings or GPU."""
+
+from __future__ import annotations
+
+import asyncio
+
+from lbproxy import app
+from lbproxy.config import parse
+from lbproxy.sim.http import MockOptions, MockServer
+
+SERVERS = 3
+MODEL = "demo"
+
+
+async def run_demo(listen: str, admin: str, stop: asyncio.Event) -> None:
+    """Run until `stop` is set; prints what to paste. Raises OSError if an address is taken."""
+    servers = [MockServer(MockOptions(host="127.0.0.1", port=0, model=MODEL, seed=seed)) for seed in range(SERVERS)]
+    try:
+        for server in servers:
+            await server.start()
+        endpoints = "\n".join(f"  - {{url: '{s.url}', name: sim-{n}}}" for n, s in enumerate(servers, 1))
+        text = (
+            f"listen: '{listen}'\nadmin: '{admin}'\nlog: {{access: false, level: warning}}\nendpoints:\n{endpoints}\n"
+        )
+        settings = parse(text, environ={}, source="demo")
+        await app.serve(settings, stop=stop, on_ready=lambda at: print(_invitation(at), flush=True))  # noqa: T201
+    finally:
+        for server in servers:
+            await server.close()
+
+
+def _invitation(at: app.Listening) -> str:
+    """What a first user pastes."""
+    return f"""\
+lbproxy is at {at.url}, with {SERVERS} simulated vLLM servers behind it. Ctrl-C ends it. In another shell, try
+
+    curl -sN {at.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{{
+      "model": "{MODEL}", "stream": true, "max_tokens": 20,
+      "messages": [{{"role": "user", "content": "Hello, who are you?"}}]}}'
+
+or, with OpenAI's SDK (.venv/bin/python has it after `make test`; else pip install openai):
+
+    from openai import OpenAI
+    client = OpenAI(base_url="{at.url}/v1", api_key="none")
+    answer = client.chat.completions.with_raw_response.create(
+        model="{MODEL}", max_tokens=20, messages=[{{"role": "user", "content": "Hello, who are you?"}}])
+    print(answer.headers["x-lbproxy-endpoint"], "said:", answer.parse().choices[0].message.content)
+
+Its metrics, and those of its view of the servers: curl -s {at.admin_url}/metrics"""

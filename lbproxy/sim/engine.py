@@ -1,0 +1,472 @@
+"""A sans-io model of one continuous-batching model server, behaving like vLLM V1 where routing can tell.
+
+How to drive it, whether the clock is virtual or real:
+
+1. `add(request, now=...)` and `abort(id, now=...)` as they happen; time never goes back.
+2. `next_event()` says when something happens by itself; it may change with every call above.
+3. `advance(now=...)` at that time *or later* returns the steps that ended since. Being late changes nothing: step
+   times follow from earlier step times, never from when the driver came round to asking.
+
+One step computes a batch: `step_ms = host + (weights^1.5 + (token·T)^1.5)^(2/3) + sequence·B + context·Σctx/1000
++ attention·Σ c·(s + c/2)/1e6`, with T tokens and B sequences in the step, ctx the computed tokens of each decode, and
+c tokens of a prefill after s computed ones (coefficients: `presets.py`). Scheduling, once per step:
+
+- Running requests first: every decode gets one token, then the unfinished prefill what is left of the token budget.
+  Whoever needs a KV block when there is none preempts the *last* running request, which loses its computed tokens and
+  goes to the front of the waiting queue (the tokens that the client has seen stay part of its text).
+- Then, if nobody was preempted, waiting requests in order of arrival, as long as tokens, sequences and blocks last.
+  Each starts behind its longest cached prefix, and always computes at least its last token.
+
+Two consequences make a step cheap. An admission that does not finish its prefill has used up the budget, so at most
+one running request is unfinished and it is the last one. All others decode, and every decode gets a token in every
+step: their progress is one counter, and a step touches only the sequences that need a block or finish.
+
+Left to the callers: text, tokens and hashes of blocks; this module sees counts and hashes only.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from lbproxy.sim.kv_cache import BlockPool
+from lbproxy.sim.presets import BLOCK_TOKENS, Preset
+
+JITTER_SIGMA = 0.03
+"""Spread of a step's time, lognormal, when an rng is given."""
+
+
+class RequestTooLong(ValueError):  # noqa: N818 - it is a refusal, named as the client will read it
+    """The request can never run on this engine: prompt and output exceed `max_model_len`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimRequest:
+    """One sequence to compute."""
+
+    id: str
+    prompt_tokens: int
+    """At least 1."""
+    output_tokens: int
+    """At least 1: the engine generates exactly so many."""
+    block_hashes: Sequence[int] = ()
+    """Chained hash of each full block of the text, prompt first and then output. Blocks past its end are never hit."""
+
+
+class FirstToken(NamedTuple):
+    """A request's prefill is done."""
+
+    id: str
+    cached_tokens: int
+    """How much of the prompt came from the prefix cache when the request was first scheduled."""
+
+
+class StepDone(NamedTuple):
+    """One step's results: what the server would now send."""
+
+    at: float
+    tokens: tuple[str, ...]
+    """Every request that got one token."""
+    first: tuple[FirstToken, ...]
+    """Those of `tokens` that got their first."""
+    finished: tuple[str, ...]
+    """Those of `tokens` that got their last."""
+
+
+class Gauges(NamedTuple):
+    """What /metrics shows: the state after the latest step. The counters never fall."""
+
+    waiting: int = 0
+    running: int = 0
+    kv_usage: float = 0.0
+    """Blocks in use by requests over all blocks; cached blocks without a user do not count."""
+    prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits: int = 0
+    """Those found there."""
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+
+class _Phase(Enum):
+    ARRIVING = "arriving"
+    """In the API server."""
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    GONE = "gone"
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A request inside the engine, running or not. Of a decode, `computed` and `generated` are as of `mark`."""
+
+    request: SimRequest
+    ready_at: float
+    phase: _Phase = _Phase.ARRIVING
+    order: int = 0
+    """Its place among the running: grows with each admission."""
+    computed: int = 0
+    """Tokens whose KV is in `blocks`, those of the chunk in flight included."""
+    generated: int = 0
+    blocks: list[int] = field(default_factory=list)
+    registered: int = 0
+    """Leading blocks that are hittable, or were found."""
+    cached_tokens: int | None = None
+    """None until first scheduled."""
+    mark: int = 0
+    """How many steps were done when it began to decode."""
+    crosses_at: int = -1
+    """The step, by the same count, in which it needs its next block; -1 = none."""
+    finishes_at: int = -1
+    """How many steps will be done when it has its last token; -1 = not decoding."""
+
+    @property
+    def known_tokens(self) -> int:
+        """The prompt and what was generated: what a prefill, or one after a preemption, has to compute."""
+        return self.request.prompt_tokens + self.generated
+
+
+class Engine:
+    """One server. Not to be shared by drivers."""
+
+    def __init__(
+        self,
+        preset: Preset,
+        *,
+        max_model_len: int | None = None,
+        speed: float = 1.0,
+        rng: random.Random | None = None,
+    ) -> None:
+        """`speed` divides every duration; `rng` turns jitter on. `max_model_len` only lowers what the preset gives."""
+        assert speed > 0
+        self._preset = preset
+        self._weights_pow = preset.weights_ms**1.5
+        self._seconds_per_ms = 0.001 / speed
+        self._rng = rng
+        self._pool = BlockPool(preset.kv_tokens // BLOCK_TOKENS)
+        # One request must always fit alone, or it would preempt itself for ever. vLLM refuses to start instead.
+        self.max_model_len = min(max_model_len or preset.max_model_len, self._pool.total * BLOCK_TOKENS)
+
+        self._live: dict[str, _Running] = {}
+        self._arriving: deque[_Running] = deque()
+        self._waiting: OrderedDict[str, _Running] = OrderedDict()
+        self._decoding: dict[str, _Running] = {}
+        self._partial: _Running | None = None
+        """The running request whose prefill is unfinished: the last of the running."""
+        self._admissions = 0
+
+        self._step_ends_at: float | None = None
+        self._prefills: list[_Running] = []
+        """Those with a chunk in the step in flight."""
+        self._steps_done = 0
+        self._context = 0
+        """Computed tokens of all decodes together."""
+        self._crossing: dict[int, list[_Running]] = {}
+        self._finishing: dict[int, list[_Running]] = {}
+        # Entries of both may be stale (aborted, preempted); the sequence's own field says whether one counts.
+
+        self._results: list[StepDone] = []
+        self._gauges = Gauges()
+        self._prefix_queries = 0
+        self._prefix_hits = 0
+        self._preemptions = 0
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+
+    @property
+    def kv_blocks(self) -> int:
+        """Size of the KV cache in blocks of `BLOCK_TOKENS`."""
+        return self._pool.total
+
+    def add(self, request: SimRequest, *, now: float) -> None:
+        """Take a request in. Raises `RequestTooLong`; an id may be used again once its request has ended."""
+        assert request.id not in self._live
+        assert request.prompt_tokens >= 1
+        assert request.output_tokens >= 1
+        if request.prompt_tokens + request.output_tokens > self.max_model_len:
+            raise RequestTooLong(
+                f"{request.prompt_tokens} prompt and {request.output_tokens} output tokens exceed "
+                f"the {self.max_model_len} of the model"
+            )
+        self._run(now)
+        sequence = _Running(request, ready_at=now + self._preset.api_ms * self._seconds_per_ms)
+        self._live[request.id] = sequence
+        self._arriving.append(sequence)
+
+    def abort(self, request_id: str, *, now: float) -> bool:
+        """Forget a request and free its blocks; False if it has ended. It gets no token of the step in flight.
+
+        It ends at `now`: what `advance` has not returned yet may still hold earlier tokens of it, and even its end.
+        """
+        self._run(now)
+        sequence = self._live.pop(request_id, None)
+        if sequence is None:
+            return False
+        if sequence.phase is _Phase.WAITING:
+            del self._waiting[request_id]
+        elif sequence.phase is _Phase.PREFILLING:
+            if sequence is self._partial:
+                self._partial = None
+            self._release(sequence)
+        elif sequence.phase is _Phase.DECODING:
+            del self._decoding[request_id]
+            self._leave_decoding(sequence)
+        sequence.phase = _Phase.GONE
+        while self._arriving and self._arriving[0].phase is _Phase.GONE:
+            self._arriving.popleft()
+        return True
+
+    def next_event(self) -> float | None:
+        """When `advance` is due; None = not before the next `add`. A time that has passed: there are results."""
+        if self._results:
+            return self._results[0].at
+        if self._step_ends_at is not None:
+            return self._step_ends_at
+        return self._arriving[0].ready_at if self._arriving else None
+
+    def advance(self, *, now: float) -> list[StepDone]:
+        """The steps that ended up to `now` and were not returned before, oldest first."""
+        self._run(now)
+        results, self._results = self._results, []
+        return results
+
+    def gauges(self) -> Gauges:
+        """As of the latest step that `advance`, `add` or `abort` came past."""
+        return self._gauges
+
+    def _run(self, now: float) -> None:
+        while True:
+            if self._step_ends_at is not None:
+                if self._step_ends_at > now:
+                    return
+                self._end_step(self._step_ends_at)
+            elif self._arriving and self._arriving[0].ready_at <= now:
+                # Idle means empty: with anything left to compute, the end of a step begins the next.
+                self._begin_step(self._arriving[0].ready_at)
+            else:
+                return
+
+    # One step: schedule, take the time it takes, hand out the tokens.
+
+    def _begin_step(self, at: float) -> None:
+        while self._arriving and self._arriving[0].ready_at <= at:
+            sequence = self._arriving.popleft()
+            if sequence.phase is _Phase.ARRIVING:
+                sequence.phase = _Phase.WAITING
+                self._waiting[sequence.request.id] = sequence
+        self._prefills = []
+        self._step_ends_at = None
+        if not (self._decoding or self._partial or self._waiting):
+            return
+        preemptions = self._preemptions
+        self._grow_decodes()
+        budget = self._preset.token_budget - len(self._decoding)
+        attention = 0.0
+        if self._partial is not None:
+            budget, attention = self._continue_partial(budget)
+        if self._preemptions == preemptions:
+            budget, admitted_attention = self._admit(budget)
+            attention += admitted_attention
+        assert self._decoding or self._prefills, "an engine with work always makes progress"
+        tokens = self._preset.token_budget - budget
+        self._step_ends_at = at + self._duration_ms(tokens, attention) * self._seconds_per_ms
+
+    def _duration_ms(self, tokens: int, attention: float) -> float:
+        preset = self._preset
+        # `float`: typeshed has ** yield Any, as a negative base would make it complex.
+        matmul = float((self._weights_pow + (preset.token_ms * tokens) ** 1.5) ** (2 / 3))
+        duration = (
+            preset.host_ms
+            + matmul
+            + preset.sequence_ms * (len(self._decoding) + len(self._prefills))
+            + preset.context_ms * self._context / 1e3
+            + preset.attention_ms * attention / 1e6
+        )
+        return duration if self._rng is None else duration * self._rng.lognormvariate(0.0, JITTER_SIGMA)
+
+    def _grow_decodes(self) -> None:
+        """Give a block to each decode whose last one is full, oldest admission first."""
+        due = self._crossing.pop(self._steps_done, ())
+        for sequence in sorted(due, key=_by_order):
+            if sequence.crosses_at != self._steps_done:
+                continue
+            self._register(sequence, len(sequence.blocks))
+            while (block := self._pool.take((), 1)) is None:
+                if self._preempt_last() is sequence:
+                    break
+            else:
+                sequence.blocks += block
+                self._plan_crossing(sequence, self._steps_done + BLOCK_TOKENS)
+
+    def _continue_partial(self, budget: int) -> tuple[int, float]:
+        """The unfinished prefill's next chunk: what is left of the budget, and the chunk's attention."""
+        sequence = self._partial
+        assert sequence is not None
+        chunk = min(sequence.known_tokens - sequence.computed, budget)
+        fresh = _blocks_for(sequence.computed + chunk) - len(sequence.blocks)
+        blocks = self._pool.take((), fresh)
+        if blocks is None:
+            # The last of the running is this one itself.
+            self._preempt_last()
+            return budget, 0.0
+        sequence.blocks += blocks
+        return budget - chunk, self._schedule_chunk(sequence, chunk)
+
+    def _admit(self, budget: int) -> tuple[int, float]:
+        """Start waiting requests: what is left of the budget, and the chunks' attention."""
+        attention = 0.0
+        while self._waiting and budget and self._pool.available:
+            if len(self._decoding) + len(self._prefills) >= self._preset.max_sequences:
+                break
+            sequence = next(iter(self._waiting.values()))
+            hits = self._pool.match(sequence.request.block_hashes, (sequence.known_tokens - 1) // BLOCK_TOKENS)
+            cached = len(hits) * BLOCK_TOKENS
+            chunk = min(sequence.known_tokens - cached, budget)
+            blocks = self._pool.take(hits, _blocks_for(cached + chunk) - len(hits))
+            if blocks is None:
+                break
+            self._start(sequence, blocks, cached)
+            attention += self._schedule_chunk(sequence, chunk)
+            budget -= chunk
+        return budget, attention
+
+    def _start(self, sequence: _Running, blocks: list[int], cached: int) -> None:
+        del self._waiting[sequence.request.id]
+        self._admissions += 1
+        sequence.phase = _Phase.PREFILLING
+        sequence.order = self._admissions
+        sequence.blocks = blocks
+        sequence.computed = cached
+        sequence.registered = cached // BLOCK_TOKENS
+        if sequence.cached_tokens is None:
+            # vLLM, too, keeps the lookups of preempted requests out of these two counters.
+            sequence.cached_tokens = cached
+            self._prefix_queries += sequence.request.prompt_tokens
+            self._prefix_hits += cached
+
+    def _schedule_chunk(self, sequence: _Running, chunk: int) -> float:
+        """Put a prefill chunk, whose blocks are there, into the step; returns its attention in tokens²."""
+        attention = chunk * (sequence.computed + chunk / 2)
+        sequence.computed += chunk
+        # As in vLLM, full blocks can be hit as soon as they are scheduled: twins in one step share them.
+        self._register(sequence, sequence.computed // BLOCK_TOKENS)
+        self._partial = sequence if sequence.computed < sequence.known_tokens else None
+        self._prefills.append(sequence)
+        return attention
+
+    def _end_step(self, at: float) -> None:
+        tokens = list(self._decoding)
+        first: list[FirstToken] = []
+        finished: list[str] = []
+        self._steps_done += 1
+        self._context += len(tokens)
+        for sequence in self._finishing.pop(self._steps_done, ()):
+            if sequence.finishes_at == self._steps_done:
+                del self._decoding[sequence.request.id]
+                self._leave_decoding(sequence)
+                self._finish(sequence, finished)
+        for sequence in self._prefills:
+            if sequence.phase is _Phase.PREFILLING and sequence.computed == sequence.known_tokens:
+                tokens.append(sequence.request.id)
+                self._end_prefill(sequence, first, finished)
+        self._generation_tokens += len(tokens)
+        self._results.append(StepDone(at, tuple(tokens), tuple(first), tuple(finished)))
+        self._gauges = self._measure()
+        self._begin_step(at)
+
+    def _end_prefill(self, sequence: _Running, first: list[FirstToken], finished: list[str]) -> None:
+        request = sequence.request
+        if not sequence.generated:
+            assert sequence.cached_tokens is not None
+            first.append(FirstToken(request.id, sequence.cached_tokens))
+            self._prompt_tokens += request.prompt_tokens
+        sequence.generated += 1
+        left = request.output_tokens - sequence.generated
+        if not left:
+            self._release(sequence)
+            self._finish(sequence, finished)
+            return
+        sequence.phase = _Phase.DECODING
+        sequence.mark = self._steps_done
+        sequence.finishes_at = self._steps_done + left
+        self._finishing.setdefault(sequence.finishes_at, []).append(sequence)
+        self._plan_crossing(sequence, self._steps_done + len(sequence.blocks) * BLOCK_TOKENS - sequence.computed)
+        self._decoding[request.id] = sequence
+        self._context += sequence.computed
+
+    def _measure(self) -> Gauges:
+        return Gauges(
+            len(self._waiting),
+            len(self._decoding) + (self._partial is not None),
+            self._pool.used / self._pool.total,
+            self._prefix_queries,
+            self._prefix_hits,
+            self._preemptions,
+            self._prompt_tokens,
+            self._generation_tokens,
+        )
+
+    # What happens to one sequence.
+
+    def _plan_crossing(self, sequence: _Running, step: int) -> None:
+        """Note the step in which the sequence fills its last block, unless it finishes before."""
+        if step < sequence.finishes_at:
+            sequence.crosses_at = step
+            self._crossing.setdefault(step, []).append(sequence)
+        else:
+            sequence.crosses_at = -1
+
+    def _register(self, sequence: _Running, full: int) -> None:
+        """Make the leading `full` blocks hittable."""
+        start, end = sequence.registered, min(full, len(sequence.request.block_hashes))
+        if start < end:
+            self._pool.register(sequence.blocks[start:end], sequence.request.block_hashes[start:end])
+            sequence.registered = end
+
+    def _leave_decoding(self, sequence: _Running) -> None:
+        """Settle what a decode, already out of `_decoding`, has done, and release its blocks."""
+        steps = self._steps_done - sequence.mark
+        sequence.computed += steps
+        sequence.generated += steps
+        sequence.crosses_at = sequence.finishes_at = -1
+        self._context -= sequence.computed
+        self._release(sequence)
+
+    def _release(self, sequence: _Running) -> None:
+        self._register(sequence, sequence.computed // BLOCK_TOKENS)
+        self._pool.release(sequence.blocks)
+        sequence.blocks = []
+
+    def _finish(self, sequence: _Running, finished: list[str]) -> None:
+        sequence.phase = _Phase.GONE
+        del self._live[sequence.request.id]
+        finished.append(sequence.request.id)
+
+    def _preempt_last(self) -> _Running:
+        """Send the last running request back to the front of the queue, and return it."""
+        if self._partial is not None:
+            sequence, self._partial = self._partial, None
+            self._release(sequence)
+        else:
+            _, sequence = self._decoding.popitem()
+            self._leave_decoding(sequence)
+        self._preemptions += 1
+        sequence.phase = _Phase.WAITING
+        sequence.computed = sequence.registered = 0
+        self._waiting[sequence.request.id] = sequence
+        self._waiting.move_to_end(sequence.request.id, last=False)
+        return sequence
+
+
+def _blocks_for(tokens: int) -> int:
+    return -(-tokens // BLOCK_TOKENS)
+
+
+def _by_order(sequence: _Running) -> int:
+    return sequence.order

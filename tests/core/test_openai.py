@@ -1,0 +1,157 @@
+"""Request bodies from strangers, model lists from servers, and errors as OpenAI's SDKs read them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lbproxy.core.models import resolve
+from lbproxy.core.openai import (
+    MAX_JSON_STRUCTURE,
+    error_body,
+    model_list,
+    read_json_body,
+    read_model_list,
+    read_multipart_model,
+    with_model,
+)
+from lbproxy.core.types import LbError, Outcome
+
+
+def outcome_of(body: bytes) -> Outcome:
+    with pytest.raises(LbError) as caught:
+        read_json_body(body)
+    return caught.value.outcome
+
+
+def test_model_and_stream_are_read() -> None:
+    assert read_json_body(b'{"model":"a/b","stream":true}') == ("a/b", True)
+    assert read_json_body(b'{"stream":"yes"}') == (None, False)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"first","model":"last"}',
+        b'{"m\\u006fdel":"escaped"}',
+        b'{"nested":{"model":"no"},"model":"yes"}',
+        b' \n{"model":"space"} \n',
+        b'{"model":"nan","temperature":NaN}',
+        b'{"model":"inf","x":[Infinity,-Infinity]}',
+        b'{"model":"lone","x":"\\ud800"}',
+    ],
+)
+def test_the_model_is_the_one_that_a_servers_json_parser_sees(body: bytes) -> None:
+    assert read_json_body(body).model == json.loads(body)["model"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b'{"model":"x"',
+        b"[1]",
+        b'"x"',
+        b"null",
+        b'{"model":"x"} x',
+        b"\xff\xfe{}",
+        b"[" * 100_000,
+        b"{'a':1}",
+    ],
+)
+def test_what_is_no_json_object_is_said_so(body: bytes) -> None:
+    assert outcome_of(body) is Outcome.INVALID_JSON
+
+
+def test_a_body_whose_parsing_would_hold_the_loop_is_refused_unparsed() -> None:
+    assert outcome_of(b'{"a":[' + b"{}," * MAX_JSON_STRUCTURE + b"{}]}") is Outcome.INVALID_JSON
+
+
+@pytest.mark.parametrize("model", ["null", "1", '""', "[]", '"a\\nb"', '"a\\u0000"', '"' + "x" * 257 + '"', "true"])
+def test_a_model_that_is_no_name_is_refused(model: str) -> None:
+    assert outcome_of(b'{"model":%s}' % model.encode()) is Outcome.MISSING_MODEL
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_give_facts_or_an_error(body: bytes) -> None:
+    with contextlib.suppress(LbError):
+        assert read_json_body(body).stream in {True, False}
+
+
+@given(
+    st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5), max_size=3),
+    st.sampled_from(["m", 'q"\\']),
+)
+def test_a_model_is_put_in_without_touching_the_rest(fields: dict[str, object], model: str) -> None:
+    fields.pop("model", None)
+    for body in (json.dumps(fields).encode(), b"\n " + json.dumps(fields, indent=1).encode()):
+        spliced = with_model(body, model)
+        assert json.loads(spliced) == {"model": model, **fields}
+        assert spliced.endswith(body.lstrip()[1:].lstrip())
+
+
+def form(name: str, value: str, disposition: str = "Content-Disposition") -> bytes:
+    return (
+        f'--B\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nsome bytes\r\n'
+        f"--B\r\n{disposition}: form-data; name={name}\r\n\r\n{value}\r\n--B--\r\n"
+    ).encode()
+
+
+def test_a_forms_model_is_found() -> None:
+    assert read_multipart_model(form('"model"', "whisper")) == "whisper"
+    assert read_multipart_model(form("model", "whisper", "content-disposition")) == "whisper"
+    assert read_multipart_model(form('"prompt"', "whisper")) is None
+    assert read_multipart_model(b"x" * 70_000 + form('"model"', "late")) is None
+    with pytest.raises(LbError):
+        read_multipart_model(form('"model"', ""))
+
+
+def test_no_model_means_the_only_one() -> None:
+    assert resolve("named", []) == "named"
+    assert resolve(None, ["one"]) == "one"
+    for served in ([], ["one", "two"]):
+        with pytest.raises(LbError):
+            resolve(None, served)
+
+
+def test_model_lists_keep_unknown_fields_and_drop_what_is_no_card() -> None:
+    page = {
+        "data": [
+            {"id": "a", "max_model_len": 5, "new": {"x": 1}},
+            {"id": "lora", "parent": "a"},
+            {"id": 7},
+            {"id": "bad\nname"},
+            "no",
+        ]
+    }
+    cards = read_model_list(json.dumps(page).encode())
+    assert cards is not None
+    assert [(card.id, card.parent) for card in cards] == [("a", None), ("lora", "a")]
+    assert json.loads(model_list(cards)) == {"object": "list", "data": page["data"][:2]}
+
+
+@pytest.mark.parametrize("page", [b"", b"<html>", b"[]", b'{"data":{}}', b"{}", b'{"data":null}'])
+def test_what_is_no_model_list_is_none(page: bytes) -> None:
+    assert read_model_list(page) is None
+
+
+def test_errors_have_openais_shape() -> None:
+    assert json.loads(error_body(LbError(Outcome.MODEL_NOT_FOUND, "no", param="model"))) == {
+        "error": {"message": "no", "type": "invalid_request_error", "param": "model", "code": "model_not_found"}
+    }
+
+
+def test_every_outcome_that_lbproxy_answers_has_all_that_an_answer_needs() -> None:
+    codes = [outcome.value.code for outcome in Outcome]
+    assert len(set(codes)) == len(codes)
+    for outcome in Outcome:
+        facts = outcome.value
+        assert (facts.status == 0) == (outcome in {Outcome.COMPLETED, Outcome.UPSTREAM_BROKE})
+        if facts.status:
+            assert facts.message
+            assert facts.error_type

@@ -1,0 +1,70 @@
+"""The watchers see an answer's state whatever pieces it comes in."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lbproxy.core.sse import EventScanner, JsonWatcher
+
+EVENTS = st.sampled_from([b"data: {}", b": keep-alive", b'data: {"finish_reason": null}', b"data: x\r", b"a\nb", b""])
+
+
+def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
+    edges = [0, *sorted(cuts), len(data)]
+    return [data[a:b] for a, b in itertools.pairwise(edges)]
+
+
+@given(events=st.lists(st.tuples(EVENTS, st.sampled_from([b"\n\n", b"\r\n\r\n"])), max_size=8), data=st.data())
+def test_events_are_counted_alike_however_they_are_cut(events: list[tuple[bytes, bytes]], data: st.DataObject) -> None:
+    stream = b"".join(text.strip(b"\r\n") + end for text, end in events if text.strip(b"\r\n"))
+    count = sum(bool(text.strip(b"\r\n")) for text, _ in events)
+    scanner = EventScanner()
+    for piece in pieces(stream, data.draw(st.lists(st.integers(0, len(stream)), max_size=6))):
+        framed = b"5\r\n" + piece + b"\r\n"
+        scanner.feed(framed, 3, 3 + len(piece))
+    assert scanner.events == count
+    assert scanner.at_boundary
+
+
+@given(data=st.data(), half=st.sampled_from([b"data: {", b"d", b"data: {}\n", b"\r\n\r"]))
+def test_half_an_event_is_no_boundary(data: st.DataObject, half: bytes) -> None:
+    stream = b"data: {}\n\n" + half
+    scanner = EventScanner()
+    for piece in pieces(stream, data.draw(st.lists(st.integers(0, len(stream)), max_size=6))):
+        scanner.feed(piece, 0, len(piece))
+    assert not scanner.at_boundary
+    assert not scanner.whole
+
+
+@pytest.mark.parametrize(
+    ("stream", "whole"),
+    [
+        (b'data: {"finish_reason":null}\n\n', False),
+        (b'data: {"finish_reason":"stop"}\n\n', True),
+        (b'data: {"finish_reason": "length"}\n\n', True),
+        (b"data: [DONE]\n\n", True),
+        (b"data: [DONE]\n", False),
+        (b"", False),
+    ],
+)
+def test_an_end_is_believed_only_after_a_finish(stream: bytes, whole: bool) -> None:
+    for step in (1, 7, 1000):
+        scanner = EventScanner(watch_finish=True)
+        for at in range(0, len(stream), step):
+            piece = stream[at : at + step]
+            scanner.feed(piece, 0, len(piece))
+        assert scanner.whole is whole, step
+
+
+def test_json_is_whole_when_it_parses_or_is_too_large_to_tell() -> None:
+    watcher = JsonWatcher()
+    for piece, whole in ((b'xx{"a":', False), (b"1}", True), (b"}", False)):
+        start = 2 if piece.startswith(b"xx") else 0
+        watcher.feed(piece, start, len(piece))
+        assert watcher.whole is whole
+    watcher.feed(b"x" * JsonWatcher.MAX_BYTES, 0, JsonWatcher.MAX_BYTES)
+    assert watcher.whole

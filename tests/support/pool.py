@@ -1,0 +1,84 @@
+"""Builders for tests of the balancer: pools with everything at its default but what the test is about."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from lbproxy.config import AdmissionSettings, HealthSettings, RoutingSettings, ScrapeSettings
+from lbproxy.core.balancer import Balancer
+from lbproxy.core.policy import make_policy
+from lbproxy.core.types import (
+    Endpoint,
+    EndpointSnapshot,
+    EndpointSpec,
+    EndpointUid,
+    InferenceRequest,
+    LoadMetrics,
+    ModelCard,
+)
+
+MODEL = "m"
+
+
+def spec(n: int) -> EndpointSpec:
+    return EndpointSpec(name=f"e{n}", base_url=f"http://10.0.0.{n}:8000")
+
+
+def card(model: str, parent: str | None = None) -> ModelCard:
+    return ModelCard(model, b'{"id":"%s"}' % model.encode(), parent)
+
+
+def request(model: str | None = MODEL, *, size: int = 100) -> InferenceRequest:
+    return InferenceRequest("r", model, False, size)
+
+
+def make_balancer(
+    *,
+    policy: str = "least-request",
+    admission: AdmissionSettings | None = None,
+    scorers: dict[str, float] | None = None,
+    seed: int = 0,
+) -> Balancer:
+    routing = RoutingSettings.model_validate({"policy": policy, "scorers": scorers})
+    return Balancer(
+        make_policy(routing),
+        admission=admission or AdmissionSettings(),
+        health=HealthSettings(),
+        scrape=ScrapeSettings(),
+        rng=random.Random(seed),
+    )
+
+
+def bring_up(balancer: Balancer, endpoints: Sequence[Endpoint], model: str = MODEL) -> None:
+    """Every endpoint is up and serves `model`."""
+    for endpoint in endpoints:
+        balancer.report_models(endpoint.uid, [card(model)])
+        balancer.report_health(endpoint.uid, True, "test")
+
+
+def pool_of(count: int, **options: object) -> tuple[Balancer, list[Endpoint]]:
+    """A balancer over `count` endpoints that are up and serve MODEL."""
+    balancer = make_balancer(**options)  # type: ignore[arg-type]
+    endpoints = balancer.set_endpoints([spec(n) for n in range(1, count + 1)]).added
+    bring_up(balancer, endpoints)
+    return balancer, endpoints
+
+
+def show_gauges(
+    balancer: Balancer,
+    uid: EndpointUid,
+    *,
+    now: float,
+    waiting: float | None = 0.0,
+    running: float | None = 0.0,
+    kv: float | None = 0.0,
+) -> None:
+    """A scrape that was sent and answered at `now`."""
+    balancer.scrape_sent(uid)
+    balancer.report_scrape(uid, LoadMetrics(scraped_at=now, waiting=waiting, running=running, kv_utilization=kv))
+
+
+def seen(balancer: Balancer, now: float = 0.0) -> dict[str, EndpointSnapshot]:
+    """The snapshot's endpoints by name."""
+    return {one.endpoint.name: one for one in balancer.snapshot(now=now).endpoints}

@@ -1,0 +1,367 @@
+"""Settings: every key has the default that the example says, and a wrong file is told all that is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import cast, get_args
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from lbproxy.config import Address, ConfigError, EndpointSettings, RoutingSettings, Settings, json_schema, parse
+from lbproxy.config.tree import Engine
+from lbproxy.core.engines import ENGINES
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = (ROOT / "config.example.yaml").read_text()
+MINIMAL = "endpoints: [http://gpu-1:8000]\n"
+
+
+def read(text: str, environ: Mapping[str, str] | None = None) -> Settings:
+    return parse(text, environ=environ or {})
+
+
+def problems(text: str, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as error:
+        read(text, environ)
+    return error.value.problems
+
+
+def endpoint(yaml_text: str) -> EndpointSettings:
+    return read(f"endpoints:\n  - {yaml_text}\n").endpoints[0]
+
+
+# --- The tree and its example -----------------------------------------------------------------------------------------
+
+
+def keys(section: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The paths of all keys of the tree; an endpoint's keys stand under `endpoints`."""
+    for name, field in section.model_fields.items():
+        yield (*path, name)
+        for part in (field.annotation, *get_args(field.annotation)):
+            if isinstance(part, type) and issubclass(part, BaseModel) and part is not Address:
+                yield from keys(part, (*path, name))
+
+
+KEYS = list(keys(Settings))
+
+
+def commented_keys(text: str) -> list[tuple[tuple[str, ...], bool]]:
+    """The path of each key of a YAML text in block style, and whether a comment stands right above it."""
+    found: list[tuple[tuple[str, ...], bool]] = []
+    path: list[tuple[int, str]] = []
+    comment = False
+    for line in text.splitlines():
+        match = re.fullmatch(r"( *(?:- )?)([a-z_]+):(?: .*)?", line)
+        if match and not line.lstrip().startswith("#"):
+            indent = len(match[1])
+            path = [(depth, key) for depth, key in path if depth < indent] + [(indent, match[2])]
+            found.append((tuple(key for _, key in path), comment))
+        comment = bool(re.search(r"^\s*(- )?#", line))
+    return found
+
+
+def test_example_says_the_defaults() -> None:
+    assert read(EXAMPLE) == read(MINIMAL)
+
+
+def test_example_has_every_key_in_the_order_of_the_tree_with_a_comment() -> None:
+    written = commented_keys(EXAMPLE)
+    assert [path for path, _ in written] == KEYS
+    assert [path for path, comment in written if not comment] == []
+
+
+def test_every_key_has_a_description() -> None:
+    def fields(section: type[BaseModel]) -> Iterator[tuple[str, str | None]]:
+        for name, field in section.model_fields.items():
+            yield f"{section.__name__}.{name}", field.description
+
+    sections: set[type[BaseModel]] = {type(value) for _, value in read(MINIMAL) if isinstance(value, BaseModel)}
+    sections |= {Settings, EndpointSettings}
+    assert len(sections) == 12
+    assert [name for section in sections for name, text in fields(section) if not text or len(text) < 8] == []
+
+
+def test_defaults_are_those_of_the_failure_page() -> None:
+    got = read(MINIMAL)
+    assert (got.listen, got.admin) == (Address(host="127.0.0.1", port=8080), Address(host="127.0.0.1", port=9901))
+    assert (got.admission.queue_bytes, got.limits.json_body, got.scrape.page) == (256 << 20, 32 << 20, 2 << 20)
+    assert (got.scrape.interval, got.health.down_interval, got.timeouts.first_byte) == (0.2, 0.5, 600.0)
+
+
+def test_engines_are_those_that_core_knows() -> None:
+    assert set(get_args(Engine)) == {"auto", *ENGINES}
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValidationError):
+        read(MINIMAL).scrape.interval = 1.0
+
+
+# --- Values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"),
+    [
+        *(("250ms", 0.25), ("2s", 2.0), ("5m", 300.0), ("1h", 3600.0), ("1.5s", 1.5), ("9ms", 0.009), ("3 s", 3.0)),
+        *(("2", 2.0), ("'2'", 2.0), ("0.5", 0.5), ("1e2", 100.0), ("010", 10.0), ("24h", 86400.0), ("1ms", 0.001)),
+    ],
+)
+def test_duration(written: str, seconds: float) -> None:
+    got = read(f"{MINIMAL}timeouts: {{connect: {written}}}").timeouts.connect
+    assert got == seconds
+    assert isinstance(got, float)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        *("0", "0s", "-1s", "-1", "25h", "0.9ms", ".nan", ".inf", "1e999", "9" * 400),
+        *("1d", "1S", "s", "1 s s", "1m30s", "1_000", "0x10", "1:30", "2024-01-01", "'\u0663'"),
+        *("true", "null", "''", "[1]", "{a: 1}"),
+    ],
+)
+def test_bad_duration(written: str) -> None:
+    (problem,) = problems(f"{MINIMAL}timeouts: {{connect: {written}}}")
+    assert problem.startswith(
+        "timeouts.connect: expected a duration (250ms, 2s, 5m, 1h, or seconds) from 1ms to 24h, got "
+    )
+    assert len(problem) < 200
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [("64KiB", 65536), ("2MiB", 2 << 20), ("1GiB", 1 << 30), ("1.5KiB", 1536), ("4096", 4096), ("'4096'", 4096)],
+)
+def test_size(written: str, size: int) -> None:
+    got = read(f"{MINIMAL}limits: {{json_body: 1KiB, body: {written}}}").limits.body
+    assert got == size
+    assert isinstance(got, int)
+
+
+@pytest.mark.parametrize("written", ["1023", "2GiB", "1GB", "1k", "0.3KiB", "1024.5", "-1MiB", "true", "null", "1s"])
+def test_bad_size(written: str) -> None:
+    (problem,) = problems(f"{MINIMAL}limits: {{json_body: 1KiB, body: {written}}}")
+    assert problem.startswith("limits.body: expected a size (64KiB, 2MiB, 1GiB, or bytes) from 1KiB to 1GiB, got ")
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("127.0.0.1:0", "127.0.0.1:0"),
+        ("'[::1]:8080'", "[::1]:8080"),
+        ("'[0:0::1]:8080'", "[::1]:8080"),
+        ("Gateway.example:80", "gateway.example:80"),
+        ("{host: 0.0.0.0, port: 80}", "0.0.0.0:80"),
+        ("{host: '::', port: '80'}", "[::]:80"),
+    ],
+)
+def test_listen(written: str, shown: str) -> None:
+    assert str(read(f"{MINIMAL}listen: {written}").listen) == shown
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        *("':80'", "8080", "localhost", "a:b", "a:65536", "::1", "'::1:80'", "'[::g]:80'", "'*:80'", "-a:1"),
+        *("1.2.3:80", "256.1.1.1:80", "a b:80", "null"),
+        *("{host: a}", "{host: '', port: 1}", "{host: a, port: -1}", "{host: a, port: 1, x: 1}"),
+    ],
+)
+def test_bad_listen(written: str) -> None:
+    (problem,) = problems(f"{MINIMAL}listen: {written}")
+    assert problem.startswith("listen")
+
+
+def test_admin_can_be_off() -> None:
+    assert read(f"{MINIMAL}admin: null").admin is None
+
+
+# --- Endpoints --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "url"),
+    [
+        ("http://gpu-1:8000", "http://gpu-1:8000"),
+        ("HTTP://GPU-1/", "http://gpu-1:80"),
+        ("http://10.0.0.1:08000", "http://10.0.0.1:8000"),
+        ("http://[2001:DB8:0::1]:8000", "http://[2001:db8::1]:8000"),
+        ("http://my_service.ns.svc.cluster.local.:1", "http://my_service.ns.svc.cluster.local.:1"),
+    ],
+)
+def test_url_is_normalised(written: str, url: str) -> None:
+    """Two spellings of one address must be seen to be one: its in-flight count would be split."""
+    got = endpoint(f'"{written}"')
+    assert got.url == url
+    assert got.name == url.removeprefix("http://")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        *("", "gpu-1", "gpu-1:8000", "//a:1", "https://gpu-1:8000", "http://", "http://:80", "http://[::1"),
+        *("http://a:0", "http://a:65536", "http://a:x", "http://a:1 ", "http://a b", "http://a\\\\b"),
+        *("http://a/v1", "http://a?x", "http://a#x", "http://u@a", "http://u:p@a:1"),
+        *("http://1.2.3", "http://\u00fc", "http://a..b", "http://" + "a" * 300),
+    ],
+)
+def test_bad_url(written: str) -> None:
+    (problem,) = problems(f'endpoints: [{{url: "{written}"}}]')
+    assert problem.startswith(
+        "endpoints[0].url: expected http://host:port (no path; https is not supported in this ver"
+    )
+
+
+def test_password_in_a_url_is_not_repeated() -> None:
+    """What is refused still goes to a terminal and a log."""
+    (problem,) = problems("endpoints: ['http://user:p/ss@word@gpu-1:8000']")
+    assert problem.endswith(", got 'http://***@gpu-1:8000'")
+
+
+@pytest.mark.parametrize("metrics", ["auto", "/metrics", "'/a?b=c'", "http://gpu-1:8002/metrics", "null"])
+def test_metrics(metrics: str) -> None:
+    assert endpoint(f"{{url: 'http://a', metrics: {metrics}}}").metrics == (
+        None if metrics == "null" else metrics.strip("'")
+    )
+
+
+@pytest.mark.parametrize(
+    "metrics", ["metrics", "''", "//evil/x", "https://a/m", "http://u:p@a/m", "'/a b'", "'/a#b'", "'/a\\n'", "3", "/ü"]
+)
+def test_bad_metrics_or_health(metrics: str) -> None:
+    quoted = metrics.replace("'", '"')
+    for key in ("metrics", "health"):
+        (problem,) = problems(f"endpoints: [{{url: 'http://a', {key}: {quoted}}}]")
+        assert problem.startswith(f"endpoints[0].{key}: expected ")
+
+
+@pytest.mark.parametrize("name", ["a b", "ü", "a/b", "x" * 65, "a\\n"])
+def test_bad_name(name: str) -> None:
+    (problem,) = problems(f'endpoints: [{{url: "http://a", name: "{name}"}}]')
+    assert problem.startswith("endpoints[0].name: expected 1 to 64 letters, digits or any of ._:[]-, got ")
+
+
+def test_number_of_endpoints() -> None:
+    def text(count: int) -> str:
+        return "endpoints:\n" + "".join(f"  - {{url: 'http://h{i}', engine: vllm, health: /h}}\n" for i in range(count))
+
+    assert len(read(text(1024)).endpoints) == 1024
+    assert problems(text(1025)) == ("endpoints: expected 1 to 1024 endpoints, got a list of 1025",)
+    assert problems("endpoints: []") == ("endpoints: expected 1 to 1024 endpoints, got a list of 0",)
+    assert problems("") == ("endpoints: required, but not there",)
+
+
+# --- Keys that contradict each other ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("limits: {json_body: 2MiB, body: 1MiB}", "limits.body: expected at least limits.json_body, got '1MiB'"),
+        ("limits: {json_body: 128MiB}", "limits.body: expected at least limits.json_body, got 67108864"),
+        ("scrape: {interval: 3s}", "scrape.stale_after: expected at least scrape.interval (else "),
+        ("listen: 127.0.0.1:9901", "admin: expected another port: 127.0.0.1:9901 is taken by listen, got "),
+        ("listen: 0.0.0.0:9901", "admin: expected another port: "),
+        ("listen: localhost:9901", "admin: expected another port: "),
+        ("{listen: '[::]:1', admin: '[::1]:1'}", "admin: expected another port: "),
+        ("listen: gpu-1:8000", "endpoints[0].url: expected another server than lbproxy's own listen, got "),
+        (
+            "routing: {policy: weighted}",
+            "routing.scorers: expected scorer names with weights, because policy is weighted",
+        ),
+        ("routing: {policy: weighted, scorers: {}}", "routing.scorers: expected scorer names with weights"),
+        ("routing: {scorers: {queue: 1}}", "routing.scorers: expected nothing: scorers are for policy weighted only"),
+    ],
+)
+def test_contradiction(text: str, problem: str) -> None:
+    body = text.strip("{}").replace("1, a", "1\na") if text.startswith("{") else text
+    body = body.replace("', admin", "'\nadmin")
+    (got,) = problems(f"{MINIMAL}{body}")
+    assert got.startswith(problem)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "listen: 127.0.0.1:0\nadmin: 127.0.0.1:0",
+        "listen: 127.0.0.2:9901",
+        "listen: '[::]:9901'",
+        "limits: {json_body: 1MiB, body: 1MiB}",
+        "scrape: {interval: 2s}",
+        "routing: {policy: weighted, scorers: {queue: 2, kv-utilization: 0.5, in-flight: 1}}",
+    ],
+)
+def test_combination_that_works(text: str) -> None:
+    read(MINIMAL + text)
+
+
+def test_endpoint_that_is_lbproxy_itself_is_refused() -> None:
+    """A request would go round for ever."""
+    for url in ("http://localhost:8000", "http://127.0.0.1:8000"):
+        (problem,) = problems(f"listen: 0.0.0.0:8000\nendpoints: ['{url}']")
+        assert problem.startswith("endpoints[0].url: expected another server than lbproxy's own listen")
+    read("listen: 0.0.0.0:8000\nendpoints: ['http://gpu-1:8000', 'http://localhost:8001']")
+
+
+def test_names_and_urls_are_unique() -> None:
+    text = "endpoints: ['http://a:80', 'http://A/', {url: 'http://b', name: 'a:80'}, {url: 'http://b', name: b}]"
+    assert problems(text) == (
+        "endpoints[1].url: expected another url than endpoints[0] has, got 'http://a:80'",
+        "endpoints[2].name: expected another name than endpoints[0] has, got 'a:80'",
+        "endpoints[3].url: expected another url than endpoints[2] has, got 'http://b:80'",
+    )
+
+
+def test_invariants_hold_for_settings_made_in_code() -> None:
+    with pytest.raises(ValidationError):
+        Settings.model_validate({"endpoints": ["http://a", "http://a"]})
+    with pytest.raises(ValidationError):
+        RoutingSettings(policy="weighted")
+
+
+# --- The schema -------------------------------------------------------------------------------------------------------
+
+
+def schema_of(path: str) -> list[dict[str, object]]:
+    """The alternatives that the schema has for a key."""
+    schema = json.loads(json.dumps(json_schema()))
+    section, _, key = path.rpartition(".")
+    properties = schema["$defs"][section]["properties"] if section else schema["properties"]
+    return cast("list[dict[str, object]]", properties[key]["anyOf"])
+
+
+def fits(value: object, alternatives: list[dict[str, object]]) -> bool:
+    """What a validator would say, for the few words that number schemas use here."""
+    for schema in alternatives:
+        if isinstance(value, str) and schema["type"] == "string" and re.search(str(schema["pattern"]), value):
+            return True
+        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if isinstance(value, int | float) and (schema["type"] == "number" or (schema["type"] == "integer" and whole)):
+            return float(str(schema["minimum"])) <= value <= float(str(schema["maximum"]))
+    return False
+
+
+@pytest.mark.parametrize(
+    ("key", "good", "bad"),
+    [
+        ("TimeoutSettings.connect", ["250ms", "1.5s", "2", 2, 0.25, "${T}"], ["1d", "s", -1, 0, 90000, [1]]),
+        ("ScrapeSettings.page", ["64KiB", "1.5MiB", "4096", 4096, "${P:-1MiB}"], ["1GB", 1.5, 12, "x"]),
+        ("RetrySettings.attempts", [3, "3", "${N}"], ["3s", 0, 11, 2.5]),
+    ],
+)
+def test_schema_takes_quantities_as_text_and_as_number(key: str, good: list[object], bad: list[object]) -> None:
+    assert [value for value in good if not fits(value, schema_of(key))] == []
+    assert [value for value in bad if fits(value, schema_of(key))] == []
+
+
+def test_schema_has_every_key_and_takes_the_short_forms() -> None:
+    schema = json.loads(json.dumps(json_schema()))
+    assert set(schema["properties"]) == set(Settings.model_fields)
+    assert schema["required"] == ["endpoints"]
+    for short in ("Address", "EndpointSettings"):
+        assert [form["type"] for form in schema["$defs"][short]["anyOf"]] == ["string", "object"]
