@@ -62,9 +62,12 @@ def parse(text: str, *, environ: Mapping[str, str], source: str = "settings") ->
     try:
         settings = Settings.model_validate({} if values is None else values)
     except ValidationError as error:
+        unread = frozenset(problems)
         for details in error.errors(include_url=False):
+            loc = details["loc"]
             # What could not be read is told once, and not again for what its absence means.
-            problems.setdefault(_path(details["loc"]) or "the text", _wrong(details))
+            if unread.isdisjoint(_path(loc[:end]) for end in range(1, len(loc) + 1)):
+                problems.setdefault(_path(loc) or "the text", _wrong(details))
     if settings is None or problems:
         raise ConfigError(source, [f"{path}: {wrong}" for path, wrong in problems.items()])
     return settings

@@ -112,6 +112,11 @@ OUTCOMES: dict[Outcome, tuple[str, int]] = {one: (one.label, one.value.status) f
 """Label and status: an enum's `value` costs more than all the rest of a field."""
 
 
+def _ms(seconds: float) -> float:
+    """To the microsecond; three times as fast as round()."""
+    return int(seconds * 1e6 + 0.5) / 1e3
+
+
 def access_line(record: RequestRecord) -> bytes:
     """The access log's line of a request, line feed included. About 3 µs."""
     outcome, status = OUTCOMES[record.outcome]
@@ -134,9 +139,9 @@ def access_line(record: RequestRecord) -> bytes:
         "request_bytes": record.request_bytes,
         "response_bytes": record.response_bytes,
         "events": record.events,
-        "queue_ms": None if placed_at is None else int((placed_at - started_at) * 1e6) / 1e3,
-        "ttfb_ms": None if first_byte_at is None else int((first_byte_at - started_at) * 1e6) / 1e3,
-        "duration_ms": int((record.ended_at - started_at) * 1e6) / 1e3,
+        "queue_ms": None if placed_at is None else _ms(placed_at - started_at),
+        "ttfb_ms": None if first_byte_at is None else _ms(first_byte_at - started_at),
+        "duration_ms": _ms(record.ended_at - started_at),
     }
     if error is not None:
         line["error"] = plain(error, MAX_ERROR_CHARS)

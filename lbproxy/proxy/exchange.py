@@ -241,8 +241,8 @@ class Relay:
             self._write(b"%x\r\n%s\r\n" % (len(event), event))
         self.client_reusable = False
         self._record.error = error.detail
-        self._transport.close()
         self._finish(Outcome.UPSTREAM_BROKE)
+        self._transport.close()
 
     # The client
 
@@ -293,10 +293,11 @@ class Relay:
         sock = self._transport.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self._transport.abort()
         self._finish(Outcome.UPSTREAM_BROKE)
+        self._transport.abort()
 
     def _finish(self, result: Outcome | UpstreamError) -> None:
+        """Before the client's transport is closed: losing that cancels the handler, which must wake with this first."""
         if self._scanner is not None:
             self._record.events = self._scanner.events
             self._report_progress(self._runtime.now())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -20,6 +20,8 @@ from lbproxy.sim.text import Answer, answer, block_hashes, embedding, from_token
 
 MAX_SEQUENCES = 2048
 """Prompts times choices in one call: OpenAI's limit for batched inputs."""
+MAX_CALL_TOKENS = 2**22
+"""Tokens of all prompts and choices in one call: what the server works out at once must not hold up its clock."""
 MAX_STOPS = 64
 MAX_DIMENSIONS = 4096
 DEFAULT_COMPLETION_TOKENS = 16
@@ -156,12 +158,16 @@ def parse_detokenize(fields: Json) -> tuple[str | None, str]:
 def plan(call: Call, *, max_model_len: int, seed: int) -> list[Choice]:
     """What the server will do for a call: `n` choices for each prompt, in the order of their indexes.
 
-    Raises `ApiError` for what does not fit into the model.
+    Raises `ApiError` for what does not fit into the model. Linear in the tokens, and so bounded.
     """
     choices: list[Choice] = []
+    tokens = 0
     for prompt in call.prompts:
         prompt_tokens = token_count(len(prompt))
         limit = _output_limit(prompt_tokens, call.max_tokens, max_model_len)
+        tokens += (prompt_tokens + limit) * call.n
+        if tokens > MAX_CALL_TOKENS:
+            raise _refused(f"At most {MAX_CALL_TOKENS} tokens in one request, prompts times n included.", "n", call.n)
         natural_end = call.max_tokens is None and not call.ignore_eos
         for choice in range(call.n):
             key = f"{seed}:{call.seed}:{choice}"
@@ -190,8 +196,8 @@ def _output_limit(prompt_tokens: int, max_tokens: int | None, max_model_len: int
         )
         raise _refused(message, "max_tokens", max_tokens)
     if prompt_tokens >= max_model_len:
-        # vLLM stops to tokenise one token above the limit, hence "at least".
-        least = max(max_model_len + 1, prompt_tokens) if prompt_tokens == max_model_len else max_model_len + 1
+        # vLLM stops tokenising one token above the limit, hence "at least".
+        least = min(prompt_tokens, max_model_len + 1)
         message = (
             f"{length}your prompt contains at least {least} input tokens, which exceeds this limit even without "
             "any output tokens. Please reduce the length of the input prompt."
@@ -309,10 +315,10 @@ def _integer(fields: Json, name: str) -> int | None:
     return value
 
 
-def _typed(fields: Json, name: str, kind: Callable[..., _T], word: str) -> _T | None:
+def _typed(fields: Json, name: str, kind: type[_T], word: str) -> _T | None:
     value = fields.get(name)
-    if value is None or isinstance(value, kind):  # type: ignore[arg-type]  # a type, which mypy sees as a callable
-        return value  # type: ignore[return-value]
+    if value is None or isinstance(value, kind):
+        return value
     raise _invalid(f"{word}_type", f"body.{name}", f"Input should be a valid {word}", _shown(value))
 
 

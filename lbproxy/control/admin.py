@@ -1,0 +1,130 @@
+"""The admin listener: /healthz, /readyz, /metrics. A port of its own, so that it answers while clients fill the other.
+
+It shows, and changes nothing. Whoever reaches the port may read all of it; by default only this machine does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import orjson
+from aiohttp import web
+
+from lbproxy.core.openai import error_body
+from lbproxy.core.types import Health, LbError, Outcome
+from lbproxy.runtime import Runtime
+
+logger = logging.getLogger("lbproxy")
+
+KEEP_ALIVE_S = 75.0
+MAX_BODY_BYTES = 1024
+SHUTDOWN_S = 1.0
+"""How long a page that is being written may take when lbproxy stops."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Drainable(Protocol):
+    """What stops taking requests before it ends: the listener for clients."""
+
+    @property
+    def draining(self) -> bool:
+        """It takes no more."""
+        ...
+
+
+class Pages(Protocol):
+    """What /metrics shows: telemetry."""
+
+    async def page(self) -> tuple[bytes, str]:
+        """The page and its content type."""
+        ...
+
+
+class Admin:
+    """One listener. `start`, then `close`."""
+
+    def __init__(self, runtime: Runtime, front: Drainable, metrics: Pages) -> None:
+        self._runtime = runtime
+        self._front = front
+        self._metrics = metrics
+        self._port: int | None = None
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
+        app.on_response_prepare.append(_name_server)
+        for path, handler in (("/healthz", _healthz), ("/readyz", self._readyz), ("/metrics", self._show_metrics)):
+            app.router.add_get(path, handler)
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            keepalive_timeout=KEEP_ALIVE_S,  # the runner's own default is an hour
+            shutdown_timeout=SHUTDOWN_S,
+            lingering_time=SHUTDOWN_S,
+            auto_decompress=False,
+        )
+
+    async def start(self, host: str, port: int) -> int:
+        """Accept connections; returns the port (port 0: any free one). Raises OSError."""
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, port, reuse_address=True).start()
+        self._port = int(self._runner.addresses[0][1])
+        return self._port
+
+    @property
+    def port(self) -> int:
+        """Where it listens, once started."""
+        assert self._port is not None
+        return self._port
+
+    async def close(self) -> None:
+        """Stop. Legal also if it was never started."""
+        await self._runner.cleanup()
+
+    async def _readyz(self, _: web.Request) -> web.Response:
+        """200 while a client's request would find an endpoint."""
+        endpoints = self._runtime.snapshot().endpoints
+        counts = Counter(one.health for one in endpoints)
+        serving = sum(one.health is Health.UP and not one.draining for one in endpoints)
+        draining = self._front.draining
+        ready = serving > 0 and not draining
+        facts = {
+            "ready": ready,
+            "draining": draining,
+            "endpoints": {"serving": serving, **{health.value: counts[health] for health in Health}},
+        }
+        return _json(200 if ready else 503, orjson.dumps(facts))
+
+    async def _show_metrics(self, _: web.Request) -> web.Response:
+        body, content_type = await self._metrics.page()
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
+
+async def _healthz(_: web.Request) -> web.Response:
+    """200 while the process lives and its loop turns."""
+    return web.Response(text="ok")
+
+
+def _json(status: int, body: bytes) -> web.Response:
+    return web.Response(status=status, body=body, content_type="application/json")
+
+
+async def _name_server(_: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = "lbproxy"  # aiohttp would tell its version and Python's
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.HTTPMethodNotAllowed as error:
+        response = _json(405, error_body(LbError(Outcome.METHOD_NOT_ALLOWED)))
+        response.headers["Allow"] = ", ".join(sorted(error.allowed_methods))
+        return response
+    except web.HTTPException as error:
+        outcome = Outcome.UNKNOWN_URL if error.status == 404 else Outcome.BAD_REQUEST
+        return _json(outcome.value.status, error_body(LbError(outcome)))
+    except Exception:
+        logger.exception("admin %s failed", request.path)
+        return _json(500, error_body(LbError(Outcome.INTERNAL_ERROR)))

@@ -1,0 +1,120 @@
+"""Dials an endpoint once and says everything that was found: for `lbproxy check`. Changes and reports nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from lbproxy.config import HealthSettings, ScrapeSettings
+from lbproxy.control.prober import ask_health, ask_models
+from lbproxy.control.scraper import ScrapeError, fetch_page, metrics_place
+from lbproxy.core.engines import ENGINES, detect, read_metrics
+from lbproxy.core.types import EndpointSpec, ModelCard
+from lbproxy.net.pool import ConnectionPool
+
+FIRST_SCRAPE_TIMEOUT_S = 3.0
+"""The scraper tries again at once; here one answer decides, and the first page of a cold server may be slow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What one endpoint showed. A field is None or empty when it showed nothing."""
+
+    endpoint: EndpointSpec
+    reachable: bool
+    """It answered something, to whichever question."""
+    healthy: bool | None
+    """Whether it would be called up; None = it is not to be asked."""
+    health: str
+    """What the question for health brought, in short."""
+    engine: str | None
+    models: tuple[str, ...] | None
+    """Base models; None = it does not say."""
+    adapters: dict[str, tuple[str, ...]]
+    """Adapters by the base model that they say they belong to."""
+    present: tuple[str, ...]
+    """Signals of load that its metrics show."""
+    missing: tuple[str, ...]
+    """Signals that its engine should show and it does not."""
+    problems: tuple[str, ...]
+    """Short texts, the worst first. Problems with metrics or models alone do not make an endpoint unusable."""
+
+    @property
+    def usable(self) -> bool:
+        """lbproxy could send it requests now."""
+        return self.reachable and self.healthy is not False
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What the question for metrics brought."""
+
+    answered: bool
+    engine: str | None = None
+    present: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    problem: str | None = None
+
+
+async def inspect(
+    endpoint: EndpointSpec, connections: ConnectionPool, health: HealthSettings, scrape: ScrapeSettings
+) -> Inspection:
+    """Ask `endpoint` everything once, all at the same time. Takes as long as the longest time-out at most."""
+    async with asyncio.TaskGroup() as questions:
+        load_task = questions.create_task(_ask_load(endpoint, connections, scrape))
+        models_task = questions.create_task(ask_models(endpoint, connections, health.timeout))
+        answer = None
+        if endpoint.health is not None:
+            answer = await ask_health(endpoint, endpoint.health, connections, health.timeout)
+    load, listed = load_task.result(), models_task.result()
+    problems = []
+    if answer is not None and not answer.ok:
+        problems.append(answer.reason)
+    if listed.cards is None:
+        problems.append(f"models unknown: {listed.reason}")
+    if load.problem is not None:
+        problems.append(f"load unknown: {load.problem}")
+    models, adapters = _by_parent(listed.cards)
+    answered = [load.answered, listed.answered, answer is not None and answer.answered]
+    return Inspection(
+        endpoint=endpoint,
+        reachable=any(answered),
+        healthy=None if answer is None else answer.ok is True,
+        health="not asked" if answer is None else answer.reason,
+        engine=load.engine,
+        models=models,
+        adapters=adapters,
+        present=load.present,
+        missing=load.missing,
+        problems=tuple(problems),
+    )
+
+
+async def _ask_load(endpoint: EndpointSpec, connections: ConnectionPool, settings: ScrapeSettings) -> _Load:
+    engine = None if endpoint.engine == "auto" else endpoint.engine
+    place = metrics_place(endpoint)
+    if place is None:
+        return _Load(False, engine)
+    timeout_s = max(settings.timeout, FIRST_SCRAPE_TIMEOUT_S)
+    try:
+        page = await fetch_page(place, connections, timeout_s=timeout_s, max_bytes=settings.page)
+    except ScrapeError as error:
+        return _Load(error.answered, engine, problem=error.detail)
+    engine = engine or detect(page)
+    if engine is None:
+        return _Load(True, problem="no known engine's metrics are on the page")
+    reading = read_metrics(page, ENGINES[engine], scraped_at=0.0, previous=None)
+    wanted = [name for name, specs in ENGINES[engine].signals().items() if specs]
+    present = tuple(name for name in wanted if name not in reading.missing)
+    problem = None if present else f"none of {engine}'s metrics is on the page"
+    return _Load(True, engine, present, reading.missing, problem)
+
+
+def _by_parent(cards: list[ModelCard] | None) -> tuple[tuple[str, ...] | None, dict[str, tuple[str, ...]]]:
+    if cards is None:
+        return None, {}
+    adapters: dict[str, tuple[str, ...]] = {}
+    for card in cards:
+        if card.parent is not None:
+            adapters[card.parent] = (*adapters.get(card.parent, ()), card.id)
+    return tuple(card.id for card in cards if card.parent is None), adapters

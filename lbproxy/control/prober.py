@@ -1,0 +1,158 @@
+"""Asks one endpoint whether it lives and which models it serves, for ever.
+
+It reports; the Balancer judges. One prober per endpoint, so an endpoint that hangs, lies or is gone slows no other.
+Invariants:
+
+- An endpoint that is not up is asked for its models before the answer that may bring it up is reported: no request
+  ever sees an endpoint that is up with unknown or old models, unless it cannot or will not say.
+- A failed question about models changes nothing: what an endpoint said last holds until it says something else.
+- Nothing is logged but a change of models; whoever wants to know about health listens to transitions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from typing import NamedTuple
+
+from lbproxy.config import HealthSettings
+from lbproxy.core.openai import read_model_list
+from lbproxy.core.retry import FailureKind, UpstreamError
+from lbproxy.core.types import Endpoint, EndpointSpec, EndpointUid, Health, ModelCard
+from lbproxy.net.fetch import fetch
+from lbproxy.net.pool import ConnectionPool, Origin
+from lbproxy.runtime import Runtime
+
+logger = logging.getLogger("lbproxy")
+
+MODELS_PATH = "/v1/models"
+MAX_HEALTH_BYTES = 64 << 10
+MAX_MODELS_BYTES = 4 << 20
+JITTER = 0.1
+"""Intervals vary by this share both ways, so that many probers do not come to act in step."""
+MAX_MODELS_LOGGED = 20
+
+
+class HealthAnswer(NamedTuple):
+    """What became of one question for health."""
+
+    ok: bool | None
+    """None: our own fault (no descriptors left), so it says nothing about the endpoint."""
+    answered: bool
+    """Something that speaks HTTP is there."""
+    reason: str
+
+
+class ModelsAnswer(NamedTuple):
+    """What became of one question for models."""
+
+    valid: bool
+    """False: the endpoint failed to answer; what it said before still counts."""
+    cards: list[ModelCard] | None
+    """If valid: what it serves, or None if it has no such list."""
+    answered: bool
+    """Something that speaks HTTP is there."""
+    reason: str
+
+
+async def ask_health(endpoint: EndpointSpec, path: str, connections: ConnectionPool, timeout_s: float) -> HealthAnswer:
+    """One GET of `path`. Any valid answer but a 5xx means alive: a server that refuses us (401, 404) still works."""
+    try:
+        origin = Origin.parse(endpoint.base_url)
+        answer = await fetch(connections, origin, path, timeout_s=timeout_s, max_bytes=MAX_HEALTH_BYTES)
+    except UpstreamError as error:
+        return HealthAnswer(None if error.kind is FailureKind.EXHAUSTED else False, False, error.detail)
+    return HealthAnswer(answer.status < 500, True, f"GET {path} answered {answer.status}")
+
+
+async def ask_models(endpoint: EndpointSpec, connections: ConnectionPool, timeout_s: float) -> ModelsAnswer:
+    """One GET of /v1/models."""
+    try:
+        origin = Origin.parse(endpoint.base_url)
+        answer = await fetch(connections, origin, MODELS_PATH, timeout_s=timeout_s, max_bytes=MAX_MODELS_BYTES)
+    except UpstreamError as error:
+        return ModelsAnswer(False, None, False, error.detail)
+    reason = f"GET {MODELS_PATH} answered {answer.status}"
+    if answer.status == 200:
+        cards = read_model_list(answer.body)
+        if cards is None:
+            return ModelsAnswer(False, None, True, f"{reason} with something that is no model list")
+        return ModelsAnswer(True, cards, True, reason)
+    # 408 and 429 are for now only; the other refusals (401, 404, a redirect) will be the same next time.
+    return ModelsAnswer(answer.status < 500 and answer.status not in {408, 429}, None, True, reason)
+
+
+def health_of(runtime: Runtime, uid: EndpointUid) -> Health | None:
+    """The Balancer's verdict on an endpoint; None if it left the set. Linear in the number of endpoints."""
+    return next((one.health for one in runtime.snapshot().endpoints if one.endpoint.uid == uid), None)
+
+
+class Prober:
+    """Looks after one endpoint. `run` is a loop for `runtime.supervise`."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        runtime: Runtime,
+        connections: ConnectionPool,
+        settings: HealthSettings,
+        rng: random.Random,
+    ) -> None:
+        self._endpoint = endpoint
+        self._runtime = runtime
+        self._connections = connections
+        self._settings = settings
+        self._rng = rng
+        self._models_due_at = float("-inf")
+        self._logged: frozenset[str] | None = None
+        """The models named in the last log line; None: none yet, or it cannot say."""
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self._cycle()
+            down = health_of(self._runtime, self._endpoint.uid) is Health.DOWN
+            interval_s = self._settings.down_interval if down else self._settings.interval
+            await asyncio.sleep(interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
+
+    async def _cycle(self) -> None:
+        is_up = health_of(self._runtime, self._endpoint.uid) is Health.UP
+        async with asyncio.TaskGroup() as questions:
+            # Of an endpoint that is up both are asked at once, so that a slow list does not delay the verdict.
+            if is_up and self._runtime.now() >= self._models_due_at:
+                questions.create_task(self._refresh_models())
+            if self._endpoint.health is not None:
+                await self._probe(self._endpoint.health, models_first=not is_up)
+
+    async def _probe(self, path: str, *, models_first: bool) -> None:
+        answer = await ask_health(self._endpoint, path, self._connections, self._settings.timeout)
+        if answer.ok is None:
+            return
+        if answer.ok and models_first:
+            await self._refresh_models()
+        self._runtime.report_health(self._endpoint.uid, answer.ok, answer.reason)
+
+    async def _refresh_models(self) -> None:
+        answer = await ask_models(self._endpoint, self._connections, self._settings.timeout)
+        if not answer.valid:
+            return
+        jitter = self._rng.uniform(1 - JITTER, 1 + JITTER)
+        self._models_due_at = self._runtime.now() + self._settings.models_interval * jitter
+        self._runtime.report_models(self._endpoint.uid, answer.cards)
+        self._log_change(answer)
+
+    def _log_change(self, answer: ModelsAnswer) -> None:
+        models = None if answer.cards is None else frozenset(card.id for card in answer.cards)
+        if models == self._logged:
+            return
+        self._logged = models
+        name = self._endpoint.name
+        if answer.cards is None:
+            extra: dict[str, object] = {"event": "models", "endpoint": name, "models": None}
+            logger.info("%s no longer says what it serves: %s", name, answer.reason, extra=extra)
+            return
+        shown = [card.id for card in answer.cards[:MAX_MODELS_LOGGED]]
+        more = "" if len(answer.cards) == len(shown) else f" and {len(answer.cards) - len(shown)} more"
+        extra = {"event": "models", "endpoint": name, "models": shown}
+        logger.info("%s serves %s%s", name, ", ".join(shown) or "no models", more, extra=extra)

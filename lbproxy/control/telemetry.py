@@ -1,0 +1,406 @@
+"""What lbproxy tells of itself: every Prometheus family, and the sink that feeds the access log.
+
+`Telemetry.request` runs once per request on the event loop, so it only adds to plain dicts and lists; all else happens
+in `page`, when somebody scrapes. What belongs to an endpoint or to the queue is not counted here at all but read from
+the Balancer's snapshot at that moment. Invariants:
+
+- Names and labels are an interface: dashboards depend on them.
+- Labels are bounded: routes, outcomes and endpoints by design, status codes to the registered ones, models to the first
+  100 that endpoints say they serve. Whatever else a client writes into `model` is `other`.
+- What an engine did not say, or said too long ago, has no sample. It is never 0.
+- Series of an endpoint or model that is gone vanish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from http import HTTPStatus
+from typing import Protocol, TypeVar
+
+from prometheus_client import ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from lbproxy import __version__
+from lbproxy.config import LogSettings
+from lbproxy.control.log import OUTCOMES, LineWriter, access_line, configure_logging
+from lbproxy.control.scraper import Scraper
+from lbproxy.core.types import EndpointSnapshot, EndpointUid, Health, PoolSnapshot, RequestRecord, Transition
+
+logger = logging.getLogger("lbproxy")
+
+MAX_MODEL_LABELS = 100
+MAX_LABEL_CHARS = 128
+MAX_TRANSITION_COUNTS = 4096
+"""More than 1,024 endpoints with three states each can have: then those that left are forgotten, scraped or not."""
+MODELS_EVERY_S = 1.0
+"""How often an unknown model name may make us look again at what the endpoints serve."""
+OTHER = "other"
+
+# Seconds; with +Inf 12 buckets each. A short chat answer takes about 1 s, a long generation minutes.
+DURATION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 180.0, 600.0)
+FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0, 120.0)
+QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 10.0, 30.0)
+
+_REGISTERED = frozenset(int(status) for status in HTTPStatus)
+
+
+class Snapshots(Protocol):
+    """Where the state of the pool is read: the Runtime."""
+
+    def snapshot(self) -> PoolSnapshot:
+        """Everything, now."""
+        ...
+
+
+class Connections(Protocol):
+    """Something that has connections open: the listener, the connection pool."""
+
+    @property
+    def open_connections(self) -> int:
+        """How many."""
+        ...
+
+
+class Histogram:
+    """Counts of values by bucket."""
+
+    __slots__ = ("_bounds", "_counts", "_total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value. A bucket's bound belongs to it."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        """Append the series to a family."""
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        cumulative = 0
+        buckets: list[tuple[str, float]] = []
+        for bound, count in zip(bounds, self._counts, strict=True):
+            cumulative += count
+            buckets.append((bound, cumulative))
+        family.add_metric(labels, buckets, self._total)
+
+
+class _RouteTimes:
+    """The histograms of one route."""
+
+    __slots__ = ("duration", "first_byte")
+
+    def __init__(self) -> None:
+        self.duration = Histogram(DURATION_BUCKETS)
+        self.first_byte = Histogram(FIRST_BYTE_BUCKETS)
+
+
+class Telemetry:
+    """A sink of the Runtime. Make it first, then tell it by `watch` what to read; `close` it last."""
+
+    def __init__(self, log: LogSettings, writer: LineWriter | None = None) -> None:
+        """Takes over the process's logging. `writer` is standard output unless given, and closed by `close`."""
+        self._writer = writer or LineWriter()
+        self._log_handler = configure_logging(log.level, self._writer)
+        self._write_access = self._writer.write if log.access else None
+        self._pool: Snapshots | None = None
+        self._clients: Connections | None = None
+        self._upstreams: Connections | None = None
+        self._scrapers: dict[EndpointUid, Scraper] = {}
+
+        self._requests: defaultdict[tuple[str, str, int], int] = defaultdict(int)
+        self._by_endpoint: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._by_model: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._times: defaultdict[str, _RouteTimes] = defaultdict(_RouteTimes)
+        self._queue_wait = Histogram(QUEUE_BUCKETS)
+        self._attempts = 0
+        self._retries = 0
+        self._request_bytes = 0
+        self._response_bytes = 0
+        self._transitions: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._model_labels: dict[str, str] = {}
+        self._models_due_at = float("-inf")
+
+        self._process = ProcessCollector(registry=None)
+
+    def watch(self, pool: Snapshots, clients: Connections, upstreams: Connections) -> None:
+        """What the gauges are read from."""
+        self._pool, self._clients, self._upstreams = pool, clients, upstreams
+
+    def watch_scrapes(self, scraper: Scraper) -> None:
+        """Show how this scraper gets on, until its endpoint leaves the pool."""
+        self._scrapers[scraper.endpoint.uid] = scraper
+
+    def close(self) -> None:
+        """Write what is left of the log, and let go of the process's logging."""
+        logging.getLogger().removeHandler(self._log_handler)
+        self._writer.close()
+
+    # Sink
+
+    def request(self, record: RequestRecord) -> None:
+        """See runtime.Sink. 5 µs, the access log's line included."""
+        outcome, status = OUTCOMES[record.outcome]
+        started_at, placed_at, first_byte_at = record.started_at, record.placed_at, record.first_byte_at
+        self._requests[record.route, outcome, record.status or status] += 1
+        if placed_at is not None:
+            # Refusals take no time and would hide how long the real ones take.
+            times = self._times[record.route]
+            times.duration.observe(record.ended_at - started_at)
+            if first_byte_at is not None:
+                times.first_byte.observe(first_byte_at - started_at)
+            self._queue_wait.observe(placed_at - started_at)
+            self._attempts += record.attempts
+            self._retries += record.attempts - 1
+            self._by_endpoint[record.endpoint or "", outcome] += 1
+        self._request_bytes += record.request_bytes
+        self._response_bytes += record.response_bytes
+        model = record.model
+        if model is not None:
+            label = self._model_labels.get(model)
+            if label is None:
+                label = self._label_new_model(model, record.ended_at)
+            self._by_model[label, outcome] += 1
+        if self._write_access is not None:
+            self._write_access(access_line(record))
+
+    def transition(self, transition: Transition) -> None:
+        """See runtime.Sink. One log line, and a count."""
+        name, before, after = transition.endpoint.name, transition.before.value, transition.after.value
+        self._transitions[name, after] += 1
+        if len(self._transitions) > MAX_TRANSITION_COUNTS:
+            self._forget_the_gone(self._snapshot())
+        level = logging.WARNING if transition.after is Health.DOWN else logging.INFO
+        extra = {"event": "transition", "endpoint": name, "from": before, "to": after, "reason": transition.reason}
+        logger.log(level, "%s is %s: %s", name, after, transition.reason, extra=extra)
+
+    def _label_new_model(self, model: str, now: float) -> str:
+        """The label of a name seen for the first time, or of one that is not known to be served."""
+        if now < self._models_due_at:
+            return OTHER
+        self._models_due_at = now + MODELS_EVERY_S
+        self._forget_the_gone(self._snapshot())
+        return self._model_labels.get(model, OTHER)
+
+    # Page
+
+    async def page(self) -> tuple[bytes, str]:
+        """Everything in Prometheus text format, and its content type. About 0.1 ms for each endpoint.
+
+        The loop gets a turn after each family: a large fleet's page would hold it for tens of milliseconds.
+        """
+        pieces = []
+        for family in self._families():
+            pieces.append(generate_latest(_Single(family)))
+            await asyncio.sleep(0)
+        return b"".join(pieces), CONTENT_TYPE_PLAIN_0_0_4
+
+    def _families(self) -> Iterator[Metric]:
+        snapshot = self._snapshot()
+        self._forget_the_gone(snapshot)
+        # None of these iterates over live state while it is suspended.
+        yield from self._request_families()
+        yield from _endpoint_families(_one_per_name(snapshot.endpoints))
+        yield from self._endpoint_counters()
+        yield from self._scrape_families()
+        yield from self._process_families(snapshot)
+        yield from self._process.collect()
+
+    def _snapshot(self) -> PoolSnapshot:
+        return PoolSnapshot() if self._pool is None else self._pool.snapshot()
+
+    def _forget_the_gone(self, snapshot: PoolSnapshot) -> None:
+        """Drop the series of endpoints and models that are no more, and learn the models that are."""
+        uids = {one.endpoint.uid for one in snapshot.endpoints}
+        names = {one.endpoint.name for one in snapshot.endpoints}
+        _keep(self._scrapers, lambda uid: uid in uids)
+        _keep(self._by_endpoint, lambda key: key[0] in names)
+        _keep(self._transitions, lambda key: key[0] in names)
+        served = dict.fromkeys(model for one in snapshot.endpoints for model in one.models or ())
+        kept = [model for model in self._model_labels if model in served]
+        new = [model for model in served if model not in self._model_labels]
+        self._model_labels = {model: model[:MAX_LABEL_CHARS] for model in [*kept, *new][:MAX_MODEL_LABELS]}
+        labels = {OTHER, *self._model_labels.values()}
+        _keep(self._by_model, lambda key: key[0] in labels)
+
+    def _request_families(self) -> Iterator[Metric]:
+        requests: defaultdict[tuple[str, str, str], int] = defaultdict(int)
+        for (route, outcome, status), count in self._requests.items():
+            code = str(status) if status in _REGISTERED else f"{status // 100}xx"
+            requests[route, outcome, code] += count
+        yield _counters("requests", "Requests that ended, by route, outcome and status", ROUTE_LABELS, requests.items())
+        duration = _histogram("request_duration_seconds", "From a request's head to its end; refused ones left out")
+        first_byte = _histogram("time_to_first_byte_seconds", "From a request's head to its answer's first body byte")
+        for route, times in self._times.items():
+            times.duration.add_to(duration, [route])
+            times.first_byte.add_to(first_byte, [route])
+        yield duration
+        yield first_byte
+        queue_wait = _histogram("queue_wait_seconds", "From a request's head until it was placed on an endpoint", ())
+        self._queue_wait.add_to(queue_wait, [])
+        yield queue_wait
+        yield _counter("attempts", "Times a request was sent, or tried to be sent, to an endpoint", self._attempts)
+        yield _counter("retries", "Attempts after a request's first", self._retries)
+        yield _counter("request_bytes", "Bytes of request bodies", self._request_bytes)
+        yield _counter("response_bytes", "Bytes of answers as sent to clients", self._response_bytes)
+        by_model = self._by_model.items()
+        text = f"Requests by model; names that no endpoint is known to serve, and all after {MAX_MODEL_LABELS}: other"
+        yield _counters("model_requests", text, ("model", "outcome"), by_model)
+
+    def _endpoint_counters(self) -> Iterator[Metric]:
+        by_endpoint = self._by_endpoint.items()
+        text = "Requests that ended, by the endpoint that had them last"
+        yield _counters("endpoint_requests", text, ("endpoint", "outcome"), by_endpoint)
+        text = "Changes of an endpoint's health, by what it became"
+        yield _counters("endpoint_transitions", text, ("endpoint", "to"), self._transitions.items())
+
+    def _scrape_families(self) -> Iterator[Metric]:
+        scrapes = {one.endpoint.name: one.status for one in self._scrapers.values()}
+        results = [((name, word), n) for name, status in scrapes.items() for word, n in status.results.items()]
+        yield _counters("scrapes", "Scrapes of an endpoint's own metrics, by result", ("endpoint", "result"), results)
+        missing = [((name, s), float(gone)) for name, one in scrapes.items() for s, gone in one.missing.items()]
+        text = "1 while the endpoint's metrics lack a signal that its engine should show: routing does without it"
+        yield _gauges("scrape_missing_metrics", text, ("endpoint", "signal"), missing)
+        times = [((name,), one.last_duration_s) for name, one in scrapes.items()]
+        yield _gauges("scrape_duration_seconds", "How long the last scrape took", ("endpoint",), times)
+
+    def _process_families(self, snapshot: PoolSnapshot) -> Iterator[Metric]:
+        yield _gauge("waiting_requests", "Requests in the queue because no endpoint has room", snapshot.waiting)
+        yield _gauge("waiting_bytes", "Bytes of their bodies", snapshot.waiting_bytes)
+        if self._clients is not None:
+            yield _gauge("client_connections", "Open connections from clients", self._clients.open_connections)
+        if self._upstreams is not None:
+            text = "Open connections to endpoints, idle ones included"
+            yield _gauge("upstream_connections", text, self._upstreams.open_connections)
+        text = "Failures that were logged with a traceback: defects of lbproxy, please report them"
+        yield _counter("internal_errors", text, self._log_handler.internal_errors)
+        text = "Log lines lost because standard output was too slow or broken"
+        yield _counter("log_lines_dropped", text, self._writer.dropped)
+        yield _gauges("build_info", "Always 1", ("version",), [((__version__,), 1.0)])
+
+
+# --- Families ---------------------------------------------------------------------------------------------------------
+
+ROUTE_LABELS = ("route", "outcome", "code")
+
+
+@dataclass(frozen=True, slots=True)
+class _EndpointGauge:
+    name: str
+    help: str
+    read: Callable[[EndpointSnapshot], float | None]
+    """None: no sample."""
+
+
+def _up(one: EndpointSnapshot) -> float:
+    return float(one.health is Health.UP)
+
+
+def _waiting(one: EndpointSnapshot) -> float | None:
+    return None if one.stale or one.metrics is None else one.metrics.waiting
+
+
+def _running(one: EndpointSnapshot) -> float | None:
+    return None if one.stale or one.metrics is None else one.metrics.running
+
+
+def _kv_utilization(one: EndpointSnapshot) -> float | None:
+    return None if one.stale or one.metrics is None else one.metrics.kv_utilization
+
+
+_ENDPOINT_GAUGES = (
+    _EndpointGauge("up", "1 while the endpoint is healthy", _up),
+    _EndpointGauge("draining", "1 while the endpoint gets no new requests", lambda one: float(one.draining)),
+    _EndpointGauge("in_flight", "Our requests on the endpoint", lambda one: one.in_flight),
+    _EndpointGauge(
+        "awaiting_first_byte", "Those of them that it has not begun to answer", lambda one: one.awaiting_first_byte
+    ),
+    _EndpointGauge("waiting", "Requests queued in the engine, by its own fresh metrics", _waiting),
+    _EndpointGauge("running", "Requests that the engine computes, by its own fresh metrics", _running),
+    _EndpointGauge("kv_utilization", "Share of the KV cache in use, 0 to 1, by fresh metrics", _kv_utilization),
+    _EndpointGauge("metrics_age_seconds", "Age of the newest good scrape", lambda one: one.metrics_age_s),
+)
+
+
+def _endpoint_families(endpoints: Sequence[EndpointSnapshot]) -> Iterator[Metric]:
+    for gauge in _ENDPOINT_GAUGES:
+        rows = [((one.endpoint.name,), gauge.read(one)) for one in endpoints]
+        yield _gauges(f"endpoint_{gauge.name}", gauge.help, ("endpoint",), rows)
+    states = [
+        ((one.endpoint.name, health.value), float(one.health is health)) for one in endpoints for health in Health
+    ]
+    yield _gauges("endpoint_health", "1 for the state that the endpoint is in", ("endpoint", "state"), states)
+
+
+def _one_per_name(endpoints: Iterable[EndpointSnapshot]) -> list[EndpointSnapshot]:
+    """An endpoint that is leaving may have a successor of the same name: the member stands for both, requests added."""
+    by_name: dict[str, EndpointSnapshot] = {}
+    for one in endpoints:  # members come first
+        first = by_name.get(one.endpoint.name)
+        if first is not None:
+            in_flight = first.in_flight + one.in_flight
+            awaiting = first.awaiting_first_byte + one.awaiting_first_byte
+            one = replace(first, in_flight=in_flight, awaiting_first_byte=awaiting)  # noqa: PLW2901
+        by_name[one.endpoint.name] = one
+    return list(by_name.values())
+
+
+class _Single(Collector):
+    """Makes generate_latest render one family."""
+
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> Iterable[Metric]:
+        """See prometheus_client's Collector."""
+        return (self._family,)
+
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+def _keep(series: MutableMapping[Key, Value], wanted: Callable[[Key], bool]) -> None:
+    for key in [key for key in series if not wanted(key)]:
+        del series[key]
+
+
+def _counters(
+    name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float]]
+) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"lbproxy_{name}", f"{text}.", labels=labels)
+    for values, count in rows:
+        family.add_metric(values, count)
+    return family
+
+
+def _counter(name: str, text: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(f"lbproxy_{name}", f"{text}.", value=value)
+
+
+def _gauges(
+    name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float | None]]
+) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(f"lbproxy_{name}", f"{text}.", labels=labels)
+    for values, value in rows:
+        if value is not None:
+            family.add_metric(values, value)
+    return family
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"lbproxy_{name}", f"{text}.", value=value)
+
+
+def _histogram(name: str, text: str, labels: Sequence[str] = ("route",)) -> HistogramMetricFamily:
+    return HistogramMetricFamily(f"lbproxy_{name}", f"{text}.", labels=labels)

@@ -1,0 +1,92 @@
+"""The simulated server's /metrics page, in the words of vLLM.
+
+Only families that somebody reads: load, cache, progress. The names changed between versions, so there are two dialects;
+`num_requests_waiting_by_reason` is there because a reader must not take it for `num_requests_waiting`. One family is
+not vLLM's: how late the simulation itself ran, without which nobody can trust a figure measured against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from lbproxy.sim.engine import Gauges
+from lbproxy.sim.presets import BLOCK_TOKENS
+
+CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What a page says."""
+
+    model: str
+    kv_blocks: int
+    gauges: Gauges
+    finished: Mapping[str, int] = field(default_factory=dict)
+    """Requests that ended, by finish reason."""
+    lag_max_s: float = 0.0
+    lag_p99_s: float = 0.0
+    old_names: bool = False
+    """As in vLLM 0.8: the cache families start with `gpu_`, and there is no `engine` label."""
+
+
+def render(page: Page) -> bytes:
+    """The page as Prometheus text."""
+    gauges = page.gauges
+    who = {"model_name": page.model} if page.old_names else {"engine": "0", "model_name": page.model}
+    usage, prefix = (
+        ("gpu_cache_usage_perc", "gpu_prefix_cache") if page.old_names else ("kv_cache_usage_perc", "prefix_cache")
+    )
+    config = {**who, "block_size": str(BLOCK_TOKENS), "num_gpu_blocks": str(page.kv_blocks)}
+    config |= {"enable_prefix_caching": "True", "num_cpu_blocks": "None"}
+    lines = [
+        *_family("num_requests_running", "gauge", "Requests being computed.", who, gauges.running),
+        *_family("num_requests_waiting", "gauge", "Requests waiting to be computed.", who, gauges.waiting),
+        *_by_reason(who, gauges.waiting, page.old_names),
+        *_family(usage, "gauge", "KV cache in use by requests; 1 is all of it.", who, gauges.kv_usage),
+        *_family(f"{prefix}_queries_total", "counter", "Prefix cache lookups, tokens.", who, gauges.prefix_queries),
+        *_family(f"{prefix}_hits_total", "counter", "Prefix cache hits, tokens.", who, gauges.prefix_hits),
+        *_family("num_preemptions_total", "counter", "Requests preempted.", who, gauges.preemptions),
+        *_family("prompt_tokens_total", "counter", "Prompt tokens processed.", who, gauges.prompt_tokens),
+        *_family("generation_tokens_total", "counter", "Tokens generated.", who, gauges.generation_tokens),
+        *_head("vllm:request_success_total", "counter", "Requests finished."),
+        *(
+            _sample("vllm:request_success_total", {**who, "finished_reason": reason}, page.finished.get(reason, 0))
+            for reason in ("stop", "length", "abort")
+        ),
+        *_family("cache_config_info", "gauge", "The cache's settings, in labels.", config, 1),
+        *_head("lbproxy_mock_step_lag_seconds", "gauge", "How late simulated steps came out, over the last minute."),
+        _sample("lbproxy_mock_step_lag_seconds", {"stat": "max"}, page.lag_max_s),
+        _sample("lbproxy_mock_step_lag_seconds", {"stat": "p99"}, page.lag_p99_s),
+    ]
+    return "".join(lines).encode()
+
+
+def _by_reason(who: Mapping[str, str], waiting: int, old_names: bool) -> Iterable[str]:
+    if old_names:
+        return
+    name = "vllm:num_requests_waiting_by_reason"
+    yield from _head(name, "gauge", "Waiting requests by what they wait for.")
+    yield _sample(name, {**who, "reason": "capacity"}, waiting)
+    yield _sample(name, {**who, "reason": "deferred"}, 0)
+
+
+def _family(stem: str, kind: str, about: str, labels: Mapping[str, str], value: float) -> Iterable[str]:
+    """A vLLM family of one sample."""
+    yield from _head(f"vllm:{stem}", kind, about)
+    yield _sample(f"vllm:{stem}", labels, value)
+
+
+def _head(name: str, kind: str, about: str) -> Iterable[str]:
+    yield f"# HELP {name} {about}\n"
+    yield f"# TYPE {name} {kind}\n"
+
+
+def _sample(name: str, labels: Mapping[str, str], value: float) -> str:
+    inside = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
+    return f"{name}{{{inside}}} {float(value)}\n"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')

@@ -1,0 +1,42 @@
+"""Running asynchronous tests: on the loop that users get, with every lost exception made an error."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable, Coroutine
+from typing import TypeVar
+
+import uvloop
+
+T = TypeVar("T")
+
+
+def run(main: Coroutine[object, object, T], *, timeout_s: float = 60.0, plain: bool = False) -> T:
+    """Run a test's body. Fails if a task or callback died unseen, also one that only the garbage collector finds.
+
+    `plain`: on asyncio's own loop, as on systems without uvloop.
+    """
+    lost: list[str] = []
+
+    async def watched() -> T:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(repr(context)))
+        async with asyncio.timeout(timeout_s):
+            result = await main
+        gc.collect()
+        await asyncio.sleep(0)
+        return result
+
+    result = asyncio.run(watched()) if plain else uvloop.run(watched())
+    assert not lost, lost
+    return result
+
+
+async def until(condition: Callable[[], object], what: str, *, within_s: float = 10.0) -> None:
+    """Wait for something that must come true soon, however busy the machine is."""
+    try:
+        async with asyncio.timeout(within_s):
+            while not condition():  # noqa: ASYNC110 - anything may change it, in another process too
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        raise AssertionError(f"did not happen within {within_s} s: {what}") from None

@@ -1,0 +1,172 @@
+"""lbproxy's data path between scripted endpoints and raw clients, in one loop, without the control plane: endpoints are
+declared up and serve MODEL, so that each test decides everything that happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from lbproxy.config import Settings, parse
+from lbproxy.core.balancer import Balancer
+from lbproxy.core.policy import make_policy
+from lbproxy.core.types import EndpointSnapshot, EndpointSpec, RequestRecord, Transition
+from lbproxy.net.pool import ConnectionPool
+from lbproxy.proxy.exchange import Exchanger
+from lbproxy.proxy.server import FrontEnd
+from lbproxy.runtime import Runtime
+from tests.support.pool import MODEL, bring_up
+
+
+class Records:
+    """A sink that keeps everything."""
+
+    def __init__(self) -> None:
+        self.requests: list[RequestRecord] = []
+        self.transitions: list[Transition] = []
+
+    def request(self, record: RequestRecord) -> None:
+        self.requests.append(record)
+
+    def transition(self, transition: Transition) -> None:
+        self.transitions.append(transition)
+
+
+@dataclass
+class Rig:
+    """What a test holds."""
+
+    port: int
+    runtime: Runtime
+    front: FrontEnd
+    connections: ConnectionPool
+    records: Records
+    clients: list[RawClient]
+    """All that were connected: closed at the end."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def in_flight(self) -> int:
+        return sum(one.in_flight for one in self.endpoints())
+
+    def endpoints(self) -> list[EndpointSnapshot]:
+        return self.runtime.snapshot().endpoints
+
+    async def connect(self) -> RawClient:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 26)
+        self.clients.append(RawClient(reader, writer))
+        return self.clients[-1]
+
+    async def ask(self, data: bytes) -> Reply:
+        """One raw request on a connection of its own; the reply up to its end."""
+        client = await self.connect()
+        client.writer.write(data)
+        try:
+            return await client.reply()
+        finally:
+            client.writer.close()
+
+
+@dataclass
+class Reply:
+    """A whole response."""
+
+    status: int
+    head: bytes
+    body: bytes
+
+    def field(self, name: str) -> str | None:
+        for line in self.head.decode("latin-1").split("\r\n")[1:]:
+            key, _, value = line.partition(":")
+            if key.lower() == name.lower():
+                return value.strip()
+        return None
+
+
+class RawClient:
+    """A client of which a test writes and reads every byte."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def head(self) -> bytes:
+        return await self.reader.readuntil(b"\r\n\r\n")
+
+    async def reply(self, *, bodiless: bool = False) -> Reply:
+        """The next whole response; raises IncompleteReadError or ConnectionError if it broke."""
+        head = await self.head()
+        reply = Reply(int(head.split(b" ", 2)[1]), head, b"")
+        if bodiless:
+            return reply
+        if reply.field("transfer-encoding") == "chunked":
+            reply.body = await self._chunks()
+        elif (length := reply.field("content-length")) is not None:
+            reply.body = await self.reader.readexactly(int(length))
+        else:
+            reply.body = await self.reader.read(-1)
+        return reply
+
+    async def _chunks(self) -> bytes:
+        body = b""
+        while True:
+            size = int(await self.reader.readuntil(b"\r\n"), 16)
+            data = await self.reader.readexactly(size + 2)
+            if not size:
+                return body
+            body += data[:-2]
+
+
+def post(
+    body: bytes = b'{"model":"m"}', path: str = "/v1/chat/completions", more: str = "", version: str = "1.1"
+) -> bytes:
+    """A JSON POST."""
+    return (
+        f"POST {path} HTTP/{version}\r\nHost: lb\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n{more}\r\n"
+    ).encode() + body
+
+
+def settings_for(urls: list[str], more: str = "") -> Settings:
+    listing = "".join(f"  - {{url: '{url}', name: e{n}}}\n" for n, url in enumerate(urls, 1))
+    return parse(f"{more}\nendpoints:\n{listing}", environ={})
+
+
+@asynccontextmanager
+async def rig(*urls: str, more: str = "", up: bool = True) -> AsyncIterator[Rig]:
+    """The data path before `urls`; `more` is further settings text. At the end nothing may be left in flight."""
+    settings = settings_for(list(urls), more)
+    balancer = Balancer(
+        make_policy(settings.routing),
+        admission=settings.admission,
+        health=settings.health,
+        scrape=settings.scrape,
+        rng=random.Random(1),
+    )
+    records = Records()
+    runtime = Runtime(balancer, [records])
+    specs = [EndpointSpec(name=e.name, base_url=e.url) for e in settings.endpoints]
+    added = runtime.set_endpoints(specs).added
+    if up:
+        bring_up(balancer, added, MODEL)
+    connections = ConnectionPool()
+    front = FrontEnd(settings, runtime, Exchanger(settings, runtime, connections), random.Random(1))
+    port = await front.listen("127.0.0.1", 0)
+    it = Rig(port, runtime, front, connections, records, [])
+    try:
+        yield it
+    finally:
+        for client in it.clients:
+            client.writer.transport.abort()
+        await front.stop(2.0)
+        connections.close()
+    assert it.in_flight() == 0
+    assert all(one.awaiting_first_byte == 0 for one in it.endpoints())
