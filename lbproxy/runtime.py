@@ -19,6 +19,7 @@ from lbproxy.core.endpoints import EndpointChanges
 from lbproxy.core.types import (
     EndpointSpec,
     EndpointUid,
+    Health,
     InferenceRequest,
     LbError,
     LoadMetrics,
@@ -137,6 +138,10 @@ class Runtime:
         self._pump()
 
     # Reading
+
+    def health(self, uid: EndpointUid) -> Health | None:
+        """The verdict on an endpoint; None if it left the set."""
+        return self._balancer.health(uid)
 
     def any_up(self) -> bool:
         """Whether an endpoint takes requests."""

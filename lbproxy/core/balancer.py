@@ -26,6 +26,7 @@ from lbproxy.core.types import (
     EndpointSpec,
     EndpointState,
     EndpointUid,
+    Health,
     InferenceRequest,
     LoadMetrics,
     ModelCard,
@@ -145,6 +146,11 @@ class Balancer:
         self._endpoints.drain(uid, draining)
 
     # Reading
+
+    def health(self, uid: EndpointUid) -> Health | None:
+        """The verdict on an endpoint; None if it left the set."""
+        state = self._endpoints.get(uid)
+        return None if state is None else state.health
 
     def any_up(self) -> bool:
         """Whether an endpoint takes requests."""

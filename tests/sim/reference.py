@@ -19,6 +19,8 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     registered: int = 0
     cached: int | None = None
+    prefilling: bool = True
+    """Until the token that its admission is for: one token is attended to as a prefill then, too."""
 
     @property
     def known(self) -> int:
@@ -89,7 +91,7 @@ class Reference:
         if blocks is None:
             return False
         sequence.blocks += blocks
-        if sequence.known - sequence.computed > 1:
+        if sequence.prefilling:
             self.register(sequence, sequence.computed + count)
         return True
 
@@ -103,6 +105,7 @@ class Reference:
         self.preemptions += 1
         self.free(sequence)
         sequence.computed = sequence.registered = 0
+        sequence.prefilling = True
         self.waiting.insert(0, sequence)
 
     def free(self, sequence: Sequence) -> None:
@@ -115,10 +118,10 @@ class Reference:
         tokens = sum(count for _, count in scheduled)
         context, attention = 0, 0.0
         for sequence, count in scheduled:
-            if sequence.generated and sequence.computed == sequence.known - 1 and sequence.registered >= 0:
-                context += sequence.computed
-            else:
+            if sequence.prefilling:
                 attention += count * (sequence.computed + count / 2)
+            else:
+                context += sequence.computed
         matmul = (preset.weights_ms**1.5 + (preset.token_ms * tokens) ** 1.5) ** (2 / 3)
         step_ms = preset.host_ms + matmul + preset.sequence_ms * len(scheduled)
         return float(step_ms + preset.context_ms * context / 1e3 + preset.attention_ms * attention / 1e6) / 1000
@@ -136,6 +139,7 @@ class Reference:
                 assert sequence.cached is not None
                 first.append(FirstToken(sequence.request.id, sequence.cached))
             sequence.generated += 1
+            sequence.prefilling = False
             if sequence.generated == sequence.request.output_tokens:
                 done.append(sequence)
         for sequence in done:
