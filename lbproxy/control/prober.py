@@ -110,26 +110,35 @@ class Prober:
 
     async def run(self) -> None:
         """Until cancelled."""
-        while True:
-            await self._cycle()
-            down = health_of(self._runtime, self._endpoint.uid) is Health.DOWN
-            interval_s = self._settings.down_interval if down else self._settings.interval
-            await asyncio.sleep(interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
-
-    async def _cycle(self) -> None:
-        is_up = health_of(self._runtime, self._endpoint.uid) is Health.UP
-        async with asyncio.TaskGroup() as questions:
-            # Of an endpoint that is up both are asked at once, so that a slow list does not delay the verdict.
-            if is_up and self._runtime.now() >= self._models_due_at:
-                questions.create_task(self._refresh_models())
+        # Two loops, so that a slow list does not delay the verdict on an endpoint that is up.
+        async with asyncio.TaskGroup() as loops:
+            loops.create_task(self._keep_models())
             if self._endpoint.health is not None:
-                await self._probe(self._endpoint.health, models_first=not is_up)
+                loops.create_task(self._keep_health(self._endpoint.health))
 
-    async def _probe(self, path: str, *, models_first: bool) -> None:
+    async def _keep_health(self, path: str) -> None:
+        while True:
+            await self._probe(path)
+            down = self._health() is Health.DOWN
+            await self._pause(self._settings.down_interval if down else self._settings.interval)
+
+    async def _keep_models(self) -> None:
+        while True:
+            if self._health() is Health.UP and self._runtime.now() >= self._models_due_at:
+                await self._refresh_models()
+            await self._pause(self._settings.interval)
+
+    async def _pause(self, interval_s: float) -> None:
+        await asyncio.sleep(interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
+
+    def _health(self) -> Health | None:
+        return health_of(self._runtime, self._endpoint.uid)
+
+    async def _probe(self, path: str) -> None:
         answer = await ask_health(self._endpoint, path, self._connections, self._settings.timeout)
         if answer.ok is None:
             return
-        if answer.ok and models_first:
+        if answer.ok and self._health() is not Health.UP:
             await self._refresh_models()
         self._runtime.report_health(self._endpoint.uid, answer.ok, answer.reason)
 

@@ -116,6 +116,8 @@ class Scraper:
         self._previous: LoadMetrics | None = None
         self._failures = 0
         """In a row."""
+        self._in_vain = False
+        """The last scrape was answered, but by nothing that a known engine would say."""
         self._good_at: float | None = None
         """When the last good scrape was sent, or scraping began."""
         self._complained = False
@@ -131,7 +133,7 @@ class Scraper:
             interval_s = self._settings.interval
             if health_of(self._runtime, self.endpoint.uid) is Health.UP:
                 await self._scrape(place)
-                if self._failures >= FAILURES_UNTIL_SLOW or self.status.engine is None:
+                if self._in_vain or self._failures >= FAILURES_UNTIL_SLOW:
                     interval_s = max(interval_s, SLOW_INTERVAL_S)
             else:
                 self._failures, self._good_at = 0, None
@@ -181,7 +183,7 @@ class Scraper:
         self._count(OK)
         self._previous = metrics
         self._good_at = metrics.scraped_at
-        self._failures = 0
+        self._failures, self._in_vain = 0, False
         self._runtime.report_scrape(self.endpoint.uid, metrics)
         if self._complained:
             self._complained = False
@@ -190,6 +192,7 @@ class Scraper:
     def _failed(self, error: ScrapeError, sent_at: float) -> None:
         self._count(error.result)
         self._failures += 1
+        self._in_vain = error.answered and self.status.engine is None
         assert self._good_at is not None
         hopeless = error.answered and OK not in self.status.results
         if not self._complained and (hopeless or sent_at - self._good_at > self._settings.stale_after):

@@ -13,7 +13,7 @@ from lbproxy.core.retry import FailureKind, UpstreamError
 from lbproxy.core.types import EndpointSpec, Health
 from lbproxy.net.pool import Connection, ConnectionPool, Origin
 from tests.control.rig import FAST_HEALTH, Rig, rig, running, spec
-from tests.support.scripted import Exchange, Script, Scripted, abort, answer, eventually, hang, model_list
+from tests.support.scripted import Script, Scripted, abort, answer, eventually, hang, model_list
 
 OK = answer(200, b"ok")
 RECORDED = Path(__file__).parents[1] / "fixtures/http/vllm-0.32.0/models-two-names.response.http"
@@ -220,22 +220,10 @@ def test_a_slow_model_list_does_not_delay_the_verdict_on_an_endpoint_that_is_up(
             health = FAST_HEALTH.model_copy(update={"models_interval": 0.02, "timeout": 3600.0, "fall": 1})
             async with rig(spec(server), health=health) as r, running(r.prober(r.endpoints[0]).run):
                 await eventually(lambda: up(r))
-                both = asyncio.Event()
-
-                async def models_hang(_: Exchange) -> None:
-                    server.script("/health", answer(503))
-                    both.set()
-                    await hang(_)
-
-                async def health_waits(exchange: Exchange) -> None:
-                    if server.asked("/v1/models") > 1:
-                        await both.wait()
-                        await exchange.send(answer(503))
-                    else:
-                        await exchange.send(OK)
-
-                server.script("/v1/models", models_hang)
-                server.script("/health", health_waits)
+                server.script("/v1/models", hang)
+                asked = server.asked("/v1/models")
+                await eventually(lambda: server.asked("/v1/models") > asked)
+                server.script("/health", answer(503))
                 await eventually(lambda: down(r))
 
     asyncio.run(main())

@@ -1,0 +1,50 @@
+"""The page, read by prometheus_client's parser."""
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from lbproxy.sim.engine import Gauges
+from lbproxy.sim.exposition import Page, render
+
+GAUGES = Gauges(3, 5, 0.25, 1000, 400, 2, 900, 700)
+
+
+def samples(page: Page) -> dict[str, list[tuple[dict[str, str], float]]]:
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(render(page).decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+def test_current_names_are_those_of_the_vllm_row() -> None:
+    page = samples(Page(model="m", kv_blocks=100, gauges=GAUGES, finished={"stop": 4}))
+    who = {"engine": "0", "model_name": "m"}
+    assert page["vllm:num_requests_waiting"] == [(who, 3)]
+    assert page["vllm:num_requests_running"] == [(who, 5)]
+    assert page["vllm:kv_cache_usage_perc"] == [(who, 0.25)]
+    assert page["vllm:prefix_cache_queries_total"] == [(who, 1000)]
+    assert page["vllm:prefix_cache_hits_total"] == [(who, 400)]
+    assert page["vllm:num_preemptions_total"] == [(who, 2)]
+    assert page["vllm:prompt_tokens_total"] == [(who, 900)]
+    assert page["vllm:generation_tokens_total"] == [(who, 700)]
+    assert ({**who, "finished_reason": "stop"}, 4) in page["vllm:request_success_total"]
+    [(config, value)] = page["vllm:cache_config_info"]
+    assert (config["block_size"], config["num_gpu_blocks"], value) == ("16", "100", 1)
+
+
+def test_old_names_are_those_of_vllm_0_8() -> None:
+    page = samples(Page(model="m", kv_blocks=100, gauges=GAUGES, old_names=True))
+    assert page["vllm:gpu_cache_usage_perc"] == [({"model_name": "m"}, 0.25)]
+    assert page["vllm:gpu_prefix_cache_hits_total"] == [({"model_name": "m"}, 400)]
+    assert not {"vllm:kv_cache_usage_perc", "vllm:num_requests_waiting_by_reason"} & page.keys()
+
+
+def test_lag_is_on_the_page() -> None:
+    page = samples(Page(model="m", kv_blocks=1, gauges=GAUGES, lag_max_s=0.5, lag_p99_s=0.25))
+    assert page["lbproxy_mock_step_lag_seconds"] == [({"stat": "max"}, 0.5), ({"stat": "p99"}, 0.25)]
+
+
+def test_model_names_are_escaped() -> None:
+    name = 'a"b\\c\nd'
+    page = samples(Page(model=name, kv_blocks=1, gauges=GAUGES))
+    assert page["vllm:num_requests_running"][0][0]["model_name"] == name
