@@ -58,11 +58,12 @@ async def serve(settings: Settings, *, stop: asyncio.Event, on_ready: Callable[[
     telemetry.watch(runtime, front, connections)
     admin = None if settings.admin is None else Admin(runtime, front, telemetry)
     try:
+        endpoints = runtime.set_endpoints(static_endpoints(settings)).added
+        listening = await _listen(settings, front, admin)
         async with asyncio.TaskGroup() as tasks:
-            listening = await _listen(settings, front, admin)
             watchers = [
                 tasks.create_task(supervise(name, run, rng))
-                for endpoint in runtime.set_endpoints(static_endpoints(settings)).added
+                for endpoint in endpoints
                 for name, run in _watches(endpoint, settings, runtime, connections, telemetry, rng)
             ]
             logger.info(_banner(settings, listening))

@@ -53,7 +53,9 @@ def _table(found: list[Inspection]) -> Table:
     for one in found:
         signals = len(one.present)
         table.add_row(
-            f"{one.endpoint.name}\n{one.endpoint.base_url}" if one.endpoint.name not in one.endpoint.base_url else one.endpoint.name,
+            f"{one.endpoint.name}\n{one.endpoint.base_url}"
+            if one.endpoint.name not in one.endpoint.base_url
+            else one.endpoint.name,
             Text("yes", style="green") if one.usable else Text("no", style="red"),
             one.engine or "-",
             _models(one),

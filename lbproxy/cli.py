@@ -56,9 +56,13 @@ def _parser() -> argparse.ArgumentParser:
     mock.add_argument("--host", default="127.0.0.1")
     mock.add_argument("--port", type=int, default=8000, help="0 = any free port (default: 8000)")
     mock.add_argument("--model", default="sim", help="the served model's name (default: sim)")
-    mock.add_argument("--preset", default="llama-8b-h100", help="which model on which GPU to simulate")
+    mock.add_argument("--preset", default="llama-8b-h100", help="which model on which GPU (default: llama-8b-h100)")
     mock.add_argument("--speed", type=float, default=1.0, help="2 = twice as fast as the preset")
-    mock.add_argument("--seed", type=int, default=0)
+    mock.add_argument("--kv-tokens", type=int, help="size of the KV cache (default: the preset's)")
+    mock.add_argument("--max-num-seqs", type=int, help="requests that run at the same time (default: the preset's)")
+    mock.add_argument("--max-model-len", type=int, help="prompt and answer together, tokens (default: the preset's)")
+    mock.add_argument("--metric-names", choices=["current", "old"], default="current", help="old: those of vLLM 0.8")
+    mock.add_argument("--seed", type=int, default=0, help="servers with one seed give the same answers")
     return parser
 
 
@@ -85,18 +89,19 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _mock(args: argparse.Namespace) -> int:
-    from lbproxy.sim.http import MockOptions, serve  # noqa: PLC0415
+    from lbproxy.sim.http import MockOptions, MockServer  # noqa: PLC0415
 
-    options = MockOptions(
-        host=args.host, port=args.port, model=args.model, preset=args.preset, speed=args.speed, seed=args.seed
-    )
-    print(f"simulated {args.preset} serving {args.model!r} at http://{args.host}:{args.port}", flush=True)
+    given = {name: value for name, value in vars(args).items() if name not in {"command", "config"}}
+    try:
+        options = MockOptions(**given)
+    except ValueError as error:
+        print(f"lbproxy mock: {error}", file=sys.stderr)
+        return 2
 
     async def until(stop: asyncio.Event) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            server = tasks.create_task(serve(options))
+        async with MockServer(options) as server:
+            print(f"simulated vLLM, {options.preset}, serves {options.model!r} at {server.url}", flush=True)
             await stop.wait()
-            server.cancel()
 
     _run_until_signal(until)
     return 0

@@ -14,7 +14,7 @@ MODEL = "demo"
 
 async def run_demo(listen: str, admin: str, stop: asyncio.Event) -> None:
     """Run until `stop` is set; prints what to paste. Raises OSError if an address is taken."""
-    servers = [MockServer(MockOptions(host="127.0.0.1", port=0, model=MODEL, seed=seed)) for seed in range(SERVERS)]
+    servers = [MockServer(MockOptions(model=MODEL)) for _ in range(SERVERS)]
     try:
         for server in servers:
             await server.start()

@@ -1,0 +1,143 @@
+"""The admin listener, asked by a client that is not ours."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from lbproxy.control.admin import Admin
+from lbproxy.core.types import EndpointSpec
+from tests.control.rig import Rig, rig
+
+
+class FakeFront:
+    draining = False
+
+
+class FakePages:
+    def __init__(self) -> None:
+        self.broken = False
+
+    async def page(self) -> tuple[bytes, str]:
+        if self.broken:
+            raise RuntimeError("a defect")
+        return b"lbproxy_up 1\n", "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Site:
+    def __init__(self, pool: Rig) -> None:
+        self.rig = pool
+        self.front = FakeFront()
+        self.pages = FakePages()
+        self.admin = Admin(pool.runtime, self.front, self.pages)
+
+
+@asynccontextmanager
+async def site() -> AsyncIterator[tuple[Site, httpx.AsyncClient]]:
+    specs = [EndpointSpec(name=f"e{n}", base_url=f"http://10.0.0.{n}:8000") for n in (1, 2)]
+    async with rig(*specs) as pool:
+        made = Site(pool)
+        port = await made.admin.start("127.0.0.1", 0)
+        assert port == made.admin.port > 0
+        try:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+                yield made, client
+        finally:
+            await made.admin.close()
+
+
+def test_it_lives() -> None:
+    async def main() -> None:
+        async with site() as (_, client):
+            answer = await client.get("/healthz")
+            assert (answer.status_code, answer.text) == (200, "ok")
+            assert answer.headers["server"] == "lbproxy"
+
+    asyncio.run(main())
+
+
+def test_it_is_ready_while_an_endpoint_takes_requests() -> None:
+    async def main() -> None:
+        async with site() as (made, client):
+            pool = made.rig
+            answer = await client.get("/readyz")
+            assert answer.status_code == 503
+            counts = {"serving": 0, "starting": 2, "up": 0, "down": 0}
+            assert answer.json() == {"ready": False, "draining": False, "endpoints": counts}
+            pool.runtime.report_health(pool.endpoints[0].uid, True, "test")
+            answer = await client.get("/readyz")
+            assert answer.status_code == 200
+            assert answer.json()["endpoints"] == {"serving": 1, "starting": 1, "up": 1, "down": 0}
+            made.front.draining = True
+            answer = await client.get("/readyz")
+            assert answer.status_code == 503
+            assert answer.json()["draining"] is True
+            made.front.draining = False
+            pool.take_down(pool.endpoints[0])
+            assert (await client.get("/readyz")).status_code == 503
+
+    asyncio.run(main())
+
+
+def test_metrics_come_as_they_are() -> None:
+    async def main() -> None:
+        async with site() as (_, client):
+            answer = await client.get("/metrics")
+            assert answer.content == b"lbproxy_up 1\n"
+            assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics"])
+def test_head_is_get_without_a_body(path: str) -> None:
+    async def main() -> None:
+        async with site() as (_, client):
+            get, head = await client.get(path), await client.head(path)
+            assert head.status_code == get.status_code
+            assert head.content == b""
+            assert head.headers["content-length"] == str(len(get.content))
+
+    asyncio.run(main())
+
+
+def test_what_is_not_there_is_refused_in_json() -> None:
+    async def main() -> None:
+        async with site() as (_, client):
+            answer = await client.get("/admin/config")
+            assert answer.status_code == 404
+            assert answer.json()["error"]["code"] == "unknown_url"
+            answer = await client.post("/metrics", content=b"x" * 100_000)
+            assert answer.status_code == 405
+            assert answer.headers["allow"] == "GET, HEAD"
+            assert answer.json()["error"]["code"] == "method_not_allowed"
+            answer = await client.get("/metrics", headers={"Expect": "miracles"})
+            assert answer.status_code == 400
+
+    asyncio.run(main())
+
+
+def test_a_defect_is_a_500_without_details(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with site() as (made, client):
+            made.pages.broken = True
+            answer = await client.get("/metrics")
+            assert answer.status_code == 500
+            assert answer.json()["error"]["code"] == "internal_error"
+            assert "defect" not in answer.text
+
+    asyncio.run(main())
+    assert [(one.levelno, one.message) for one in caplog.records] == [(logging.ERROR, "admin /metrics failed")]
+
+
+def test_closing_one_that_was_never_started_is_fine() -> None:
+    async def main() -> None:
+        async with rig() as pool:
+            await Site(pool).admin.close()
+
+    asyncio.run(main())

@@ -1,0 +1,89 @@
+"""lbproxy as its users run it: the installed command, in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+LBPROXY = [sys.executable, "-m", "lbproxy"]
+
+
+class Process:
+    """A running command whose output is read as it comes. Ended with the `with` block."""
+
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
+        environ = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
+        self.process = subprocess.Popen(
+            [*LBPROXY, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ
+        )
+        assert self.process.stdout is not None
+        os.set_blocking(self.process.stdout.fileno(), False)
+        self._raw = b""
+        self.output = ""
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, t: TracebackType | None) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def read(self) -> str:
+        """All output so far."""
+        assert self.process.stdout is not None
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self.process.stdout.fileno(), 1 << 16):
+                self._raw += data
+        self.output = self._raw.decode("utf-8", "replace")
+        return self.output
+
+    def wait_for(self, pattern: str, *, within_s: float = 30.0) -> re.Match[str]:
+        """Wait until the output matches."""
+        end = time.monotonic() + within_s
+        while (match := re.search(pattern, self.read())) is None:
+            assert self.process.poll() is None, f"it ended:\n{self.read()}"
+            assert time.monotonic() < end, f"no {pattern!r} in:\n{self.output}"
+            time.sleep(0.02)
+        return match
+
+    def stop(self, number: int = signal.SIGTERM, *, within_s: float = 30.0) -> int:
+        """Signal it and wait for its end; returns the exit code."""
+        self.process.send_signal(number)
+        code = self.process.wait(within_s)
+        self.read()
+        return code
+
+    def lines(self, event: str) -> list[dict[str, object]]:
+        """The log lines of one kind."""
+        logged = [json.loads(line) for line in self.read().splitlines() if line.startswith("{")]
+        return [line for line in logged if line["event"] == event]
+
+
+@contextmanager
+def mock(*arguments: str) -> Iterator[tuple[Process, str]]:
+    """A simulated server on a free port, and its URL."""
+    with Process("mock", "--port", "0", *arguments) as process:
+        yield process, process.wait_for(r"at (http://\S+)")[1]
+
+
+@contextmanager
+def lbproxy(folder: Path, endpoints: list[str], more: str = "") -> Iterator[tuple[Process, str, str]]:
+    """lbproxy on free ports; the URLs of its two listeners."""
+    config = folder / "cfg.yaml"
+    listing = "".join(f"  - {url}\n" for url in endpoints)
+    config.write_text(f"listen: 127.0.0.1:0\nadmin: 127.0.0.1:0\n{more}\nendpoints:\n{listing}")
+    with Process("--config", str(config)) as process:
+        match = process.wait_for(r"listens on (http://[\w.:]+), admin on (http://[\w.:]+)")
+        yield process, match[1], match[2]
