@@ -122,9 +122,8 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         response = _json(405, error_body(LbError(Outcome.METHOD_NOT_ALLOWED)))
         response.headers["Allow"] = ", ".join(sorted(error.allowed_methods))
         return response
-    except web.HTTPException as error:
-        outcome = Outcome.UNKNOWN_URL if error.status == 404 else Outcome.BAD_REQUEST
-        return _json(outcome.value.status, error_body(LbError(outcome)))
+    except web.HTTPNotFound:
+        return _json(404, error_body(LbError(Outcome.UNKNOWN_URL)))
     except Exception:
         logger.exception("admin %s failed", request.path)
         return _json(500, error_body(LbError(Outcome.INTERNAL_ERROR)))

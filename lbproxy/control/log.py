@@ -27,6 +27,7 @@ MAX_LINES = 16_384
 """Lines that may wait for the thread: 1.6 s of 10,000 requests a second, in about 8 MB."""
 BATCH_S = 0.05
 BATCH_LINES = 256
+RETRY_S = 0.01
 MAX_PATH_CHARS = 512
 MAX_FIELD_CHARS = 256
 MAX_ERROR_CHARS = 512
@@ -83,7 +84,7 @@ class LineWriter:
             try:
                 left = left[os.write(self._fd, left) :]
             except BlockingIOError:  # somebody made it non-blocking, and the reader is slow
-                time.sleep(BATCH_S)
+                time.sleep(RETRY_S)
             except OSError:  # the reader is gone, the disk is full: the next batch may go better
                 self._failed += len(batch)
                 return

@@ -5,8 +5,8 @@ in `page`, when somebody scrapes. What belongs to an endpoint or to the queue is
 the Balancer's snapshot at that moment. Invariants:
 
 - Names and labels are an interface: dashboards depend on them.
-- Labels are bounded: routes, outcomes and endpoints by design, status codes to the registered ones, models to the first
-  100 that endpoints say they serve. Whatever else a client writes into `model` is `other`.
+- Labels are bounded: routes, outcomes and endpoints by design, status codes to registered ones and our own, models to
+  the first 100 that endpoints say they serve. Whatever else a client writes into `model` is `other`.
 - What an engine did not say, or said too long ago, has no sample. It is never 0.
 - Series of an endpoint or model that is gone vanish.
 """
@@ -49,7 +49,7 @@ DURATION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 180.0, 600.
 FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0, 120.0)
 QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 10.0, 30.0)
 
-_REGISTERED = frozenset(int(status) for status in HTTPStatus)
+_CODES_SHOWN = frozenset(map(int, HTTPStatus)) | {status for _, status in OUTCOMES.values()}
 
 
 class Snapshots(Protocol):
@@ -236,7 +236,7 @@ class Telemetry:
     def _request_families(self) -> Iterator[Metric]:
         requests: defaultdict[tuple[str, str, str], int] = defaultdict(int)
         for (route, outcome, status), count in self._requests.items():
-            code = str(status) if status in _REGISTERED else f"{status // 100}xx"
+            code = str(status) if status in _CODES_SHOWN else f"{status // 100}xx"
             requests[route, outcome, code] += count
         yield _counters("requests", "Requests that ended, by route, outcome and status", ROUTE_LABELS, requests.items())
         duration = _histogram("request_duration_seconds", "From a request's head to its end; refused ones left out")

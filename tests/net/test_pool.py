@@ -1,0 +1,309 @@
+"""Connections: when one is reused, when never, and that silence and strangers' bytes end it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from lbproxy.core.retry import FailureKind, UpstreamError
+from lbproxy.net import pool as pool_module
+from lbproxy.net.fetch import fetch
+from lbproxy.net.h1 import request_head
+from lbproxy.net.pool import Connection, ConnectionPool, Origin
+from tests.support.aio import run, until
+from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, event
+
+
+async def get(pool: ConnectionPool, endpoint: ScriptedEndpoint, timeout_s: float = 5.0) -> bytes:
+    origin = Origin.parse(endpoint.url)
+    return (await fetch(pool, origin, "/x", timeout_s=timeout_s, max_bytes=1000)).body
+
+
+def test_a_connection_is_used_again_and_the_last_one_first() -> None:
+    """Last in, first out: the idle ones at the bottom grow old and are closed, instead of all staying half used."""
+    gate = asyncio.Event()
+
+    async def script(wire: Wire, _: Received) -> None:
+        await gate.wait()
+        await wire.send(answer(str(endpoint.wires.index(wire)).encode()))
+
+    async def main() -> None:
+        endpoint.script = script
+        async with endpoint:
+            pool = ConnectionPool()
+            both = [asyncio.create_task(get(pool, endpoint)) for _ in range(2)]
+            await until(lambda: len(endpoint.requests) == 2, "two at once")
+            gate.set()
+            assert sorted([await task for task in both]) == [b"0", b"1"]
+            last = await both[1]
+            assert [await get(pool, endpoint) for _ in range(5)] == [last] * 5
+            assert (len(endpoint.wires), pool.open_connections) == (2, 2)
+            pool.close()
+            assert pool.open_connections == 0
+
+    endpoint = ScriptedEndpoint()
+    run(main())
+
+
+def test_kept_connections_are_closed_before_the_server_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "IDLE_S", 0.3)
+
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint:
+            pool = ConnectionPool()
+            await get(pool, endpoint)
+            assert pool.open_connections == 1
+            await until(lambda: pool.open_connections == 0, "closed for age")
+            await until(endpoint.wires[0].gone.is_set, "the server sees it")
+            pool.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("stray", [b"HTTP/1.1 408 Request Timeout\r\n\r\n", b"x"])
+def test_a_kept_connection_that_speaks_is_never_used(stray: bytes) -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint:
+            pool = ConnectionPool()
+            await get(pool, endpoint)
+            await endpoint.wires[0].send(stray)
+            await until(lambda: pool.open_connections == 0, "closed")
+            assert await get(pool, endpoint) == b'{"ok":true}'
+            assert len(endpoint.wires) == 2
+            pool.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        answer(more="Connection: close\r\n"),
+        b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nok",
+        answer() + b"more",
+    ],
+)
+def test_what_speaks_against_reuse_is_heeded(reply: bytes) -> None:
+    async def script(wire: Wire, _: Received) -> None:
+        await wire.send(reply)
+
+    async def main() -> None:
+        async with ScriptedEndpoint(script) as endpoint:
+            pool = ConnectionPool()
+            for _ in range(2):
+                await get(pool, endpoint)
+                assert pool.open_connections == 0
+            assert len(endpoint.wires) == 2
+            pool.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("port", [0, 9])
+def test_nobody_there_is_a_connect_failure(port: int) -> None:
+    async def main() -> None:
+        pool = ConnectionPool()
+        with pytest.raises(UpstreamError) as caught:
+            await pool.connect(Origin(("127.0.0.1", port or 1)), 1.0)
+        assert caught.value.kind is FailureKind.CONNECT
+        pool.close()
+
+    run(main())
+
+
+def test_a_server_that_accepts_nothing_is_a_connect_failure_in_time() -> None:
+    """A full backlog drops our SYN: only the deadline ends that."""
+
+    async def main() -> None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(0)
+            fillers = [socket.socket() for _ in range(4)]
+            for filler in fillers:
+                filler.setblocking(False)
+                filler.connect_ex(listener.getsockname())
+            pool = ConnectionPool()
+            with pytest.raises(UpstreamError) as caught:
+                await pool.connect(Origin(listener.getsockname()), 0.3)
+            assert caught.value.kind is FailureKind.CONNECT
+            pool.close()
+            for filler in fillers:
+                filler.close()
+
+    run(main())
+
+
+def test_our_own_lack_of_descriptors_is_not_the_endpoints_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def exhausted(*_: object) -> socket.socket:
+        raise OSError(24, "Too many open files")
+
+    async def main() -> None:
+        pool = ConnectionPool()
+        monkeypatch.setattr(pool_module, "_open_socket", exhausted)
+        with pytest.raises(UpstreamError) as caught:
+            await pool.connect(Origin(("127.0.0.1", 1)), 1.0)
+        assert caught.value.kind is FailureKind.EXHAUSTED
+        pool.close()
+
+    run(main())
+
+
+def test_a_name_with_several_addresses_is_tried_in_order() -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint:
+            pool = ConnectionPool()
+            loop = asyncio.get_running_loop()
+            real = loop.getaddrinfo
+
+            async def two(*_: object, **__: object) -> object:
+                kinds = await real("127.0.0.1", endpoint.port, type=socket.SOCK_STREAM)
+                dead = [(*kind[:4], ("127.0.0.2", 9)) for kind in kinds]
+                return [*dead, *kinds]
+
+            pool.loop = Loop(loop, two)  # type: ignore[assignment]
+            connection = await pool.connect(Origin(("two.example", 1)), 5.0)
+            connection.abort()
+            pool.close()
+
+    run(main())
+
+
+class Loop:
+    """A loop with a resolver of the test's."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, resolve: object) -> None:
+        self._loop = loop
+        self.getaddrinfo = resolve
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._loop, name)
+
+
+class Receiver:
+    """Keeps what a body brought."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self.end: str | UpstreamError | None = None
+
+    def body(self, data: bytes) -> None:
+        self.data += data
+
+    def ended(self) -> None:
+        self.end = "ended"
+
+    def broke(self, error: UpstreamError) -> None:
+        self.end = error
+
+
+async def begin(
+    pool: ConnectionPool, endpoint: ScriptedEndpoint, receiver: Receiver, idle_s: float = 5.0
+) -> Connection:
+    connection = await pool.connect(Origin.parse(endpoint.url), 5.0)
+    connection.send("GET", request_head("GET", "/", "x", b"", 0), b"")
+    head = await connection.head(5.0)
+    connection.relay(head, receiver, None, idle_s)
+    return connection
+
+
+def test_silence_in_mid_body_breaks_it_but_a_pause_of_ours_does_not() -> None:
+    async def script(wire: Wire, _: Received) -> None:
+        await wire.send(STREAM_HEAD, event("1"))
+        await wire.watch()
+
+    async def main() -> None:
+        async with ScriptedEndpoint(script) as endpoint:
+            pool = ConnectionPool()
+            paused, silent = Receiver(), Receiver()
+            held = await begin(pool, endpoint, paused, idle_s=0.3)
+            held.pause()
+            await begin(pool, endpoint, silent, idle_s=0.3)
+            await until(lambda: silent.end is not None, "silence is noticed")
+            assert isinstance(silent.end, UpstreamError)
+            assert silent.end.kind is FailureKind.TIMEOUT
+            assert paused.end is None
+            held.resume()
+            await until(lambda: paused.end is not None, "it counts again")
+            pool.close()
+
+    run(main())
+
+
+def test_after_abort_nobody_is_called() -> None:
+    async def script(wire: Wire, _: Received) -> None:
+        await wire.send(STREAM_HEAD, event("1"))
+        await wire.watch()
+
+    async def main() -> None:
+        async with ScriptedEndpoint(script) as endpoint:
+            pool = ConnectionPool()
+            receiver = Receiver()
+            connection = await begin(pool, endpoint, receiver)
+            await until(lambda: receiver.data, "something came")
+            connection.abort()
+            connection.abort()
+            await until(endpoint.wires[0].gone.is_set, "the server sees it")
+            assert receiver.end is None
+            assert pool.open_connections == 0
+            pool.close()
+
+    run(main())
+
+
+def test_a_reset_before_the_relay_begins_breaks_a_body_that_a_close_would_end() -> None:
+    """Without this a body that closing ends would pass for whole though the connection was reset."""
+
+    async def script(wire: Wire, _: Received) -> None:
+        await wire.send(b"HTTP/1.1 200 OK\r\n\r\nhalf")
+        wire.reset()
+
+    async def main() -> None:
+        async with ScriptedEndpoint(script) as endpoint:
+            pool = ConnectionPool()
+            connection = await pool.connect(Origin.parse(endpoint.url), 5.0)
+            connection.send("GET", request_head("GET", "/", "x", b"", 0), b"")
+            head = await connection.head(5.0)
+            await until(lambda: pool.open_connections == 0, "the reset arrived")
+            receiver = Receiver()
+            connection.relay(head, receiver, None, 5.0)
+            assert isinstance(receiver.end, UpstreamError)
+            pool.close()
+
+    run(main())
+
+
+def test_a_fetch_is_bounded_in_size_and_time() -> None:
+    async def script(wire: Wire, request: Received) -> None:
+        if b"/big" in request.head:
+            await wire.send(answer(b"x" * 2000))
+        else:
+            await wire.send(STREAM_HEAD, event("1"))
+            await wire.watch()
+
+    async def main() -> None:
+        async with ScriptedEndpoint(script) as endpoint:
+            pool = ConnectionPool()
+            for path, kind in (("/big", FailureKind.PROTOCOL), ("/slow", FailureKind.TIMEOUT)):
+                with pytest.raises(UpstreamError) as caught:
+                    await fetch(pool, Origin.parse(endpoint.url), path, timeout_s=0.3, max_bytes=1000)
+                assert caught.value.kind is kind
+            await until(lambda: pool.open_connections == 0, "neither is kept")
+            pool.close()
+
+    run(main())
+
+
+def test_a_chunked_answer_can_be_fetched() -> None:
+    async def script(wire: Wire, _: Received) -> None:
+        await wire.send(STREAM_HEAD, event("1")[:3], event("1")[3:], LAST)
+
+    async def main() -> None:
+        async with ScriptedEndpoint(script) as endpoint:
+            pool = ConnectionPool()
+            assert await get(pool, endpoint) == b"data: 1\n\n"
+            assert pool.open_connections == 1
+            pool.close()
+
+    run(main())
