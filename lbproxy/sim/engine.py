@@ -109,8 +109,6 @@ class _Running:
     request: SimRequest
     ready_at: float
     phase: _Phase = _Phase.ARRIVING
-    order: int = 0
-    """Its place among the running: grows with each admission."""
     computed: int = 0
     """Tokens whose KV is in `blocks`, those of the chunk in flight included."""
     generated: int = 0
@@ -159,7 +157,6 @@ class Engine:
         self._decoding: dict[str, _Running] = {}
         self._partial: _Running | None = None
         """The running request whose prefill is unfinished: the last of the running."""
-        self._admissions = 0
 
         self._step_ends_at: float | None = None
         self._prefills: list[_Running] = []
@@ -291,9 +288,11 @@ class Engine:
         return duration if self._rng is None else duration * self._rng.lognormvariate(0.0, JITTER_SIGMA)
 
     def _grow_decodes(self) -> None:
-        """Give a block to each decode whose last one is full, oldest admission first."""
-        due = self._crossing.pop(self._steps_done, ())
-        for sequence in sorted(due, key=_by_order):
+        """Give a block to each decode whose last one is full, oldest admission first.
+
+        They are listed in that order: those that crossed 16 steps ago, then those that began to decode since.
+        """
+        for sequence in self._crossing.pop(self._steps_done, ()):
             if sequence.crosses_at != self._steps_done:
                 continue
             self._register(sequence, len(sequence.blocks))
@@ -338,9 +337,7 @@ class Engine:
 
     def _start(self, sequence: _Running, blocks: list[int], cached: int) -> None:
         del self._waiting[sequence.request.id]
-        self._admissions += 1
         sequence.phase = _Phase.PREFILLING
-        sequence.order = self._admissions
         sequence.blocks = blocks
         sequence.computed = cached
         sequence.registered = cached // BLOCK_TOKENS
@@ -466,7 +463,3 @@ class Engine:
 
 def _blocks_for(tokens: int) -> int:
     return -(-tokens // BLOCK_TOKENS)
-
-
-def _by_order(sequence: _Running) -> int:
-    return sequence.order

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from lbproxy.control.admin import Admin
-from lbproxy.core.types import EndpointSpec
+from lbproxy.core.types import EndpointSpec, InferenceRequest
 from tests.control.rig import Rig, rig
 
 
@@ -80,6 +80,22 @@ def test_it_is_ready_while_an_endpoint_takes_requests() -> None:
             made.front.draining = False
             pool.take_down(pool.endpoints[0])
             assert (await client.get("/readyz")).status_code == 503
+
+    asyncio.run(main())
+
+
+def test_an_endpoint_that_is_leaving_makes_nobody_ready() -> None:
+    """It is up, and finishes what it has, but takes nothing new."""
+
+    async def main() -> None:
+        async with site() as (made, client):
+            pool = made.rig
+            pool.bring_up()
+            await pool.runtime.place(InferenceRequest("r", None))
+            pool.runtime.set_endpoints([])
+            answer = await client.get("/readyz")
+            assert answer.status_code == 503
+            assert answer.json()["endpoints"]["up"] == 1
 
     asyncio.run(main())
 

@@ -19,6 +19,7 @@ OK = answer(200, b"ok")
 RECORDED = Path(__file__).parents[1] / "fixtures/http/vllm-0.32.0/models-two-names.response.http"
 IMPATIENT = HealthSettings(interval=0.01, down_interval=0.01, timeout=0.05)
 GARBAGE = b"SSH-2.0-OpenSSH_9.6\r\n"
+TOO_LONG_A_LIST = answer(200, b'{"data":[{"id":"n"}]' + b" " * (4 << 20) + b"}")
 PROBES_OF_A_NEIGHBOUR = 20
 """How long "never" is: until another endpoint was probed this often."""
 
@@ -124,7 +125,7 @@ def test_an_endpoint_that_hangs_slows_no_other() -> None:
 
 @pytest.mark.parametrize(
     "script",
-    [answer(500), answer(429), answer(200, b"<html>", "text/html"), GARBAGE, hang, answer(200, b" " * (5 << 20))],
+    [answer(500), answer(429), answer(200, b"<html>", "text/html"), GARBAGE, hang, TOO_LONG_A_LIST],
     ids=["500", "429", "html", "garbage", "hang", "too large"],
 )
 def test_a_failed_question_for_models_changes_nothing(script: Script) -> None:

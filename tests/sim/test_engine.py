@@ -210,6 +210,13 @@ def test_abort_frees_everything_wherever_the_request_is(at: float, left: str) ->
     assert engine.gauges().running == 0
 
 
+def test_abort_of_the_only_request_leaves_nothing_to_wake_for() -> None:
+    engine = Engine(dataclasses.replace(STEADY, api_ms=1.0))
+    engine.add(SimRequest("a", 4, 2), now=0.0)
+    engine.abort("a", now=0.0)
+    assert engine.next_event() is None
+
+
 def test_abort_of_a_waiting_request_lets_the_next_one_pass() -> None:
     engine = Engine(dataclasses.replace(STEADY, max_sequences=1, api_ms=1.0))
     for name in "abc":

@@ -147,6 +147,17 @@ def test_repeated_prompt_hits_the_prefix_cache() -> None:
     run(test)
 
 
+def test_choices_of_one_prompt_count_its_cached_tokens_once() -> None:
+    async def test(_: MockServer, client: openai.AsyncOpenAI) -> None:
+        answer = await client.completions.create(model="sim", prompt=["four" * 256] * 2, n=3, max_tokens=4)
+        assert answer.usage
+        assert answer.usage.prompt_tokens_details
+        # The first choice computes the prompt, the five others find it; the second prompt is one of them.
+        assert (answer.usage.prompt_tokens, answer.usage.prompt_tokens_details.cached_tokens) == (512, 240)
+
+    run(test)
+
+
 def test_second_turn_of_a_chat_hits_what_was_generated_for_the_first() -> None:
     async def test(_: MockServer, client: openai.AsyncOpenAI) -> None:
         first = await client.chat.completions.create(model="sim", messages=HELLO, max_tokens=100)
