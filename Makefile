@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: run test check format lint types lock clean
+.PHONY: run test check format lint types lock clean bench-overhead
 
 run: $(VENV)/.run
 	$(BIN)/lbproxy demo
@@ -24,6 +24,9 @@ lint: $(VENV)/.dev
 
 types: $(VENV)/.dev
 	$(BIN)/mypy --no-error-summary
+
+bench-overhead: $(VENV)/.run
+	$(BIN)/python -m benchmarks.overhead
 
 # The environment: from the lock files alone, each package checked against its hashes.
 $(VENV)/bin/python:

@@ -172,7 +172,7 @@ class JsonFormatter(logging.Formatter):
                 fields["error"] = type(error).__name__  # its text repeats the client's bytes
             else:
                 fields["traceback"] = self.formatException(record.exc_info)[-MAX_TRACEBACK_CHARS:]
-        return json.dumps(fields, default=str)
+        return json.dumps(fields, default=str, separators=(",", ":"))
 
 
 def _is_clients_fault(error: BaseException) -> bool:

@@ -23,7 +23,7 @@ def run(test: Callable[[MockServer, openai.AsyncOpenAI], Awaitable[None]], optio
     """The test against a server of its own."""
 
     async def main() -> None:
-        async with asyncio.timeout(20), MockServer(options) as server, sdk(server) as client:
+        async with asyncio.timeout(60), MockServer(options) as server, sdk(server) as client:
             await test(server, client)
 
     asyncio.run(main())
@@ -283,6 +283,18 @@ def test_half_closed_connection_counts_as_a_client_that_left() -> None:
     run(test, MockOptions())
 
 
+def test_idle_connections_are_closed_after_the_keep_alive() -> None:
+    async def test(server: MockServer, _: openai.AsyncOpenAI) -> None:
+        reader, writer = await asyncio.open_connection(server.options.host, server.port)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        # Returns at the end of the connection, and not before.
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 OK\r\n")
+        writer.close()
+        await writer.wait_closed()
+
+    run(test, dataclasses.replace(FAST, keep_alive_s=0.05))
+
+
 def test_close_cuts_streams_visibly_and_frees_the_port() -> None:
     """A stream must not look finished when its server went down."""
 
@@ -342,7 +354,7 @@ def test_serve_runs_until_cancelled() -> None:
         async with MockServer(FAST) as server:
             free = server.port
         url = f"http://127.0.0.1:{free}/health"
-        async with asyncio.timeout(20), httpx.AsyncClient() as client:
+        async with asyncio.timeout(60), httpx.AsyncClient() as client:
             async with asyncio.TaskGroup() as group:
                 running = group.create_task(serve(dataclasses.replace(FAST, port=free)))
                 while not await answers(client, url):

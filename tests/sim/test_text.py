@@ -57,7 +57,7 @@ def test_natural_end_is_the_end_of_a_sentence() -> None:
 
 
 def test_stop_string_is_cut_off_but_was_computed() -> None:
-    """ " serve" begins in byte 7 of "A quiet server ..."; with it, 14 bytes or 4 tokens are generated."""
+    """A stop string in bytes 7 to 12 of the answer: 4 tokens are generated, and 7 bytes are said."""
     whole = answer(b"p", "k", max_tokens=40, natural_end=False, stop=()).text
     word = whole[7:13].decode()
     said = answer(b"p", "k", max_tokens=40, natural_end=False, stop=["\N{SNOWMAN}", word])
