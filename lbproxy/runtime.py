@@ -2,7 +2,7 @@
 
 It does the four steps of the driver's contract (see core/balancer.py) and nothing else: every event is passed on with
 the time, then `_pump` hands out what changed. It also passes finished records and endpoint transitions to their sinks.
-All of it runs on one event loop; no method but `place` awaits.
+All of it runs on one event loop; no method but `placed` awaits.
 """
 
 from __future__ import annotations
@@ -62,12 +62,16 @@ class Runtime:
 
     # Requests
 
-    async def place(self, request: InferenceRequest, avoid: frozenset[EndpointUid] = frozenset()) -> Ticket:
-        """A placed ticket, after waiting for one if need be. The caller must `close` it.
+    def submit(self, request: InferenceRequest, avoid: frozenset[EndpointUid]) -> Ticket:
+        """A ticket: placed at once, as nearly always, or to be awaited with `placed`. The caller must `close` it."""
+        return self._balancer.submit(request, now=self.now(), avoid=avoid)
+
+    async def placed(self, ticket: Ticket) -> Ticket:
+        """Wait until the ticket has a place, if it does not have one yet.
 
         Raises LbError with the reason when there is no place. Cancelling gives up the place in the queue.
         """
-        ticket = self._balancer.submit(request, now=self.now(), avoid=avoid)
+        request = ticket.request
         if ticket.state is TicketState.WAITING:
             await self._placed_or_closed(ticket)
         if ticket.outcome is Outcome.MODEL_NOT_FOUND:
@@ -91,7 +95,8 @@ class Runtime:
     def first_byte(self, ticket: Ticket) -> None:
         """The first byte of the answer's body came."""
         self._balancer.first_byte(ticket, now=self.now())
-        self._pump()
+        if self._waiters:
+            self._pump()
 
     def progress(self, ticket: Ticket, tokens: int) -> None:
         """`tokens` more came; at most every 250 ms per stream."""
@@ -100,7 +105,8 @@ class Runtime:
     def close(self, ticket: Ticket, outcome: Outcome) -> None:
         """The attempt is over. The first call counts."""
         self._balancer.close(ticket, outcome, now=self.now())
-        self._pump()
+        if self._waiters:
+            self._pump()
 
     def emit(self, record: RequestRecord) -> None:
         """A request is over: once per request."""

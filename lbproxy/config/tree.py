@@ -275,7 +275,7 @@ class DrainSettings(Section):
 
 
 class LogSettings(Section):
-    """JSON lines on standard error."""
+    """JSON lines on standard output."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     """The least severe lines that are written."""
@@ -311,7 +311,7 @@ class Settings(Section):
     drain: DrainSettings = DrainSettings()
     """Stopping."""
     log: LogSettings = LogSettings()
-    """JSON lines on standard error."""
+    """JSON lines on standard output."""
 
     @field_validator("admin", mode="after")
     @classmethod

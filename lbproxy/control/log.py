@@ -140,7 +140,7 @@ def access_line(record: RequestRecord) -> bytes:
         "request_bytes": record.request_bytes,
         "response_bytes": record.response_bytes,
         "events": record.events,
-        "queue_ms": None if placed_at is None else _ms(placed_at - started_at),
+        "queue_ms": None if placed_at is None else _ms(record.queue_s),
         "ttfb_ms": None if first_byte_at is None else _ms(first_byte_at - started_at),
         "duration_ms": _ms(record.ended_at - started_at),
     }

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from lbproxy.config import HealthSettings
 from lbproxy.core.openai import read_model_list
 from lbproxy.core.retry import FailureKind, UpstreamError
-from lbproxy.core.types import Endpoint, EndpointSpec, EndpointUid, Health, ModelCard
+from lbproxy.core.types import Endpoint, EndpointSpec, Health, ModelCard
 from lbproxy.net.fetch import fetch
 from lbproxy.net.pool import ConnectionPool, Origin
 from lbproxy.runtime import Runtime
@@ -83,11 +83,6 @@ async def ask_models(endpoint: EndpointSpec, connections: ConnectionPool, timeou
     return ModelsAnswer(answer.status < 500 and answer.status not in {408, 429}, None, True, reason)
 
 
-def health_of(runtime: Runtime, uid: EndpointUid) -> Health | None:
-    """The Balancer's verdict on an endpoint; None if it left the set. Linear in the number of endpoints."""
-    return next((one.health for one in runtime.snapshot().endpoints if one.endpoint.uid == uid), None)
-
-
 class Prober:
     """Looks after one endpoint. `run` is a loop for `runtime.supervise`."""
 
@@ -132,7 +127,7 @@ class Prober:
         await asyncio.sleep(interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
 
     def _health(self) -> Health | None:
-        return health_of(self._runtime, self._endpoint.uid)
+        return self._runtime.health(self._endpoint.uid)
 
     async def _probe(self, path: str) -> None:
         answer = await ask_health(self._endpoint, path, self._connections, self._settings.timeout)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from lbproxy.config import ScrapeSettings
-from lbproxy.control.prober import JITTER, health_of
+from lbproxy.control.prober import JITTER
 from lbproxy.core.engines import ENGINES, Reading, detect, read_metrics
 from lbproxy.core.retry import UpstreamError
 from lbproxy.core.types import Endpoint, EndpointSpec, Health, LoadMetrics
@@ -131,7 +131,7 @@ class Scraper:
         while True:
             began_at = self._runtime.now()
             interval_s = self._settings.interval
-            if health_of(self._runtime, self.endpoint.uid) is Health.UP:
+            if self._runtime.health(self.endpoint.uid) is Health.UP:
                 await self._scrape(place)
                 if self._in_vain or self._failures >= FAILURES_UNTIL_SLOW:
                     interval_s = max(interval_s, SLOW_INTERVAL_S)

@@ -159,7 +159,7 @@ class Telemetry:
             times.duration.observe(record.ended_at - started_at)
             if first_byte_at is not None:
                 times.first_byte.observe(first_byte_at - started_at)
-            self._queue_wait.observe(placed_at - started_at)
+            self._queue_wait.observe(record.queue_s)
             self._attempts += record.attempts
             self._retries += record.attempts - 1
             self._by_endpoint[record.endpoint or "", outcome] += 1
@@ -246,7 +246,9 @@ class Telemetry:
             times.first_byte.add_to(first_byte, [route])
         yield duration
         yield first_byte
-        queue_wait = _histogram("queue_wait_seconds", "From a request's head until it was placed on an endpoint", ())
+        queue_wait = _histogram(
+            "queue_wait_seconds", "Waiting for a place on an endpoint, all attempts of a request together", ()
+        )
         self._queue_wait.add_to(queue_wait, [])
         yield queue_wait
         yield _counter("attempts", "Times a request was sent, or tried to be sent, to an endpoint", self._attempts)

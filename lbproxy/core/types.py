@@ -278,6 +278,8 @@ class RequestRecord:
     response_bytes: int = 0
     events: int = 0
     """SSE events relayed."""
+    queue_s: float = 0.0
+    """Waited for a place, all attempts together."""
     placed_at: float | None = None
     first_byte_at: float | None = None
     ended_at: float = 0.0

@@ -241,8 +241,7 @@ def parse_head(head: bytes, method: str) -> ResponseHead:
     minor, status = _read_status_line(lines[0])
     if len(lines) - 1 > MAX_FIELDS:
         raise ProtocolError("the response head has too many fields")
-    fields = _read_fields(lines)
-    chunked, announced = fields.chunked, fields.length
+    kept, content_type, chunked, announced, options = _read_fields(lines)
     bodiless = status < 200 or status in {204, 304} or method == "HEAD"
     if bodiless:
         length: int | None = 0
@@ -250,11 +249,11 @@ def parse_head(head: bytes, method: str) -> ResponseHead:
         length = None if announced is None else int(announced)
     if chunked and not minor:
         raise ProtocolError("an HTTP/1.0 response is chunked")
-    keep_alive = (minor == 1 or b"keep-alive" in fields.options) and b"close" not in fields.options
+    keep_alive = (minor == 1 or b"keep-alive" in options) and b"close" not in options
     framed = chunked or length is not None
     chunked = chunked and not bodiless
-    end_to_end = b"".join([line + b"\r\n" for line in fields.kept])
-    return ResponseHead(status, end_to_end, fields.content_type, keep_alive and framed, chunked, length, announced)
+    kept.append(b"")
+    return ResponseHead(status, b"\r\n".join(kept), content_type, keep_alive and framed, chunked, length, announced)
 
 
 @lru_cache(maxsize=256)  # servers use few
@@ -266,57 +265,57 @@ def _read_status_line(line: bytes) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-@lru_cache(maxsize=1024)  # servers use few
-def _field_name(name: bytes) -> bytes:
-    """A field name in lower case. No white space, so neither folding nor a space before the colon."""
-    if _NAME.fullmatch(name) is None:
-        raise ProtocolError("a field name is malformed")
-    return name.lower()
+_CACHED_LINE_BYTES = 128
+"""Longer field lines are not worth remembering, and would let a server fill the cache with megabytes."""
 
 
-class _Fields(NamedTuple):
-    """What the fields of a response say."""
-
-    kept: list[bytes]
-    """The lines that go on to the client."""
-    content_type: bytes
-    chunked: bool
-    length: bytes | None
-    options: set[bytes]
-    """What Connection names: options, and fields that end at this hop. Lower case."""
+def _split_field(line: bytes) -> tuple[bytes, bytes]:
+    """Name in lower case, and value without the white space around it."""
+    name, colon, value = line.partition(b":")
+    if not colon or _NAME.fullmatch(name) is None:  # no white space: neither folding nor a space before the colon
+        raise ProtocolError("a field line is malformed")
+    return name.lower(), value.strip(b" \t")
 
 
-def _read_fields(lines: list[bytes]) -> _Fields:
-    """Sort the field lines; `lines[0]` is the status line."""
+_split_field_cached = lru_cache(maxsize=2048)(_split_field)  # most lines of a server's heads are the same each time
+
+
+def _read_fields(lines: list[bytes]) -> tuple[list[bytes], bytes, bool, bytes | None, set[bytes] | frozenset[bytes]]:
+    """Sort the field lines; `lines[0]` is the status line.
+
+    Returns the lines that go on to the client, the Content-Type, whether the body is chunked, the Content-Length, and
+    what Connection names: options, and fields that end at this hop. All in lower case.
+    """
     kept: list[bytes] = []
     content_type = b""
     chunked = False
     length: bytes | None = None
-    options: set[bytes] = set()
+    options: set[bytes] | frozenset[bytes] = _NO_OPTIONS
     for line in lines[1:]:
-        raw_name, colon, value = line.partition(b":")
-        if not colon:
-            raise ProtocolError("a field line without a colon")
-        name = _field_name(raw_name)
+        name, value = _split_field_cached(line) if len(line) <= _CACHED_LINE_BYTES else _split_field(line)
         if name not in _ENDS_HERE:
             kept.append(line)
             if name == b"content-type":
-                content_type = value.strip().lower()
+                content_type = value.lower()
         elif name == b"content-length":
-            if length is not None or _LENGTH.fullmatch(value.strip(b" \t")) is None:
+            if length is not None or _LENGTH.fullmatch(value) is None:
                 raise ProtocolError("a bad or repeated Content-Length")
-            length = value.strip()
+            length = value
         elif name == b"transfer-encoding":
-            if chunked or value.strip(b" \t").lower() != b"chunked":
+            if chunked or value.lower() != b"chunked":
                 raise ProtocolError("a Transfer-Encoding other than chunked")
             chunked = True
         elif name == b"connection":
-            options.update(token.strip() for token in value.lower().split(b","))
+            options = options | {token.strip() for token in value.lower().split(b",")}
     if chunked and length is not None:
         raise ProtocolError("both Content-Length and Transfer-Encoding")
-    if options - {b"close", b"keep-alive", b""}:
+    if options and not options <= _USUAL_OPTIONS:
         kept = [line for line in kept if line.partition(b":")[0].lower() not in options]
-    return _Fields(kept, content_type, chunked, length, options)
+    return kept, content_type, chunked, length, options
+
+
+_NO_OPTIONS: frozenset[bytes] = frozenset()
+_USUAL_OPTIONS = frozenset({b"close", b"keep-alive", b""})
 
 
 def request_head(method: str, target: str, authority: str, fields: bytes, length: int) -> bytes:

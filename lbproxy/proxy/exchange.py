@@ -23,7 +23,7 @@ from lbproxy.config import Settings
 from lbproxy.core.openai import error_event
 from lbproxy.core.retry import FailureKind, UpstreamError, decide
 from lbproxy.core.sse import EventScanner, JsonWatcher
-from lbproxy.core.types import EndpointUid, InferenceRequest, LbError, Outcome, RequestRecord, Ticket
+from lbproxy.core.types import EndpointUid, InferenceRequest, LbError, Outcome, RequestRecord, Ticket, TicketState
 from lbproxy.net.h1 import ResponseHead
 from lbproxy.net.pool import Connection, ConnectionPool
 from lbproxy.proxy.headers import client_head
@@ -79,12 +79,16 @@ class Exchanger:
         record = call.record
         failed: frozenset[EndpointUid] = frozenset()
         while True:
-            ticket = await self._place(call, failed)
+            ticket = self._runtime.submit(call.request, failed)
+            if ticket.state is not TicketState.PLACED:
+                await self._wait_for_place(ticket)
             assert ticket.placed_on is not None
+            assert ticket.placed_at is not None
             endpoint = ticket.placed_on.endpoint
             record.attempts += 1
             record.endpoint = endpoint.name
             record.placed_at = ticket.placed_at
+            record.queue_s += ticket.placed_at - ticket.submitted_at
             outcome = Outcome.CLIENT_CLOSED
             try:
                 connection, head = await self._upstream.forward(endpoint, call.outgoing)
@@ -104,11 +108,11 @@ class Exchanger:
             finally:
                 self._runtime.close(ticket, outcome)
 
-    async def _place(self, call: Call, failed: frozenset[EndpointUid]) -> Ticket:
+    async def _wait_for_place(self, ticket: Ticket) -> None:
         try:
-            return await self._runtime.place(call.request, failed)
+            await self._runtime.placed(ticket)
         except LbError as error:
-            if failed and error.outcome is Outcome.NO_ENDPOINTS and self._runtime.any_up():
+            if ticket.avoid and error.outcome is Outcome.NO_ENDPOINTS and self._runtime.any_up():
                 raise LbError(Outcome.CONNECT_FAILED) from error  # a live pool broke this request
             raise
 

@@ -105,6 +105,11 @@ class ClientConnection(web.RequestHandler):
         if self.body_reader is not None and self._messages and not self.body_reader.is_eof():
             self.body_reader.set_exception(LbError(Outcome.BAD_REQUEST, "The request body is malformed."))
 
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """aiohttp calls this after each read of a body and would then parse nothing and resume what was not paused."""
+        if self._reading_paused:
+            super().resume_reading(resume_parser)
+
     def handle_error(
         self,
         request: web.BaseRequest,

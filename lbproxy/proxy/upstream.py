@@ -39,17 +39,15 @@ class Upstream:
         head = self._head(endpoint, outgoing)
         connection = self._connections.take(origin)
         if connection is not None:
+            connection.send(outgoing.method, head, outgoing.body)
             try:
-                return connection, await self._send(connection, head, outgoing)
+                return connection, await connection.head(self._timeouts.first_byte)
             except UpstreamError as error:
                 if error.kind is not FailureKind.STALE:
                     raise
         connection = await self._connections.connect(origin, self._timeouts.connect)
-        return connection, await self._send(connection, head, outgoing)
-
-    async def _send(self, connection: Connection, head: bytes, outgoing: Outgoing) -> ResponseHead:
         connection.send(outgoing.method, head, outgoing.body)
-        return await connection.head(self._timeouts.first_byte)
+        return connection, await connection.head(self._timeouts.first_byte)
 
     def _head(self, endpoint: Endpoint, outgoing: Outgoing) -> bytes:
         authority = endpoint.authority

@@ -96,6 +96,7 @@ def test_an_access_line_says_what_happened() -> None:
         response_bytes=200,
         events=7,
         placed_at=100.25,
+        queue_s=0.25,
         first_byte_at=100.5,
     )
     line = json.loads(access_line(done))

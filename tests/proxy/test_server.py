@@ -279,7 +279,7 @@ def test_stopping_lets_running_requests_finish() -> None:
 def test_a_defect_of_ours_becomes_a_500_and_a_record(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with ScriptedEndpoint() as endpoint, rig(endpoint.url) as it:
-            it.runtime.place = None  # type: ignore[assignment, method-assign]
+            it.runtime.submit = None  # type: ignore[assignment, method-assign]
             reply = await it.ask(post())
             assert (reply.status, code(reply)) == (500, "internal_error")
             assert it.records.requests[0].outcome is Outcome.INTERNAL_ERROR
