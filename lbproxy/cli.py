@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--admin", default="127.0.0.1:9901", metavar="HOST:PORT")
 
     mock = commands.add_parser("mock", help="one simulated vLLM server")
-    mock.add_argument("--host", default="127.0.0.1")
+    mock.add_argument("--host", default="127.0.0.1", help="where it listens (default: 127.0.0.1)")
     mock.add_argument("--port", type=int, default=8000, help="0 = any free port (default: 8000)")
     mock.add_argument("--model", default="sim", help="the served model's name (default: sim)")
     mock.add_argument("--preset", default="llama-8b-h100", help="which model on which GPU (default: llama-8b-h100)")

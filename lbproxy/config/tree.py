@@ -289,7 +289,7 @@ class Settings(Section):
     listen: Address = Address(host="127.0.0.1", port=8080)
     """Where clients connect. The default reaches nobody else's machine: there is no authentication."""
     admin: Address | None = Address(host="127.0.0.1", port=9901)
-    """Listener for /healthz, /readyz, /metrics, /admin: its own port, so that it answers under load. null = off."""
+    """Listener for /healthz, /readyz, /metrics: its own port, so that it answers under load. null = off."""
     endpoints: tuple[EndpointSettings, ...] = Field(json_schema_extra={"minItems": 1, "maxItems": MAX_ENDPOINTS})
     """The model servers, at least one. Names and addresses are unique."""
     routing: RoutingSettings = RoutingSettings()

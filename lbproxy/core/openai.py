@@ -142,6 +142,6 @@ def error_body(error: LbError) -> bytes:
     )
 
 
-def error_event(outcome: Outcome, message: str) -> bytes:
+def error_event(error: LbError) -> bytes:
     """One SSE event that makes OpenAI's SDKs raise in the middle of a stream."""
-    return b"data: " + error_body(LbError(outcome, message)) + b"\n\n"
+    return b"data: " + error_body(error) + b"\n\n"

@@ -266,18 +266,23 @@ def _read_status_line(line: bytes) -> tuple[int, int]:
 
 
 _CACHED_LINE_BYTES = 128
-"""Longer field lines are not worth remembering, and would let a server fill the cache with megabytes."""
+"""Longer field lines are not worth remembering, and would let a peer fill the cache with megabytes."""
 
 
-def _split_field(line: bytes) -> tuple[bytes, bytes]:
-    """Name in lower case, and value without the white space around it."""
+def split_field(line: bytes) -> tuple[bytes, bytes] | None:
+    """Name in lower case, and value without the white space around it; None if the line is malformed."""
     name, colon, value = line.partition(b":")
     if not colon or _NAME.fullmatch(name) is None:  # no white space: neither folding nor a space before the colon
-        raise ProtocolError("a field line is malformed")
+        return None
     return name.lower(), value.strip(b" \t")
 
 
-_split_field_cached = lru_cache(maxsize=2048)(_split_field)  # most lines of a server's heads are the same each time
+_remembered = lru_cache(maxsize=4096)(split_field)
+
+
+def split_field_cached(line: bytes) -> tuple[bytes, bytes] | None:
+    """`split_field`, remembered for short lines: most lines of a peer's heads are the same each time."""
+    return _remembered(line) if len(line) <= _CACHED_LINE_BYTES else split_field(line)
 
 
 def _read_fields(lines: list[bytes]) -> tuple[list[bytes], bytes, bool, bytes | None, set[bytes] | frozenset[bytes]]:
@@ -292,7 +297,10 @@ def _read_fields(lines: list[bytes]) -> tuple[list[bytes], bytes, bool, bytes | 
     length: bytes | None = None
     options: set[bytes] | frozenset[bytes] = _NO_OPTIONS
     for line in lines[1:]:
-        name, value = _split_field_cached(line) if len(line) <= _CACHED_LINE_BYTES else _split_field(line)
+        field = split_field_cached(line)
+        if field is None:
+            raise ProtocolError("a field line is malformed")
+        name, value = field
         if name not in _ENDS_HERE:
             kept.append(line)
             if name == b"content-type":

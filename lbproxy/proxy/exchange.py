@@ -235,17 +235,29 @@ class Relay:
         if self._prefix:
             self._finish(error)
             return
+        self._record.error = error.detail
+        told = LbError(Outcome.UPSTREAM_RESET, f"upstream connection lost after {self._events} events")
+        self._break(Outcome.UPSTREAM_BROKE, told, connection)
+
+    def cut(self) -> None:
+        """We stop, and cannot wait for the end."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abort()
+            told = LbError(Outcome.CUT, f"the load balancer was stopped after {self._events} events")
+            self._break(Outcome.CUT, told, connection)
+
+    def _break(self, outcome: Outcome, told: LbError, connection: Connection | None) -> None:
+        """End the answer so that nobody takes it for whole; an event stream is told why, where an event can stand."""
+        self.client_reusable = False
         if not self._chunked and self._head.length is None:
-            self._reset(error.detail)
+            self._reset(outcome)
             return
         at_boundary = connection is not None and connection.at_boundary
         if self._scanner is not None and self._scanner.at_boundary and at_boundary and self._raw:
-            text = f"upstream connection lost after {self._scanner.events} events"
-            event = error_event(Outcome.UPSTREAM_RESET, text)
+            event = error_event(told)
             self._write(b"%x\r\n%s\r\n" % (len(event), event))
-        self.client_reusable = False
-        self._record.error = error.detail
-        self._finish(Outcome.UPSTREAM_BROKE)
+        self._finish(outcome)
         self._transport.close()
 
     # The client
@@ -290,15 +302,17 @@ class Relay:
             self._progressed = events
         self._progress_at = now + PROGRESS_S
 
-    def _reset(self, detail: str) -> None:
-        """End the client's connection so that it cannot take the answer for whole."""
-        self.client_reusable = False
-        self._record.error = detail
+    def _reset(self, outcome: Outcome) -> None:
+        """A close would look like the end: reset the client's connection."""
         sock = self._transport.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self._finish(Outcome.UPSTREAM_BROKE)
+        self._finish(outcome)
         self._transport.abort()
+
+    @property
+    def _events(self) -> int:
+        return 0 if self._scanner is None else self._scanner.events
 
     def _finish(self, result: Outcome | UpstreamError) -> None:
         """Before the client's transport is closed: losing that cancels the handler, which must wake with this first."""

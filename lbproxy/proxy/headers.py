@@ -34,7 +34,7 @@ _NOT_FORWARDED = _HOP_BY_HOP | {
     b"x-request-id",
     b"x-gateway-destination-endpoint",  # a header never chooses an address
 }
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 _TARGET = re.compile(r"/[!-~]*")
 
 _PHRASES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
@@ -93,7 +93,7 @@ def _read_our_own(fields: RequestFields, nominated: set[bytes], key: bytes, valu
             fields.expects_continue = value.strip().lower() == b"100-continue"
         case b"upgrade" if b"websocket" in value.lower():
             raise LbError(Outcome.BAD_REQUEST, "WebSockets are not supported.")
-        case b"x-request-id" if _REQUEST_ID.fullmatch(value):
+        case b"x-request-id" if REQUEST_ID.fullmatch(value):
             fields.request_id = value.decode("ascii")
         case _:
             pass

@@ -1,8 +1,8 @@
 """The listener: clients' connections, requests read under limits, and every failure rendered as an OpenAI error.
 
-aiohttp parses heads and bodies and keeps the connections; answers are written by us, as bytes, to the transport. The
-two singletons `_KEEP` and `_CLOSE` tell aiohttp that an answer is out and whether the connection lives on. Invariant:
-each request that has a head leaves one record, whatever happens to it.
+Requests come in two ways, read by aiohttp or in the fast lane (proxy/connection.py), and are answered in one. Answers
+are written by us, as bytes, to the client's transport. Invariant: each request that has a head leaves one record,
+whatever happens to it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import logging
 import random
 import secrets
 import socket
-from typing import cast
+from collections.abc import Awaitable
+from typing import NamedTuple, cast
 
 from aiohttp import web
-from aiohttp.http_exceptions import LineTooLong
 from aiohttp.streams import StreamReader
 
 from lbproxy.config import Settings
@@ -24,8 +24,10 @@ from lbproxy.core.models import resolve
 from lbproxy.core.openai import BodyFacts, model_list, read_json_body, read_multipart_model, with_model
 from lbproxy.core.types import InferenceRequest, LbError, Outcome, RequestRecord
 from lbproxy.proxy.answers import error_answer, json_answer
-from lbproxy.proxy.exchange import Call, Exchanger, Relay
+from lbproxy.proxy.connection import CLOSE, KEEP, ClientConnection
+from lbproxy.proxy.exchange import Call, Exchanger
 from lbproxy.proxy.headers import RequestFields, origin_form, read_request_fields
+from lbproxy.proxy.plain import PlainRequest
 from lbproxy.proxy.routes import Body, Route, find_route
 from lbproxy.proxy.upstream import Outgoing
 from lbproxy.runtime import Runtime
@@ -35,105 +37,22 @@ logger = logging.getLogger("lbproxy")
 BACKLOG = 4096
 SEND_BUFFER_BYTES = 128 << 10
 """SO_SNDBUF: without it the kernel alone takes megabytes for each client that does not read."""
-WRITE_HIGH_WATER_BYTES = 64 << 10
-"""What we hold for such a client before the endpoint is no longer read."""
 LINGER_S = 2.0
 """How long the rest of a refused body is read, so that a reset does not eat the refusal."""
+FLUSH_S = 2.0
+"""How long a stop waits for what is written already to reach slow clients."""
 MAX_LINE_BYTES = 16 << 10
 MAX_FIELDS = 128
 
 
-class _Written(web.StreamResponse):
-    """Tells aiohttp that the answer was written already. Holds no state: one instance serves all requests."""
+class _Request(NamedTuple):
+    """What a client asks for, whichever way it was read."""
 
-    def __init__(self, *, keep_alive: bool) -> None:
-        super().__init__()
-        self._keep_alive = keep_alive
-
-    async def prepare(self, request: web.BaseRequest) -> None:
-        """Nothing to send."""
-
-    async def write_eof(self, data: bytes = b"") -> None:
-        """Nothing to send."""
-
-
-class ClientConnection(web.RequestHandler):
-    """aiohttp's connection, which also tells the relay of back-pressure and of its own end."""
-
-    __slots__ = ("_front", "address", "body_reader", "relay")
-
-    def __init__(self, front: FrontEnd, **options: object) -> None:
-        super().__init__(front, **options)  # type: ignore[arg-type]
-        self._front = front
-        self.relay: Relay | None = None
-        self.body_reader: StreamReader | None = None
-        """The body that is being read, while it is."""
-        self.address = ""
-        """The client's, without its port."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
-        cast(asyncio.Transport, transport).set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
-        super().connection_made(transport)
-        peer = self.peername
-        self.address = peer[0] if isinstance(peer, tuple) else ""
-        if self._front.open_connections > self._front.max_connections:
-            self.write_refusal(LbError(Outcome.OVERLOADED))
-            self.force_close()
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        """The endpoint's connection is closed here and now; the handler's cancellation comes a moment later."""
-        if self.relay is not None:
-            self.relay.client_gone()
-        super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        """See asyncio.Protocol."""
-        super().pause_writing()
-        if self.relay is not None:
-            self.relay.pause()
-
-    def resume_writing(self) -> None:
-        """See asyncio.Protocol."""
-        super().resume_writing()
-        if self.relay is not None:
-            self.relay.resume()
-
-    def data_received(self, data: bytes) -> None:
-        """A body that turns out to be malformed fails its reader too: aiohttp would leave the handler waiting."""
-        super().data_received(data)
-        if self.body_reader is not None and self._messages and not self.body_reader.is_eof():
-            self.body_reader.set_exception(LbError(Outcome.BAD_REQUEST, "The request body is malformed."))
-
-    def resume_reading(self, resume_parser: bool = True) -> None:
-        """aiohttp calls this after each read of a body and would then parse nothing and resume what was not paused."""
-        if self._reading_paused:
-            super().resume_reading(resume_parser)
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """What aiohttp could not parse: answered in our shape, recorded like a request, never logged with traceback."""
-        del request, message
-        if status >= 500:
-            logger.error("aiohttp failed", exc_info=exc)
-            error = LbError(Outcome.INTERNAL_ERROR)
-        elif isinstance(exc, LineTooLong):
-            error = LbError(Outcome.HEAD_TOO_LARGE)
-        else:
-            error = LbError(Outcome.BAD_REQUEST)
-        self.write_refusal(error)
-        return _CLOSE
-
-    def write_refusal(self, error: LbError) -> None:
-        """Answer something that is no request yet; the caller closes."""
-        record = self._front.new_record("", "", self)
-        self._front.refuse(self, record, error, keep_alive=False)
-        self._front.finish(record)
+    method: str
+    target: str
+    route: Route
+    fields: RequestFields
+    http10: bool
 
 
 class FrontEnd(web.Server):
@@ -153,7 +72,8 @@ class FrontEnd(web.Server):
             max_headers=MAX_FIELDS,
             read_bufsize=64 << 10,
         )
-        self.max_connections = settings.limits.connections
+        self.max_plain_body_bytes = settings.limits.json_body
+        self._max_connections = settings.limits.connections
         self._limits = settings.limits
         self._body_timeout_s = settings.timeouts.client_body
         self._runtime = runtime
@@ -162,6 +82,13 @@ class FrontEnd(web.Server):
         self._ids = itertools.count(1)
         self._id_prefix = secrets.token_hex(6)
         self._draining = False
+        self._cutting = False
+        self._running = 0
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._open = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
         self._listener: asyncio.Server | None = None
 
     # Life
@@ -177,7 +104,19 @@ class FrontEnd(web.Server):
     @property
     def open_connections(self) -> int:
         """Clients' connections."""
-        return len(self._connections)
+        return self._open
+
+    def connected(self) -> bool:
+        """See connection.Front."""
+        self._open += 1
+        self._empty.clear()
+        return self._open <= self._max_connections
+
+    def disconnected(self) -> None:
+        """See connection.Front."""
+        self._open -= 1
+        if not self._open:
+            self._empty.set()
 
     @property
     def draining(self) -> bool:
@@ -185,12 +124,26 @@ class FrontEnd(web.Server):
         return self._draining
 
     async def stop(self, deadline_s: float) -> None:
-        """Accept nothing more, let running requests finish until the deadline, then cut the rest."""
+        """Accept nothing more, let running requests finish until the deadline, then cut the rest, visibly."""
         self._draining = True
         if self._listener is not None:
             self._listener.close()
-        self.pre_shutdown()
-        await self.shutdown(deadline_s)
+        for client in self._clients():
+            if client.busy:
+                client.close()  # when its answer is out
+            else:
+                client.force_close()
+        if not await _happens(self._quiet, deadline_s):
+            self._cutting = True
+            for client in self._clients():
+                client.cut()
+            await _happens(self._quiet, FLUSH_S)
+        for client in self._clients():
+            client.force_close()
+        await _happens(self._empty, FLUSH_S)
+
+    def _clients(self) -> list[ClientConnection]:
+        return cast(list[ClientConnection], self.connections)
 
     def __call__(self) -> ClientConnection:
         """One more connection: asyncio's protocol factory."""
@@ -199,32 +152,59 @@ class FrontEnd(web.Server):
     # One request
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """aiohttp's handler."""
         client = cast(ClientConnection, request.protocol)
         record = self.new_record(request.method, request.raw_path, client)
         keep_alive = request.keep_alive and not self._draining
+        if await self._recorded(
+            self._serve(request, client, record, keep_alive=keep_alive), client, record, keep_alive
+        ):
+            client.aiohttp_answered()
+            return KEEP
+        return CLOSE
+
+    async def serve_plain(self, plain: PlainRequest, client: ClientConnection) -> bool:
+        """The fast lane's handler: see connection.Front."""
+        record = self.new_record("POST", plain.path, client)
+        record.id = plain.fields.request_id or record.id
+        route = find_route("POST", plain.path)
+        keep_alive = not self._draining
+        request = _Request("POST", plain.path, route, plain.fields, http10=False)
+        answering = self._answer(request, plain.body, client, record, keep_alive=keep_alive)
+        return await self._recorded(answering, client, record, keep_alive)
+
+    async def _recorded(
+        self, answering: Awaitable[bool], client: ClientConnection, record: RequestRecord, keep_alive: bool
+    ) -> bool:
+        """Await an answer and turn whatever goes wrong into one. Returns whether the connection lives on."""
+        self._running += 1
+        self._quiet.clear()
         try:
-            try:
-                if await self._serve(request, client, record, keep_alive=keep_alive):
-                    return _KEEP
-                return _CLOSE
-            except LbError as error:
-                return self.refuse(client, record, error, keep_alive=keep_alive)
-            except asyncio.CancelledError:
-                record.outcome = Outcome.CLIENT_CLOSED
-                raise
-            except Exception:
-                logger.exception("request %s failed", record.id)
-                if record.response_bytes:
-                    client.force_close()
-                    return _CLOSE
-                return self.refuse(client, record, LbError(Outcome.INTERNAL_ERROR), keep_alive=False)
+            return await answering
+        except LbError as error:
+            return self.refuse(client, record, error, keep_alive=keep_alive)
+        except asyncio.CancelledError:
+            record.outcome = Outcome.CLIENT_CLOSED
+            if self._cutting and not record.response_bytes:
+                self.refuse(client, record, LbError(Outcome.DRAINING), keep_alive=False)
+            raise
+        except Exception:
+            logger.exception("request %s failed", record.id)
+            if record.response_bytes:
+                client.force_close()
+                return False
+            return self.refuse(client, record, LbError(Outcome.INTERNAL_ERROR), keep_alive=False)
         finally:
-            self.finish(record)
+            record.ended_at = self._runtime.now()
+            self._runtime.emit(record)
+            self._running -= 1
+            if not self._running:
+                self._quiet.set()
 
     async def _serve(
         self, request: web.BaseRequest, client: ClientConnection, record: RequestRecord, *, keep_alive: bool
     ) -> bool:
-        """Answer one request. Returns whether the connection lives on; raises LbError if nothing was sent."""
+        """Read what aiohttp parsed, and answer it. Raises LbError if nothing was sent."""
         if request.version not in {(1, 1), (1, 0)}:
             raise LbError(Outcome.BAD_REQUEST, "Only HTTP/1.1 and HTTP/1.0 are spoken here.")
         fields = read_request_fields(request.raw_headers)
@@ -232,27 +212,32 @@ class FrontEnd(web.Server):
         target = origin_form(request.raw_path)
         record.path = target.partition("?")[0]
         route = find_route(request.method, record.path)
-        record.route = route.name
-        if self._draining:
-            raise LbError(Outcome.DRAINING)
         if route.ours and request.method != "OPTIONS":
+            record.route = route.name
             return self._list_models(client, record, keep_alive=keep_alive)
         body = await self._read_body(request, client, fields, route)
+        read = _Request(request.method, target, route, fields, http10=request.version == (1, 0))
+        return await self._answer(read, body, client, record, keep_alive=keep_alive)
+
+    async def _answer(
+        self, request: _Request, body: bytes, client: ClientConnection, record: RequestRecord, *, keep_alive: bool
+    ) -> bool:
+        """Place a request that was read whole, and relay the answer. Raises LbError if nothing was sent."""
+        record.route = request.route.name
         record.request_bytes = len(body)
-        model, stream, body = self._read_model(request.method, route, fields, body)
+        if self._draining:
+            raise LbError(Outcome.DRAINING)
+        model, stream, body = self._read_model(request, body)
         record.model, record.stream = model, stream
-        outgoing = Outgoing(request.method, target, fields.forward, body, record.id)
+        outgoing = Outgoing(request.method, request.target, request.fields.forward, body, record.id)
         placed = InferenceRequest(record.id, model, stream, len(body))
-        http10 = request.version == (1, 0)
-        call = Call(client, record, placed, outgoing, http10=http10, keep_alive=keep_alive)
+        call = Call(client, record, placed, outgoing, http10=request.http10, keep_alive=keep_alive)
         return await self._exchanger.run_exchange(call)
 
-    def _read_model(
-        self, method: str, route: Route, fields: RequestFields, body: bytes
-    ) -> tuple[str | None, bool, bytes]:
+    def _read_model(self, request: _Request, body: bytes) -> tuple[str | None, bool, bytes]:
         """The model to place by (None: any endpoint), whether a stream is wanted, and the body to send."""
-        kind = route.body
-        if method != "POST" or kind is Body.ANY:
+        kind, fields = request.route.body, request.fields
+        if request.method != "POST" or kind is Body.ANY:
             return None, False, body
         if kind is Body.JSON or b"json" in fields.content_type:
             facts = read_json_body(body)
@@ -309,15 +294,20 @@ class FrontEnd(web.Server):
 
     # Answers and records
 
-    def refuse(
-        self, client: ClientConnection, record: RequestRecord, error: LbError, *, keep_alive: bool
-    ) -> web.StreamResponse:
-        """Write an error, if the client is still there. Returns what aiohttp wants to know."""
+    def refuse(self, client: ClientConnection, record: RequestRecord, error: LbError, *, keep_alive: bool) -> bool:
+        """Write an error, if the client is still there. Returns whether the connection lives on."""
         keep_alive = keep_alive and not error.outcome.value.close
         record.outcome, record.status = error.outcome, error.outcome.value.status
         answer = error_answer(error, record.id, attempts=record.attempts, keep_alive=keep_alive, rng=self._rng)
         self._write(client, record, answer)
-        return _KEEP if keep_alive else _CLOSE
+        return keep_alive
+
+    def refuse_unread(self, client: ClientConnection, error: LbError) -> None:
+        """Answer what is no request: see connection.Front."""
+        record = self.new_record("", "", client)
+        self.refuse(client, record, error, keep_alive=False)
+        record.ended_at = self._runtime.now()
+        self._runtime.emit(record)
 
     @staticmethod
     def _write(client: ClientConnection, record: RequestRecord, answer: bytes) -> None:
@@ -333,10 +323,15 @@ class FrontEnd(web.Server):
         id_ = f"{self._id_prefix}-{next(self._ids):x}"
         return RequestRecord(id_, method, path, client.address, self._runtime.now())
 
-    def finish(self, record: RequestRecord) -> None:
-        """The record is complete."""
-        record.ended_at = self._runtime.now()
-        self._runtime.emit(record)
+
+async def _happens(event: asyncio.Event, within_s: float) -> bool:
+    """Wait for `event`. Returns whether it came in time."""
+    try:
+        async with asyncio.timeout(within_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
 
 
 async def _read_up_to(content: StreamReader, limit: int) -> bytes:
@@ -350,7 +345,3 @@ async def _read_up_to(content: StreamReader, limit: int) -> bytes:
         if size > limit:
             raise LbError(Outcome.TOO_LARGE, f"The request body is larger than {limit} bytes.")
         pieces.append(piece)
-
-
-_KEEP = _Written(keep_alive=True)
-_CLOSE = _Written(keep_alive=False)

@@ -1,0 +1,237 @@
+"""A client's connection: aiohttp's, with a fast lane for plain requests, and with ears for back-pressure and its end.
+
+Theory of operation. Bytes come in while the connection is in one of three states. *Free*: no request runs; a plain
+request (see proxy/plain.py) starts in the fast lane, anything else goes to aiohttp. *In the lane*: a plain request
+runs; what comes is held back, and judged when the answer is out. *In aiohttp*: all bytes go to aiohttp. It is left
+only when aiohttp answered exactly the bytes it was given, so that none of them is half a request; if that cannot be
+known, the connection stays with aiohttp, which can do everything, for good. Invariants:
+
+- One request runs at a time, and answers go out in the order of the requests.
+- An answer is written by the front end, never by aiohttp: `KEEP` and `CLOSE` tell aiohttp that it is out.
+- When the connection is lost, the relay lets go of the endpoint at once, and the handler is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol, cast
+
+from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
+from aiohttp.streams import StreamReader
+
+from lbproxy.core.types import LbError, Outcome
+from lbproxy.proxy.exchange import Relay
+from lbproxy.proxy.plain import PlainRequest, read_plain
+
+logger = logging.getLogger("lbproxy")
+
+WRITE_HIGH_WATER_BYTES = 64 << 10
+"""What we hold for a client that does not read before the endpoint is no longer read."""
+HELD_BYTES = 64 << 10
+"""What we hold of requests that came while another runs before the client is no longer read."""
+_BODILESS = (b"GET ", b"HEAD ")
+
+
+class _Written(web.StreamResponse):
+    """Tells aiohttp that the answer was written already. Holds no state: one instance serves all requests."""
+
+    def __init__(self, *, keep_alive: bool) -> None:
+        super().__init__()
+        self._keep_alive = keep_alive
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        """Nothing to send."""
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """Nothing to send."""
+
+
+KEEP = _Written(keep_alive=True)
+CLOSE = _Written(keep_alive=False)
+
+
+class Front(Protocol):
+    """The front end, as its connections need it."""
+
+    max_plain_body_bytes: int
+
+    async def serve_plain(self, plain: PlainRequest, client: ClientConnection) -> bool:
+        """Answer a plain request. Returns whether the connection lives on; raises nothing but CancelledError."""
+        ...
+
+    def refuse_unread(self, client: ClientConnection, error: LbError) -> None:
+        """Answer something that is no request; the caller closes."""
+        ...
+
+    def connected(self) -> bool:
+        """One more connection. Returns whether it may be served; `disconnected` follows in either case."""
+        ...
+
+    def disconnected(self) -> None:
+        """One less."""
+        ...
+
+
+class ClientConnection(web.RequestHandler):
+    """One client. Made by `FrontEnd`."""
+
+    __slots__ = ("_front", "_held", "_in_aiohttp", "_lane", "_owed", "address", "body_reader", "relay")
+
+    def __init__(self, front: web.Server, **options: object) -> None:
+        super().__init__(front, **options)  # type: ignore[arg-type]
+        self._front = cast(Front, front)
+        self.relay: Relay | None = None
+        self.body_reader: StreamReader | None = None
+        """The body that aiohttp's handler is reading, while it is."""
+        self.address = ""
+        """The client's, without its port."""
+        self._lane: asyncio.Task[None] | None = None
+        """The plain request that runs."""
+        self._held = b""
+        """What came behind it."""
+        self._in_aiohttp = False
+        self._owed: int | None = None
+        """Bytes that are still to come of the one request that aiohttp was given; None = not known."""
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol."""
+        cast(asyncio.Transport, transport).set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
+        super().connection_made(transport)
+        peer = self.peername
+        self.address = peer[0] if isinstance(peer, tuple) else ""
+        if not self._front.connected():
+            self._front.refuse_unread(self, LbError(Outcome.OVERLOADED))
+            self.force_close()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """The endpoint's connection is closed here and now; the handler's cancellation comes a moment later."""
+        if self.relay is not None:
+            self.relay.client_gone()
+        if self._lane is not None:
+            self._lane.cancel()
+        super().connection_lost(exc)
+        self._front.disconnected()
+
+    def pause_writing(self) -> None:
+        """See asyncio.Protocol."""
+        super().pause_writing()
+        if self.relay is not None:
+            self.relay.pause()
+
+    def resume_writing(self) -> None:
+        """See asyncio.Protocol."""
+        super().resume_writing()
+        if self.relay is not None:
+            self.relay.resume()
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol, and the states above."""
+        if self._lane is not None:
+            self._hold(data)
+            return
+        if not self._in_aiohttp and not self._close and not self._force_close:
+            plain = read_plain(data, self._front.max_plain_body_bytes)
+            if plain is not None:
+                self._start(plain)
+                return
+            self._in_aiohttp = True
+            self._owed = 0 if data.startswith(_BODILESS) and data.find(b"\r\n\r\n") == len(data) - 4 else None
+        else:
+            self._owed = None
+        super().data_received(data)
+        # A body that turns out to be malformed must fail its reader too: aiohttp would leave the handler waiting.
+        if self.body_reader is not None and self._messages and not self.body_reader.is_eof():
+            self.body_reader.set_exception(LbError(Outcome.BAD_REQUEST, "The request body is malformed."))
+
+    # The fast lane
+
+    def _start(self, plain: PlainRequest) -> None:
+        self._request_in_progress = True  # aiohttp's shutdown waits for it
+        self._lane = self._loop.create_task(self._run(plain))
+
+    async def _run(self, plain: PlainRequest) -> None:
+        keep_alive = False
+        try:
+            keep_alive = await self._front.serve_plain(plain, self)
+        finally:
+            self._lane = None
+            self._request_in_progress = False
+            if self._handler_waiter is not None and not self._handler_waiter.done():
+                self._handler_waiter.set_result(None)
+        if self.transport is None:
+            return
+        if not keep_alive or self._close or self._force_close:
+            self.force_close()
+            return
+        self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
+        if self._held:
+            held, self._held = self._held, b""
+            if len(held) > HELD_BYTES:
+                self.transport.resume_reading()
+            self.data_received(held)
+
+    def _hold(self, data: bytes) -> None:
+        self._held += data
+        if len(self._held) > HELD_BYTES and self.transport is not None:
+            self.transport.pause_reading()
+
+    def _process_keepalive(self) -> None:
+        """aiohttp's idle timer takes a connection whose lane is busy for idle."""
+        if self._lane is None:
+            super()._process_keepalive()
+        else:
+            self._keepalive_handle = self._loop.call_later(self._keepalive_timeout, self._process_keepalive)
+
+    # Stopping
+
+    @property
+    def busy(self) -> bool:
+        """A request runs, or waits to: aiohttp's loop is not waiting for one, or the lane is in use."""
+        return self._waiter is None or self._lane is not None or bool(self._messages)
+
+    def cut(self) -> None:
+        """End what runs, visibly: the deadline of the drain has come."""
+        if self.relay is not None:
+            self.relay.cut()
+        elif self._lane is not None:
+            self._lane.cancel()
+        elif self._task_handler is not None:
+            self._task_handler.cancel()
+
+    # aiohttp's side
+
+    def aiohttp_answered(self) -> None:
+        """aiohttp's handler wrote an answer after which the connection lives on."""
+        if self._owed == 0:
+            self._in_aiohttp = False
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """aiohttp calls this after each read of a body and would then parse nothing and resume what was not paused."""
+        if self._reading_paused:
+            super().resume_reading(resume_parser)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What aiohttp could not parse: answered in our shape, recorded like a request, never logged with traceback."""
+        del request, message
+        if status >= 500:
+            logger.error("aiohttp failed", exc_info=exc)
+            error = LbError(Outcome.INTERNAL_ERROR)
+        elif isinstance(exc, LineTooLong):
+            is_target = exc.args[0][:1] == b"/"
+            error = LbError(Outcome.URI_TOO_LONG if is_target else Outcome.HEAD_TOO_LARGE)
+        elif "Too many headers" in str(exc):
+            error = LbError(Outcome.HEAD_TOO_LARGE)
+        else:
+            error = LbError(Outcome.BAD_REQUEST)
+        self._front.refuse_unread(self, error)
+        return CLOSE

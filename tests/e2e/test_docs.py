@@ -1,0 +1,172 @@
+"""What README.md and docs/ show is true: settings parse, commands run, metrics and log lines are those of a live one.
+
+The word in `<!-- test: WORD -->` above a fence:
+
+- `demo` (sh, python): run before a running `lbproxy demo`, whose addresses stand in for the documented ones; must exit
+  with 0 and print something.
+- `refused` (yaml): settings that are wrong; the next block of the page is exactly what is said about them.
+- `other` (yaml): not lbproxy's settings.
+- `log` (json): one log line in each line, with the keys that a live one has.
+
+All other yaml blocks are settings, whole or in part (then an endpoint is added), and must parse.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from lbproxy.config import ConfigError, parse
+from tests.support.docs import DOCS, PAGES, ROOT, Block, all_blocks, blocks, expect_generated, table
+from tests.support.process import Process, lbproxy, mock
+
+LISTEN, ADMIN = "127.0.0.1:8080", "127.0.0.1:9901"
+"""The addresses in the docs: the defaults."""
+ENVIRON = {"GPU_HOST": "gpu-1"}
+"""The variables that the docs speak of."""
+
+BLOCKS = all_blocks()
+SETTINGS = [block for block in BLOCKS if block.language == "yaml" and not block.mark]
+REFUSED = [block for block in BLOCKS if block.mark == "refused"]
+DEMO = [block for block in BLOCKS if block.mark == "demo"]
+LOG = [block for block in BLOCKS if block.mark == "log"]
+
+
+def test_marks_are_known_and_used() -> None:
+    """A misspelt mark must not switch a test off."""
+    kinds = {(block.mark, block.language) for block in BLOCKS if block.mark}
+    assert kinds <= {("demo", "sh"), ("demo", "python"), ("refused", "yaml"), ("other", "yaml"), ("log", "json")}
+    marks = sum(len(re.findall("^<!-- test: ", page.read_text(), re.MULTILINE)) for page in PAGES)
+    assert marks == sum(bool(block.mark) for block in BLOCKS), "a mark that is not right above a fence"
+    readme = {block.language for block in DEMO if block.page.name == "README.md"}
+    assert readme == {"sh", "python"}
+
+
+# --- Settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", SETTINGS, ids=str)
+def test_settings_parse(block: Block) -> None:
+    whole = re.search("^endpoints:", block.text, re.MULTILINE)
+    parse(block.text if whole else f"{block.text}\nendpoints: [http://gpu-1:8000]\n", environ=ENVIRON)
+
+
+@pytest.mark.parametrize("block", REFUSED, ids=str)
+def test_refused_settings_say_what_the_page_says(block: Block) -> None:
+    texts = [other.text for other in blocks(block.page)]
+    said = texts[texts.index(block.text) + 1]
+    with pytest.raises(ConfigError) as error:
+        parse(block.text, environ=ENVIRON, source="cfg.yaml")
+    assert f"{error.value}\n" == said
+
+
+# --- Commands ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[tuple[str, str]]:
+    """A running demo that has answered one request and scraped its servers; host:port of both listeners."""
+    with Process("demo", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0") as process:
+        listen = process.wait_for(r"lbproxy is at http://(\S+),")[1]
+        admin = process.wait_for(r"http://(\S+)/metrics")[1]
+        body = {"model": "demo", "prompt": "x", "max_tokens": 1}
+        assert httpx.post(f"http://{listen}/v1/completions", json=body).status_code == 200
+        end = time.monotonic() + 20
+        while httpx.get(f"http://{admin}/metrics").text.count('kv_utilization{endpoint="sim-') < 3:
+            assert time.monotonic() < end, "its servers were not scraped"
+            time.sleep(0.02)
+        yield listen, admin
+
+
+@pytest.mark.parametrize("block", DEMO, ids=str)
+def test_commands_run(block: Block, demo: tuple[str, str], tmp_path: Path) -> None:
+    text = block.text.replace(LISTEN, demo[0]).replace(ADMIN, demo[1])
+    shell = ["bash", "-euo", "pipefail", "-c", text]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        shell if block.language == "sh" else [sys.executable, "-c", text],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip(), "it printed nothing"
+    assert '"error"' not in done.stdout
+
+
+# --- What it shows ----------------------------------------------------------------------------------------------------
+
+
+def test_metrics_has_every_family_of_a_live_page(demo: tuple[str, str]) -> None:
+    """By type, labels and meaning; in the order of the page."""
+    rows = []
+    for family in text_string_to_metric_families(httpx.get(f"http://{demo[1]}/metrics").text):
+        if family.name.startswith("lbproxy_"):
+            assert family.samples, f"{family.name} shows nothing: let the fixture bring it to"
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            labels = dict.fromkeys(label for sample in family.samples for label in sample.labels if label != "le")
+            rows.append([f"`{name}`", family.type, ", ".join(labels) or "-", family.documentation])
+    expect_generated(DOCS / "metrics.md", "families", table(["family", "type", "labels", "meaning"], rows))
+
+
+def test_queries_use_families_that_exist(demo: tuple[str, str]) -> None:
+    live = httpx.get(f"http://{demo[1]}/metrics").text
+    queries = [block.text for block in blocks(DOCS / "metrics.md") if block.language == "promql"]
+    assert len(queries) >= 3
+    for name in re.findall(r"\blbproxy_\w+", "".join(queries)):
+        assert re.search(rf"^{name}(\{{| )", live, re.MULTILINE), name
+
+
+def test_log_lines_have_the_keys_of_live_ones(tmp_path: Path) -> None:
+    """One server that answers, one without metrics, one that is not there: between them every event."""
+    with mock("--model", "m") as (_, url):
+        endpoints = [f"{{url: '{url}', metrics: /nothing}}", "{url: 'http://127.0.0.1:9', health: null}"]
+        with lbproxy(tmp_path, endpoints) as (process, listen, _):
+            process.wait_for('"event":"scrape"')
+            process.wait_for('"event":"transition"')
+            for model in ("m", "nope"):
+                httpx.post(f"{listen}/v1/completions", json={"model": model, "prompt": "x", "max_tokens": 1})
+            process.stop()
+            live = [json.loads(line) for line in process.output.splitlines()]
+    documented = [json.loads(line) for block in LOG for line in block.text.splitlines()]
+    assert {line["event"] for line in documented} == {line["event"] for line in live}
+    shapes = {(line["event"], *line) for line in live}
+    for line in documented:
+        assert (line["event"], *line) in shapes, f"no live {line['event']} line has these keys: {list(line)}"
+
+
+# --- Links ------------------------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    text = re.sub("^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub("^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match("[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.is_relative_to(ROOT), f"{link} leads out of the project"
+        assert target.exists(), f"{link} leads nowhere"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), f"{link}: no such heading"

@@ -1,0 +1,271 @@
+"""The fast lane: it takes what it can read, nothing that aiohttp would refuse or read otherwise, and it gives way."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp.base_protocol import BaseProtocol
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.http_parser import HttpRequestParser
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from lbproxy.core.types import Outcome
+from lbproxy.proxy import connection
+from lbproxy.proxy.headers import RequestFields, read_request_fields
+from lbproxy.proxy.plain import read_plain
+from tests.support.aio import run, until
+from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, event
+from tests.support.rig import post, rig
+
+LIMIT = 1 << 20
+
+
+def as_aiohttp_reads(data: bytes) -> tuple[str, RequestFields, bytes] | None:
+    """Path, fields and body of exactly one whole request, or None if aiohttp finds anything else."""
+
+    async def parse() -> tuple[str, RequestFields, bytes] | None:
+        loop = asyncio.get_running_loop()
+        parser = HttpRequestParser(BaseProtocol(loop), loop, 1 << 16, max_field_size=16 << 10, auto_decompress=False)
+        try:
+            messages, _, tail = parser.feed_data(data)
+        except HttpProcessingError:
+            return None
+        if len(messages) != 1 or tail:
+            return None
+        message, payload = messages[0]
+        if not payload.is_eof() or message.should_close or message.version != (1, 1):
+            return None
+        body = payload.read_nowait() if payload.total_bytes else b""
+        return message.path, read_request_fields(message.raw_headers), body
+
+    return asyncio.run(parse())
+
+
+def same_lines(block: bytes) -> list[tuple[bytes, bytes]]:
+    """Field lines without what white space round the colon and at the end may differ in."""
+    parts = [line.partition(b":") for line in block.split(b"\r\n") if line]
+    return [(name, value.strip(b" \t")) for name, _, value in parts]
+
+
+NAMES = ["Host", "content-length", "Content-Type", "X-Request-Id", "Connection", "X-A", "TE", "Expect", "x y", ""]
+VALUES = ["lb", "13", "13 ", "+13", "application/json", "keep-alive", "close", "a\tb", "é", "\x00", "trailers", ""]
+COLONS = [":", ": ", " :"]
+FIELD = st.tuples(*map(st.sampled_from, (NAMES, COLONS, VALUES))).map("".join)
+LINE = st.sampled_from(
+    ["POST /v1/completions HTTP/1.1", "POST /v1/chat/completions HTTP/1.1", "POST /v1/completions HTTP/1.0"]
+)
+LINES = st.lists(FIELD, max_size=4)
+ENDS = st.sampled_from(["", "x", "GET / HTTP/1.1\r\n\r\n"])
+BODY = '{"model":"m"}'
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    line=LINE,
+    lines=LINES,
+    usual=st.booleans(),
+    end=ENDS,
+    eol=st.sampled_from(["\r\n", "\n"]),
+)
+@example(line="POST /v1/completions HTTP/1.1", lines=["X-A: a\tb"], usual=True, end="", eol="\r\n")
+def test_what_the_lane_takes_aiohttp_would_read_alike(
+    line: str, lines: list[str], usual: bool, end: str, eol: str
+) -> None:
+    head = [line, *(["Host: lb", "Content-Length: 13", "Content-Type: application/json"] if usual else []), *lines]
+    data = (eol.join([*head, "", ""]) + BODY + end).encode("latin-1")
+    plain = read_plain(data, LIMIT)
+    if plain is None:
+        return
+    read = as_aiohttp_reads(data)
+    assert read is not None
+    path, fields, body = read
+    assert (plain.path, plain.body) == (path, body)
+    assert same_lines(plain.fields.forward) == same_lines(fields.forward)
+    assert plain.fields.request_id == fields.request_id
+    assert plain.fields.content_type.strip() == fields.content_type.strip()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        post()[:-1],
+        post() + b"x",
+        post() + post(),
+        post(version="1.0"),
+        post(path="/v1/embeddings"),
+        post(path="/v1/completions?x=1"),
+        post(more="Connection: close\r\n"),
+        post(more="Connection: keep-alive, x\r\n"),
+        post(more="Expect: 100-continue\r\n"),
+        post(more="Transfer-Encoding: chunked\r\n"),
+        post(more="Upgrade: websocket\r\n"),
+        post(more="Content-Encoding: gzip\r\n"),
+        post(more="TE: trailers\r\n"),
+        post(more="Host: two\r\n"),
+        post(more="Content-Length: 13\r\n"),
+        post(more="X: \x00\r\n"),
+        post(more="X: \u00e9\r\n"),
+        post(more="X:" + "y" * 10_000 + "\r\n"),
+        post(more="X: y\r\n" * 70),
+        post().replace(b"Host: lb\r\n", b""),
+        post().replace(b"Content-Length: 13\r\n", b""),
+        post().replace(b"\r\n", b"\n"),
+        b"",
+    ],
+)
+def test_what_is_not_plain_is_left_to_aiohttp(data: bytes) -> None:
+    assert read_plain(data, LIMIT) is None
+
+
+def test_a_usual_request_of_the_sdk_is_plain() -> None:
+    more = "x-stainless-lang: python\r\nAuthorization: Bearer k\r\nconnection: keep-alive\r\nx-request-id: a-1\r\n"
+    plain = read_plain(post(more=more), LIMIT)
+    assert plain is not None
+    assert plain.fields.request_id == "a-1"
+    assert plain.fields.forward == (
+        b"Content-Type: application/json\r\nx-stainless-lang: python\r\nAuthorization: Bearer k\r\n"
+    )
+    assert read_plain(post(b"x" * 20), 19) is None
+
+
+def count_plain(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many requests took the lane, as a list that grows."""
+    taken: list[int] = []
+    real = read_plain
+
+    def counting(data: bytes, limit: int) -> object:
+        plain = real(data, limit)
+        if plain is not None:
+            taken.append(1)
+        return plain
+
+    monkeypatch.setattr(connection, "read_plain", counting)
+    return taken
+
+
+GET = b"GET /v1/models HTTP/1.1\r\nHost: lb\r\n\r\n"
+
+
+def test_a_connection_changes_lanes_where_it_can_and_stays_with_aiohttp_where_not(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "aiohttp":
+        pytest.skip("about the lane")
+    taken = count_plain(monkeypatch)
+
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint, rig(endpoint.url) as it:
+            client = await it.connect()
+            for data, lane in ((post(), 1), (GET, 1), (post(), 2), (GET, 2), (post(), 3)):
+                client.send(data)
+                assert (await client.reply()).status == 200
+                assert len(taken) == lane
+            client.send(post()[:-2])
+            await asyncio.sleep(0.02)
+            client.send(post()[-2:])
+            assert (await client.reply()).status == 200
+            client.send(post())
+            assert (await client.reply()).status == 200
+            assert len(taken) == 3, "it was given half a request once: what comes now may be the other half"
+
+    run(main())
+
+
+def test_requests_behind_a_running_one_wait_and_are_answered_in_order() -> None:
+    """Plain ones, one in two pieces, one for aiohttp, and one that is no HTTP: that one ends it."""
+    release = asyncio.Event()
+
+    async def script(wire: Wire, request: Received) -> None:
+        await release.wait()
+        await wire.send(answer(request.body))
+
+    async def main() -> None:
+        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
+            client = await it.connect()
+            bodies = [b'{"model":"m","n":%d}' % n for n in range(4)]
+            client.send(post(bodies[0]))
+            await until(lambda: endpoint.requests, "it runs")
+            client.send(post(bodies[1]) + post(bodies[2])[:20])
+            await asyncio.sleep(0.02)
+            client.send(post(bodies[2])[20:] + GET + post(bodies[3]))
+            await asyncio.sleep(0.02)
+            assert len(endpoint.requests) == 1
+            release.set()
+            replies = [await client.reply() for _ in range(5)]
+            assert {reply.status for reply in replies} == {200}
+            assert [reply.body for reply in (*replies[:3], replies[4])] == bodies
+            client.send(b"garbage\r\n\r\n")
+            assert (await client.reply()).status == 400
+            assert await client.reader.read() == b""
+
+    run(main())
+
+
+def test_a_flood_behind_a_running_request_is_not_read(way: str) -> None:
+    if way == "aiohttp":
+        pytest.skip("aiohttp has bounds of its own")
+    release = asyncio.Event()
+
+    async def script(wire: Wire, request: Received) -> None:
+        await release.wait()
+        await wire.send(answer(request.body))
+
+    async def main() -> None:
+        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
+            client = await it.connect()
+            client.send(post())
+            await until(lambda: endpoint.requests, "it runs")
+            body = b'{"model":"m","x":"%s"}' % (b"y" * 30_000)
+            client.send(post(body) * 300)
+            await until(lambda: client.writer.transport.get_write_buffer_size() > 0, "it backs up to the client")
+            (one,) = it.front.connections
+            assert isinstance(one, connection.ClientConnection)
+            assert len(one._held) < 1 << 20
+            release.set()
+            replies = [await client.reply() for _ in range(301)]
+            assert {reply.status for reply in replies} == {200}
+
+    run(main())
+
+
+def test_a_client_that_goes_while_requests_wait_behind_leaves_nothing() -> None:
+    async def script(wire: Wire, _: Received) -> None:
+        await wire.send(STREAM_HEAD + event("1"))
+        await wire.watch()
+
+    async def main() -> None:
+        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
+            client = await it.connect()
+            client.send(post() + post())
+            await client.head()
+            client.writer.transport.abort()
+            await until(endpoint.wires[0].gone.is_set, "the endpoint's connection is closed")
+            await until(lambda: it.in_flight() == 0, "nothing in flight")
+            assert len(endpoint.requests) == 1
+            assert it.records.requests[0].outcome is Outcome.CLIENT_CLOSED
+
+    run(main())
+
+
+def test_an_idle_connection_is_closed_but_a_long_answer_is_not() -> None:
+    go = asyncio.Event()
+
+    async def script(wire: Wire, _: Received) -> None:
+        await wire.send(STREAM_HEAD + event("1"))
+        await go.wait()
+        await wire.send(event("2") + LAST)
+
+    async def main() -> None:
+        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url, more="timeouts: {client_idle: 300ms}") as it:
+            client = await it.connect()
+            client.send(post())
+            await client.head()
+            await asyncio.sleep(0.9)
+            go.set()
+            rest = await client.reader.readuntil(LAST)
+            assert rest.endswith(event("2") + LAST)
+            assert await client.reader.read() == b"", "closed for idleness, after the answer"
+
+    run(main())

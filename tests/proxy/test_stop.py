@@ -1,0 +1,102 @@
+"""Stopping: nothing that could finish is lost, and what cannot finish does not look finished."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+from lbproxy.core.types import Outcome
+from tests.support.aio import run, until
+from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, event
+from tests.support.rig import post, rig
+
+
+def test_at_the_deadline_streams_are_cut_with_an_error_and_unanswered_requests_get_503() -> None:
+    async def script(wire: Wire, request: Received) -> None:
+        if b"true" in request.body:
+            await wire.send(STREAM_HEAD + event("1"))
+        await wire.watch()
+
+    async def main() -> None:
+        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
+            stream, silent = await it.connect(), await it.connect()
+            stream.send(post(b'{"model":"m","stream":true}'))
+            await stream.head()
+            assert await stream.reader.readexactly(len(event("1"))) == event("1")
+            silent.send(post())
+            await until(lambda: len(endpoint.requests) == 2, "both run")
+            began = time.monotonic()
+            await it.front.stop(0.5)
+            assert time.monotonic() - began >= 0.5
+            rest = await stream.reader.read()
+            assert b'"code":"lb_shutdown"' in rest
+            assert not rest.endswith(LAST)
+            refused = await silent.reply()
+            assert refused.status == 503
+            assert json.loads(refused.body)["error"]["code"] == "lb_draining"
+            assert {record.outcome for record in it.records.requests} == {Outcome.CUT, Outcome.DRAINING}
+
+    run(main())
+
+
+def test_a_stop_ends_as_soon_as_the_last_request_does() -> None:
+    """Not at the deadline: a rolling restart would take as long as its slowest possible request."""
+    finish = asyncio.Event()
+
+    async def script(wire: Wire, _: Received) -> None:
+        await finish.wait()
+        await wire.send(answer())
+
+    async def main() -> None:
+        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
+            client, idle = await it.connect(), await it.connect()
+            client.send(post())
+            await until(lambda: endpoint.requests, "it runs")
+            stopping = asyncio.create_task(it.front.stop(3600))
+            assert await idle.reader.read() == b"", "idle connections are closed at once"
+            finish.set()
+            assert (await client.reply()).status == 200
+            await stopping
+            assert it.front.open_connections == 0
+
+    run(main())
+
+
+def test_an_answer_that_is_written_reaches_a_slow_client_though_we_stop() -> None:
+    async def script(wire: Wire, _: Received) -> None:
+        await wire.send(answer(b"x" * 300_000))
+
+    async def main() -> None:
+        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
+            client = await it.connect()
+            client.send(post())
+            await until(lambda: it.records.requests, "it was answered")
+            stopping = asyncio.create_task(it.front.stop(5.0))
+            await asyncio.sleep(0.1)
+            assert len((await client.reply()).body) == 300_000
+            await stopping
+
+    run(main())
+
+
+def test_requests_in_the_queue_are_served_before_the_stop_ends() -> None:
+    finish = asyncio.Event()
+
+    async def script(wire: Wire, _: Received) -> None:
+        await finish.wait()
+        await wire.send(answer())
+
+    async def main() -> None:
+        more = "admission: {max_in_flight_per_endpoint: 1}"
+        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url, more=more) as it:
+            clients = [await it.connect() for _ in range(3)]
+            for client in clients:
+                client.send(post())
+            await until(lambda: it.runtime.snapshot().waiting == 2, "two wait")
+            stopping = asyncio.create_task(it.front.stop(20.0))
+            finish.set()
+            assert [(await client.reply()).status for client in clients] == [200, 200, 200]
+            await stopping
+
+    run(main())

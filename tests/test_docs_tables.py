@@ -1,0 +1,194 @@
+"""The tables in docs/ say what the code says: settings, failures, presets, options of the simulator.
+
+Each is generated here from the code and compared with the page, so that a new key or outcome cannot be forgotten. The
+failure message says how to write them anew.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from typing import Literal, get_args, get_origin
+
+import httpx2  # what the openai SDK judges a response by
+import pytest
+from openai import OpenAI
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from lbproxy.cli import _parser
+from lbproxy.config import Address, EndpointSettings, Settings
+from lbproxy.config.values import Quantity
+from lbproxy.core.scorers import SCORERS
+from lbproxy.core.types import LbError, Outcome
+from lbproxy.proxy.answers import error_answer
+from lbproxy.sim.presets import BLOCK_TOKENS, PRESETS
+from tests.support.docs import DOCS, cells, expect_generated, generated, table
+
+UNITS = {
+    "a duration": (("h", 3600.0), ("m", 60.0), ("s", 1.0), ("ms", 0.001)),
+    "a size": (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)),
+}
+
+
+def parts(annotation: object) -> Iterator[object]:
+    """An annotation and all that it is made of, metadata included."""
+    yield annotation
+    for part in (*get_args(annotation), *getattr(annotation, "__metadata__", ())):
+        yield from parts(part)
+
+
+def quantity(field: FieldInfo) -> Quantity | None:
+    found = [part for part in (*field.metadata, *parts(field.annotation)) if isinstance(part, Quantity)]
+    return found[0] if found else None
+
+
+def written(value: object, unit: Quantity | None) -> str:
+    """A value as a settings file would have it."""
+    if value is PydanticUndefined:
+        return "required"
+    if value is None:
+        return "`null`"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, int | float):
+        for name, factor in UNITS.get(unit.what.partition(" (")[0], ()) if unit else ():
+            if value >= factor and (name not in "hm" or value >= 2 * 3600) and (value / factor).is_integer():
+                return f"`{value / factor:g}{name}`"
+        return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+    return f"`{value}`" if str(value) else "url's `host:port`"
+
+
+def takes(field: FieldInfo) -> str:
+    """What may be written there."""
+    unit = quantity(field)
+    words = [str(word) for part in parts(field.annotation) if get_origin(part) is Literal for word in get_args(part)]
+    if dict in {get_origin(part) for part in parts(field.annotation)}:
+        text = f"mapping of {', '.join(words)} to weights"
+    elif words:
+        text = ", ".join(words)
+    elif unit is not None:
+        text = f"{unit.what.partition(' (')[0].removeprefix('a ')}, {unit.at_least} to {unit.at_most}"
+    elif field.annotation is bool:
+        text = "true, false"
+    elif Address in parts(field.annotation):
+        text = "host:port"
+    elif EndpointSettings in parts(field.annotation):
+        text = "list"
+    else:
+        text = "text"
+    return f"{text}, null" if type(None) in parts(field.annotation) else text
+
+
+def is_section(field: FieldInfo) -> bool:
+    kind = field.annotation
+    return isinstance(kind, type) and issubclass(kind, BaseModel) and kind is not Address
+
+
+def settings_table(section: type[BaseModel], prefix: str = "") -> str:
+    rows = []
+    for name, field in section.model_fields.items():
+        if is_section(field):
+            continue
+        assert field.description, f"{prefix}{name} has no docstring"
+        default = written(field.default, quantity(field))
+        rows.append([f"`{prefix}{name}`", default, takes(field), " ".join(field.description.split())])
+    return table(["key", "default", "takes", "what and why"], rows)
+
+
+SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
+    "top level": (Settings, ""),
+    "endpoints": (EndpointSettings, ""),
+    **{
+        name: (field.annotation, f"{name}.")
+        for name, field in Settings.model_fields.items()
+        if is_section(field) and isinstance(field.annotation, type)
+    },
+}
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_configuration_has_every_key(name: str) -> None:
+    """With the default, the range and the reason that the schema has."""
+    section, prefix = SECTIONS[name]
+    expect_generated(DOCS / "configuration.md", name, settings_table(section, prefix))
+
+
+# --- Failures ---------------------------------------------------------------------------------------------------------
+
+
+def failure_row(outcome: Outcome) -> list[str]:
+    """What the answer that lbproxy writes for an outcome says, and what OpenAI's SDK makes of it."""
+    facts = outcome.value
+    if not facts.status:
+        return [f"`{outcome.label}`", "endpoint's", "-", "-", "-", "-"]
+    answer = error_answer(LbError(outcome), "id", attempts=0, keep_alive=not facts.close, rng=random.Random(0))
+    status_line, *lines = answer.partition(b"\r\n\r\n")[0].decode().split("\r\n")
+    fields = dict(line.split(": ", 1) for line in lines)
+    response = httpx2.Response(int(status_line.split()[1]), headers=fields)
+    retried = OpenAI(api_key="none")._should_retry(response)
+    told = " (told so)" if "x-should-retry" in fields else ""
+    return [
+        f"`{outcome.label}`",
+        str(facts.status),
+        f"`{facts.error_type}`",
+        "1-5 s" if "retry-after" in fields else "-",
+        f"{'yes' if retried else 'no'}{told}",
+        "closed" if fields.get("connection") == "close" else "kept",
+    ]
+
+
+def test_failures_has_every_outcome_as_it_is_answered() -> None:
+    """The last column is a human's."""
+    page = DOCS / "failures.md"
+    when = {row[0]: row[-1] for row in cells(generated(page, "outcomes"))}
+    rows = [[*row, when.get(row[0], "")] for row in map(failure_row, Outcome)]
+    heads = ["code", "status", "`type`", "Retry-After", "SDK retries", "connection", "when"]
+    expect_generated(page, "outcomes", table(heads, rows))
+    assert all(row[-1] for row in rows), "say when it happens"
+
+
+# --- The simulator ----------------------------------------------------------------------------------------------------
+
+
+def test_simulator_has_every_preset() -> None:
+    heads = ["preset", "host", "weights", "token", "sequence", "context", "attention", "KV tokens", "longest", "budget"]
+    rows = [
+        [
+            f"`{name}`",
+            *(f"{value:g}" for value in (p.host_ms, p.weights_ms, p.token_ms, p.sequence_ms, p.context_ms)),
+            f"{p.attention_ms:g}",
+            *(f"{value:,}" for value in (p.kv_tokens, p.max_model_len)),
+            f"{p.token_budget} / {p.max_sequences}",
+        ]
+        for name, p in PRESETS.items()
+    ]
+    expect_generated(DOCS / "simulator.md", "presets", table(heads, rows))
+
+
+def test_simulator_has_every_option() -> None:
+    commands = next(action.choices for action in _parser()._actions if action.dest == "command")
+    assert isinstance(commands, dict)
+    rows = []
+    for action in commands["mock"]._actions:
+        if action.dest != "help":
+            default = "preset's" if action.default is None else f"`{action.default}`"
+            text = re.sub(r" ?\(default: .*\)", "", action.help or "where it listens")
+            if action.choices:
+                text = f"{', '.join(action.choices)}; {text}"
+            rows.append([f"`{action.option_strings[0]}`", default, text])
+    expect_generated(DOCS / "simulator.md", "options", table(["option", "default", "meaning"], rows))
+
+
+def test_simulator_names_the_block_size() -> None:
+    assert f"{BLOCK_TOKENS} tokens" in (DOCS / "simulator.md").read_text()
+
+
+def test_routing_names_every_policy_and_scorer() -> None:
+    """The tables of policies and scorers there are written by hand."""
+    first = [row[0] for row in cells((DOCS / "routing.md").read_text())]
+    policies = get_args(Settings.model_fields["routing"].annotation.model_fields["policy"].annotation)  # type: ignore[union-attr]
+    for name in (*policies, *SCORERS):
+        assert f"`{name}`" in first, f"routing.md has no row for {name}"
