@@ -4,85 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 
-from lbproxy.config import AdmissionSettings, HealthSettings, ScrapeSettings
+from lbproxy.config import HealthSettings, ScrapeSettings
 from lbproxy.control.prober import Prober
 from lbproxy.control.scraper import Scraper
-from lbproxy.core.balancer import Balancer
-from lbproxy.core.policy import LeastRequest
-from lbproxy.core.types import (
-    Endpoint,
-    EndpointSnapshot,
-    EndpointSpec,
-    EndpointUid,
-    RequestRecord,
-    Transition,
-)
-from lbproxy.net.pool import ConnectionPool
-from lbproxy.runtime import Runtime
-from tests.support.scripted import Scripted
+from lbproxy.core.types import Endpoint, EndpointSpec
+from tests.support.endpoint import ScriptedEndpoint, answer
+from tests.support.pool import Pool, make_balancer
 
 FAST_HEALTH = HealthSettings(interval=0.01, down_interval=0.01, timeout=5.0)
 FAST_SCRAPE = ScrapeSettings(interval=0.01, timeout=5.0)
 
 
 def spec(
-    server: Scripted, name: str = "e1", *, metrics: str | None = "auto", health: str | None = "/health"
+    server: ScriptedEndpoint, name: str = "e1", *, metrics: str | None = "auto", health: str | None = "/health"
 ) -> EndpointSpec:
     return EndpointSpec(name=name, base_url=server.url, metrics=metrics, health=health)
 
 
-class Watched:
-    """A sink that remembers transitions, each with the models that were known at that moment."""
-
-    def __init__(self) -> None:
-        self.transitions: list[Transition] = []
-        self.models_then: list[tuple[str, ...] | None] = []
-        self.rig: Rig | None = None
-
-    def request(self, record: RequestRecord) -> None:
-        raise AssertionError("no requests here")
-
-    def transition(self, transition: Transition) -> None:
-        assert self.rig is not None
-        self.transitions.append(transition)
-        self.models_then.append(self.rig.seen(transition.endpoint.name).models)
+def model_list(*ids: str, parent: str | None = None) -> bytes:
+    """A whole answer to GET /v1/models."""
+    base = f',"parent":"{parent}"' if parent else ""
+    entries = ",".join(f'{{"id":"{name}","object":"model"{base if name != parent else ""}}}' for name in ids)
+    return answer(f'{{"object":"list","data":[{entries}]}}'.encode())
 
 
-class SpyRuntime(Runtime):
-    """Remembers when scrapes were announced."""
-
-    scrapes_sent: list[EndpointUid]
-
-    def scrape_sent(self, uid: EndpointUid) -> None:
-        self.scrapes_sent.append(uid)
-        super().scrape_sent(uid)
+def page(text: bytes) -> bytes:
+    """A whole answer to GET /metrics."""
+    return answer(text, kind="text/plain; version=0.0.4; charset=utf-8")
 
 
-class Rig:
-    def __init__(self, health: HealthSettings, scrape: ScrapeSettings) -> None:
+class Rig(Pool):
+    def __init__(self, health: HealthSettings, scrape: ScrapeSettings, *specs: EndpointSpec) -> None:
+        super().__init__(make_balancer(health=health, scrape=scrape), specs)
         self.health = health
         self.scrape = scrape
-        self.sink = Watched()
-        self.sink.rig = self
         self.rng = random.Random(1)
-        balancer = Balancer(
-            LeastRequest(), admission=AdmissionSettings(), health=health, scrape=scrape, rng=random.Random(2)
-        )
-        self.runtime = SpyRuntime(balancer, [self.sink])
-        self.runtime.scrapes_sent = []
-        self.connections = ConnectionPool()
-        self.endpoints: list[Endpoint] = []
-
-    def add(self, *specs: EndpointSpec) -> list[Endpoint]:
-        self.endpoints = self.runtime.set_endpoints(specs).added
-        return self.endpoints
-
-    def bring_up(self) -> None:
-        for endpoint in self.endpoints:
-            self.runtime.report_health(endpoint.uid, True, "test")
 
     def take_down(self, endpoint: Endpoint) -> None:
         for _ in range(self.health.fall):
@@ -94,16 +53,12 @@ class Rig:
     def scraper(self, endpoint: Endpoint) -> Scraper:
         return Scraper(endpoint, self.runtime, self.connections, self.scrape, self.rng)
 
-    def seen(self, name: str = "e1") -> EndpointSnapshot:
-        return next(one for one in self.runtime.snapshot().endpoints if one.endpoint.name == name)
-
 
 @asynccontextmanager
 async def rig(
     *specs: EndpointSpec, health: HealthSettings = FAST_HEALTH, scrape: ScrapeSettings = FAST_SCRAPE
 ) -> AsyncIterator[Rig]:
-    made = Rig(health, scrape)
-    made.add(*specs)
+    made = Rig(health, scrape, *specs)
     try:
         yield made
     finally:
@@ -111,14 +66,10 @@ async def rig(
 
 
 @asynccontextmanager
-async def running(*loops: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+async def running(*loops: Callable[[], Coroutine[object, object, None]]) -> AsyncIterator[None]:
     """Run loops until the block ends; what one raises fails the test."""
-
-    async def run(loop: Callable[[], Awaitable[None]]) -> None:
-        await loop()
-
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(run(loop)) for loop in loops]
+        tasks = [group.create_task(loop()) for loop in loops]
         yield
         for task in tasks:
             task.cancel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +12,7 @@ import pytest
 from lbproxy.control.admin import Admin
 from lbproxy.core.types import EndpointSpec, InferenceRequest
 from tests.control.rig import Rig, rig
+from tests.support.aio import run
 
 
 class FakeFront:
@@ -58,7 +58,7 @@ def test_it_lives() -> None:
             assert (answer.status_code, answer.text) == (200, "ok")
             assert answer.headers["server"] == "lbproxy"
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_it_is_ready_while_an_endpoint_takes_requests() -> None:
@@ -81,7 +81,7 @@ def test_it_is_ready_while_an_endpoint_takes_requests() -> None:
             pool.take_down(pool.endpoints[0])
             assert (await client.get("/readyz")).status_code == 503
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_an_endpoint_that_is_leaving_makes_nobody_ready() -> None:
@@ -91,13 +91,13 @@ def test_an_endpoint_that_is_leaving_makes_nobody_ready() -> None:
         async with site() as (made, client):
             pool = made.rig
             pool.bring_up()
-            await pool.runtime.place(InferenceRequest("r", None))
+            pool.runtime.submit(InferenceRequest("r", None), frozenset())
             pool.runtime.set_endpoints([])
             answer = await client.get("/readyz")
             assert answer.status_code == 503
             assert answer.json()["endpoints"]["up"] == 1
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_metrics_come_as_they_are() -> None:
@@ -107,7 +107,7 @@ def test_metrics_come_as_they_are() -> None:
             assert answer.content == b"lbproxy_up 1\n"
             assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
 
-    asyncio.run(main())
+    run(main())
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics"])
@@ -119,7 +119,7 @@ def test_head_is_get_without_a_body(path: str) -> None:
             assert head.content == b""
             assert head.headers["content-length"] == str(len(get.content))
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_what_is_not_there_is_refused_in_json() -> None:
@@ -133,7 +133,7 @@ def test_what_is_not_there_is_refused_in_json() -> None:
             assert answer.headers["allow"] == "GET, HEAD"
             assert answer.json()["error"]["code"] == "method_not_allowed"
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_defect_is_a_500_without_details(caplog: pytest.LogCaptureFixture) -> None:
@@ -145,7 +145,7 @@ def test_a_defect_is_a_500_without_details(caplog: pytest.LogCaptureFixture) -> 
             assert answer.json()["error"]["code"] == "internal_error"
             assert "defect" not in answer.text
 
-    asyncio.run(main())
+    run(main())
     assert [(one.levelno, one.message) for one in caplog.records] == [(logging.ERROR, "admin /metrics failed")]
 
 
@@ -154,4 +154,4 @@ def test_closing_one_that_was_never_started_is_fine() -> None:
         async with rig() as pool:
             await Site(pool).admin.close()
 
-    asyncio.run(main())
+    run(main())

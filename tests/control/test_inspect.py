@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from lbproxy.config import HealthSettings, ScrapeSettings
@@ -10,12 +9,14 @@ from lbproxy.control.inspect import Inspection, inspect
 from lbproxy.core.engines import SIGNALS
 from lbproxy.core.types import EndpointSpec
 from lbproxy.net.pool import ConnectionPool
-from tests.support.scripted import Scripted, answer, hang, model_list
+from tests.control.rig import model_list, page
+from tests.support.aio import run
+from tests.support.endpoint import NOT_FOUND, OK, ScriptedEndpoint, answer, hang
 
 PAGE = (Path(__file__).parents[1] / "fixtures/metrics/vllm-0.32.0-idle-after-requests.prom").read_bytes()
 
 
-async def inspected(server: Scripted, **differs: str | None) -> Inspection:
+async def inspected(server: ScriptedEndpoint, **differs: str | None) -> Inspection:
     pool = ConnectionPool()
     try:
         endpoint = EndpointSpec(name="e1", base_url=server.url, **differs)  # type: ignore[arg-type]
@@ -26,10 +27,13 @@ async def inspected(server: Scripted, **differs: str | None) -> Inspection:
 
 def test_a_good_server_shows_everything() -> None:
     async def main() -> None:
-        async with Scripted() as server:
-            server.script("/health", answer(200))
-            server.script("/v1/models", model_list("base", "sql-lora", "chat-lora", parent="base"))
-            server.script("/metrics", answer(200, PAGE))
+        async with ScriptedEndpoint(
+            {
+                "/health": OK,
+                "/v1/models": model_list("base", "sql-lora", "chat-lora", parent="base"),
+                "/metrics": page(PAGE),
+            }
+        ) as server:
             found = await inspected(server)
             assert found.usable
             assert found.engine == "vllm"
@@ -39,14 +43,13 @@ def test_a_good_server_shows_everything() -> None:
             assert found.missing == ()
             assert found.problems == ()
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_nobody_there_is_told_for_each_question() -> None:
     async def main() -> None:
-        server = Scripted()
-        await server.listen()
-        await server.stop()
+        async with ScriptedEndpoint() as server:
+            pass
         found = await inspected(server)
         assert not found.reachable
         assert not found.usable
@@ -54,41 +57,38 @@ def test_nobody_there_is_told_for_each_question() -> None:
         assert len(found.problems) == 3
         assert found.models is None
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_sick_server_is_reachable_but_not_usable() -> None:
     async def main() -> None:
-        async with Scripted() as server:
-            server.script("/health", answer(503))
+        async with ScriptedEndpoint({"/health": answer(status=503)}) as server:
             found = await inspected(server)
             assert found.reachable
             assert not found.usable
             assert found.problems[0] == "GET /health answered 503"
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_missing_signals_are_named() -> None:
     async def main() -> None:
-        async with Scripted() as server:
-            server.script("/health", answer(200))
-            server.script("/v1/models", model_list("m"))
-            server.script("/metrics", answer(200, b"vllm:num_requests_running 1\n"))
+        async with ScriptedEndpoint(
+            {"/health": OK, "/v1/models": model_list("m"), "/metrics": page(b"vllm:num_requests_running 1\n")}
+        ) as server:
             found = await inspected(server)
             assert found.present == ("running",)
             assert found.missing == tuple(name for name in SIGNALS if name != "running")
             assert found.usable
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_page_that_is_of_no_engine_is_a_problem_but_not_fatal() -> None:
     async def main() -> None:
-        async with Scripted() as server:
-            server.script("/health", answer(200))
-            server.script("/v1/models", model_list("m"))
-            server.script("/metrics", answer(200, b"up 1\n"))
+        async with ScriptedEndpoint(
+            {"/health": OK, "/v1/models": model_list("m"), "/metrics": page(b"up 1\n")}
+        ) as server:
             found = await inspected(server)
             assert found.problems == ("load unknown: no known engine's metrics are on the page",)
             assert found.usable
@@ -96,14 +96,12 @@ def test_a_page_that_is_of_no_engine_is_a_problem_but_not_fatal() -> None:
             assert fixed.problems == ("load unknown: none of vllm's metrics is on the page",)
             assert fixed.missing == SIGNALS
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_passive_endpoint_is_usable_if_it_answers_anything() -> None:
     async def main() -> None:
-        async with Scripted() as server:
-            server.script("/health", hang)
-            server.script("/v1/models", answer(404))
+        async with ScriptedEndpoint({"/health": hang, "/v1/models": NOT_FOUND}) as server:
             found = await inspected(server, health=None, metrics=None)
             assert server.asked("/health") == 0
             assert found.healthy is None
@@ -111,4 +109,4 @@ def test_a_passive_endpoint_is_usable_if_it_answers_anything() -> None:
             assert found.usable
             assert found.problems == ("models unknown: GET /v1/models answered 404",)
 
-    asyncio.run(main())
+    run(main())

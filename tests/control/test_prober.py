@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,14 @@ from lbproxy.control.prober import ask_health, ask_models
 from lbproxy.core.retry import FailureKind, UpstreamError
 from lbproxy.core.types import EndpointSpec, Health
 from lbproxy.net.pool import Connection, ConnectionPool, Origin
-from tests.control.rig import FAST_HEALTH, Rig, rig, running, spec
-from tests.support.scripted import Script, Scripted, abort, answer, eventually, hang, model_list
+from tests.control.rig import FAST_HEALTH, Rig, model_list, rig, running, spec
+from tests.support.aio import run, until
+from tests.support.endpoint import NOT_FOUND, OK, Script, ScriptedEndpoint, answer, hang, reset
 
-OK = answer(200, b"ok")
 RECORDED = Path(__file__).parents[1] / "fixtures/http/vllm-0.32.0/models-two-names.response.http"
 IMPATIENT = HealthSettings(interval=0.01, down_interval=0.01, timeout=0.05)
 GARBAGE = b"SSH-2.0-OpenSSH_9.6\r\n"
-TOO_LONG_A_LIST = answer(200, b'{"data":[{"id":"n"}]' + b" " * (4 << 20) + b"}")
+TOO_LONG_A_LIST = answer(b'{"data":[{"id":"n"}]' + b" " * (4 << 20) + b"}")
 PROBES_OF_A_NEIGHBOUR = 20
 """How long "never" is: until another endpoint was probed this often."""
 
@@ -36,15 +35,16 @@ def test_models_are_known_before_the_endpoint_is_up() -> None:
     """Else the first requests would be placed on endpoints that do not serve their model."""
 
     async def main() -> None:
-        async with Scripted() as server:
-            server.script("/health", OK)
-            server.script("/v1/models", RECORDED.read_bytes())
-            async with rig(spec(server)) as r, running(r.prober(r.endpoints[0]).run):
-                await eventually(lambda: up(r))
-                assert r.sink.models_then == [("tiny", "tiny-alias")]
-                assert r.sink.transitions[0].reason == "GET /health answered 200"
+        async with (
+            ScriptedEndpoint({"/health": OK, "/v1/models": RECORDED.read_bytes()}) as server,
+            rig(spec(server)) as r,
+            running(r.prober(r.endpoints[0]).run),
+        ):
+            await until(lambda: up(r))
+            assert r.records.models_then == [("tiny", "tiny-alias")]
+            assert r.records.transitions[0].reason == "GET /health answered 200"
 
-    asyncio.run(main())
+    run(main())
 
 
 @pytest.mark.parametrize("status", [204, 301, 401, 404, 429])
@@ -52,23 +52,25 @@ def test_any_answer_below_500_is_alive(status: int) -> None:
     """A server behind a key, or without a health path, works all the same."""
 
     async def main() -> None:
-        async with Scripted() as server:
-            server.script("/health", answer(status))
-            async with rig(spec(server)) as r, running(r.prober(r.endpoints[0]).run):
-                await eventually(lambda: up(r))
+        async with (
+            ScriptedEndpoint({"/health": answer(b"", status=status)}) as server,
+            rig(spec(server)) as r,
+            running(r.prober(r.endpoints[0]).run),
+        ):
+            await until(lambda: up(r))
 
-    asyncio.run(main())
+    run(main())
 
 
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
-        (answer(500), "answered 500"),
-        (answer(503), "answered 503"),
+        (answer(status=500), "answered 500"),
+        (answer(status=503), "answered 503"),
         (GARBAGE, "not HTTP/1.x"),
         (hang, "no answer within 0.05 s"),
-        (abort, ""),
-        (answer(200, b"x" * (65 << 10)), "too large"),
+        (reset, ""),
+        (answer(b"x" * (65 << 10)), "too large"),
     ],
     ids=["500", "503", "garbage", "hang", "reset", "too large"],
 )
@@ -76,189 +78,179 @@ def test_what_is_no_answer_takes_an_endpoint_down(script: Script, reason: str) -
     """The first of all judges at once; an endpoint that was up falls after `fall`."""
 
     async def main() -> None:
-        async with Scripted() as server:
-            server.script("/health", OK)
-            async with rig(spec(server), health=IMPATIENT) as r, running(r.prober(r.endpoints[0]).run):
-                await eventually(lambda: up(r))
-                server.script("/health", script)
-                await eventually(lambda: down(r))
-                assert reason in r.sink.transitions[-1].reason
+        async with (
+            ScriptedEndpoint({"/health": OK}) as server,
+            rig(spec(server), health=IMPATIENT) as r,
+            running(r.prober(r.endpoints[0]).run),
+        ):
+            await until(lambda: up(r))
+            server.scripts["/health"] = script
+            await until(lambda: down(r))
+            assert reason in r.records.transitions[-1].reason
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_nobody_listening_is_down_and_is_found_when_it_comes() -> None:
     """With an interval of an hour while up: an endpoint that is down is asked at its own, shorter one."""
 
     async def main() -> None:
-        server = Scripted()
-        await server.listen()
-        await server.stop()
+        async with ScriptedEndpoint({"/health": OK, "/v1/models": model_list("m")}) as server:
+            pass
         health = FAST_HEALTH.model_copy(update={"interval": 3600.0})
         async with rig(spec(server), health=health) as r, running(r.prober(r.endpoints[0]).run):
-            await eventually(lambda: down(r))
-            server.script("/health", OK)
-            server.script("/v1/models", model_list("m"))
-            await server.listen()
-            await eventually(lambda: up(r))
-            assert r.sink.models_then[-1] == ("m",)
-        await server.stop()
+            await until(lambda: down(r))
+            async with server:
+                await until(lambda: up(r))
+            assert r.records.models_then[-1] == ("m",)
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_an_endpoint_that_hangs_slows_no_other() -> None:
     async def main() -> None:
-        async with Scripted() as slow, Scripted() as good:
-            slow.script("/health", hang)
-            good.script("/health", OK)
+        async with ScriptedEndpoint({"/health": hang}) as slow, ScriptedEndpoint({"/health": OK}) as good:
             health = FAST_HEALTH.model_copy(update={"timeout": 3600.0})
             specs = spec(slow, "slow"), spec(good, "good")
             async with rig(*specs, health=health) as r, running(*(r.prober(one).run for one in r.endpoints)):
-                await eventually(lambda: good.asked("/health") >= PROBES_OF_A_NEIGHBOUR)
+                await until(lambda: good.asked("/health") >= PROBES_OF_A_NEIGHBOUR)
                 assert up(r, "good")
                 assert r.seen("slow").health is Health.STARTING
                 assert slow.asked("/health") == 1
 
-    asyncio.run(main())
+    run(main())
 
 
 @pytest.mark.parametrize(
     "script",
-    [answer(500), answer(429), answer(200, b"<html>", "text/html"), GARBAGE, hang, TOO_LONG_A_LIST],
+    [answer(status=500), answer(status=429), answer(b"<html>", kind="text/html"), GARBAGE, hang, TOO_LONG_A_LIST],
     ids=["500", "429", "html", "garbage", "hang", "too large"],
 )
 def test_a_failed_question_for_models_changes_nothing(script: Script) -> None:
     """Forgetting them would send an endpoint's requests elsewhere because of one bad moment."""
 
     async def main() -> None:
-        async with Scripted() as server:
-            server.script("/health", OK)
-            server.script("/v1/models", model_list("m"))
+        async with ScriptedEndpoint({"/health": OK, "/v1/models": model_list("m")}) as server:
             health = IMPATIENT.model_copy(update={"models_interval": 0.02, "timeout": 0.5})
             async with rig(spec(server), health=health) as r, running(r.prober(r.endpoints[0]).run):
-                await eventually(lambda: up(r))
-                server.script("/v1/models", script)
+                await until(lambda: up(r))
+                server.scripts["/v1/models"] = script
                 before = server.asked("/v1/models")
-                await eventually(lambda: server.asked("/v1/models") >= before + 3)
+                await until(lambda: server.asked("/v1/models") >= before + 3)
                 assert r.seen().models == ("m",)
                 assert up(r)
-                server.script("/v1/models", model_list("n", "m"))
-                await eventually(lambda: r.seen().models == ("n", "m"))
+                server.scripts["/v1/models"] = model_list("n", "m")
+                await until(lambda: r.seen().models == ("n", "m"))
 
-    asyncio.run(main())
+    run(main())
 
 
-@pytest.mark.parametrize("script", [answer(404), answer(401), answer(307)], ids=["404", "401", "307"])
+@pytest.mark.parametrize("script", [NOT_FOUND, answer(status=401), answer(status=307)], ids=["404", "401", "307"])
 def test_an_endpoint_without_a_list_is_up_and_says_nothing(script: Script) -> None:
     async def main() -> None:
-        async with Scripted() as server:
-            server.script("/health", OK)
-            server.script("/v1/models", model_list("m"))
+        async with ScriptedEndpoint({"/health": OK, "/v1/models": model_list("m")}) as server:
             health = FAST_HEALTH.model_copy(update={"models_interval": 0.02})
             async with rig(spec(server), health=health) as r, running(r.prober(r.endpoints[0]).run):
-                await eventually(lambda: r.seen().models == ("m",))
-                server.script("/v1/models", script)
-                await eventually(lambda: r.seen().models is None)
+                await until(lambda: r.seen().models == ("m",))
+                server.scripts["/v1/models"] = script
+                await until(lambda: r.seen().models is None)
                 assert up(r)
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_an_endpoint_that_fails_to_list_its_models_is_up_all_the_same() -> None:
     """The Balancer treats it as a last resort; and it is asked again in the very next cycle."""
 
     async def main() -> None:
-        async with Scripted() as server:
-            server.script("/health", OK)
-            server.script("/v1/models", answer(500))
-            async with rig(spec(server)) as r, running(r.prober(r.endpoints[0]).run):
-                await eventually(lambda: up(r) and server.asked("/v1/models") >= 5)
-                assert r.seen().models is None
-                server.script("/v1/models", model_list("m"))
-                await eventually(lambda: r.seen().models == ("m",))
+        async with (
+            ScriptedEndpoint({"/health": OK, "/v1/models": answer(status=500)}) as server,
+            rig(spec(server)) as r,
+            running(r.prober(r.endpoints[0]).run),
+        ):
+            await until(lambda: up(r) and server.asked("/v1/models") >= 5)
+            assert r.seen().models is None
+            server.scripts["/v1/models"] = model_list("m")
+            await until(lambda: r.seen().models == ("m",))
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_models_that_are_known_are_not_asked_for_every_time() -> None:
     async def main() -> None:
-        async with Scripted() as server:
-            server.script("/health", OK)
-            server.script("/v1/models", model_list("m"))
-            async with rig(spec(server)) as r, running(r.prober(r.endpoints[0]).run):
-                await eventually(lambda: server.asked("/health") >= PROBES_OF_A_NEIGHBOUR)
-                assert server.asked("/v1/models") == 1
+        async with (
+            ScriptedEndpoint({"/health": OK, "/v1/models": model_list("m")}) as server,
+            rig(spec(server)) as r,
+            running(r.prober(r.endpoints[0]).run),
+        ):
+            await until(lambda: server.asked("/health") >= PROBES_OF_A_NEIGHBOUR)
+            assert server.asked("/v1/models") == 1
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_an_endpoint_that_returns_is_asked_for_its_models_first() -> None:
     """It may have been restarted with another model."""
 
     async def main() -> None:
-        async with Scripted() as server:
-            server.script("/health", OK)
-            server.script("/v1/models", model_list("old"))
-            async with rig(spec(server)) as r, running(r.prober(r.endpoints[0]).run):
-                await eventually(lambda: up(r))
-                server.script("/health", answer(503))
-                await eventually(lambda: down(r))
-                assert r.seen().models == ("old",)
-                server.script("/v1/models", model_list("new"))
-                server.script("/health", OK)
-                await eventually(lambda: up(r))
-                assert r.sink.models_then[-1] == ("new",)
+        async with (
+            ScriptedEndpoint({"/health": OK, "/v1/models": model_list("old")}) as server,
+            rig(spec(server)) as r,
+            running(r.prober(r.endpoints[0]).run),
+        ):
+            await until(lambda: up(r))
+            server.scripts["/health"] = answer(status=503)
+            await until(lambda: down(r))
+            assert r.seen().models == ("old",)
+            server.scripts["/v1/models"] = model_list("new")
+            server.scripts["/health"] = OK
+            await until(lambda: up(r))
+            assert r.records.models_then[-1] == ("new",)
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_slow_model_list_does_not_delay_the_verdict_on_an_endpoint_that_is_up() -> None:
     async def main() -> None:
-        async with Scripted() as server:
-            server.script("/health", OK)
-            server.script("/v1/models", model_list("m"))
+        async with ScriptedEndpoint({"/health": OK, "/v1/models": model_list("m")}) as server:
             health = FAST_HEALTH.model_copy(update={"models_interval": 0.02, "timeout": 3600.0, "fall": 1})
             async with rig(spec(server), health=health) as r, running(r.prober(r.endpoints[0]).run):
-                await eventually(lambda: up(r))
-                server.script("/v1/models", hang)
+                await until(lambda: up(r))
+                server.scripts["/v1/models"] = hang
                 asked = server.asked("/v1/models")
-                await eventually(lambda: server.asked("/v1/models") > asked)
-                server.script("/health", answer(503))
-                await eventually(lambda: down(r))
+                await until(lambda: server.asked("/v1/models") > asked)
+                server.scripts["/health"] = answer(status=503)
+                await until(lambda: down(r))
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_passive_endpoint_gets_no_health_requests() -> None:
     async def main() -> None:
-        async with Scripted() as server:
-            server.script("/v1/models", model_list("m"))
+        async with ScriptedEndpoint({"/v1/models": model_list("m")}) as server:
             health = FAST_HEALTH.model_copy(update={"models_interval": 0.01})
             async with rig(spec(server, health=None), health=health) as r, running(r.prober(r.endpoints[0]).run):
-                await eventually(lambda: server.asked("/v1/models") >= 5)
+                await until(lambda: server.asked("/v1/models") >= 5)
                 assert r.seen().models == ("m",)
-                assert {one.path for one in server.received} == {"/v1/models"}
+                assert {one.path for one in server.requests} == {"/v1/models"}
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_change_of_models_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        async with Scripted() as server:
-            server.script("/health", OK)
-            server.script("/v1/models", model_list("a", "b"))
+        async with ScriptedEndpoint({"/health": OK, "/v1/models": model_list("a", "b")}) as server:
             health = FAST_HEALTH.model_copy(update={"models_interval": 0.01})
             async with rig(spec(server), health=health) as r, running(r.prober(r.endpoints[0]).run):
-                await eventually(lambda: server.asked("/v1/models") >= 5)
-                server.script("/v1/models", model_list("b", "a"))
+                await until(lambda: server.asked("/v1/models") >= 5)
+                server.scripts["/v1/models"] = model_list("b", "a")
                 asked = server.asked("/v1/models")
-                await eventually(lambda: server.asked("/v1/models") >= asked + 3)
-                server.script("/v1/models", answer(404))
-                await eventually(lambda: r.seen().models is None)
+                await until(lambda: server.asked("/v1/models") >= asked + 3)
+                server.scripts["/v1/models"] = NOT_FOUND
+                await until(lambda: r.seen().models is None)
 
     caplog.set_level("INFO", "lbproxy")
-    asyncio.run(main())
+    run(main())
     assert caplog.messages == ["e1 serves a, b", "e1 no longer says what it serves: GET /v1/models answered 404"]
 
 
@@ -277,4 +269,4 @@ def test_our_own_lack_of_descriptors_is_no_verdict() -> None:
         assert not (await ask_models(endpoint, pool, 1.0)).valid
         pool.close()
 
-    asyncio.run(main())
+    run(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -11,15 +10,15 @@ from lbproxy.config import ScrapeSettings
 from lbproxy.control import scraper as module
 from lbproxy.control.scraper import metrics_place
 from lbproxy.core.engines import SIGNALS
-from lbproxy.core.types import EndpointSpec
+from lbproxy.core.types import EndpointSpec, EndpointUid
 from lbproxy.net.pool import Origin
-from tests.control.rig import FAST_SCRAPE, rig, running, spec
-from tests.support.scripted import Exchange, Script, Scripted, abort, answer, eventually, hang
+from tests.control.rig import FAST_SCRAPE, page, rig, running, spec
+from tests.support.aio import run, until
+from tests.support.endpoint import Received, Script, ScriptedEndpoint, Wire, answer, hang, reset
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "metrics"
 PAGE = (FIXTURES / "vllm-0.32.0-busy-2-running-rejecting.prom").read_bytes()
-PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-GOOD = answer(200, PAGE, PROMETHEUS)
+GOOD = page(PAGE)
 IMPATIENT = ScrapeSettings(interval=0.01, timeout=0.05)
 SCRAPES_OF_A_NEIGHBOUR = 20
 """How long "never" is: until another endpoint was scraped this often."""
@@ -27,64 +26,67 @@ SCRAPES_OF_A_NEIGHBOUR = 20
 
 def test_a_real_page_becomes_load() -> None:
     async def main() -> None:
-        async with Scripted() as server:
-            server.script("/metrics", GOOD)
-            async with rig(spec(server)) as r:
-                r.bring_up()
-                scraper = r.scraper(r.endpoints[0])
-                async with running(scraper.run):
-                    await eventually(lambda: r.seen().metrics)
-                seen = r.seen()
-                assert seen.metrics is not None
-                assert (seen.metrics.waiting, seen.metrics.running) == (0.0, 2.0)
-                assert seen.metrics.kv_utilization == pytest.approx(0.5641, abs=1e-4)
-                assert seen.metrics.block_size_tokens == 32
-                assert not seen.stale
-                assert scraper.status.engine == "vllm"
-                assert scraper.status.missing == dict.fromkeys(SIGNALS, False)
-                assert scraper.status.results["ok"] >= 1
-                assert b"Accept-Encoding" not in server.received[0].head
+        async with ScriptedEndpoint({"/metrics": GOOD}) as server, rig(spec(server)) as r:
+            r.bring_up()
+            scraper = r.scraper(r.endpoints[0])
+            async with running(scraper.run):
+                await until(lambda: r.seen().metrics)
+            seen = r.seen()
+            assert seen.metrics is not None
+            assert (seen.metrics.waiting, seen.metrics.running) == (0.0, 2.0)
+            assert seen.metrics.kv_utilization == pytest.approx(0.5641, abs=1e-4)
+            assert seen.metrics.block_size_tokens == 32
+            assert not seen.stale
+            assert scraper.status.engine == "vllm"
+            assert scraper.status.missing == dict.fromkeys(SIGNALS, False)
+            assert scraper.status.results["ok"] >= 1
+            assert b"Accept-Encoding" not in server.requests[0].head
 
-    asyncio.run(main())
+    run(main())
 
 
-def test_gauges_are_dated_by_when_the_scrape_was_sent() -> None:
+def test_gauges_are_dated_by_when_the_scrape_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the Balancer is told at that moment, so that it knows which of the load is our own."""
+    sent: list[EndpointUid] = []
+    told: list[int] = []
+
+    async def serve(wire: Wire, _: Received) -> None:
+        told.append(len(sent))
+        await wire.send(GOOD)
 
     async def main() -> None:
-        async with Scripted() as server, rig(spec(server)) as r:
+        def scrape_sent(uid: EndpointUid) -> None:
+            sent.append(uid)
+            tell(uid)
+
+        async with ScriptedEndpoint(serve) as server, rig(spec(server)) as r:
             r.bring_up()
-            told: list[int] = []
-
-            async def serve(exchange: Exchange) -> None:
-                told.append(len(r.runtime.scrapes_sent))
-                await exchange.send(GOOD)
-
-            server.script("/metrics", serve)
+            tell = r.runtime.scrape_sent
+            monkeypatch.setattr(r.runtime, "scrape_sent", scrape_sent)
             async with running(r.scraper(r.endpoints[0]).run):
-                await eventually(lambda: r.seen().metrics)
+                await until(lambda: r.seen().metrics)
             metrics = r.seen().metrics
             assert metrics is not None
             assert told[0] == 1
-            assert metrics.scraped_at <= server.received[-1].at
+            assert metrics.scraped_at <= server.requests[-1].at
 
-    asyncio.run(main())
+    run(main())
 
 
 @pytest.mark.parametrize(
     ("script", "result"),
     [
-        (answer(500), "status"),
-        (answer(204), "status"),
-        (answer(302, fields=b"Location: /elsewhere\r\n"), "status"),
-        (answer(200, PAGE, "text/html; charset=utf-8"), "not_metrics"),
-        (answer(200, b"{}", "application/json"), "not_metrics"),
-        (answer(200, b"# nothing here\n", PROMETHEUS), "unknown_engine"),
-        (answer(200, PAGE * 50, PROMETHEUS), "protocol"),
-        (answer(200, PAGE)[:-10], "timeout"),
+        (answer(status=500), "status"),
+        (answer(b"", status=204), "status"),
+        (answer(status=302, more="Location: /elsewhere\r\n"), "status"),
+        (answer(PAGE, kind="text/html; charset=utf-8"), "not_metrics"),
+        (answer(b"{}"), "not_metrics"),
+        (page(b"# nothing here\n"), "unknown_engine"),
+        (page(PAGE * 50), "protocol"),
+        (GOOD[:-10], "timeout"),
         (b"garbage\r\n\r\n", "protocol"),
         (hang, "timeout"),
-        (abort, "reset"),
+        (reset, "reset"),
     ],
     ids=["500", "204", "redirect", "html", "json", "no load", "too large", "short", "garbage", "hang", "reset"],
 )
@@ -94,88 +96,88 @@ def test_what_is_no_page_is_counted_and_the_old_gauges_age(
     monkeypatch.setattr(module, "SLOW_INTERVAL_S", 0.01)
 
     async def main() -> None:
-        async with Scripted() as server:
-            server.script("/metrics", GOOD)
-            server.script("/elsewhere", GOOD)
-            async with rig(spec(server), scrape=IMPATIENT) as r:
-                r.bring_up()
-                scraper = r.scraper(r.endpoints[0])
-                async with running(scraper.run):
-                    await eventually(lambda: r.seen().metrics)
-                    server.script("/metrics", script)
-                    await eventually(lambda: scraper.status.results.get(result, 0) >= 2)
-                    metrics = r.seen().metrics
-                    assert metrics is not None, "what was known is kept"
-                    await eventually(lambda: scraper.status.results[result] >= 4)
-                    again = r.seen().metrics
-                    assert again is metrics, "and it was not renewed"
-                    assert server.asked("/elsewhere") == 0
-                    server.script("/metrics", GOOD)
-                    await eventually(lambda: r.seen().metrics is not metrics)
+        async with (
+            ScriptedEndpoint({"/metrics": GOOD, "/elsewhere": GOOD}) as server,
+            rig(spec(server), scrape=IMPATIENT) as r,
+        ):
+            r.bring_up()
+            scraper = r.scraper(r.endpoints[0])
+            async with running(scraper.run):
+                await until(lambda: r.seen().metrics)
+                server.scripts["/metrics"] = script
+                await until(lambda: scraper.status.results.get(result, 0) >= 2)
+                metrics = r.seen().metrics
+                assert metrics is not None, "what was known is kept"
+                await until(lambda: scraper.status.results[result] >= 4)
+                again = r.seen().metrics
+                assert again is metrics, "and it was not renewed"
+                assert server.asked("/elsewhere") == 0
+                server.scripts["/metrics"] = GOOD
+                await until(lambda: r.seen().metrics is not metrics)
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_scrapes_of_one_endpoint_never_overlap() -> None:
     """A server that answers slowly must not be asked by more and more connections."""
 
     async def main() -> None:
-        async with Scripted() as slow, Scripted() as quick:
-            slow.script("/metrics", hang)
-            quick.script("/metrics", GOOD)
+        async with ScriptedEndpoint({"/metrics": hang}) as slow, ScriptedEndpoint({"/metrics": GOOD}) as quick:
             scrape = FAST_SCRAPE.model_copy(update={"timeout": 3600.0})
             async with rig(spec(slow, "slow"), spec(quick, "quick"), scrape=scrape) as r:
                 r.bring_up()
                 async with running(*(r.scraper(one).run for one in r.endpoints)):
-                    await eventually(lambda: quick.asked("/metrics") >= SCRAPES_OF_A_NEIGHBOUR)
+                    await until(lambda: quick.asked("/metrics") >= SCRAPES_OF_A_NEIGHBOUR)
                     assert slow.asked("/metrics") == 1
-                    assert slow.connections == 1
+                    assert len(slow.wires) == 1
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_only_endpoints_that_are_up_are_scraped() -> None:
     async def main() -> None:
-        async with Scripted() as server, Scripted() as other:
-            server.script("/metrics", GOOD)
-            other.script("/metrics", GOOD)
-            async with rig(spec(server), spec(other, "e2")) as r:
+        async with (
+            ScriptedEndpoint({"/metrics": GOOD}) as server,
+            ScriptedEndpoint({"/metrics": GOOD}) as other,
+            rig(spec(server), spec(other, "e2")) as r,
+        ):
+            r.bring_up()
+            r.take_down(r.endpoints[0])
+            async with running(*(r.scraper(one).run for one in r.endpoints)):
+                await until(lambda: other.asked("/metrics") >= SCRAPES_OF_A_NEIGHBOUR)
+                assert server.asked("/metrics") == 0
                 r.bring_up()
-                r.take_down(r.endpoints[0])
-                async with running(*(r.scraper(one).run for one in r.endpoints)):
-                    await eventually(lambda: other.asked("/metrics") >= SCRAPES_OF_A_NEIGHBOUR)
-                    assert server.asked("/metrics") == 0
-                    r.bring_up()
-                    r.bring_up()
-                    await eventually(lambda: server.asked("/metrics"))
+                r.bring_up()
+                await until(lambda: server.asked("/metrics"))
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_an_endpoint_without_metrics_ends_its_scraper() -> None:
     async def main() -> None:
-        async with Scripted() as server, rig(spec(server, metrics=None)) as r:
+        async with ScriptedEndpoint({}) as server, rig(spec(server, metrics=None)) as r:
             r.bring_up()
             await r.scraper(r.endpoints[0]).run()
-            assert not server.received
+            assert not server.requests
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_page_of_no_known_engine_is_asked_for_rarely() -> None:
     """Five times a second would be a waste; never again would need a restart when the server is replaced."""
 
     async def main() -> None:
-        async with Scripted() as server, Scripted() as other:
-            server.script("/metrics", answer(200, b"some_metric 1\n", PROMETHEUS))
-            other.script("/metrics", GOOD)
-            async with rig(spec(server), spec(other, "e2")) as r:
-                r.bring_up()
-                async with running(*(r.scraper(one).run for one in r.endpoints)):
-                    await eventually(lambda: other.asked("/metrics") >= SCRAPES_OF_A_NEIGHBOUR)
-                    assert server.asked("/metrics") == 1
+        async with (
+            ScriptedEndpoint({"/metrics": page(b"some_metric 1\n")}) as server,
+            ScriptedEndpoint({"/metrics": GOOD}) as other,
+            rig(spec(server), spec(other, "e2")) as r,
+        ):
+            r.bring_up()
+            async with running(*(r.scraper(one).run for one in r.endpoints)):
+                await until(lambda: other.asked("/metrics") >= SCRAPES_OF_A_NEIGHBOUR)
+                assert server.asked("/metrics") == 1
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_server_that_was_replaced_is_recognised_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,39 +185,38 @@ def test_a_server_that_was_replaced_is_recognised_anew(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "SLOW_INTERVAL_S", 0.01)
 
     async def main() -> None:
-        async with Scripted() as server:
-            server.script("/metrics", GOOD)
-            async with rig(spec(server)) as r:
-                r.bring_up()
-                scraper = r.scraper(r.endpoints[0])
-                async with running(scraper.run):
-                    await eventually(lambda: r.seen().metrics)
-                    server.script("/metrics", answer(200, b"another_engine 1\n", PROMETHEUS))
-                    await eventually(lambda: scraper.status.engine is None)
-                    assert scraper.status.missing == {}
-                    server.script("/metrics", answer(200, b"vllm:num_requests_running 3\n", PROMETHEUS))
-                    await eventually(lambda: scraper.status.engine == "vllm")
-                    metrics = r.seen().metrics
-                    assert metrics is not None
-                    assert (metrics.running, metrics.waiting, metrics.block_size_tokens) == (3.0, None, None)
+        async with ScriptedEndpoint({"/metrics": GOOD}) as server, rig(spec(server)) as r:
+            r.bring_up()
+            scraper = r.scraper(r.endpoints[0])
+            async with running(scraper.run):
+                await until(lambda: r.seen().metrics)
+                server.scripts["/metrics"] = page(b"another_engine 1\n")
+                await until(lambda: scraper.status.engine is None)
+                assert scraper.status.missing == {}
+                server.scripts["/metrics"] = page(b"vllm:num_requests_running 3\n")
+                await until(lambda: scraper.status.engine == "vllm")
+                metrics = r.seen().metrics
+                assert metrics is not None
+                assert (metrics.running, metrics.waiting, metrics.block_size_tokens) == (3.0, None, None)
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_missing_signals_are_logged_once_and_shown(caplog: pytest.LogCaptureFixture) -> None:
     """A signal that a new engine version renamed must not go unnoticed: routing would silently do without."""
 
     async def main() -> None:
-        async with Scripted() as server:
-            server.script("/metrics", answer(200, b"vllm:num_requests_running 3\n", PROMETHEUS))
-            async with rig(spec(server)) as r:
-                r.bring_up()
-                scraper = r.scraper(r.endpoints[0])
-                async with running(scraper.run):
-                    await eventually(lambda: scraper.status.results.get("ok", 0) >= 3)
-                    assert scraper.status.missing == {name: name != "running" for name in SIGNALS}
+        async with (
+            ScriptedEndpoint({"/metrics": page(b"vllm:num_requests_running 3\n")}) as server,
+            rig(spec(server)) as r,
+        ):
+            r.bring_up()
+            scraper = r.scraper(r.endpoints[0])
+            async with running(scraper.run):
+                await until(lambda: scraper.status.results.get("ok", 0) >= 3)
+                assert scraper.status.missing == {name: name != "running" for name in SIGNALS}
 
-    asyncio.run(main())
+    run(main())
     assert caplog.messages == [
         f"the metrics of e1 lack {name}, which vllm should show" for name in SIGNALS if name != "running"
     ]
@@ -227,16 +228,16 @@ def test_a_broken_page_is_logged_when_it_begins_and_when_it_ends(
     monkeypatch.setattr(module, "SLOW_INTERVAL_S", 0.01)
 
     async def main() -> None:
-        async with Scripted() as server, rig(spec(server)) as r:
+        async with ScriptedEndpoint({}) as server, rig(spec(server)) as r:
             r.bring_up()
             scraper = r.scraper(r.endpoints[0])
             async with running(scraper.run):
-                await eventually(lambda: scraper.status.results.get("status", 0) >= 3)
-                server.script("/metrics", GOOD)
-                await eventually(lambda: scraper.status.results.get("ok", 0) >= 3)
+                await until(lambda: scraper.status.results.get("status", 0) >= 3)
+                server.scripts["/metrics"] = GOOD
+                await until(lambda: scraper.status.results.get("ok", 0) >= 3)
 
     caplog.set_level("INFO", "lbproxy")
-    asyncio.run(main())
+    run(main())
     begins, ends = caplog.messages
     assert begins.startswith("the metrics of e1 cannot be read, so only our own requests there count: ")
     assert begins.endswith("GET /metrics answered 404")
@@ -247,16 +248,15 @@ def test_one_slow_scrape_is_not_worth_a_line(caplog: pytest.LogCaptureFixture) -
     """Under load a page comes late now and then; only gauges that are too old to be believed are news."""
 
     async def main() -> None:
-        async with Scripted() as server:
-            server.script("/metrics", hang)
+        async with ScriptedEndpoint({"/metrics": hang}) as server:
             scrape = IMPATIENT.model_copy(update={"stale_after": 3600.0})
             async with rig(spec(server), scrape=scrape) as r:
                 r.bring_up()
                 scraper = r.scraper(r.endpoints[0])
                 async with running(scraper.run):
-                    await eventually(lambda: scraper.status.results.get("timeout", 0) >= 3)
+                    await until(lambda: scraper.status.results.get("timeout", 0) >= 3)
 
-    asyncio.run(main())
+    run(main())
     assert caplog.messages == []
 
 
@@ -264,16 +264,18 @@ def test_metrics_may_stand_on_another_port() -> None:
     """Triton serves them on 8002; the endpoint itself is then never asked."""
 
     async def main() -> None:
-        async with Scripted() as server, Scripted() as metrics:
-            metrics.script("/load", GOOD)
-            async with rig(spec(server, metrics=f"{metrics.url}/load?all=1")) as r:
-                r.bring_up()
-                async with running(r.scraper(r.endpoints[0]).run):
-                    await eventually(lambda: r.seen().metrics)
-                assert metrics.received[0].target == "/load?all=1"
-                assert not server.received
+        async with (
+            ScriptedEndpoint({}) as server,
+            ScriptedEndpoint({"/load": GOOD}) as metrics,
+            rig(spec(server, metrics=f"{metrics.url}/load?all=1")) as r,
+        ):
+            r.bring_up()
+            async with running(r.scraper(r.endpoints[0]).run):
+                await until(lambda: r.seen().metrics)
+            assert metrics.requests[0].line == "GET /load?all=1 HTTP/1.1"
+            assert not server.requests
 
-    asyncio.run(main())
+    run(main())
 
 
 def placed(metrics: str | None) -> tuple[Origin, str] | None:

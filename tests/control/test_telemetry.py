@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import random
@@ -31,6 +30,7 @@ from lbproxy.core.types import (
 )
 from tests.control.rig import Rig, rig
 from tests.control.test_log import HOSTILE, Reader
+from tests.support.aio import run
 
 Page = dict[str, dict[tuple[str, ...], float]]
 """Sample name -> label values, in the order of the label names -> value."""
@@ -80,7 +80,7 @@ def telemetry(*endpoints: EndpointSnapshot, access: bool = False) -> Iterator[tu
 
 
 def samples(made: Telemetry) -> list[Sample]:
-    body, content_type = asyncio.run(made.page())
+    body, content_type = run(made.page())
     assert content_type.startswith("text/plain; version=0.0.4")
     found = [sample for family in text_string_to_metric_families(body.decode()) for sample in family.samples]
     identities = [(sample.name, *sorted(sample.labels.items())) for sample in found]
@@ -263,7 +263,7 @@ def test_series_of_an_endpoint_that_left_vanish() -> None:
         assert b'endpoint="e1"' not in after
         assert after.count(b'endpoint="e2"') == before.count(b'endpoint="e2"')
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_leaving_endpoint_and_its_successor_share_a_series() -> None:
@@ -278,7 +278,7 @@ def test_a_leaving_endpoint_and_its_successor_share_a_series() -> None:
 
 def test_every_family_says_what_it_is() -> None:
     with telemetry(seen(1)) as (made, _):
-        body, _ = asyncio.run(made.page())
+        body, _ = run(made.page())
     families = list(text_string_to_metric_families(body.decode()))
     assert all(family.documentation.endswith(".") and len(family.documentation) > 8 for family in families)
     assert all(family.type in {"counter", "gauge", "histogram"} for family in families)

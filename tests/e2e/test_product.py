@@ -6,7 +6,6 @@ import json
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +15,12 @@ import pytest
 from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
+from tests.support.aio import run, until
 from tests.support.process import Process, lbproxy, mock
 
 
-def client_of(url: str, **options: int) -> OpenAI:
-    return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=options.get("max_retries", 0), timeout=30)
+def client_of(url: str) -> OpenAI:
+    return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
 
 
 def gauge(admin: str, name: str) -> dict[str, float]:
@@ -28,13 +28,6 @@ def gauge(admin: str, name: str) -> dict[str, float]:
     page = httpx.get(f"{admin}/metrics").text
     samples = [line.rsplit(" ", 1) for line in page.splitlines() if line.startswith(name)]
     return {labels.removeprefix(name): float(value) for labels, value in samples}
-
-
-def eventually(condition: object, what: str, within_s: float = 15.0) -> None:
-    end = time.monotonic() + within_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end, what
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +43,16 @@ def product(fleet: list[str], tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield running
 
 
+@pytest.fixture(scope="module")
+def client(product: tuple[Process, str, str]) -> Iterator[OpenAI]:
+    with client_of(product[1]) as client:
+        yield client
+
+
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Tell me something."}]
 
 
-def test_chat_and_completions_streamed_and_whole(product: tuple[Process, str, str]) -> None:
-    client = client_of(product[1])
+def test_chat_and_completions_streamed_and_whole(client: OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["sim"]
     chat = client.chat.completions.create(model="sim", messages=MESSAGES, max_tokens=12)
     assert chat.usage is not None
@@ -75,8 +73,7 @@ def test_chat_and_completions_streamed_and_whole(product: tuple[Process, str, st
     assert embedding.data[0].embedding
 
 
-def test_errors_are_the_sdks_typed_exceptions(product: tuple[Process, str, str]) -> None:
-    client = client_of(product[1])
+def test_errors_are_the_sdks_typed_exceptions(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="nope", prompt="x")
     assert missing.value.code == "model_not_found"
@@ -84,8 +81,7 @@ def test_errors_are_the_sdks_typed_exceptions(product: tuple[Process, str, str])
         client.completions.create(model="sim", prompt="x", max_tokens=-1)
 
 
-def test_requests_spread_and_are_told_apart(product: tuple[Process, str, str], fleet: list[str]) -> None:
-    client = client_of(product[1])
+def test_requests_spread_and_are_told_apart(client: OpenAI, fleet: list[str]) -> None:
     names = set()
     threads = [
         threading.Thread(
@@ -104,13 +100,13 @@ def test_requests_spread_and_are_told_apart(product: tuple[Process, str, str], f
     assert names == {url.removeprefix("http://") for url in fleet}
 
 
-def test_metrics_and_probes(product: tuple[Process, str, str], fleet: list[str]) -> None:
+def test_metrics_and_probes(product: tuple[Process, str, str], client: OpenAI) -> None:
     _, url, admin = product
-    client_of(url).completions.create(model="sim", prompt="x", max_tokens=1)
+    client.completions.create(model="sim", prompt="x", max_tokens=1)
     assert httpx.get(f"{admin}/healthz").status_code == 200
     ready = httpx.get(f"{admin}/readyz")
     assert (ready.status_code, ready.json()["endpoints"]["up"]) == (200, 2)
-    eventually(lambda: len(gauge(admin, "lbproxy_endpoint_kv_utilization{")) == 2, "both were scraped")
+    run(until(lambda: len(gauge(admin, "lbproxy_endpoint_kv_utilization{")) == 2, "both were scraped"))
     missing = gauge(admin, "lbproxy_scrape_missing_metrics{")
     assert len(missing) == 10
     assert set(missing.values()) == {0.0}
@@ -123,7 +119,7 @@ def test_every_request_leaves_one_log_line(product: tuple[Process, str, str]) ->
     ids = [f"log-{n}" for n in range(3)]
     for request_id, body in zip(ids, ({"model": "sim", "prompt": "secret"}, {"model": "no"}, {}), strict=True):
         httpx.post(f"{url}/v1/completions", json=body, headers={"x-request-id": request_id})
-    eventually(lambda: process.read().count('"log-') == 3, "three lines")
+    run(until(lambda: process.read().count('"log-') == 3, "three lines"))
     lines = [line for line in process.lines("request") if line["id"] in ids]
     assert [line["id"] for line in lines] == ids
     assert [line["status"] for line in lines] == [200, 404, 400]
@@ -147,9 +143,9 @@ def test_a_client_that_leaves_ends_the_work_in_the_engine(product: tuple[Process
                 f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
                 f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
             )
-            eventually(lambda: running() == 1, "it runs")
-        eventually(lambda: running() == 0, "it stopped")
-        eventually(lambda: sum(gauge(admin, "lbproxy_endpoint_in_flight{").values()) == 0, "nothing in flight")
+            run(until(lambda: running() == 1, "it runs"))
+        run(until(lambda: running() == 0, "it stopped"))
+        run(until(lambda: sum(gauge(admin, "lbproxy_endpoint_in_flight{").values()) == 0, "nothing in flight"))
 
 
 def test_a_dead_server_is_not_noticed_by_clients(tmp_path: Path) -> None:
@@ -158,32 +154,32 @@ def test_a_dead_server_is_not_noticed_by_clients(tmp_path: Path) -> None:
         mock() as (first, one),
         mock() as (_, two),
         lbproxy(tmp_path, [one, two, "http://127.0.0.1:9"]) as (_, url, admin),
+        client_of(url) as client,
     ):
-        client = client_of(url)
         client.completions.create(model="sim", prompt="x", max_tokens=2)
         first.process.kill()
         for _ in range(20):
             answer = client.completions.with_raw_response.create(model="sim", prompt="x", max_tokens=2)
             assert answer.headers["x-lbproxy-endpoint"] == two.removeprefix("http://")
-        eventually(lambda: list(gauge(admin, "lbproxy_endpoint_up{").values()) == [0.0, 1.0, 0.0], "it is seen as down")
+        run(until(lambda: list(gauge(admin, "lbproxy_endpoint_up{").values()) == [0.0, 1.0, 0.0], "it is seen as down"))
 
 
 def test_it_starts_before_its_servers_and_finds_them(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
     with lbproxy(tmp_path, [f"http://127.0.0.1:{port}"]) as (_, url, admin):
-        eventually(lambda: httpx.get(f"{admin}/readyz").status_code == 503, "not ready")
+        run(until(lambda: httpx.get(f"{admin}/readyz").status_code == 503, "not ready"))
         refused = httpx.post(f"{url}/v1/completions", json={"model": "sim", "prompt": "x"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_endpoints")
         assert 1 <= int(refused.headers["retry-after"]) <= 5
-        with mock("--port", str(port)):
-            eventually(lambda: httpx.get(f"{admin}/readyz").status_code == 200, "ready")
-            assert client_of(url).completions.create(model="sim", prompt="x", max_tokens=1)
+        with mock("--port", str(port)), client_of(url) as client:
+            run(until(lambda: httpx.get(f"{admin}/readyz").status_code == 200, "ready"))
+            assert client.completions.create(model="sim", prompt="x", max_tokens=1)
 
 
 def test_sigterm_lets_a_running_stream_finish(fleet: list[str], tmp_path: Path) -> None:
-    with lbproxy(tmp_path, fleet) as (process, url, _):
-        stream = client_of(url).completions.create(model="sim", prompt="x", max_tokens=300, stream=True)
+    with lbproxy(tmp_path, fleet) as (process, url, _), client_of(url) as client:
+        stream = client.completions.create(model="sim", prompt="x", max_tokens=300, stream=True)
         pieces = [next(stream)]
         process.process.send_signal(signal.SIGTERM)
         pieces += list(stream)

@@ -13,7 +13,7 @@ from lbproxy.net.fetch import fetch
 from lbproxy.net.h1 import request_head
 from lbproxy.net.pool import Connection, ConnectionPool, Origin
 from tests.support.aio import run, until
-from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, event
+from tests.support.endpoint import LAST, OK, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, event
 
 
 async def get(pool: ConnectionPool, endpoint: ScriptedEndpoint, timeout_s: float = 5.0) -> bytes:
@@ -30,7 +30,6 @@ def test_a_connection_is_used_again_and_the_last_one_first() -> None:
         await wire.send(answer(str(endpoint.wires.index(wire)).encode()))
 
     async def main() -> None:
-        endpoint.script = script
         async with endpoint:
             pool = ConnectionPool()
             both = [asyncio.create_task(get(pool, endpoint)) for _ in range(2)]
@@ -43,7 +42,7 @@ def test_a_connection_is_used_again_and_the_last_one_first() -> None:
             pool.close()
             assert pool.open_connections == 0
 
-    endpoint = ScriptedEndpoint()
+    endpoint = ScriptedEndpoint(script)
     run(main())
 
 
@@ -82,15 +81,12 @@ def test_a_kept_connection_that_speaks_is_never_used(stray: bytes) -> None:
     [
         answer(more="Connection: close\r\n"),
         b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nok",
-        answer() + b"more",
+        OK + b"more",
     ],
 )
 def test_what_speaks_against_reuse_is_heeded(reply: bytes) -> None:
-    async def script(wire: Wire, _: Received) -> None:
-        await wire.send(reply)
-
     async def main() -> None:
-        async with ScriptedEndpoint(script) as endpoint:
+        async with ScriptedEndpoint(reply) as endpoint:
             pool = ConnectionPool()
             for _ in range(2):
                 await get(pool, endpoint)

@@ -11,7 +11,7 @@ import pytest
 
 from lbproxy.core.types import Outcome
 from tests.support.aio import run, until
-from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, chunk, event
+from tests.support.endpoint import LAST, OK, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, chunk, event
 from tests.support.rig import RawClient, Reply, Rig, post, rig
 
 
@@ -39,11 +39,10 @@ def test_a_request_and_its_answer_pass_unchanged(plain: bool) -> None:
     body = b'{ "model" : "m", "x": [1, 2.50, "\\u00e9"] }'
     reply_body = b'{"a":  "spaces kept"}'
 
-    async def script(wire: Wire, _: Received) -> None:
-        await wire.send(answer(reply_body, more="X-Theirs: yes\r\nServer: uvicorn\r\n"))
+    theirs = answer(reply_body, more="X-Theirs: yes\r\nServer: uvicorn\r\n")
 
     async def main() -> None:
-        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
+        async with ScriptedEndpoint(theirs) as endpoint, rig(endpoint.url) as it:
             reply = await it.ask(
                 post(body, "/v1/chat/completions?api-version=1", "X-Mine: 1\r\nAuthorization: Bearer k\r\n")
             )
@@ -160,18 +159,16 @@ def test_keep_alive_on_both_sides_and_pipelined_requests_in_order() -> None:
 
 def test_a_kept_connection_that_the_server_closed_costs_the_client_nothing() -> None:
     """The keep-alive race: the request is sent again on a new connection, to the same endpoint, for free."""
-    endpoint = ScriptedEndpoint()
 
     async def script(wire: Wire, request: Received) -> None:
         if request is endpoint.requests[0]:
-            await wire.send(answer())
+            await wire.send(OK)
             assert await wire.read_request() is not None
             wire.reset()
         else:
-            await wire.send(answer())
+            await wire.send(OK)
 
     async def main() -> None:
-        endpoint.script = script
         async with endpoint, rig(endpoint.url) as it:
             client = await it.connect()
             for _ in range(2):
@@ -181,6 +178,7 @@ def test_a_kept_connection_that_the_server_closed_costs_the_client_nothing() -> 
             assert len(endpoint.wires) == 2
             client.writer.close()
 
+    endpoint = ScriptedEndpoint(script)
     run(main())
 
 
@@ -252,17 +250,14 @@ def test_an_endpoint_that_fails_before_its_first_byte_gives_a_clear_error(
     run(main())
 
 
-@pytest.mark.parametrize(
-    "status", ["400 Bad Request", "404 Not Found", "429 Too Many", "500 Oops", "503 Busy", "599 New"]
-)
-def test_an_endpoints_own_error_passes_unchanged(status: str) -> None:
-    async def script(wire: Wire, _: Received) -> None:
-        await wire.send(answer(b'{"detail":"theirs"}', status=status, more="Retry-After: 7\r\n"))
+@pytest.mark.parametrize("status", [400, 404, 429, 500, 503, 599])
+def test_an_endpoints_own_error_passes_unchanged(status: int) -> None:
+    theirs = answer(b'{"detail":"theirs"}', status=status, more="Retry-After: 7\r\n")
 
     async def main() -> None:
-        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
+        async with ScriptedEndpoint(theirs) as endpoint, rig(endpoint.url) as it:
             reply = await it.ask(post())
-            assert (reply.status, reply.body) == (int(status[:3]), b'{"detail":"theirs"}')
+            assert (reply.status, reply.body) == (status, b'{"detail":"theirs"}')
             assert reply.field("retry-after") == "7"
             assert last(it) is Outcome.COMPLETED
 
@@ -271,7 +266,7 @@ def test_an_endpoints_own_error_passes_unchanged(status: str) -> None:
 
 def test_informational_answers_are_skipped() -> None:
     async def script(wire: Wire, _: Received) -> None:
-        await wire.send(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n", b"HTTP/1.1 100 Continue\r\n\r\n" + answer())
+        await wire.send(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n", b"HTTP/1.1 100 Continue\r\n\r\n" + OK)
 
     async def main() -> None:
         async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
@@ -413,11 +408,11 @@ def test_an_old_client_gets_chunks_unwrapped_and_a_reset_if_they_break() -> None
 def test_bytes_after_the_end_of_an_answer_end_that_connection() -> None:
     """They could be taken for the next request's answer."""
 
-    async def script(wire: Wire, _: Received) -> None:
-        await wire.send(answer() + b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil")
-
     async def main() -> None:
-        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
+        async with (
+            ScriptedEndpoint(OK + b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil") as endpoint,
+            rig(endpoint.url) as it,
+        ):
             client = await it.connect()
             for _ in range(3):
                 client.send(post())
@@ -429,11 +424,11 @@ def test_bytes_after_the_end_of_an_answer_end_that_connection() -> None:
 
 
 def test_a_head_request_has_no_body() -> None:
-    async def script(wire: Wire, _: Received) -> None:
-        await wire.send(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n")
-
     async def main() -> None:
-        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
+        async with (
+            ScriptedEndpoint(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n") as endpoint,
+            rig(endpoint.url) as it,
+        ):
             client = await it.connect()
             for _ in range(2):
                 client.send(b"HEAD /v1/files/x HTTP/1.1\r\nHost: lb\r\n\r\n")
@@ -488,7 +483,7 @@ def test_a_client_that_leaves_ends_the_work_at_once(phase: str, abort: bool) -> 
 def test_a_client_that_leaves_the_queue_is_forgotten() -> None:
     async def script(wire: Wire, _: Received) -> None:
         await hold.wait()
-        await wire.send(answer())
+        await wire.send(OK)
 
     async def main() -> None:
         more = "admission: {max_in_flight_per_endpoint: 1}"

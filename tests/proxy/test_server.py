@@ -10,7 +10,7 @@ import pytest
 from lbproxy.core.types import Outcome
 from lbproxy.runtime import Runtime
 from tests.support.aio import run, until
-from tests.support.endpoint import LAST, Received, ScriptedEndpoint, Wire, answer
+from tests.support.endpoint import LAST, OK, Received, ScriptedEndpoint, Wire
 from tests.support.pool import card
 from tests.support.rig import Reply, post, rig
 
@@ -255,7 +255,7 @@ def test_stopping_lets_running_requests_finish() -> None:
     async def script(wire: Wire, _: Received) -> None:
         started.set()
         await finish.wait()
-        await wire.send(answer())
+        await wire.send(OK)
 
     started, finish = asyncio.Event(), asyncio.Event()
 
@@ -294,7 +294,7 @@ def test_a_burst_over_idle_endpoints_spreads_evenly() -> None:
 
     async def script(wire: Wire, _: Received) -> None:
         await everybody.wait()
-        await wire.send(answer())
+        await wire.send(OK)
 
     everybody = asyncio.Event()
 

@@ -32,8 +32,11 @@ def run(main: Coroutine[object, object, T], *, timeout_s: float = 60.0, plain: b
     return result
 
 
-async def until(condition: Callable[[], object], what: str, *, within_s: float = 10.0) -> None:
-    """Wait for something that must come true soon, however busy the machine is."""
+async def until(condition: Callable[[], object], what: str = "", *, within_s: float = 15.0) -> None:
+    """Wait for something that must come true soon, however busy the machine is. `what` says it where the code does not.
+
+    AssertionError if it does not; a test that is not asynchronous writes `run(until(...))`.
+    """
     try:
         async with asyncio.timeout(within_s):
             while not condition():  # noqa: ASYNC110 - anything may change it, in another process too

@@ -3,8 +3,9 @@
 Conventions, all invisible to a reader of the page:
 
 - `<!-- test: WORD -->` right above a fence says what a test does with the block (tests/e2e/test_docs.py has the words).
-- What stands between `<!-- generated: NAME -->` and `<!-- end -->` is written by a test, never by hand. With
-  LBPROXY_WRITE_DOCS=1 in the environment such a test writes its table instead of comparing it.
+- What stands between `<!-- generated: NAME -->` and `<!-- end -->` is written by a test. With LBPROXY_WRITE_DOCS=1 in
+  the environment such a test writes its table instead of comparing it; a last column that only a human can write is
+  kept from what stood there.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page, in order."""
     text = page.read_text(encoding="utf-8")
     return [
-        Block(page, text.count("\n", 0, match.start("language")) + 1, match["language"], match["mark"] or "", match["text"])
-        for match in _BLOCK.finditer(text)
+        Block(page, text.count("\n", 0, one.start("language")) + 1, one["language"], one["mark"] or "", one["text"])
+        for one in _BLOCK.finditer(text)
     ]
 
 
@@ -64,12 +65,11 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def cells(text: str) -> list[list[str]]:
     """The rows of the tables in a Markdown text, without their heads."""
-    rows = []
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    for above, line in zip(["", *lines], lines, strict=False):
+    rows: list[list[str]] = []
+    for line in text.splitlines():
         if line.startswith("| ---"):
-            rows.pop()
-        elif above or line:
+            rows.pop()  # the head
+        elif line.startswith("|"):
             rows.append([cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
     return rows
 
@@ -94,7 +94,7 @@ def expect_generated(page: Path, name: str, text: str) -> None:
 
 def _between(page: Path, name: str) -> tuple[str, str, str]:
     text = page.read_text(encoding="utf-8")
-    begin, end = f"<!-- generated: {name} -->\n", "<!-- end -->\n"
+    begin, end = f"<!-- generated: {name} -->\n\n", "\n<!-- end -->\n"
     before, found, rest = text.partition(begin)
     inside, closed, after = rest.partition(end)
     assert found, f"{page.name} has no marker {begin.strip()}"

@@ -1,25 +1,31 @@
-"""A model server of which a test writes every byte: what it answers, in which pieces, and how it ends."""
+"""A model server of which a test writes every byte: what it answers, in which pieces, and how it ends.
+
+    async with ScriptedEndpoint({"/health": OK, "/metrics": hang}) as server:
+        ...
+        server.scripts["/health"] = answer(status=503)
+
+A script is bytes, written as they are, or an async function of the wire and the request, which may write in steps,
+wait, close or reset. One script alone serves every path. Connections are kept alive unless a script ends them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import struct
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from types import TracebackType
+from typing import TypeAlias
 
 
 @dataclass
-class Received:
-    """One request as it came."""
+class Message:
+    """A request or a response as it came."""
 
     head: bytes
+    """Up to and with the empty line."""
     body: bytes
-
-    @property
-    def line(self) -> str:
-        return self.head.split(b"\r\n")[0].decode()
 
     def field(self, name: str) -> str | None:
         """The first value of a field."""
@@ -28,6 +34,20 @@ class Received:
             if key.lower() == name.lower():
                 return value.strip()
         return None
+
+
+@dataclass
+class Received(Message):
+    at: float
+    """Monotonic seconds."""
+
+    @property
+    def line(self) -> str:
+        return self.head.split(b"\r\n")[0].decode()
+
+    @property
+    def path(self) -> str:
+        return self.line.split(" ")[1].partition("?")[0]
 
 
 class Wire:
@@ -59,13 +79,11 @@ class Wire:
     async def read_request(self) -> Received | None:
         """The next request; None when the connection ended."""
         try:
-            head = await self.reader.readuntil(b"\r\n\r\n")
-            lengths = [
-                v for k, _, v in (x.partition(b":") for x in head.split(b"\r\n")) if k.lower() == b"content-length"
-            ]
-            return Received(head, await self.reader.readexactly(int(lengths[0]) if lengths else 0))
+            request = Received(await self.reader.readuntil(b"\r\n\r\n"), b"", time.monotonic())
+            request.body = await self.reader.readexactly(int(request.field("content-length") or 0))
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
+        return request
 
     async def watch(self) -> None:
         """Set `gone` when the proxy closes. A script that awaits it must not read."""
@@ -77,17 +95,17 @@ class Wire:
         self.gone.set()
 
 
-Script = Callable[[Wire, Received], Awaitable[None]]
+Script: TypeAlias = bytes | Callable[[Wire, Received], Awaitable[None]]
 
 
-def answer(
-    body: bytes = b'{"ok":true}', *, status: str = "200 OK", kind: str = "application/json", more: str = ""
-) -> bytes:
-    """A whole response with a Content-Length."""
-    head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n{more}\r\n"
+def answer(body: bytes = b'{"ok":true}', *, status: int = 200, kind: str = "application/json", more: str = "") -> bytes:
+    """A whole response with a Content-Length. `more`: further field lines, each with its CRLF."""
+    head = f"HTTP/1.1 {status} As scripted\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n{more}\r\n"
     return head.encode() + body
 
 
+OK = answer()
+NOT_FOUND = answer(status=404)
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -103,16 +121,24 @@ def event(text: str) -> bytes:
 LAST = b"0\r\n\r\n"
 
 
-async def whole(wire: Wire, _: Received) -> None:
-    """The usual script: a small JSON answer."""
-    await wire.send(answer())
+async def hang(wire: Wire, _: Received) -> None:
+    """Never answer."""
+    await wire.watch()
+
+
+async def reset(wire: Wire, _: Received) -> None:
+    """Reset the connection instead of answering."""
+    wire.reset()
 
 
 class ScriptedEndpoint:
-    """Listens on a free port of 127.0.0.1; runs `script` for each request."""
+    """Listens on a free port of 127.0.0.1, and entered again on the same one.
 
-    def __init__(self, script: Script = whole) -> None:
-        self.script = script
+    `scripts`: one for every path, or by path (which a test may change at any time), and 404 elsewhere.
+    """
+
+    def __init__(self, scripts: Script | dict[str, Script] = OK) -> None:
+        self.scripts, self._otherwise = (scripts, NOT_FOUND) if isinstance(scripts, dict) else ({}, scripts)
         self.requests: list[Received] = []
         self.wires: list[Wire] = []
         self.port = 0
@@ -123,14 +149,16 @@ class ScriptedEndpoint:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    def asked(self, path: str) -> int:
+        """How often `path` was asked for."""
+        return sum(one.path == path for one in self.requests)
+
     async def __aenter__(self) -> ScriptedEndpoint:
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port, limit=1 << 26)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, e: BaseException | None, t: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def stop(self) -> None:
@@ -153,7 +181,8 @@ class ScriptedEndpoint:
         try:
             while (request := await wire.read_request()) is not None:
                 self.requests.append(request)
-                await self.script(wire, request)
+                script = self.scripts.get(request.path, self._otherwise)
+                await (wire.send(script) if isinstance(script, bytes) else script(wire, request))
         except (ConnectionError, asyncio.CancelledError):
             pass
         finally:

@@ -1,4 +1,4 @@
-"""Builders for tests of the balancer: pools with everything at its default but what the test is about."""
+"""Pools with everything at its default but what a test is about: balancers, and `Pool` for those that need a loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from lbproxy.core.types import (
     InferenceRequest,
     LoadMetrics,
     ModelCard,
+    RequestRecord,
+    Transition,
 )
+from lbproxy.net.pool import ConnectionPool
+from lbproxy.runtime import Runtime
 
 MODEL = "m"
 
@@ -37,6 +41,8 @@ def make_balancer(
     *,
     policy: str = "least-request",
     admission: AdmissionSettings | None = None,
+    health: HealthSettings | None = None,
+    scrape: ScrapeSettings | None = None,
     scorers: dict[str, float] | None = None,
     seed: int = 0,
 ) -> Balancer:
@@ -44,8 +50,8 @@ def make_balancer(
     return Balancer(
         make_policy(routing),
         admission=admission or AdmissionSettings(),
-        health=HealthSettings(),
-        scrape=ScrapeSettings(),
+        health=health or HealthSettings(),
+        scrape=scrape or ScrapeSettings(),
         rng=random.Random(seed),
     )
 
@@ -82,3 +88,42 @@ def show_gauges(
 def seen(balancer: Balancer, now: float = 0.0) -> dict[str, EndpointSnapshot]:
     """The snapshot's endpoints by name."""
     return {one.endpoint.name: one for one in balancer.snapshot(now=now).endpoints}
+
+
+class Records:
+    """A sink that keeps everything."""
+
+    def __init__(self, balancer: Balancer) -> None:
+        self._balancer = balancer
+        self.requests: list[RequestRecord] = []
+        self.transitions: list[Transition] = []
+        self.models_then: list[tuple[str, ...] | None] = []
+        """What the endpoint was known to serve at the moment of each transition."""
+
+    def request(self, record: RequestRecord) -> None:
+        self.requests.append(record)
+
+    def transition(self, transition: Transition) -> None:
+        self.transitions.append(transition)
+        self.models_then.append(seen(self._balancer)[transition.endpoint.name].models)
+
+
+class Pool:
+    """A pool on the running loop, with all that is observed of it."""
+
+    def __init__(self, balancer: Balancer, specs: Sequence[EndpointSpec]) -> None:
+        self.balancer = balancer
+        self.records = Records(balancer)
+        self.runtime = Runtime(balancer, [self.records])
+        self.connections = ConnectionPool()
+        self.endpoints = self.runtime.set_endpoints(specs).added
+
+    def bring_up(self) -> None:
+        """Declare every endpoint up and serving MODEL; that makes no transition."""
+        bring_up(self.balancer, self.endpoints)
+
+    def snapshots(self) -> list[EndpointSnapshot]:
+        return self.runtime.snapshot().endpoints
+
+    def seen(self, name: str = "e1") -> EndpointSnapshot:
+        return next(one for one in self.snapshots() if one.endpoint.name == name)

@@ -8,54 +8,37 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from lbproxy.config import Settings, parse
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.policy import make_policy
-from lbproxy.core.types import EndpointSnapshot, EndpointSpec, RequestRecord, Transition
-from lbproxy.net.pool import ConnectionPool
+from lbproxy.core.types import EndpointSpec
 from lbproxy.proxy.exchange import Exchanger
 from lbproxy.proxy.server import FrontEnd
-from lbproxy.runtime import Runtime
-from tests.support.pool import MODEL, bring_up
+from tests.support.endpoint import Message
+from tests.support.pool import Pool
 
 
-class Records:
-    """A sink that keeps everything."""
-
-    def __init__(self) -> None:
-        self.requests: list[RequestRecord] = []
-        self.transitions: list[Transition] = []
-
-    def request(self, record: RequestRecord) -> None:
-        self.requests.append(record)
-
-    def transition(self, transition: Transition) -> None:
-        self.transitions.append(transition)
-
-
-@dataclass
-class Rig:
+class Rig(Pool):
     """What a test holds."""
 
-    port: int
-    runtime: Runtime
-    front: FrontEnd
-    connections: ConnectionPool
-    records: Records
-    clients: list[RawClient]
-    """All that were connected: closed at the end."""
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+    def __init__(self, settings: Settings) -> None:
+        rng = random.Random(1)
+        balancer = Balancer(
+            make_policy(settings.routing),
+            admission=settings.admission,
+            health=settings.health,
+            scrape=settings.scrape,
+            rng=rng,
+        )
+        super().__init__(balancer, [EndpointSpec(name=e.name, base_url=e.url) for e in settings.endpoints])
+        self.front = FrontEnd(settings, self.runtime, Exchanger(settings, self.runtime, self.connections), rng)
+        self.port = 0
+        self.clients: list[RawClient] = []
+        """All that were connected: closed at the end."""
 
     def in_flight(self) -> int:
-        return sum(one.in_flight for one in self.endpoints())
-
-    def endpoints(self) -> list[EndpointSnapshot]:
-        return self.runtime.snapshot().endpoints
+        return sum(one.in_flight for one in self.snapshots())
 
     async def connect(self) -> RawClient:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 26)
@@ -72,20 +55,12 @@ class Rig:
             client.writer.close()
 
 
-@dataclass
-class Reply:
+class Reply(Message):
     """A whole response."""
 
-    status: int
-    head: bytes
-    body: bytes
-
-    def field(self, name: str) -> str | None:
-        for line in self.head.decode("latin-1").split("\r\n")[1:]:
-            key, _, value = line.partition(":")
-            if key.lower() == name.lower():
-                return value.strip()
-        return None
+    @property
+    def status(self) -> int:
+        return int(self.head.split(b" ", 2)[1])
 
 
 class RawClient:
@@ -103,8 +78,7 @@ class RawClient:
 
     async def reply(self, *, bodiless: bool = False) -> Reply:
         """The next whole response; raises IncompleteReadError or ConnectionError if it broke."""
-        head = await self.head()
-        reply = Reply(int(head.split(b" ", 2)[1]), head, b"")
+        reply = Reply(await self.head(), b"")
         if bodiless:
             return reply
         if reply.field("transfer-encoding") == "chunked":
@@ -143,30 +117,16 @@ def settings_for(urls: list[str], more: str = "") -> Settings:
 @asynccontextmanager
 async def rig(*urls: str, more: str = "", up: bool = True) -> AsyncIterator[Rig]:
     """The data path before `urls`; `more` is further settings text. At the end nothing may be left in flight."""
-    settings = settings_for(list(urls), more)
-    balancer = Balancer(
-        make_policy(settings.routing),
-        admission=settings.admission,
-        health=settings.health,
-        scrape=settings.scrape,
-        rng=random.Random(1),
-    )
-    records = Records()
-    runtime = Runtime(balancer, [records])
-    specs = [EndpointSpec(name=e.name, base_url=e.url) for e in settings.endpoints]
-    added = runtime.set_endpoints(specs).added
+    it = Rig(settings_for(list(urls), more))
     if up:
-        bring_up(balancer, added, MODEL)
-    connections = ConnectionPool()
-    front = FrontEnd(settings, runtime, Exchanger(settings, runtime, connections), random.Random(1))
-    port = await front.listen("127.0.0.1", 0)
-    it = Rig(port, runtime, front, connections, records, [])
+        it.bring_up()
+    it.port = await it.front.listen("127.0.0.1", 0)
     try:
         yield it
     finally:
         for client in it.clients:
             client.writer.transport.abort()
-        await front.stop(2.0)
-        connections.close()
+        await it.front.stop(2.0)
+        it.connections.close()
     assert it.in_flight() == 0
-    assert all(one.awaiting_first_byte == 0 for one in it.endpoints())
+    assert all(one.awaiting_first_byte == 0 for one in it.snapshots())
