@@ -46,7 +46,8 @@ http {{
 WRK = """
 wrk.method = "POST"
 wrk.headers["Content-Type"] = "application/json"
-wrk.body = '{"model":"m","max_tokens":6,"messages":[{"role":"user","content":"' .. string.rep("a word or ", {tens}) .. '"}]}'
+local text = string.rep("a word or ", {tens})
+wrk.body = '{"model":"m","max_tokens":6,"messages":[{"role":"user","content":"' .. text .. '"}]}'
 """
 
 
