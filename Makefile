@@ -13,7 +13,7 @@ test: $(VENV)/.dev lint types
 	$(BIN)/python -m pytest
 
 check: $(VENV)/.dev format lint types
-	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_config.py tests/core tests/sim tests/net tests/proxy tests/control
+	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_config.py tests/test_config_text.py tests/core tests/sim tests/net
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format --quiet .

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import resource
 from collections.abc import Awaitable, Callable
@@ -17,10 +18,11 @@ from typing import NamedTuple
 from lbproxy import __version__
 from lbproxy.config import Address, Settings
 from lbproxy.control.admin import Admin
-from lbproxy.control.discovery import static_endpoints
+from lbproxy.control.discovery import Discovery
 from lbproxy.control.prober import Prober
 from lbproxy.control.scraper import Scraper
 from lbproxy.control.telemetry import Telemetry
+from lbproxy.control.watch import Loops, Watches
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.policy import make_policy
 from lbproxy.core.types import Endpoint
@@ -56,24 +58,35 @@ async def serve(settings: Settings, *, stop: asyncio.Event, on_ready: Callable[[
     runtime = Runtime(balancer, [telemetry])
     front = FrontEnd(settings, runtime, Exchanger(settings, runtime, connections), rng)
     telemetry.watch(runtime, front, connections)
+    discovery = Discovery(settings, rng)
+    telemetry.watch_names(discovery.names)
     admin = None if settings.admin is None else Admin(runtime, front, telemetry)
     try:
-        endpoints = runtime.set_endpoints(static_endpoints(settings)).added
+        first = runtime.set_endpoints(discovery.endpoints())
         listening = await _listen(settings, front, admin)
         async with asyncio.TaskGroup() as tasks:
-            watchers = [
+
+            def loops_of(endpoint: Endpoint) -> Loops:
+                return _loops(endpoint, settings, runtime, connections, telemetry, rng)
+
+            watches = Watches(tasks, loops_of, rng)
+            watches.follow(first)
+            sources = [
                 tasks.create_task(supervise(name, run, rng))
-                for endpoint in endpoints
-                for name, run in _watches(endpoint, settings, runtime, connections, telemetry, rng)
+                for name, run in discovery.loops(runtime, lambda specs: watches.follow(runtime.set_endpoints(specs)))
             ]
-            logger.info(_banner(settings, listening))
+            logger.info(_banner(settings, listening), extra={"event": "start"})
             on_ready(listening)
             await stop.wait()
-            logger.info("stopping: running requests have %g s", settings.drain.deadline)
-            await front.stop(settings.drain.deadline)
-            for watcher in watchers:
-                watcher.cancel()
+            text = "stopping: %d requests run and have up to %g s"
+            logger.info(text, front.running, settings.drain.deadline, extra={"event": "stop"})
+            cut = await front.stop(settings.drain.deadline)
+            logger.info("stopped: %d requests were cut", cut, extra={"event": "stop"})
+            for source in sources:
+                source.cancel()
+            watches.close()
     finally:
+        discovery.close()
         if admin is not None:
             await admin.close()
         connections.close()
@@ -82,23 +95,31 @@ async def serve(settings: Settings, *, stop: asyncio.Event, on_ready: Callable[[
 
 async def _listen(settings: Settings, front: FrontEnd, admin: Admin | None) -> Listening:
     """Open both listeners."""
-    port = await front.listen(settings.listen.host, settings.listen.port)
+    port = await _open(front.listen, settings.listen, "listen")
     url = _url(settings.listen, port)
     if admin is None or settings.admin is None:
         return Listening(url, None)
-    admin_port = await admin.start(settings.admin.host, settings.admin.port)
-    return Listening(url, _url(settings.admin, admin_port))
+    return Listening(url, _url(settings.admin, await _open(admin.start, settings.admin, "admin")))
 
 
-def _watches(
+async def _open(listen: Callable[[str, int], Awaitable[int]], address: Address, key: str) -> int:
+    """The port that was opened. Raises OSError with a text that says which setting to change."""
+    try:
+        return await listen(address.host, address.port)
+    except OSError as error:
+        why = os.strerror(error.errno).lower() if error.errno else str(error)
+        raise OSError(f"cannot listen on {address.host}:{address.port} ({key}): {why}") from error
+
+
+def _loops(
     endpoint: Endpoint,
     settings: Settings,
     runtime: Runtime,
     connections: ConnectionPool,
     telemetry: Telemetry,
     rng: random.Random,
-) -> list[tuple[str, Callable[[], Awaitable[None]]]]:
-    """The loops that look after one endpoint, by name."""
+) -> Loops:
+    """The loops that look after one endpoint."""
     prober = Prober(endpoint, runtime, connections, settings.health, rng)
     scraper = Scraper(endpoint, runtime, connections, settings.scrape, rng)
     telemetry.watch_scrapes(scraper)
@@ -113,9 +134,12 @@ def _url(address: Address, port: int) -> str:
 def _banner(settings: Settings, listening: Listening) -> str:
     names = [endpoint.name for endpoint in settings.endpoints]
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    resolved = sum(endpoint.is_name for endpoint in settings.endpoints)
+    dns = f" and the addresses of {resolved} DNS names" if resolved else ""
     return (
         f"lbproxy {__version__} listens on {listening.url}, admin on {listening.admin_url or 'nothing'}; "
-        f"balances {len(names)} endpoints ({shown}) by {settings.routing.policy}; open to all, no keys"
+        f"balances {len(names) - resolved} endpoints{dns} ({shown}) by {settings.routing.policy}; "
+        "no API keys: open to everybody who reaches it"
     )
 
 

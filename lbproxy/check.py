@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 from rich import box
 from rich.console import Console
@@ -10,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lbproxy.config import Settings
-from lbproxy.control.discovery import static_endpoints
+from lbproxy.control.discovery import Discovery
 from lbproxy.control.inspect import Inspection, inspect
 from lbproxy.net.pool import ConnectionPool
 
@@ -27,15 +28,21 @@ COSTS = {
 async def check(settings: Settings, console: Console | None = None) -> int:
     """Dial every endpoint and print what was found. Returns 0 if at least one endpoint can be used, else 1."""
     connections = ConnectionPool()
+    discovery = Discovery(settings, random.Random())  # noqa: S311 - nothing is random in one resolution
     try:
+        await discovery.resolve_once()
         found = await asyncio.gather(
-            *(inspect(spec, connections, settings.health, settings.scrape) for spec in static_endpoints(settings))
+            *(inspect(spec, connections, settings.health, settings.scrape) for spec in discovery.endpoints())
         )
     finally:
+        discovery.close()
         connections.close()
     console = console or Console(highlight=False, soft_wrap=True)
     console.print("The settings are valid.")
     console.print(_table(found))
+    for name in discovery.names:
+        if name.problem is not None:
+            console.print(Text(f"{name.entry.name}: cannot be resolved: {name.problem}", style="red"))
     for one in found:
         for problem in one.problems if one.reachable else one.problems[:1]:
             console.print(Text(f"{one.endpoint.name}: {problem}", style="yellow" if one.usable else "red"))

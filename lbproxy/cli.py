@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point of the `lbproxy` script."""
     parser = _parser()
     args = parser.parse_args(arguments)
-    if args.command is None and args.config is None:
+    if args.command in {None, "check"} and args.config is None:
         parser.error("say --config FILE, or try: lbproxy demo")
     try:
         return int(_COMMANDS[args.command](args))
@@ -46,11 +46,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     check = commands.add_parser("check", help="validate the settings and dial every endpoint")
-    check.add_argument("--config", metavar="FILE", required=True)
+    check.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS)
 
     demo = commands.add_parser("demo", help="three simulated vLLM servers and lbproxy before them; no GPU needed")
-    demo.add_argument("--listen", default="127.0.0.1:8080", metavar="HOST:PORT")
-    demo.add_argument("--admin", default="127.0.0.1:9901", metavar="HOST:PORT")
+    demo.add_argument("--listen", default="127.0.0.1:8080", metavar="HOST:PORT", help="default: 127.0.0.1:8080")
+    demo.add_argument("--admin", default="127.0.0.1:9901", metavar="HOST:PORT", help="default: 127.0.0.1:9901")
 
     mock = commands.add_parser("mock", help="one simulated vLLM server")
     mock.add_argument("--host", default="127.0.0.1", help="where it listens (default: 127.0.0.1)")
@@ -120,6 +120,8 @@ def _read_settings(path: str) -> Settings:
     try:
         with Path(path).open("rb") as file:
             text = file.read(MAX_SETTINGS_BYTES + 1).decode("utf-8")
+    except FileNotFoundError:
+        raise ConfigError(path, ["there is no such file"]) from None
     except UnicodeDecodeError as error:
         raise ConfigError(path, [f"not UTF-8: {error.reason} at byte {error.start}"]) from None
     return parse(text, environ=os.environ, source=path)
@@ -134,6 +136,7 @@ def _run_until_signal(start: Callable[[asyncio.Event], Coroutine[object, object,
 
         def on_signal() -> None:
             if stop.is_set():
+                os.write(2, b"lbproxy: a second signal: ended at once\n")
                 os._exit(1)
             stop.set()
 

@@ -75,7 +75,11 @@ class Runtime:
         if ticket.state is TicketState.WAITING:
             await self._placed_or_closed(ticket)
         if ticket.outcome is Outcome.MODEL_NOT_FOUND:
-            raise LbError(ticket.outcome, f"The model `{request.model}` does not exist.", param="model")
+            raise LbError(
+                ticket.outcome,
+                f"The model `{request.model}` does not exist; GET /v1/models lists those that do.",
+                param="model",
+            )
         if ticket.outcome is not None:
             raise LbError(ticket.outcome)
         return ticket

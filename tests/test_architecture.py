@@ -40,6 +40,7 @@ ONLY_IN = {
     "pydantic_core": {"config/"},
     "uvloop": {"cli.py"},
     "rich": {"check.py"},
+    "dns": {"control/resolver.py"},
 }
 READS_FILES = {"app.py", "cli.py", "control/discovery.py"}
 MAX_FILE_LINES = 500

@@ -81,7 +81,7 @@ def test_every_key_has_a_description() -> None:
 
     sections: set[type[BaseModel]] = {type(value) for _, value in read(MINIMAL) if isinstance(value, BaseModel)}
     sections |= {Settings, EndpointSettings}
-    assert len(sections) == 12
+    assert len(sections) == 13
     assert [name for section in sections for name, text in fields(section) if not text or len(text) < 8] == []
 
 
@@ -213,7 +213,7 @@ def test_url_is_normalised(written: str, url: str) -> None:
 def test_bad_url(written: str) -> None:
     (problem,) = problems(f'endpoints: [{{url: "{written}"}}]')
     assert problem.startswith(
-        "endpoints[0].url: expected http://host:port (no path; https is not supported in this ver"
+        "endpoints[0].url: expected http://host:port or dns+http://name:port (no path; https is not"
     )
 
 
@@ -221,6 +221,60 @@ def test_password_in_a_url_is_not_repeated() -> None:
     """What is refused still goes to a terminal and a log."""
     (problem,) = problems("endpoints: ['http://user:p/ss@word@gpu-1:8000']")
     assert problem.endswith(", got 'http://***@gpu-1:8000'")
+
+
+@pytest.mark.parametrize(
+    ("written", "url"),
+    [
+        ("dns+http://VLLM:8000", "dns+http://vllm:8000"),
+        ("DNS+HTTP://vllm.example./", "dns+http://vllm.example.:80"),
+    ],
+)
+def test_dns_url_is_normalised(written: str, url: str) -> None:
+    got = endpoint(written)
+    assert (got.url, got.is_name, got.name) == (url, True, url.removeprefix("dns+http://"))
+    assert not endpoint("http://vllm:8000").is_name
+
+
+@pytest.mark.parametrize("written", ["10.0.0.1:8000", "[::1]:8000", "a/v1", ":80", "a:0", "u@a"])
+def test_dns_url_without_a_name_is_refused(written: str) -> None:
+    for scheme in ("dns+http://", "dns+https://", "dns+"):
+        (problem,) = problems(f'endpoints: [{{url: "{scheme}{written}"}}]')
+        assert problem.startswith("endpoints[0].url: expected http://host:port or dns+http://name:port")
+
+
+def test_a_name_has_no_metrics_elsewhere() -> None:
+    """One page cannot speak for every address."""
+    (problem,) = problems("endpoints: [{url: 'dns+http://a', metrics: 'http://a:1/m'}]")
+    assert problem.startswith("endpoints[0].metrics: expected auto, an absolute path or null (each address")
+    assert endpoint("{url: 'dns+http://a', metrics: /m}").metrics == "/m"
+
+
+def test_a_name_is_not_also_an_endpoint_or_lbproxy_itself() -> None:
+    (problem,) = problems("endpoints: ['http://a:1', 'dns+http://a:1']")
+    assert problem.startswith("endpoints[1].name: expected another name")
+    (problem,) = problems("endpoints: ['dns+http://localhost:8080']")
+    assert problem.startswith("endpoints[0].url: expected another server than lbproxy's own listen")
+
+
+def test_nameservers_are_normalised() -> None:
+    text = "dns: {nameservers: [10.0.0.2, '10.0.0.2:53', '10.0.0.3:5353', 'fd00::0:1', '[fd00::1]:5353', '[fd00::2]']}"
+    assert read(MINIMAL + text).dns.nameservers == (
+        *("10.0.0.2:53", "10.0.0.3:5353", "[fd00::1]:53", "[fd00::1]:5353", "[fd00::2]:53"),
+    )
+    assert read(MINIMAL).dns.nameservers is None
+
+
+def test_bad_nameservers() -> None:
+    assert problems(
+        f"{MINIMAL}dns: {{nameservers: [dns.example, 10.0.0.2, '1.2.3:53', '10.0.0.1:0', ':53', '']}}"
+    ) == tuple(
+        f"dns.nameservers[{n}]: expected ip or ip:port, such as 10.0.0.2 or [fd00::2]:53, got '{text}'"
+        for n, text in ((0, "dns.example"), (2, "1.2.3:53"), (3, "10.0.0.1:0"), (4, ":53"), (5, ""))
+    )
+    assert problems(f"{MINIMAL}dns: {{nameservers: []}}") == (
+        "dns.nameservers: expected 1 to 8 nameservers, or null, got a list of 0",
+    )
 
 
 @pytest.mark.parametrize("metrics", ["auto", "/metrics", "'/a?b=c'", "http://gpu-1:8002/metrics", "null"])

@@ -79,7 +79,7 @@ def test_all_problems_come_at_once_each_with_its_path() -> None:
     text = (FIXTURES / "wrong-everywhere.yaml").read_text()
     with pytest.raises(ConfigError) as error:
         parse(text, environ={}, source="wrong-everywhere.yaml")
-    url = "expected http://host:port (no path; https is not supported in this version)"
+    url = "expected http://host:port or dns+http://name:port (no path; https is not supported in this version)"
     duration = "expected a duration (250ms, 2s, 5m, 1h, or seconds)"
     assert str(error.value).splitlines() == [
         "wrong-everywhere.yaml: 29 problems",
@@ -122,7 +122,7 @@ def test_unknown_key_without_a_near_one_lists_the_known() -> None:
     )
 
 
-@pytest.mark.parametrize("key", ["breaker", "engines", "models", "auth", "dns", "lora_management"])
+@pytest.mark.parametrize("key", ["breaker", "engines", "models", "auth", "lora_management"])
 def test_key_of_a_later_version_is_unknown(key: str) -> None:
     (problem,) = problems(f"{MINIMAL}{key}: 1")
     assert problem.startswith(f"{key}: unknown key")

@@ -18,8 +18,10 @@ from pydantic_core import ErrorDetails
 
 from lbproxy.config.text import ConfigError, join, one_line, read_text
 from lbproxy.config.tree import (
+    MAX_ENDPOINTS,
     Address,
     AdmissionSettings,
+    DnsSettings,
     DrainSettings,
     EndpointSettings,
     HealthSettings,
@@ -30,12 +32,15 @@ from lbproxy.config.tree import (
     ScrapeSettings,
     Settings,
     TimeoutSettings,
+    leads_to,
 )
 
 __all__ = [
     "parse",
     "json_schema",
+    "leads_to",
     "ConfigError",
+    "MAX_ENDPOINTS",
     "Settings",
     "Address",
     "EndpointSettings",
@@ -46,6 +51,7 @@ __all__ = [
     "ScrapeSettings",
     "TimeoutSettings",
     "LimitSettings",
+    "DnsSettings",
     "DrainSettings",
     "LogSettings",
 ]

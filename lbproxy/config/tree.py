@@ -31,11 +31,16 @@ from lbproxy.config.values import (
     expected,
     hosts_overlap,
     read_authority,
+    read_dns_authority,
     read_host,
+    read_nameserver,
     size,
 )
 
 MAX_ENDPOINTS = 1024
+"""Also of all addresses that names lead to, together."""
+MAX_NAMESERVERS = 8
+DNS_SCHEME = "dns+http://"
 
 Interval: TypeAlias = Annotated[float, duration("10ms", "1h")]
 """Seconds between two turns of something periodic."""
@@ -103,10 +108,11 @@ Engine: TypeAlias = Literal["auto", "vllm"]
 
 
 class EndpointSettings(ShortSection):
-    """One model server: a URL, or a mapping."""
+    """One model server, or all that a DNS name leads to: a URL, or a mapping."""
 
     url: str
-    """`http://host:port`, without a path. Plain HTTP only in this version. Port 80 if none is said."""
+    """`http://host:port`, or `dns+http://name:port` = every address of the name. No path, plain HTTP only. Port 80 if
+    none is said."""
     name: str = ""
     """What logs, metrics and clients call it: 1 to 64 of letters, digits and `._:[]-`. Default: the URL's host:port."""
     engine: Engine = "auto"
@@ -124,26 +130,32 @@ class EndpointSettings(ShortSection):
     @field_validator("url", mode="before")
     @classmethod
     def _normalise_url(cls, value: object) -> str:
-        authority = read_authority(value, root_only=True) if isinstance(value, str) else None
-        if authority is None:
-            raise expected("http://host:port (no path; https is not supported in this version)")
-        return f"http://{authority}"
+        if isinstance(value, str):
+            if (authority := read_authority(value, root_only=True)) is not None:
+                return f"http://{authority}"
+            if (authority := read_dns_authority(value)) is not None:
+                return DNS_SCHEME + authority
+        raise expected("http://host:port or dns+http://name:port (no path; https is not supported in this version)")
 
     @field_validator("name", mode="before")
     @classmethod
     def _default_name(cls, value: object, info: ValidationInfo) -> object:
         url = info.data.get("url")
-        name = (url.removeprefix("http://") if url else "unnamed") if value in (None, "") else value
+        name = (url.rpartition("/")[2] if url else "unnamed") if value in (None, "") else value
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9._:\[\]-]{1,64}", name):
             raise expected("1 to 64 letters, digits or any of ._:[]-")
         return name
 
     @field_validator("metrics", mode="after")
     @classmethod
-    def _check_metrics(cls, value: str | None) -> str | None:
-        if value is None or value == "auto" or PATH.fullmatch(value) or read_authority(value):
+    def _check_metrics(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None or value == "auto" or PATH.fullmatch(value):
             return value
-        raise expected("auto, an absolute path, an http:// URL or null")
+        if not info.data.get("url", "").startswith(DNS_SCHEME):
+            if read_authority(value):
+                return value
+            raise expected("auto, an absolute path, an http:// URL or null")
+        raise expected("auto, an absolute path or null (each address of a name has metrics of its own)")
 
     @field_validator("health", mode="after")
     @classmethod
@@ -151,6 +163,16 @@ class EndpointSettings(ShortSection):
         if value is None or PATH.fullmatch(value):
             return value
         raise expected("an absolute path or null")
+
+    @property
+    def authority(self) -> str:
+        """The URL's `host:port`."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def is_name(self) -> bool:
+        """Whether this stands for every address of a DNS name."""
+        return self.url.startswith(DNS_SCHEME)
 
 
 Policy: TypeAlias = Literal["least-request", "round-robin", "random", "gie", "weighted"]
@@ -267,6 +289,39 @@ class LimitSettings(Section):
         return value
 
 
+class DnsSettings(Section):
+    """Resolving the names of `dns+http://` endpoints. Requests never wait for it."""
+
+    nameservers: tuple[str, ...] | None = None
+    """A list of `ip` or `ip:port` to ask, at most 8. null = as this machine does: hosts file, then resolv.conf."""
+    interval: Interval = 5.0
+    """Seconds between two resolutions of a name, whatever its TTL. A failed one changes nothing."""
+    timeout: Timeout = 2.0
+    """Seconds for one resolution in all; each nameserver is asked about twice in that time."""
+
+    @field_validator("nameservers", mode="before")
+    @classmethod
+    def _some(cls, value: object) -> object:
+        if isinstance(value, list | tuple) and not 1 <= len(value) <= MAX_NAMESERVERS:
+            raise expected(f"1 to {MAX_NAMESERVERS} nameservers, or null")
+        return value
+
+    @field_validator("nameservers", mode="after")
+    @classmethod
+    def _normalise(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if value is None:
+            return None
+        read = [read_nameserver(text) for text in value]
+        wrong = [
+            InitErrorDetails(type=expected("ip or ip:port, such as 10.0.0.2 or [fd00::2]:53"), loc=(n,), input=value[n])
+            for n, one in enumerate(read)
+            if one is None
+        ]
+        if wrong:
+            raise ValidationError.from_exception_data("nameservers", wrong)
+        return tuple(dict.fromkeys(one for one in read if one))
+
+
 class DrainSettings(Section):
     """Stopping."""
 
@@ -306,6 +361,8 @@ class Settings(Section):
     """How long each phase of a request may take."""
     limits: LimitSettings = LimitSettings()
     """What one client can make lbproxy hold."""
+    dns: DnsSettings = DnsSettings()
+    """Resolving the names of `dns+http://` endpoints."""
     expose_endpoint: bool = True
     """Answers carry x-lbproxy-endpoint, the endpoint's name. false hides the fleet from clients."""
     drain: DrainSettings = DrainSettings()
@@ -337,7 +394,7 @@ class Settings(Section):
         clashes: list[InitErrorDetails] = []
         for index, endpoint in enumerate(value):
             for key, address in own:
-                if _reaches(endpoint.url, address):
+                if leads_to(endpoint.authority, address):
                     clashes.append(_clash(index, "url", f"another server than lbproxy's own {key}", endpoint.url))
             same_url = urls.setdefault(endpoint.url, index)
             same_name = names.setdefault(endpoint.name, index)
@@ -350,9 +407,9 @@ class Settings(Section):
         return value
 
 
-def _reaches(url: str, address: Address) -> bool:
-    """Whether an endpoint's URL leads back to a listener of ours: such a request would go round for ever."""
-    host, _, port = url.removeprefix("http://").rpartition(":")
+def leads_to(authority: str, address: Address) -> bool:
+    """Whether an endpoint's `host:port` leads back to a listener of ours: such a request would go round for ever."""
+    host, _, port = authority.rpartition(":")
     host = host.strip("[]")
     if int(port) != address.port:
         return False

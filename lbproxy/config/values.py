@@ -144,6 +144,20 @@ def read_authority(url: str, *, root_only: bool = False) -> str | None:
     return f"{host}:{port}" if 1 <= port <= 65535 else None
 
 
+def read_dns_authority(url: str) -> str | None:
+    """The normalised `name:port` of a `dns+http://` URL; None if it is not one, or has an address instead of a name."""
+    authority = read_authority(url[4:], root_only=True) if url[:4].lower() == "dns+" else None
+    return None if authority is None or read_nameserver(authority) else authority
+
+
+def read_nameserver(text: str) -> str | None:
+    """An IP address with or without a port (IPv6 with a port in brackets) as `ip:port`; port 53 if it says none."""
+    match = re.fullmatch(r"([0-9.]+|\[[0-9A-Fa-f:.]+\])(?::([0-9]{1,5}))?", text)
+    host, port = (match[1], int(match[2] or 53)) if match else (f"[{text}]", 53)
+    host = read_host(host) or ""
+    return f"{host}:{port}" if host and 1 <= port <= 65535 else None
+
+
 def hosts_overlap(one: str, other: str) -> bool:
     """Whether a listener on one host takes the other's connections too. Hosts without brackets, normalised."""
     hosts = {"127.0.0.1" if host == "localhost" else host for host in (one, other)}

@@ -1,18 +1,255 @@
 """Where the set of endpoints comes from. The only module of the control plane that may read files.
 
 Every source yields complete sets: the Balancer compares them with what it has, so that a source that was restarted, or
-that missed a change, is right again with its next set. The settings are the one source so far, and never change.
+that missed a change, is right again with its next set. The sources are the settings' own addresses, which never change,
+and the names of their `dns+http://` entries, each resolved again and again by a loop of its own.
+
+What to believe of an answer is `KnownName`'s, without I/O. The rules:
+
+- An answer with addresses is the name's new set, at once: what it lacks drains, what it adds is probed first.
+- A failure (time-out, SERVFAIL, refusal, garbage) changes nothing: a broken nameserver says nothing about servers.
+- That there are no addresses (an empty answer, or NXDOMAIN) is acted on after three such answers in a row, and even
+  then only against endpoints that their own health checks call down. A nameserver that lost its zone stops nobody.
+- If one family's question fails, what was known of that family stays.
+- Addresses where no model server can stand, or where lbproxy itself listens, are left out.
+- The set is sorted and without duplicates, so that the order of an answer, which rotates, changes nothing.
 """
 
 from __future__ import annotations
 
-from lbproxy.config import Settings
-from lbproxy.core.types import EndpointSpec
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import random
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+from lbproxy.config import MAX_ENDPOINTS, Address, EndpointSettings, Settings, leads_to
+from lbproxy.control.prober import JITTER
+from lbproxy.control.resolver import EMPTY, FAILED, NXDOMAIN, OK, Answer, Lookup, Resolver
+from lbproxy.core.types import EndpointSnapshot, EndpointSpec, Health
+from lbproxy.runtime import Runtime
+
+logger = logging.getLogger("lbproxy")
+
+EMPTY_UNTIL_BELIEVED = 3
+FIRST_RETRY_S = 1.0
+"""Between resolutions at most until the first good one: what starts together with lbproxy may get its name later."""
+MAX_HOSTS_CHARS = 4 << 20
+HOSTS = Path("/etc/hosts")
+MAX_LOGGED = 10
+
+IPAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+Publish: TypeAlias = Callable[[list[EndpointSpec]], None]
+"""Gets each new complete set."""
+
+
+def read_hosts() -> str:
+    """The hosts file; empty if there is none."""
+    with contextlib.suppress(OSError), HOSTS.open(encoding="utf-8", errors="replace") as file:
+        return file.read(MAX_HOSTS_CHARS)
+    return ""
+
+
+def usable_address(text: str) -> IPAddress | None:
+    """The address, IPv4 written as IPv6 made plain; None if no endpoint can be reached there.
+
+    Left out are 0.0.0.0 and :: (what a filtering nameserver says instead of "no"), multicast, broadcast and link-local:
+    fe80:: needs a zone, which DNS cannot say, and clouds have their machines' credentials at 169.254.169.254.
+    """
+    try:
+        address: IPAddress = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    wrong = address.is_unspecified or address.is_multicast or address.is_link_local or str(address) == "255.255.255.255"
+    return None if wrong else address
 
 
 def static_endpoints(settings: Settings) -> list[EndpointSpec]:
-    """The endpoints that the settings name, in their order. Names and addresses are distinct."""
-    return [
-        EndpointSpec(name=one.name, base_url=one.url, engine=one.engine, metrics=one.metrics, health=one.health)
-        for one in settings.endpoints
-    ]
+    """The endpoints that the settings name by their address, in their order. Names and addresses are distinct."""
+    return [_spec(one, one.name, one.authority) for one in settings.endpoints if not one.is_name]
+
+
+def _spec(entry: EndpointSettings, name: str, authority: str) -> EndpointSpec:
+    return EndpointSpec(
+        name=name, base_url=f"http://{authority}", engine=entry.engine, metrics=entry.metrics, health=entry.health
+    )
+
+
+class KnownName:
+    """What is believed of one `dns+http://` entry. Pure: `hear` is told each answer."""
+
+    def __init__(self, entry: EndpointSettings, own: Sequence[Address] = ()) -> None:
+        """`own`: where lbproxy listens."""
+        self.entry = entry
+        self.host, _, self._port = entry.authority.rpartition(":")
+        self._own = own
+        self._addresses: tuple[IPAddress, ...] = ()
+        self._empties = 0
+        """In a row."""
+        self.results: dict[str, int] = {}
+        """Resolutions by result: a word of `control.resolver`. `ok` if one family brought addresses."""
+        self.found = 0
+        """Addresses in the last answer that had some, those beyond MAX_ENDPOINTS too."""
+        self.problem: str | None = None
+        """Why the last resolution brought nothing; None if it brought addresses, and before the first."""
+
+    @property
+    def authorities(self) -> list[str]:
+        """The endpoints' `host:port`: distinct, IPv4 first, ascending, at most MAX_ENDPOINTS."""
+        return [self._authority(address) for address in self._addresses]
+
+    def hear(self, lookup: Lookup, down: Callable[[], Collection[str]]) -> None:
+        """One resolution's outcome. `down` says which `host:port` are down by their health checks."""
+        heard = {usable_address(text) for answer in lookup for text in answer.addresses}
+        fresh = {one for one in heard if one is not None and self._is_other(one)}
+        result = _result(lookup, bool(fresh))
+        self.results[result] = self.results.get(result, 0) + 1
+        self._empties = self._empties + 1 if result in {EMPTY, NXDOMAIN} else 0
+        if result == OK:
+            unheard = {version for version, answer in ((4, lookup.v4), (6, lookup.v6)) if not _was_heard(answer)}
+            kept = {one for one in self._addresses if one.version in unheard}
+            ordered = sorted(fresh | kept, key=lambda one: (one.version, int(one)))
+            self.found = len(ordered)
+            self._addresses = tuple(ordered[:MAX_ENDPOINTS])
+            self.problem = None
+            return
+        if self._empties >= EMPTY_UNTIL_BELIEVED:
+            gone = down()
+            self._addresses = tuple(one for one in self._addresses if self._authority(one) not in gone)
+        self.problem = _reason(lookup)
+
+    def _authority(self, address: IPAddress) -> str:
+        return f"[{address}]:{self._port}" if address.version == 6 else f"{address}:{self._port}"
+
+    def _is_other(self, address: IPAddress) -> bool:
+        return not any(leads_to(self._authority(address), own) for own in self._own)
+
+
+def _was_heard(answer: Answer) -> bool:
+    return answer.result in {OK, EMPTY, NXDOMAIN}
+
+
+def _result(lookup: Lookup, any_usable: bool) -> str:
+    """The two answers in one word."""
+    if any_usable:
+        return OK
+    failed = [answer.result for answer in lookup if not _was_heard(answer)]
+    if failed:
+        return failed[0]
+    if any(answer.result == OK for answer in lookup):
+        return FAILED  # it has addresses, none of which is usable
+    return NXDOMAIN if all(answer.result == NXDOMAIN for answer in lookup) else EMPTY
+
+
+def _reason(lookup: Lookup) -> str:
+    """Of the answer that went worse."""
+    worse = min(lookup, key=lambda answer: (_was_heard(answer), answer.result != OK))
+    if worse.result == OK:
+        return f"none of its addresses can be used: {', '.join(worse.addresses[:MAX_LOGGED])}"
+    return worse.detail
+
+
+class Discovery:
+    """The settings' endpoints as complete sets. `close` it last."""
+
+    def __init__(self, settings: Settings, rng: random.Random, resolver: Resolver | None = None) -> None:
+        self._settings = settings
+        self._rng = rng
+        self._resolver = resolver or Resolver(settings.dns, read_hosts)
+        own = [one for one in (settings.listen, settings.admin) if one is not None]
+        self.names = [KnownName(entry, own) for entry in settings.endpoints if entry.is_name]
+
+    def close(self) -> None:
+        """End what still resolves."""
+        self._resolver.close()
+
+    def endpoints(self) -> list[EndpointSpec]:
+        """The complete set as far as known: the settings' addresses, then those of its names, each in their order.
+
+        Names and addresses are distinct: of two entries that lead to one address the first counts, and an address that
+        the settings name themselves before all. At most MAX_ENDPOINTS.
+        """
+        specs = {spec.base_url: spec for spec in static_endpoints(self._settings)}
+        taken = {spec.name for spec in specs.values()}
+        for known in self.names:
+            for authority in known.authorities:
+                spec = _spec(known.entry, _name(known.entry, authority, taken), authority)
+                if spec.base_url not in specs and len(specs) < MAX_ENDPOINTS:
+                    specs[spec.base_url] = spec
+                    taken.add(spec.name)
+        return list(specs.values())
+
+    async def resolve_once(self) -> None:
+        """Resolve every name, all at the same time."""
+        await asyncio.gather(*(self._resolve(name, tuple) for name in self.names))
+
+    def loops(self, runtime: Runtime, publish: Publish) -> Iterator[tuple[str, Callable[[], Awaitable[None]]]]:
+        """One loop for each name, and what to call it, for `runtime.supervise`."""
+        for name in self.names:
+            yield f"discovery of {name.entry.name}", partial(self._follow, name, runtime, publish)
+
+    async def _follow(self, name: KnownName, runtime: Runtime, publish: Publish) -> None:
+        """Until cancelled."""
+        while True:
+            began_at = runtime.now()
+            before, was_good = name.authorities, name.problem is None
+            await self._resolve(name, lambda: _down(runtime.snapshot().endpoints))
+            if was_good != (name.problem is None):
+                _log_problem(name)
+            if name.authorities != before:
+                _log_change(name, before)
+                publish(self.endpoints())
+            interval_s = self._settings.dns.interval
+            if OK not in name.results:
+                interval_s = min(interval_s, FIRST_RETRY_S)
+            due_at = began_at + interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER)
+            await asyncio.sleep(max(0.0, due_at - runtime.now()))
+
+    async def _resolve(self, name: KnownName, down: Callable[[], Collection[str]]) -> None:
+        name.hear(await self._resolver.lookup(name.host), down)
+
+
+def _name(entry: EndpointSettings, authority: str, taken: Collection[str]) -> str:
+    """What the endpoint at one address of a name is called."""
+    if entry.name == entry.authority and authority not in taken:  # no name of its own
+        return authority
+    return f"{entry.name}/{authority}"  # no entry's name has a slash, and no two entries have one name
+
+
+def _down(endpoints: Sequence[EndpointSnapshot]) -> set[str]:
+    """The `host:port` of members that are down. One that is leaving may have a successor there, which stands before."""
+    health: dict[str, Health] = {}
+    for one in endpoints:
+        health.setdefault(one.endpoint.authority, one.health)
+    return {authority for authority, verdict in health.items() if verdict is Health.DOWN}
+
+
+def _log_change(name: KnownName, before: list[str]) -> None:
+    now = name.authorities
+    added, removed = [one for one in now if one not in before], [one for one in before if one not in now]
+    extra = {"event": "discovery", "source": name.entry.name, "endpoints": len(now)}
+    extra |= {"added": added[:MAX_LOGGED], "removed": removed[:MAX_LOGGED]}
+    text = "%s has %d addresses%s: added %s; removed %s"
+    cut = f" (of {name.found})" if name.found > len(now) else ""
+    logger.info(text, name.entry.name, len(now), cut, _some(added), _some(removed), extra=extra)
+
+
+def _log_problem(name: KnownName) -> None:
+    extra: dict[str, object] = {"event": "discovery", "source": name.entry.name, "endpoints": len(name.authorities)}
+    if name.problem is None:
+        logger.info("%s can be resolved again", name.entry.name, extra=extra)
+        return
+    text = "%s cannot be resolved, so what is known of it stays (%d addresses): %s"
+    extra["reason"] = name.problem
+    logger.warning(text, name.entry.name, len(name.authorities), name.problem, extra=extra)
+
+
+def _some(authorities: list[str]) -> str:
+    more = f" and {len(authorities) - MAX_LOGGED} more" if len(authorities) > MAX_LOGGED else ""
+    return (", ".join(authorities[:MAX_LOGGED]) or "none") + more

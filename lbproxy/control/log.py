@@ -113,6 +113,26 @@ OUTCOMES: dict[Outcome, tuple[str, int]] = {one: (one.label, one.value.status) f
 """Label and status: an enum's `value` costs more than all the rest of a field."""
 
 
+_WARNINGS = {
+    Outcome.UPSTREAM_BROKE,
+    Outcome.CUT,
+    Outcome.SATURATED,
+    Outcome.EXPIRED,
+    Outcome.NO_ENDPOINTS,
+    Outcome.OVERLOADED,
+    Outcome.CONNECT_FAILED,
+    Outcome.UPSTREAM_RESET,
+    Outcome.UPSTREAM_PROTOCOL,
+    Outcome.UPSTREAM_TIMEOUT,
+}
+LEVELS: dict[Outcome, int] = {
+    one: logging.ERROR if one is Outcome.INTERNAL_ERROR else logging.WARNING if one in _WARNINGS else logging.INFO
+    for one in Outcome
+}
+"""The level of a request's line: warnings are what an operator may have to act on."""
+_LEVEL_NAMES = {one: logging.getLevelName(level).lower() for one, level in LEVELS.items()}
+
+
 def _ms(seconds: float) -> float:
     """To the microsecond; three times as fast as round()."""
     return int(seconds * 1e6 + 0.5) / 1e3
@@ -125,7 +145,7 @@ def access_line(record: RequestRecord) -> bytes:
     model, error = record.model, record.error
     line = {
         "time": stamp(time.time()),
-        "level": "info",
+        "level": _LEVEL_NAMES[record.outcome],
         "event": "request",
         "id": plain(record.id, MAX_FIELD_CHARS),
         "client": plain(record.client, MAX_FIELD_CHARS),

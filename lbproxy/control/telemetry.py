@@ -30,7 +30,8 @@ from prometheus_client.utils import floatToGoString
 
 from lbproxy import __version__
 from lbproxy.config import LogSettings
-from lbproxy.control.log import OUTCOMES, LineWriter, access_line, configure_logging
+from lbproxy.control.discovery import KnownName
+from lbproxy.control.log import LEVELS, OUTCOMES, LineWriter, access_line, configure_logging
 from lbproxy.control.scraper import Scraper
 from lbproxy.core.types import EndpointSnapshot, EndpointUid, Health, PoolSnapshot, RequestRecord, Transition
 
@@ -102,7 +103,8 @@ class _RouteTimes:
 
     def __init__(self) -> None:
         self.duration = Histogram(DURATION_BUCKETS)
-        self.first_byte = Histogram(FIRST_BYTE_BUCKETS)
+        self.first_byte = {stream: Histogram(FIRST_BYTE_BUCKETS) for stream in (False, True)}
+        """By whether a stream was wanted: the first byte of a whole answer is its end."""
 
 
 class Telemetry:
@@ -113,13 +115,16 @@ class Telemetry:
         self._writer = writer or LineWriter()
         self._log_handler = configure_logging(log.level, self._writer)
         self._write_access = self._writer.write if log.access else None
+        self._access_level: int = logging.getLevelNamesMapping()[log.level.upper()]
         self._pool: Snapshots | None = None
         self._clients: Connections | None = None
         self._upstreams: Connections | None = None
         self._scrapers: dict[EndpointUid, Scraper] = {}
+        self._names: Sequence[KnownName] = ()
 
         self._requests: defaultdict[tuple[str, str, int], int] = defaultdict(int)
         self._by_endpoint: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._failed: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._by_model: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._times: defaultdict[str, _RouteTimes] = defaultdict(_RouteTimes)
         self._queue_wait = Histogram(QUEUE_BUCKETS)
@@ -141,6 +146,10 @@ class Telemetry:
         """Show how this scraper gets on, until its endpoint leaves the pool."""
         self._scrapers[scraper.endpoint.uid] = scraper
 
+    def watch_names(self, names: Sequence[KnownName]) -> None:
+        """Show how resolving these gets on."""
+        self._names = names
+
     def close(self) -> None:
         """Write what is left of the log, and let go of the process's logging."""
         logging.getLogger().removeHandler(self._log_handler)
@@ -158,11 +167,13 @@ class Telemetry:
             times = self._times[record.route]
             times.duration.observe(record.ended_at - started_at)
             if first_byte_at is not None:
-                times.first_byte.observe(first_byte_at - started_at)
+                times.first_byte[record.stream].observe(first_byte_at - started_at)
             self._queue_wait.observe(record.queue_s)
             self._attempts += record.attempts
             self._retries += record.attempts - 1
             self._by_endpoint[record.endpoint or "", outcome] += 1
+        for failure in record.failed:
+            self._failed[failure] += 1
         self._request_bytes += record.request_bytes
         self._response_bytes += record.response_bytes
         model = record.model
@@ -171,7 +182,7 @@ class Telemetry:
             if label is None:
                 label = self._label_new_model(model, record.ended_at)
             self._by_model[label, outcome] += 1
-        if self._write_access is not None:
+        if self._write_access is not None and LEVELS[record.outcome] >= self._access_level:
             self._write_access(access_line(record))
 
     def transition(self, transition: Transition) -> None:
@@ -213,6 +224,8 @@ class Telemetry:
         yield from _endpoint_families(_one_per_name(snapshot.endpoints))
         yield from self._endpoint_counters()
         yield from self._scrape_families()
+        if self._names:
+            yield from self._dns_families()
         yield from self._process_families(snapshot)
         yield from self._process.collect()
 
@@ -225,6 +238,7 @@ class Telemetry:
         names = {one.endpoint.name for one in snapshot.endpoints}
         _keep(self._scrapers, lambda uid: uid in uids)
         _keep(self._by_endpoint, lambda key: key[0] in names)
+        _keep(self._failed, lambda key: key[0] in names)
         _keep(self._transitions, lambda key: key[0] in names)
         served = dict.fromkeys(model for one in snapshot.endpoints for model in one.models or ())
         kept = [model for model in self._model_labels if model in served]
@@ -240,10 +254,12 @@ class Telemetry:
             requests[route, outcome, code] += count
         yield _counters("requests", "Requests that ended, by route, outcome and status", ROUTE_LABELS, requests.items())
         duration = _histogram("request_duration_seconds", "From a request's head to its end; refused ones left out")
-        first_byte = _histogram("time_to_first_byte_seconds", "From a request's head to its answer's first body byte")
+        text = "From a request's head to its answer's first body byte; that of an answer that is no stream is its end"
+        first_byte = _histogram("time_to_first_byte_seconds", text, ("route", "stream"))
         for route, times in self._times.items():
             times.duration.add_to(duration, [route])
-            times.first_byte.add_to(first_byte, [route])
+            for stream, histogram in times.first_byte.items():
+                histogram.add_to(first_byte, [route, str(stream).lower()])
         yield duration
         yield first_byte
         queue_wait = _histogram(
@@ -263,6 +279,8 @@ class Telemetry:
         by_endpoint = self._by_endpoint.items()
         text = "Requests that ended, by the endpoint that had them last"
         yield _counters("endpoint_requests", text, ("endpoint", "outcome"), by_endpoint)
+        text = "Attempts that an endpoint failed before it answered, by how; they may have gone well elsewhere"
+        yield _counters("endpoint_failed_attempts", text, ("endpoint", "failure"), self._failed.items())
         text = "Changes of an endpoint's health, by what it became"
         yield _counters("endpoint_transitions", text, ("endpoint", "to"), self._transitions.items())
 
@@ -275,6 +293,12 @@ class Telemetry:
         yield _gauges("scrape_missing_metrics", text, ("endpoint", "signal"), missing)
         times = [((name,), one.last_duration_s) for name, one in scrapes.items()]
         yield _gauges("scrape_duration_seconds", "How long the last scrape took", ("endpoint",), times)
+
+    def _dns_families(self) -> Iterator[Metric]:
+        results = [((one.entry.name, word), n) for one in self._names for word, n in one.results.items()]
+        yield _counters("dns_resolutions", "Resolutions of a dns+http name, by result", ("name", "result"), results)
+        addresses = [((one.entry.name,), len(one.authorities)) for one in self._names]
+        yield _gauges("dns_addresses", "Addresses that are believed of a dns+http name", ("name",), addresses)
 
     def _process_families(self, snapshot: PoolSnapshot) -> Iterator[Metric]:
         yield _gauge("waiting_requests", "Requests in the queue because no endpoint has room", snapshot.waiting)

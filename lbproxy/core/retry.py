@@ -17,7 +17,7 @@ class FailureKind(Enum):
     CONNECT = "connect"
     """Refused, unreachable, or not answered in time: no byte was sent."""
     STALE = "stale"
-    """A kept connection was closed before it answered: the keep-alive race, nobody's fault."""
+    """A kept connection turned out to be closed just when a request went out: the keep-alive race, nobody's fault."""
     RESET = "reset"
     """Reset or closed before the answer's head was whole, on a new connection."""
     PROTOCOL = "protocol"

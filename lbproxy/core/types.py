@@ -213,7 +213,7 @@ class Outcome(Enum):
     INVALID_JSON = _bad("invalid_json", 400, "The request body is not valid JSON.")
     MISSING_MODEL = _bad("missing_model", 400, "The request names no model.")
     FORBIDDEN = _bad("forbidden", 403, "This is not allowed through the load balancer.")
-    UNKNOWN_URL = _bad("unknown_url", 404, "Unknown request URL.")
+    UNKNOWN_URL = _bad("unknown_url", 404, "Unknown request URL. Paths begin with /v1; metrics are on the admin port.")
     MODEL_NOT_FOUND = _bad("model_not_found", 404, "The model does not exist.")
     METHOD_NOT_ALLOWED = _bad("method_not_allowed", 405, "The method is not allowed here.")
     BODY_TIMEOUT = _bad("request_timeout", 408, "The request body did not come in time.", close=True)
@@ -274,6 +274,8 @@ class RequestRecord:
     attempts: int = 0
     status: int = 0
     outcome: Outcome = Outcome.INTERNAL_ERROR
+    failed: tuple[tuple[str, str], ...] = ()
+    """The attempts that failed before an answer: the endpoint's name, and the outcome's code."""
     error: str | None = None
     """What went wrong, for the log; may name addresses, so it never goes to a client."""
     request_bytes: int = 0

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import socket
 from collections import defaultdict
 from functools import lru_cache
@@ -27,6 +28,9 @@ from lbproxy.net.h1 import MAX_HEAD_BYTES, Framing, PayloadWatcher, ProtocolErro
 
 IDLE_S = 3.0
 MAX_IDLE_PER_ORIGIN = 1024
+STALE_S = 0.5
+"""A kept connection that breaks this soon after a request went out was closed before it: the keep-alive race. One that
+breaks later died with the request on it, which must then not be sent again: it may be what killed the server."""
 SWEEP_S = 0.25
 MAX_INFORMATIONAL = 8
 """1xx answers before the real one."""
@@ -71,6 +75,7 @@ class Connection(asyncio.Protocol):
         self._head: asyncio.Future[ResponseHead | UpstreamError] | None = None
         self._head_keeps = False
         self._method = ""
+        self._sent_at = 0.0
         self._informational = 0
         self._receiver: Receiver | None = None
         self._framing: Framing | None = None
@@ -85,6 +90,7 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         self._method = method
         self._informational = 0
+        self._sent_at = self._loop.time()
         if len(body) < 16 << 10:
             self._transport.write(head + body)
         else:
@@ -262,7 +268,8 @@ class Connection(asyncio.Protocol):
                 receiver.broke(self._lost(exc))
 
     def _lost(self, exc: Exception | None) -> UpstreamError:
-        stale = self.reused and not self._buffer and not self._informational
+        unanswered = not self._buffer and not self._informational
+        stale = self.reused and unanswered and self._loop.time() - self._sent_at < STALE_S
         detail = f"{self.origin}: " + (f"connection lost: {exc}" if exc else "closed")
         return UpstreamError(FailureKind.STALE if stale else FailureKind.RESET, detail)
 
@@ -341,7 +348,7 @@ class ConnectionPool:
             raise UpstreamError(FailureKind.CONNECT, f"{origin}: no connection within {timeout_s:g} s") from None
         except OSError as error:
             kind = FailureKind.EXHAUSTED if error.errno in _OUR_FAULT else FailureKind.CONNECT
-            raise UpstreamError(kind, f"{origin}: {error}") from error
+            raise UpstreamError(kind, f"{origin}: {_reason(error)}") from error
         self._busy.add(connection)
         return connection
 
@@ -380,6 +387,13 @@ class ConnectionPool:
                     break  # in the order in which they were kept
                 connection.abort()
         self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
+
+
+def _reason(error: OSError) -> str:
+    """Without the address, which asyncio repeats."""
+    if error.errno is None or isinstance(error, socket.gaierror):
+        return error.strerror or str(error)
+    return os.strerror(error.errno)
 
 
 async def _open_socket(loop: asyncio.AbstractEventLoop, origin: Origin) -> socket.socket:

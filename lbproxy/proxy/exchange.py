@@ -100,6 +100,7 @@ class Exchanger:
                 verdict = decide(error.kind, attempts=record.attempts, max_attempts=self._max_attempts)
                 outcome = verdict.outcome
                 record.error = error.detail
+                record.failed += ((endpoint.name, outcome.label),)
                 if verdict.blame:
                     self._runtime.report_health(endpoint.uid, False, error.detail)
                 if not verdict.again:

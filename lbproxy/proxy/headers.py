@@ -27,7 +27,7 @@ _HOP_BY_HOP = frozenset(
         b"http2-settings",
     }
 )  # RFC 9110, section 7.6.1, and what older clients send
-_NOT_FORWARDED = _HOP_BY_HOP | {
+NOT_FORWARDED = _HOP_BY_HOP | {
     b"host",
     b"content-length",
     b"expect",
@@ -65,7 +65,7 @@ def read_request_fields(raw: Iterable[tuple[bytes, bytes]]) -> RequestFields:
     nominated: set[bytes] = set()
     for name, value in raw:
         key = name.lower()
-        if key in _NOT_FORWARDED:
+        if key in NOT_FORWARDED:
             _read_our_own(fields, nominated, key, value)
             continue
         forward += (name, b": ", value, b"\r\n")

@@ -14,7 +14,7 @@ import re
 from typing import NamedTuple
 
 from lbproxy.net.h1 import split_field_cached
-from lbproxy.proxy.headers import REQUEST_ID, RequestFields
+from lbproxy.proxy.headers import NOT_FORWARDED, REQUEST_ID, RequestFields
 
 MAX_PLAIN_HEAD_BYTES = 8 << 10
 MAX_PLAIN_FIELDS = 64
@@ -22,27 +22,7 @@ _REQUEST_LINE = re.compile(rb"POST (/v1/(?:chat/)?completions) HTTP/1\.1\r\n")
 _TEXT = bytes({*range(0x20, 0x7F), 0x09})
 """ASCII only: what else may stand in a head is left to aiohttp."""
 _LENGTH = re.compile(rb"[0-9]{1,9}")
-_SPECIAL = frozenset(
-    {
-        b"connection",
-        b"content-encoding",
-        b"content-length",
-        b"content-type",
-        b"expect",
-        b"host",
-        b"http2-settings",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-        b"x-gateway-destination-endpoint",
-        b"x-request-id",
-    }
-)
+_SPECIAL = NOT_FORWARDED | {b"content-type", b"content-encoding"}
 
 
 class PlainRequest(NamedTuple):

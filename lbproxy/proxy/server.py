@@ -123,8 +123,17 @@ class FrontEnd(web.Server):
         """No new requests are taken."""
         return self._draining
 
-    async def stop(self, deadline_s: float) -> None:
-        """Accept nothing more, let running requests finish until the deadline, then cut the rest, visibly."""
+    @property
+    def running(self) -> int:
+        """Requests that were read and have no whole answer yet."""
+        return self._running
+
+    async def stop(self, deadline_s: float) -> int:
+        """Accept nothing more, let running requests finish until the deadline, then cut the rest, visibly.
+
+        Returns how many were cut.
+        """
+        cut = 0
         self._draining = True
         if self._listener is not None:
             self._listener.close()
@@ -135,12 +144,14 @@ class FrontEnd(web.Server):
                 client.force_close()
         if not await _happens(self._quiet, deadline_s):
             self._cutting = True
+            cut = self._running
             for client in self._clients():
                 client.cut()
             await _happens(self._quiet, FLUSH_S)
         for client in self._clients():
             client.force_close()
         await _happens(self._empty, FLUSH_S)
+        return cut
 
     def _clients(self) -> list[ClientConnection]:
         return cast(list[ClientConnection], self.connections)
@@ -286,7 +297,11 @@ class FrontEnd(web.Server):
         if wanted:
             card = next((card for card in cards if card.id == wanted), None)
             if card is None:
-                raise LbError(Outcome.MODEL_NOT_FOUND, f"The model `{wanted}` does not exist.", param="model")
+                raise LbError(
+                    Outcome.MODEL_NOT_FOUND,
+                    f"The model `{wanted}` does not exist; GET /v1/models lists those that do.",
+                    param="model",
+                )
         body = card.raw if wanted and card is not None else model_list(cards)
         record.status, record.outcome = 200, Outcome.COMPLETED
         self._write(client, record, json_answer(200, body, {"x-request-id": record.id}, keep_alive=keep_alive))

@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -145,9 +146,41 @@ def test_histograms_add_up() -> None:
         assert count == sum(100.0 + one - 100.0 <= bound for one in durations), bound
     assert page["lbproxy_request_duration_seconds_count"] == {("chat_completions",): 5}
     assert page["lbproxy_request_duration_seconds_sum"][("chat_completions",)] == pytest.approx(sum(durations))
-    assert page["lbproxy_time_to_first_byte_seconds_count"] == {("chat_completions",): 0}
+    assert set(page["lbproxy_time_to_first_byte_seconds_count"].values()) == {0}
     assert page["lbproxy_queue_wait_seconds_count"] == {(): 5}
     assert max(map(len, (DURATION_BUCKETS, FIRST_BYTE_BUCKETS, QUEUE_BUCKETS))) < 12
+
+
+def test_the_first_byte_of_a_stream_and_of_a_whole_answer_are_kept_apart() -> None:
+    """That of a whole answer is its end: together they would say nothing about either."""
+    with telemetry() as (made, _):
+        for stream in (True, True, False):
+            made.request(record(stream=stream))
+        page = read(made)
+    counts = {("chat_completions", "true"): 2, ("chat_completions", "false"): 1}
+    assert page["lbproxy_time_to_first_byte_seconds_count"] == counts
+
+
+def test_failed_attempts_are_charged_to_the_endpoint_that_failed() -> None:
+    """Not to the one that answered in the end."""
+    with telemetry(seen(1, "m"), seen(2, "m")) as (made, _):
+        made.request(record(endpoint="e2", attempts=2, failed=(("e1", "upstream_connect_failed"),)))
+        page = read(made)
+    assert page["lbproxy_endpoint_failed_attempts_total"] == {("e1", "upstream_connect_failed"): 1}
+    assert page["lbproxy_endpoint_requests_total"] == {("e2", "completed"): 1}
+
+
+@pytest.mark.parametrize(("level", "written"), [("info", 3), ("warning", 2), ("error", 1)])
+def test_request_lines_have_a_level_and_obey_it(level: str, written: int, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT)
+    made = Telemetry(LogSettings.model_validate({"level": level}), LineWriter(fd))
+    for outcome in (Outcome.COMPLETED, Outcome.UPSTREAM_BROKE, Outcome.INTERNAL_ERROR):
+        made.request(record(outcome=outcome))
+    made.close()
+    os.close(fd)
+    levels = [json.loads(line)["level"] for line in log.read_text().splitlines()]
+    assert levels == ["info", "warning", "error"][-written:]
 
 
 def test_hostile_model_names_make_no_series() -> None:

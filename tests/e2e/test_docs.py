@@ -27,6 +27,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lbproxy.config import ConfigError, parse
+from tests.support.aio import run, until
 from tests.support.docs import DOCS, PAGES, ROOT, Block, all_blocks, blocks, expect_generated, table
 from tests.support.process import Process, lbproxy, mock
 
@@ -110,10 +111,24 @@ def test_commands_run(block: Block, demo: tuple[str, str], tmp_path: Path) -> No
 # --- What it shows ----------------------------------------------------------------------------------------------------
 
 
-def test_metrics_has_every_family_of_a_live_page(demo: tuple[str, str]) -> None:
+def live_page(folder: Path) -> str:
+    """The metrics of an lbproxy to which everything happened that makes a series."""
+    with mock("--model", "m") as (_, url):
+        endpoints = [f"'{url}'", "{url: 'http://127.0.0.1:9', name: dead, health: null}"]
+        with lbproxy(folder, endpoints, "routing: {policy: round-robin}") as (process, listen, admin):
+            process.wait_for("serves m")
+            for _ in range(4):
+                body = {"model": "m", "prompt": "x", "max_tokens": 1}
+                assert httpx.post(f"{listen}/v1/completions", json=body).status_code == 200
+                assert httpx.get(f"{listen}/v1/files").status_code == 404
+            run(until(lambda: "lbproxy_endpoint_running{" in httpx.get(f"{admin}/metrics").text, "it was scraped"))
+            return httpx.get(f"{admin}/metrics").text
+
+
+def test_metrics_has_every_family_of_a_live_page(tmp_path: Path) -> None:
     """By type, labels and meaning; in the order of the page."""
     rows = []
-    for family in text_string_to_metric_families(httpx.get(f"http://{demo[1]}/metrics").text):
+    for family in text_string_to_metric_families(live_page(tmp_path)):
         if family.name.startswith("lbproxy_"):
             assert family.samples, f"{family.name} shows nothing: let the fixture bring it to"
             name = f"{family.name}_total" if family.type == "counter" else family.name

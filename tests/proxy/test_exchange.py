@@ -10,6 +10,7 @@ import json
 import pytest
 
 from lbproxy.core.types import Outcome
+from lbproxy.net import pool as pool_module
 from tests.support.aio import run, until
 from tests.support.endpoint import LAST, OK, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, chunk, event
 from tests.support.rig import RawClient, Reply, Rig, post, rig
@@ -179,6 +180,31 @@ def test_a_kept_connection_that_the_server_closed_costs_the_client_nothing() -> 
             client.writer.close()
 
     endpoint = ScriptedEndpoint(script)
+    run(main())
+
+
+def test_a_server_that_dies_on_a_request_does_not_hand_it_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a kept connection too, once the keep-alive race is over: the request may be what kills servers."""
+    monkeypatch.setattr(pool_module, "STALE_S", 0.05)
+
+    async def script(wire: Wire, request: Received) -> None:
+        if b"poison" in request.body:
+            await asyncio.sleep(0.2)
+            wire.reset()
+        else:
+            await wire.send(answer())
+
+    async def main() -> None:
+        async with ScriptedEndpoint(script) as one, ScriptedEndpoint(script) as two, rig(one.url, two.url) as it:
+            for _ in range(6):
+                assert (await it.ask(post())).status == 200
+            assert it.connections.open_connections == 2, "both have a kept connection"
+            before = len(one.requests) + len(two.requests)
+            reply = await it.ask(post(b'{"model":"m","x":"poison"}'))
+            assert (reply.status, code(reply)) == (502, "upstream_reset")
+            assert len(one.requests) + len(two.requests) == before + 1
+            assert it.records.requests[-1].attempts == 1
+
     run(main())
 
 

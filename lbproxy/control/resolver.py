@@ -1,0 +1,158 @@
+"""Asks which addresses a name has: the hosts file and DNS. The only module that knows a DNS library (dnspython).
+
+It says what was answered; what of it to believe is discovery's. Invariants:
+
+- Nothing here runs on the event loop: a thread of its own has its own loop. To parse an answer of 1,000 addresses takes
+  30 ms of pure Python, which streams must not wait for.
+- A lookup ends within the settings' time-out, whatever the nameservers do, and never raises.
+- With nameservers in the settings, they alone are asked, and for the name exactly as it is written. Without, it goes as
+  it does for other programs of this machine: the hosts file first; else resolv.conf's nameservers, search list and
+  ndots. Both files are read anew for each lookup, so that a change needs no restart. Other sources of the C library
+  (mDNS, LDAP) are not asked: its getaddrinfo cannot be cancelled, nor told which nameservers to use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import threading
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import dns.asyncresolver
+import dns.exception
+import dns.nameserver
+import dns.resolver
+
+from lbproxy.config import DnsSettings
+
+OK, EMPTY, NXDOMAIN, TIMEOUT, FAILED = "ok", "empty", "nxdomain", "timeout", "failed"
+"""What a question can bring: addresses; the name exists without any; it does not exist; silence; anything else."""
+TRIES = 2
+"""Of each nameserver within the time-out: one UDP packet may get lost."""
+MARGIN_S = 0.5
+"""The library's time-out goes by the wall clock, which may jump; this much later the event loop's clock ends it."""
+JOIN_S = 2.0
+MAX_DETAIL_CHARS = 300
+
+
+class Answer(NamedTuple):
+    """What the question for a name's IPv4, or IPv6, addresses brought."""
+
+    result: str
+    addresses: tuple[str, ...] = ()
+    """With `ok`: at least one, as the server gave them."""
+    detail: str = ""
+    """Without: why, for a human."""
+
+
+class Lookup(NamedTuple):
+    """Both answers about a name."""
+
+    v4: Answer
+    v6: Answer
+
+
+class Resolver:
+    """Looks names up in a thread, which the first lookup starts and `close` ends. Belongs to one event loop."""
+
+    def __init__(self, settings: DnsSettings, read_hosts: Callable[[], str]) -> None:
+        """`read_hosts` returns the text of the hosts file; called in the thread."""
+        self._settings = settings
+        self._read_hosts = read_hosts
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    async def lookup(self, host: str) -> Lookup:
+        """The addresses of `host`. Any number may run at the same time; cancelling ends it."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=_run, args=(self._loop,), name="lbproxy-dns", daemon=True)
+            self._thread.start()
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._lookup(host), self._loop))
+
+    def close(self) -> None:
+        """End the thread, and what still runs in it."""
+        if self._loop is not None and self._thread is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(JOIN_S)
+            self._loop = self._thread = None
+
+    async def _lookup(self, host: str) -> Lookup:
+        if self._settings.nameservers is None:
+            listed = list(addresses_in(self._read_hosts(), host))
+            if listed:
+                return Lookup(_answer(one for one in listed if ":" not in one), _answer(a for a in listed if ":" in a))
+        try:
+            resolver = self._resolver()
+        except (dns.exception.DNSException, OSError, ValueError) as error:  # resolv.conf is not there, or bad
+            answer = Answer(FAILED, detail=_detail(error))
+            return Lookup(answer, answer)
+        v4, v6 = await asyncio.gather(*(self._ask(resolver, host, kind) for kind in ("A", "AAAA")))
+        return Lookup(v4, v6)
+
+    def _resolver(self) -> dns.asyncresolver.Resolver:
+        """A fresh one costs 0.1 ms and has no cache: nameservers keep one, by the TTL."""
+        addresses = self._settings.nameservers
+        resolver = dns.asyncresolver.Resolver(configure=addresses is None)
+        if addresses is not None:
+            resolver.nameservers = [_nameserver(one) for one in addresses]
+        resolver.use_search_by_default = addresses is None
+        resolver.timeout = self._settings.timeout / (TRIES * len(resolver.nameservers))
+        resolver.lifetime = self._settings.timeout
+        return resolver
+
+    async def _ask(self, resolver: dns.asyncresolver.Resolver, host: str, kind: str) -> Answer:
+        try:
+            async with asyncio.timeout(self._settings.timeout + MARGIN_S):
+                found = await resolver.resolve(host, kind, raise_on_no_answer=False)
+        except dns.resolver.NXDOMAIN as error:
+            return Answer(NXDOMAIN, detail=_detail(error))
+        except (dns.exception.Timeout, TimeoutError) as error:
+            return Answer(TIMEOUT, detail=_detail(error))
+        except (dns.exception.DNSException, OSError, ValueError) as error:  # refused, SERVFAIL, a loop, too long a name
+            return Answer(FAILED, detail=_detail(error))
+        return _answer(record.address for record in found)
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """The thread."""
+    loop.run_forever()
+    loop.run_until_complete(_end())
+    loop.close()
+
+
+async def _end() -> None:
+    """Cancel what still runs on this loop."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+
+
+def _nameserver(address: str) -> dns.nameserver.Nameserver:
+    """From the settings' `ip:port`."""
+    host, _, port = address.rpartition(":")
+    return dns.nameserver.Do53Nameserver(host.strip("[]"), int(port))
+
+
+def _answer(addresses: Iterator[str]) -> Answer:
+    found = tuple(addresses)
+    return Answer(OK, found) if found else Answer(EMPTY, detail="the name has no addresses")
+
+
+def _detail(error: Exception) -> str:
+    return (str(error) or type(error).__name__)[:MAX_DETAIL_CHARS]
+
+
+def addresses_in(hosts: str, host: str) -> Iterator[str]:
+    """The addresses that the text of a hosts file (man 5 hosts) has for a name, which is in lower case."""
+    if host not in hosts.lower():  # files that block advertisements have 100,000 lines
+        return
+    for line in hosts.lower().splitlines():
+        address, *names = line.partition("#")[0].split() or [""]
+        if host in names:
+            try:
+                yield str(ipaddress.ip_address(address))
+            except ValueError:
+                continue
