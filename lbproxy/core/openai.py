@@ -126,7 +126,8 @@ def _model_card(entry: object) -> ModelCard | None:
     except LbError:
         return None
     parent = fields.get("parent")
-    return ModelCard(fields["id"], orjson.dumps(entry), parent if isinstance(parent, str) else None)
+    raw = bytes(memoryview(orjson.dumps(entry)))  # a copy: what orjson returns holds on to 8 KiB as long as it lives
+    return ModelCard(fields["id"], raw, parent if isinstance(parent, str) else None)
 
 
 def model_list(cards: Iterable[ModelCard]) -> bytes:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
+from pathlib import Path
 
 import pytest
 from aiohttp.http_exceptions import BadStatusLine
@@ -289,3 +290,14 @@ def test_a_broken_pipe_is_counted_and_survived() -> None:
     assert writer.dropped == 10
     writer.write(b"too late\n")
     assert writer.dropped == 11
+
+
+def test_lines_that_wait_for_a_slow_reader_take_what_they_weigh() -> None:
+    """A full queue of orjson's own results would take 128 MB instead of 8."""
+
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident_bytes()
+    lines = [access_line(record()) for _ in range(MAX_LINES)]
+    assert resident_bytes() - before < 10 * sum(map(len, lines))
