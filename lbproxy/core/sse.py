@@ -6,14 +6,15 @@ event (only there may an error event follow), and, for a body that no framing en
 
 from __future__ import annotations
 
+import json
 import re
-
-import orjson
 
 _ENDS = (b"\n\n", b"\r\n\r\n")
 _SEAM_BYTES = 32
 """What is kept of the last piece: longer than every mark that a cut may go through."""
-_FINISH = re.compile(rb'\[DONE\]|"finish_reason"[ \t]*:[ \t]*"')
+_FINISH = re.compile(
+    rb'\[DONE\]|"finish_reason"[ \t]*:[ \t]*"|"message_stop"|"response\.(?:completed|failed|incomplete)"'
+)
 
 
 class EventScanner:
@@ -88,7 +89,7 @@ class JsonWatcher:
         if self._size > self.MAX_BYTES:
             return True
         try:
-            orjson.loads(b"".join(self._pieces))
-        except orjson.JSONDecodeError:
+            json.loads(b"".join(self._pieces))  # takes NaN and a byte order mark, as those who wrote it may
+        except (ValueError, RecursionError):
             return False
         return True

@@ -251,6 +251,8 @@ def parse_head(head: bytes, method: str) -> ResponseHead:
         raise ProtocolError("an HTTP/1.0 response is chunked")
     keep_alive = (minor == 1 or b"keep-alive" in options) and b"close" not in options
     framed = chunked or length is not None
+    if bodiless and status != 304 and (chunked or announced not in {None, b"0"}):
+        keep_alive = False  # a body that comes all the same must not be taken for the next answer
     chunked = chunked and not bodiless
     kept.append(b"")
     return ResponseHead(status, b"\r\n".join(kept), content_type, keep_alive and framed, chunked, length, announced)

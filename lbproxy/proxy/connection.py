@@ -29,6 +29,8 @@ logger = logging.getLogger("lbproxy")
 
 WRITE_HIGH_WATER_BYTES = 64 << 10
 """What we hold for a client that does not read before the endpoint is no longer read."""
+STALL_S = 60.0
+"""How long a client may take nothing of an earlier answer before its next request is given up."""
 HELD_BYTES = 64 << 10
 """What we hold of requests that came while another runs before the client is no longer read."""
 _BODILESS = (b"GET ", b"HEAD ")
@@ -77,7 +79,7 @@ class Front(Protocol):
 class ClientConnection(web.RequestHandler):
     """One client. Made by `FrontEnd`."""
 
-    __slots__ = ("_front", "_held", "_in_aiohttp", "_lane", "_owed", "address", "body_reader", "relay")
+    __slots__ = ("_front", "_held", "_in_aiohttp", "_lane", "_owed", "address", "body_reader", "relay", "unread")
 
     def __init__(self, front: web.Server, **options: object) -> None:
         super().__init__(front, **options)  # type: ignore[arg-type]
@@ -87,6 +89,8 @@ class ClientConnection(web.RequestHandler):
         """The body that aiohttp's handler is reading, while it is."""
         self.address = ""
         """The client's, without its port."""
+        self.unread: StreamReader | None = None
+        """The body of the request that aiohttp's handler has, read or not."""
         self._lane: asyncio.Task[None] | None = None
         """The plain request that runs."""
         self._held = b""
@@ -145,18 +149,20 @@ class ClientConnection(web.RequestHandler):
         super().data_received(data)
         # A body that turns out to be malformed must fail its reader too: aiohttp would leave the handler waiting.
         if self.body_reader is not None and self._messages and not self.body_reader.is_eof():
-            self.body_reader.set_exception(LbError(Outcome.BAD_REQUEST, "The request body is malformed."))
+            self.body_reader.set_exception(web.RequestPayloadError("the body is malformed"))
 
     # The fast lane
 
     def _start(self, plain: PlainRequest) -> None:
         self._request_in_progress = True  # aiohttp's shutdown waits for it
+        self.unread = None
         self._lane = self._loop.create_task(self._run(plain))
 
     async def _run(self, plain: PlainRequest) -> None:
         keep_alive = False
         try:
-            keep_alive = await self._front.serve_plain(plain, self)
+            if await self.drained():
+                keep_alive = await self._front.serve_plain(plain, self)
         finally:
             self._lane = None
             self._request_in_progress = False
@@ -206,8 +212,28 @@ class ClientConnection(web.RequestHandler):
 
     def aiohttp_answered(self) -> None:
         """aiohttp's handler wrote an answer after which the connection lives on."""
-        if self._owed == 0:
+        if self._owed == 0 and self.is_read:
             self._in_aiohttp = False
+
+    @property
+    def is_read(self) -> bool:
+        """All bytes of the request that runs were taken: what comes next is another request."""
+        return self.unread is None or self.unread.is_eof()
+
+    async def drained(self) -> bool:
+        """Wait until the client has taken earlier answers, so that those of requests sent ahead cannot pile up here.
+
+        Returns False, and gives the client up, if it takes nothing for `STALL_S`.
+        """
+        if self.writing_paused:
+            try:
+                async with asyncio.timeout(STALL_S):
+                    await self._drain_helper()
+            except TimeoutError:
+                if self.transport is not None:
+                    self.transport.abort()
+                return False
+        return True
 
     def resume_reading(self, resume_parser: bool = True) -> None:
         """aiohttp calls this after each read of a body and would then parse nothing and resume what was not paused."""

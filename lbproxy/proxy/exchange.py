@@ -122,6 +122,12 @@ class Exchanger:
         return f"x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n{exposed}"
 
 
+def _is_plain_json(head: ResponseHead) -> bool:
+    """The body is one JSON text that can be read."""
+    kind = head.content_type.partition(b";")[0].strip()
+    return kind == b"application/json" and b"content-encoding:" not in head.end_to_end.lower()
+
+
 class Relay:
     """The answer's way from the endpoint's connection to the client's transport: the net.pool.Receiver of a call."""
 
@@ -167,7 +173,7 @@ class Relay:
         self._whole: EventScanner | JsonWatcher | None = None
         """Tells whether a body that only closing ends is whole."""
         if ends_by_close:
-            self._whole = self._scanner or (JsonWatcher() if b"json" in content_type else None)
+            self._whole = self._scanner or (JsonWatcher() if _is_plain_json(head) else None)
         self._progressed = 0
         self._progress_at = 0.0
         # A failure is a result here: an exception that a cancelled handler never fetches would be logged as lost.

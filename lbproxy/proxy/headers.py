@@ -35,7 +35,7 @@ NOT_FORWARDED = _HOP_BY_HOP | {
     b"x-gateway-destination-endpoint",  # a header never chooses an address
 }
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
-_TARGET = re.compile(r"/[!-~]*")
+_TARGET = re.compile(r"/[!\"$-~]*")  # ASCII without white space and fragments
 
 _PHRASES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
@@ -91,8 +91,8 @@ def _read_our_own(fields: RequestFields, nominated: set[bytes], key: bytes, valu
             raise LbError(Outcome.BAD_REQUEST, "Transfer-Encoding must be `chunked`.")
         case b"expect":
             fields.expects_continue = value.strip().lower() == b"100-continue"
-        case b"upgrade" if b"websocket" in value.lower():
-            raise LbError(Outcome.BAD_REQUEST, "WebSockets are not supported.")
+        case b"upgrade" if value.strip().lower() in {b"websocket", b"tcp"}:  # what aiohttp would switch to
+            raise LbError(Outcome.BAD_REQUEST, "Upgrades are not supported.")
         case b"x-request-id" if REQUEST_ID.fullmatch(value):
             fields.request_id = value.decode("ascii")
         case _:

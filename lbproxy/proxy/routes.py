@@ -58,13 +58,16 @@ _ROUTES = {
 def find_route(method: str, path: str) -> Route:
     """The route of a request. `path` begins with a slash and has no query.
 
-    Raises LbError UNKNOWN_URL, FORBIDDEN or METHOD_NOT_ALLOWED.
+    Raises LbError BAD_REQUEST, UNKNOWN_URL, FORBIDDEN or METHOD_NOT_ALLOWED.
     """
+    if method == "CONNECT":
+        raise LbError(Outcome.BAD_REQUEST, "This is no forward proxy.")
     route = _ROUTES.get(path)
     if route is None:
-        if not path.startswith("/v1/") or _has_dot_segments(path):
+        canonical = _canonical(path)
+        if not path.startswith("/v1/") or canonical is None:
             raise LbError(Outcome.UNKNOWN_URL)
-        if path in _LORA_PATHS:
+        if canonical in _LORA_PATHS:
             raise LbError(Outcome.FORBIDDEN, "Adapters cannot be loaded or unloaded through the load balancer.")
         route = _MODELS if path.startswith("/v1/models/") else _OTHER
     if method not in route.methods:
@@ -72,6 +75,12 @@ def find_route(method: str, path: str) -> Route:
     return route
 
 
-def _has_dot_segments(path: str) -> bool:
-    """A server may resolve `/v1/../metrics` to what was never meant to be reached."""
-    return any(part in {".", ".."} for part in unquote(path).replace("\\", "/").split("/"))
+def _canonical(path: str) -> str | None:
+    """What a server may make of a path: escapes decoded, parameters and empty segments dropped. None if that has dot
+    segments, which could lead to what was never meant to be reached, or characters that no path needs.
+    """
+    plain = unquote(path).replace("\\", "/")
+    segments = [segment.partition(";")[0].strip() for segment in plain.split("/")]
+    if not plain.isprintable() or any(segment in {".", ".."} for segment in segments):
+        return None
+    return "/" + "/".join(filter(None, segments))

@@ -15,6 +15,7 @@ import secrets
 import socket
 from collections.abc import Awaitable
 from typing import NamedTuple, cast
+from urllib.parse import unquote
 
 from aiohttp import web
 from aiohttp.streams import StreamReader
@@ -167,6 +168,9 @@ class FrontEnd(web.Server):
         client = cast(ClientConnection, request.protocol)
         record = self.new_record(request.method, request.raw_path, client)
         keep_alive = request.keep_alive and not self._draining
+        client.unread = request.content
+        if not await client.drained():
+            return CLOSE
         if await self._recorded(
             self._serve(request, client, record, keep_alive=keep_alive), client, record, keep_alive
         ):
@@ -293,7 +297,7 @@ class FrontEnd(web.Server):
         if not self._runtime.any_up():
             raise LbError(Outcome.NO_ENDPOINTS)
         cards = self._runtime.model_cards()
-        wanted = record.path.removeprefix("/v1/models").removeprefix("/")
+        wanted = unquote(record.path.removeprefix("/v1/models").removeprefix("/"))
         if wanted:
             card = next((card for card in cards if card.id == wanted), None)
             if card is None:
@@ -311,7 +315,8 @@ class FrontEnd(web.Server):
 
     def refuse(self, client: ClientConnection, record: RequestRecord, error: LbError, *, keep_alive: bool) -> bool:
         """Write an error, if the client is still there. Returns whether the connection lives on."""
-        keep_alive = keep_alive and not error.outcome.value.close
+        # A body that was not read would be taken for the next request, or the next request for the body.
+        keep_alive = keep_alive and not error.outcome.value.close and client.is_read
         record.outcome, record.status = error.outcome, error.outcome.value.status
         answer = error_answer(error, record.id, attempts=record.attempts, keep_alive=keep_alive, rng=self._rng)
         self._write(client, record, answer)

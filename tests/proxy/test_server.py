@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from lbproxy.core.types import Outcome
 from lbproxy.runtime import Runtime
 from tests.support.aio import run, until
-from tests.support.endpoint import LAST, OK, Received, ScriptedEndpoint, Wire
+from tests.support.endpoint import LAST, OK, Received, ScriptedEndpoint, Wire, answer
 from tests.support.pool import card
 from tests.support.rig import Reply, post, rig
 
@@ -61,8 +62,12 @@ BAD = {
     "dot segments": (get("/v1/../metrics"), 404, "unknown_url"),
     "hidden dot segments": (get("/v1/%2e%2E/metrics"), 404, "unknown_url"),
     "adapter loading": (post(path="/v1/load_lora_adapter"), 403, "forbidden"),
+    "adapter loading in disguise": (post(path="/v1//%6coad_lora_adapter;x/"), 403, "forbidden"),
+    "a fragment": (post(path="/v1/load_lora_adapter#x"), 400, "bad_request"),
+    "disguised dot segments": (get("/v1/..;/metrics"), 404, "unknown_url"),
+    "upgrade": (get("/v1/files", more="Connection: upgrade\r\nUpgrade: tcp\r\n"), 400, "bad_request"),
     "wrong method": (get("/v1/chat/completions"), 405, "method_not_allowed"),
-    "CONNECT": (b"CONNECT example.com:443 HTTP/1.1\r\nHost: x\r\n\r\n", 404, "unknown_url"),
+    "CONNECT": (b"CONNECT example.com:443 HTTP/1.1\r\nHost: x\r\n\r\n", 400, "bad_request"),
     "TRACE": (get("/v1/models", "TRACE"), 405, "method_not_allowed"),
 }
 
@@ -311,5 +316,61 @@ def test_a_burst_over_idle_endpoints_spreads_evenly() -> None:
             everybody.set()
             assert {(await reply).status for reply in replies} == {200}
             assert [len(endpoint.requests) for endpoint in (a, b, c, d)] == [16] * 4
+
+    run(main())
+
+
+SMUGGLED = post(b'{"model":"m","smuggled":true}')
+
+
+@pytest.mark.parametrize(
+    "carrier",
+    [
+        get("/v1/models", more=f"Content-Length: {len(SMUGGLED)}\r\n"),
+        get("/nope", more=f"Content-Length: {len(SMUGGLED)}\r\n"),
+        get("/v1/models", "HEAD", f"Content-Length: {len(SMUGGLED)}\r\n"),
+        post(path="/nope", more="Expect: 100-continue\r\n")[:-13].replace(b": 13", b": %d" % len(SMUGGLED)),
+    ],
+)
+def test_the_body_of_a_request_that_was_answered_unread_is_never_a_request(carrier: bytes) -> None:
+    """Or a front proxy's users could speak for one another."""
+
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint, rig(endpoint.url) as it:
+            client = await it.connect()
+            client.send(carrier)
+            await client.head()
+            client.send(SMUGGLED)
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                await asyncio.wait_for(client.reader.read(-1), 0.5)
+            assert not endpoint.requests
+
+    run(main())
+
+
+def test_a_client_that_sends_ahead_and_reads_nothing_is_not_served_for_ever() -> None:
+    """Its answers would pile up in our memory."""
+
+    async def main() -> None:
+        async with ScriptedEndpoint(answer(b"x" * 60_000)) as endpoint, rig(endpoint.url) as it:
+            client = await it.connect()
+            client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            client.send(post() * 2000)
+            served = -1
+            while served != len(endpoint.requests):  # until it stalls
+                served = len(endpoint.requests)
+                await asyncio.sleep(0.3)
+            assert served < 1000
+            client.writer.transport.abort()
+            await until(lambda: it.front.open_connections == 0, "it is let go")
+
+    run(main())
+
+
+def test_a_model_whose_name_has_a_slash_is_found_as_the_sdk_asks_for_it() -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint, rig(endpoint.url) as it:
+            show(it.runtime, ["org/n"])
+            assert json.loads((await it.ask(get("/v1/models/org%2Fn"))).body) == {"id": "org/n"}
 
     run(main())
