@@ -53,6 +53,7 @@ async def serve(settings: Settings, *, stop: asyncio.Event, on_ready: Callable[[
         admission=settings.admission,
         health=settings.health,
         scrape=settings.scrape,
+        retry=settings.retry,
         rng=rng,
     )
     runtime = Runtime(balancer, [telemetry])

@@ -1,8 +1,8 @@
-"""The asyncio driver of the Balancer: it holds the clock, the futures of waiting requests and the one timer.
+"""The asyncio driver of the Balancer: it holds the clock, who waits for a ticket, and the one timer.
 
 It does the four steps of the driver's contract (see core/balancer.py) and nothing else: every event is passed on with
-the time, then `_pump` hands out what changed. It also passes finished records and endpoint transitions to their sinks.
-All of it runs on one event loop; no method but `placed` awaits.
+the time, and what changed is handed out once per turn of the loop. It also passes finished records and endpoint
+transitions to their sinks. All of it runs on one event loop; nothing awaits.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Protocol
 
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints import EndpointChanges
+from lbproxy.core.retry import FailureKind, UpstreamError, Verdict
 from lbproxy.core.types import (
     EndpointSpec,
     EndpointUid,
     Health,
     InferenceRequest,
-    LbError,
     LoadMetrics,
     ModelCard,
     Outcome,
@@ -56,61 +56,50 @@ class Runtime:
         self.loop = asyncio.get_running_loop()
         # Not loop.time: uvloop's has a resolution of 1 ms, and stands still while the loop is busy.
         self.now: Callable[[], float] = time.monotonic
-        self._waiters: dict[int, asyncio.Future[None]] = {}
+        self._waiters: dict[int, Callable[[Ticket], None]] = {}
+        """Who is told when a ticket stops waiting, by the ticket's id()."""
+        self._pump_due = False
         self._timer: asyncio.TimerHandle | None = None
         self._armed_for = 0.0
 
     # Requests
 
-    def submit(self, request: InferenceRequest, avoid: frozenset[EndpointUid]) -> Ticket:
-        """A ticket: placed at once, as nearly always, or to be awaited with `placed`. The caller must `close` it."""
-        return self._balancer.submit(request, now=self.now(), avoid=avoid)
-
-    async def placed(self, ticket: Ticket) -> Ticket:
-        """Wait until the ticket has a place, if it does not have one yet.
-
-        Raises LbError with the reason when there is no place. Cancelling gives up the place in the queue.
+    def submit(
+        self, request: InferenceRequest, avoid: frozenset[EndpointUid], settled: Callable[[Ticket], None]
+    ) -> Ticket:
+        """A ticket: placed or refused at once, as nearly always, or waiting: then `settled` is called when it is one or
+        the other, in a later turn of the loop. The caller must `close` it.
         """
-        request = ticket.request
+        ticket = self._balancer.submit(request, now=self.now(), avoid=avoid)
         if ticket.state is TicketState.WAITING:
-            await self._placed_or_closed(ticket)
-        if ticket.outcome is Outcome.MODEL_NOT_FOUND:
-            raise LbError(
-                ticket.outcome,
-                f"The model `{request.model}` does not exist; GET /v1/models lists those that do.",
-                param="model",
-            )
-        if ticket.outcome is not None:
-            raise LbError(ticket.outcome)
+            self._waiters[id(ticket)] = settled
+            self._arm()
         return ticket
 
-    async def _placed_or_closed(self, ticket: Ticket) -> None:
-        waiter = self.loop.create_future()
-        self._waiters[id(ticket)] = waiter
-        self._arm()
-        try:
-            await waiter
-        except asyncio.CancelledError:
-            self.close(ticket, Outcome.CLIENT_CLOSED)  # also if it was placed in this very turn
-            raise
-        finally:
-            self._waiters.pop(id(ticket), None)
+    def after_failure(self, ticket: Ticket, error: UpstreamError, earlier: Sequence[FailureKind]) -> Verdict:
+        """What follows a failed attempt. The caller closes the ticket, unless it passes the endpoint's answer on."""
+        verdict = self._balancer.after_failure(ticket, error.kind, earlier, now=self.now())
+        if verdict.blame:
+            assert ticket.placed_on is not None
+            self.report_health(ticket.placed_on.endpoint.uid, False, error.detail)
+        return verdict
 
     def first_byte(self, ticket: Ticket) -> None:
         """The first byte of the answer's body came."""
         self._balancer.first_byte(ticket, now=self.now())
         if self._waiters:
-            self._pump()
+            self._pump_soon()
 
     def progress(self, ticket: Ticket, tokens: int) -> None:
         """`tokens` more came; at most every 250 ms per stream."""
         self._balancer.progress(ticket, tokens, now=self.now())
 
     def close(self, ticket: Ticket, outcome: Outcome) -> None:
-        """The attempt is over. The first call counts."""
+        """The attempt is over. The first call counts. Nobody is told: the caller knows."""
         self._balancer.close(ticket, outcome, now=self.now())
         if self._waiters:
-            self._pump()
+            self._waiters.pop(id(ticket), None)
+            self._pump_soon()
 
     def emit(self, record: RequestRecord) -> None:
         """A request is over: once per request."""
@@ -122,7 +111,7 @@ class Runtime:
     def set_endpoints(self, specs: Sequence[EndpointSpec]) -> EndpointChanges:
         """The complete set, from discovery."""
         changes = self._balancer.set_endpoints(specs)
-        self._pump()
+        self._pump_soon()
         return changes
 
     def report_health(self, uid: EndpointUid, ok: bool, reason: str) -> None:
@@ -131,12 +120,12 @@ class Runtime:
         if transition is not None:
             for sink in self._sinks:
                 sink.transition(transition)
-        self._pump()
+        self._pump_soon()
 
     def report_models(self, uid: EndpointUid, cards: Iterable[ModelCard] | None) -> None:
         """What an endpoint says it serves; None if it cannot say."""
         self._balancer.report_models(uid, cards)
-        self._pump()
+        self._pump_soon()
 
     def scrape_sent(self, uid: EndpointUid) -> None:
         """A scrape leaves now."""
@@ -145,7 +134,7 @@ class Runtime:
     def report_scrape(self, uid: EndpointUid, metrics: LoadMetrics) -> None:
         """What that scrape said."""
         self._balancer.report_scrape(uid, metrics)
-        self._pump()
+        self._pump_soon()
 
     # Reading
 
@@ -171,14 +160,19 @@ class Runtime:
 
     # The contract's steps 2 and 3
 
+    def _pump_soon(self) -> None:
+        """Once per turn, however much happens in it; and whoever reported something is not called back meanwhile."""
+        if self._waiters and not self._pump_due:
+            self._pump_due = True
+            self.loop.call_soon(self._pump)
+
     def _pump(self) -> None:
-        changed = self._balancer.poll(now=self.now())
-        for ticket in changed:
-            waiter = self._waiters.get(id(ticket))
-            if waiter is not None and not waiter.done():
-                waiter.set_result(None)
-        if changed:
-            self._arm()
+        self._pump_due = False
+        for ticket in self._balancer.poll(now=self.now()):
+            settled = self._waiters.pop(id(ticket), None)
+            if settled is not None:
+                settled(ticket)
+        self._arm()
 
     def _arm(self) -> None:
         deadline = self._balancer.next_deadline()
@@ -194,7 +188,6 @@ class Runtime:
     def _on_timer(self) -> None:
         self._timer = None
         self._pump()
-        self._arm()
 
 
 RESTART_FIRST_S = 0.1

@@ -217,6 +217,10 @@ class RetrySettings(Section):
 
     attempts: Annotated[int, count("1", "10")] = 3
     """Tries in all, each on another endpoint. Client libraries multiply this by their own three."""
+    budget_ratio: Annotated[float, Quantity("0", "10", "a ratio", whole=False)] = 0.2
+    """Retries per request of the last 10 s, over the whole pool. Retries after a failed connect are free."""
+    budget_per_second: Annotated[float, Quantity("0", "100000", "a rate", whole=False)] = 10.0
+    """And so many a second besides, so that a quiet pool can retry too."""
 
 
 class HealthSettings(Section):

@@ -18,10 +18,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 
-from lbproxy.config import AdmissionSettings, HealthSettings, ScrapeSettings
+from lbproxy.config import AdmissionSettings, HealthSettings, RetrySettings, ScrapeSettings
 from lbproxy.core.admission import WaitingQueue
 from lbproxy.core.endpoints import EndpointChanges, EndpointSet
 from lbproxy.core.policy import Policy
+from lbproxy.core.retry import FailureKind, Retries, Verdict
 from lbproxy.core.types import (
     EndpointSpec,
     EndpointState,
@@ -48,9 +49,11 @@ class Balancer:
         admission: AdmissionSettings,
         health: HealthSettings,
         scrape: ScrapeSettings,
+        retry: RetrySettings,
         rng: random.Random,
     ) -> None:
         self._policy = policy
+        self._retries = Retries(retry, rng)
         self._endpoints = EndpointSet(health, scrape)
         self._queue = WaitingQueue(admission)
         self._queue_timeout_s = admission.queue_timeout
@@ -65,6 +68,8 @@ class Balancer:
 
         `avoid`: endpoints that failed this request already. If only such ones are left, NO_ENDPOINTS.
         """
+        if not avoid:
+            self._retries.requested(now=now)
         ticket = Ticket(request, now, now + self._queue_timeout_s, avoid)
         self._consider(ticket, now)
         if ticket.state is TicketState.WAITING and not self._queue.push(ticket):
@@ -114,6 +119,22 @@ class Balancer:
                 state.awaiting_first_byte -= 1
             self._endpoints.released(state)
         self._end(ticket, outcome)
+
+    def after_failure(
+        self, ticket: Ticket, kind: FailureKind, earlier: Sequence[FailureKind], *, now: float
+    ) -> Verdict:
+        """What follows an attempt that failed before anything of an answer went to the client.
+
+        `earlier`: why the same request's earlier attempts failed. Does not close the ticket.
+        """
+        tried = {_placed_on(ticket).endpoint.uid, *ticket.avoid}
+        elsewhere = any(self._takes(state, tried) for state in self._endpoints.candidates(ticket.request.model))
+        return self._retries.decide(kind, earlier, elsewhere=elsewhere, now=now)
+
+    def _takes(self, state: EndpointState, tried: set[EndpointUid]) -> bool:
+        """Whether `state` is another endpoint, with room."""
+        full = self._max_in_flight is not None and state.in_flight >= self._max_in_flight
+        return not full and state.endpoint.uid not in tried
 
     def next_deadline(self) -> float | None:
         """When `poll` has something to do though nothing happens until then; None = never."""

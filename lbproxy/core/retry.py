@@ -1,14 +1,30 @@
-"""Why an attempt failed, and what follows: another attempt, or the outcome that the client sees.
+"""Why an attempt fails, and what follows: another attempt elsewhere, or the end.
 
-Attempts end here only before the first byte went to the client; after that nothing is ever retried.
+Attempts fail here only before the first byte went to the client; after that nothing is ever retried. The rules are the
+rows of docs/failures.md. Two ideas stand behind them:
+
+- What was not sent, or was answered by "not now", may be tried elsewhere. What may have *caused* the failure is tried
+  once more and no further: a request that breaks each server it meets must not tour the fleet.
+- Retries are load. All but those after a failed connect, which cost nobody anything, come out of one budget for the
+  whole pool, a share of the requests of the last 10 s and a small constant rate: when everything fails, retrying
+  everything would only keep it down. (The same idea as the retry budgets of Finagle, linkerd and Envoy.)
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from lbproxy.config import RetrySettings
 from lbproxy.core.types import Outcome
+
+WINDOW_S = 10
+"""How far back the budget looks."""
+BACKOFF_FIRST_S = 0.025
+BACKOFF_MAX_S = 0.25
+"""Before a retry that costs budget: doubled each time, and spread from 0 up to there. Envoy's values."""
 
 
 class FailureKind(Enum):
@@ -17,7 +33,8 @@ class FailureKind(Enum):
     CONNECT = "connect"
     """Refused, unreachable, or not answered in time: no byte was sent."""
     STALE = "stale"
-    """A kept connection turned out to be closed just when a request went out: the keep-alive race, nobody's fault."""
+    """A kept connection turned out to be closed just when a request went out: the keep-alive race, nobody's fault. It
+    goes out again on a new connection to the same endpoint; no attempt has failed."""
     RESET = "reset"
     """Reset or closed before the answer's head was whole, on a new connection."""
     PROTOCOL = "protocol"
@@ -26,6 +43,24 @@ class FailureKind(Enum):
     """No answer in time."""
     EXHAUSTED = "exhausted"
     """We have no file descriptor or buffer left: our fault, not the endpoint's."""
+    BUSY = "busy"
+    """It answered 503: overloaded, or it leaves."""
+    LIMITED = "limited"
+    """It answered 429."""
+    ERROR = "error"
+    """It answered 500: the request's fault, or everybody's (a vLLM that drains says it to all)."""
+    GATEWAY = "gateway"
+    """It answered 502 or 504: a proxy of its own failed."""
+
+
+STATUS_FAILURES = {
+    429: FailureKind.LIMITED,
+    500: FailureKind.ERROR,
+    502: FailureKind.GATEWAY,
+    503: FailureKind.BUSY,
+    504: FailureKind.GATEWAY,
+}
+"""Answers that another endpoint may do better. If none can, the client gets them as they are."""
 
 
 class UpstreamError(Exception):
@@ -44,25 +79,88 @@ class Verdict:
     again: bool
     """Try another endpoint."""
     outcome: Outcome
-    """How the attempt ended, and the request too if it is not tried again."""
-    blame: bool
-    """The failure counts against the endpoint."""
+    """How the attempt ended; and the request too, if it is not tried again and has no answer to pass on."""
+    blame: bool = False
+    """The failure counts against the endpoint's health."""
+    delay_s: float = 0.0
+    """Wait so long first."""
 
 
-_OUTCOMES = {
-    FailureKind.CONNECT: Outcome.CONNECT_FAILED,
-    FailureKind.STALE: Outcome.UPSTREAM_RESET,
-    FailureKind.RESET: Outcome.UPSTREAM_RESET,
-    FailureKind.PROTOCOL: Outcome.UPSTREAM_PROTOCOL,
-    FailureKind.TIMEOUT: Outcome.UPSTREAM_TIMEOUT,
-    FailureKind.EXHAUSTED: Outcome.OVERLOADED,
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What may follow one kind of failure."""
+
+    outcome: Outcome
+    again: int = 0
+    """How often one request may be tried again for this; `attempts` bounds it anyway."""
+    only_first: bool = False
+    """Not if anything else failed this request before."""
+    free: bool = False
+    """Costs no budget, and is tried again at once."""
+
+
+_ANY_NUMBER = 1000
+_RULES = {
+    FailureKind.CONNECT: _Rule(Outcome.CONNECT_FAILED, again=_ANY_NUMBER, free=True),
+    FailureKind.RESET: _Rule(Outcome.UPSTREAM_RESET, again=1),
+    FailureKind.PROTOCOL: _Rule(Outcome.UPSTREAM_PROTOCOL, again=1),
+    FailureKind.TIMEOUT: _Rule(Outcome.UPSTREAM_TIMEOUT),  # the work may be running: a retry would double it
+    FailureKind.EXHAUSTED: _Rule(Outcome.OVERLOADED),
+    FailureKind.BUSY: _Rule(Outcome.COMPLETED, again=_ANY_NUMBER),
+    FailureKind.LIMITED: _Rule(Outcome.COMPLETED, again=1),
+    FailureKind.ERROR: _Rule(Outcome.COMPLETED, again=1, only_first=True),
+    FailureKind.GATEWAY: _Rule(Outcome.COMPLETED, again=_ANY_NUMBER),
 }
 
 
-def decide(kind: FailureKind, *, attempts: int, max_attempts: int) -> Verdict:
-    """After `attempts` attempts of at most `max_attempts`, the last of which failed by `kind`.
+class Retries:
+    """Decides, and keeps the pool's budget."""
 
-    Only failures to connect are tried again: nothing was sent, so nothing can run twice.
-    """
-    connect = kind is FailureKind.CONNECT
-    return Verdict(again=connect and attempts < max_attempts, outcome=_OUTCOMES[kind], blame=connect)
+    def __init__(self, settings: RetrySettings, rng: random.Random) -> None:
+        self._rng = rng
+        self._attempts = settings.attempts
+        self._ratio = settings.budget_ratio
+        self._per_second = settings.budget_per_second
+        # One slot a second; the slot of the current second is filled, those of the window are summed when asked.
+        self._requests = [0] * WINDOW_S
+        self._spent = [0] * WINDOW_S
+        self._second = 0
+
+    def requested(self, *, now: float) -> None:
+        """A new request came: what the budget is a share of."""
+        second = int(now)
+        if second != self._second:
+            self._turn_to(second)
+        self._requests[second % WINDOW_S] += 1
+
+    def budget(self, *, now: float) -> float:
+        """Retries that may be made now."""
+        self._turn_to(int(now))
+        return self._ratio * sum(self._requests) + self._per_second * WINDOW_S - sum(self._spent)
+
+    def decide(self, kind: FailureKind, earlier: Sequence[FailureKind], *, elsewhere: bool, now: float) -> Verdict:
+        """After an attempt that failed by `kind`, and those `earlier` of the same request.
+
+        `elsewhere`: another endpoint could take it. Spends budget if the verdict is to try again.
+        """
+        rule = _RULES[kind]
+        blame = kind is FailureKind.CONNECT
+        again = (
+            len(earlier) + 1 < self._attempts
+            and earlier.count(kind) < rule.again
+            and not (rule.only_first and earlier)
+            and (rule.free or elsewhere)
+        )
+        if not again or rule.free:
+            return Verdict(again, rule.outcome, blame)
+        if self.budget(now=now) < 1.0:
+            return Verdict(False, rule.outcome, blame)
+        self._spent[self._second % WINDOW_S] += 1
+        most_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** len(earlier))
+        return Verdict(True, rule.outcome, blame, self._rng.uniform(0.0, most_s))
+
+    def _turn_to(self, second: int) -> None:
+        """Empty the slots of the seconds that have passed since."""
+        for passed in range(max(self._second + 1, second - WINDOW_S + 1), second + 1):
+            self._requests[passed % WINDOW_S] = self._spent[passed % WINDOW_S] = 0
+        self._second = max(self._second, second)

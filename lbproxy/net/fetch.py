@@ -8,7 +8,7 @@ import asyncio
 from typing import NamedTuple
 
 from lbproxy.core.retry import FailureKind, UpstreamError
-from lbproxy.net.h1 import request_head
+from lbproxy.net.h1 import ResponseHead, request_head
 from lbproxy.net.pool import Connection, ConnectionPool, Origin
 
 
@@ -41,36 +41,42 @@ async def fetch(pool: ConnectionPool, origin: Origin, path: str, *, timeout_s: f
 
 
 async def _exchange(connection: Connection, origin: Origin, path: str, timeout_s: float, max_bytes: int) -> Answer:
-    connection.send("GET", request_head("GET", path, str(origin), _FIELDS, 0), b"")
-    head = await connection.head(timeout_s)
-    collector = _Collector(max_bytes)
-    connection.relay(head, collector, collector, timeout_s)
+    collector = _Collector(connection, timeout_s, max_bytes)
+    connection.send("GET", request_head("GET", path, str(origin), _FIELDS, 0), b"", collector, timeout_s)
     try:
-        failure = await collector.whole
+        result = await collector.result
     except BaseException:
         connection.abort()
         raise
-    if failure is not None:
+    if isinstance(result, UpstreamError):
         connection.abort()
-        raise failure
-    return Answer(head.status, head.content_type.decode("latin-1"), b"".join(collector.pieces))
+        raise result
+    return result
 
 
 _FIELDS = b"Accept: */*\r\nUser-Agent: lbproxy\r\n"
 
 
 class _Collector:
-    """Takes the payload as a watcher, and the end as a receiver."""
+    """Takes head and end as a receiver, and the payload as a watcher."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self.pieces: list[bytes] = []
-        self.whole: asyncio.Future[UpstreamError | None] = asyncio.get_running_loop().create_future()
+    def __init__(self, connection: Connection, timeout_s: float, max_bytes: int) -> None:
+        # A failure is a result here: an exception that a cancelled task never fetches would be logged as lost.
+        self.result: asyncio.Future[Answer | UpstreamError] = asyncio.get_running_loop().create_future()
+        self._connection = connection
+        self._timeout_s = timeout_s
         self._left = max_bytes
+        self._pieces: list[bytes] = []
+        self._head: ResponseHead | None = None
+
+    def head(self, head: ResponseHead) -> None:
+        self._head = head
+        self._connection.relay(head, self, self, self._timeout_s)
 
     def feed(self, data: bytes, start: int, end: int) -> None:
         self._left -= end - start
         if self._left >= 0:
-            self.pieces.append(data[start:end])
+            self._pieces.append(data[start:end])
         else:
             self.broke(UpstreamError(FailureKind.PROTOCOL, "the body is too large"))
 
@@ -78,9 +84,12 @@ class _Collector:
         """The payload was seen by `feed`."""
 
     def ended(self) -> None:
-        if not self.whole.done():
-            self.whole.set_result(None)
+        assert self._head is not None
+        self._settle(Answer(self._head.status, self._head.content_type.decode("latin-1"), b"".join(self._pieces)))
 
     def broke(self, error: UpstreamError) -> None:
-        if not self.whole.done():
-            self.whole.set_result(error)
+        self._settle(error)
+
+    def _settle(self, result: Answer | UpstreamError) -> None:
+        if not self.result.done():
+            self.result.set_result(result)

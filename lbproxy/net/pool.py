@@ -1,8 +1,10 @@
 """Connections to the endpoints: opened, kept for a moment, taken again, and watched for silence.
 
-Theory of operation. A `Connection` is an asyncio protocol that carries one exchange at a time: `send`, then `head`,
-then `relay` to a receiver, which gets every body read in the very callback in which it came. It returns itself to the
-pool when a message ended cleanly and nothing speaks against it; in every other case it is closed. Invariants:
+Theory of operation. A `Connection` is an asyncio protocol that carries one exchange at a time. `send` names a receiver,
+which is called as the answer comes: `head`, then, if it took the body by `relay`, every read in the very callback in
+which it came, then the end. No future and no task stands between the socket and the receiver. A connection returns
+itself to the pool when a message ended cleanly and nothing speaks against it; in every other case it is closed.
+Invariants:
 
 - A connection with an unread or unexpected byte is never reused.
 - After `abort`, or when its receiver let go, a connection calls nobody any more.
@@ -19,6 +21,7 @@ import errno
 import os
 import socket
 from collections import defaultdict
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Protocol, cast
 from urllib.parse import urlsplit
@@ -36,14 +39,16 @@ MAX_INFORMATIONAL = 8
 """1xx answers before the real one."""
 RECEIVE_BUFFER_BYTES = 64 << 10
 """SO_RCVBUF: a slow client stops the endpoint after this and the client's own buffers, not after the kernel's 6 MB."""
-UNREAD_BYTES = 64 << 10
-"""Body bytes that came before `relay` was called are kept up to here; then reading pauses."""
 _NEVER = float("inf")
 _OUR_FAULT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
 
 
 class Receiver(Protocol):
-    """Where a response body goes. Called from the connection's own callbacks; must not block or raise."""
+    """Where an answer goes. Called from the connection's own callbacks; must not block."""
+
+    def head(self, head: ResponseHead) -> None:
+        """The answer's head, after any 1xx ones. Before it returns, `relay` must be called for the body, or `abort`."""
+        ...
 
     def body(self, data: bytes) -> None:
         """The next bytes of the message, framing included."""
@@ -54,7 +59,7 @@ class Receiver(Protocol):
         ...
 
     def broke(self, error: UpstreamError) -> None:
-        """The message will never be whole. Nothing follows."""
+        """There will be no answer, or its body will never be whole. Nothing follows."""
         ...
 
 
@@ -71,69 +76,50 @@ class Connection(asyncio.Protocol):
         self._loop = pool.loop
         self._transport: asyncio.Transport | None = None
         self._buffer = b""
-        # A failure is a result here: an exception that a cancelled task never fetches would be logged as lost.
-        self._head: asyncio.Future[ResponseHead | UpstreamError] | None = None
-        self._head_keeps = False
+        """What came of a head that is not whole."""
+        self._keeps = False
+        """The answer that is relayed leaves a connection that can be used again."""
         self._method = ""
         self._sent_at = 0.0
         self._informational = 0
         self._receiver: Receiver | None = None
+        """Set while an exchange goes on."""
         self._framing: Framing | None = None
+        """Set from `relay` on, until the connection is taken again."""
         self._idle_timeout_s = _NEVER
         self._paused = False
-        self._lost_by: Exception | None = None
 
     # The exchange
 
-    def send(self, method: str, head: bytes, body: bytes) -> None:
-        """Send a request, whole. Then await `head`."""
-        assert self._transport is not None
+    def send(self, method: str, head: bytes, body: bytes, receiver: Receiver, timeout_s: float) -> None:
+        """Send a request, whole. The answer goes to `receiver`, from the next turn of the loop on, or a TIMEOUT does
+        if its head is not there within `timeout_s`.
+        """
         self._method = method
+        self._receiver = receiver
         self._informational = 0
-        self._sent_at = self._loop.time()
-        if len(body) < 16 << 10:
-            self._transport.write(head + body)
+        self._sent_at = now = self._loop.time()
+        self.deadline = now + timeout_s
+        transport = self._transport
+        if transport is None:  # lost in the turn in which it was made or taken
+            self._loop.call_soon(self._eof, None)
+        elif len(body) < 16 << 10:
+            transport.write(head + body)
         else:
-            self._transport.writelines((head, body))
-
-    async def head(self, timeout_s: float) -> ResponseHead:
-        """The response's head. Raises UpstreamError; the connection is then closed. Cancelling closes it too."""
-        if self._transport is None:
-            raise self._lost(self._lost_by)
-        self.deadline = self._loop.time() + timeout_s
-        self._head = self._loop.create_future()
-        try:
-            result = await self._head
-            if isinstance(result, UpstreamError):
-                raise result
-            return result
-        except BaseException:
-            self.abort()
-            raise
-        finally:
-            self._head = None
+            transport.writelines((head, body))
 
     def relay(self, head: ResponseHead, receiver: Receiver, watcher: PayloadWatcher | None, idle_s: float) -> None:
-        """Hand the body to `receiver`, from now on and what came already, `ended` or `broke` included.
+        """Take the body: it goes to `receiver`, what came with the head within this call. Call it from `Receiver.head`.
 
         Silence of `idle_s` seconds while the receiver takes bytes breaks the body.
         """
         self._framing = head.framing(watcher)
         self._receiver = receiver
-        self._head_keeps = head.keep_alive
+        self._keeps = head.keep_alive
         self._idle_timeout_s = idle_s
+        self.deadline = self._loop.time() + idle_s
         data, self._buffer = self._buffer, b""
         self._relay(data)
-        if not self._relaying():
-            return
-        if self._transport is None:
-            self._eof(self._lost_by)
-            return
-        self.deadline = self._loop.time() + idle_s
-        self.resume()
-
-    def _relaying(self) -> bool:
-        return self._receiver is not None
 
     @property
     def at_boundary(self) -> bool:
@@ -176,18 +162,15 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
-        if self._receiver is not None:
+        receiver = self._receiver
+        if receiver is None:
+            self.abort()  # a kept connection must be silent
+        elif self._framing is not None:
             self.deadline = self._loop.time() + self._idle_timeout_s
             self._relay(data)
-        elif self._head is not None and not self._head.done():
-            self._buffer += data
-            self._find_head()
-        elif self._head is not None:
-            self._buffer += data
-            if len(self._buffer) > UNREAD_BYTES:
-                self.pause()
         else:
-            self.abort()  # a kept connection must be silent
+            self._buffer = self._buffer + data if self._buffer else data
+            self._find_head(receiver)
 
     def eof_received(self) -> None:
         """See asyncio.Protocol: None closes our side too, as no endpoint half-closes in mid-answer."""
@@ -195,13 +178,12 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
         self._transport = None
-        self._lost_by = exc
         self._pool.forget(self)
         self._eof(exc)
 
     # What the bytes mean
 
-    def _find_head(self) -> None:
+    def _find_head(self, receiver: Receiver) -> None:
         end = self._buffer.find(b"\r\n\r\n") + 4
         try:
             if (len(self._buffer) if end < 4 else end) > MAX_HEAD_BYTES:
@@ -218,15 +200,13 @@ class Connection(asyncio.Protocol):
             return
         self._buffer = self._buffer[end:]
         if head.status >= 200:
-            assert self._head is not None
-            self.deadline = _NEVER
-            self._head.set_result(head)
+            receiver.head(head)
             return
         self._informational += 1
         if self._informational > MAX_INFORMATIONAL:
             self._break(UpstreamError(FailureKind.PROTOCOL, f"{self.origin}: too many 1xx answers"))
         elif self._buffer:
-            self._find_head()
+            self._find_head(receiver)
 
     def _relay(self, data: bytes) -> None:
         framing, receiver = self._framing, self._receiver
@@ -238,47 +218,44 @@ class Connection(asyncio.Protocol):
             self._break(UpstreamError(FailureKind.PROTOCOL, f"{self.origin}: {error}"))
             return
         if end < len(data):
-            self._head_keeps = False  # bytes after the end of a message are fatal to its connection
+            self._keeps = False  # bytes after the end of a message are fatal to its connection
             data = data[:end]
         if data:
             receiver.body(data)
-        if framing.done and self._relaying():
-            self._finish()
+        if framing.done and self._receiver is receiver:  # which may have let go
+            self._finish(receiver)
 
-    def _finish(self) -> None:
-        receiver, self._receiver = self._receiver, None
-        transport = self._transport
+    def _finish(self, receiver: Receiver) -> None:
+        """The message is whole: back to the pool before the receiver hears, which may want a connection at once."""
+        self._receiver = None
         self.deadline = _NEVER
-        if self._head_keeps and transport is not None and not transport.is_closing():
+        transport = self._transport
+        if self._keeps and transport is not None and not transport.is_closing():
             self._pool.keep(self, idle=not transport.get_write_buffer_size())
         else:
             self.abort()
-        if receiver is not None:
-            receiver.ended()
+        receiver.ended()
 
     def _eof(self, exc: Exception | None) -> None:
         """The endpoint closed the connection."""
-        if self._head is not None and not self._head.done():
-            self._head.set_result(self._lost(exc))
-        elif self._receiver is not None and self._framing is not None:
-            receiver, self._receiver = self._receiver, None
-            if exc is None and self._framing.eof():
-                receiver.ended()
-            else:
-                receiver.broke(self._lost(exc))
+        receiver, self._receiver = self._receiver, None
+        if receiver is None:
+            return
+        if self._framing is not None and exc is None and self._framing.eof():
+            receiver.ended()
+        else:
+            receiver.broke(self._lost(exc))
 
     def _lost(self, exc: Exception | None) -> UpstreamError:
-        unanswered = not self._buffer and not self._informational
+        unanswered = self._framing is None and not self._buffer and not self._informational
         stale = self.reused and unanswered and self._loop.time() - self._sent_at < STALE_S
         detail = f"{self.origin}: " + (f"connection lost: {exc}" if exc else "closed")
         return UpstreamError(FailureKind.STALE if stale else FailureKind.RESET, detail)
 
     def _break(self, error: UpstreamError) -> None:
-        head, receiver = self._head, self._receiver
+        receiver = self._receiver
         self.abort()
-        if head is not None and not head.done():
-            head.set_result(error)
-        elif receiver is not None:
+        if receiver is not None:
             receiver.broke(error)
 
     def taken(self) -> None:
@@ -317,6 +294,7 @@ class ConnectionPool:
         self.loop = asyncio.get_running_loop()
         self._idle: defaultdict[Origin, dict[Connection, float]] = defaultdict(dict)
         self._busy: set[Connection] = set()
+        self._dialling: set[asyncio.Task[None]] = set()
         self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
 
     @property
@@ -337,13 +315,12 @@ class ConnectionPool:
     async def connect(self, origin: Origin, timeout_s: float) -> Connection:
         """A new connection. Raises UpstreamError CONNECT, or EXHAUSTED when we are out of descriptors."""
         try:
-            async with asyncio.timeout(timeout_s):
-                sock = await _open_socket(self.loop, origin)
-                try:
-                    _, connection = await self.loop.create_connection(lambda: Connection(self, origin), sock=sock)
-                except BaseException:
-                    sock.close()
-                    raise
+            sock = await _open_socket(self.loop, origin, timeout_s)
+            try:
+                _, connection = await self.loop.create_connection(lambda: Connection(self, origin), sock=sock)
+            except BaseException:
+                sock.close()
+                raise
         except TimeoutError:
             raise UpstreamError(FailureKind.CONNECT, f"{origin}: no connection within {timeout_s:g} s") from None
         except OSError as error:
@@ -351,6 +328,26 @@ class ConnectionPool:
             raise UpstreamError(kind, f"{origin}: {_reason(error)}") from error
         self._busy.add(connection)
         return connection
+
+    def dial(
+        self, origin: Origin, timeout_s: float, opened: Callable[[Connection | UpstreamError], None]
+    ) -> asyncio.Task[None]:
+        """`connect` for callers that do not await: `opened` is called with the result, never within this call.
+
+        Cancelling the task ends it, and then nobody is called.
+        """
+
+        async def connect() -> None:
+            try:
+                result: Connection | UpstreamError = await self.connect(origin, timeout_s)
+            except UpstreamError as error:
+                result = error
+            opened(result)
+
+        task = self.loop.create_task(connect())
+        self._dialling.add(task)
+        task.add_done_callback(self._dialling.discard)
+        return task
 
     def keep(self, connection: Connection, *, idle: bool) -> None:
         """An exchange ended cleanly. `idle`: and nothing of the request is left to send."""
@@ -374,6 +371,8 @@ class ConnectionPool:
     def close(self) -> None:
         """Close every connection at once."""
         self._sweeper.cancel()
+        for task in self._dialling:
+            task.cancel()
         for connection in [*self._busy, *(c for idle in self._idle.values() for c in idle)]:
             connection.abort()
 
@@ -396,12 +395,17 @@ def _reason(error: OSError) -> str:
     return os.strerror(error.errno)
 
 
-async def _open_socket(loop: asyncio.AbstractEventLoop, origin: Origin) -> socket.socket:
-    """A connected socket to the first address of `origin` that answers. Raises OSError."""
+async def _open_socket(loop: asyncio.AbstractEventLoop, origin: Origin, timeout_s: float) -> socket.socket:
+    """A connected socket to the first address of `origin` that answers. Raises OSError; TimeoutError after `timeout_s`.
+
+    Each address gets an equal share of the time that is left, so that a silent one does not eat it all.
+    """
     host, port = origin
-    addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    deadline = loop.time() + timeout_s
+    async with asyncio.timeout_at(deadline):
+        addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     error: OSError | None = None
-    for family, kind, protocol, _, address in addresses:
+    for tried, (family, kind, protocol, _, address) in enumerate(addresses):
         try:
             sock = socket.socket(family, kind, protocol)
         except OSError as problem:
@@ -409,8 +413,9 @@ async def _open_socket(loop: asyncio.AbstractEventLoop, origin: Origin) -> socke
             continue
         try:
             _tune(sock)
-            await loop.sock_connect(sock, address)
-        except OSError as problem:
+            async with asyncio.timeout((deadline - loop.time()) / (len(addresses) - tried)):
+                await loop.sock_connect(sock, address)
+        except OSError as problem:  # TimeoutError is one
             sock.close()
             error = problem
         except BaseException:

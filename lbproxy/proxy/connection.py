@@ -8,7 +8,7 @@ known, the connection stays with aiohttp, which can do everything, for good. Inv
 
 - One request runs at a time, and answers go out in the order of the requests.
 - An answer is written by the front end, never by aiohttp: `KEEP` and `CLOSE` tell aiohttp that it is out.
-- When the connection is lost, the relay lets go of the endpoint at once, and the handler is cancelled.
+- When the connection is lost, its exchange lets go of the endpoint at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from aiohttp.http_exceptions import LineTooLong
 from aiohttp.streams import StreamReader
 
 from lbproxy.core.types import LbError, Outcome
-from lbproxy.proxy.exchange import Relay
 from lbproxy.proxy.plain import PlainRequest, read_plain
 
 logger = logging.getLogger("lbproxy")
@@ -54,13 +53,33 @@ KEEP = _Written(keep_alive=True)
 CLOSE = _Written(keep_alive=False)
 
 
+class Turn(Protocol):
+    """The request that runs, as its connection needs it."""
+
+    def client_gone(self) -> None:
+        """The connection is lost."""
+        ...
+
+    def cut(self) -> None:
+        """Answer now, or break the answer visibly."""
+        ...
+
+    def pause(self) -> None:
+        """The client's buffer is full."""
+        ...
+
+    def resume(self) -> None:
+        """It has room again."""
+        ...
+
+
 class Front(Protocol):
     """The front end, as its connections need it."""
 
     max_plain_body_bytes: int
 
-    async def serve_plain(self, plain: PlainRequest, client: ClientConnection) -> bool:
-        """Answer a plain request. Returns whether the connection lives on; raises nothing but CancelledError."""
+    def serve_plain(self, plain: PlainRequest, client: ClientConnection) -> None:
+        """Answer a plain request; `client.lane_ended` is called when the answer is out, maybe before this returns."""
         ...
 
     def refuse_unread(self, client: ClientConnection, error: LbError) -> None:
@@ -79,20 +98,21 @@ class Front(Protocol):
 class ClientConnection(web.RequestHandler):
     """One client. Made by `FrontEnd`."""
 
-    __slots__ = ("_front", "_held", "_in_aiohttp", "_lane", "_owed", "address", "body_reader", "relay", "unread")
+    __slots__ = ("_front", "_held", "_in_aiohttp", "_in_lane", "_owed", "address", "body_reader", "turn", "unread")
 
     def __init__(self, front: web.Server, **options: object) -> None:
         super().__init__(front, **options)  # type: ignore[arg-type]
         self._front = cast(Front, front)
-        self.relay: Relay | None = None
+        self.turn: Turn | None = None
+        """The request that runs, in whichever lane."""
         self.body_reader: StreamReader | None = None
         """The body that aiohttp's handler is reading, while it is."""
         self.address = ""
         """The client's, without its port."""
         self.unread: StreamReader | None = None
         """The body of the request that aiohttp's handler has, read or not."""
-        self._lane: asyncio.Task[None] | None = None
-        """The plain request that runs."""
+        self._in_lane = False
+        """A plain request runs."""
         self._held = b""
         """What came behind it."""
         self._in_aiohttp = False
@@ -112,32 +132,30 @@ class ClientConnection(web.RequestHandler):
             self.force_close()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """The endpoint's connection is closed here and now; the handler's cancellation comes a moment later."""
-        if self.relay is not None:
-            self.relay.client_gone()
-        if self._lane is not None:
-            self._lane.cancel()
+        """The endpoint's connection is closed here and now; a handler's cancellation comes a moment later."""
+        if self.turn is not None:
+            self.turn.client_gone()
         super().connection_lost(exc)
         self._front.disconnected()
 
     def pause_writing(self) -> None:
         """See asyncio.Protocol."""
         super().pause_writing()
-        if self.relay is not None:
-            self.relay.pause()
+        if self.turn is not None:
+            self.turn.pause()
 
     def resume_writing(self) -> None:
         """See asyncio.Protocol."""
         super().resume_writing()
-        if self.relay is not None:
-            self.relay.resume()
+        if self.turn is not None:
+            self.turn.resume()
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol, and the states above."""
-        if self._lane is not None:
+        if self._in_lane or self._held:
             self._hold(data)
             return
-        if not self._in_aiohttp and not self._close and not self._force_close:
+        if not self._in_aiohttp and not self._close and not self._force_close and not self.writing_paused:
             plain = read_plain(data, self._front.max_plain_body_bytes)
             if plain is not None:
                 self._start(plain)
@@ -156,29 +174,29 @@ class ClientConnection(web.RequestHandler):
     def _start(self, plain: PlainRequest) -> None:
         self._request_in_progress = True  # aiohttp's shutdown waits for it
         self.unread = None
-        self._lane = self._loop.create_task(self._run(plain))
+        self._in_lane = True
+        self._front.serve_plain(plain, self)
 
-    async def _run(self, plain: PlainRequest) -> None:
-        keep_alive = False
-        try:
-            if await self.drained():
-                keep_alive = await self._front.serve_plain(plain, self)
-        finally:
-            self._lane = None
-            self._request_in_progress = False
-            if self._handler_waiter is not None and not self._handler_waiter.done():
-                self._handler_waiter.set_result(None)
-        if self.transport is None:
-            return
+    def lane_ended(self, keep_alive: bool) -> None:
+        """The plain request's answer is out, as far as it will come."""
+        self._in_lane = False
+        self._request_in_progress = False
+        if self._handler_waiter is not None and not self._handler_waiter.done():
+            self._handler_waiter.set_result(None)
         if not keep_alive or self._close or self._force_close:
             self.force_close()
             return
         self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
         if self._held:
-            held, self._held = self._held, b""
-            if len(held) > HELD_BYTES:
-                self.transport.resume_reading()
-            self.data_received(held)
+            self._loop.call_soon(self._judge_held)  # not now: we may be in a callback of what just ended
+
+    def _judge_held(self) -> None:
+        held, self._held = self._held, b""
+        if self.transport is None or self._force_close:
+            return
+        if len(held) > HELD_BYTES:
+            self.transport.resume_reading()
+        self.data_received(held)
 
     def _hold(self, data: bytes) -> None:
         self._held += data
@@ -187,7 +205,7 @@ class ClientConnection(web.RequestHandler):
 
     def _process_keepalive(self) -> None:
         """aiohttp's idle timer takes a connection whose lane is busy for idle."""
-        if self._lane is None:
+        if not self._in_lane:
             super()._process_keepalive()
         else:
             self._keepalive_handle = self._loop.call_later(self._keepalive_timeout, self._process_keepalive)
@@ -197,15 +215,13 @@ class ClientConnection(web.RequestHandler):
     @property
     def busy(self) -> bool:
         """A request runs, or waits to: aiohttp's loop is not waiting for one, or the lane is in use."""
-        return self._waiter is None or self._lane is not None or bool(self._messages)
+        return self._waiter is None or self._in_lane or bool(self._messages)
 
     def cut(self) -> None:
         """End what runs, visibly: the deadline of the drain has come."""
-        if self.relay is not None:
-            self.relay.cut()
-        elif self._lane is not None:
-            self._lane.cancel()
-        elif self._task_handler is not None:
+        if self.turn is not None:
+            self.turn.cut()
+        if self._task_handler is not None and not self._in_lane:
             self._task_handler.cancel()
 
     # aiohttp's side

@@ -1,50 +1,33 @@
-"""One request from its place in the balancer to its last byte: attempts, the commit point, the relay, the record.
+"""One request from its place in the balancer to the end of its answer: attempts, the commit point, the relay.
 
-Theory of operation. `run_exchange` is the only loop: place, forward, and after a failure either again elsewhere or give
-up. When a head has come, the `Relay` commits: from then on bytes go from the endpoint's connection to the client's
-transport in the same callback, unchanged, and nothing is ever retried. Invariants:
+Theory of operation. An `Exchange` is driven by callbacks alone, of the runtime (a place was found), of the pool (a
+connection was made) and of that connection (its answer came, or it broke); no task waits for it, which is most of why
+a request is cheap. Each attempt places, sends, and ends in a head or a failure; after a failure, or a head that
+another endpoint may do better, the balancer says whether to go round again. The first head that is taken is the commit
+point: a `Relay` does the rest, and nothing is ever retried. Invariants:
 
-- A ticket is closed exactly once, in the `finally` of its attempt, whatever happens, cancellation included.
-- Before the relay's first byte went out the client can still get an error; after it, never a second status line.
-- An answer that broke never looks whole: no terminator, and a reset where a close would look like an end
-  (the tables are in docs/failures.md).
-- The client's connection and the endpoint's pause and die together: `ClientConnection` tells the relay at once.
+- The owner is told the end exactly once, unless the client left first (`client_gone`); every ticket is closed by then.
+- At most one of these is there at a time: a place waited for, a connection being made, one in use, a retry's timer.
+- What another endpoint gets are the same bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import socket
-import struct
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVarTuple
 
 from lbproxy.config import Settings
-from lbproxy.core.openai import error_event
-from lbproxy.core.retry import FailureKind, UpstreamError, decide
-from lbproxy.core.sse import EventScanner, JsonWatcher
+from lbproxy.core.retry import STATUS_FAILURES, FailureKind, UpstreamError
 from lbproxy.core.types import EndpointUid, InferenceRequest, LbError, Outcome, RequestRecord, Ticket, TicketState
 from lbproxy.net.h1 import ResponseHead
-from lbproxy.net.pool import Connection, ConnectionPool
-from lbproxy.proxy.headers import client_head
-from lbproxy.proxy.upstream import Outgoing, Upstream
+from lbproxy.net.pool import Connection, ConnectionPool, Origin
+from lbproxy.proxy.relay import Client, Relay
+from lbproxy.proxy.upstream import Outgoing
 from lbproxy.runtime import Runtime
 
-PROGRESS_S = 0.25
-"""How often a stream's progress is reported to the balancer, at most."""
-
-
-class Client(Protocol):
-    """The client's connection, as the relay needs it."""
-
-    transport: asyncio.Transport | None
-    relay: Relay | None
-    """Told of `pause`, `resume` and `client_gone` while it is set."""
-
-    @property
-    def writing_paused(self) -> bool:
-        """The client's buffer is full."""
-        ...
+Arguments = TypeVarTuple("Arguments")
 
 
 @dataclass(slots=True)
@@ -61,270 +44,292 @@ class Call:
     """The client's connection may serve another request."""
 
 
+class Owner(Protocol):
+    """Who started an exchange."""
+
+    def answered(self, error: LbError | None, *, reusable: bool) -> None:
+        """The exchange is over. With an error, nothing went to the client; else the answer did, as far as it came, and
+        the client's connection is `reusable` or not. The record tells the rest.
+        """
+        ...
+
+    def failed(self) -> None:
+        """The exchange is over by a defect of ours; called while its exception is handled."""
+        ...
+
+
 class Exchanger:
-    """Runs exchanges."""
+    """Starts exchanges: what all of them share."""
 
     def __init__(self, settings: Settings, runtime: Runtime, connections: ConnectionPool) -> None:
-        self._runtime = runtime
-        self._upstream = Upstream(connections, settings.timeouts)
-        self._max_attempts = settings.retry.attempts
-        self._stream_idle_s = settings.timeouts.stream_idle
-        self._expose_endpoint = settings.expose_endpoint
+        self.runtime = runtime
+        self.connections = connections
+        self.timeouts = settings.timeouts
+        self.expose_endpoint = settings.expose_endpoint
 
-    async def run_exchange(self, call: Call) -> bool:
-        """Answer the call. Returns whether the client's connection may serve another request.
-
-        Raises LbError if nothing went to the client. The record tells the rest.
-        """
-        record = call.record
-        failed: frozenset[EndpointUid] = frozenset()
-        while True:
-            ticket = self._runtime.submit(call.request, failed)
-            if ticket.state is not TicketState.PLACED:
-                await self._wait_for_place(ticket)
-            assert ticket.placed_on is not None
-            assert ticket.placed_at is not None
-            endpoint = ticket.placed_on.endpoint
-            record.attempts += 1
-            record.endpoint = endpoint.name
-            record.placed_at = ticket.placed_at
-            record.queue_s += ticket.placed_at - ticket.submitted_at
-            outcome = Outcome.CLIENT_CLOSED
-            try:
-                connection, head = await self._upstream.forward(endpoint, call.outgoing)
-                relay = Relay(call, ticket, self._runtime, connection, head)
-                outcome = await relay.run(self._own_fields(record), self._stream_idle_s)
-                record.outcome = outcome
-                return relay.client_reusable
-            except UpstreamError as error:
-                verdict = decide(error.kind, attempts=record.attempts, max_attempts=self._max_attempts)
-                outcome = verdict.outcome
-                record.error = error.detail
-                record.failed += ((endpoint.name, outcome.label),)
-                if verdict.blame:
-                    self._runtime.report_health(endpoint.uid, False, error.detail)
-                if not verdict.again:
-                    raise LbError(outcome) from error
-                failed |= {endpoint.uid}
-            finally:
-                self._runtime.close(ticket, outcome)
-
-    async def _wait_for_place(self, ticket: Ticket) -> None:
+    def start(self, call: Call, owner: Owner) -> Exchange:
+        """Answer the call. The owner may be told before this returns."""
+        exchange = Exchange(self, call, owner)
         try:
-            await self._runtime.placed(ticket)
-        except LbError as error:
-            if ticket.avoid and error.outcome is Outcome.NO_ENDPOINTS and self._runtime.any_up():
-                raise LbError(Outcome.CONNECT_FAILED) from error  # a live pool broke this request
+            exchange.place()
+        except BaseException:
+            exchange.client_gone()
             raise
-
-    def _own_fields(self, record: RequestRecord) -> str:
-        exposed = f"x-lbproxy-endpoint: {record.endpoint}\r\n" if self._expose_endpoint else ""
-        return f"x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n{exposed}"
+        return exchange
 
 
-def _is_plain_json(head: ResponseHead) -> bool:
-    """The body is one JSON text that can be read."""
-    kind = head.content_type.partition(b";")[0].strip()
-    return kind == b"application/json" and b"content-encoding:" not in head.end_to_end.lower()
-
-
-class Relay:
-    """The answer's way from the endpoint's connection to the client's transport: the net.pool.Receiver of a call."""
+class Exchange:
+    """One request's way. Made by `Exchanger.start`; a net.pool.Receiver until an answer is taken."""
 
     __slots__ = (
         "_call",
-        "_chunked",
         "_connection",
-        "_done",
-        "_head",
-        "_prefix",
-        "_progress_at",
-        "_progressed",
-        "_raw",
-        "_record",
-        "_runtime",
-        "_scanner",
+        "_failed",
+        "_kinds",
+        "_last",
+        "_owner",
+        "_pending",
+        "_relay",
+        "_shared",
         "_ticket",
-        "_transport",
-        "_whole",
-        "client_reusable",
     )
 
-    def __init__(
-        self, call: Call, ticket: Ticket, runtime: Runtime, connection: Connection, head: ResponseHead
-    ) -> None:
-        assert call.client.transport is not None, "a lost client cancels its handler"
+    def __init__(self, shared: Exchanger, call: Call, owner: Owner) -> None:
+        self._shared = shared
         self._call = call
-        self._record = call.record
+        self._owner: Owner | None = owner
+        """None: it is over."""
+        self._ticket: Ticket | None = None
+        """The attempt that runs."""
+        self._connection: Connection | None = None
+        """The one that the attempt's request went out on, until an answer is taken."""
+        self._pending: asyncio.Task[None] | asyncio.TimerHandle | None = None
+        """A connection that is being made, or a retry's timer."""
+        self._relay: Relay | None = None
+        self._failed: frozenset[EndpointUid] = frozenset()
+        """Endpoints whose attempts failed."""
+        self._kinds: tuple[FailureKind, ...] = ()
+        """Why they did."""
+        self._last = Outcome.COMPLETED
+        """How the last of them ended."""
+
+    # An attempt
+
+    def place(self) -> None:
+        """Begin an attempt: ask for an endpoint."""
+        self._pending = None
+        ticket = self._shared.runtime.submit(self._call.request, self._failed, self._settled_later)
         self._ticket = ticket
-        self._runtime = runtime
-        self._transport = call.client.transport
-        self._connection: Connection | None = connection
-        self._head = head
-        self._chunked = head.chunked and not call.http10
-        self._raw = head.chunked == self._chunked
-        """The client gets the endpoint's bytes as they are; else the payload without its chunk framing."""
-        self.client_reusable = call.keep_alive and not call.http10 and (head.chunked or head.length is not None)
-        self._prefix = b""
-        """The head, until it went out."""
-        content_type = head.content_type
-        ends_by_close = not head.chunked and head.length is None
-        self._scanner = EventScanner(watch_finish=ends_by_close) if b"text/event-stream" in content_type else None
-        self._whole: EventScanner | JsonWatcher | None = None
-        """Tells whether a body that only closing ends is whole."""
-        if ends_by_close:
-            self._whole = self._scanner or (JsonWatcher() if _is_plain_json(head) else None)
-        self._progressed = 0
-        self._progress_at = 0.0
-        # A failure is a result here: an exception that a cancelled handler never fetches would be logged as lost.
-        self._done: asyncio.Future[Outcome | UpstreamError] = runtime.loop.create_future()
+        if ticket.state is not TicketState.WAITING:
+            self._settled(ticket)
 
-    async def run(self, own_fields: str, idle_s: float) -> Outcome:
-        """Relay until the end. Raises UpstreamError if the endpoint failed before anything went to the client."""
-        head, client = self._head, self._call.client
-        assert self._connection is not None
-        connection = self._connection
-        self._record.status = head.status
-        self._prefix = client_head(head, own_fields, chunked=self._chunked, keep_alive=self.client_reusable)
-        client.relay = self
-        try:
-            watcher = self if self._scanner or self._whole or not self._raw else None
-            connection.relay(head, self, watcher, idle_s)
-            if self._prefix and not self._done.done():
-                self._write(b"")
-            if client.writing_paused:
-                self.pause()
-            result = await self._done
-            if isinstance(result, UpstreamError):
-                raise result
-            return result
-        finally:
-            client.relay = None
-            self.client_gone()  # only if we were cancelled: lets go of the connection
+    def _settled_later(self, ticket: Ticket) -> None:
+        self._guarded(self._settled, ticket)
 
-    # net.h1.PayloadWatcher
+    def _settled(self, ticket: Ticket) -> None:
+        """The ticket has a place, or will not get one."""
+        if ticket.placed_on is None:
+            assert ticket.outcome is not None
+            self._give_up(self._refusal(ticket.outcome))
+            return
+        assert ticket.placed_at is not None
+        endpoint, record = ticket.placed_on.endpoint, self._call.record
+        record.attempts += 1
+        record.endpoint = endpoint.name
+        record.placed_at = ticket.placed_at
+        record.queue_s += ticket.placed_at - ticket.submitted_at
+        connection = self._shared.connections.take(Origin.parse(endpoint.base_url))
+        if connection is not None:
+            self._send(ticket, connection)
+        else:
+            self._open(ticket)
 
-    def feed(self, data: bytes, start: int, end: int) -> None:
-        """The next piece of payload."""
-        if self._scanner is not None:
-            self._scanner.feed(data, start, end)
-        elif self._whole is not None:
-            self._whole.feed(data, start, end)
-        if not self._raw:
-            self._first_byte()
-            self._write(data[start:end])
+    def _open(self, ticket: Ticket) -> None:
+        assert ticket.placed_on is not None
+        origin = Origin.parse(ticket.placed_on.endpoint.base_url)
+        self._pending = self._shared.connections.dial(
+            origin, self._shared.timeouts.connect, lambda result: self._guarded(self._opened, result)
+        )
 
-    # net.pool.Receiver
+    def _opened(self, result: Connection | UpstreamError) -> None:
+        self._pending = None
+        assert self._ticket is not None
+        if isinstance(result, UpstreamError):
+            self.broke(result)
+        else:
+            self._send(self._ticket, result)
+
+    def _send(self, ticket: Ticket, connection: Connection) -> None:
+        self._connection = connection
+        outgoing = self._call.outgoing
+        assert ticket.placed_on is not None
+        head = outgoing.head_for(ticket.placed_on.endpoint)
+        connection.send(outgoing.method, head, outgoing.body, self, self._shared.timeouts.first_byte)
+
+    # net.pool.Receiver, until an answer is taken
+
+    def head(self, head: ResponseHead) -> None:
+        """An answer begins: take it, unless another endpoint may do better."""
+        ticket, connection = self._ticket, self._connection
+        assert ticket is not None
+        assert connection is not None
+        if head.status in STATUS_FAILURES and self._may_do_better(head.status):
+            connection.abort()
+            return
+        self._connection = None
+        call, shared = self._call, self._shared
+        relay = Relay(head, connection, ticket, call.record, shared.runtime, self._relayed)
+        self._relay = relay
+        fields = self._own_fields()
+        relay.begin(call.client, fields, shared.timeouts.stream_idle, http10=call.http10, keep_alive=call.keep_alive)
 
     def body(self, data: bytes) -> None:
-        """The next bytes of the message, framing included."""
-        self._first_byte()
-        if self._raw:
-            self._write(data)
-        if self._scanner is not None:
-            now = self._runtime.now()
-            if now >= self._progress_at:
-                self._report_progress(now)
+        """Never: the relay takes it."""
+        raise AssertionError("a body before its head")
 
     def ended(self) -> None:
-        """The endpoint says that the message is whole; where it cannot say so, we look."""
-        self._connection = None
-        if self._whole is not None and not self._whole.whole:
-            self.broke(UpstreamError(FailureKind.RESET, "the body ended by close, and is not whole"))
-            return
-        if self._prefix:
-            self._write(b"")
-        self._finish(Outcome.COMPLETED)
+        """Never: the relay takes it."""
+        raise AssertionError("an end before its head")
 
     def broke(self, error: UpstreamError) -> None:
-        """The endpoint failed in the middle."""
-        connection, self._connection = self._connection, None
-        if self._prefix:
-            self._finish(error)
+        """The attempt failed before any of an answer came."""
+        ticket, self._connection = self._ticket, None
+        assert ticket is not None
+        if error.kind is FailureKind.STALE:
+            self._open(ticket)  # the endpoint did not answer and is not at fault: the same again, free, on a new one
             return
-        self._record.error = error.detail
-        told = LbError(Outcome.UPSTREAM_RESET, f"upstream connection lost after {self._events} events")
-        self._break(Outcome.UPSTREAM_BROKE, told, connection)
+        record, runtime = self._call.record, self._shared.runtime
+        verdict = runtime.after_failure(ticket, error, self._kinds)
+        record.error = error.detail
+        self._last = verdict.outcome
+        self._note(ticket, error.kind, verdict.outcome.label)
+        runtime.close(ticket, verdict.outcome)
+        if verdict.again:
+            self._again(verdict.delay_s)
+        else:
+            self._give_up(LbError(verdict.outcome))
+
+    def _may_do_better(self, status: int) -> bool:
+        """Whether to drop this answer and ask another endpoint, which is then under way."""
+        ticket, runtime = self._ticket, self._shared.runtime
+        assert ticket is not None
+        kind = STATUS_FAILURES[status]
+        verdict = runtime.after_failure(ticket, UpstreamError(kind, f"answered {status}"), self._kinds)
+        if not verdict.again:
+            return False
+        self._connection = None
+        self._note(ticket, kind, f"upstream_{status}")
+        runtime.close(ticket, verdict.outcome)
+        self._again(verdict.delay_s)
+        return True
+
+    def _note(self, ticket: Ticket, kind: FailureKind, label: str) -> None:
+        assert ticket.placed_on is not None
+        endpoint = ticket.placed_on.endpoint
+        self._kinds = (*self._kinds, kind)
+        self._failed |= {endpoint.uid}
+        self._call.record.failed += ((endpoint.name, label),)
+
+    def _again(self, delay_s: float) -> None:
+        if delay_s:
+            self._pending = self._shared.runtime.loop.call_later(delay_s, self._guarded, self.place)
+        else:
+            self.place()
+
+    def _guarded(self, step: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
+        """Do a step that nothing above us would answer for if it raised."""
+        try:
+            step(*arguments)
+        except Exception:
+            owner = self._owner
+            self.client_gone()
+            if owner is None:
+                raise
+            owner.failed()
+
+    # The end
+
+    def _relayed(self, result: Outcome | UpstreamError) -> None:
+        """The relay is done: the answer is out as far as it will come, or nothing of it went out."""
+        relay, ticket = self._relay, self._ticket
+        assert relay is not None
+        assert ticket is not None
+        if isinstance(result, UpstreamError):
+            self._relay = None
+            self.broke(result)
+            return
+        self._call.record.outcome = result
+        self._shared.runtime.close(ticket, result)
+        self._end(None, reusable=relay.client_reusable)
+
+    def _give_up(self, error: LbError) -> None:
+        self._end(error, reusable=False)
+
+    def _end(self, error: LbError | None, *, reusable: bool) -> None:
+        owner, self._owner = self._owner, None
+        assert owner is not None
+        owner.answered(error, reusable=reusable)
+
+    def client_gone(self) -> None:
+        """The client's connection is lost: let go of everything, at once. The owner is not told."""
+        if self._owner is None:
+            return
+        self._owner = None
+        self._call.record.outcome = Outcome.CLIENT_CLOSED
+        self._release(Outcome.CLIENT_CLOSED)
 
     def cut(self) -> None:
-        """We stop, and cannot wait for the end."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.abort()
-            told = LbError(Outcome.CUT, f"the load balancer was stopped after {self._events} events")
-            self._break(Outcome.CUT, told, connection)
-
-    def _break(self, outcome: Outcome, told: LbError, connection: Connection | None) -> None:
-        """End the answer so that nobody takes it for whole; an event stream is told why, where an event can stand."""
-        self.client_reusable = False
-        if not self._chunked and self._head.length is None:
-            self._reset(outcome)
+        """We stop, and cannot wait for the end: the client is told, as far as it can be."""
+        if self._owner is None:
             return
-        at_boundary = connection is not None and connection.at_boundary
-        if self._scanner is not None and self._scanner.at_boundary and at_boundary and self._raw:
-            event = error_event(told)
-            self._write(b"%x\r\n%s\r\n" % (len(event), event))
-        self._finish(outcome)
-        self._transport.close()
+        if self._relay is not None:
+            self._relay.cut()
+        else:
+            self._release(Outcome.DRAINING)
+            self._give_up(LbError(Outcome.DRAINING))
 
-    # The client
+    def _release(self, outcome: Outcome) -> None:
+        if self._pending is not None:
+            self._pending.cancel()
+        if self._connection is not None:
+            self._connection.abort()
+        if self._relay is not None:
+            self._relay.let_go()
+        if self._ticket is not None:
+            self._shared.runtime.close(self._ticket, outcome)
+
+    # The client's back-pressure
 
     def pause(self) -> None:
         """The client's buffer is full."""
-        if self._connection is not None:
-            self._connection.pause()
+        if self._relay is not None:
+            self._relay.pause()
 
     def resume(self) -> None:
         """The client's buffer has room."""
-        if self._connection is not None:
-            self._connection.resume()
+        if self._relay is not None:
+            self._relay.resume()
 
-    def client_gone(self) -> None:
-        """The client's connection is lost: close the endpoint's, at once."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.abort()
-            self._finish(Outcome.CLIENT_CLOSED)
+    # What the client is told
 
-    # Steps
+    def _refusal(self, outcome: Outcome) -> LbError:
+        model = self._call.request.model
+        if outcome is Outcome.MODEL_NOT_FOUND:
+            return model_not_found(model)
+        if outcome is Outcome.NO_ENDPOINTS and self._last is not Outcome.COMPLETED and self._shared.runtime.any_up():
+            return LbError(self._last)  # a live pool broke this request
+        return LbError(outcome)
 
-    def _first_byte(self) -> None:
-        if self._record.first_byte_at is None:
-            self._record.first_byte_at = self._runtime.now()
-            self._runtime.first_byte(self._ticket)
+    def _own_fields(self) -> str:
+        record = self._call.record
+        exposed = f"x-lbproxy-endpoint: {record.endpoint}\r\n" if self._shared.expose_endpoint else ""
+        return f"x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n{exposed}"
 
-    def _write(self, data: bytes) -> None:
-        if self._prefix:
-            data = self._prefix + data
-            self._prefix = b""
-        self._record.response_bytes += len(data)
-        if not self._transport.is_closing():
-            self._transport.write(data)
 
-    def _report_progress(self, now: float) -> None:
-        assert self._scanner is not None
-        events = self._scanner.events
-        if events > self._progressed:
-            self._runtime.progress(self._ticket, events - self._progressed)
-            self._progressed = events
-        self._progress_at = now + PROGRESS_S
-
-    def _reset(self, outcome: Outcome) -> None:
-        """A close would look like the end: reset the client's connection."""
-        sock = self._transport.get_extra_info("socket")
-        if sock is not None:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self._finish(outcome)
-        self._transport.abort()
-
-    @property
-    def _events(self) -> int:
-        return 0 if self._scanner is None else self._scanner.events
-
-    def _finish(self, result: Outcome | UpstreamError) -> None:
-        """Before the client's transport is closed: losing that cancels the handler, which must wake with this first."""
-        if self._scanner is not None:
-            self._record.events = self._scanner.events
-            self._report_progress(self._runtime.now())
-        if not self._done.done():
-            self._done.set_result(result)
+def model_not_found(model: str | None) -> LbError:
+    """Nobody serves `model`."""
+    return LbError(
+        Outcome.MODEL_NOT_FOUND,
+        f"The model `{model}` does not exist; GET /v1/models lists those that do.",
+        param="model",
+    )

@@ -13,7 +13,7 @@ import logging
 import random
 import secrets
 import socket
-from collections.abc import Awaitable
+from collections.abc import Callable
 from typing import NamedTuple, cast
 from urllib.parse import unquote
 
@@ -26,7 +26,7 @@ from lbproxy.core.openai import BodyFacts, model_list, read_json_body, read_mult
 from lbproxy.core.types import InferenceRequest, LbError, Outcome, RequestRecord
 from lbproxy.proxy.answers import error_answer, json_answer
 from lbproxy.proxy.connection import CLOSE, KEEP, ClientConnection
-from lbproxy.proxy.exchange import Call, Exchanger
+from lbproxy.proxy.exchange import Call, Exchange, Exchanger, model_not_found
 from lbproxy.proxy.headers import RequestFields, origin_form, read_request_fields
 from lbproxy.proxy.plain import PlainRequest
 from lbproxy.proxy.routes import Body, Route, find_route
@@ -56,6 +56,95 @@ class _Request(NamedTuple):
     http10: bool
 
 
+class Turn:
+    """One request's turn on a client's connection, from its head until its record is out. Owns its exchange."""
+
+    __slots__ = ("_client", "_ended", "_exchange", "_front", "_over", "keep_alive", "record")
+
+    def __init__(
+        self,
+        front: FrontEnd,
+        client: ClientConnection,
+        record: RequestRecord,
+        ended: Callable[[bool], None],
+        *,
+        keep_alive: bool,
+    ) -> None:
+        """`ended` is told, once, whether the connection lives on."""
+        self._front = front
+        self._client = client
+        self.record = record
+        self._ended = ended
+        self.keep_alive = keep_alive
+        """The connection may serve another request."""
+        self._exchange: Exchange | None = None
+        self._over = False
+        client.turn = self
+        front.turn_began()
+
+    def exchange(self, exchanger: Exchanger, request: InferenceRequest, outgoing: Outgoing, *, http10: bool) -> None:
+        """Have the request answered by an endpoint."""
+        call = Call(self._client, self.record, request, outgoing, http10=http10, keep_alive=self.keep_alive)
+        self._exchange = exchanger.start(call, self)
+
+    def write(self, answer: bytes) -> None:
+        """Answer with a response of our own, whole."""
+        self._front.write(self._client, self.record, answer)
+
+    # How it ends: one of these counts
+
+    def answered(self, error: LbError | None, *, reusable: bool) -> None:
+        """See exchange.Owner."""
+        if error is not None:
+            reusable = self._front.refuse(self._client, self.record, error, keep_alive=self.keep_alive)
+        self.over(reusable)
+
+    def failed(self) -> None:
+        """See exchange.Owner."""
+        logger.exception("request %s failed", self.record.id)
+        self.keep_alive = False
+        if self.record.response_bytes:
+            self._client.force_close()
+            self.over(False)
+        else:
+            self.answered(LbError(Outcome.INTERNAL_ERROR), reusable=False)
+
+    def client_gone(self) -> None:
+        """The client's connection is lost."""
+        if self._exchange is not None:
+            self._exchange.client_gone()
+        if not self._over:
+            self.record.outcome = Outcome.CLIENT_CLOSED
+            self.over(False)
+
+    def cut(self) -> None:
+        """We stop, and cannot wait for the end."""
+        if self._exchange is not None:
+            self._exchange.cut()
+        else:
+            self.answered(LbError(Outcome.DRAINING), reusable=False)
+
+    def over(self, reusable: bool) -> None:
+        """The record goes out."""
+        if not self._over:
+            self._over = True
+            self._client.turn = None
+            self._front.turn_ended(self.record)
+            self._ended(reusable)
+
+    # The client's back-pressure
+
+    def pause(self) -> None:
+        """The client's buffer is full."""
+        if self._exchange is not None:
+            self._exchange.pause()
+
+    def resume(self) -> None:
+        """The client's buffer has room."""
+        if self._exchange is not None:
+            self._exchange.resume()
+
+
 class FrontEnd(web.Server):
     """Serves clients. `listen`, then `drain` and `stop`."""
 
@@ -83,7 +172,6 @@ class FrontEnd(web.Server):
         self._ids = itertools.count(1)
         self._id_prefix = secrets.token_hex(6)
         self._draining = False
-        self._cutting = False
         self._running = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -144,7 +232,6 @@ class FrontEnd(web.Server):
             else:
                 client.force_close()
         if not await _happens(self._quiet, deadline_s):
-            self._cutting = True
             cut = self._running
             for client in self._clients():
                 client.cut()
@@ -166,60 +253,62 @@ class FrontEnd(web.Server):
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """aiohttp's handler."""
         client = cast(ClientConnection, request.protocol)
-        record = self.new_record(request.method, request.raw_path, client)
-        keep_alive = request.keep_alive and not self._draining
-        client.unread = request.content
-        if not await client.drained():
-            return CLOSE
-        if await self._recorded(
-            self._serve(request, client, record, keep_alive=keep_alive), client, record, keep_alive
-        ):
-            client.aiohttp_answered()
-            return KEEP
-        return CLOSE
+        answered: asyncio.Future[bool] = self._loop.create_future()
 
-    async def serve_plain(self, plain: PlainRequest, client: ClientConnection) -> bool:
+        def ended(reusable: bool) -> None:
+            if not answered.done():  # cancelled, with the handler
+                answered.set_result(reusable)
+
+        record = self.new_record(request.method, request.raw_path, client)
+        turn = Turn(self, client, record, ended, keep_alive=request.keep_alive and not self._draining)
+        client.unread = request.content
+        try:
+            if not await client.drained():
+                return CLOSE
+            await self._serve(request, turn)
+            reusable = await answered
+        except LbError as error:
+            turn.answered(error, reusable=False)
+            reusable = await answered
+        except Exception:  # noqa: BLE001 - logged there, with its traceback
+            turn.failed()
+            return CLOSE
+        finally:
+            turn.client_gone()  # unless it is over
+        if reusable:
+            client.aiohttp_answered()
+        return KEEP if reusable else CLOSE
+
+    def serve_plain(self, plain: PlainRequest, client: ClientConnection) -> None:
         """The fast lane's handler: see connection.Front."""
         record = self.new_record("POST", plain.path, client)
         record.id = plain.fields.request_id or record.id
-        route = find_route("POST", plain.path)
-        keep_alive = not self._draining
-        request = _Request("POST", plain.path, route, plain.fields, http10=False)
-        answering = self._answer(request, plain.body, client, record, keep_alive=keep_alive)
-        return await self._recorded(answering, client, record, keep_alive)
-
-    async def _recorded(
-        self, answering: Awaitable[bool], client: ClientConnection, record: RequestRecord, keep_alive: bool
-    ) -> bool:
-        """Await an answer and turn whatever goes wrong into one. Returns whether the connection lives on."""
-        self._running += 1
-        self._quiet.clear()
+        turn = Turn(self, client, record, client.lane_ended, keep_alive=not self._draining)
+        request = _Request("POST", plain.path, find_route("POST", plain.path), plain.fields, http10=False)
         try:
-            return await answering
+            self._answer(request, plain.body, turn)
         except LbError as error:
-            return self.refuse(client, record, error, keep_alive=keep_alive)
-        except asyncio.CancelledError:
-            record.outcome = Outcome.CLIENT_CLOSED
-            if self._cutting and not record.response_bytes:
-                self.refuse(client, record, LbError(Outcome.DRAINING), keep_alive=False)
-            raise
-        except Exception:
-            logger.exception("request %s failed", record.id)
-            if record.response_bytes:
-                client.force_close()
-                return False
-            return self.refuse(client, record, LbError(Outcome.INTERNAL_ERROR), keep_alive=False)
-        finally:
-            record.ended_at = self._runtime.now()
-            self._runtime.emit(record)
-            self._running -= 1
-            if not self._running:
-                self._quiet.set()
+            turn.answered(error, reusable=False)
+        except Exception:  # noqa: BLE001 - logged there, with its traceback
+            turn.failed()
 
-    async def _serve(
-        self, request: web.BaseRequest, client: ClientConnection, record: RequestRecord, *, keep_alive: bool
-    ) -> bool:
-        """Read what aiohttp parsed, and answer it. Raises LbError if nothing was sent."""
+    def turn_began(self) -> None:
+        """One more request runs."""
+        self._running += 1
+        if self._running == 1:
+            self._quiet.clear()
+
+    def turn_ended(self, record: RequestRecord) -> None:
+        """One less; its record goes out."""
+        record.ended_at = self._runtime.now()
+        self._runtime.emit(record)
+        self._running -= 1
+        if not self._running:
+            self._quiet.set()
+
+    async def _serve(self, request: web.BaseRequest, turn: Turn) -> None:
+        """Read what aiohttp parsed, and begin to answer it. Raises LbError if nothing was sent."""
+        record = turn.record
         if request.version not in {(1, 1), (1, 0)}:
             raise LbError(Outcome.BAD_REQUEST, "Only HTTP/1.1 and HTTP/1.0 are spoken here.")
         fields = read_request_fields(request.raw_headers)
@@ -229,15 +318,15 @@ class FrontEnd(web.Server):
         route = find_route(request.method, record.path)
         if route.ours and request.method != "OPTIONS":
             record.route = route.name
-            return self._list_models(client, record, keep_alive=keep_alive)
-        body = await self._read_body(request, client, fields, route)
+            self._list_models(turn)
+            return
+        body = await self._read_body(request, fields, route)
         read = _Request(request.method, target, route, fields, http10=request.version == (1, 0))
-        return await self._answer(read, body, client, record, keep_alive=keep_alive)
+        self._answer(read, body, turn)
 
-    async def _answer(
-        self, request: _Request, body: bytes, client: ClientConnection, record: RequestRecord, *, keep_alive: bool
-    ) -> bool:
-        """Place a request that was read whole, and relay the answer. Raises LbError if nothing was sent."""
+    def _answer(self, request: _Request, body: bytes, turn: Turn) -> None:
+        """Begin the exchange of a request that was read whole. Raises LbError if nothing was sent."""
+        record = turn.record
         record.route = request.route.name
         record.request_bytes = len(body)
         if self._draining:
@@ -246,8 +335,7 @@ class FrontEnd(web.Server):
         record.model, record.stream = model, stream
         outgoing = Outgoing(request.method, request.target, request.fields.forward, body, record.id)
         placed = InferenceRequest(record.id, model, stream, len(body))
-        call = Call(client, record, placed, outgoing, http10=request.http10, keep_alive=keep_alive)
-        return await self._exchanger.run_exchange(call)
+        turn.exchange(self._exchanger, placed, outgoing, http10=request.http10)
 
     def _read_model(self, request: _Request, body: bytes) -> tuple[str | None, bool, bytes]:
         """The model to place by (None: any endpoint), whether a stream is wanted, and the body to send."""
@@ -265,9 +353,7 @@ class FrontEnd(web.Server):
             return resolve(facts.model, self._runtime.base_models()), False, body
         return None, False, body
 
-    async def _read_body(
-        self, request: web.BaseRequest, client: ClientConnection, fields: RequestFields, route: Route
-    ) -> bytes:
+    async def _read_body(self, request: web.BaseRequest, fields: RequestFields, route: Route) -> bytes:
         """The whole body. Raises LbError: too large (told before it is read, if announced), too slow, malformed."""
         is_json = route.body is Body.JSON or b"json" in fields.content_type
         limit = self._limits.json_body if is_json else self._limits.body
@@ -279,6 +365,7 @@ class FrontEnd(web.Server):
             if len(body) > limit:
                 raise LbError(Outcome.TOO_LARGE, f"The request body is larger than {limit} bytes.")
             return body
+        client = cast(ClientConnection, request.protocol)
         if fields.expects_continue and client.transport is not None:
             client.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         client.body_reader = content
@@ -292,24 +379,21 @@ class FrontEnd(web.Server):
         finally:
             client.body_reader = None
 
-    def _list_models(self, client: ClientConnection, record: RequestRecord, *, keep_alive: bool) -> bool:
+    def _list_models(self, turn: Turn) -> None:
         """GET /v1/models, or one of them: what the endpoints that are up say, merged."""
         if not self._runtime.any_up():
             raise LbError(Outcome.NO_ENDPOINTS)
+        record = turn.record
         cards = self._runtime.model_cards()
         wanted = unquote(record.path.removeprefix("/v1/models").removeprefix("/"))
         if wanted:
             card = next((card for card in cards if card.id == wanted), None)
             if card is None:
-                raise LbError(
-                    Outcome.MODEL_NOT_FOUND,
-                    f"The model `{wanted}` does not exist; GET /v1/models lists those that do.",
-                    param="model",
-                )
+                raise model_not_found(wanted)
         body = card.raw if wanted and card is not None else model_list(cards)
         record.status, record.outcome = 200, Outcome.COMPLETED
-        self._write(client, record, json_answer(200, body, {"x-request-id": record.id}, keep_alive=keep_alive))
-        return keep_alive
+        turn.write(json_answer(200, body, {"x-request-id": record.id}, keep_alive=turn.keep_alive))
+        turn.over(turn.keep_alive)
 
     # Answers and records
 
@@ -319,7 +403,7 @@ class FrontEnd(web.Server):
         keep_alive = keep_alive and not error.outcome.value.close and client.is_read
         record.outcome, record.status = error.outcome, error.outcome.value.status
         answer = error_answer(error, record.id, attempts=record.attempts, keep_alive=keep_alive, rng=self._rng)
-        self._write(client, record, answer)
+        self.write(client, record, answer)
         return keep_alive
 
     def refuse_unread(self, client: ClientConnection, error: LbError) -> None:
@@ -330,7 +414,8 @@ class FrontEnd(web.Server):
         self._runtime.emit(record)
 
     @staticmethod
-    def _write(client: ClientConnection, record: RequestRecord, answer: bytes) -> None:
+    def write(client: ClientConnection, record: RequestRecord, answer: bytes) -> None:
+        """A response of our own, whole; nothing if the client is gone."""
         if record.method == "HEAD":
             answer = answer[: answer.index(b"\r\n\r\n") + 4]
         record.response_bytes += len(answer)

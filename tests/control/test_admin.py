@@ -91,7 +91,7 @@ def test_an_endpoint_that_is_leaving_makes_nobody_ready() -> None:
         async with site() as (made, client):
             pool = made.rig
             pool.bring_up()
-            pool.runtime.submit(InferenceRequest("r", None), frozenset())
+            pool.runtime.submit(InferenceRequest("r", None), frozenset(), lambda _: None)
             pool.runtime.set_endpoints([])
             answer = await client.get("/readyz")
             assert answer.status_code == 503

@@ -10,7 +10,7 @@ import pytest
 from lbproxy.core.retry import FailureKind, UpstreamError
 from lbproxy.net import pool as pool_module
 from lbproxy.net.fetch import fetch
-from lbproxy.net.h1 import request_head
+from lbproxy.net.h1 import ResponseHead, request_head
 from lbproxy.net.pool import Connection, ConnectionPool, Origin
 from tests.support.aio import run, until
 from tests.support.endpoint import LAST, OK, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, event
@@ -178,11 +178,16 @@ class Loop:
 
 
 class Receiver:
-    """Keeps what a body brought."""
+    """Takes what comes on `connection`, and keeps it."""
 
-    def __init__(self) -> None:
+    def __init__(self, connection: Connection, idle_s: float = 5.0) -> None:
+        self.connection = connection
         self.data = b""
         self.end: str | UpstreamError | None = None
+        self._idle_s = idle_s
+
+    def head(self, head: ResponseHead) -> None:
+        self.connection.relay(head, self, None, self._idle_s)
 
     def body(self, data: bytes) -> None:
         self.data += data
@@ -194,14 +199,11 @@ class Receiver:
         self.end = error
 
 
-async def begin(
-    pool: ConnectionPool, endpoint: ScriptedEndpoint, receiver: Receiver, idle_s: float = 5.0
-) -> Connection:
+async def begin(pool: ConnectionPool, endpoint: ScriptedEndpoint, idle_s: float = 5.0) -> Receiver:
     connection = await pool.connect(Origin.parse(endpoint.url), 5.0)
-    connection.send("GET", request_head("GET", "/", "x", b"", 0), b"")
-    head = await connection.head(5.0)
-    connection.relay(head, receiver, None, idle_s)
-    return connection
+    receiver = Receiver(connection, idle_s)
+    connection.send("GET", request_head("GET", "/", "x", b"", 0), b"", receiver, 5.0)
+    return receiver
 
 
 def test_silence_in_mid_body_breaks_it_but_a_pause_of_ours_does_not() -> None:
@@ -212,15 +214,15 @@ def test_silence_in_mid_body_breaks_it_but_a_pause_of_ours_does_not() -> None:
     async def main() -> None:
         async with ScriptedEndpoint(script) as endpoint:
             pool = ConnectionPool()
-            paused, silent = Receiver(), Receiver()
-            held = await begin(pool, endpoint, paused, idle_s=0.3)
-            held.pause()
-            await begin(pool, endpoint, silent, idle_s=0.3)
+            paused = await begin(pool, endpoint, idle_s=0.3)
+            await until(lambda: paused.data, "it began")
+            paused.connection.pause()
+            silent = await begin(pool, endpoint, idle_s=0.3)
             await until(lambda: silent.end is not None, "silence is noticed")
             assert isinstance(silent.end, UpstreamError)
             assert silent.end.kind is FailureKind.TIMEOUT
             assert paused.end is None
-            held.resume()
+            paused.connection.resume()
             await until(lambda: paused.end is not None, "it counts again")
             pool.close()
 
@@ -235,11 +237,10 @@ def test_after_abort_nobody_is_called() -> None:
     async def main() -> None:
         async with ScriptedEndpoint(script) as endpoint:
             pool = ConnectionPool()
-            receiver = Receiver()
-            connection = await begin(pool, endpoint, receiver)
+            receiver = await begin(pool, endpoint)
             await until(lambda: receiver.data, "something came")
-            connection.abort()
-            connection.abort()
+            receiver.connection.abort()
+            receiver.connection.abort()
             await until(endpoint.wires[0].gone.is_set, "the server sees it")
             assert receiver.end is None
             assert pool.open_connections == 0
@@ -248,23 +249,55 @@ def test_after_abort_nobody_is_called() -> None:
     run(main())
 
 
-def test_a_reset_before_the_relay_begins_breaks_a_body_that_a_close_would_end() -> None:
+@pytest.mark.parametrize("sent", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\nhalf"])
+def test_a_reset_breaks_what_a_close_would_end(sent: bytes) -> None:
     """Without this a body that closing ends would pass for whole though the connection was reset."""
 
     async def script(wire: Wire, _: Received) -> None:
-        await wire.send(b"HTTP/1.1 200 OK\r\n\r\nhalf")
+        await wire.send(sent)
         wire.reset()
 
     async def main() -> None:
         async with ScriptedEndpoint(script) as endpoint:
             pool = ConnectionPool()
-            connection = await pool.connect(Origin.parse(endpoint.url), 5.0)
-            connection.send("GET", request_head("GET", "/", "x", b"", 0), b"")
-            head = await connection.head(5.0)
-            await until(lambda: pool.open_connections == 0, "the reset arrived")
-            receiver = Receiver()
-            connection.relay(head, receiver, None, 5.0)
+            receiver = await begin(pool, endpoint)
+            await until(lambda: receiver.end is not None, "the reset arrived")
             assert isinstance(receiver.end, UpstreamError)
+            assert receiver.end.kind is FailureKind.RESET
+            assert pool.open_connections == 0
+            pool.close()
+
+    run(main())
+
+
+def test_a_request_on_a_connection_that_was_just_lost_breaks() -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint:
+            pool = ConnectionPool()
+            connection = await pool.connect(Origin.parse(endpoint.url), 5.0)
+            connection.connection_lost(None)
+            receiver = Receiver(connection)
+            connection.send("GET", request_head("GET", "/", "x", b"", 0), b"", receiver, 5.0)
+            assert receiver.end is None, "not within the call"
+            await until(lambda: receiver.end is not None, "told")
+            pool.close()
+
+    run(main())
+
+
+def test_opening_calls_back_unless_it_is_cancelled() -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint:
+            pool = ConnectionPool()
+            results: list[Connection | UpstreamError] = []
+            origin = Origin.parse(endpoint.url)
+            pool.dial(origin, 5.0, results.append).cancel()
+            pool.dial(Origin(("127.0.0.1", 1)), 5.0, results.append)
+            await until(lambda: len(results) == 1, "refused")
+            assert isinstance(results[0], UpstreamError)
+            pool.dial(origin, 5.0, results.append)
+            await until(lambda: len(results) == 2, "opened")
+            assert isinstance(results[1], Connection)
             pool.close()
 
     run(main())

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import AsyncExitStack
 
 import pytest
 
-from lbproxy.core.types import Outcome
+from lbproxy.core.types import Health, Outcome
 from lbproxy.net import pool as pool_module
 from tests.support.aio import run, until
 from tests.support.endpoint import LAST, OK, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, chunk, event
@@ -183,29 +184,104 @@ def test_a_kept_connection_that_the_server_closed_costs_the_client_nothing() -> 
     run(main())
 
 
-def test_a_server_that_dies_on_a_request_does_not_hand_it_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a kept connection too, once the keep-alive race is over: the request may be what kills servers."""
+@pytest.mark.parametrize("reused", [True, False])
+def test_a_request_that_servers_die_on_does_not_tour_the_fleet(reused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more server is asked, since the first may have died for its own reasons. Then the request is the suspect."""
     monkeypatch.setattr(pool_module, "STALE_S", 0.05)
 
     async def script(wire: Wire, request: Received) -> None:
         if b"poison" in request.body:
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.2)  # the keep-alive race is over
             wire.reset()
         else:
             await wire.send(answer())
 
     async def main() -> None:
-        async with ScriptedEndpoint(script) as one, ScriptedEndpoint(script) as two, rig(one.url, two.url) as it:
-            for _ in range(6):
-                assert (await it.ask(post())).status == 200
-            assert it.connections.open_connections == 2, "both have a kept connection"
-            before = len(one.requests) + len(two.requests)
+        async with AsyncExitStack() as stack:
+            fleet = [await stack.enter_async_context(ScriptedEndpoint(script)) for _ in range(3)]
+            it = await stack.enter_async_context(rig(*(one.url for one in fleet)))
+            if reused:
+                replies = [await it.ask(post()) for _ in range(9)]
+                assert {reply.status for reply in replies} == {200}
+                assert it.connections.open_connections == 3, "all have a kept connection"
+            before = sum(len(one.requests) for one in fleet)
             reply = await it.ask(post(b'{"model":"m","x":"poison"}'))
             assert (reply.status, code(reply)) == (502, "upstream_reset")
-            assert len(one.requests) + len(two.requests) == before + 1
-            assert it.records.requests[-1].attempts == 1
+            assert sum(len(one.requests) for one in fleet) == before + 2
+            assert it.records.requests[-1].attempts == 2
+            assert len({name for name, _ in it.records.requests[-1].failed}) == 2
 
     run(main())
+
+
+@pytest.mark.parametrize("status", [500, 502, 503, 504, 429])
+def test_an_answer_that_another_endpoint_may_do_better_is_asked_for_there(status: int) -> None:
+    async def main() -> None:
+        bad, good = answer(b'{"error":"theirs"}', status=status), answer(b'{"fine":1}')
+        async with AsyncExitStack() as stack:
+            one = await stack.enter_async_context(ScriptedEndpoint(bad))
+            two = await stack.enter_async_context(ScriptedEndpoint(good))
+            it = await stack.enter_async_context(rig(one.url, two.url, more="routing: {policy: round-robin}"))
+            replies = [await it.ask(post()) for _ in range(6)]
+            assert {(reply.status, reply.body) for reply in replies} == {(200, b'{"fine":1}')}
+            assert {reply.field("x-lbproxy-endpoint") for reply in replies} == {"e2"}
+            assert {(body.body, body.head.partition(b"\r\n")[0]) for body in one.requests} <= {
+                (body.body, body.head.partition(b"\r\n")[0]) for body in two.requests
+            }, "the same bytes"
+            failed = [record.failed for record in it.records.requests if record.attempts == 2]
+            assert failed
+            assert set(failed) == {(("e1", f"upstream_{status}"),)}
+            assert all(one.health is Health.UP for one in it.snapshots()), "answers are no lack of health"
+
+    run(main())
+
+
+@pytest.mark.parametrize(("status", "asked"), [(500, 2), (429, 2), (503, 3), (502, 3), (504, 3), (501, 1), (400, 1)])
+def test_when_nobody_does_better_the_client_gets_an_endpoints_own_words(status: int, asked: int) -> None:
+    """A request that fails everywhere must not tour the fleet; "not now" may be asked of everybody there is."""
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            bad = answer(b'{"error":"theirs"}', status=status, more="Retry-After: 7\r\n")
+            fleet = [await stack.enter_async_context(ScriptedEndpoint(bad)) for _ in range(4)]
+            it = await stack.enter_async_context(rig(*(one.url for one in fleet)))
+            reply = await it.ask(post())
+            assert (reply.status, reply.body) == (status, b'{"error":"theirs"}')
+            assert reply.field("retry-after") == "7"
+            assert [len(one.requests) for one in fleet].count(1) == asked
+            assert (last(it), it.records.requests[-1].attempts) == (Outcome.COMPLETED, asked)
+
+    run(main())
+
+
+def test_a_client_that_leaves_between_two_attempts_ends_it() -> None:
+    async def main() -> None:
+        busy = answer(status=503)
+        async with ScriptedEndpoint(busy) as one, ScriptedEndpoint(busy) as two, rig(one.url, two.url) as it:
+            it.runtime.loop = Slow(it.runtime.loop)  # type: ignore[assignment]
+            client = await it.connect()
+            client.send(post())
+            await until(lambda: len(one.requests) + len(two.requests) == 1, "asked once")
+            await until(lambda: it.in_flight() == 0, "and the next attempt waits")
+            client.writer.close()
+            await until(lambda: bool(it.records.requests), "it is over")
+            assert last(it) is Outcome.CLIENT_CLOSED
+            assert it.records.requests[0].attempts == 1
+
+    run(main())
+
+
+class Slow:
+    """A loop on which every delay is long."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def call_later(self, _: float, *arguments: object) -> asyncio.TimerHandle:
+        return self._loop.call_later(100.0, *arguments)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._loop, name)
 
 
 def test_a_dead_endpoint_is_skipped_and_counted_against() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from lbproxy.config import AdmissionSettings, HealthSettings, RoutingSettings, ScrapeSettings
+from lbproxy.config import AdmissionSettings, HealthSettings, RetrySettings, RoutingSettings, ScrapeSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.policy import make_policy
 from lbproxy.core.types import (
@@ -43,6 +43,7 @@ def make_balancer(
     admission: AdmissionSettings | None = None,
     health: HealthSettings | None = None,
     scrape: ScrapeSettings | None = None,
+    retry: RetrySettings | None = None,
     scorers: dict[str, float] | None = None,
     seed: int = 0,
 ) -> Balancer:
@@ -52,6 +53,7 @@ def make_balancer(
         admission=admission or AdmissionSettings(),
         health=health or HealthSettings(),
         scrape=scrape or ScrapeSettings(),
+        retry=retry or RetrySettings(),
         rng=random.Random(seed),
     )
 

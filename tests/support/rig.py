@@ -29,6 +29,7 @@ class Rig(Pool):
             admission=settings.admission,
             health=settings.health,
             scrape=settings.scrape,
+            retry=settings.retry,
             rng=rng,
         )
         super().__init__(balancer, [EndpointSpec(name=e.name, base_url=e.url) for e in settings.endpoints])

@@ -1,0 +1,259 @@
+"""The way of an answer from an endpoint's connection to a client's transport, from the commit to the last byte.
+
+Theory of operation. From the commit on, every read of the endpoint's goes to the client in the same callback, the
+chunk framing included, unchanged; scanners look on. Only a client that takes no chunks gets the payload alone.
+Invariants:
+
+- The head goes out with the first body bytes, in one write. Until then the answer can still be taken back.
+- After it, never a second status line, and nothing is retried.
+- An answer that broke never looks whole: no terminator, and a reset where a close would look like an end
+  (the tables are in docs/failures.md).
+- The client's connection and the endpoint's pause and die together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable
+from typing import Protocol
+
+from lbproxy.core.openai import error_event
+from lbproxy.core.retry import FailureKind, UpstreamError
+from lbproxy.core.sse import EventScanner, JsonWatcher
+from lbproxy.core.types import LbError, Outcome, RequestRecord, Ticket
+from lbproxy.net.h1 import ResponseHead
+from lbproxy.net.pool import Connection
+from lbproxy.proxy.headers import client_head
+from lbproxy.runtime import Runtime
+
+PROGRESS_S = 0.25
+"""How often a stream's progress is reported to the balancer, at most."""
+
+
+class Client(Protocol):
+    """The client's connection, as an answer needs it."""
+
+    transport: asyncio.Transport | None
+    """None: the client is gone."""
+
+    @property
+    def writing_paused(self) -> bool:
+        """The client's buffer is full."""
+        ...
+
+
+class Relay:
+    """One answer: the net.pool.Receiver of its body."""
+
+    __slots__ = (
+        "_chunked",
+        "_connection",
+        "_done",
+        "_head",
+        "_prefix",
+        "_progress_at",
+        "_progressed",
+        "_raw",
+        "_record",
+        "_runtime",
+        "_scanner",
+        "_ticket",
+        "_transport",
+        "_whole",
+        "client_reusable",
+    )
+
+    def __init__(
+        self,
+        head: ResponseHead,
+        connection: Connection,
+        ticket: Ticket,
+        record: RequestRecord,
+        runtime: Runtime,
+        done: Callable[[Outcome | UpstreamError], None],
+    ) -> None:
+        """`done` is called once: with the outcome, or with the failure if nothing went to the client. Not if the
+        client leaves: `let_go` says so to the endpoint alone.
+        """
+        self._head = head
+        self._connection: Connection | None = connection
+        self._ticket = ticket
+        self._record = record
+        self._runtime = runtime
+        self._done = done
+        self._prefix = b""
+        """The head, until it went out."""
+        self._progressed = 0
+        self._progress_at = 0.0
+
+    def begin(self, client: Client, own_fields: str, idle_s: float, *, http10: bool, keep_alive: bool) -> None:
+        """Commit the answer and take its body. It may be whole, or broken, when this returns.
+
+        `http10`: the client takes no chunks, and its connection ends with the answer.
+        """
+        head, connection = self._head, self._connection
+        assert client.transport is not None, "a lost client ends its exchange"
+        assert connection is not None
+        self._transport = client.transport
+        self._chunked = head.chunked and not http10
+        self._raw = head.chunked == self._chunked
+        """The client gets the endpoint's bytes as they are; else the payload without its chunk framing."""
+        ends_by_close = not head.chunked and head.length is None
+        self.client_reusable = keep_alive and not http10 and not ends_by_close
+        is_stream = b"text/event-stream" in head.content_type
+        self._scanner = EventScanner(watch_finish=ends_by_close) if is_stream else None
+        self._whole: EventScanner | JsonWatcher | None = None
+        """Tells whether a body that only closing ends is whole."""
+        if ends_by_close:
+            self._whole = self._scanner or (JsonWatcher() if _is_plain_json(head) else None)
+        self._record.status = head.status
+        self._prefix = client_head(head, own_fields, chunked=self._chunked, keep_alive=self.client_reusable)
+        watcher = self if is_stream or self._whole or not self._raw else None
+        connection.relay(head, self, watcher, idle_s)
+        if self._connection is None:
+            return
+        if self._prefix:
+            self._write(b"")
+        if client.writing_paused:
+            self.pause()
+
+    # net.h1.PayloadWatcher
+
+    def feed(self, data: bytes, start: int, end: int) -> None:
+        """The next piece of payload."""
+        if self._scanner is not None:
+            self._scanner.feed(data, start, end)
+        elif self._whole is not None:
+            self._whole.feed(data, start, end)
+        if not self._raw:
+            self._first_byte()
+            self._write(data[start:end])
+
+    # net.pool.Receiver
+
+    def head(self, head: ResponseHead) -> None:
+        """The exchange had it before the relay began."""
+        raise AssertionError("one answer has one head")
+
+    def body(self, data: bytes) -> None:
+        """The next bytes of the message, framing included."""
+        self._first_byte()
+        if self._raw:
+            self._write(data)
+        if self._scanner is not None:
+            now = self._runtime.now()
+            if now >= self._progress_at:
+                self._report_progress(now)
+
+    def ended(self) -> None:
+        """The endpoint says that the message is whole; where it cannot say so, we look."""
+        self._connection = None
+        if self._whole is not None and not self._whole.whole:
+            self.broke(UpstreamError(FailureKind.RESET, "the body ended by close, and is not whole"))
+            return
+        if self._prefix:
+            self._write(b"")
+        self._finish(Outcome.COMPLETED)
+
+    def broke(self, error: UpstreamError) -> None:
+        """The endpoint failed in the middle."""
+        connection, self._connection = self._connection, None
+        if self._prefix:
+            self._done(error)
+            return
+        self._record.error = error.detail
+        told = LbError(Outcome.UPSTREAM_RESET, f"upstream connection lost after {self._events} events")
+        self._break(Outcome.UPSTREAM_BROKE, told, connection)
+
+    def cut(self) -> None:
+        """We stop, and cannot wait for the end."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abort()
+            told = LbError(Outcome.CUT, f"the load balancer was stopped after {self._events} events")
+            self._break(Outcome.CUT, told, connection)
+
+    def _break(self, outcome: Outcome, told: LbError, connection: Connection | None) -> None:
+        """End the answer so that nobody takes it for whole; an event stream is told why, where an event can stand."""
+        self.client_reusable = False
+        if not self._chunked and self._head.length is None:
+            self._reset(outcome)
+            return
+        at_boundary = connection is not None and connection.at_boundary
+        if self._scanner is not None and self._scanner.at_boundary and at_boundary and self._raw:
+            event = error_event(told)
+            self._write(b"%x\r\n%s\r\n" % (len(event), event))
+        self._finish(outcome)
+        self._transport.close()
+
+    # The client
+
+    def pause(self) -> None:
+        """The client's buffer is full."""
+        if self._connection is not None:
+            self._connection.pause()
+
+    def resume(self) -> None:
+        """The client's buffer has room."""
+        if self._connection is not None:
+            self._connection.resume()
+
+    def let_go(self) -> None:
+        """The client is gone: close the endpoint's connection. `done` is not called."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abort()
+            self._count()
+
+    # Steps
+
+    def _first_byte(self) -> None:
+        if self._record.first_byte_at is None:
+            self._record.first_byte_at = self._runtime.now()
+            self._runtime.first_byte(self._ticket)
+
+    def _write(self, data: bytes) -> None:
+        if self._prefix:
+            data = self._prefix + data
+            self._prefix = b""
+        self._record.response_bytes += len(data)
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+    def _report_progress(self, now: float) -> None:
+        assert self._scanner is not None
+        events = self._scanner.events
+        if events > self._progressed:
+            self._runtime.progress(self._ticket, events - self._progressed)
+            self._progressed = events
+        self._progress_at = now + PROGRESS_S
+
+    def _reset(self, outcome: Outcome) -> None:
+        """A close would look like the end: reset the client's connection."""
+        sock = self._transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._finish(outcome)
+        self._transport.abort()
+
+    @property
+    def _events(self) -> int:
+        return 0 if self._scanner is None else self._scanner.events
+
+    def _count(self) -> None:
+        if self._scanner is not None:
+            self._record.events = self._scanner.events
+            self._report_progress(self._runtime.now())
+
+    def _finish(self, outcome: Outcome) -> None:
+        """Before the client's transport is closed: its loss would end the exchange as the client's doing."""
+        self._count()
+        self._done(outcome)
+
+
+def _is_plain_json(head: ResponseHead) -> bool:
+    """The body is one JSON text that can be read."""
+    kind = head.content_type.partition(b";")[0].strip()
+    return kind == b"application/json" and b"content-encoding:" not in head.end_to_end.lower()

@@ -1,0 +1,88 @@
+"""What follows a failed attempt, rule by rule, and the budget."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lbproxy.config import RetrySettings
+from lbproxy.core.retry import BACKOFF_MAX_S, WINDOW_S, FailureKind, Retries
+from lbproxy.core.types import Outcome
+
+K = FailureKind
+
+
+def retries(**settings: float) -> Retries:
+    return Retries(RetrySettings.model_validate(settings), random.Random(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "earlier", "again"),
+    [
+        (K.CONNECT, (), True),
+        (K.CONNECT, (K.CONNECT,), True),
+        (K.CONNECT, (K.CONNECT, K.CONNECT), False),  # three attempts in all
+        (K.RESET, (), True),
+        (K.RESET, (K.CONNECT,), True),
+        (K.RESET, (K.RESET,), False),
+        (K.PROTOCOL, (), True),
+        (K.PROTOCOL, (K.PROTOCOL,), False),
+        (K.TIMEOUT, (), False),
+        (K.EXHAUSTED, (), False),
+        (K.BUSY, (K.BUSY,), True),
+        (K.LIMITED, (), True),
+        (K.LIMITED, (K.LIMITED,), False),
+        (K.ERROR, (), True),
+        (K.ERROR, (K.ERROR,), False),
+        (K.ERROR, (K.CONNECT,), False),
+        (K.GATEWAY, (K.GATEWAY,), True),
+    ],
+)
+def test_the_rules(kind: FailureKind, earlier: tuple[FailureKind, ...], again: bool) -> None:
+    assert retries().decide(kind, earlier, elsewhere=True, now=0.0).again is again
+
+
+@pytest.mark.parametrize("kind", [K.RESET, K.BUSY, K.LIMITED, K.ERROR, K.GATEWAY])
+def test_nobody_else_means_no_retry(kind: FailureKind) -> None:
+    it = retries()
+    before = it.budget(now=0.0)
+    assert not it.decide(kind, (), elsewhere=False, now=0.0).again
+    assert it.budget(now=0.0) == before
+
+
+def test_only_a_failed_connect_is_blamed_and_tried_again_at_once_and_for_free() -> None:
+    it = retries(budget_ratio=0, budget_per_second=0)
+    verdict = it.decide(K.CONNECT, (), elsewhere=False, now=0.0)
+    assert (verdict.again, verdict.blame, verdict.delay_s) == (True, True, 0.0)
+    verdict = it.decide(K.RESET, (), elsewhere=True, now=0.0)
+    assert (verdict.again, verdict.blame, verdict.outcome) == (False, False, Outcome.UPSTREAM_RESET)
+
+
+def test_the_budget_is_a_share_of_recent_requests_and_a_rate() -> None:
+    it = retries(budget_ratio=0.2, budget_per_second=1)
+    for _ in range(100):
+        it.requested(now=5.0)
+    assert it.budget(now=5.0) == 20 + WINDOW_S
+    granted = sum(it.decide(K.BUSY, (), elsewhere=True, now=6.0).again for _ in range(100))
+    assert granted == 20 + WINDOW_S
+    assert it.budget(now=5.0 + WINDOW_S) == pytest.approx(-20.0), "the requests are too old, the retries are not"
+    assert it.budget(now=6.0 + WINDOW_S) == WINDOW_S
+    assert it.budget(now=1e6) == WINDOW_S
+
+
+def test_time_that_stands_still_or_seems_to_go_back_loses_nothing() -> None:
+    it = retries(budget_ratio=1, budget_per_second=0)
+    it.requested(now=100.9)
+    it.requested(now=100.9)
+    assert it.budget(now=99.0) == 2
+
+
+def test_waiting_grows_and_stays_bounded() -> None:
+    it = retries(attempts=10, budget_per_second=100_000)
+    longest = [
+        max(it.decide(K.BUSY, (K.BUSY,) * n, elsewhere=True, now=0.0).delay_s for _ in range(200)) for n in range(8)
+    ]
+    assert longest == sorted(longest)[: len(longest)] or max(longest) <= BACKOFF_MAX_S
+    assert 0.02 < longest[0] <= 0.025
+    assert 0.2 < longest[-1] <= BACKOFF_MAX_S
