@@ -41,6 +41,8 @@ _ENDS_HERE = frozenset(
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\x00-\x08\x0a-\x1f\x7f]*)?")
 _TRAILER_LINE = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[^\x00-\x08\x0a-\x1f\x7f]*")
 _LENGTH = re.compile(rb"[0-9]{1,15}")
+LENGTH_LINE = re.compile(rb"\r\nContent-Length: ([0-9]{1,9})(?=\r\n)", re.IGNORECASE)
+"""As nearly everybody writes it. Without this line, most heads of a peer are the same each time."""
 
 
 class ProtocolError(Exception):
@@ -234,6 +236,46 @@ def parse_head(head: bytes, method: str) -> ResponseHead:
 
     `method` is the request's: the answer to HEAD has no body. Raises ProtocolError.
     """
+    line = LENGTH_LINE.search(head)
+    if line is None:
+        rest, announced = head, None
+    else:
+        rest, announced = head[: line.start()] + head[line.end() :], line[1]
+    fixed = _read_head_cached(rest) if len(rest) <= _CACHED_HEAD_BYTES else _read_head(rest)
+    if fixed.announced is not None:
+        if announced is not None:
+            raise ProtocolError("a repeated Content-Length")
+        announced = fixed.announced
+    status, chunked = fixed.status, fixed.chunked
+    if chunked and announced is not None:
+        raise ProtocolError("both Content-Length and Transfer-Encoding")
+    keep_alive = fixed.keep_alive and (chunked or announced is not None)
+    if status >= 200 and status not in {204, 304} and method != "HEAD":
+        length = None if announced is None else int(announced)
+        return ResponseHead(status, fixed.end_to_end, fixed.content_type, keep_alive, chunked, length, announced)
+    if status == 304:
+        keep_alive = fixed.keep_alive
+    elif chunked or announced not in {None, b"0"}:
+        keep_alive = False  # a body that comes all the same must not be taken for the next answer
+    else:
+        keep_alive = fixed.keep_alive
+    return ResponseHead(status, fixed.end_to_end, fixed.content_type, keep_alive, False, 0, announced)
+
+
+class _FixedHead(NamedTuple):
+    """What a head says, whatever the length of the body."""
+
+    status: int
+    end_to_end: bytes
+    content_type: bytes
+    keep_alive: bool
+    """If the body is framed."""
+    chunked: bool
+    announced: bytes | None
+    """A Content-Length that `LENGTH_LINE` did not find."""
+
+
+def _read_head(head: bytes) -> _FixedHead:
     lines = head[:-4].split(b"\r\n")
     # All that is no text must be the line ends, in their order: a bare CR, LF or any other control byte shows here.
     if not head.endswith(b"\r\n\r\n") or head.translate(None, _TEXT) != b"\r\n" * (len(lines) + 1):
@@ -242,23 +284,18 @@ def parse_head(head: bytes, method: str) -> ResponseHead:
     if len(lines) - 1 > MAX_FIELDS:
         raise ProtocolError("the response head has too many fields")
     kept, content_type, chunked, announced, options = _read_fields(lines)
-    bodiless = status < 200 or status in {204, 304} or method == "HEAD"
-    if bodiless:
-        length: int | None = 0
-    else:
-        length = None if announced is None else int(announced)
     if chunked and not minor:
         raise ProtocolError("an HTTP/1.0 response is chunked")
     keep_alive = (minor == 1 or b"keep-alive" in options) and b"close" not in options
-    framed = chunked or length is not None
-    if bodiless and status != 304 and (chunked or announced not in {None, b"0"}):
-        keep_alive = False  # a body that comes all the same must not be taken for the next answer
-    chunked = chunked and not bodiless
     kept.append(b"")
-    return ResponseHead(status, b"\r\n".join(kept), content_type, keep_alive and framed, chunked, length, announced)
+    return _FixedHead(status, b"\r\n".join(kept), content_type, keep_alive, chunked, announced)
 
 
-@lru_cache(maxsize=256)  # servers use few
+_CACHED_HEAD_BYTES = 2 << 10
+"""Longer heads are not worth remembering, and would let a peer fill the cache with megabytes."""
+_read_head_cached = lru_cache(maxsize=1024)(_read_head)
+
+
 def _read_status_line(line: bytes) -> tuple[int, int]:
     """Minor version and status."""
     match = _STATUS_LINE.fullmatch(line)
@@ -267,24 +304,12 @@ def _read_status_line(line: bytes) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-_CACHED_LINE_BYTES = 128
-"""Longer field lines are not worth remembering, and would let a peer fill the cache with megabytes."""
-
-
 def split_field(line: bytes) -> tuple[bytes, bytes] | None:
     """Name in lower case, and value without the white space around it; None if the line is malformed."""
     name, colon, value = line.partition(b":")
     if not colon or _NAME.fullmatch(name) is None:  # no white space: neither folding nor a space before the colon
         return None
     return name.lower(), value.strip(b" \t")
-
-
-_remembered = lru_cache(maxsize=4096)(split_field)
-
-
-def split_field_cached(line: bytes) -> tuple[bytes, bytes] | None:
-    """`split_field`, remembered for short lines: most lines of a peer's heads are the same each time."""
-    return _remembered(line) if len(line) <= _CACHED_LINE_BYTES else split_field(line)
 
 
 def _read_fields(lines: list[bytes]) -> tuple[list[bytes], bytes, bool, bytes | None, set[bytes] | frozenset[bytes]]:
@@ -299,7 +324,7 @@ def _read_fields(lines: list[bytes]) -> tuple[list[bytes], bytes, bool, bytes | 
     length: bytes | None = None
     options: set[bytes] | frozenset[bytes] = _NO_OPTIONS
     for line in lines[1:]:
-        field = split_field_cached(line)
+        field = split_field(line)
         if field is None:
             raise ProtocolError("a field line is malformed")
         name, value = field
@@ -317,8 +342,6 @@ def _read_fields(lines: list[bytes]) -> tuple[list[bytes], bytes, bool, bytes | 
             chunked = True
         elif name == b"connection":
             options = options | {token.strip() for token in value.lower().split(b",")}
-    if chunked and length is not None:
-        raise ProtocolError("both Content-Length and Transfer-Encoding")
     if options and not options <= _USUAL_OPTIONS:
         kept = [line for line in kept if line.partition(b":")[0].lower() not in options]
     return kept, content_type, chunked, length, options

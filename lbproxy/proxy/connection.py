@@ -22,7 +22,8 @@ from aiohttp.http_exceptions import LineTooLong
 from aiohttp.streams import StreamReader
 
 from lbproxy.core.types import LbError, Outcome
-from lbproxy.proxy.plain import PlainRequest, read_plain
+from lbproxy.proxy.plain import read_plain
+from lbproxy.proxy.request import ClientRequest
 
 logger = logging.getLogger("lbproxy")
 
@@ -78,7 +79,7 @@ class Front(Protocol):
 
     max_plain_body_bytes: int
 
-    def serve_plain(self, plain: PlainRequest, client: ClientConnection) -> None:
+    def serve_plain(self, plain: ClientRequest, client: ClientConnection) -> None:
         """Answer a plain request; `client.lane_ended` is called when the answer is out, maybe before this returns."""
         ...
 
@@ -171,7 +172,7 @@ class ClientConnection(web.RequestHandler):
 
     # The fast lane
 
-    def _start(self, plain: PlainRequest) -> None:
+    def _start(self, plain: ClientRequest) -> None:
         self._request_in_progress = True  # aiohttp's shutdown waits for it
         self.unread = None
         self._in_lane = True

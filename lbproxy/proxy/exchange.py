@@ -6,7 +6,7 @@ a request is cheap. Each attempt places, sends, and ends in a head or a failure;
 another endpoint may do better, the balancer says whether to go round again. The first head that is taken is the commit
 point: a `Relay` does the rest, and nothing is ever retried. Invariants:
 
-- The owner is told the end exactly once, unless the client left first (`client_gone`); every ticket is closed by then.
+- The turn is told the end exactly once, unless the client left first (`client_gone`); every ticket is closed by then.
 - At most one of these is there at a time: a place waited for, a connection being made, one in use, a retry's timer.
 - What another endpoint gets are the same bytes.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol, TypeVarTuple
 
 from lbproxy.config import Settings
@@ -24,28 +23,27 @@ from lbproxy.core.types import EndpointUid, InferenceRequest, LbError, Outcome, 
 from lbproxy.net.h1 import ResponseHead
 from lbproxy.net.pool import Connection, ConnectionPool, Origin
 from lbproxy.proxy.relay import Client, Relay
-from lbproxy.proxy.upstream import Outgoing
+from lbproxy.proxy.request import ClientRequest
 from lbproxy.runtime import Runtime
 
 Arguments = TypeVarTuple("Arguments")
 
 
-@dataclass(slots=True)
-class Call:
-    """A client's request, read whole and understood."""
+class Turn(Protocol):
+    """A client's request, read whole and understood, that an exchange answers."""
 
-    client: Client
     record: RequestRecord
-    request: InferenceRequest
-    outgoing: Outgoing
-    http10: bool
-    """The client takes no chunks, and its connection ends with the answer."""
+    request: ClientRequest
+    """As it came."""
+    placed: InferenceRequest
+    """As the balancer sees it."""
     keep_alive: bool
     """The client's connection may serve another request."""
 
-
-class Owner(Protocol):
-    """Who started an exchange."""
+    @property
+    def client(self) -> Client:
+        """Where the answer goes."""
+        ...
 
     def answered(self, error: LbError | None, *, reusable: bool) -> None:
         """The exchange is over. With an error, nothing went to the client; else the answer did, as far as it came, and
@@ -67,9 +65,9 @@ class Exchanger:
         self.timeouts = settings.timeouts
         self.expose_endpoint = settings.expose_endpoint
 
-    def start(self, call: Call, owner: Owner) -> Exchange:
-        """Answer the call. The owner may be told before this returns."""
-        exchange = Exchange(self, call, owner)
+    def start(self, turn: Turn) -> Exchange:
+        """Answer a request. Its turn may be told before this returns."""
+        exchange = Exchange(self, turn)
         try:
             exchange.place()
         except BaseException:
@@ -82,23 +80,22 @@ class Exchange:
     """One request's way. Made by `Exchanger.start`; a net.pool.Receiver until an answer is taken."""
 
     __slots__ = (
-        "_call",
         "_connection",
         "_failed",
         "_kinds",
         "_last",
-        "_owner",
+        "_over",
         "_pending",
         "_relay",
         "_shared",
         "_ticket",
+        "_turn",
     )
 
-    def __init__(self, shared: Exchanger, call: Call, owner: Owner) -> None:
+    def __init__(self, shared: Exchanger, turn: Turn) -> None:
         self._shared = shared
-        self._call = call
-        self._owner: Owner | None = owner
-        """None: it is over."""
+        self._turn = turn
+        self._over = False
         self._ticket: Ticket | None = None
         """The attempt that runs."""
         self._connection: Connection | None = None
@@ -118,7 +115,7 @@ class Exchange:
     def place(self) -> None:
         """Begin an attempt: ask for an endpoint."""
         self._pending = None
-        ticket = self._shared.runtime.submit(self._call.request, self._failed, self._settled_later)
+        ticket = self._shared.runtime.submit(self._turn.placed, self._failed, self._settled_later)
         self._ticket = ticket
         if ticket.state is not TicketState.WAITING:
             self._settled(ticket)
@@ -133,7 +130,7 @@ class Exchange:
             self._give_up(self._refusal(ticket.outcome))
             return
         assert ticket.placed_at is not None
-        endpoint, record = ticket.placed_on.endpoint, self._call.record
+        endpoint, record = ticket.placed_on.endpoint, self._turn.record
         record.attempts += 1
         record.endpoint = endpoint.name
         record.placed_at = ticket.placed_at
@@ -161,10 +158,10 @@ class Exchange:
 
     def _send(self, ticket: Ticket, connection: Connection) -> None:
         self._connection = connection
-        outgoing = self._call.outgoing
         assert ticket.placed_on is not None
-        head = outgoing.head_for(ticket.placed_on.endpoint)
-        connection.send(outgoing.method, head, outgoing.body, self, self._shared.timeouts.first_byte)
+        request = self._turn.request
+        head = request.head_for(ticket.placed_on.endpoint, self._turn.record.id)
+        connection.send(request.method, head, request.body, self, self._shared.timeouts.first_byte)
 
     # net.pool.Receiver, until an answer is taken
 
@@ -177,11 +174,10 @@ class Exchange:
             connection.abort()
             return
         self._connection = None
-        call, shared = self._call, self._shared
-        relay = Relay(head, connection, ticket, call.record, shared.runtime, self._relayed)
+        turn, shared = self._turn, self._shared
+        relay = Relay(head, connection, ticket, turn.record, shared.runtime, self._relayed)
         self._relay = relay
-        fields = self._own_fields()
-        relay.begin(call.client, fields, shared.timeouts.stream_idle, http10=call.http10, keep_alive=call.keep_alive)
+        relay.begin(turn, self._own_fields(), shared.timeouts.stream_idle)
 
     def body(self, data: bytes) -> None:
         """Never: the relay takes it."""
@@ -198,7 +194,7 @@ class Exchange:
         if error.kind is FailureKind.STALE:
             self._open(ticket)  # the endpoint did not answer and is not at fault: the same again, free, on a new one
             return
-        record, runtime = self._call.record, self._shared.runtime
+        record, runtime = self._turn.record, self._shared.runtime
         verdict = runtime.after_failure(ticket, error, self._kinds)
         record.error = error.detail
         self._last = verdict.outcome
@@ -228,7 +224,7 @@ class Exchange:
         endpoint = ticket.placed_on.endpoint
         self._kinds = (*self._kinds, kind)
         self._failed |= {endpoint.uid}
-        self._call.record.failed += ((endpoint.name, label),)
+        self._turn.record.failed += ((endpoint.name, label),)
 
     def _again(self, delay_s: float) -> None:
         if delay_s:
@@ -241,11 +237,10 @@ class Exchange:
         try:
             step(*arguments)
         except Exception:
-            owner = self._owner
-            self.client_gone()
-            if owner is None:
+            if self._over:
                 raise
-            owner.failed()
+            self.client_gone()
+            self._turn.failed()
 
     # The end
 
@@ -258,7 +253,7 @@ class Exchange:
             self._relay = None
             self.broke(result)
             return
-        self._call.record.outcome = result
+        self._turn.record.outcome = result
         self._shared.runtime.close(ticket, result)
         self._end(None, reusable=relay.client_reusable)
 
@@ -266,21 +261,20 @@ class Exchange:
         self._end(error, reusable=False)
 
     def _end(self, error: LbError | None, *, reusable: bool) -> None:
-        owner, self._owner = self._owner, None
-        assert owner is not None
-        owner.answered(error, reusable=reusable)
+        self._over = True
+        self._relay = None  # which holds on to us
+        self._turn.answered(error, reusable=reusable)
 
     def client_gone(self) -> None:
-        """The client's connection is lost: let go of everything, at once. The owner is not told."""
-        if self._owner is None:
-            return
-        self._owner = None
-        self._call.record.outcome = Outcome.CLIENT_CLOSED
-        self._release(Outcome.CLIENT_CLOSED)
+        """The client's connection is lost: let go of everything, at once. The turn is not told."""
+        if not self._over:
+            self._over = True
+            self._turn.record.outcome = Outcome.CLIENT_CLOSED
+            self._release(Outcome.CLIENT_CLOSED)
 
     def cut(self) -> None:
         """We stop, and cannot wait for the end: the client is told, as far as it can be."""
-        if self._owner is None:
+        if self._over:
             return
         if self._relay is not None:
             self._relay.cut()
@@ -295,6 +289,7 @@ class Exchange:
             self._connection.abort()
         if self._relay is not None:
             self._relay.let_go()
+            self._relay = None
         if self._ticket is not None:
             self._shared.runtime.close(self._ticket, outcome)
 
@@ -313,7 +308,7 @@ class Exchange:
     # What the client is told
 
     def _refusal(self, outcome: Outcome) -> LbError:
-        model = self._call.request.model
+        model = self._turn.placed.model
         if outcome is Outcome.MODEL_NOT_FOUND:
             return model_not_found(model)
         if outcome is Outcome.NO_ENDPOINTS and self._last is not Outcome.COMPLETED and self._shared.runtime.any_up():
@@ -321,7 +316,7 @@ class Exchange:
         return LbError(outcome)
 
     def _own_fields(self) -> str:
-        record = self._call.record
+        record = self._turn.record
         exposed = f"x-lbproxy-endpoint: {record.endpoint}\r\n" if self._shared.expose_endpoint else ""
         return f"x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n{exposed}"
 

@@ -26,6 +26,7 @@ from lbproxy.core.types import LbError, Outcome, RequestRecord, Ticket
 from lbproxy.net.h1 import ResponseHead
 from lbproxy.net.pool import Connection
 from lbproxy.proxy.headers import client_head
+from lbproxy.proxy.request import ClientRequest
 from lbproxy.runtime import Runtime
 
 PROGRESS_S = 0.25
@@ -41,6 +42,19 @@ class Client(Protocol):
     @property
     def writing_paused(self) -> bool:
         """The client's buffer is full."""
+        ...
+
+
+class Asking(Protocol):
+    """Who is answered."""
+
+    request: ClientRequest
+    keep_alive: bool
+    """The client's connection may serve another request."""
+
+    @property
+    def client(self) -> Client:
+        """Where the answer goes."""
         ...
 
 
@@ -88,12 +102,9 @@ class Relay:
         self._progressed = 0
         self._progress_at = 0.0
 
-    def begin(self, client: Client, own_fields: str, idle_s: float, *, http10: bool, keep_alive: bool) -> None:
-        """Commit the answer and take its body. It may be whole, or broken, when this returns.
-
-        `http10`: the client takes no chunks, and its connection ends with the answer.
-        """
-        head, connection = self._head, self._connection
+    def begin(self, turn: Asking, own_fields: str, idle_s: float) -> None:
+        """Commit the answer and take its body. It may be whole, or broken, when this returns."""
+        head, connection, client, http10 = self._head, self._connection, turn.client, turn.request.http10
         assert client.transport is not None, "a lost client ends its exchange"
         assert connection is not None
         self._transport = client.transport
@@ -101,7 +112,7 @@ class Relay:
         self._raw = head.chunked == self._chunked
         """The client gets the endpoint's bytes as they are; else the payload without its chunk framing."""
         ends_by_close = not head.chunked and head.length is None
-        self.client_reusable = keep_alive and not http10 and not ends_by_close
+        self.client_reusable = turn.keep_alive and not http10 and not ends_by_close
         is_stream = b"text/event-stream" in head.content_type
         self._scanner = EventScanner(watch_finish=ends_by_close) if is_stream else None
         self._whole: EventScanner | JsonWatcher | None = None

@@ -14,7 +14,7 @@ import random
 import secrets
 import socket
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import cast
 from urllib.parse import unquote
 
 from aiohttp import web
@@ -26,11 +26,10 @@ from lbproxy.core.openai import BodyFacts, model_list, read_json_body, read_mult
 from lbproxy.core.types import InferenceRequest, LbError, Outcome, RequestRecord
 from lbproxy.proxy.answers import error_answer, json_answer
 from lbproxy.proxy.connection import CLOSE, KEEP, ClientConnection
-from lbproxy.proxy.exchange import Call, Exchange, Exchanger, model_not_found
+from lbproxy.proxy.exchange import Exchange, Exchanger, model_not_found
 from lbproxy.proxy.headers import RequestFields, origin_form, read_request_fields
-from lbproxy.proxy.plain import PlainRequest
+from lbproxy.proxy.request import ClientRequest
 from lbproxy.proxy.routes import Body, Route, find_route
-from lbproxy.proxy.upstream import Outgoing
 from lbproxy.runtime import Runtime
 
 logger = logging.getLogger("lbproxy")
@@ -46,20 +45,13 @@ MAX_LINE_BYTES = 16 << 10
 MAX_FIELDS = 128
 
 
-class _Request(NamedTuple):
-    """What a client asks for, whichever way it was read."""
-
-    method: str
-    target: str
-    route: Route
-    fields: RequestFields
-    http10: bool
-
-
 class Turn:
     """One request's turn on a client's connection, from its head until its record is out. Owns its exchange."""
 
-    __slots__ = ("_client", "_ended", "_exchange", "_front", "_over", "keep_alive", "record")
+    __slots__ = ("_ended", "_exchange", "_front", "_over", "client", "keep_alive", "placed", "record", "request")
+
+    request: ClientRequest
+    placed: InferenceRequest
 
     def __init__(
         self,
@@ -72,7 +64,7 @@ class Turn:
     ) -> None:
         """`ended` is told, once, whether the connection lives on."""
         self._front = front
-        self._client = client
+        self.client = client
         self.record = record
         self._ended = ended
         self.keep_alive = keep_alive
@@ -82,21 +74,22 @@ class Turn:
         client.turn = self
         front.turn_began()
 
-    def exchange(self, exchanger: Exchanger, request: InferenceRequest, outgoing: Outgoing, *, http10: bool) -> None:
+    def exchange(self, exchanger: Exchanger, request: ClientRequest, placed: InferenceRequest) -> None:
         """Have the request answered by an endpoint."""
-        call = Call(self._client, self.record, request, outgoing, http10=http10, keep_alive=self.keep_alive)
-        self._exchange = exchanger.start(call, self)
+        self.request = request
+        self.placed = placed
+        self._exchange = exchanger.start(self)
 
     def write(self, answer: bytes) -> None:
         """Answer with a response of our own, whole."""
-        self._front.write(self._client, self.record, answer)
+        self._front.write(self.client, self.record, answer)
 
     # How it ends: one of these counts
 
     def answered(self, error: LbError | None, *, reusable: bool) -> None:
         """See exchange.Owner."""
         if error is not None:
-            reusable = self._front.refuse(self._client, self.record, error, keep_alive=self.keep_alive)
+            reusable = self._front.refuse(self.client, self.record, error, keep_alive=self.keep_alive)
         self.over(reusable)
 
     def failed(self) -> None:
@@ -104,7 +97,7 @@ class Turn:
         logger.exception("request %s failed", self.record.id)
         self.keep_alive = False
         if self.record.response_bytes:
-            self._client.force_close()
+            self.client.force_close()
             self.over(False)
         else:
             self.answered(LbError(Outcome.INTERNAL_ERROR), reusable=False)
@@ -128,7 +121,7 @@ class Turn:
         """The record goes out."""
         if not self._over:
             self._over = True
-            self._client.turn = None
+            self.client.turn = None
             self._front.turn_ended(self.record)
             self._ended(reusable)
 
@@ -279,14 +272,13 @@ class FrontEnd(web.Server):
             client.aiohttp_answered()
         return KEEP if reusable else CLOSE
 
-    def serve_plain(self, plain: PlainRequest, client: ClientConnection) -> None:
+    def serve_plain(self, plain: ClientRequest, client: ClientConnection) -> None:
         """The fast lane's handler: see connection.Front."""
-        record = self.new_record("POST", plain.path, client)
+        record = self.new_record("POST", plain.target, client)
         record.id = plain.fields.request_id or record.id
         turn = Turn(self, client, record, client.lane_ended, keep_alive=not self._draining)
-        request = _Request("POST", plain.path, find_route("POST", plain.path), plain.fields, http10=False)
         try:
-            self._answer(request, plain.body, turn)
+            self._answer(plain, turn)
         except LbError as error:
             turn.answered(error, reusable=False)
         except Exception:  # noqa: BLE001 - logged there, with its traceback
@@ -321,25 +313,25 @@ class FrontEnd(web.Server):
             self._list_models(turn)
             return
         body = await self._read_body(request, fields, route)
-        read = _Request(request.method, target, route, fields, http10=request.version == (1, 0))
-        self._answer(read, body, turn)
+        http10 = request.version == (1, 0)
+        self._answer(ClientRequest(request.method, target, route, fields, body, http10), turn)
 
-    def _answer(self, request: _Request, body: bytes, turn: Turn) -> None:
+    def _answer(self, request: ClientRequest, turn: Turn) -> None:
         """Begin the exchange of a request that was read whole. Raises LbError if nothing was sent."""
         record = turn.record
         record.route = request.route.name
-        record.request_bytes = len(body)
+        record.request_bytes = len(request.body)
         if self._draining:
             raise LbError(Outcome.DRAINING)
-        model, stream, body = self._read_model(request, body)
+        model, stream, body = self._read_model(request)
+        if body is not request.body:
+            request = request._replace(body=body)
         record.model, record.stream = model, stream
-        outgoing = Outgoing(request.method, request.target, request.fields.forward, body, record.id)
-        placed = InferenceRequest(record.id, model, stream, len(body))
-        turn.exchange(self._exchanger, placed, outgoing, http10=request.http10)
+        turn.exchange(self._exchanger, request, InferenceRequest(record.id, model, stream, len(body)))
 
-    def _read_model(self, request: _Request, body: bytes) -> tuple[str | None, bool, bytes]:
+    def _read_model(self, request: ClientRequest) -> tuple[str | None, bool, bytes]:
         """The model to place by (None: any endpoint), whether a stream is wanted, and the body to send."""
-        kind, fields = request.route.body, request.fields
+        kind, fields, body = request.route.body, request.fields, request.body
         if request.method != "POST" or kind is Body.ANY:
             return None, False, body
         if kind is Body.JSON or b"json" in fields.content_type:

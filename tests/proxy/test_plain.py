@@ -81,7 +81,7 @@ def test_what_the_lane_takes_aiohttp_would_read_alike(
     read = as_aiohttp_reads(data)
     assert read is not None
     path, fields, body = read
-    assert (plain.path, plain.body) == (path, body)
+    assert (plain.target, plain.body) == (path, body)
     assert same_lines(plain.fields.forward) == same_lines(fields.forward)
     assert plain.fields.request_id == fields.request_id
     assert plain.fields.content_type.strip() == fields.content_type.strip()
