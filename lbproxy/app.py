@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import random
 import resource
@@ -77,6 +78,7 @@ async def serve(settings: Settings, *, stop: asyncio.Event, on_ready: Callable[[
                 for name, run in discovery.loops(runtime, lambda specs: watches.follow(runtime.set_endpoints(specs)))
             ]
             logger.info(_banner(settings, listening), extra={"event": "start"})
+            _settle_garbage_collector()
             on_ready(listening)
             await stop.wait()
             text = "stopping: %d requests run and have up to %g s"
@@ -142,6 +144,17 @@ def _banner(settings: Settings, listening: Listening) -> str:
         f"balances {len(names) - resolved} endpoints{dns} ({shown}) by {settings.routing.policy}; "
         "no API keys: open to everybody who reaches it"
     )
+
+
+def _settle_garbage_collector() -> None:
+    """What is there now stays: walking it again and again, mostly modules, is 5 % of the CPU time of a small request.
+
+    A request leaves no cycles behind, so few collections are needed, and the oldest generation holds what lives long:
+    waiting requests, connections, endpoints.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 def _raise_descriptor_limit() -> None:
