@@ -69,6 +69,11 @@ class _Collector:
         self._pieces: list[bytes] = []
         self._head: ResponseHead | None = None
 
+    def whole(self, head: ResponseHead, body: bytes) -> None:
+        self._head = head
+        self.feed(body, 0, len(body))
+        self.ended()
+
     def head(self, head: ResponseHead) -> None:
         self._head = head
         self._connection.relay(head, self, self, self._timeout_s)

@@ -46,8 +46,12 @@ _OUR_FAULT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAD
 class Receiver(Protocol):
     """Where an answer goes. Called from the connection's own callbacks; must not block."""
 
+    def whole(self, head: ResponseHead, body: bytes) -> None:
+        """The answer, after any 1xx ones, that came in one piece; its length says so. Nothing follows."""
+        ...
+
     def head(self, head: ResponseHead) -> None:
-        """The answer's head, after any 1xx ones. Before it returns, `relay` must be called for the body, or `abort`."""
+        """The head of any other answer. Before this returns, `relay` must be called for the body, or `abort`."""
         ...
 
     def body(self, data: bytes) -> None:
@@ -198,7 +202,12 @@ class Connection(asyncio.Protocol):
         except ProtocolError as error:
             self._break(UpstreamError(FailureKind.PROTOCOL, f"{self.origin}: {error}"))
             return
-        self._buffer = self._buffer[end:]
+        rest = self._buffer = self._buffer[end:]
+        if head.length == len(rest) and head.status >= 200:
+            # Most answers that are no streams. Neither framing nor relay: 7 us less for each.
+            self._release(head.keep_alive)
+            receiver.whole(head, rest)
+            return
         if head.status >= 200:
             receiver.head(head)
             return
@@ -226,15 +235,18 @@ class Connection(asyncio.Protocol):
             self._finish(receiver)
 
     def _finish(self, receiver: Receiver) -> None:
+        self._release(self._keeps)
+        receiver.ended()
+
+    def _release(self, keeps: bool) -> None:
         """The message is whole: back to the pool before the receiver hears, which may want a connection at once."""
         self._receiver = None
         self.deadline = _NEVER
         transport = self._transport
-        if self._keeps and transport is not None and not transport.is_closing():
+        if keeps and transport is not None and not transport.is_closing():
             self._pool.keep(self, idle=not transport.get_write_buffer_size())
         else:
             self.abort()
-        receiver.ended()
 
     def _eof(self, exc: Exception | None) -> None:
         """The endpoint closed the connection."""

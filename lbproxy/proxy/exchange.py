@@ -6,7 +6,7 @@ a request is cheap. Each attempt places, sends, and ends in a head or a failure;
 another endpoint may do better, the balancer says whether to go round again. The first head that is taken is the commit
 point: a `Relay` does the rest, and nothing is ever retried. Invariants:
 
-- The turn is told the end exactly once, unless the client left first (`client_gone`); every ticket is closed by then.
+- It ends exactly once, in `over`, whatever happens; every ticket is closed by then.
 - At most one of these is there at a time: a place waited for, a connection being made, one in use, a retry's timer.
 - What another endpoint gets are the same bytes.
 """
@@ -14,50 +14,27 @@ point: a `Relay` does the rest, and nothing is ever retried. Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol, TypeVarTuple
+from typing import TypeVarTuple
 
 from lbproxy.config import Settings
 from lbproxy.core.retry import STATUS_FAILURES, FailureKind, UpstreamError
 from lbproxy.core.types import EndpointUid, InferenceRequest, LbError, Outcome, RequestRecord, Ticket, TicketState
 from lbproxy.net.h1 import ResponseHead
 from lbproxy.net.pool import Connection, ConnectionPool, Origin
+from lbproxy.proxy.headers import client_head
 from lbproxy.proxy.relay import Client, Relay
 from lbproxy.proxy.request import ClientRequest
 from lbproxy.runtime import Runtime
 
+logger = logging.getLogger("lbproxy")
 Arguments = TypeVarTuple("Arguments")
 
 
-class Turn(Protocol):
-    """A client's request, read whole and understood, that an exchange answers."""
-
-    record: RequestRecord
-    request: ClientRequest
-    """As it came."""
-    placed: InferenceRequest
-    """As the balancer sees it."""
-    keep_alive: bool
-    """The client's connection may serve another request."""
-
-    @property
-    def client(self) -> Client:
-        """Where the answer goes."""
-        ...
-
-    def answered(self, error: LbError | None, *, reusable: bool) -> None:
-        """The exchange is over. With an error, nothing went to the client; else the answer did, as far as it came, and
-        the client's connection is `reusable` or not. The record tells the rest.
-        """
-        ...
-
-    def failed(self) -> None:
-        """The exchange is over by a defect of ours; called while its exception is handled."""
-        ...
-
-
 class Exchanger:
-    """Starts exchanges: what all of them share."""
+    """What all exchanges share."""
 
     def __init__(self, settings: Settings, runtime: Runtime, connections: ConnectionPool) -> None:
         self.runtime = runtime
@@ -65,57 +42,110 @@ class Exchanger:
         self.timeouts = settings.timeouts
         self.expose_endpoint = settings.expose_endpoint
 
-    def start(self, turn: Turn) -> Exchange:
-        """Answer a request. Its turn may be told before this returns."""
-        exchange = Exchange(self, turn)
-        try:
-            exchange.place()
-        except BaseException:
-            exchange.client_gone()
-            raise
-        return exchange
 
+class Exchange(ABC):
+    """One request's way; a net.pool.Receiver until an answer is taken. Who makes one says how it is refused and ended.
 
-class Exchange:
-    """One request's way. Made by `Exchanger.start`; a net.pool.Receiver until an answer is taken."""
+    What has a default lives in the class until it is set: one is made for every request.
+    """
 
-    __slots__ = (
-        "_connection",
-        "_failed",
-        "_kinds",
-        "_last",
-        "_over",
-        "_pending",
-        "_relay",
-        "_shared",
-        "_ticket",
-        "_turn",
-    )
+    request: ClientRequest
+    """As it came. Set by `start`."""
+    placed: InferenceRequest
+    """As the balancer sees it. Set by `start`."""
+    _over = False
+    _ticket: Ticket | None = None
+    """The attempt that runs."""
+    _connection: Connection | None = None
+    """The one that the attempt's request went out on, until an answer is taken."""
+    _pending: asyncio.Task[None] | asyncio.TimerHandle | None = None
+    """A connection that is being made, or a retry's timer."""
+    _relay: Relay | None = None
+    _failed: frozenset[EndpointUid] = frozenset()
+    """Endpoints whose attempts failed."""
+    _kinds: tuple[FailureKind, ...] = ()
+    """Why they did."""
+    _last = Outcome.COMPLETED
+    """How the last of them ended."""
 
-    def __init__(self, shared: Exchanger, turn: Turn) -> None:
+    def __init__(self, shared: Exchanger, client: Client, record: RequestRecord, *, keep_alive: bool) -> None:
         self._shared = shared
-        self._turn = turn
-        self._over = False
-        self._ticket: Ticket | None = None
-        """The attempt that runs."""
-        self._connection: Connection | None = None
-        """The one that the attempt's request went out on, until an answer is taken."""
-        self._pending: asyncio.Task[None] | asyncio.TimerHandle | None = None
-        """A connection that is being made, or a retry's timer."""
-        self._relay: Relay | None = None
-        self._failed: frozenset[EndpointUid] = frozenset()
-        """Endpoints whose attempts failed."""
-        self._kinds: tuple[FailureKind, ...] = ()
-        """Why they did."""
-        self._last = Outcome.COMPLETED
-        """How the last of them ended."""
+        self.client = client
+        self.record = record
+        self.keep_alive = keep_alive
+        """The client's connection may serve another request."""
+
+    @abstractmethod
+    def _refuse(self, error: LbError) -> bool:
+        """Answer with an error: nothing went to the client yet. Returns whether its connection can be used again."""
+
+    @abstractmethod
+    def _ended(self, reusable: bool) -> None:
+        """It is over and the record complete; `reusable`: the client's connection can be used again."""
+
+    # The end
+
+    def refuse(self, error: LbError) -> None:
+        """End with an error; nothing went to the client yet."""
+        self.over(self._refuse(error))
+
+    def over(self, reusable: bool) -> None:
+        """End. The first call counts."""
+        if not self._over:
+            self._over = True
+            self._relay = None  # which holds on to us
+            self._ended(reusable)
+
+    def defect(self) -> None:
+        """End by a defect of ours; call it while the exception is handled."""
+        logger.exception("request %s failed", self.record.id)
+        if self._over:
+            return
+        self._release(Outcome.INTERNAL_ERROR)
+        self.keep_alive = False
+        if self.record.response_bytes:
+            self.record.outcome = Outcome.INTERNAL_ERROR
+            self.over(False)
+        else:
+            self.refuse(LbError(Outcome.INTERNAL_ERROR))
+
+    def client_gone(self) -> None:
+        """The client's connection is lost: let go of everything, at once."""
+        if not self._over:
+            self.record.outcome = Outcome.CLIENT_CLOSED
+            self._release(Outcome.CLIENT_CLOSED)
+            self.over(False)
+
+    def cut(self) -> None:
+        """We stop, and cannot wait for the end: the client is told, as far as it can be."""
+        if self._relay is not None:
+            self._relay.cut()
+        elif not self._over:
+            self._release(Outcome.DRAINING)
+            self.refuse(LbError(Outcome.DRAINING))
+
+    def _release(self, outcome: Outcome) -> None:
+        if self._pending is not None:
+            self._pending.cancel()
+        if self._connection is not None:
+            self._connection.abort()
+        if self._relay is not None:
+            self._relay.let_go()
+        if self._ticket is not None:
+            self._shared.runtime.close(self._ticket, outcome)
 
     # An attempt
 
-    def place(self) -> None:
+    def start(self, request: ClientRequest, placed: InferenceRequest) -> None:
+        """Have the request answered by an endpoint. It may be over when this returns."""
+        self.request = request
+        self.placed = placed
+        self._place()
+
+    def _place(self) -> None:
         """Begin an attempt: ask for an endpoint."""
         self._pending = None
-        ticket = self._shared.runtime.submit(self._turn.placed, self._failed, self._settled_later)
+        ticket = self._shared.runtime.submit(self.placed, self._failed, self._settled_later)
         self._ticket = ticket
         if ticket.state is not TicketState.WAITING:
             self._settled(ticket)
@@ -127,10 +157,10 @@ class Exchange:
         """The ticket has a place, or will not get one."""
         if ticket.placed_on is None:
             assert ticket.outcome is not None
-            self._give_up(self._refusal(ticket.outcome))
+            self.refuse(self._refusal(ticket.outcome))
             return
         assert ticket.placed_at is not None
-        endpoint, record = ticket.placed_on.endpoint, self._turn.record
+        endpoint, record = ticket.placed_on.endpoint, self.record
         record.attempts += 1
         record.endpoint = endpoint.name
         record.placed_at = ticket.placed_at
@@ -139,16 +169,16 @@ class Exchange:
         if connection is not None:
             self._send(ticket, connection)
         else:
-            self._open(ticket)
+            self._dial(ticket)
 
-    def _open(self, ticket: Ticket) -> None:
+    def _dial(self, ticket: Ticket) -> None:
         assert ticket.placed_on is not None
         origin = Origin.parse(ticket.placed_on.endpoint.base_url)
         self._pending = self._shared.connections.dial(
-            origin, self._shared.timeouts.connect, lambda result: self._guarded(self._opened, result)
+            origin, self._shared.timeouts.connect, lambda result: self._guarded(self._dialled, result)
         )
 
-    def _opened(self, result: Connection | UpstreamError) -> None:
+    def _dialled(self, result: Connection | UpstreamError) -> None:
         self._pending = None
         assert self._ticket is not None
         if isinstance(result, UpstreamError):
@@ -159,25 +189,45 @@ class Exchange:
     def _send(self, ticket: Ticket, connection: Connection) -> None:
         self._connection = connection
         assert ticket.placed_on is not None
-        request = self._turn.request
-        head = request.head_for(ticket.placed_on.endpoint, self._turn.record.id)
+        request = self.request
+        head = request.head_for(ticket.placed_on.endpoint, self.record.id)
         connection.send(request.method, head, request.body, self, self._shared.timeouts.first_byte)
 
     # net.pool.Receiver, until an answer is taken
+
+    def whole(self, head: ResponseHead, body: bytes) -> None:
+        """A short answer came in one piece. What `head` and a relay would do, in one step."""
+        ticket, record, runtime = self._ticket, self.record, self._shared.runtime
+        assert ticket is not None
+        self._connection = None
+        if head.status in STATUS_FAILURES and self._may_do_better(head.status):
+            return
+        reusable = self.keep_alive and not self.request.http10
+        answer = client_head(head, self._own_fields(), chunked=False, keep_alive=reusable) + body
+        record.status = head.status
+        record.outcome = Outcome.COMPLETED
+        record.response_bytes = len(answer)
+        if body:
+            record.first_byte_at = runtime.now()
+            runtime.first_byte(ticket)
+        transport = self.client.transport
+        if transport is not None and not transport.is_closing():
+            transport.write(answer)
+        runtime.close(ticket, Outcome.COMPLETED)
+        self.over(reusable)
 
     def head(self, head: ResponseHead) -> None:
         """An answer begins: take it, unless another endpoint may do better."""
         ticket, connection = self._ticket, self._connection
         assert ticket is not None
         assert connection is not None
+        self._connection = None
         if head.status in STATUS_FAILURES and self._may_do_better(head.status):
             connection.abort()
             return
-        self._connection = None
-        turn, shared = self._turn, self._shared
-        relay = Relay(head, connection, ticket, turn.record, shared.runtime, self._relayed)
-        self._relay = relay
-        relay.begin(turn, self._own_fields(), shared.timeouts.stream_idle)
+        shared = self._shared
+        self._relay = relay = Relay(head, connection, ticket, self.record, shared.runtime, self._relayed)
+        relay.begin(self, self._own_fields(), shared.timeouts.stream_idle)
 
     def body(self, data: bytes) -> None:
         """Never: the relay takes it."""
@@ -192,57 +242,18 @@ class Exchange:
         ticket, self._connection = self._ticket, None
         assert ticket is not None
         if error.kind is FailureKind.STALE:
-            self._open(ticket)  # the endpoint did not answer and is not at fault: the same again, free, on a new one
+            self._dial(ticket)  # the endpoint did not answer and is not at fault: the same again, free, on a new one
             return
-        record, runtime = self._turn.record, self._shared.runtime
+        runtime = self._shared.runtime
         verdict = runtime.after_failure(ticket, error, self._kinds)
-        record.error = error.detail
+        self.record.error = error.detail
         self._last = verdict.outcome
         self._note(ticket, error.kind, verdict.outcome.label)
         runtime.close(ticket, verdict.outcome)
         if verdict.again:
             self._again(verdict.delay_s)
         else:
-            self._give_up(LbError(verdict.outcome))
-
-    def _may_do_better(self, status: int) -> bool:
-        """Whether to drop this answer and ask another endpoint, which is then under way."""
-        ticket, runtime = self._ticket, self._shared.runtime
-        assert ticket is not None
-        kind = STATUS_FAILURES[status]
-        verdict = runtime.after_failure(ticket, UpstreamError(kind, f"answered {status}"), self._kinds)
-        if not verdict.again:
-            return False
-        self._connection = None
-        self._note(ticket, kind, f"upstream_{status}")
-        runtime.close(ticket, verdict.outcome)
-        self._again(verdict.delay_s)
-        return True
-
-    def _note(self, ticket: Ticket, kind: FailureKind, label: str) -> None:
-        assert ticket.placed_on is not None
-        endpoint = ticket.placed_on.endpoint
-        self._kinds = (*self._kinds, kind)
-        self._failed |= {endpoint.uid}
-        self._turn.record.failed += ((endpoint.name, label),)
-
-    def _again(self, delay_s: float) -> None:
-        if delay_s:
-            self._pending = self._shared.runtime.loop.call_later(delay_s, self._guarded, self.place)
-        else:
-            self.place()
-
-    def _guarded(self, step: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
-        """Do a step that nothing above us would answer for if it raised."""
-        try:
-            step(*arguments)
-        except Exception:
-            if self._over:
-                raise
-            self.client_gone()
-            self._turn.failed()
-
-    # The end
+            self.refuse(LbError(verdict.outcome))
 
     def _relayed(self, result: Outcome | UpstreamError) -> None:
         """The relay is done: the answer is out as far as it will come, or nothing of it went out."""
@@ -253,45 +264,44 @@ class Exchange:
             self._relay = None
             self.broke(result)
             return
-        self._turn.record.outcome = result
+        self.record.outcome = result
         self._shared.runtime.close(ticket, result)
-        self._end(None, reusable=relay.client_reusable)
+        self.over(relay.client_reusable)
 
-    def _give_up(self, error: LbError) -> None:
-        self._end(error, reusable=False)
+    # Another attempt
 
-    def _end(self, error: LbError | None, *, reusable: bool) -> None:
-        self._over = True
-        self._relay = None  # which holds on to us
-        self._turn.answered(error, reusable=reusable)
+    def _may_do_better(self, status: int) -> bool:
+        """Whether to drop this answer and ask another endpoint, which is then under way."""
+        ticket, runtime = self._ticket, self._shared.runtime
+        assert ticket is not None
+        kind = STATUS_FAILURES[status]
+        verdict = runtime.after_failure(ticket, UpstreamError(kind, f"answered {status}"), self._kinds)
+        if not verdict.again:
+            return False
+        self._note(ticket, kind, f"upstream_{status}")
+        runtime.close(ticket, verdict.outcome)
+        self._again(verdict.delay_s)
+        return True
 
-    def client_gone(self) -> None:
-        """The client's connection is lost: let go of everything, at once. The turn is not told."""
-        if not self._over:
-            self._over = True
-            self._turn.record.outcome = Outcome.CLIENT_CLOSED
-            self._release(Outcome.CLIENT_CLOSED)
+    def _note(self, ticket: Ticket, kind: FailureKind, label: str) -> None:
+        assert ticket.placed_on is not None
+        endpoint = ticket.placed_on.endpoint
+        self._kinds = (*self._kinds, kind)
+        self._failed |= {endpoint.uid}
+        self.record.failed += ((endpoint.name, label),)
 
-    def cut(self) -> None:
-        """We stop, and cannot wait for the end: the client is told, as far as it can be."""
-        if self._over:
-            return
-        if self._relay is not None:
-            self._relay.cut()
+    def _again(self, delay_s: float) -> None:
+        if delay_s:
+            self._pending = self._shared.runtime.loop.call_later(delay_s, self._guarded, self._place)
         else:
-            self._release(Outcome.DRAINING)
-            self._give_up(LbError(Outcome.DRAINING))
+            self._place()
 
-    def _release(self, outcome: Outcome) -> None:
-        if self._pending is not None:
-            self._pending.cancel()
-        if self._connection is not None:
-            self._connection.abort()
-        if self._relay is not None:
-            self._relay.let_go()
-            self._relay = None
-        if self._ticket is not None:
-            self._shared.runtime.close(self._ticket, outcome)
+    def _guarded(self, step: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
+        """Do a step that nothing above us would answer for if it raised."""
+        try:
+            step(*arguments)
+        except Exception:  # noqa: BLE001 - logged there, with its traceback
+            self.defect()
 
     # The client's back-pressure
 
@@ -308,15 +318,14 @@ class Exchange:
     # What the client is told
 
     def _refusal(self, outcome: Outcome) -> LbError:
-        model = self._turn.placed.model
         if outcome is Outcome.MODEL_NOT_FOUND:
-            return model_not_found(model)
+            return model_not_found(self.placed.model)
         if outcome is Outcome.NO_ENDPOINTS and self._last is not Outcome.COMPLETED and self._shared.runtime.any_up():
             return LbError(self._last)  # a live pool broke this request
         return LbError(outcome)
 
     def _own_fields(self) -> str:
-        record = self._turn.record
+        record = self.record
         exposed = f"x-lbproxy-endpoint: {record.endpoint}\r\n" if self._shared.expose_endpoint else ""
         return f"x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n{exposed}"
 

@@ -144,8 +144,12 @@ class Relay:
 
     # net.pool.Receiver
 
+    def whole(self, head: ResponseHead, body: bytes) -> None:
+        """Never: the exchange had the head before the relay began."""
+        raise AssertionError("one answer has one head")
+
     def head(self, head: ResponseHead) -> None:
-        """The exchange had it before the relay began."""
+        """Never, as above."""
         raise AssertionError("one answer has one head")
 
     def body(self, data: bytes) -> None:

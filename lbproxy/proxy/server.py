@@ -45,13 +45,10 @@ MAX_LINE_BYTES = 16 << 10
 MAX_FIELDS = 128
 
 
-class Turn:
-    """One request's turn on a client's connection, from its head until its record is out. Owns its exchange."""
+class Turn(Exchange):
+    """One request's turn on a client's connection, from its head until its record is out."""
 
-    __slots__ = ("_ended", "_exchange", "_front", "_over", "client", "keep_alive", "placed", "record", "request")
-
-    request: ClientRequest
-    placed: InferenceRequest
+    client: ClientConnection
 
     def __init__(
         self,
@@ -63,79 +60,19 @@ class Turn:
         keep_alive: bool,
     ) -> None:
         """`ended` is told, once, whether the connection lives on."""
+        super().__init__(front.exchanger, client, record, keep_alive=keep_alive)
         self._front = front
-        self.client = client
-        self.record = record
-        self._ended = ended
-        self.keep_alive = keep_alive
-        """The connection may serve another request."""
-        self._exchange: Exchange | None = None
-        self._over = False
+        self._told = ended
         client.turn = self
         front.turn_began()
 
-    def exchange(self, exchanger: Exchanger, request: ClientRequest, placed: InferenceRequest) -> None:
-        """Have the request answered by an endpoint."""
-        self.request = request
-        self.placed = placed
-        self._exchange = exchanger.start(self)
+    def _refuse(self, error: LbError) -> bool:
+        return self._front.refuse(self.client, self.record, error, keep_alive=self.keep_alive)
 
-    def write(self, answer: bytes) -> None:
-        """Answer with a response of our own, whole."""
-        self._front.write(self.client, self.record, answer)
-
-    # How it ends: one of these counts
-
-    def answered(self, error: LbError | None, *, reusable: bool) -> None:
-        """See exchange.Owner."""
-        if error is not None:
-            reusable = self._front.refuse(self.client, self.record, error, keep_alive=self.keep_alive)
-        self.over(reusable)
-
-    def failed(self) -> None:
-        """See exchange.Owner."""
-        logger.exception("request %s failed", self.record.id)
-        self.keep_alive = False
-        if self.record.response_bytes:
-            self.client.force_close()
-            self.over(False)
-        else:
-            self.answered(LbError(Outcome.INTERNAL_ERROR), reusable=False)
-
-    def client_gone(self) -> None:
-        """The client's connection is lost."""
-        if self._exchange is not None:
-            self._exchange.client_gone()
-        if not self._over:
-            self.record.outcome = Outcome.CLIENT_CLOSED
-            self.over(False)
-
-    def cut(self) -> None:
-        """We stop, and cannot wait for the end."""
-        if self._exchange is not None:
-            self._exchange.cut()
-        else:
-            self.answered(LbError(Outcome.DRAINING), reusable=False)
-
-    def over(self, reusable: bool) -> None:
-        """The record goes out."""
-        if not self._over:
-            self._over = True
-            self.client.turn = None
-            self._front.turn_ended(self.record)
-            self._ended(reusable)
-
-    # The client's back-pressure
-
-    def pause(self) -> None:
-        """The client's buffer is full."""
-        if self._exchange is not None:
-            self._exchange.pause()
-
-    def resume(self) -> None:
-        """The client's buffer has room."""
-        if self._exchange is not None:
-            self._exchange.resume()
+    def _ended(self, reusable: bool) -> None:
+        self.client.turn = None
+        self._front.turn_ended(self.record)
+        self._told(reusable)
 
 
 class FrontEnd(web.Server):
@@ -160,7 +97,7 @@ class FrontEnd(web.Server):
         self._limits = settings.limits
         self._body_timeout_s = settings.timeouts.client_body
         self._runtime = runtime
-        self._exchanger = exchanger
+        self.exchanger = exchanger
         self._rng = rng
         self._ids = itertools.count(1)
         self._id_prefix = secrets.token_hex(6)
@@ -261,10 +198,10 @@ class FrontEnd(web.Server):
             await self._serve(request, turn)
             reusable = await answered
         except LbError as error:
-            turn.answered(error, reusable=False)
+            turn.refuse(error)
             reusable = await answered
         except Exception:  # noqa: BLE001 - logged there, with its traceback
-            turn.failed()
+            turn.defect()
             return CLOSE
         finally:
             turn.client_gone()  # unless it is over
@@ -280,9 +217,9 @@ class FrontEnd(web.Server):
         try:
             self._answer(plain, turn)
         except LbError as error:
-            turn.answered(error, reusable=False)
+            turn.refuse(error)
         except Exception:  # noqa: BLE001 - logged there, with its traceback
-            turn.failed()
+            turn.defect()
 
     def turn_began(self) -> None:
         """One more request runs."""
@@ -327,7 +264,7 @@ class FrontEnd(web.Server):
         if body is not request.body:
             request = request._replace(body=body)
         record.model, record.stream = model, stream
-        turn.exchange(self._exchanger, request, InferenceRequest(record.id, model, stream, len(body)))
+        turn.start(request, InferenceRequest(record.id, model, stream, len(body)))
 
     def _read_model(self, request: ClientRequest) -> tuple[str | None, bool, bytes]:
         """The model to place by (None: any endpoint), whether a stream is wanted, and the body to send."""
@@ -384,7 +321,8 @@ class FrontEnd(web.Server):
                 raise model_not_found(wanted)
         body = card.raw if wanted and card is not None else model_list(cards)
         record.status, record.outcome = 200, Outcome.COMPLETED
-        turn.write(json_answer(200, body, {"x-request-id": record.id}, keep_alive=turn.keep_alive))
+        answer = json_answer(200, body, {"x-request-id": record.id}, keep_alive=turn.keep_alive)
+        self._write(turn.client, record, answer)
         turn.over(turn.keep_alive)
 
     # Answers and records
@@ -395,7 +333,7 @@ class FrontEnd(web.Server):
         keep_alive = keep_alive and not error.outcome.value.close and client.is_read
         record.outcome, record.status = error.outcome, error.outcome.value.status
         answer = error_answer(error, record.id, attempts=record.attempts, keep_alive=keep_alive, rng=self._rng)
-        self.write(client, record, answer)
+        self._write(client, record, answer)
         return keep_alive
 
     def refuse_unread(self, client: ClientConnection, error: LbError) -> None:
@@ -406,7 +344,7 @@ class FrontEnd(web.Server):
         self._runtime.emit(record)
 
     @staticmethod
-    def write(client: ClientConnection, record: RequestRecord, answer: bytes) -> None:
+    def _write(client: ClientConnection, record: RequestRecord, answer: bytes) -> None:
         """A response of our own, whole; nothing if the client is gone."""
         if record.method == "HEAD":
             answer = answer[: answer.index(b"\r\n\r\n") + 4]

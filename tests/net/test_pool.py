@@ -186,6 +186,10 @@ class Receiver:
         self.end: str | UpstreamError | None = None
         self._idle_s = idle_s
 
+    def whole(self, head: ResponseHead, body: bytes) -> None:
+        self.data = body
+        self.end = "ended"
+
     def head(self, head: ResponseHead) -> None:
         self.connection.relay(head, self, None, self._idle_s)
 
