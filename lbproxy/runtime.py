@@ -30,6 +30,7 @@ from lbproxy.core.types import (
     Ticket,
     TicketState,
     Transition,
+    Usage,
 )
 
 logger = logging.getLogger("lbproxy")
@@ -94,9 +95,9 @@ class Runtime:
         """`tokens` more came; at most every 250 ms per stream."""
         self._balancer.progress(ticket, tokens, now=self.now())
 
-    def close(self, ticket: Ticket, outcome: Outcome) -> None:
+    def close(self, ticket: Ticket, outcome: Outcome, usage: Usage | None = None) -> None:
         """The attempt is over. The first call counts. Nobody is told: the caller knows."""
-        self._balancer.close(ticket, outcome, now=self.now())
+        self._balancer.close(ticket, outcome, now=self.now(), usage=usage)
         if self._waiters:
             self._waiters.pop(id(ticket), None)
             self._pump_soon()

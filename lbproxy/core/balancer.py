@@ -36,6 +36,7 @@ from lbproxy.core.types import (
     Ticket,
     TicketState,
     Transition,
+    Usage,
 )
 
 
@@ -106,8 +107,11 @@ class Balancer:
         if ticket.state is TicketState.PLACED:
             _placed_on(ticket).tokens_streamed += tokens
 
-    def close(self, ticket: Ticket, outcome: Outcome, *, now: float) -> None:
-        """The request, or this attempt at it, is over. Legal in every state; the first call counts."""
+    def close(self, ticket: Ticket, outcome: Outcome, *, now: float, usage: Usage | None = None) -> None:
+        """The request, or this attempt at it, is over. Legal in every state; the first call counts.
+
+        `usage`: what the endpoint said that the request used.
+        """
         if ticket.state is TicketState.CLOSED:
             return
         if ticket.state is TicketState.WAITING:

@@ -1,7 +1,9 @@
 """Watchers over the payload of an answer that is relayed verbatim. They see every byte and alter none.
 
-They answer what must be known when an answer breaks or ends: how many events went out, whether the last byte ended an
-event (only there may an error event follow), and, for a body that no framing ends, whether it claims to be whole.
+They answer what must be known while an answer goes by, or when it breaks or ends: whether a token came yet and how many
+events did, what the endpoint says that it used, whether the last byte ended an event (only there may an error event
+follow), and, for a body that no framing ends, whether it claims to be whole. Each piece costs a few searches at C speed
+and a copy of some bytes; nothing is parsed before the end.
 """
 
 from __future__ import annotations
@@ -9,12 +11,17 @@ from __future__ import annotations
 import json
 import re
 
+from lbproxy.core.types import Usage
+
 _ENDS = (b"\n\n", b"\r\n\r\n")
 _SEAM_BYTES = 32
 """What is kept of the last piece: longer than every mark that a cut may go through."""
 _FINISH = re.compile(
     rb'\[DONE\]|"finish_reason"[ \t]*:[ \t]*"|"message_stop"|"response\.(?:completed|failed|incomplete)"'
 )
+_DATA = b"data:"
+_DATA_LINE = b"\ndata:"
+"""Inside JSON a line feed is written as an escape, so this is always the beginning of a line."""
 
 
 class EventScanner:
@@ -24,20 +31,22 @@ class EventScanner:
 
     def __init__(self, *, watch_finish: bool = False) -> None:
         self.events = 0
-        """Complete events so far; comments count, they end like events."""
+        """Events with data that began so far. Comments are none: vLLM sends some before there is any token."""
         self.at_boundary = True
         """The last byte so far ended an event, or nothing came yet."""
         self.finished = False
         """A finish reason or [DONE] was seen. Only with `watch_finish`: framed bodies need no such guess."""
         self._watch_finish = watch_finish
-        self._seam = b""
+        self._seam = b"\n"
 
     def feed(self, data: bytes, start: int, end: int) -> None:
         """The next piece is `data[start:end]`."""
         if start == end:
             return
-        self.events += data.count(b"\n\n", start, end) + data.count(b"\r\n\r\n", start, end)
-        if not self.at_boundary:
+        self.events += data.count(_DATA_LINE, start, end)
+        if self.at_boundary and data.startswith(_DATA, start, end):
+            self.events += 1  # as nearly every piece begins
+        else:
             self._look_across(data[start : min(end, start + _SEAM_BYTES)])
         if self._watch_finish and not self.finished:
             self.finished = _FINISH.search(data, start, end) is not None
@@ -49,19 +58,79 @@ class EventScanner:
 
     def _look_across(self, first: bytes) -> None:
         """Find the marks that the cut between the last piece and this one went through."""
-        seam, cut = self._seam + first, len(self._seam)
-        for mark in _ENDS:
-            at = seam.find(mark, max(0, cut - len(mark) + 1))
-            if 0 <= at < cut < at + len(mark):
-                self.events += 1
-                break
+        most = len(_DATA_LINE) - 1
+        self.events += (self._seam[-most:] + first[:most]).count(_DATA_LINE)
         if self._watch_finish and not self.finished:
-            self.finished = _FINISH.search(seam) is not None
+            self.finished = _FINISH.search(self._seam + first) is not None
 
     @property
     def whole(self) -> bool:
         """The stream may have ended here. Meaningful only with `watch_finish`."""
         return self.at_boundary and self.finished
+
+
+_USAGE = b'"usage"'
+_USAGE_BYTES = 1024
+"""How much from there on is kept: vLLM's object has some 150."""
+_COUNT = re.compile(
+    rb'"((?:prompt|input|completion|output)_tokens|cached_tokens|cache_read_input_tokens)"'
+    rb"[ \t]*:[ \t]*([0-9]{1,9})(?![0-9])"
+)
+_COUNTS = {
+    b"prompt_tokens": 0,
+    b"input_tokens": 0,
+    b"cached_tokens": 1,
+    b"cache_read_input_tokens": 1,
+    b"completion_tokens": 2,
+    b"output_tokens": 2,
+}
+"""Where in `Usage` each stands: the names of OpenAI's two APIs, and of Anthropic's."""
+
+
+class UsageScanner:
+    """Finds the last `usage` object of a payload, streamed or not."""
+
+    __slots__ = ("_tail",)
+
+    def __init__(self) -> None:
+        self._tail = b""
+        """From the last `"usage"` on; before there was one, what may be the beginning of the word."""
+
+    def feed(self, data: bytes, start: int, end: int) -> None:
+        """The next piece is `data[start:end]`."""
+        at = data.rfind(_USAGE, start, end)
+        if at >= 0:
+            self._tail = data[at : min(end, at + _USAGE_BYTES)]
+            return
+        tail = self._tail
+        if tail.startswith(_USAGE):
+            if len(tail) < _USAGE_BYTES:
+                self._tail = tail + data[start : min(end, start + _USAGE_BYTES - len(tail))]
+            return
+        most = len(_USAGE) - 1
+        across = tail + data[start : min(end, start + most)]
+        at = across.find(_USAGE)
+        if at >= 0:
+            self._tail = (tail[at:] + data[start:end])[:_USAGE_BYTES]
+        else:
+            self._tail = data[max(start, end - most) : end] if end - start >= most else across[-most:]
+
+    @property
+    def usage(self) -> Usage | None:
+        """What it says; None if it says nothing."""
+        counts: list[int | None] = [None, None, None]
+        if self._tail.startswith(_USAGE):
+            for name, count in _COUNT.findall(self._tail):
+                if counts[_COUNTS[name]] is None:
+                    counts[_COUNTS[name]] = int(count)
+        return None if counts == [None, None, None] else Usage(*counts)
+
+
+def read_usage(body: bytes) -> Usage | None:
+    """The usage of an answer that came in one piece."""
+    scanner = UsageScanner()
+    scanner.feed(body, 0, len(body))
+    return scanner.usage
 
 
 class JsonWatcher:

@@ -126,6 +126,15 @@ class InferenceRequest(NamedTuple):
     body_bytes: int = 0
 
 
+class Usage(NamedTuple):
+    """What the endpoint said that a request used. None = it did not say."""
+
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Those of the prompt that were in the endpoint's prefix cache."""
+    completion_tokens: int | None = None
+
+
 class TicketState(Enum):
     """WAITING -> PLACED -> CLOSED, or WAITING -> CLOSED."""
 

@@ -216,6 +216,8 @@ class ResponseHead(NamedTuple):
     """The field lines that go on to the client, as they came, each with its CRLF; Content-Length is not among them."""
     content_type: bytes
     """Lower case; empty if not given."""
+    encoded: bool
+    """There is a Content-Encoding: the body cannot be read as it is."""
     keep_alive: bool
     """The endpoint will take another request on this connection."""
     chunked: bool
@@ -252,22 +254,23 @@ def parse_head(head: bytes, method: str) -> ResponseHead:
     keep_alive = fixed.keep_alive and (chunked or announced is not None)
     if status >= 200 and status not in {204, 304} and method != "HEAD":
         length = None if announced is None else int(announced)
-        return ResponseHead(status, fixed.end_to_end, fixed.content_type, keep_alive, chunked, length, announced)
+        return ResponseHead(*fixed[:4], keep_alive, chunked, length, announced)
     if status == 304:
         keep_alive = fixed.keep_alive
     elif chunked or announced not in {None, b"0"}:
         keep_alive = False  # a body that comes all the same must not be taken for the next answer
     else:
         keep_alive = fixed.keep_alive
-    return ResponseHead(status, fixed.end_to_end, fixed.content_type, keep_alive, False, 0, announced)
+    return ResponseHead(*fixed[:4], keep_alive, False, 0, announced)
 
 
 class _FixedHead(NamedTuple):
     """What a head says, whatever the length of the body."""
 
-    status: int
+    status: int  # the first four as in ResponseHead
     end_to_end: bytes
     content_type: bytes
+    encoded: bool
     keep_alive: bool
     """If the body is framed."""
     chunked: bool
@@ -288,7 +291,9 @@ def _read_head(head: bytes) -> _FixedHead:
         raise ProtocolError("an HTTP/1.0 response is chunked")
     keep_alive = (minor == 1 or b"keep-alive" in options) and b"close" not in options
     kept.append(b"")
-    return _FixedHead(status, b"\r\n".join(kept), content_type, keep_alive, chunked, announced)
+    end_to_end = b"\r\n".join(kept)
+    encoded = b"content-encoding:" in end_to_end.lower()
+    return _FixedHead(status, end_to_end, content_type, encoded, keep_alive, chunked, announced)
 
 
 _CACHED_HEAD_BYTES = 2 << 10

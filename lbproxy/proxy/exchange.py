@@ -21,11 +21,12 @@ from typing import TypeVarTuple
 
 from lbproxy.config import Settings
 from lbproxy.core.retry import STATUS_FAILURES, FailureKind, UpstreamError
+from lbproxy.core.sse import read_usage
 from lbproxy.core.types import EndpointUid, InferenceRequest, LbError, Outcome, RequestRecord, Ticket, TicketState
 from lbproxy.net.h1 import ResponseHead
 from lbproxy.net.pool import Connection, ConnectionPool, Origin
 from lbproxy.proxy.headers import client_head
-from lbproxy.proxy.relay import Client, Relay
+from lbproxy.proxy.relay import Client, Relay, is_json
 from lbproxy.proxy.request import ClientRequest
 from lbproxy.runtime import Runtime
 
@@ -213,7 +214,7 @@ class Exchange(ABC):
         transport = self.client.transport
         if transport is not None and not transport.is_closing():
             transport.write(answer)
-        runtime.close(ticket, Outcome.COMPLETED)
+        runtime.close(ticket, Outcome.COMPLETED, read_usage(body) if is_json(head) else None)
         self.over(reusable)
 
     def head(self, head: ResponseHead) -> None:
@@ -265,7 +266,7 @@ class Exchange(ABC):
             self.broke(result)
             return
         self.record.outcome = result
-        self._shared.runtime.close(ticket, result)
+        self._shared.runtime.close(ticket, result, relay.usage)
         self.over(relay.client_reusable)
 
     # Another attempt

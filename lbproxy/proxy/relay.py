@@ -21,8 +21,8 @@ from typing import Protocol
 
 from lbproxy.core.openai import error_event
 from lbproxy.core.retry import FailureKind, UpstreamError
-from lbproxy.core.sse import EventScanner, JsonWatcher
-from lbproxy.core.types import LbError, Outcome, RequestRecord, Ticket
+from lbproxy.core.sse import EventScanner, JsonWatcher, UsageScanner
+from lbproxy.core.types import LbError, Outcome, RequestRecord, Ticket, Usage
 from lbproxy.net.h1 import ResponseHead
 from lbproxy.net.pool import Connection
 from lbproxy.proxy.headers import client_head
@@ -75,6 +75,7 @@ class Relay:
         "_scanner",
         "_ticket",
         "_transport",
+        "_usage",
         "_whole",
         "client_reusable",
     )
@@ -115,13 +116,14 @@ class Relay:
         self.client_reusable = turn.keep_alive and not http10 and not ends_by_close
         is_stream = b"text/event-stream" in head.content_type
         self._scanner = EventScanner(watch_finish=ends_by_close) if is_stream else None
+        self._usage = UsageScanner() if is_stream or is_json(head) else None
         self._whole: EventScanner | JsonWatcher | None = None
         """Tells whether a body that only closing ends is whole."""
         if ends_by_close:
-            self._whole = self._scanner or (JsonWatcher() if _is_plain_json(head) else None)
+            self._whole = self._scanner or (JsonWatcher() if is_json(head) else None)
         self._record.status = head.status
         self._prefix = client_head(head, own_fields, chunked=self._chunked, keep_alive=self.client_reusable)
-        watcher = self if is_stream or self._whole or not self._raw else None
+        watcher = self if self._usage or self._whole or not self._raw else None
         connection.relay(head, self, watcher, idle_s)
         if self._connection is None:
             return
@@ -138,6 +140,8 @@ class Relay:
             self._scanner.feed(data, start, end)
         elif self._whole is not None:
             self._whole.feed(data, start, end)
+        if self._usage is not None:
+            self._usage.feed(data, start, end)
         if not self._raw:
             self._first_byte()
             self._write(data[start:end])
@@ -154,8 +158,8 @@ class Relay:
 
     def body(self, data: bytes) -> None:
         """The next bytes of the message, framing included."""
-        self._first_byte()
         if self._raw:
+            self._first_byte()
             self._write(data)
         if self._scanner is not None:
             now = self._runtime.now()
@@ -225,7 +229,8 @@ class Relay:
     # Steps
 
     def _first_byte(self) -> None:
-        if self._record.first_byte_at is None:
+        """Of a stream only an event counts: comments keep the connection alive while the prompt waits."""
+        if self._record.first_byte_at is None and (self._scanner is None or self._scanner.events):
             self._record.first_byte_at = self._runtime.now()
             self._runtime.first_byte(self._ticket)
 
@@ -257,6 +262,11 @@ class Relay:
     def _events(self) -> int:
         return 0 if self._scanner is None else self._scanner.events
 
+    @property
+    def usage(self) -> Usage | None:
+        """What the endpoint says that the request used, as far as the answer has come."""
+        return None if self._usage is None else self._usage.usage
+
     def _count(self) -> None:
         if self._scanner is not None:
             self._record.events = self._scanner.events
@@ -268,7 +278,7 @@ class Relay:
         self._done(outcome)
 
 
-def _is_plain_json(head: ResponseHead) -> bool:
+def is_json(head: ResponseHead) -> bool:
     """The body is one JSON text that can be read."""
-    kind = head.content_type.partition(b";")[0].strip()
-    return kind == b"application/json" and b"content-encoding:" not in head.end_to_end.lower()
+    kind = head.content_type
+    return (kind == b"application/json" or kind.startswith(b"application/json;")) and not head.encoded

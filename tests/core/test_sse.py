@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lbproxy.core.sse import EventScanner, JsonWatcher
+from lbproxy.core.sse import EventScanner, JsonWatcher, UsageScanner, read_usage
+from lbproxy.core.types import Usage
 
-EVENTS = st.sampled_from([b"data: {}", b": keep-alive", b'data: {"finish_reason": null}', b"data: x\r", b"a\nb", b""])
+EVENTS = st.sampled_from(
+    [b"data: {}", b": keep-alive", b'data: {"finish_reason": null}', b"data: x\r", b"a\nb", b"id: data: 1", b""]
+)
 
 
 def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
@@ -21,7 +24,7 @@ def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
 @given(events=st.lists(st.tuples(EVENTS, st.sampled_from([b"\n\n", b"\r\n\r\n"])), max_size=8), data=st.data())
 def test_events_are_counted_alike_however_they_are_cut(events: list[tuple[bytes, bytes]], data: st.DataObject) -> None:
     stream = b"".join(text.strip(b"\r\n") + end for text, end in events if text.strip(b"\r\n"))
-    count = sum(bool(text.strip(b"\r\n")) for text, _ in events)
+    count = sum(text.startswith(b"data:") for text, _ in events)
     scanner = EventScanner()
     for piece in pieces(stream, data.draw(st.lists(st.integers(0, len(stream)), max_size=6))):
         framed = b"5\r\n" + piece + b"\r\n"
@@ -68,3 +71,41 @@ def test_json_is_whole_when_it_parses_or_is_too_large_to_tell() -> None:
         assert watcher.whole is whole
     watcher.feed(b"x" * JsonWatcher.MAX_BYTES, 0, JsonWatcher.MAX_BYTES)
     assert watcher.whole
+
+
+VLLM = b'{"prompt_tokens":14,"total_tokens":22,"completion_tokens":8,"prompt_tokens_details":{"cached_tokens":5}}'
+USAGES = [
+    (b'{"choices":[],"usage":' + VLLM + b"}", Usage(14, 5, 8)),
+    (b'{"choices":[{"text":"\\"usage\\": {\\"prompt_tokens\\": 7}"}],"usage":null}', None),
+    (b'data: {"usage":null}\n\ndata: {"usage": ' + VLLM + b"}\n\ndata: [DONE]\n\n", Usage(14, 5, 8)),
+    (
+        b'data: {"usage":{"prompt_tokens":1}}\n\ndata: {"usage":{"prompt_tokens":1,"completion_tokens":2}}',
+        Usage(1, None, 2),
+    ),
+    (b'{"usage":{"input_tokens":3,"input_tokens_details":{"cached_tokens":0},"output_tokens":4}}', Usage(3, 0, 4)),
+    (b'{"usage":{"prompt_tokens":-1,"completion_tokens":null}}', None),
+    (b'{"usage":{"prompt_tokens":99999999999999}}', None),
+    (b'{"usage":' + b" " * 5000 + b'{"prompt_tokens":1}}', None),
+    (b"", None),
+    (b'"usage', None),
+]
+
+
+@pytest.mark.parametrize(("payload", "usage"), USAGES)
+@pytest.mark.parametrize("step", [1, 2, 3, 5, 6, 7, 8, 100, 10_000])
+def test_usage_is_found_however_it_is_cut(payload: bytes, usage: Usage | None, step: int) -> None:
+    scanner = UsageScanner()
+    for at in range(0, len(payload), step):
+        piece = b"5\r\n" + payload[at : at + step] + b"\r\n"
+        scanner.feed(piece, 3, len(piece) - 2)
+    assert scanner.usage == usage
+    assert read_usage(payload) == usage
+
+
+@given(noise=st.binary(max_size=3000), data=st.data())
+def test_whatever_comes_usage_costs_little_memory(noise: bytes, data: st.DataObject) -> None:
+    scanner = UsageScanner()
+    for piece in pieces(noise + b'"usage":' + noise, data.draw(st.lists(st.integers(0, len(noise)), max_size=6))):
+        scanner.feed(piece, 0, len(piece))
+        assert len(scanner._tail) <= 1024
+    _ = scanner.usage
