@@ -35,6 +35,10 @@ NOT_FORWARDED = _HOP_BY_HOP | {
     b"x-gateway-destination-endpoint",  # a header never chooses an address
 }
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+HINTS = frozenset({b"x-lbproxy-priority", b"x-session-id"})
+"""What a client says about its request beside the body. Passed on: another lbproxy may come."""
+MAX_SESSION_BYTES = 128
+_PRIORITY = re.compile(rb"-?[0-9]{1,3}")
 _TARGET = re.compile(r"/[!\"$-~]*")  # ASCII without white space and fragments
 
 _PHRASES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
@@ -56,6 +60,17 @@ class RequestFields:
     content_type: bytes = b""
     content_length: int | None = None
     expects_continue: bool = False
+    priority: int = 0
+    """x-lbproxy-priority, -999 to 999; what is no such number counts as 0."""
+    session: str | None = None
+    """x-session-id: what the client calls the conversation that this belongs to."""
+
+    def read_hint(self, key: bytes, value: bytes) -> None:
+        """Take in a field of `HINTS`; `key` in lower case."""
+        if key == b"x-session-id":
+            self.session = value[:MAX_SESSION_BYTES].decode("latin-1") or None
+        else:
+            self.priority = int(value) if _PRIORITY.fullmatch(value) else 0
 
 
 def read_request_fields(raw: Iterable[tuple[bytes, bytes]]) -> RequestFields:
@@ -71,6 +86,8 @@ def read_request_fields(raw: Iterable[tuple[bytes, bytes]]) -> RequestFields:
         forward += (name, b": ", value, b"\r\n")
         if key == b"content-type":
             fields.content_type = value.lower()
+        elif key in HINTS:
+            fields.read_hint(key, value)
         elif key == b"content-encoding" and value.strip().lower() not in {b"", b"identity"}:
             raise LbError(Outcome.CONTENT_ENCODING)
     if nominated - {b"close", b"keep-alive", b""}:

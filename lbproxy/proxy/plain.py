@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from lbproxy.net.h1 import LENGTH_LINE, split_field
-from lbproxy.proxy.headers import NOT_FORWARDED, REQUEST_ID, RequestFields
+from lbproxy.proxy.headers import HINTS, NOT_FORWARDED, REQUEST_ID, RequestFields
 from lbproxy.proxy.request import ClientRequest
 from lbproxy.proxy.routes import Route, find_route
 
@@ -24,7 +24,7 @@ MAX_PLAIN_FIELDS = 64
 _REQUEST_LINE = re.compile(rb"POST (/v1/(?:chat/)?completions) HTTP/1\.1\r\n")
 _TEXT = bytes({*range(0x20, 0x7F), 0x09})
 """ASCII only: what else may stand in a head is left to aiohttp."""
-_SPECIAL = NOT_FORWARDED | {b"content-type", b"content-encoding"}
+_SPECIAL = NOT_FORWARDED | HINTS | {b"content-type", b"content-encoding"}
 
 
 def read_plain(data: bytes, max_body_bytes: int) -> ClientRequest | None:
@@ -91,6 +91,9 @@ def _read_fields(lines: list[bytes]) -> RequestFields | None:
         if name == b"content-type":
             forward.append(line)
             fields.content_type = value.lower()
+        elif name in HINTS:
+            forward.append(line)
+            fields.read_hint(name, value)
         elif name == b"x-request-id":
             fields.request_id = value.decode("ascii") if REQUEST_ID.fullmatch(value) else None
         elif name == b"connection":

@@ -49,8 +49,35 @@ def same_lines(block: bytes) -> list[tuple[bytes, bytes]]:
     return [(name, value.strip(b" \t")) for name, _, value in parts]
 
 
-NAMES = ["Host", "content-length", "Content-Type", "X-Request-Id", "Connection", "X-A", "TE", "Expect", "x y", ""]
-VALUES = ["lb", "13", "13 ", "+13", "application/json", "keep-alive", "close", "a\tb", "é", "\x00", "trailers", ""]
+NAMES = [
+    "X-Lbproxy-Priority",
+    "X-Session-Id",
+    "Host",
+    "content-length",
+    "Content-Type",
+    "X-Request-Id",
+    "Connection",
+    "X-A",
+    "TE",
+    "Expect",
+    "x y",
+    "",
+]
+VALUES = [
+    "-5",
+    "lb",
+    "13",
+    "13 ",
+    "+13",
+    "application/json",
+    "keep-alive",
+    "close",
+    "a\tb",
+    "é",
+    "\x00",
+    "trailers",
+    "",
+]
 COLONS = [":", ": ", " :"]
 FIELD = st.tuples(*map(st.sampled_from, (NAMES, COLONS, VALUES))).map("".join)
 LINE = st.sampled_from(
@@ -84,6 +111,7 @@ def test_what_the_lane_takes_aiohttp_would_read_alike(
     assert (plain.target, plain.body) == (path, body)
     assert same_lines(plain.fields.forward) == same_lines(fields.forward)
     assert plain.fields.request_id == fields.request_id
+    assert (plain.fields.priority, plain.fields.session) == (fields.priority, fields.session)
     assert plain.fields.content_type.strip() == fields.content_type.strip()
 
 
