@@ -269,8 +269,12 @@ class TimeoutSettings(Section):
     """Seconds until an endpoint's answer begins; a long prompt may queue. 600 s is the OpenAI client's own limit."""
     stream_idle: Timeout = 300.0
     """Seconds without a byte from the endpoint in mid-answer."""
+    client_head: Timeout = 10.0
+    """Seconds for a request's head, from its first byte; for the first one from the connection (HAProxy's advice)."""
     client_body: Timeout = 120.0
     """Seconds for a request's whole body to arrive."""
+    client_stall: Timeout = 60.0
+    """Seconds in which a client must take some of what waits for it, else it is cut off (nginx's default)."""
     client_idle: Timeout = 75.0
     """Seconds that a client's idle connection is kept (nginx's default)."""
 
@@ -282,6 +286,8 @@ class LimitSettings(Section):
     """Bytes of a JSON request body; more is answered 413."""
     body: Annotated[int, size("1KiB", "1GiB")] = 64 * 1024**2
     """Bytes of any other request body (audio, images); at least json_body."""
+    body_rate: Annotated[int, size("1", "1GiB")] = 16 * 1024
+    """Bytes a second of a request body, at least, after its first 10 s: slower ones only hold memory; 408."""
     connections: Annotated[int, count("1", "1000000")] = 10_000
     """Client connections at a time; the process needs about twice as many file descriptors."""
 

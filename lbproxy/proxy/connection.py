@@ -22,6 +22,7 @@ from aiohttp.http_exceptions import LineTooLong
 from aiohttp.streams import StreamReader
 
 from lbproxy.core.types import LbError, Outcome
+from lbproxy.proxy.deadlines import Deadlines
 from lbproxy.proxy.plain import read_plain
 from lbproxy.proxy.request import ClientRequest
 
@@ -29,8 +30,6 @@ logger = logging.getLogger("lbproxy")
 
 WRITE_HIGH_WATER_BYTES = 64 << 10
 """What we hold for a client that does not read before the endpoint is no longer read."""
-STALL_S = 60.0
-"""How long a client may take nothing of an earlier answer before its next request is given up."""
 HELD_BYTES = 64 << 10
 """What we hold of requests that came while another runs before the client is no longer read."""
 _BODILESS = (b"GET ", b"HEAD ")
@@ -78,6 +77,7 @@ class Front(Protocol):
     """The front end, as its connections need it."""
 
     max_plain_body_bytes: int
+    deadlines: Deadlines
 
     def serve_plain(self, plain: ClientRequest, client: ClientConnection) -> None:
         """Answer a plain request; `client.lane_ended` is called when the answer is out, maybe before this returns."""
@@ -99,7 +99,19 @@ class Front(Protocol):
 class ClientConnection(web.RequestHandler):
     """One client. Made by `FrontEnd`."""
 
-    __slots__ = ("_front", "_held", "_in_aiohttp", "_in_lane", "_owed", "address", "body_reader", "turn", "unread")
+    __slots__ = (
+        "_front",
+        "_head_due",
+        "_held",
+        "_in_aiohttp",
+        "_in_lane",
+        "_owed",
+        "_silent",
+        "address",
+        "body_reader",
+        "turn",
+        "unread",
+    )
 
     def __init__(self, front: web.Server, **options: object) -> None:
         super().__init__(front, **options)  # type: ignore[arg-type]
@@ -119,6 +131,10 @@ class ClientConnection(web.RequestHandler):
         self._in_aiohttp = False
         self._owed: int | None = None
         """Bytes that are still to come of the one request that aiohttp was given; None = not known."""
+        self._head_due = True
+        """A head began and is not whole, or none came yet."""
+        self._silent = True
+        """The client sent nothing yet."""
 
     # asyncio.Protocol
 
@@ -131,23 +147,28 @@ class ClientConnection(web.RequestHandler):
         if not self._front.connected():
             self._front.refuse_unread(self, LbError(Outcome.OVERLOADED))
             self.force_close()
+        else:
+            self._front.deadlines.head_due(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """The endpoint's connection is closed here and now; a handler's cancellation comes a moment later."""
         if self.turn is not None:
             self.turn.client_gone()
         super().connection_lost(exc)
+        self._front.deadlines.gone(self)
         self._front.disconnected()
 
     def pause_writing(self) -> None:
         """See asyncio.Protocol."""
         super().pause_writing()
+        self._front.deadlines.stalls(self)
         if self.turn is not None:
             self.turn.pause()
 
     def resume_writing(self) -> None:
         """See asyncio.Protocol."""
         super().resume_writing()
+        self._front.deadlines.flows(self)
         if self.turn is not None:
             self.turn.resume()
 
@@ -166,13 +187,34 @@ class ClientConnection(web.RequestHandler):
         else:
             self._owed = None
         super().data_received(data)
+        self._watch_head()
         # A body that turns out to be malformed must fail its reader too: aiohttp would leave the handler waiting.
         if self.body_reader is not None and self._messages and not self.body_reader.is_eof():
             self.body_reader.set_exception(web.RequestPayloadError("the body is malformed"))
 
+    def _watch_head(self) -> None:
+        """After aiohttp got bytes: it waits for the rest of a head, unless it has a request."""
+        self._silent = False
+        waiting = self._current_request is None and not self._messages
+        if waiting and not self._head_due:
+            self._head_due = True
+            self._front.deadlines.head_due(self)
+        elif not waiting and self._head_due:
+            self._head_due = False
+            self._front.deadlines.head_came(self)
+
+    def head_is_late(self) -> None:
+        """See deadlines.Debtor. Who sent nothing is told nothing."""
+        if not self._silent:
+            self._front.refuse_unread(self, LbError(Outcome.BODY_TIMEOUT, "The request head did not come in time."))
+        self.force_close()
+
     # The fast lane
 
     def _start(self, plain: ClientRequest) -> None:
+        if self._head_due:
+            self._head_due = self._silent = False
+            self._front.deadlines.head_came(self)
         self._request_in_progress = True  # aiohttp's shutdown waits for it
         self.unread = None
         self._in_lane = True
@@ -237,20 +279,13 @@ class ClientConnection(web.RequestHandler):
         """All bytes of the request that runs were taken: what comes next is another request."""
         return self.unread is None or self.unread.is_eof()
 
-    async def drained(self) -> bool:
+    async def drained(self) -> None:
         """Wait until the client has taken earlier answers, so that those of requests sent ahead cannot pile up here.
 
-        Returns False, and gives the client up, if it takes nothing for `STALL_S`.
+        A client that takes none is cut off by its deadline, which cancels who waits here.
         """
         if self.writing_paused:
-            try:
-                async with asyncio.timeout(STALL_S):
-                    await self._drain_helper()
-            except TimeoutError:
-                if self.transport is not None:
-                    self.transport.abort()
-                return False
-        return True
+            await self._drain_helper()
 
     def resume_reading(self, resume_parser: bool = True) -> None:
         """aiohttp calls this after each read of a body and would then parse nothing and resume what was not paused."""

@@ -26,6 +26,7 @@ from lbproxy.core.openai import BodyFacts, model_list, read_json_body, read_mult
 from lbproxy.core.types import InferenceRequest, LbError, Outcome, RequestRecord
 from lbproxy.proxy.answers import error_answer, json_answer
 from lbproxy.proxy.connection import CLOSE, KEEP, ClientConnection
+from lbproxy.proxy.deadlines import Deadlines
 from lbproxy.proxy.exchange import Exchange, Exchanger, model_not_found
 from lbproxy.proxy.headers import RequestFields, origin_form, read_request_fields
 from lbproxy.proxy.request import ClientRequest
@@ -41,6 +42,8 @@ LINGER_S = 2.0
 """How long the rest of a refused body is read, so that a reset does not eat the refusal."""
 FLUSH_S = 2.0
 """How long a stop waits for what is written already to reach slow clients."""
+BODY_GRACE_S = 10.0
+"""How long a body may take before its rate counts."""
 MAX_LINE_BYTES = 16 << 10
 MAX_FIELDS = 128
 
@@ -93,6 +96,7 @@ class FrontEnd(web.Server):
             read_bufsize=64 << 10,
         )
         self.max_plain_body_bytes = settings.limits.json_body
+        self.deadlines = Deadlines(self._loop, settings.timeouts.client_head, settings.timeouts.client_stall)
         self._max_connections = settings.limits.connections
         self._limits = settings.limits
         self._body_timeout_s = settings.timeouts.client_body
@@ -169,6 +173,7 @@ class FrontEnd(web.Server):
         for client in self._clients():
             client.force_close()
         await _happens(self._empty, FLUSH_S)
+        self.deadlines.close()
         return cut
 
     def _clients(self) -> list[ClientConnection]:
@@ -193,8 +198,7 @@ class FrontEnd(web.Server):
         turn = Turn(self, client, record, ended, keep_alive=request.keep_alive and not self._draining)
         client.unread = request.content
         try:
-            if not await client.drained():
-                return CLOSE
+            await client.drained()
             await self._serve(request, turn)
             reusable = await answered
         except LbError as error:
@@ -299,8 +303,7 @@ class FrontEnd(web.Server):
             client.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         client.body_reader = content
         try:
-            async with asyncio.timeout(self._body_timeout_s):
-                return await _read_up_to(content, limit)
+            return await _read_up_to(content, limit, self._body_timeout_s, self._limits.body_rate)
         except TimeoutError:
             raise LbError(Outcome.BODY_TIMEOUT) from None
         except web.RequestPayloadError as error:
@@ -369,14 +372,21 @@ async def _happens(event: asyncio.Event, within_s: float) -> bool:
     return True
 
 
-async def _read_up_to(content: StreamReader, limit: int) -> bytes:
+async def _read_up_to(content: StreamReader, limit: int, timeout_s: float, rate: int) -> bytes:
+    """A whole body of at most `limit` bytes. Raises LbError TOO_LARGE, and TimeoutError after `timeout_s` or as soon as
+    less than `rate` bytes came for each second after the first `BODY_GRACE_S`.
+    """
+    loop = asyncio.get_running_loop()
+    began = loop.time()
     pieces: list[bytes] = []
     size = 0
-    while True:
-        piece = await content.readany()
-        if not piece:
-            return b"".join(pieces)
-        size += len(piece)
-        if size > limit:
-            raise LbError(Outcome.TOO_LARGE, f"The request body is larger than {limit} bytes.")
-        pieces.append(piece)
+    async with asyncio.timeout_at(began + min(timeout_s, BODY_GRACE_S)) as timeout:
+        while True:
+            piece = await content.readany()
+            if not piece:
+                return b"".join(pieces)
+            size += len(piece)
+            if size > limit:
+                raise LbError(Outcome.TOO_LARGE, f"The request body is larger than {limit} bytes.")
+            pieces.append(piece)
+            timeout.reschedule(began + min(timeout_s, BODY_GRACE_S + size / rate))

@@ -1,0 +1,90 @@
+"""What a client must do in time: finish a head that it began, and take what it is sent.
+
+One sweep a second looks after all connections that owe something, and none runs while nobody does: a timer for each
+would cost more than these limits need in precision. A body's own limits are where it is read (proxy/server.py), and
+an idle connection's are aiohttp's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+SWEEP_S = 1.0
+
+
+class Debtor(Protocol):
+    """A client's connection."""
+
+    transport: asyncio.Transport | None
+
+    def head_is_late(self) -> None:
+        """The head that began, or the first one, did not come in time: refuse it and close."""
+        ...
+
+
+class Deadlines:
+    """Who owes what, and by when. Every method is O(1) but the sweep, which is linear in those that owe."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, head_s: float, stall_s: float) -> None:
+        self._loop = loop
+        self._head_s = head_s
+        self._stall_s = stall_s
+        self._heads: dict[Debtor, float] = {}
+        self._stalls: dict[Debtor, tuple[float, int]] = {}
+        """By when some bytes must have gone, and how many there were when that was said."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def head_due(self, client: Debtor) -> None:
+        """A head began, or a connection did. Said again, it changes nothing."""
+        self._heads.setdefault(client, self._loop.time() + self._head_s)
+        self._arm()
+
+    def head_came(self, client: Debtor) -> None:
+        """It is whole."""
+        self._heads.pop(client, None)
+
+    def stalls(self, client: Debtor) -> None:
+        """The client's buffer is full."""
+        self._stalls[client] = (self._loop.time() + self._stall_s, _unsent(client))
+        self._arm()
+
+    def flows(self, client: Debtor) -> None:
+        """It has room again."""
+        self._stalls.pop(client, None)
+
+    def gone(self, client: Debtor) -> None:
+        """The connection is lost: it owes nothing any more."""
+        self.head_came(client)
+        self.flows(client)
+
+    def close(self) -> None:
+        """Stop looking."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _arm(self) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_later(SWEEP_S, self._sweep)
+
+    def _sweep(self) -> None:
+        self._timer = None
+        now = self._loop.time()
+        for client, deadline in list(self._heads.items()):
+            if now >= deadline:
+                self.head_came(client)
+                client.head_is_late()
+        for client, (deadline, size) in list(self._stalls.items()):
+            unsent = _unsent(client)
+            if unsent < size:
+                self._stalls[client] = (now + self._stall_s, unsent)
+            elif now >= deadline:
+                self.flows(client)
+                if client.transport is not None:
+                    client.transport.abort()
+        if self._heads or self._stalls:
+            self._arm()
+
+
+def _unsent(client: Debtor) -> int:
+    return 0 if client.transport is None else client.transport.get_write_buffer_size()

@@ -1,0 +1,121 @@
+"""What a client must do in time, and that slow but honest ones are left alone."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from lbproxy.core.types import Outcome
+from lbproxy.proxy import deadlines, server
+from tests.support.aio import run, until
+from tests.support.endpoint import STREAM_HEAD, Received, ScriptedEndpoint, Wire, chunk
+from tests.support.rig import post, rig
+
+HEAD = "timeouts: {client_head: 1s}"
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadlines, "SWEEP_S", 0.05)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("sent", [b"P", b"POST /v1/completions HTTP/1.1\r\nHost: lb\r\n", b"\x00"])
+def test_half_a_head_gets_408_also_on_a_kept_connection(before: int, sent: bytes) -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint, rig(endpoint.url, more=HEAD) as it:
+            client = await it.connect()
+            for _ in range(before):
+                client.send(post())
+                assert (await client.reply()).status == 200
+            client.send(sent)
+            reply = await client.reply()
+            assert reply.status == (400 if sent == b"\x00" else 408)
+            assert reply.field("connection") == "close"
+            assert await client.reader.read() == b""
+            if reply.status == 408:
+                assert it.records.requests[-1].outcome is Outcome.BODY_TIMEOUT
+
+    run(main())
+
+
+def test_who_says_nothing_is_told_nothing() -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint, rig(endpoint.url, more=HEAD) as it:
+            client = await it.connect()
+            assert await client.reader.read() == b""
+            assert it.records.requests == []
+
+    run(main())
+
+
+def test_a_kept_connection_may_be_idle_for_longer_than_a_head_may_take() -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint, rig(endpoint.url, more=HEAD) as it:
+            client = await it.connect()
+            client.send(post())
+            assert (await client.reply()).status == 200
+            silent = await it.connect()
+            assert await silent.reader.read() == b"", "the limit has passed since"
+            client.send(post())
+            assert (await client.reply()).status == 200
+
+    run(main())
+
+
+def test_a_body_that_trickles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "BODY_GRACE_S", 0.2)
+
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint, rig(endpoint.url, more="limits: {body_rate: 1KiB}") as it:
+            client = await it.connect()
+            whole = post(b'{"model":"m","x":"' + b"y" * 100_000 + b'"}')
+            client.send(whole[:1000])
+
+            async def trickle() -> None:
+                for at in range(1000, 3000):
+                    client.send(whole[at : at + 1])
+                    await asyncio.sleep(0.01)
+
+            sending = asyncio.create_task(trickle())
+            reply = await client.reply()
+            sending.cancel()
+            assert reply.status == 408
+            assert endpoint.requests == []
+
+    run(main())
+
+
+def test_a_body_at_the_least_rate_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grace has long passed when its last byte comes."""
+    monkeypatch.setattr(server, "BODY_GRACE_S", 0.2)
+
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint, rig(endpoint.url, more="limits: {body_rate: 100}") as it:
+            client = await it.connect()
+            whole = post(b'{"model":"m","x":"' + b"y" * 2000 + b'"}')
+            for at in range(0, len(whole), 100):
+                client.send(whole[at : at + 100])
+                await asyncio.sleep(0.03)
+            assert (await client.reply()).status == 200
+
+    run(main())
+
+
+def test_who_takes_nothing_is_cut_off_and_its_endpoint_freed() -> None:
+    async def script(wire: Wire, _: Received) -> None:
+        await wire.send(STREAM_HEAD)
+        while not wire.gone.is_set():
+            await wire.send(chunk(b"data: " + b"x" * 60_000 + b"\n\n"))
+
+    async def main() -> None:
+        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url, more="timeouts: {client_stall: 1s}") as it:
+            client = await it.connect()
+            client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            client.send(post())
+            await until(lambda: bool(it.records.requests), "it is over", within_s=30)
+            assert it.records.requests[0].outcome is Outcome.CLIENT_CLOSED
+            await until(lambda: it.connections.open_connections == 0, "the endpoint is let go")
+
+    run(main())
