@@ -50,6 +50,10 @@ class EventScanner:
             self._look_across(data[start : min(end, start + _SEAM_BYTES)])
         if self._watch_finish and not self.finished:
             self.finished = _FINISH.search(data, start, end) is not None
+        if data.endswith(_ENDS, start, end):  # nearly every piece: no mark goes through such a cut
+            self.at_boundary = True
+            self._seam = b"\n"
+            return
         if end - start >= _SEAM_BYTES:
             self._seam = data[end - _SEAM_BYTES : end]
         else:
@@ -70,6 +74,8 @@ class EventScanner:
 
 
 _USAGE = b'"usage"'
+_USAGE_BEGINS = tuple(_USAGE[:n] for n in range(len(_USAGE) - 1, 0, -1))
+"""How a piece ends if the word goes on in the next; the longest first."""
 _USAGE_BYTES = 1024
 """How much from there on is kept: vLLM's object has some 150."""
 _COUNT = re.compile(
@@ -106,14 +112,17 @@ class UsageScanner:
         if tail.startswith(_USAGE):
             if len(tail) < _USAGE_BYTES:
                 self._tail = tail + data[start : min(end, start + _USAGE_BYTES - len(tail))]
-            return
-        most = len(_USAGE) - 1
-        across = tail + data[start : min(end, start + most)]
-        at = across.find(_USAGE)
+        elif tail or data.endswith(_USAGE_BEGINS, start, end):
+            self._look_across(tail + data[start : min(end, start + len(_USAGE))], data, start, end)
+
+    def _look_across(self, seam: bytes, data: bytes, start: int, end: int) -> None:
+        """Find the word that the cut between the last piece and this one went through, or will go."""
+        at = seam.find(_USAGE)
         if at >= 0:
-            self._tail = (tail[at:] + data[start:end])[:_USAGE_BYTES]
-        else:
-            self._tail = data[max(start, end - most) : end] if end - start >= most else across[-most:]
+            self._tail = (seam[at:] + data[start + len(_USAGE) : end])[:_USAGE_BYTES]
+            return
+        text = self._tail + data[max(start, end - len(_USAGE)) : end]
+        self._tail = next((begin for begin in _USAGE_BEGINS if text.endswith(begin)), b"")
 
     @property
     def usage(self) -> Usage | None:

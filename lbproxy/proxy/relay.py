@@ -143,7 +143,8 @@ class Relay:
         if self._usage is not None:
             self._usage.feed(data, start, end)
         if not self._raw:
-            self._first_byte()
+            if self._record.first_byte_at is None:
+                self._first_byte()
             self._write(data[start:end])
 
     # net.pool.Receiver
@@ -159,7 +160,8 @@ class Relay:
     def body(self, data: bytes) -> None:
         """The next bytes of the message, framing included."""
         if self._raw:
-            self._first_byte()
+            if self._record.first_byte_at is None:
+                self._first_byte()
             self._write(data)
         if self._scanner is not None:
             now = self._runtime.now()
@@ -230,7 +232,7 @@ class Relay:
 
     def _first_byte(self) -> None:
         """Of a stream only an event counts: comments keep the connection alive while the prompt waits."""
-        if self._record.first_byte_at is None and (self._scanner is None or self._scanner.events):
+        if self._scanner is None or self._scanner.events:
             self._record.first_byte_at = self._runtime.now()
             self._runtime.first_byte(self._ticket)
 
