@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: run test check format lint types lock clean bench-overhead
+.PHONY: run test check format lint types lock clean bench-overhead bench-routing
 
 run: $(VENV)/.run
 	$(BIN)/lbproxy demo
@@ -27,6 +27,9 @@ types: $(VENV)/.dev
 
 bench-overhead: $(VENV)/.run
 	$(BIN)/python -m benchmarks.overhead
+
+bench-routing: $(VENV)/.run
+	$(BIN)/python -m benchmarks.routing --short
 
 # The environment: from the lock files alone, each package checked against its hashes.
 $(VENV)/bin/python:

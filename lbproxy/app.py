@@ -50,7 +50,7 @@ async def serve(settings: Settings, *, stop: asyncio.Event, on_ready: Callable[[
     connections = ConnectionPool()
     telemetry = Telemetry(settings.log)
     balancer = Balancer(
-        make_policy(settings.routing),
+        make_policy(settings.routing, rng),
         admission=settings.admission,
         health=settings.health,
         scrape=settings.scrape,

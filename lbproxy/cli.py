@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lbproxy import __version__
-from lbproxy.config import ConfigError, Settings, parse
+from lbproxy.config import ConfigError, Settings, parse, parse_scenario
 
 MAX_SETTINGS_BYTES = 1 << 20
 T = TypeVar("T")
@@ -63,6 +63,14 @@ def _parser() -> argparse.ArgumentParser:
     mock.add_argument("--max-model-len", type=int, help="prompt and answer together, tokens (default: the preset's)")
     mock.add_argument("--metric-names", choices=["current", "old"], default="current", help="old: those of vLLM 0.8")
     mock.add_argument("--seed", type=int, default=0, help="servers with one seed give the same answers")
+
+    sim = commands.add_parser("sim", help="compare policies on a simulated fleet, in virtual time")
+    sim.add_argument("scenario", nargs="?", metavar="FILE", help="what to simulate (YAML): docs/simulator.md")
+    sim.add_argument("--list", action="store_true", help="show the workloads and their parameters")
+    sim.add_argument("--processes", type=int, default=os.cpu_count(), help="simulations at a time (default: CPUs)")
+    sim.add_argument("--json", metavar="FILE", help="write all figures there")
+    sim.add_argument("--markdown", metavar="FILE", help="write the tables there")
+    sim.add_argument("--plot", metavar="FILE", help="draw them there: .png, .svg or .pdf (needs lbproxy[plots])")
     return parser
 
 
@@ -107,24 +115,59 @@ def _mock(args: argparse.Namespace) -> int:
     return 0
 
 
+def _sim(args: argparse.Namespace) -> int:
+    from rich.console import Console  # noqa: PLC0415
+
+    from lbproxy import sim_cli  # noqa: PLC0415
+
+    # Into a file or a pipe the tables go at a width that holds them.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    if args.list:
+        sim_cli.show_workloads(console)
+        return 0
+    form = Path(args.plot or ".png").suffix.removeprefix(".")
+    problem = sim_cli.unusable(scenario=args.scenario, processes=args.processes, plot=args.plot and form)
+    if problem is not None:
+        print(f"lbproxy sim: {problem}", file=sys.stderr)
+        return 2
+    scenario = parse_scenario(_read_text(args.scenario), environ=os.environ, source=args.scenario)
+    trace = scenario.workload.trace
+    lines = None if trace is None else Path(trace).read_text("utf-8").splitlines()
+    runs = sim_cli.runs_of(scenario, source=args.scenario, trace=lines)
+    comparison = sim_cli.compare(runs, processes=args.processes, console=console)
+    sim_cli.show(comparison, console)
+    if args.json:
+        Path(args.json).write_bytes(comparison.json())
+    if args.markdown:
+        Path(args.markdown).write_bytes(comparison.markdown())
+    if args.plot:
+        Path(args.plot).write_bytes(comparison.plot(form))
+    return 0
+
+
 _COMMANDS: dict[str | None, Callable[[argparse.Namespace], int]] = {
     None: _run,
     "check": _check,
     "demo": _demo,
     "mock": _mock,
+    "sim": _sim,
 }
 
 
 def _read_settings(path: str) -> Settings:
     """The settings in a file. Raises ConfigError, OSError."""
+    return parse(_read_text(path), environ=os.environ, source=path)
+
+
+def _read_text(path: str) -> str:
+    """A file of settings. Raises ConfigError, OSError."""
     try:
         with Path(path).open("rb") as file:
-            text = file.read(MAX_SETTINGS_BYTES + 1).decode("utf-8")
+            return file.read(MAX_SETTINGS_BYTES + 1).decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(path, ["there is no such file"]) from None
     except UnicodeDecodeError as error:
         raise ConfigError(path, [f"not UTF-8: {error.reason} at byte {error.start}"]) from None
-    return parse(text, environ=os.environ, source=path)
 
 
 def _run_until_signal(start: Callable[[asyncio.Event], Coroutine[object, object, None]]) -> None:

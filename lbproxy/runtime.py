@@ -147,6 +147,11 @@ class Runtime:
         """Whether an endpoint takes requests."""
         return self._balancer.any_up()
 
+    @property
+    def block_bytes(self) -> int | None:
+        """Into blocks of how many bytes prompts have to be hashed; None = they need not be read at all."""
+        return self._balancer.block_bytes
+
     def base_models(self) -> list[str]:
         """The distinct base models that the endpoints serve."""
         return self._balancer.base_models()

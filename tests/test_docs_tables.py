@@ -71,7 +71,7 @@ def takes(field: FieldInfo) -> str:
         text = ", ".join(words)
     elif unit is not None:
         text = f"{unit.what.partition(' (')[0].removeprefix('a ')}, {unit.at_least} to {unit.at_most}"
-    elif field.annotation is bool:
+    elif bool in parts(field.annotation):
         text = "true, false"
     elif Address in parts(field.annotation):
         text = "host:port"

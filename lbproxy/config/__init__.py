@@ -11,11 +11,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
-from typing import get_args
+from typing import TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from lbproxy.config.scenario import FaultSettings, Scenario, ServerSettings, WorkloadSettings
 from lbproxy.config.text import ConfigError, join, one_line, read_text
 from lbproxy.config.tree import (
     MAX_ENDPOINTS,
@@ -37,6 +38,7 @@ from lbproxy.config.tree import (
 
 __all__ = [
     "parse",
+    "parse_scenario",
     "json_schema",
     "leads_to",
     "ConfigError",
@@ -54,7 +56,13 @@ __all__ = [
     "DnsSettings",
     "DrainSettings",
     "LogSettings",
+    "Scenario",
+    "ServerSettings",
+    "FaultSettings",
+    "WorkloadSettings",
 ]
+
+Root = TypeVar("Root", bound=BaseModel)
 
 
 def parse(text: str, *, environ: Mapping[str, str], source: str = "settings") -> Settings:
@@ -63,17 +71,26 @@ def parse(text: str, *, environ: Mapping[str, str], source: str = "settings") ->
     `environ` is what `${NAME}` and `${NAME:-default}` are looked up in; as in a shell, the default also stands in for
     an empty variable. `source` names the text in the error. Raises `ConfigError` and nothing else, whatever the text.
     """
+    return _read_as(Settings, text, environ, source)
+
+
+def parse_scenario(text: str, *, environ: Mapping[str, str], source: str = "scenario") -> Scenario:
+    """The same for what `lbproxy sim` simulates."""
+    return _read_as(Scenario, text, environ, source)
+
+
+def _read_as(root: type[Root], text: str, environ: Mapping[str, str], source: str) -> Root:
     values, problems = read_text(text, environ=environ, source=source)
     settings = None
     try:
-        settings = Settings.model_validate({} if values is None else values)
+        settings = root.model_validate({} if values is None else values)
     except ValidationError as error:
         unread = frozenset(problems)
         for details in error.errors(include_url=False):
             loc = details["loc"]
             # What could not be read is told once, and not again for what its absence means.
             if unread.isdisjoint(_path(loc[:end]) for end in range(1, len(loc) + 1)):
-                problems.setdefault(_path(loc) or "the text", _wrong(details))
+                problems.setdefault(_path(loc) or "the text", _wrong(details, root))
     if settings is None or problems:
         raise ConfigError(source, [f"{path}: {wrong}" for path, wrong in problems.items()])
     return settings
@@ -95,18 +112,17 @@ _WORDING = {
 """Pydantic speaks of Python; a settings file has mappings, lists and text."""
 
 
-def _wrong(details: ErrorDetails) -> str:
+def _wrong(details: ErrorDetails, root: type[BaseModel]) -> str:
     kind = details["type"]
     if kind == "missing":
         return "required, but not there"
     if kind == "extra_forbidden":
-        return _unknown_key(details["loc"])
+        return _unknown_key(details["loc"], root)
     worded = _WORDING.get(kind, details["msg"].replace("Input should be ", "expected "))
     return f"{worded}, got {_shown(details['input'])}"
 
 
-def _unknown_key(loc: tuple[int | str, ...]) -> str:
-    section: type[BaseModel] = Settings
+def _unknown_key(loc: tuple[int | str, ...], section: type[BaseModel]) -> str:
     for key in loc[:-1]:
         if isinstance(key, str):
             section = next(_sections(section.model_fields[key].annotation))

@@ -175,8 +175,24 @@ class EndpointSettings(ShortSection):
         return self.url.startswith(DNS_SCHEME)
 
 
-Policy: TypeAlias = Literal["least-request", "round-robin", "random", "gie", "weighted"]
-ScorerName: TypeAlias = Literal["queue", "kv-utilization", "in-flight"]
+Policy: TypeAlias = Literal[
+    "adaptive",
+    "least-request",
+    "round-robin",
+    "random",
+    "p2c",
+    "gie",
+    "gie-tree",
+    "llm-d",
+    "cache-aware",
+    "prefix-hash",
+    "preble",
+    "dynamo",
+    "lmetric",
+    "min-ttft",
+    "weighted",
+]
+ScorerName: TypeAlias = Literal["queue", "kv-utilization", "in-flight", "prefix"]
 Weight: TypeAlias = Annotated[float, Quantity("0.000001", "1000000", "a weight", whole=False)]
 
 
@@ -210,6 +226,12 @@ class AdmissionSettings(Section):
     """Seconds a request may wait before it is answered 429: by then most callers have given up."""
     max_in_flight_per_endpoint: Annotated[int, count("1", "1000000")] | None = None
     """Requests that one endpoint gets at a time; more wait here. null = no limit: engines queue by themselves."""
+    hold: bool | None = None
+    """Keep requests here while the endpoint that is best for them has a second of prefill queued, and place them when
+    it has not. For policy adaptive. null = true, but false with order fcfs."""
+    order: Literal["shortest", "fcfs"] = "shortest"
+    """Who goes first among those that wait: the least prefill work, less with age (if the policy knows it), or first
+    come, first served. A higher priority goes before both."""
 
 
 class RetrySettings(Section):

@@ -1,31 +1,40 @@
-"""The waiting queue: requests that a model serves but no endpoint can take right now.
+"""The waiting queue: requests that somebody serves but that are not placed yet.
 
-First come, first served; bounded in requests and in body bytes; each wait has a deadline. It decides nothing about
-endpoints. Invariant: a ticket is in the queue exactly while its state is WAITING.
+They wait because every endpoint is full, because none is judged yet, or because the policy holds them back: an endpoint
+that has a second of prefill before it gains nothing from one more request, while here the request can still go to
+whichever is free first. Bounded in requests and in body bytes; each wait has a deadline; a full queue gives the place
+of the least important request to a more important one. It decides nothing about endpoints.
+
+Invariant: a ticket is in the queue exactly while its state is WAITING.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from lbproxy.config import AdmissionSettings
 from lbproxy.core.types import Ticket
 
+AGEING_S = 10.0
+"""A request that has waited so long counts as half its work, after twice that as a third: nobody starves."""
+
 
 class WaitingQueue:
-    """Tickets in the order in which they came. Push, remove and the first deadline are O(1)."""
+    """Waiting tickets. Push, remove and the first deadline are O(1), but for a push into a full queue."""
 
     def __init__(self, settings: AdmissionSettings) -> None:
         self._max_requests = settings.queue_requests
         self._max_bytes = settings.queue_bytes
         self._tickets: dict[int, Ticket] = {}
+        self._lanes: dict[int, dict[int, Ticket]] = {}
+        """By priority; each in the order in which they came, and none of them empty."""
         self._bytes = 0
 
     def __len__(self) -> int:
         return len(self._tickets)
 
     def __iter__(self) -> Iterator[Ticket]:
-        """Over a copy, so that the loop may remove."""
+        """In the order in which they came, over a copy, so that the loop may remove."""
         return iter(list(self._tickets.values()))
 
     @property
@@ -33,20 +42,71 @@ class WaitingQueue:
         """Body bytes of all waiting requests."""
         return self._bytes
 
-    def push(self, ticket: Ticket) -> bool:
-        """Append; False if there is no room."""
+    def push(self, ticket: Ticket) -> list[Ticket]:
+        """Take a ticket in. Returns those that have no place any more: none, itself, or less important ones.
+
+        When there is no room, those of the lowest priority go, the youngest first, as far as they are below the
+        newcomer's. If that is not enough, nobody goes but the newcomer.
+        """
         size = ticket.request.body_bytes
-        if len(self._tickets) >= self._max_requests or self._bytes + size > self._max_bytes:
-            return False
+        shed = self._shed_for(ticket) if not self._fits(len(self._tickets), self._bytes + size) else []
+        if shed is None:
+            return [ticket]
+        for victim in shed:
+            self.remove(victim)
         self._tickets[id(ticket)] = ticket
+        self._lanes.setdefault(ticket.request.priority, {})[id(ticket)] = ticket
         self._bytes += size
-        return True
+        return shed
+
+    def _fits(self, others: int, size: int) -> bool:
+        return others < self._max_requests and size <= self._max_bytes
+
+    def _shed_for(self, ticket: Ticket) -> list[Ticket] | None:
+        count, size = len(self._tickets), self._bytes + ticket.request.body_bytes
+        shed = []
+        for priority in sorted(self._lanes):
+            if priority >= ticket.request.priority:
+                break
+            for victim in reversed(self._lanes[priority].values()):
+                shed.append(victim)
+                count -= 1
+                size -= victim.request.body_bytes
+                if self._fits(count, size):
+                    return shed
+        return None
 
     def remove(self, ticket: Ticket) -> None:
         """Take out a ticket that was placed or closed; no-op if it is not in."""
         if self._tickets.pop(id(ticket), None) is not None:
             self._bytes -= ticket.request.body_bytes
+            lane = self._lanes[ticket.request.priority]
+            del lane[id(ticket)]
+            if not lane:
+                del self._lanes[ticket.request.priority]
+
+    def in_order(self, work: Callable[[Ticket], float] | None, now: float) -> list[Ticket]:
+        """All, in the order of service: by priority, then the least work first, discounted by age; or, without `work`,
+        first come, first served. O(n log n).
+        """
+        ordered: list[Ticket] = []
+        for priority in sorted(self._lanes, reverse=True):
+            lane = self._lanes[priority].values()
+            if work is None:
+                ordered += lane
+            else:
+                ordered += sorted(lane, key=lambda t: work(t) / (1.0 + (now - t.submitted_at) / AGEING_S))
+        return ordered
+
+    def expired(self, now: float) -> list[Ticket]:
+        """Those whose wait is over. Every wait lasts equally long, so they are the oldest."""
+        expired = []
+        for ticket in self._tickets.values():
+            if ticket.deadline > now:
+                break
+            expired.append(ticket)
+        return expired
 
     def first_deadline(self) -> float | None:
-        """When the first wait ends. Every wait lasts equally long, so that is the oldest ticket's."""
+        """When the first wait ends."""
         return next((ticket.deadline for ticket in self._tickets.values()), None)

@@ -8,6 +8,12 @@ tests alike. The contract of a driver is four steps:
 3. Call `poll` again at `next_deadline`.
 4. `close` every ticket that was placed, exactly once, whatever happened to its request.
 
+Late binding: under a policy that knows how long each endpoint's prefill queue is, a request whose cheapest endpoint has
+more than `HOLD_MS` of it stays here, and so do those that come after it. The whole queue is planned anew after every
+arrival, first byte and end, and every `PLAN_S`: in the order of service each takes its cheapest endpoint if that has
+room, and otherwise reserves its work there, in this plan only, so that the next one sees what is spoken for. While
+nobody waits, a request is placed in the call in which it comes.
+
 Invariants: an endpoint's in-flight count is the number of its PLACED tickets; a ticket closes once (a second `close` is
 a no-op); choosing and counting happen without anything in between, so two requests are never placed on one stale
 picture; nothing here awaits, so every method is atomic on an event loop.
@@ -16,12 +22,14 @@ picture; nothing here awaits, so every method is atomic on an event loop.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
 
 from lbproxy.config import AdmissionSettings, HealthSettings, RetrySettings, ScrapeSettings
 from lbproxy.core.admission import WaitingQueue
 from lbproxy.core.endpoints import EndpointChanges, EndpointSet
-from lbproxy.core.policy import Policy
+from lbproxy.core.estimate import PoolModel
+from lbproxy.core.pricing import Plan, Policy
 from lbproxy.core.retry import FailureKind, Retries, Verdict
 from lbproxy.core.types import (
     EndpointSpec,
@@ -39,6 +47,16 @@ from lbproxy.core.types import (
     Usage,
 )
 
+HOLD_MS = 1000.0
+"""An endpoint with more prefill work than this gets no more. Less starves the engines, more binds too early."""
+PLAN_S = 0.01
+"""While requests wait, work gets done that nothing tells of; so the queue is planned at least this often."""
+PLANNED = 32
+"""Requests that one plan prices, on up to `PLANNED_ENDPOINTS`; fewer on more, so that a plan takes 2 ms at most."""
+PLANNED_ENDPOINTS = 100
+WORK_S = 0.5
+"""How long a waiting request's least work is believed: caches change."""
+
 
 class Balancer:
     """Places requests on endpoints. See the module for the driver's contract."""
@@ -55,8 +73,18 @@ class Balancer:
     ) -> None:
         self._policy = policy
         self._retries = Retries(retry, rng)
-        self._endpoints = EndpointSet(health, scrape)
+        self._pool = None if policy.block_bytes is None else PoolModel(policy.block_bytes)
+        self._endpoints = EndpointSet(health, scrape, self._pool)
         self._queue = WaitingQueue(admission)
+        shortest = admission.order == "shortest"
+        self._hold = policy.holds and (shortest if admission.hold is None else admission.hold)
+        self._by_work = shortest and self._pool is not None
+        self._skip_price = not (self._hold or policy.refuses)
+        self._plan_at = inf
+        """When the queue is to be planned; a time that is past when something happened since the last plan."""
+        self._planned_version = 0
+        self._changed: list[Ticket] = []
+        """Closed by another ticket's arrival, for `poll` to return."""
         self._queue_timeout_s = admission.queue_timeout
         self._max_in_flight = admission.max_in_flight_per_endpoint
         self._rng = rng
@@ -72,26 +100,22 @@ class Balancer:
         if not avoid:
             self._retries.requested(now=now)
         ticket = Ticket(request, now, now + self._queue_timeout_s, avoid)
-        self._consider(ticket, now)
-        if ticket.state is TicketState.WAITING and not self._queue.push(ticket):
-            self._end(ticket, Outcome.SATURATED)
+        if self._hold and self._queue:
+            self._plan_at = now  # others wait: the plan says whose turn it is
+        else:
+            self._consider(ticket, now, None)
+        if ticket.state is TicketState.WAITING:
+            self._wait(ticket, now)
         return ticket
 
     def poll(self, *, now: float) -> list[Ticket]:
-        """The tickets that stopped waiting, in the order in which they came: placed now, or closed with the reason."""
-        if not self._queue:
-            return []
-        changed = []
-        full: set[tuple[str | None, frozenset[EndpointUid]]] = set()
-        for ticket in self._queue:
-            key = (ticket.request.model, ticket.avoid)
-            if key not in full:
-                self._consider(ticket, now)
-            if ticket.state is TicketState.WAITING and now >= ticket.deadline:
+        """The tickets that stopped waiting: shed for another, placed now, or closed with the reason."""
+        changed, self._changed = self._changed, []
+        if self._queue:
+            if now >= self._plan_at:
+                self._plan(now, changed)
+            for ticket in self._queue.expired(now):
                 self._end(ticket, Outcome.EXPIRED if self._endpoints.any_up() else Outcome.NO_ENDPOINTS)
-            if ticket.state is TicketState.WAITING:
-                full.add(key)
-            else:
                 self._queue.remove(ticket)
                 changed.append(ticket)
         return changed
@@ -101,11 +125,16 @@ class Balancer:
         if ticket.state is TicketState.PLACED and ticket.first_byte_at is None:
             ticket.first_byte_at = now
             _placed_on(ticket).awaiting_first_byte -= 1
+            if ticket.placement is not None:
+                ticket.placement.load.first_byte(ticket.placement, now)
+                self._plan_at = now
 
     def progress(self, ticket: Ticket, tokens: int, *, now: float) -> None:
         """`tokens` more came. At most every 250 ms per stream, never per chunk."""
         if ticket.state is TicketState.PLACED:
             _placed_on(ticket).tokens_streamed += tokens
+            if ticket.placement is not None:
+                ticket.placement.load.progress(ticket.placement, tokens, now)
 
     def close(self, ticket: Ticket, outcome: Outcome, *, now: float, usage: Usage | None = None) -> None:
         """The request, or this attempt at it, is over. Legal in every state; the first call counts.
@@ -121,7 +150,10 @@ class Balancer:
             state.in_flight -= 1
             if ticket.first_byte_at is None:
                 state.awaiting_first_byte -= 1
+            if ticket.placement is not None:
+                ticket.placement.load.end(ticket.placement, usage, now)
             self._endpoints.released(state)
+            self._plan_at = now
         self._end(ticket, outcome)
 
     def after_failure(
@@ -141,21 +173,27 @@ class Balancer:
         return not full and state.endpoint.uid not in tried
 
     def next_deadline(self) -> float | None:
-        """When `poll` has something to do though nothing happens until then; None = never."""
-        return self._queue.first_deadline()
+        """When `poll` has something to do though nothing happens until then; None = never. May be past."""
+        if self._changed:
+            return self._plan_at
+        deadline = self._queue.first_deadline()
+        return None if deadline is None else min(deadline, self._plan_at)
 
     # Endpoints
 
     def set_endpoints(self, specs: Sequence[EndpointSpec]) -> EndpointChanges:
         """The complete set, from discovery. Names and addresses are distinct."""
+        self._plan_at = -inf
         return self._endpoints.replace(specs)
 
     def report_health(self, uid: EndpointUid, ok: bool, reason: str) -> Transition | None:
         """A probe's answer, or a connection that failed; the transition that it caused, if any."""
+        self._plan_at = -inf
         return self._endpoints.report_health(uid, ok, reason)
 
     def report_models(self, uid: EndpointUid, cards: Iterable[ModelCard] | None) -> None:
         """What an endpoint says it serves; None if it cannot say."""
+        self._plan_at = -inf
         self._endpoints.report_models(uid, cards)
 
     def scrape_sent(self, uid: EndpointUid) -> None:
@@ -166,11 +204,23 @@ class Balancer:
         """What the scrape that was sent last said."""
         self._endpoints.report_scrape(uid, metrics)
 
+    def report_restart(self, uid: EndpointUid) -> None:
+        """An endpoint is another process than before: its caches are empty. A scrape with `started_at` says it too."""
+        state = self._endpoints.get(uid)
+        if state is not None and self._pool is not None:
+            state.load.restarted()
+
     def drain(self, uid: EndpointUid, *, draining: bool = True) -> None:
         """Give an endpoint no new requests (or again)."""
+        self._plan_at = -inf
         self._endpoints.drain(uid, draining)
 
     # Reading
+
+    @property
+    def block_bytes(self) -> int | None:
+        """Into blocks of how many bytes prompts have to be hashed; None = they need not be read at all."""
+        return self._policy.block_bytes
 
     def health(self, uid: EndpointUid) -> Health | None:
         """The verdict on an endpoint; None if it left the set."""
@@ -195,8 +245,34 @@ class Balancer:
 
     # The decision
 
-    def _consider(self, ticket: Ticket, now: float) -> None:
-        """Place the ticket, or close it if waiting cannot help, or leave it."""
+    def _consider(self, ticket: Ticket, now: float, plan: Plan | None) -> bool:
+        """Place the ticket, or close it if waiting cannot help, or leave it.
+
+        False = no other with the same model and the same endpoints to avoid can be placed now either.
+        """
+        candidates = self._candidates(ticket)
+        limit = self._max_in_flight
+        if limit is not None:
+            candidates = [state for state in candidates if state.in_flight < limit]
+        if not candidates:
+            return False
+        if self._skip_price and len(candidates) == 1:
+            self._place(ticket, candidates[0], now)
+            return True
+        prices = self._policy.price(ticket.request, candidates, plan=plan, now=now)
+        index = self._cheapest(prices.costs)
+        if prices.costs[index] == inf:
+            self._end(ticket, Outcome.SATURATED)
+        elif self._hold and prices.waits_ms is not None and prices.waits_ms[index] > HOLD_MS:
+            if plan is not None and prices.uncached_tokens is not None:
+                plan[candidates[index].load.slot] += prices.uncached_tokens[index]
+            return min(prices.waits_ms) <= HOLD_MS
+        else:
+            self._place(ticket, candidates[index], now)
+        return True
+
+    def _candidates(self, ticket: Ticket) -> Sequence[EndpointState]:
+        """The endpoints that may be asked. If there is none and waiting cannot help, the ticket is closed."""
         model = ticket.request.model
         candidates = self._endpoints.candidates(model)
         if ticket.avoid:
@@ -205,12 +281,7 @@ class Balancer:
             outcome = self._why_nobody(model, bool(ticket.avoid))
             if outcome is not None:
                 self._end(ticket, outcome)
-            return
-        limit = self._max_in_flight
-        if limit is not None:
-            candidates = [state for state in candidates if state.in_flight < limit]
-        if candidates:
-            self._place(ticket, self._choose(ticket.request, candidates, now), now)
+        return candidates
 
     def _why_nobody(self, model: str | None, retried: bool) -> Outcome | None:
         """Nobody may be asked for `model`: the outcome; None = an endpoint not judged yet may bring the answer."""
@@ -222,14 +293,11 @@ class Balancer:
             return Outcome.MODEL_NOT_FOUND
         return Outcome.NO_ENDPOINTS
 
-    def _choose(self, request: InferenceRequest, candidates: Sequence[EndpointState], now: float) -> EndpointState:
-        if len(candidates) == 1:
-            return candidates[0]
-        costs = self._policy.price(request, candidates, now=now)
+    def _cheapest(self, costs: list[float]) -> int:
         best = min(costs)
         if costs.count(best) == 1:
-            return candidates[costs.index(best)]
-        return self._rng.choice([state for state, cost in zip(candidates, costs, strict=True) if cost == best])
+            return costs.index(best)
+        return self._rng.choice([index for index, cost in enumerate(costs) if cost == best])
 
     def _place(self, ticket: Ticket, state: EndpointState, now: float) -> None:
         self._placements += 1
@@ -240,6 +308,66 @@ class Balancer:
         ticket.state = TicketState.PLACED
         ticket.placed_on = state
         ticket.placed_at = now
+        if self._pool is not None:
+            ticket.placement = state.load.place(ticket.request, now)
+
+    # Waiting
+
+    def _wait(self, ticket: Ticket, now: float) -> None:
+        """Into the queue; whoever has no place in it any more is told."""
+        if not self._queue:
+            self._plan_at = inf  # this one was considered just now
+        for shed in self._queue.push(ticket):
+            self._end(shed, Outcome.SATURATED)
+            if shed is not ticket:
+                self._changed.append(shed)
+                self._plan_at = min(self._plan_at, now)
+        if self._hold:
+            self._plan_at = min(self._plan_at, now + PLAN_S)
+
+    def _plan(self, now: float, changed: list[Ticket]) -> None:
+        """Consider the waiting in the order of service; those that stop waiting are appended to `changed`."""
+        self._plan_at = now + PLAN_S if self._hold else inf
+        budget, plan = len(self._queue), None
+        if self._hold and self._pool is not None:
+            serving = self._endpoints.candidates(None)
+            if self._pool.any_room(serving, HOLD_MS, now):
+                budget = max(4, min(PLANNED, PLANNED * PLANNED_ENDPOINTS // max(1, len(serving))))
+                plan = [0.0] * self._pool.index.width
+            elif self._planned_version == self._endpoints.version:
+                return  # nobody can be placed, and nobody has to be refused who was not
+            else:
+                budget = 0
+        self._planned_version = self._endpoints.version
+        stuck: set[tuple[str | None, frozenset[EndpointUid]]] = set()
+        for ticket in self._queue.in_order(self._work_at(now) if self._by_work and budget else None, now):
+            key = (ticket.request.model, ticket.avoid)
+            if key in stuck:
+                continue
+            if budget <= 0:
+                self._candidates(ticket)  # it may have lost the last one
+                stuck.add(key)
+            else:
+                budget -= 1
+                if not self._consider(ticket, now, plan):
+                    stuck.add(key)
+            if ticket.state is not TicketState.WAITING:
+                stuck.discard(key)
+                self._queue.remove(ticket)
+                changed.append(ticket)
+
+    def _work_at(self, now: float) -> Callable[[Ticket], float]:
+        """How much prefill work a ticket is at least, as of lately."""
+        pool = self._pool
+        assert pool is not None, "only policies with load models order by work"
+
+        def work(ticket: Ticket) -> float:
+            if now - ticket.work_at >= WORK_S:
+                ticket.work_tokens = pool.uncached(ticket.request)
+                ticket.work_at = now
+            return ticket.work_tokens
+
+        return work
 
     @staticmethod
     def _end(ticket: Ticket, outcome: Outcome) -> None:

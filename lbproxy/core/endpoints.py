@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lbproxy.config import HealthSettings, ScrapeSettings
+from lbproxy.core.estimate import PoolModel
 from lbproxy.core.types import (
     Endpoint,
     EndpointSnapshot,
@@ -40,7 +41,10 @@ class EndpointChanges:
 class EndpointSet:
     """All endpoints and their states."""
 
-    def __init__(self, health: HealthSettings, scrape: ScrapeSettings) -> None:
+    def __init__(self, health: HealthSettings, scrape: ScrapeSettings, pool: PoolModel | None = None) -> None:
+        self._pool = pool
+        self.version = 0
+        """Changes whenever `candidates` may."""
         self._fall = health.fall
         self._rise = health.rise
         self._stale_after_s = scrape.stale_after
@@ -65,6 +69,8 @@ class EndpointSet:
             state = kept.pop(spec, None)
             if state is None:
                 state = EndpointState(self._identify(spec))
+                if self._pool is not None:
+                    state.load = self._pool.join()
                 if spec.health is None:
                     state.health = Health.UP
                 added.append(state.endpoint)
@@ -72,6 +78,8 @@ class EndpointSet:
         removed = list(kept.values())
         for state in removed:
             state.draining = True
+            if self._pool is not None:
+                self._pool.leave(state.load)
         self._leaving = [state for state in [*self._leaving, *removed] if state.in_flight]
         self._states = states
         self._reindex()
@@ -133,6 +141,7 @@ class EndpointSet:
         return list(cards.values())
 
     def _reindex(self) -> None:
+        self.version += 1
         self._serving = [s for s in self._states.values() if s.health is Health.UP and not s.draining]
         self._silent = [state for state in self._serving if state.models is None]
         by_model: dict[str, list[EndpointState]] = {}
@@ -140,6 +149,10 @@ class EndpointSet:
             for model in state.models or ():
                 by_model.setdefault(model, []).append(state)
         self._by_model = by_model
+        if self._pool is not None:
+            self._pool.adapters = frozenset(
+                card.id for state in self._serving for card in (state.models or {}).values() if card.parent is not None
+            )
 
     # Reports
 
@@ -170,11 +183,9 @@ class EndpointSet:
         if state is None:
             return
         models = None if cards is None else {card.id: card for card in cards}
-        if models is None or state.models is None or models.keys() != state.models.keys():
-            state.models = models
+        before, state.models = state.models, models
+        if _served(before) != _served(models):
             self._reindex()
-        else:
-            state.models = models
 
     def scrape_sent(self, uid: EndpointUid) -> None:
         """A scrape leaves now: remember what of the load that it will show is ours."""
@@ -194,6 +205,10 @@ class EndpointSet:
         else:
             seen = (metrics.waiting or 0.0) + (metrics.running or 0.0)
             state.others = max(0.0, seen - state.in_flight_at_scrape)
+        if self._pool is not None:
+            state.load.scraped(
+                metrics, others=state.others, awaiting=state.awaiting_first_byte, fresh_until=state.fresh_until
+            )
 
     def drain(self, uid: EndpointUid, draining: bool) -> None:
         """Stop (or resume) giving requests to a member; what runs there finishes."""
@@ -205,6 +220,11 @@ class EndpointSet:
     def snapshot(self, *, now: float) -> list[EndpointSnapshot]:
         """Members in the order of the settings, then those that are leaving."""
         return [_snapshot(state, now) for state in [*self._states.values(), *self._leaving]]
+
+
+def _served(models: dict[str, ModelCard] | None) -> dict[str, str | None] | None:
+    """Of what an endpoint lists, that which placing goes by."""
+    return None if models is None else {card.id: card.parent for card in models.values()}
 
 
 def _spec_of(endpoint: Endpoint) -> EndpointSpec:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import orjson
@@ -22,6 +23,7 @@ and holds the event loop, but accepts what the model servers' own parsers accept
 MAX_JSON_STRUCTURE = 1_000_000
 """Objects, lists and commas in one body: what bounds the time that parsing holds the loop (about 1 ms per MB)."""
 MAX_MODEL_CARDS = 10_000
+MAX_TOKENS = 1 << 31
 MULTIPART_MODEL_BYTES = 64 << 10
 """How far into a multipart body the `model` field is looked for."""
 
@@ -30,11 +32,17 @@ class BodyFacts(NamedTuple):
     """What routing needs from a request body."""
 
     model: str | None
-    stream: bool
+    stream: bool = False
+    max_tokens: int | None = None
+    """The longest answer that is wanted; None = not said, or not in numbers."""
+    cache_salt: str | None = None
+    """vLLM's: requests share cached prefixes only with those that have the same."""
+    fields: Mapping[str, object] = MappingProxyType({})
+    """The whole body, parsed; empty unless it is JSON."""
 
 
 def read_json_body(body: bytes) -> BodyFacts:
-    """The model and stream fields of a JSON request body. Of duplicate keys the last counts, as in Python's json.
+    """What is to be known of a JSON request body. Of duplicate keys the last counts, as in Python's json.
 
     Raises LbError INVALID_JSON (not JSON, not an object, too deep, too much structure) or MISSING_MODEL (a `model` that
     is no usable name). An absent `model` is no error here.
@@ -45,7 +53,15 @@ def read_json_body(body: bytes) -> BodyFacts:
     model = fields.get("model")
     if "model" in fields:
         check_model_name(model)
-    return BodyFacts(model, fields.get("stream") is True)
+    limit = fields.get("max_completion_tokens", fields.get("max_tokens"))
+    salt = fields.get("cache_salt")
+    return BodyFacts(
+        model,
+        fields.get("stream") is True,
+        limit if isinstance(limit, int) and limit is not True and 0 < limit < MAX_TOKENS else None,
+        salt if isinstance(salt, str) else None,
+        fields,
+    )
 
 
 def check_model_name(model: object) -> None:

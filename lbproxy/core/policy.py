@@ -1,92 +1,116 @@
-"""What a routing policy is, and the table of those that the settings can name.
+"""The policies that know nothing but counts and gauges, the weighted scorers, and the table of all policies.
 
-A policy prices the candidates of one request; the Balancer takes the cheapest and counts the request there in the same
-breath. A policy only reads states: it remembers nothing of its own that a placement would have to undo. It does not
-decide who is a candidate (health, drain, model, concurrency limit do, before).
+What a policy is stands in `core.pricing`; the default for model servers in `core.adaptive`; those that are here to be
+compared with in `core.baselines`.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 from lbproxy.config import RoutingSettings
+from lbproxy.core.adaptive import Adaptive
+from lbproxy.core.baselines import (
+    BASELINE_BLOCK_BYTES,
+    CacheAware,
+    Dynamo,
+    GieTree,
+    LlmD,
+    LMetric,
+    MinTtft,
+    Preble,
+    PrefixHash,
+    TwoChoices,
+)
+from lbproxy.core.pricing import Plan, Policy, Prices
 from lbproxy.core.scorers import SCORERS, Scorer
 from lbproxy.core.types import EndpointState, InferenceRequest
 
 
-class Policy(Protocol):
-    """Prices endpoints."""
-
-    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> list[float]:
-        """The cost of placing `request` on each candidate, in their order; the lowest wins, ties at random.
-
-        Costs are finite. The unit is the policy's own: only the order matters.
-        """
-        ...
-
-
-class LeastRequest:
+class LeastRequest(Policy):
     """Requests on the endpoint: our own in flight now, plus what the last scrape saw there of other senders.
 
     Gauges alone lag by a scrape, and every request of a burst would see the same picture; own counts alone do not
     see the neighbours' load. With stale gauges it is judged by its in-flight count alone.
     """
 
-    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> list[float]:
+    def price(
+        self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
+    ) -> Prices:
         """Requests on each endpoint."""
-        return [
-            state.in_flight if state.others is None or now > state.fresh_until else state.in_flight + state.others
-            for state in candidates
-        ]
+        return Prices(
+            [
+                state.in_flight if state.others is None or now > state.fresh_until else state.in_flight + state.others
+                for state in candidates
+            ]
+        )
 
 
-class RoundRobin:
+class RoundRobin(Policy):
     """The endpoint that was chosen longest ago. Over a fixed set this is the classic rotation; one that returns after
     an outage gets one request at once and then its turn, not all those it missed.
     """
 
-    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> list[float]:
+    def price(
+        self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
+    ) -> Prices:
         """The pool-wide number of each endpoint's last placement."""
-        return [state.placed_seq for state in candidates]
+        return Prices([state.placed_seq for state in candidates])
 
 
-class Random:
+class Random(Policy):
     """Any candidate, each as likely: the tie-break does it."""
 
-    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> list[float]:
+    def price(
+        self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
+    ) -> Prices:
         """All equal."""
-        return [0.0] * len(candidates)
+        return Prices([0.0] * len(candidates))
 
 
-class Weighted:
+class Weighted(Policy):
     """Scorers, each with a weight: the cost is minus the weighted sum of their scores."""
 
     def __init__(self, weights: Iterable[tuple[str, float]]) -> None:
+        weights = list(weights)
         self._scorers: list[tuple[Scorer, float]] = [(SCORERS[name], weight) for name, weight in weights]
+        if any(name == "prefix" for name, _ in weights):
+            self.block_bytes = BASELINE_BLOCK_BYTES
 
-    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> list[float]:
+    def price(
+        self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
+    ) -> Prices:
         """Minus the weighted sum, so that the best score is the lowest cost."""
         costs = [0.0] * len(candidates)
         for scorer, weight in self._scorers:
             scores = scorer(request, candidates, now=now)
             costs = [cost - weight * score for cost, score in zip(costs, scores, strict=True)]
-        return costs
+        return Prices(costs)
 
 
-# The scorers and weights of the Gateway API Inference Extension's default profile: queue 2, KV-cache utilisation 2,
-# with its max-score picker. Its prefix scorer (weight 3) needs a model of the prefix caches, which is not there yet.
-GIE_WEIGHTS = (("queue", 2.0), ("kv-utilization", 2.0))
+# The scorers and weights of the Gateway API Inference Extension's default profile, with its max-score picker.
+GIE_WEIGHTS = (("queue", 2.0), ("kv-utilization", 2.0), ("prefix", 3.0))
 
-POLICIES: Mapping[str, Callable[[RoutingSettings], Policy]] = {
-    "least-request": lambda _: LeastRequest(),
-    "round-robin": lambda _: RoundRobin(),
-    "random": lambda _: Random(),
-    "gie": lambda _: Weighted(GIE_WEIGHTS),
-    "weighted": lambda settings: Weighted((settings.scorers or {}).items()),
+POLICIES: Mapping[str, Callable[[RoutingSettings, random.Random], Policy]] = {
+    "adaptive": lambda _, __: Adaptive(),
+    "least-request": lambda _, __: LeastRequest(),
+    "round-robin": lambda _, __: RoundRobin(),
+    "random": lambda _, __: Random(),
+    "p2c": lambda _, rng: TwoChoices(rng),
+    "gie": lambda _, __: Weighted(GIE_WEIGHTS),
+    "gie-tree": lambda _, rng: GieTree(rng),
+    "llm-d": lambda _, __: LlmD(),
+    "cache-aware": lambda _, __: CacheAware(),
+    "prefix-hash": lambda _, __: PrefixHash(),
+    "preble": lambda _, __: Preble(),
+    "dynamo": lambda _, __: Dynamo(),
+    "lmetric": lambda _, __: LMetric(),
+    "min-ttft": lambda _, __: MinTtft(),
+    "weighted": lambda settings, _: Weighted((settings.scorers or {}).items()),
 }
 
 
-def make_policy(settings: RoutingSettings) -> Policy:
-    """The policy that the settings name."""
-    return POLICIES[settings.policy](settings)
+def make_policy(settings: RoutingSettings, rng: random.Random | None = None) -> Policy:
+    """The policy that the settings name. `rng`: for those that draw lots; None = the same lots each time."""
+    return POLICIES[settings.policy](settings, rng or random.Random(0))  # noqa: S311 - nothing secret hangs on it

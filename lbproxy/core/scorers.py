@@ -47,7 +47,24 @@ def in_flight(request: InferenceRequest, candidates: Sequence[EndpointState], *,
     return _fewest_is_best([state.in_flight for state in candidates])
 
 
-SCORERS: Mapping[str, Scorer] = {"queue": queue, "kv-utilization": kv_utilization, "in-flight": in_flight}
+def prefix(request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> list[float]:
+    """The share of the prompt's blocks that the endpoint should have cached; 0 for a prompt without a whole block.
+
+    Source: the prefix-cache scorer of the Gateway API Inference Extension.
+    """
+    keys = request.block_keys
+    if not keys:
+        return [0.0] * len(candidates)
+    depths = candidates[0].load.pool.index.match(keys)
+    return [depths[state.load.slot] / len(keys) for state in candidates]
+
+
+SCORERS: Mapping[str, Scorer] = {
+    "queue": queue,
+    "kv-utilization": kv_utilization,
+    "in-flight": in_flight,
+    "prefix": prefix,
+}
 
 
 def _fewest_is_best(counts: Sequence[float | None]) -> list[float]:

@@ -11,9 +11,13 @@ ended. It decides nothing. Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, NewType
+from typing import TYPE_CHECKING, NamedTuple, NewType
+
+if TYPE_CHECKING:
+    from lbproxy.core.estimate import LoadModel, Placement
 
 EndpointUid = NewType("EndpointUid", int)
 """Identifies one endpoint for the life of the process. Never reused; addresses are."""
@@ -61,6 +65,9 @@ class LoadMetrics:
     """Share of the KV cache in use by requests, 0..1."""
     block_size_tokens: int | None = None
     kv_blocks: int | None = None
+    started_at: float | None = None
+    """The engine process's own word on when it started (`process_start_time_seconds`, its wall clock). Only ever
+    compared with itself: another value means another process, whose caches are empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +121,8 @@ class EndpointState:
     """Until when `metrics` may be believed."""
     models: dict[str, ModelCard] | None = None
     """By id; None = it never said. Kept when the endpoint goes down."""
+    load: LoadModel = field(init=False, repr=False)
+    """What `core.estimate` knows of its work. Set only under policies that need it (`Policy.block_bytes`)."""
 
 
 class InferenceRequest(NamedTuple):
@@ -124,6 +133,16 @@ class InferenceRequest(NamedTuple):
     """As the client named it; None = not named, or a route that is not placed by model."""
     stream: bool = False
     body_bytes: int = 0
+    prompt_bytes: int = 0
+    """Bytes of the flattened prompt; 0 = not a prompt that can be read."""
+    block_keys: Sequence[int] = ()
+    """One key for each full block of the prompt, each standing for all up to it: see `core.prefix.hash_prompt`."""
+    max_tokens: int | None = None
+    """The longest answer that the client takes; None = it did not say."""
+    priority: int = 0
+    """Higher goes first; below 0 is shed first."""
+    session: str | None = None
+    """What the client calls the conversation that this belongs to."""
 
 
 class Usage(NamedTuple):
@@ -156,6 +175,11 @@ class Ticket:
     first_byte_at: float | None = None
     outcome: Outcome | None = None
     """Set when CLOSED."""
+    placement: Placement | None = None
+    """How its endpoint's `LoadModel` counts it; None under policies without such models."""
+    work_tokens: float = 0.0
+    """While WAITING: the least prefill work that any endpoint would have with it, as of `work_at`."""
+    work_at: float = float("-inf")
 
     def __init__(
         self, request: InferenceRequest, submitted_at: float, deadline: float, avoid: frozenset[EndpointUid]

@@ -210,7 +210,8 @@ class Exchange(ABC):
         record.response_bytes = len(answer)
         if body:
             record.first_byte_at = runtime.now()
-            runtime.first_byte(ticket)
+            if head.status < 300:  # how soon an error came says nothing about the endpoint's speed
+                runtime.first_byte(ticket)
         transport = self.client.transport
         if transport is not None and not transport.is_closing():
             transport.write(answer)

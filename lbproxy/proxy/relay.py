@@ -234,7 +234,8 @@ class Relay:
         """Of a stream only an event counts: comments keep the connection alive while the prompt waits."""
         if self._scanner is None or self._scanner.events:
             self._record.first_byte_at = self._runtime.now()
-            self._runtime.first_byte(self._ticket)
+            if self._head.status < 300:  # how soon an error came says nothing about the endpoint's speed
+                self._runtime.first_byte(self._ticket)
 
     def _write(self, data: bytes) -> None:
         if self._prefix:

@@ -32,6 +32,8 @@ class Route(NamedTuple):
     methods: frozenset[str]
     ours: bool = False
     """lbproxy answers it."""
+    has_prompt: bool = False
+    """Its body has a prompt that the prefix cache knows."""
 
 
 _PASSED_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -42,8 +44,8 @@ _MODELS = Route("models", Body.ANY, _GET, ours=True)
 _OTHER = Route("other", Body.BY_TYPE, _PASSED_METHODS)
 _LORA_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _ROUTES = {
-    "/v1/completions": Route("completions", Body.JSON, _POST),
-    "/v1/chat/completions": Route("chat_completions", Body.JSON, _POST),
+    "/v1/completions": Route("completions", Body.JSON, _POST, has_prompt=True),
+    "/v1/chat/completions": Route("chat_completions", Body.JSON, _POST, has_prompt=True),
     "/v1/models": _MODELS,
     "/v1/embeddings": Route("embeddings", Body.JSON, _POST),
     "/v1/responses": Route("responses", Body.BY_TYPE, _PASSED_METHODS),

@@ -13,7 +13,7 @@ import logging
 import random
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 from urllib.parse import unquote
 
@@ -23,6 +23,7 @@ from aiohttp.streams import StreamReader
 from lbproxy.config import Settings
 from lbproxy.core.models import resolve
 from lbproxy.core.openai import BodyFacts, model_list, read_json_body, read_multipart_model, with_model
+from lbproxy.core.prefix import flatten, hash_prompt
 from lbproxy.core.types import InferenceRequest, LbError, Outcome, RequestRecord
 from lbproxy.proxy.answers import error_answer, json_answer
 from lbproxy.proxy.connection import CLOSE, KEEP, ClientConnection
@@ -264,27 +265,39 @@ class FrontEnd(web.Server):
         record.request_bytes = len(request.body)
         if self._draining:
             raise LbError(Outcome.DRAINING)
-        model, stream, body = self._read_model(request)
+        facts, body = self._understand(request)
         if body is not request.body:
             request = request._replace(body=body)
-        record.model, record.stream = model, stream
-        turn.start(request, InferenceRequest(record.id, model, stream, len(body)))
+        record.model, record.stream = facts.model, facts.stream
+        turn.start(request, self._placed(record.id, request, facts))
 
-    def _read_model(self, request: ClientRequest) -> tuple[str | None, bool, bytes]:
-        """The model to place by (None: any endpoint), whether a stream is wanted, and the body to send."""
+    def _understand(self, request: ClientRequest) -> tuple[BodyFacts, bytes]:
+        """What the body says, with the model to place by (None: any endpoint), and the body to send."""
         kind, fields, body = request.route.body, request.fields, request.body
         if request.method != "POST" or kind is Body.ANY:
-            return None, False, body
+            return BodyFacts(None), body
         if kind is Body.JSON or b"json" in fields.content_type:
             facts = read_json_body(body)
             if facts.model is not None:
-                return facts.model, facts.stream, body
+                return facts, body
             model = resolve(None, self._runtime.base_models())
-            return model, facts.stream, with_model(body, model)
+            return facts._replace(model=model), with_model(body, model)
         if b"multipart/form-data" in fields.content_type:
-            facts = BodyFacts(read_multipart_model(body), stream=False)
-            return resolve(facts.model, self._runtime.base_models()), False, body
-        return None, False, body
+            return BodyFacts(resolve(read_multipart_model(body), self._runtime.base_models())), body
+        return BodyFacts(None), body
+
+    def _placed(self, request_id: str, request: ClientRequest, facts: BodyFacts) -> InferenceRequest:
+        """The request as the balancer sees it."""
+        block_bytes, model, fields = self._runtime.block_bytes, facts.model, request.fields
+        prompt_bytes, keys = 0, cast(Sequence[int], ())
+        if block_bytes is not None and request.route.has_prompt:
+            prompt = flatten(facts.fields)
+            prompt_bytes = len(prompt)
+            keys = hash_prompt(prompt, model=model, salt=facts.cache_salt, block_bytes=block_bytes)
+        size = len(request.body)
+        return InferenceRequest(
+            request_id, model, facts.stream, size, prompt_bytes, keys, facts.max_tokens, fields.priority, fields.session
+        )
 
     async def _read_body(self, request: web.BaseRequest, fields: RequestFields, route: Route) -> bytes:
         """The whole body. Raises LbError: too large (told before it is read, if announced), too slow, malformed."""

@@ -17,6 +17,8 @@ c tokens of a prefill after s computed ones (coefficients: `presets.py`). Schedu
 - Then, if nobody was preempted, waiting requests in order of arrival, as long as tokens, sequences and blocks last.
   Each starts behind its longest cached prefix, and always computes at least its last token.
 
+- A request whose LoRA adapter has no slot is passed over, not waited for: those behind it may start (`lora_slots.py`).
+
 Two consequences make a step cheap. An admission that does not finish its prefill has used up the budget, so at most
 one running request is unfinished and it is the last one. All others decode, and every decode gets a token in every
 step: their progress is one counter, and a step touches only the sequences that need a block or finish.
@@ -28,106 +30,16 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import NamedTuple
 
 from lbproxy.sim.kv_cache import BlockPool
+from lbproxy.sim.lora_slots import LoraSlots
 from lbproxy.sim.presets import BLOCK_TOKENS, Preset
+from lbproxy.sim.sequence import FirstToken, Gauges, Phase, RequestTooLong, Running, SimRequest, StepDone
+
+__all__ = ["Engine", "SimRequest", "RequestTooLong", "StepDone", "FirstToken", "Gauges", "JITTER_SIGMA"]
 
 JITTER_SIGMA = 0.03
 """Spread of a step's time, lognormal, when an rng is given."""
-
-
-class RequestTooLong(ValueError):  # noqa: N818 - it is a refusal, named as the client will read it
-    """The request can never run on this engine: prompt and output exceed `max_model_len`."""
-
-
-@dataclass(frozen=True, slots=True)
-class SimRequest:
-    """One sequence to compute."""
-
-    id: str
-    prompt_tokens: int
-    """At least 1."""
-    output_tokens: int
-    """At least 1: the engine generates exactly so many."""
-    block_hashes: Sequence[int] = ()
-    """Chained hash of each full block of the text, prompt first and then output. Blocks past its end are never hit."""
-
-
-class FirstToken(NamedTuple):
-    """A request's prefill is done."""
-
-    id: str
-    cached_tokens: int
-    """How much of the prompt came from the prefix cache when the request was first scheduled."""
-
-
-class StepDone(NamedTuple):
-    """One step's results: what the server would now send."""
-
-    at: float
-    tokens: tuple[str, ...]
-    """Every request that got one token."""
-    first: tuple[FirstToken, ...]
-    """Those of `tokens` that got their first."""
-    finished: tuple[str, ...]
-    """Those of `tokens` that got their last."""
-
-
-class Gauges(NamedTuple):
-    """What /metrics shows: the state after the latest step. The counters never fall."""
-
-    waiting: int = 0
-    running: int = 0
-    kv_usage: float = 0.0
-    """Blocks in use by requests over all blocks; cached blocks without a user do not count."""
-    prefix_queries: int = 0
-    """Prompt tokens looked up in the prefix cache."""
-    prefix_hits: int = 0
-    """Those found there."""
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-
-
-class _Phase(Enum):
-    ARRIVING = "arriving"
-    """In the API server."""
-    WAITING = "waiting"
-    PREFILLING = "prefilling"
-    DECODING = "decoding"
-    GONE = "gone"
-
-
-@dataclass(slots=True, eq=False)
-class _Running:
-    """A request inside the engine, running or not. Of a decode, `computed` and `generated` are as of `mark`."""
-
-    request: SimRequest
-    ready_at: float
-    phase: _Phase = _Phase.ARRIVING
-    computed: int = 0
-    """Tokens whose KV is in `blocks`, those of the chunk in flight included."""
-    generated: int = 0
-    blocks: list[int] = field(default_factory=list)
-    registered: int = 0
-    """Leading blocks that are hittable, or were found."""
-    cached_tokens: int | None = None
-    """None until first scheduled."""
-    mark: int = 0
-    """How many steps were done when it began to decode."""
-    crosses_at: int = -1
-    """The step, by the same count, in which it needs its next block; -1 = none."""
-    finishes_at: int = -1
-    """How many steps will be done when it has its last token; -1 = not decoding."""
-
-    @property
-    def known_tokens(self) -> int:
-        """The prompt and what was generated: what a prefill, or one after a preemption, has to compute."""
-        return self.request.prompt_tokens + self.generated
 
 
 class Engine:
@@ -140,35 +52,46 @@ class Engine:
         max_model_len: int | None = None,
         speed: float = 1.0,
         rng: random.Random | None = None,
+        name_tokens: bool = True,
     ) -> None:
-        """`speed` divides every duration; `rng` turns jitter on. `max_model_len` only lowers what the preset gives."""
+        """`speed` divides every duration; `rng` turns jitter on. `max_model_len` only lowers what the preset gives.
+
+        `name_tokens` False leaves `StepDone.tokens` empty, which makes a step cheaper; ask `generated` instead.
+        """
         assert speed > 0
         self._preset = preset
         self._weights_pow = preset.weights_ms**1.5
         self._seconds_per_ms = 0.001 / speed
         self._rng = rng
-        self._pool = BlockPool(preset.kv_tokens // BLOCK_TOKENS)
+        self._name_tokens = name_tokens
+        self._results: list[StepDone] = []
+        self._reset()
         # One request must always fit alone, or it would preempt itself for ever. vLLM refuses to start instead.
         self.max_model_len = min(max_model_len or preset.max_model_len, self._pool.total * BLOCK_TOKENS)
 
-        self._live: dict[str, _Running] = {}
-        self._arriving: deque[_Running] = deque()
-        self._waiting: OrderedDict[str, _Running] = OrderedDict()
-        self._decoding: dict[str, _Running] = {}
-        self._partial: _Running | None = None
+    def _reset(self) -> None:
+        """As freshly started: nothing cached, nothing to do, counters at zero."""
+        self._pool = BlockPool(self._preset.kv_tokens // BLOCK_TOKENS)
+        self._lora = LoraSlots(self._preset.max_loras, self._rng)
+        self._live: dict[str, Running] = {}
+        self._arriving: deque[Running] = deque()
+        self._waiting: OrderedDict[str, Running] = OrderedDict()
+        self._decoding: dict[str, Running] = {}
+        self._partial: Running | None = None
         """The running request whose prefill is unfinished: the last of the running."""
 
         self._step_ends_at: float | None = None
-        self._prefills: list[_Running] = []
+        self._prefills: list[Running] = []
         """Those with a chunk in the step in flight."""
+        self._loading_ms = 0.0
+        """What loading adapters adds to the step in flight."""
         self._steps_done = 0
         self._context = 0
         """Computed tokens of all decodes together."""
-        self._crossing: dict[int, list[_Running]] = {}
-        self._finishing: dict[int, list[_Running]] = {}
+        self._crossing: dict[int, list[Running]] = {}
+        self._finishing: dict[int, list[Running]] = {}
         # Entries of both may be stale (aborted, preempted); the sequence's own field says whether one counts.
 
-        self._results: list[StepDone] = []
         self._gauges = Gauges()
         self._prefix_queries = 0
         self._prefix_hits = 0
@@ -186,13 +109,18 @@ class Engine:
         assert request.id not in self._live
         assert request.prompt_tokens >= 1
         assert request.output_tokens >= 1
+        assert request.adapter is None or self._lora.slots, "an engine without adapters was asked for one"
         if request.prompt_tokens + request.output_tokens > self.max_model_len:
             raise RequestTooLong(
                 f"{request.prompt_tokens} prompt and {request.output_tokens} output tokens exceed "
                 f"the {self.max_model_len} of the model"
             )
         self._run(now)
-        sequence = _Running(request, ready_at=now + self._preset.api_ms * self._seconds_per_ms)
+        ready_at = now + self._preset.api_ms * self._seconds_per_ms
+        if self._arriving:
+            # Whoever came before a change of speed is not overtaken.
+            ready_at = max(ready_at, self._arriving[-1].ready_at)
+        sequence = Running(request, ready_at)
         self._live[request.id] = sequence
         self._arriving.append(sequence)
 
@@ -205,19 +133,43 @@ class Engine:
         sequence = self._live.pop(request_id, None)
         if sequence is None:
             return False
-        if sequence.phase is _Phase.WAITING:
-            del self._waiting[request_id]
-        elif sequence.phase is _Phase.PREFILLING:
+        if sequence.phase is Phase.WAITING:
+            self._unqueue(sequence)
+        elif sequence.phase is Phase.PREFILLING:
             if sequence is self._partial:
                 self._partial = None
             self._release(sequence)
-        elif sequence.phase is _Phase.DECODING:
+        elif sequence.phase is Phase.DECODING:
             del self._decoding[request_id]
             self._leave_decoding(sequence)
-        sequence.phase = _Phase.GONE
-        while self._arriving and self._arriving[0].phase is _Phase.GONE:
+        sequence.phase = Phase.GONE
+        while self._arriving and self._arriving[0].phase is Phase.GONE:
             self._arriving.popleft()
         return True
+
+    def set_speed(self, speed: float, *, now: float) -> None:
+        """Be so many times as fast as the preset, from the next step on."""
+        assert speed > 0
+        self._run(now)
+        self._seconds_per_ms = 0.001 / speed
+
+    def restart(self, *, now: float) -> list[str]:
+        """Fail, and be there again, empty. Returns the ids of all requests that were lost, oldest first.
+
+        Steps that had ended before are still returned by `advance`: their tokens had left the server.
+        """
+        self._run(now)
+        lost = list(self._live)
+        self._reset()
+        return lost
+
+    def generated(self, request_id: str) -> int:
+        """Tokens that a request has got so far; 0 if it has ended. O(1)."""
+        sequence = self._live.get(request_id)
+        if sequence is None:
+            return 0
+        decoded = self._steps_done - sequence.mark if sequence.phase is Phase.DECODING else 0
+        return sequence.generated + decoded
 
     def next_event(self) -> float | None:
         """When `advance` is due; None = not before the next `add`. A time that has passed: there are results."""
@@ -254,10 +206,10 @@ class Engine:
     def _begin_step(self, at: float) -> None:
         while self._arriving and self._arriving[0].ready_at <= at:
             sequence = self._arriving.popleft()
-            if sequence.phase is _Phase.ARRIVING:
-                sequence.phase = _Phase.WAITING
-                self._waiting[sequence.request.id] = sequence
+            if sequence.phase is Phase.ARRIVING:
+                self._queue(sequence)
         self._prefills = []
+        self._loading_ms = 0.0
         self._step_ends_at = None
         if not (self._decoding or self._partial or self._waiting):
             return
@@ -278,7 +230,7 @@ class Engine:
         preset = self._preset
         # `float`: typeshed has ** yield Any, as a negative base would make it complex.
         matmul = float((self._weights_pow + (preset.token_ms * tokens) ** 1.5) ** (2 / 3))
-        duration = (
+        duration = self._loading_ms + self._lora.slowdown * (
             preset.host_ms
             + matmul
             + preset.sequence_ms * (len(self._decoding) + len(self._prefills))
@@ -320,10 +272,12 @@ class Engine:
     def _admit(self, budget: int) -> tuple[int, float]:
         """Start waiting requests: what is left of the budget, and the chunks' attention."""
         attention = 0.0
-        while self._waiting and budget and self._pool.available:
-            if len(self._decoding) + len(self._prefills) >= self._preset.max_sequences:
+        # Over a copy: it shrinks, and with adapters not only at its front.
+        for sequence in list(self._waiting.values()) if budget and self._pool.available else ():
+            if not budget or len(self._decoding) + len(self._prefills) >= self._preset.max_sequences:
                 break
-            sequence = next(iter(self._waiting.values()))
+            if not self._lora.fits(sequence.request.adapter):
+                continue
             hits = self._pool.match(sequence.request.block_hashes, (sequence.known_tokens - 1) // BLOCK_TOKENS)
             cached = len(hits) * BLOCK_TOKENS
             chunk = min(sequence.known_tokens - cached, budget)
@@ -335,9 +289,10 @@ class Engine:
             budget -= chunk
         return budget, attention
 
-    def _start(self, sequence: _Running, blocks: list[int], cached: int) -> None:
-        del self._waiting[sequence.request.id]
-        sequence.phase = _Phase.PREFILLING
+    def _start(self, sequence: Running, blocks: list[int], cached: int) -> None:
+        self._unqueue(sequence)
+        self._loading_ms += self._lora.started(sequence.request.adapter)
+        sequence.phase = Phase.PREFILLING
         sequence.blocks = blocks
         sequence.computed = cached
         sequence.registered = cached // BLOCK_TOKENS
@@ -347,7 +302,7 @@ class Engine:
             self._prefix_queries += sequence.request.prompt_tokens
             self._prefix_hits += cached
 
-    def _schedule_chunk(self, sequence: _Running, chunk: int) -> float:
+    def _schedule_chunk(self, sequence: Running, chunk: int) -> float:
         """Put a prefill chunk, whose blocks are there, into the step; returns its attention in tokens²."""
         attention = chunk * (sequence.computed + chunk / 2)
         sequence.computed += chunk
@@ -358,26 +313,29 @@ class Engine:
         return attention
 
     def _end_step(self, at: float) -> None:
-        tokens = list(self._decoding)
+        tokens = len(self._decoding)
+        names = list(self._decoding) if self._name_tokens else []
         first: list[FirstToken] = []
         finished: list[str] = []
         self._steps_done += 1
-        self._context += len(tokens)
+        self._context += tokens
         for sequence in self._finishing.pop(self._steps_done, ()):
             if sequence.finishes_at == self._steps_done:
                 del self._decoding[sequence.request.id]
                 self._leave_decoding(sequence)
                 self._finish(sequence, finished)
         for sequence in self._prefills:
-            if sequence.phase is _Phase.PREFILLING and sequence.computed == sequence.known_tokens:
-                tokens.append(sequence.request.id)
+            if sequence.phase is Phase.PREFILLING and sequence.computed == sequence.known_tokens:
+                tokens += 1
+                if self._name_tokens:
+                    names.append(sequence.request.id)
                 self._end_prefill(sequence, first, finished)
-        self._generation_tokens += len(tokens)
-        self._results.append(StepDone(at, tuple(tokens), tuple(first), tuple(finished)))
+        self._generation_tokens += tokens
+        self._results.append(StepDone(at, tuple(names), tuple(first), tuple(finished)))
         self._gauges = self._measure()
         self._begin_step(at)
 
-    def _end_prefill(self, sequence: _Running, first: list[FirstToken], finished: list[str]) -> None:
+    def _end_prefill(self, sequence: Running, first: list[FirstToken], finished: list[str]) -> None:
         request = sequence.request
         if not sequence.generated:
             assert sequence.cached_tokens is not None
@@ -389,7 +347,7 @@ class Engine:
             self._release(sequence)
             self._finish(sequence, finished)
             return
-        sequence.phase = _Phase.DECODING
+        sequence.phase = Phase.DECODING
         sequence.mark = self._steps_done
         sequence.finishes_at = self._steps_done + left
         self._finishing.setdefault(sequence.finishes_at, []).append(sequence)
@@ -407,11 +365,22 @@ class Engine:
             self._preemptions,
             self._prompt_tokens,
             self._generation_tokens,
+            self._lora.running,
+            self._lora.waiting,
         )
 
     # What happens to one sequence.
 
-    def _plan_crossing(self, sequence: _Running, step: int) -> None:
+    def _queue(self, sequence: Running) -> None:
+        sequence.phase = Phase.WAITING
+        self._waiting[sequence.request.id] = sequence
+        self._lora.queued(sequence.request.adapter)
+
+    def _unqueue(self, sequence: Running) -> None:
+        del self._waiting[sequence.request.id]
+        self._lora.unqueued(sequence.request.adapter)
+
+    def _plan_crossing(self, sequence: Running, step: int) -> None:
         """Note the step in which the sequence fills its last block, unless it finishes before."""
         if step < sequence.finishes_at:
             sequence.crosses_at = step
@@ -419,14 +388,14 @@ class Engine:
         else:
             sequence.crosses_at = -1
 
-    def _register(self, sequence: _Running, full: int) -> None:
+    def _register(self, sequence: Running, full: int) -> None:
         """Make the leading `full` blocks hittable."""
         start, end = sequence.registered, min(full, len(sequence.request.block_hashes))
         if start < end:
             self._pool.register(sequence.blocks[start:end], sequence.request.block_hashes[start:end])
             sequence.registered = end
 
-    def _leave_decoding(self, sequence: _Running) -> None:
+    def _leave_decoding(self, sequence: Running) -> None:
         """Settle what a decode, already out of `_decoding`, has done, and release its blocks."""
         steps = self._steps_done - sequence.mark
         sequence.computed += steps
@@ -435,17 +404,18 @@ class Engine:
         self._context -= sequence.computed
         self._release(sequence)
 
-    def _release(self, sequence: _Running) -> None:
+    def _release(self, sequence: Running) -> None:
         self._register(sequence, sequence.computed // BLOCK_TOKENS)
         self._pool.release(sequence.blocks)
+        self._lora.stopped(sequence.request.adapter)
         sequence.blocks = []
 
-    def _finish(self, sequence: _Running, finished: list[str]) -> None:
-        sequence.phase = _Phase.GONE
+    def _finish(self, sequence: Running, finished: list[str]) -> None:
+        sequence.phase = Phase.GONE
         del self._live[sequence.request.id]
         finished.append(sequence.request.id)
 
-    def _preempt_last(self) -> _Running:
+    def _preempt_last(self) -> Running:
         """Send the last running request back to the front of the queue, and return it."""
         if self._partial is not None:
             sequence, self._partial = self._partial, None
@@ -454,9 +424,8 @@ class Engine:
             _, sequence = self._decoding.popitem()
             self._leave_decoding(sequence)
         self._preemptions += 1
-        sequence.phase = _Phase.WAITING
         sequence.computed = sequence.registered = 0
-        self._waiting[sequence.request.id] = sequence
+        self._queue(sequence)
         self._waiting.move_to_end(sequence.request.id, last=False)
         return sequence
 

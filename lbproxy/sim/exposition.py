@@ -27,6 +27,10 @@ class Page:
     """Requests that ended, by finish reason."""
     lag_max_s: float = 0.0
     lag_p99_s: float = 0.0
+    max_loras: int = 0
+    """Adapters that may run together; 0 = none are served, and nothing is said about them."""
+    changed_at: float = 0.0
+    """Unix time of the gauges, which is the value of the adapters' family."""
     old_names: bool = False
     """As in vLLM 0.8: the cache families start with `gpu_`, and there is no `engine` label."""
 
@@ -56,6 +60,7 @@ def render(page: Page) -> bytes:
             for reason in ("stop", "length", "abort")
         ),
         *_family("cache_config_info", "gauge", "The cache's settings, in labels.", config, 1),
+        *_adapters(page),
         *_head("lbproxy_mock_step_lag_seconds", "gauge", "How late simulated steps came out, over the last minute."),
         _sample("lbproxy_mock_step_lag_seconds", {"stat": "max"}, page.lag_max_s),
         _sample("lbproxy_mock_step_lag_seconds", {"stat": "p99"}, page.lag_p99_s),
@@ -70,6 +75,18 @@ def _by_reason(who: Mapping[str, str], waiting: int, old_names: bool) -> Iterabl
     yield from _head(name, "gauge", "Waiting requests by what they wait for.")
     yield _sample(name, {**who, "reason": "capacity"}, waiting)
     yield _sample(name, {**who, "reason": "deferred"}, 0)
+
+
+def _adapters(page: Page) -> Iterable[str]:
+    if not page.max_loras:
+        return
+    labels = {
+        "max_lora": str(page.max_loras),
+        "running_lora_adapters": ",".join(page.gauges.running_adapters),
+        "waiting_lora_adapters": ",".join(page.gauges.waiting_adapters),
+    }
+    yield from _head("vllm:lora_requests_info", "gauge", "Adapters of running and waiting requests; when, as value.")
+    yield _sample("vllm:lora_requests_info", labels, page.changed_at)
 
 
 def _family(stem: str, kind: str, about: str, labels: Mapping[str, str], value: float) -> Iterable[str]:

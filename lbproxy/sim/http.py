@@ -129,7 +129,7 @@ class MockServer:
             options.hardware(),
             max_model_len=options.max_model_len,
             speed=options.speed,
-            rng=random.Random(options.seed),  # noqa: S311 - jitter
+            rng=random.Random(options.seed),
         )
         self._lag = LagMeter()
         self._finished: Counter[str] = Counter()

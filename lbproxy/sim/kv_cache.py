@@ -15,6 +15,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from operator import not_
+from typing import cast
+
+_STRETCH = 64
+"""Hashes looked up at once: a long prefix is nearly always all there, or misses early."""
 
 
 class BlockPool:
@@ -41,19 +46,18 @@ class BlockPool:
     def match(self, hashes: Sequence[int], limit: int) -> list[int]:
         """The cached blocks of the longest known prefix, at most `limit` of them. Takes none of them."""
         found: list[int] = []
-        by_hash = self._by_hash
-        for position in range(min(limit, len(hashes))):
-            block = by_hash.get(hashes[position])
-            if block is None:
-                break
-            found.append(block)
+        for start in range(0, min(limit, len(hashes)), _STRETCH):
+            stretch = list(map(self._by_hash.get, hashes[start : min(limit, start + _STRETCH)]))
+            if None in stretch:
+                return found + cast(list[int], stretch[: stretch.index(None)])
+            found += cast(list[int], stretch)
         return found
 
     def take(self, hits: Sequence[int], fresh: int) -> list[int] | None:
         """Use the cached blocks `hits` and `fresh` new ones, in this order, or change nothing and return None."""
         users, free = self._users, self._free
-        idle_hits = sum(1 for block in hits if not users[block])
-        if fresh + idle_hits > self.available:
+        spare = self.available - fresh
+        if spare < 0 or sum(map(not_, map(users.__getitem__, hits))) > spare:
             return None
         for block in hits:
             if not users[block]:

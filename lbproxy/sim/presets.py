@@ -40,6 +40,8 @@ class Preset:
     """vLLM's `max_num_batched_tokens`: tokens in one step at most."""
     max_sequences: int = 1024
     """vLLM's `max_num_seqs`: running requests at most."""
+    max_loras: int = 0
+    """vLLM's `max_loras`: distinct LoRA adapters that run together at most; 0 = adapters are not served."""
     api_ms: float = 12.0
     """HTTP parsing and tokenisation, before the scheduler sees the request."""
 

@@ -78,10 +78,10 @@ def from_token_ids(ids: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(ids)}I", *ids)
 
 
-def block_hashes(text: bytes) -> list[int]:
-    """The chained hash of each full block of a text: equal hashes mean equal text from the start."""
+def block_hashes(text: bytes, adapter: str | None = None) -> list[int]:
+    """The chained hash of each full block of a text: equal hashes mean equal text from the start, and one adapter."""
     hashes: list[int] = []
-    parent = 0
+    parent = 0 if adapter is None else xxhash.xxh3_64_intdigest(adapter.encode())
     for start in range(0, len(text) - BLOCK_BYTES + 1, BLOCK_BYTES):
         parent = xxhash.xxh3_64_intdigest(text[start : start + BLOCK_BYTES], seed=parent)
         hashes.append(parent)

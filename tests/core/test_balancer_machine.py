@@ -7,10 +7,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lbproxy.config import AdmissionSettings
-from lbproxy.core.types import EndpointSnapshot, EndpointUid, Health, Outcome, Ticket, TicketState
-from tests.support.pool import MODEL, bring_up, make_balancer, request, show_gauges, spec
+from lbproxy.core.estimate import LoadModel
+from lbproxy.core.policy import POLICIES
+from lbproxy.core.types import (
+    EndpointSnapshot,
+    EndpointUid,
+    Health,
+    InferenceRequest,
+    Outcome,
+    Ticket,
+    TicketState,
+    Usage,
+)
+from tests.support.pool import MODEL, bring_up, make_balancer, show_gauges, spec
 
 MODELS = st.sampled_from([MODEL, "other", None])
+KEYS = st.lists(st.integers(0, 20), max_size=6, unique=True)
 SIZES = st.integers(0, 200)
 QUEUE_REQUESTS, QUEUE_BYTES, LIMIT = 4, 500, 3
 
@@ -18,10 +30,20 @@ QUEUE_REQUESTS, QUEUE_BYTES, LIMIT = 4, 500, 3
 class BalancerMachine(RuleBasedStateMachine):
     """In-flight = placed tickets; a ticket closes once; bounds hold; nobody who may be served is left waiting."""
 
-    @initialize(policy=st.sampled_from(["least-request", "round-robin", "random", "gie"]), seed=st.integers(0, 99))
-    def start(self, policy: str, seed: int) -> None:
+    @initialize(
+        policy=st.sampled_from([*(name for name in POLICIES if name != "weighted"), *["adaptive"] * 8]),
+        hold=st.none() | st.booleans(),
+        fcfs=st.booleans(),
+        seed=st.integers(0, 99),
+    )
+    def start(self, policy: str, hold: bool | None, fcfs: bool, seed: int) -> None:
         admission = AdmissionSettings(
-            queue_requests=QUEUE_REQUESTS, queue_bytes=QUEUE_BYTES, queue_timeout=5.0, max_in_flight_per_endpoint=LIMIT
+            queue_requests=QUEUE_REQUESTS,
+            queue_bytes=QUEUE_BYTES,
+            queue_timeout=5.0,
+            max_in_flight_per_endpoint=LIMIT,
+            hold=hold,
+            order="fcfs" if fcfs else "shortest",
         )
         self.balancer = make_balancer(policy=policy, admission=admission, seed=seed)
         self.now = 0.0
@@ -29,13 +51,15 @@ class BalancerMachine(RuleBasedStateMachine):
         self.last_uid = 0
         self.tickets: list[Ticket] = []
         self.ended: dict[int, Outcome] = {}
+        self.waiting: set[int] = set()
+        """Tickets whose wait `poll` has not ended yet, nor we."""
 
     def settle(self) -> None:
         """The driver's second step. Tickets that `poll` returns were waiting and are not any more."""
-        waiting = {id(t) for t in self.tickets if t.state is TicketState.WAITING}
         for ticket in self.balancer.poll(now=self.now):
-            assert id(ticket) in waiting
+            self.waiting.remove(id(ticket))
             assert ticket.state is not TicketState.WAITING
+        assert self.waiting == {id(t) for t in self.tickets if t.state is TicketState.WAITING}
         for ticket in self.tickets:
             if ticket.state is TicketState.CLOSED:
                 assert ticket.outcome is not None
@@ -79,11 +103,31 @@ class BalancerMachine(RuleBasedStateMachine):
             self.balancer.drain(self.uids[n], draining=draining)
         self.settle()
 
-    @rule(model=MODELS, size=SIZES, avoid=st.sets(st.integers(1, 4), max_size=2))
-    def submit(self, model: str | None, size: int, avoid: set[int]) -> None:
+    @rule(n=st.integers(1, 4))
+    def restart(self, n: int) -> None:
+        if n in self.uids:
+            self.balancer.report_restart(self.uids[n])
+
+    @rule(
+        model=MODELS,
+        size=SIZES,
+        avoid=st.sets(st.integers(1, 4), max_size=2),
+        prompt=st.sampled_from([0, 400, 8000, 60_000]),
+        keys=KEYS,
+        stream=st.booleans(),
+        priority=st.integers(-1, 1),
+    )
+    def submit(  # noqa: PLR0917
+        self, model: str | None, size: int, avoid: set[int], prompt: int, keys: list[int], stream: bool, priority: int
+    ) -> None:
         avoided = frozenset(self.uids[n] for n in avoid if n in self.uids)
-        ticket = self.balancer.submit(request(model, size=size), now=self.now, avoid=avoided)
+        request = InferenceRequest("r", model, stream, size, prompt, keys, None, priority)
+        ticket = self.balancer.submit(request, now=self.now, avoid=avoided)
         self.tickets.append(ticket)
+        if ticket.state is TicketState.WAITING:
+            self.waiting.add(id(ticket))
+            deadline = self.balancer.next_deadline()
+            assert deadline is not None
         if ticket.state is TicketState.PLACED:
             assert ticket.placed_on is not None
             assert ticket.placed_on.endpoint.uid not in avoided
@@ -100,13 +144,21 @@ class BalancerMachine(RuleBasedStateMachine):
             self.balancer.progress(ticket, tokens, now=self.now)
         self.settle()
 
-    @rule(pick=st.integers(0, 1000), outcome=st.sampled_from([Outcome.COMPLETED, Outcome.CLIENT_CLOSED]))
-    def close(self, pick: int, outcome: Outcome) -> None:
+    @rule(
+        pick=st.integers(0, 1000),
+        outcome=st.sampled_from([Outcome.COMPLETED, Outcome.CLIENT_CLOSED]),
+        tokens=st.none() | st.integers(0, 50),
+    )
+    def close(self, pick: int, outcome: Outcome, tokens: int | None) -> None:
         if self.tickets:
-            self.balancer.close(self.tickets[pick % len(self.tickets)], outcome, now=self.now)
+            ticket = self.tickets[pick % len(self.tickets)]
+            if ticket.state is TicketState.WAITING:
+                self.waiting.remove(id(ticket))
+            usage = None if tokens is None else Usage(tokens * 100, None, tokens)
+            self.balancer.close(ticket, outcome, now=self.now, usage=usage)
         self.settle()
 
-    @rule(seconds=st.floats(0, 4))
+    @rule(seconds=st.floats(0, 4) | st.sampled_from([0.0005, 0.01, 0.25]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.settle()
@@ -135,6 +187,51 @@ class BalancerMachine(RuleBasedStateMachine):
         pool = self.balancer.snapshot(now=self.now)
         assert pool.waiting == len(waiting) <= QUEUE_REQUESTS
         assert pool.waiting_bytes == sum(t.request.body_bytes for t in waiting) <= QUEUE_BYTES
+
+    @invariant()
+    def models_count_what_is_placed(self) -> None:
+        """In flight = placed tickets; pins = their keys; queued work = that of those without a first byte."""
+        if self.balancer.block_bytes is None:
+            return
+        placed: dict[int, list[Ticket]] = {}
+        for ticket in self.tickets:
+            if ticket.state is TicketState.PLACED:
+                assert ticket.placed_on is not None
+                placed.setdefault(id(ticket.placed_on.load), []).append(ticket)
+        for tickets in placed.values():
+            assert tickets[0].placed_on is not None
+            self.check_model(tickets[0].placed_on.load, tickets)
+        pool = self.balancer._pool
+        assert pool is not None
+        assert pool.index.width <= 8
+
+    @staticmethod
+    def check_model(load: LoadModel, tickets: list[Ticket]) -> None:
+        placements = [ticket.placement for ticket in tickets if ticket.placement is not None]
+        assert load.in_flight == len(placements) == len(tickets)
+        pinned = {key for one in placements if one.cache is load.cache for key in one.request.block_keys[: one.held]}
+        assert load.cache.pinned == len(pinned) <= load.cache.size or not load.cache.attached
+        assert set(load.pending) <= set(placements)
+        streams = {one for one, ticket in zip(placements, tickets, strict=True) if one.request.stream}
+        started = {t.placement for t in tickets if t.first_byte_at is not None}
+        assert {one for one in load.pending if one.request.stream} == streams - started
+        assert abs(load.pending_tokens - sum(one.uncached for one in load.pending)) < 1e-6
+        assert load.live_tokens == sum(one.streamed for one in placements)
+
+    def teardown(self) -> None:
+        """Nothing leaks: when all is closed, everything is as at the start."""
+        if not hasattr(self, "balancer"):
+            return
+        for ticket in self.tickets:
+            self.balancer.close(ticket, Outcome.CLIENT_CLOSED, now=self.now)
+        pool = self.balancer.snapshot(now=self.now)
+        assert (pool.waiting, pool.waiting_bytes) == (0, 0)
+        assert sum(one.in_flight + one.awaiting_first_byte for one in pool.endpoints) == 0
+        for load in {
+            id(t.placed_on.load): t.placed_on.load for t in self.tickets if t.placement and t.placed_on
+        }.values():
+            assert (load.in_flight, load.pending_tokens, load.context_tokens, load.live_tokens) == (0, 0.0, 0.0, 0.0)
+            assert (load.cache.pinned, load.adapters._active) == (0, {})
 
 
 TestBalancer = BalancerMachine.TestCase

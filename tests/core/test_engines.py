@@ -118,7 +118,7 @@ def test_other_pages_are_of_no_engine_and_a_failed_scrape(page: bytes) -> None:
 
 def test_signals_are_fields_of_load_metrics() -> None:
     fields = [field.name for field in dataclasses.fields(LoadMetrics)]
-    assert fields == ["scraped_at", *SIGNALS]
+    assert fields == ["scraped_at", *SIGNALS, "started_at"]
     assert set(SIGNALS) <= {field.name for field in dataclasses.fields(EngineTable)}
 
 

@@ -29,8 +29,20 @@ def outcome_of(body: bytes) -> Outcome:
 
 
 def test_model_and_stream_are_read() -> None:
-    assert read_json_body(b'{"model":"a/b","stream":true}') == ("a/b", True)
-    assert read_json_body(b'{"stream":"yes"}') == (None, False)
+    facts = read_json_body(b'{"model":"a/b","stream":true,"max_tokens":7,"cache_salt":"s"}')
+    assert (facts.model, facts.stream, facts.max_tokens, facts.cache_salt) == ("a/b", True, 7, "s")
+    assert facts.fields == {"model": "a/b", "stream": True, "max_tokens": 7, "cache_salt": "s"}
+    facts = read_json_body(b'{"stream":"yes","max_tokens":1.5,"cache_salt":1}')
+    assert facts[:4] == (None, False, None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [('"max_completion_tokens":3,"max_tokens":4', 3), ('"max_tokens":true', None), ('"max_tokens":0', None), ("", None)]
+    + [(f'"max_tokens":{n}', None) for n in (-1, 1 << 31, "null", "[]")],
+)
+def test_the_limit_of_an_answer_is_a_sane_number_or_unknown(text: str, limit: int | None) -> None:
+    assert read_json_body(b"{%s}" % text.encode()).max_tokens == limit
 
 
 @pytest.mark.parametrize(

@@ -339,3 +339,64 @@ def test_late_drivers_see_the_same_steps_and_blocks_are_conserved(data: st.DataO
     # An abort may come before its request is added; then the request lives on.
     assert sorted([*finished, *aborted]) == sorted(request.id for _, request in schedule)
     assert (punctual._pool.used, punctual._context, punctual._waiting, punctual._live) == (0, 0, {}, {})
+
+
+def test_new_speed_counts_from_the_next_step() -> None:
+    """Four steps of 10 ms; at 15 ms the server becomes five times slower: the step in flight still ends at 20."""
+    engine = Engine(STEADY)
+    engine.add(SimRequest("a", 10, 4), now=0.0)
+    engine.set_speed(0.2, now=0.015)
+    assert milliseconds(engine.advance(now=0.125)) == [10, 20, 70, 120]
+
+
+def test_later_request_does_not_overtake_one_that_came_while_the_server_was_slow() -> None:
+    engine = Engine(dataclasses.replace(STEADY, api_ms=5.0), speed=0.1)
+    engine.add(SimRequest("a", 10, 1), now=0.0)
+    engine.set_speed(1.0, now=0.001)
+    engine.add(SimRequest("b", 10, 1), now=0.002)
+    assert [step.finished for step in drain(engine)] == [("a", "b")]
+
+
+def test_nothing_begins_in_the_past_when_the_slow_one_in_front_is_aborted() -> None:
+    engine = Engine(dataclasses.replace(STEADY, api_ms=5.0), speed=0.1)
+    engine.add(SimRequest("a", 10, 1), now=0.0)
+    engine.set_speed(1.0, now=0.001)
+    engine.add(SimRequest("b", 10, 1), now=0.002)
+    engine.abort("a", now=0.03)
+    assert [step.at for step in drain(engine)] == [pytest.approx(0.06)]
+
+
+def test_restart_loses_everything_but_what_had_left() -> None:
+    """Cache, queue, counters and the step in flight are gone; the first step's tokens had been sent."""
+    engine = Engine(dataclasses.replace(STEADY, api_ms=1.0))
+    shared = hashes(prefix="p", blocks=2, shared=2)
+    for name, output in (("a", 1), ("b", 9)):
+        engine.add(SimRequest(name, 40, output, shared), now=0.0)
+    engine.add(SimRequest("c", 300, 9), now=0.0108)
+    assert engine.restart(now=0.012) == ["b", "c"]
+    assert [(step.finished, len(step.first)) for step in engine.advance(now=0.012)] == [(("a",), 2)]
+    assert (engine.next_event(), engine.gauges().prompt_tokens, engine._pool.used) == (None, 0, 0)
+    engine.add(SimRequest("b", 40, 1, shared), now=0.02)
+    assert drain(engine)[0].first == (FirstToken("b", 0),)
+
+
+@settings(max_examples=50, deadline=None)
+@given(arrivals())
+def test_unnamed_tokens_change_nothing_but_their_names(schedule: list[tuple[float, SimRequest]]) -> None:
+    """And `generated` says at any time how many tokens were named."""
+    named, unnamed = Engine(CRAMPED), Engine(CRAMPED, name_tokens=False)
+    counts: dict[str, int] = {request.id: 0 for _, request in schedule}
+    for at, request in schedule:
+        named.add(request, now=at)
+        unnamed.add(request, now=at)
+    while (due := named.next_event()) is not None:
+        assert unnamed.next_event() == due
+        steps = named.advance(now=due)
+        assert unnamed.advance(now=due) == [step._replace(tokens=()) for step in steps]
+        for step in steps:
+            for request_id in step.tokens:
+                counts[request_id] += 1
+            for request_id in step.finished:
+                del counts[request_id]
+        assert {request_id: unnamed.generated(request_id) for request_id in counts} == counts
+    assert unnamed.gauges() == named.gauges()

@@ -48,3 +48,11 @@ def test_model_names_are_escaped() -> None:
     name = 'a"b\\c\nd'
     page = samples(Page(model=name, kv_blocks=1, gauges=GAUGES))
     assert page["vllm:num_requests_running"][0][0]["model_name"] == name
+
+
+def test_adapters_are_named_on_servers_that_have_some() -> None:
+    gauges = GAUGES._replace(running_adapters=("a", "b"), waiting_adapters=("c",))
+    page = samples(Page(model="m", kv_blocks=1, gauges=gauges, max_loras=2, changed_at=1.7e9))
+    labels = {"max_lora": "2", "running_lora_adapters": "a,b", "waiting_lora_adapters": "c"}
+    assert page["vllm:lora_requests_info"] == [(labels, 1.7e9)]
+    assert "vllm:lora_requests_info" not in samples(Page(model="m", kv_blocks=1, gauges=GAUGES))

@@ -25,7 +25,7 @@ class Rig(Pool):
     def __init__(self, settings: Settings) -> None:
         rng = random.Random(1)
         balancer = Balancer(
-            make_policy(settings.routing),
+            make_policy(settings.routing, rng),
             admission=settings.admission,
             health=settings.health,
             scrape=settings.scrape,

@@ -1,0 +1,90 @@
+"""The cells of the routing benchmark: what is simulated, and at which load. Data only.
+
+A cell is a scenario as `lbproxy sim` reads it, without policies and seeds. All run on Qwen3-32B on two H100 each, with
+a context of 131,072 tokens (as with YaRN): the same servers throughout, so that cells differ in what is asked of them.
+The short form has one variant of each kind, cut in time but not in load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Cell:
+    workload: str
+    parameters: Mapping[str, float] = field(default_factory=dict)
+    servers: int = 8
+    speeds: Mapping[float, int] | None = None
+    """Servers by speed, instead of `servers` at 1."""
+    more: Mapping[str, object] = field(default_factory=dict)
+    """Other keys of the scenario."""
+    max_loras: int = 0
+    short: Mapping[str, float] | None = None
+    """Parameters of the short form; None = not part of it."""
+
+    def scenario(self, policies: list[str], seeds: int, *, short: bool, trace: str | None) -> dict[str, object]:
+        """As a file of `lbproxy sim` would have it."""
+        parameters = {**self.parameters, **(self.short or {})} if short else self.parameters
+        speeds = self.speeds or {1.0: self.servers}
+        return {
+            "fleet": [
+                {"count": count, "speed": speed, "max_model_len": 131_072, "max_loras": self.max_loras}
+                for speed, count in speeds.items()
+            ],
+            "workload": {"name": self.workload, "parameters": dict(parameters), "trace": trace},
+            "policies": policies,
+            "seeds": seeds,
+            **self.more,
+        }
+
+
+MIX = {
+    "prompt_tokens": 1500,
+    "shared_tokens": 500,
+    "groups": 20,
+    "output_tokens": 200,
+    "spread": 0.7,
+    "duration_s": 180,
+}
+LADDER_SHORT = {"step_s": 10, "warm_up_s": 20}
+
+CELLS: dict[str, Cell] = {
+    "b2b ladder": Cell("ladder", short=LADDER_SHORT),
+    "b2b, new questions": Cell("ladder", {"fresh": 1}),
+    "b2b, drawn independently": Cell("ladder", {"independent": 1}),
+    "b2b, little shared": Cell("ladder", {"fresh": 1, "shared_tokens": 1200, "question_tokens": 6000, "last_rate": 25}),
+    "Mooncake x1.5": Cell("mooncake", {"speedup": 1.5}),
+    "Mooncake x2": Cell("mooncake", {"speedup": 2}, short={"duration_s": 200}),
+    "Mooncake x5 on 16": Cell("mooncake", {"speedup": 5, "duration_s": 400}, servers=16),
+    "Azure x8": Cell("azure", {"speedup": 8}, short={"duration_s": 60}),
+    "Azure x12": Cell("azure", {"speedup": 12, "duration_s": 200}),
+    "bursts": Cell("bursts", short={"count": 1}),
+    "one prefix": Cell("one-prefix", short={"duration_s": 90}),
+    "chat, 300 users": Cell("chat", {"users": 300}),
+    "chat, 600 users": Cell("chat", {"users": 600}, short={"duration_s": 80}),
+    "agents, 40 users": Cell("agents", {"users": 40}),
+    "agents, 80 users": Cell("agents", {"users": 80}, short={"duration_s": 80}),
+    "10 % long at 10/s": Cell("long-prompts", {"rate": 10}),
+    "10 % long at 16/s": Cell("long-prompts", {"rate": 16}, short={"duration_s": 90}),
+    "half at half speed": Cell("own", {**MIX, "rate": 35}, speeds={1.0: 4, 0.5: 4}, short={"duration_s": 60}),
+    "one slow for 80 s": Cell(
+        "own",
+        {**MIX, "rate": 40},
+        more={"faults": [{"server": 0, "at": 40, "lasts": 80, "speed": 0.2}]},
+        short={"duration_s": 130},
+    ),
+    "one dead for 60 s": Cell("own", {**MIX, "rate": 40}, more={"faults": [{"server": 0, "at": 40, "lasts": 60}]}),
+    "15 adapters, 6 x 3": Cell("lora", {"rate": 24}, servers=6, max_loras=3),
+    "15 adapters, 8 x 4": Cell("lora", {"rate": 32}, servers=8, max_loras=4, short={"duration_s": 60}),
+    "15 adapters, 10 x 4": Cell("lora", {"rate": 40}, servers=10, max_loras=4),
+    "2 servers": Cell("own", {**MIX, "rate": 11}, servers=2, short={"duration_s": 90}),
+    "4 servers": Cell("own", {**MIX, "rate": 22}, servers=4),
+    "chat, half not streamed": Cell("chat", {"users": 600}, more={"stream_share": 0.5}),
+    "chat, nothing streamed": Cell("chat", {"users": 600}, more={"stream_share": 0}, short={"duration_s": 60}),
+    "gauges of 1 s": Cell("ladder", {"last_rate": 30}, more={"scrape_interval": 1, "scrape_delay": 0.05}),
+    "no gauges": Cell("ladder", {"last_rate": 30}, more={"scrape_interval": None}),
+    "4 balancers": Cell("ladder", {"last_rate": 30}, more={"balancers": 4}),
+    "4 balancers, told 20 ms late": Cell("ladder", {"last_rate": 30}, more={"balancers": 4, "exchange_delay": 0.02}),
+}

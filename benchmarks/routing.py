@@ -1,0 +1,223 @@
+"""How policies compare on simulated fleets, in virtual time: `make bench-routing`.
+
+Every cell of `cells.py` with every policy and seed, spread over processes. Equal seeds are equal arrivals for every
+policy, and the simulation is deterministic, so a figure can be had again, digit by digit, on any machine.
+
+    python -m benchmarks.routing --short              # at most 10 minutes on two cores
+    python -m benchmarks.routing                      # all cells, policies and seeds: hours
+    python -m benchmarks.routing --gates              # does the simulated fleet behave like published ones?
+
+Without the traces (paths by option) the replays run on stand-ins with their statistics, and the tables say so. Writes
+`results/routing-short.json` or `-full.json` and the tables to `ROUTING.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import orjson
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from benchmarks.cells import CELLS, Cell
+from lbproxy import __version__
+from lbproxy.config import Scenario
+from lbproxy.core.policy import POLICIES
+from lbproxy.sim.report import Summary, as_json, markdown
+from lbproxy.sim_cli import Comparison, Result, Run, label, run_all, runs_of
+
+HERE = Path(__file__).parent
+OURS = "adaptive"
+SHORT_POLICIES = ["round-robin", "least-request", "gie", "llm-d", "cache-aware", OURS]
+SHORT_SEEDS, FULL_SEEDS = 2, 5
+
+
+@dataclass(frozen=True)
+class Table:
+    """A cell's results, by policy in the order of the seeds."""
+
+    name: str
+    cell: Cell
+    runs: dict[str, list[Summary]]
+
+
+def scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
+    """The chosen cells, as scenarios."""
+    policies = args.policies or (SHORT_POLICIES if args.short else [name for name in POLICIES if name != "weighted"])
+    seeds = args.seeds or (SHORT_SEEDS if args.short else FULL_SEEDS)
+    traces = {"mooncake": args.mooncake, "azure": args.azure}
+    chosen: dict[str, Scenario] = {}
+    for name, cell in CELLS.items():
+        if args.cells and not any(word in name for word in args.cells):
+            continue
+        if args.short and cell.short is None and not args.cells:
+            continue
+        keys = cell.scenario(policies, seeds, short=args.short, trace=traces.get(cell.workload))
+        chosen[name] = Scenario.model_validate(keys)
+    return chosen
+
+
+def plan(chosen: Mapping[str, Scenario]) -> list[tuple[str, Run]]:
+    """All simulations, the cells that take longest first, so that no process is left with them at the end."""
+    lines = {
+        path: Path(path).read_text("utf-8").splitlines() for path in {s.workload.trace for s in chosen.values()} if path
+    }
+    runs = [
+        (name, run)
+        for name, scenario in chosen.items()
+        for run in runs_of(scenario, source=name, trace=lines.get(scenario.workload.trace or ""))
+    ]
+    heavy = ("ladder", "mooncake")
+    return sorted(runs, key=lambda pair: pair[1].scenario.workload.name not in heavy)
+
+
+def execute(runs: Sequence[tuple[str, Run]], processes: int) -> dict[str, dict[str, list[Result]]]:
+    """By cell, by policy, in the order of the seeds."""
+    columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=len(runs))
+        done = run_all([run for _, run in runs], processes=processes, on_done=lambda: progress.advance(task))
+    found: dict[str, dict[str, list[Result]]] = {}
+    for (name, run), result in zip(runs, done, strict=True):
+        found.setdefault(name, {}).setdefault(label(run.routing), []).append(result)
+    return found
+
+
+# Against the best
+
+
+def against_best(tables: Sequence[Table]) -> str:
+    """Ours against the baseline with the least mean time to first token, cell by cell."""
+    rows = [["cell", "best baseline", "TTFT mean", "E2E mean", "tokens/s", "goodput, ours / its", "TTFT p99"]]
+    for table in tables:
+        ours = table.runs.get(OURS)
+        baselines = {policy: runs for policy, runs in table.runs.items() if policy != OURS}
+        if ours is None or not baselines:
+            continue
+        best = min(baselines, key=lambda policy: _mean(baselines[policy], "ttft_mean"))
+        ratios = [
+            f"{_mean(ours, figure) / (_mean(baselines[best], figure) or 1):.2f}x"
+            for figure in ("ttft_mean", "e2e_mean", "output_tokens_s", "ttft_p99")
+        ]
+        goodput = f"{_mean(ours, 'goodput'):.2f} / {_mean(baselines[best], 'goodput'):.2f}"
+        rows.append([table.name, best, *ratios[:3], goodput, ratios[3]])
+    rule = ["---", "---"] + ["---:"] * (len(rows[0]) - 2)
+    return "\n".join("| " + " | ".join(row) + " |" for row in [rows[0], rule, *rows[1:]]) + "\n"
+
+
+def _mean(runs: Sequence[Summary], figure: str) -> float:
+    return fmean(getattr(run, figure) for run in runs)
+
+
+# Gates
+
+
+def gates(found: Mapping[str, Comparison]) -> list[tuple[bool, str]]:
+    """What simulator and policies have to show on the ladder: (passed, what was measured)."""
+    comparison = found["b2b ladder"]
+    checks: list[tuple[bool, str]] = []
+    steps = comparison.phases()
+    loaded = {name: runs for name, runs in steps.items() if int(name.removesuffix("/s")) >= 20}
+    for policy in ("round-robin", "least-request"):
+        rates = [_mean(runs[policy], "output_tokens_s") for runs in loaded.values()]
+        waits = [_mean(runs[policy], "ttft_p90") for runs in loaded.values()]
+        plateau = f"{min(rates):.0f} to {max(rates):.0f} output tokens/s from 20 requests/s on"
+        checks.append((min(rates) >= 5000 and max(rates) <= 7500, f"{policy}: {plateau} (5,000 to 7,500)"))
+        checks.append((min(waits) > 20, f"{policy}: TTFT p90 at least {min(waits):.1f} s there (above 20)"))
+    top = list(steps.values())[-1]
+    ratio = {
+        policy: _mean(runs, "output_tokens_s") / _mean(top["round-robin"], "output_tokens_s")
+        for policy, runs in top.items()
+    }
+    best = max(ratio, key=lambda policy: ratio[policy])
+    checks.append((ratio[best] >= 2.1, f"{best}: {ratio[best]:.2f}x round robin's tokens/s at the top step (2.1)"))
+    return checks
+
+
+def run_gates(args: argparse.Namespace) -> int:
+    """Print each gate; 0 if all passed."""
+    policies = args.policies or ["round-robin", "least-request", "gie", "cache-aware", OURS]
+    keys = CELLS["b2b ladder"].scenario(policies, args.seeds or 1, short=False, trace=None)
+    chosen = {"b2b ladder": Scenario.model_validate(keys)}
+    results = execute(plan(chosen), args.processes)
+    checks = gates({name: Comparison(chosen[name], found) for name, found in results.items()})
+    for passed, text in checks:
+        print(f"{'pass' if passed else 'FAIL'}  {text}")
+    return 0 if all(passed for passed, _ in checks) else 1
+
+
+# The command
+
+
+def write(tables: Sequence[Table], args: argparse.Namespace, *, took_s: float) -> None:
+    """Results as JSON and as Markdown."""
+    form = "short" if args.short else "full"
+    stand_ins = [name for name in ("mooncake", "azure") if getattr(args, name) is None]
+    about = {
+        "lbproxy": __version__,
+        "python": platform.python_version(),
+        "form": form,
+        "seeds": max(len(runs) for table in tables for runs in table.runs.values()),
+        "stand-ins for traces": stand_ins,
+    }
+    (HERE / "results").mkdir(exist_ok=True)
+    data = {"about": about, "cells": {table.name: as_json(table.runs) for table in tables}}
+    (HERE / "results" / f"routing-{form}.json").write_bytes(orjson.dumps(data, option=orjson.OPT_INDENT_2))
+    traces = f"stand-ins instead of the traces of {' and '.join(stand_ins)}" if stand_ins else "the published traces"
+    command = f"python -m benchmarks.routing{' --short' if args.short else ''}"
+    title = (
+        f"`{command}`, lbproxy {__version__}, {about['seeds']} seeds a cell, {traces}; {took_s / 60:.0f} minutes on "
+    )
+    title += f"{args.processes} processes.\nTTFT against the first policy: paired over seeds, 95 % bootstrap interval."
+    parts = [f"# Routing, simulated\n\n{title}\n\n## {OURS} against the best baseline of each cell\n\n"]
+    parts.append(against_best(tables))
+    parts += [f"\n## {table.name}\n\n{_described(table.cell)}\n\n{markdown(table.runs)}" for table in tables]
+    (HERE / "ROUTING.md").write_text("".join(parts), "utf-8")
+
+
+def _described(cell: Cell) -> str:
+    parameters = ", ".join(f"{key} {value:g}" for key, value in cell.parameters.items())
+    servers = cell.servers if cell.speeds is None else " + ".join(f"{n} at {s:g}x" for s, n in cell.speeds.items())
+    more = ", ".join(f"{key} {value}" for key, value in cell.more.items())
+    return (
+        f"`{cell.workload}`{f' ({parameters})' if parameters else ''}, {servers} servers{f', {more}' if more else ''}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.routing", description="Policies on simulated fleets.")
+    parser.add_argument("--short", action="store_true", help="fewer cells, policies and seeds, and shorter")
+    parser.add_argument("--gates", action="store_true", help="the acceptance of the fleet simulation instead")
+    parser.add_argument("--cells", nargs="+", metavar="WORD", help="only cells with one of these in their names")
+    parser.add_argument("--policies", nargs="+", metavar="NAME", help=f"of {', '.join(POLICIES)}")
+    parser.add_argument("--seeds", type=int, metavar="N")
+    parser.add_argument("--mooncake", metavar="FILE", help="Mooncake's conversation_trace.jsonl")
+    parser.add_argument("--azure", metavar="FILE", help="AzureLLMInferenceTrace_conv.csv")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N")
+    args = parser.parse_args()
+    if args.gates:
+        return run_gates(args)
+    began = time.monotonic()
+    chosen = scenarios(args)
+    if not chosen:
+        parser.error("no cell has such a name")
+    results = execute(plan(chosen), args.processes)
+    tables = [
+        Table(name, CELLS[name], {policy: [r.summary for r in found] for policy, found in results[name].items()})
+        for name in chosen
+    ]
+    write(tables, args, took_s=time.monotonic() - began)
+    print(against_best(tables))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""What `lbproxy sim` simulates: a fleet of simulated servers, a workload, and the policies to compare on it.
+
+Read like the settings and by the same rules: frozen, no unknown keys, every number in its range, all problems told at
+once. Which workloads there are and which parameters they have is the simulation's to say (`sim.catalogue`), as config
+may not import it; so their names are text here and checked where they are used.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import InitErrorDetails
+
+from lbproxy.config.tree import AdmissionSettings, RoutingSettings, Section
+from lbproxy.config.values import Quantity, count, duration, expected
+
+MAX_SERVERS = 256
+PresetName: TypeAlias = Literal["llama-8b-h100", "qwen-32b-2xh100", "qwen-32b-4xh100", "llama-70b-fp8-4xh100"]
+"""Keys of `sim.presets.PRESETS` (a test holds the two together)."""
+Servers: TypeAlias = Annotated[int, count("1", "256")]
+Tokens: TypeAlias = Annotated[int, count("128", "100000000")]
+Adapters: TypeAlias = Annotated[int, count("0", "64")]
+Factor: TypeAlias = Annotated[float, Quantity("0.001", "1000", "a factor", whole=False)]
+Share: TypeAlias = Annotated[float, Quantity("0", "1", "a share", whole=False)]
+Moment: TypeAlias = Annotated[float, duration("0s", "24h")]
+
+
+class ServerSettings(Section):
+    """Some servers that are alike."""
+
+    count: Servers = 1
+    """How many."""
+    preset: PresetName = "qwen-32b-2xh100"
+    """Which model on which GPUs."""
+    speed: Factor = 1.0
+    """2 = twice as fast as the preset."""
+    kv_tokens: Tokens | None = None
+    """Size of the KV cache; null = the preset's."""
+    max_model_len: Tokens | None = None
+    """Prompt and answer together, in tokens; null = the preset's. May exceed it, as with YaRN."""
+    max_loras: Adapters = 0
+    """LoRA adapters that run together; 0 = none are served."""
+
+
+class FaultSettings(Section):
+    """What happens to one server for a while."""
+
+    server: Annotated[int, count("0", "255")]
+    """Its number, from 0, in the order of `fleet`."""
+    at: Moment
+    """When, since the begin of the simulation."""
+    lasts: Annotated[float, duration("1ms", "24h")]
+    """For how long."""
+    speed: Factor | None = None
+    """Times its own speed, meanwhile. null = it is dead, and comes back with an empty cache."""
+
+
+class WorkloadSettings(Section):
+    """What clients send."""
+
+    name: str
+    """`lbproxy sim --list` says which there are."""
+    parameters: dict[str, Annotated[float, Quantity("0", "1000000000", "a number", whole=False)]] = Field(
+        default_factory=dict
+    )
+    """Those that shall differ from the workload's defaults."""
+    trace: str | None = None
+    """The file of the trace that a workload replays; null = a stand-in with its statistics."""
+
+
+class Scenario(Section):
+    """All of a comparison."""
+
+    fleet: tuple[ServerSettings, ...] = (ServerSettings(count=8),)
+    """The servers."""
+    faults: tuple[FaultSettings, ...] = ()
+    """What happens to them."""
+    workload: WorkloadSettings
+    """What clients send."""
+    policies: tuple[RoutingSettings, ...]
+    """The policies to compare, each a name or a mapping as `routing` in the settings. Others are compared with the
+    first."""
+    seeds: Annotated[int, count("1", "100")] = 3
+    """How often, each time with other arrivals, the same for every policy."""
+    stream_share: Share = 1.0
+    """Share of requests whose answers are streamed."""
+    size_error: Share = 0.15
+    """By how much the balancer misjudges the tokens of a prompt: evenly within plus or minus this share."""
+    scrape_interval: Annotated[float, duration("10ms", "1h")] | None = 0.2
+    """Seconds between two scrapes of a server; null = nobody scrapes."""
+    scrape_delay: Annotated[float, duration("0s", "1m")] = 0.005
+    """How old a scrape's figures are when they arrive."""
+    network_delay: Annotated[float, duration("0s", "10s")] = 0.0005
+    """One way, between balancer and server."""
+    balancers: Annotated[int, count("1", "64")] = 1
+    """How many balancers share the fleet, each seeing a part of the requests."""
+    exchange_delay: Annotated[float, duration("0s", "1m")] | None = None
+    """How late balancers hear of each other's requests; null = they tell each other nothing."""
+    admission: AdmissionSettings = AdmissionSettings(
+        queue_requests=1_000_000, queue_bytes=1024 * 1024**3, queue_timeout=86_400
+    )
+    """The balancer's queue. Unlike in the settings nobody is refused unless you say so: what is refused is not slow."""
+
+    @field_validator("policies", mode="before")
+    @classmethod
+    def _names_too(cls, value: object) -> object:
+        if not isinstance(value, list | tuple) or not value:
+            raise expected("at least one policy")
+        return tuple({"policy": one} if isinstance(one, str) else one for one in value)
+
+    @field_validator("policies", mode="after")
+    @classmethod
+    def _distinct(cls, value: tuple[RoutingSettings, ...]) -> tuple[RoutingSettings, ...]:
+        again = [n for n, one in enumerate(value) if one in value[:n]]
+        if again:
+            wrong = InitErrorDetails(type=expected("another policy than those before"), loc=(again[0],), input="twice")
+            raise ValidationError.from_exception_data("policies", [wrong])
+        return value
+
+    @field_validator("fleet", mode="after")
+    @classmethod
+    def _some_servers(cls, value: tuple[ServerSettings, ...]) -> tuple[ServerSettings, ...]:
+        if not 1 <= sum(group.count for group in value) <= MAX_SERVERS:
+            raise expected(f"1 to {MAX_SERVERS} servers")
+        return value
+
+    @field_validator("faults", mode="after")
+    @classmethod
+    def _of_servers(cls, value: tuple[FaultSettings, ...], info: ValidationInfo) -> tuple[FaultSettings, ...]:
+        servers = sum(group.count for group in info.data.get("fleet", ()))
+        if servers and any(fault.server >= servers for fault in value):
+            raise expected(f"servers from 0 to {servers - 1}")
+        return value

@@ -1,0 +1,453 @@
+"""What is known of each endpoint's speed and of the work that waits there, learned from our own requests alone.
+
+`PoolModel` holds what all endpoints share: rates, the prefix index, which models are adapters. `LoadModel` is one
+endpoint's; it hangs off `EndpointState.load`, so that a policy reads it without a look-up. The Balancer tells them
+placed, first byte, progress, end and scrape; policies only read.
+
+The picture behind it: an engine prefills in the order of arrival, so that the requests without a first byte (`pending`)
+are its queue, measured in uncached tokens, and the time between two first bytes is the time of one prefill. A request
+that does not stream shows no first byte; it is taken for prefilled at the time predicted for it, or when a stream
+placed after it begins. Every step of learning is clipped: one odd sample moves nothing by much, and nothing runs away.
+
+Invariants: `pending_tokens` is the sum over `pending`; `in_flight`, `context_tokens`, `live_tokens` and the pins in the
+cache are those of the placements not ended; a placement ends once, against the object that it began with, also when the
+endpoint left or restarted meanwhile. Times are seconds of the driver's clock where they are called `_at`, durations
+milliseconds, work tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from lbproxy.core.lora import AdapterTable
+from lbproxy.core.prefix import PrefixIndex
+from lbproxy.core.types import EndpointState, InferenceRequest, LoadMetrics, Usage
+
+GROUP_S = 0.001
+"""First bytes of one endpoint that are no further apart left the same prefill step."""
+FREED_S = 15.0
+"""Over which time freed cache space is averaged."""
+RECENT_S = 180.0
+"""The time constant of `LoadModel.recent_tokens`."""
+GUESSED_CAPACITY_TOKENS = 2_000_000
+"""Of a KV cache whose size the engine does not say. High: half the true size was found to cost far more than twice."""
+FEW_TOKENS, MANY_TOKENS = 256, 1024
+"""A prefill of fewer tokens shows the fixed time, one of more the time per token."""
+NEVER = float("inf")
+
+
+class PoolModel:
+    """What the endpoints have in common, and the models of all of them."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self.index = PrefixIndex(block_bytes)
+        self.adapters: frozenset[str] = frozenset()
+        """The models that are LoRA adapters."""
+        self.token_ms = 0.1
+        """Prefill time per uncached token (rG)."""
+        self.output_tokens = 200.0
+        """Mean length of an answer (O)."""
+        self.hit_ratio = 0.3
+        """Share of prompt tokens that was predicted to be cached (hr)."""
+        self.bytes_per_token = 4.0
+        """Of flattened prompts (f)."""
+        self.uncached_tokens = 500.0
+        """Mean prefill work of a request."""
+        self.load_ms = 60.0
+        """Time to load an adapter."""
+        self.gap_ms = 15.0
+        self.gap_per_token_ms = 1e-4
+        """Inter-token gap of the endpoint that last learned its own: where a new endpoint starts from."""
+        self._seen_bytes = 8000.0
+        self._seen_tokens = 2000.0
+
+    def join(self) -> LoadModel:
+        """The model of a new endpoint."""
+        return LoadModel(self)
+
+    def leave(self, load: LoadModel) -> None:
+        """An endpoint left. What is placed there still ends against its model."""
+        self.index.leave(load.cache)
+
+    def uncached(self, request: InferenceRequest) -> float:
+        """The least prefill work, in tokens, that any endpoint has with the request."""
+        cached = self.index.longest(request.block_keys) * self.index.block_bytes
+        return max(1.0, (request.prompt_bytes - cached) / self.bytes_per_token)
+
+    def any_room(self, states: Iterable[EndpointState], limit_ms: float, now: float) -> bool:
+        """Whether an endpoint would begin a prefill within `limit_ms`."""
+        return any(state.load.wait_ms(now) <= limit_ms for state in states)
+
+    def learn_usage(self, request: InferenceRequest, usage: Usage) -> None:
+        """What the endpoint counted: how many bytes make a token."""
+        tokens = usage.prompt_tokens or 0
+        if tokens > 0 and 0.5 <= request.prompt_bytes / tokens <= 16.0:  # outside: images, or a wrong word
+            self._seen_bytes = 0.98 * self._seen_bytes + request.prompt_bytes
+            self._seen_tokens = 0.98 * self._seen_tokens + tokens
+            self.bytes_per_token = self._seen_bytes / self._seen_tokens
+
+
+class Placement:
+    """One placed request, as its endpoint's model counts it."""
+
+    __slots__ = (
+        "adapter",
+        "cache",
+        "cold",
+        "due_at",
+        "ended",
+        "held",
+        "load",
+        "placed_at",
+        "prompt_tokens",
+        "reported_at",
+        "request",
+        "streamed",
+        "uncached",
+    )
+
+    def __init__(self, load: LoadModel, request: InferenceRequest, now: float) -> None:
+        self.load = load
+        self.cache = load.cache
+        self.request = request
+        self.placed_at = now
+        self.prompt_tokens = 1.0
+        self.uncached = 1.0
+        self.held = 0
+        """How many of the block keys are pinned in `cache`."""
+        self.due_at = NEVER
+        """When a request that does not stream counts as prefilled; NEVER for streams, which say so."""
+        self.streamed = 0
+        self.reported_at = NEVER
+        """When its last progress came; NEVER = none yet."""
+        self.adapter: str | None = None
+        self.cold = False
+        """The endpoint had to load the adapter."""
+        self.ended = False
+
+
+class LoadModel:
+    """One endpoint's work and speed."""
+
+    __slots__ = (
+        "_cov",
+        "_freed",
+        "_freed_at",
+        "_gaps",
+        "_group",
+        "_group_at",
+        "_group_since",
+        "_ln_speed",
+        "_mean_context",
+        "_recent",
+        "_recent_at",
+        "_reports",
+        "_square",
+        "adapters",
+        "base_ms",
+        "cache",
+        "capacity_tokens",
+        "context_tokens",
+        "due_at",
+        "gap_ms",
+        "gap_per_token_ms",
+        "head_tokens",
+        "in_flight",
+        "live_tokens",
+        "mean_gap_ms",
+        "others",
+        "others_last",
+        "others_tokens",
+        "others_until",
+        "pending",
+        "pending_tokens",
+        "pool",
+        "since_at",
+        "slot",
+        "speed",
+        "started_at",
+    )
+
+    def __init__(self, pool: PoolModel) -> None:
+        self.pool = pool
+        self.cache = pool.index.join()
+        self.slot = self.cache.slot
+        self.adapters = AdapterTable()
+        self.capacity_tokens = float(GUESSED_CAPACITY_TOKENS)
+        self.started_at: float | None = None
+        # Work
+        self.pending: dict[Placement, None] = {}
+        """Placed and not prefilled, in order."""
+        self.pending_tokens = 0.0
+        """Their uncached tokens (Upend)."""
+        self.head_tokens = 0.0
+        """Those of the first of them."""
+        self.since_at = 0.0
+        """Since when that one is being prefilled (tref)."""
+        self.due_at = NEVER
+        """The earliest `due_at` in `pending`."""
+        self.in_flight = 0
+        self.context_tokens = 0.0
+        """Prompts and streamed tokens of all in flight (C)."""
+        self.live_tokens = 0.0
+        """Streamed tokens of all in flight."""
+        self._freed = 0.0
+        self._freed_at = 0.0
+        self._recent = 0.0
+        self._recent_at = 0.0
+        # What other balancers place here
+        self.others = 0.0
+        """Requests of others in flight."""
+        self.others_tokens = 0.0
+        """Prefill work of others, queued."""
+        self.others_until = -NEVER
+        """Until when those two may be believed."""
+        self.others_last = 0.0
+        # Speed
+        self.speed = 1.0
+        """Prefill time relative to the pool's; 1 unless it is clearly another (phi)."""
+        self._ln_speed = 0.0
+        self.base_ms = 40.0
+        """Time to the first token that does not depend on the prompt (T0)."""
+        self._group: list[Placement] = []
+        self._group_at = -NEVER
+        self._group_since = 0.0
+        # Inter-token gap = gap_ms + gap_per_token_ms * context tokens
+        self.gap_ms = pool.gap_ms
+        self.gap_per_token_ms = pool.gap_per_token_ms
+        self.mean_gap_ms = pool.gap_ms
+        self._gaps = 0
+        self._reports = 0
+        self._mean_context = self._square = self._cov = 0.0
+
+    # Reading
+
+    def backlog_tokens(self, now: float) -> float:
+        """Prefill work before a request that is placed now: all pending, less what is done of the first of them."""
+        if self.due_at <= now:
+            self.expire(now)
+        done = 1000.0 * (now - self.since_at) / (self.pool.token_ms * self.speed)
+        backlog = self.pending_tokens - min(done, self.head_tokens)
+        if self.others_tokens and now <= self.others_until:
+            backlog += self.others_tokens
+        return max(0.0, backlog)
+
+    def wait_ms(self, now: float) -> float:
+        """How long that work takes."""
+        return self.backlog_tokens(now) * self.pool.token_ms * self.speed
+
+    def freed_per_ms(self, now: float) -> float:
+        """Tokens of cache space that became free, per millisecond, of late."""
+        return self._freed * math.exp((self._freed_at - now) / FREED_S) / (1000.0 * FREED_S)
+
+    def recent_tokens(self, now: float) -> float:
+        """Prefill work placed here, with a memory of three minutes."""
+        return self._recent * math.exp((self._recent_at - now) / RECENT_S)
+
+    # Bookkeeping
+
+    def place(self, request: InferenceRequest, now: float) -> Placement:
+        """A request is placed here."""
+        pool, cache = self.pool, self.cache
+        placement = Placement(self, request, now)
+        keys = request.block_keys
+        prompt = max(1.0, request.prompt_bytes / pool.bytes_per_token)
+        matched = 0
+        block_tokens = pool.index.block_bytes / pool.bytes_per_token
+        if keys:
+            matched, placement.held = cache.pin(keys)
+            room = (self.capacity_tokens - self.live_tokens) / block_tokens
+            if cache.size > room or cache.size > pool.index.fair_share:
+                cache.trim(min(room, pool.index.fair_share))
+        cached = min(prompt, matched * block_tokens)
+        uncached = max(1.0, prompt - cached)
+        placement.prompt_tokens = prompt
+        placement.uncached = uncached
+        if request.prompt_bytes:
+            pool.hit_ratio += 0.01 * (cached / prompt - pool.hit_ratio)
+            pool.uncached_tokens += 0.01 * (uncached - pool.uncached_tokens)
+        if not request.stream:
+            work = self.backlog_tokens(now) + uncached
+            placement.due_at = now + (self.base_ms + work * pool.token_ms * self.speed) / 1000.0
+            self.due_at = min(self.due_at, placement.due_at)
+        if not self.pending:
+            self.since_at = now
+            self.head_tokens = uncached
+        self.pending[placement] = None
+        self.pending_tokens += uncached
+        self._recent = self.recent_tokens(now) + uncached
+        self._recent_at = now
+        self.in_flight += 1
+        self.context_tokens += prompt
+        if pool.adapters and request.model is not None and request.model in pool.adapters:
+            placement.adapter = request.model
+            placement.cold = self.adapters.placed(request.model)
+        return placement
+
+    def first_byte(self, placement: Placement, now: float) -> None:
+        """The answer to a placed request begins. Of one that does not stream this is the end, and says nothing."""
+        if placement not in self.pending:
+            return
+        if not placement.request.stream:
+            self._prefilled((placement,), now)
+            return
+        if now - self._group_at > GROUP_S:
+            self._learn_group()
+            self._group_at = now
+            self._group_since = self.since_at
+        # Those before it that show no first byte were prefilled before it: their work is in its time.
+        before = self._silent_before(placement) if self.due_at < NEVER else []
+        self._group += [*before, placement]
+        self._prefilled((*before, placement), now)
+
+    def progress(self, placement: Placement, tokens: int, now: float) -> None:
+        """`tokens` more were streamed since the last report."""
+        if tokens <= 0 or placement.ended:
+            return
+        self.context_tokens += tokens
+        self.live_tokens += tokens
+        placement.streamed += tokens
+        since, placement.reported_at = placement.reported_at, now
+        if self._group and now - self._group_at > GROUP_S:
+            self._learn_group()
+        # With a prefill queued a gap says more of that. One that is over may still be in it: that is part of decode
+        # under load, and leaving such gaps out left too few (simulated goodput of long prompts .73 instead of .84).
+        if not self.pending and since < now:
+            self._reports += 1
+            if self._reports % 5 == 1:
+                self._learn_gap(1000.0 * (now - since) / tokens)
+
+    def end(self, placement: Placement, usage: Usage | None, now: float) -> None:
+        """The request is over, however. Only the first call counts."""
+        if placement.ended:
+            return
+        placement.ended = True
+        pool = self.pool
+        if placement in self.pending:  # it failed, was given up, or did not stream
+            is_head = placement is next(iter(self.pending))
+            self._prefilled((placement,), now if is_head else self.since_at)
+        if self._group and now - self._group_at > GROUP_S:
+            self._learn_group()
+        self.in_flight -= 1
+        self.context_tokens -= placement.prompt_tokens + placement.streamed
+        self.live_tokens -= placement.streamed
+        if not self.in_flight:  # rounding ends here
+            self.context_tokens = self.live_tokens = 0.0
+        output = placement.streamed
+        if usage is not None:
+            output = max(output, usage.completion_tokens or 0)
+            pool.learn_usage(placement.request, usage)
+        if output:
+            pool.output_tokens += 0.02 * (output - pool.output_tokens)
+        freed = placement.cache.unpin(placement.request.block_keys, placement.held)
+        freed_tokens = freed * pool.index.block_bytes / pool.bytes_per_token + output
+        self._freed = self._freed * math.exp((self._freed_at - now) / FREED_S) + freed_tokens
+        self._freed_at = now
+        if placement.adapter is not None:
+            self.adapters.closed(placement.adapter)
+
+    def expire(self, now: float) -> None:
+        """Requests that do not stream and should be prefilled by now are taken to be."""
+        due = [one for one in self.pending if one.due_at <= now]
+        self._prefilled(due, max(self.since_at, *(one.due_at for one in due)))
+
+    def _silent_before(self, placement: Placement) -> list[Placement]:
+        silent = []
+        for one in self.pending:
+            if one is placement:
+                break
+            if one.due_at < NEVER:
+                silent.append(one)
+        return silent
+
+    def _prefilled(self, placements: Sequence[Placement], now: float) -> None:
+        """They leave `pending`; the first of those that remain is being prefilled from now."""
+        for placement in placements:
+            del self.pending[placement]
+            self.pending_tokens -= placement.uncached
+        self.since_at = now
+        if self.pending:
+            self.head_tokens = next(iter(self.pending)).uncached
+            if self.due_at < NEVER:
+                self.due_at = min(one.due_at for one in self.pending)
+        else:
+            self.pending_tokens = self.head_tokens = 0.0
+            self.due_at = NEVER
+
+    # Learning
+
+    def _learn_group(self) -> None:
+        """From the time of one group of first bytes: the fixed time if it was little work, the speed if it was much."""
+        group = self._group
+        if not group:
+            return
+        self._group = []
+        pool = self.pool
+        tokens = sum(one.uncached for one in group)
+        since_at = max(self._group_since, min(one.placed_at for one in group))
+        took_ms = 1000.0 * (self._group_at - since_at)
+        if any(not one.request.prompt_bytes for one in group):
+            return  # nobody knows how much work that was
+        if any(one.cold for one in group):
+            sample = took_ms - self.base_ms - tokens * pool.token_ms * self.speed
+            pool.load_ms = _clip(pool.load_ms * math.exp(math.copysign(0.05, sample - pool.load_ms)), 1.0, 10_000.0)
+        elif tokens < FEW_TOKENS:
+            self.base_ms = _clip(self.base_ms * math.exp(math.copysign(0.03, took_ms - self.base_ms)), 0.5, 10_000.0)
+        elif tokens >= MANY_TOKENS:
+            expected = pool.token_ms * math.exp(self._ln_speed) * tokens
+            step = _clip(math.log(max(1.0, took_ms - self.base_ms / 2.0) / expected), -0.7, 0.7)
+            rate = pool.token_ms * math.exp(0.2 * step / max(1, pool.index.members))
+            pool.token_ms = _clip(rate, 1e-5, 100.0)
+            self._ln_speed = (self._ln_speed + 0.05 * step) * (1.0 - 0.005)
+            self.speed = math.exp(self._ln_speed) if abs(self._ln_speed) > 0.25 else 1.0
+
+    def _learn_gap(self, gap_ms: float) -> None:
+        """The line of gaps over context tokens, from exponentially weighted moments."""
+        self._gaps += 1
+        weight = max(0.001, 1.0 / self._gaps)
+        context = self.context_tokens
+        off_context, off_gap = context - self._mean_context, gap_ms - self.mean_gap_ms
+        if self._gaps == 1:
+            self._mean_context, self.mean_gap_ms = context, gap_ms
+        else:
+            self._mean_context += weight * off_context
+            self.mean_gap_ms += weight * off_gap
+            self._square = (1.0 - weight) * (self._square + weight * off_context * off_context)
+            self._cov = (1.0 - weight) * (self._cov + weight * off_context * off_gap)
+        ratio = self.mean_gap_ms / max(1.0, self._mean_context)
+        slope = self._cov / self._square if self._square > 0.0 else 0.0
+        self.gap_per_token_ms = _clip(slope, 0.2 * ratio, ratio)
+        self.gap_ms = max(0.0, self.mean_gap_ms - self.gap_per_token_ms * self._mean_context)
+        self.pool.gap_ms, self.pool.gap_per_token_ms = self.gap_ms, self.gap_per_token_ms
+
+    # What the endpoint says
+
+    def scraped(self, metrics: LoadMetrics, *, others: float | None, awaiting: int, fresh_until: float) -> None:
+        """A scrape. `others`: requests that it saw and that are not ours; `awaiting`: ours without a first byte.
+
+        Gauges lag behind our own counts, and what lags looks like others' load: a little of it is not believed, and
+        the rest only when two scrapes in a row say so.
+        """
+        if metrics.kv_blocks and metrics.block_size_tokens:
+            self.capacity_tokens = float(metrics.kv_blocks * metrics.block_size_tokens)
+        if metrics.started_at is not None:
+            if self.started_at is not None and metrics.started_at != self.started_at:
+                self.restarted()
+            self.started_at = metrics.started_at
+        seen = others or 0.0
+        believed = min(seen, self.others_last)
+        self.others_last = seen
+        self.others = believed if believed >= 2.0 + 0.1 * self.in_flight else 0.0
+        queued = min(self.others, max(0.0, (metrics.waiting or 0.0) - awaiting))
+        self.others_tokens = queued * self.pool.uncached_tokens
+        self.others_until = fresh_until
+
+    def restarted(self) -> None:
+        """The endpoint lost what it had cached and loaded."""
+        self.cache = self.pool.index.renew(self.cache)
+        self.adapters.forget()
+
+
+def _clip(value: float, low: float, high: float) -> float:
+    return min(high, max(low, value))

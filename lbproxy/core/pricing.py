@@ -1,0 +1,46 @@
+"""What a routing policy is, and what it says.
+
+A policy prices the candidates of one request; the Balancer takes the cheapest and counts the request there in the same
+breath. A policy only reads states: it remembers nothing of its own that a placement would have to undo. It does not
+decide who is a candidate (health, drain, model, concurrency limit do, before). The table of those that the settings can
+name is in `core.policy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeAlias
+
+from lbproxy.core.types import EndpointState, InferenceRequest
+
+Plan: TypeAlias = list[float]
+"""The uncached tokens that the plan under way reserved on each endpoint, by the slot of its load model."""
+
+
+class Prices(NamedTuple):
+    """What a policy says of a request, in lists as long as the candidates and in their order."""
+
+    costs: list[float]
+    """The lowest wins. The unit is the policy's own. Never NaN; infinite = must not go there."""
+    waits_ms: list[float] | None = None
+    """How long the endpoint's prefill queue is. None = the policy does not know, and nothing is held back."""
+    uncached_tokens: list[float] | None = None
+    """What the request would add to that queue. Given whenever `waits_ms` is."""
+
+
+class Policy(Protocol):
+    """Prices endpoints."""
+
+    block_bytes: int | None = None
+    """Into blocks of how many bytes prompts have to be hashed for it. None = it reads no `EndpointState.load`, which
+    then is not kept, and needs no hashes."""
+    holds: bool = False
+    """Its prices have waits, by which requests can be held back."""
+    refuses: bool = False
+    """Its costs may be infinite, so that it has to be asked even about a single candidate."""
+
+    def price(
+        self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
+    ) -> Prices:
+        """What placing `request` on each candidate (at least one) costs. `plan`: None when nothing is planned."""
+        ...

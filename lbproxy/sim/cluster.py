@@ -1,0 +1,441 @@
+"""A fleet in virtual time: N simulated servers, one or more *real* Balancers before them, and a workload.
+
+This is a driver of `core.balancer.Balancer` like the asyncio runtime, and of `sim.engine.Engine` like the HTTP server:
+what it adds is the time in between (network, scrapes, probes, failures). What the proxy would know, and when, is what
+the Balancer is told: the first byte of a stream when it arrives, progress at most every 250 ms, the end with its usage;
+of an answer that is not streamed nothing before its end; gauges as old as the scrape that brings them; and sizes of
+prompts in bytes that are wrong by a factor, as no tokenizer has exactly four bytes a token.
+
+Everything random comes from the seed, and what a job gets at random depends on its id only, so every policy sees the
+same jobs with the same errors. Each job ends exactly once, as one `Served`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from lbproxy.core.retry import FailureKind
+from lbproxy.core.types import (
+    EndpointSpec,
+    EndpointUid,
+    InferenceRequest,
+    LoadMetrics,
+    ModelCard,
+    Outcome,
+    Ticket,
+    TicketState,
+    Usage,
+)
+from lbproxy.sim.des import EventHeap
+from lbproxy.sim.engine import Engine, RequestTooLong, SimRequest
+from lbproxy.sim.fleet import BASE_MODEL, TOKEN_BYTES, Fault, FleetOptions, Served, Server
+from lbproxy.sim.presets import BLOCK_TOKENS
+from lbproxy.sim.prompts import block_hashes, routing_keys
+from lbproxy.sim.replicas import Echo, Exchange, Replica
+from lbproxy.sim.workload import Job, Workload
+
+PROGRESS_S = 0.25
+"""As in the proxy: how often a stream's progress is reported, at most."""
+PROBE_UP_S, PROBE_DOWN_S = 2.0, 0.5
+"""As in the proxy's default settings."""
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A job that has not ended."""
+
+    served: Served
+    hashes: list[int]
+    request: InferenceRequest
+    ticket: Ticket | None = None
+    server: _Server | None = None
+    told: int = 0
+    """Tokens reported as progress."""
+    failed: tuple[FailureKind, ...] = ()
+    """Why its attempts failed."""
+    echo: Echo | None = None
+    """What the other balancers hear of the attempt."""
+
+
+@dataclass(slots=True, eq=False)
+class _Server:
+    """A simulated server and what the driver keeps of it."""
+
+    number: int
+    spec: Server
+    engine: Engine
+    uids: list[EndpointUid]
+    """What each balancer calls it."""
+    alive: bool = True
+    started_at: float = 0.0
+    wakes_at: float = float("inf")
+    """When the engine's next event is that an event of ours is asked for; it arrives a network delay later."""
+    flights: dict[str, _Flight] = field(default_factory=dict)
+    """In the engine, by job."""
+    progress: deque[tuple[float, _Flight]] = field(default_factory=deque)
+    """Streams by when their progress is due; as each is due again equally long after, in order."""
+
+
+@dataclass(slots=True, eq=False)
+class _Front:
+    """One balancer and what the driver keeps of it."""
+
+    number: int
+    balancer: Replica
+    waiting: dict[int, _Flight] = field(default_factory=dict)
+    """By the identity of the ticket, which the flight holds."""
+    timer_at: float = float("inf")
+
+
+class Fleet:
+    """One simulation. `run` it once."""
+
+    def __init__(
+        self,
+        options: FleetOptions,
+        workload: Workload,
+        make_balancer: Callable[[random.Random], Replica],
+        *,
+        seed: int,
+    ) -> None:
+        self._options = options
+        self._workload = workload
+        self._seed = seed
+        self._heap = EventHeap()
+        self._fronts = [
+            _Front(number, make_balancer(random.Random(f"{seed}:balancer:{number}")))
+            for number in range(options.balancers)
+        ]
+        self._exchange: Exchange | None = None
+        if options.exchange_s is not None:
+            self._exchange = Exchange(self._heap, [front.balancer for front in self._fronts], options.exchange_s)
+        self._servers = self._build_servers()
+        self._live = 0
+        self._served: list[Served] = []
+        self._over = False
+
+    def run(self) -> list[Served]:
+        """Until the workload is over and every job has ended; the jobs in the order of their arrival."""
+        self._start_clocks()
+        self._next_phase(None)
+        while not self._over:
+            assert self._heap.step(), "a live job always has an event before it"
+        return self._served
+
+    @property
+    def now(self) -> float:
+        """Virtual seconds since the begin."""
+        return self._heap.now
+
+    # Setting up
+
+    def _build_servers(self) -> list[_Server]:
+        options = self._options
+        specs = [EndpointSpec(name=f"s{n}", base_url=f"http://s{n}:80") for n in range(len(options.servers))]
+        uids = [[e.uid for e in front.balancer.set_endpoints(specs).added] for front in self._fronts]
+        base = ModelCard(BASE_MODEL, b"{}")
+        cards = [base, *(ModelCard(adapter, b"{}", parent=BASE_MODEL) for adapter in options.adapters)]
+        servers = []
+        for number, spec in enumerate(options.servers):
+            engine = Engine(
+                spec.preset,
+                speed=spec.speed,
+                rng=random.Random(f"{self._seed}:engine:{number}") if options.jitter else None,
+                name_tokens=False,
+            )
+            servers.append(_Server(number, spec, engine, [of_front[number] for of_front in uids]))
+            for front in self._fronts:
+                uid = uids[front.number][number]
+                front.balancer.report_health(uid, True, "simulated")
+                front.balancer.report_models(uid, cards if spec.preset.max_loras else cards[:1])
+        return servers
+
+    def _start_clocks(self) -> None:
+        options = self._options
+        rng = random.Random(f"{self._seed}:clocks")
+        for front in self._fronts:
+            for server in self._servers:
+                if options.scrape_interval_s is not None:
+                    # The first at once: nobody starts without gauges.
+                    self._heap.at(rng.uniform(0, options.scrape_interval_s) * 0.1, self._scrape, (front, server))
+                if any(fault.speed is None for fault in options.faults):
+                    self._heap.at(rng.uniform(0, PROBE_UP_S), self._probe, (front, server))
+        for fault in options.faults:
+            self._heap.at(fault.from_s, self._begin_fault, fault)
+            self._heap.at(fault.until_s, self._end_fault, fault)
+
+    # The workload
+
+    def _next_phase(self, _: None) -> None:
+        batch = self._workload.begin(self.now)
+        while batch is not None and not batch:
+            batch = self._workload.begin(self.now)
+        if batch is None:
+            self._over = True
+            return
+        self._live += len(batch)
+        for at, job in batch:
+            self._heap.at(at, self._arrive, job)
+
+    def _arrive(self, job: Job) -> None:
+        options = self._options
+        rng = random.Random(f"{self._seed}:{job.id}")
+        front = self._fronts[rng.randrange(len(self._fronts))]
+        streamed = rng.random() < options.stream_share
+        prompt_tokens = job.prompt_tokens
+        hashes = block_hashes((*job.prompt, job.answer), job.model)
+        prompt_bytes = round(prompt_tokens * TOKEN_BYTES * (1 + rng.uniform(-options.size_error, options.size_error)))
+        request = InferenceRequest(
+            id=job.id,
+            model=job.model or BASE_MODEL,
+            stream=streamed,
+            body_bytes=prompt_bytes,
+            prompt_bytes=prompt_bytes,
+            block_keys=routing_keys(hashes, prompt_tokens, options.block_tokens) if options.block_tokens else (),
+            session=job.session,
+        )
+        served = Served(job, self.now, front.number, streamed)
+        self._served.append(served)
+        self._submit(front, _Flight(served, hashes, request), frozenset())
+        self._poll(front)
+
+    # Balancers
+
+    def _submit(self, front: _Front, flight: _Flight, avoid: frozenset[EndpointUid]) -> None:
+        flight.served.attempts += 1
+        flight.ticket = ticket = front.balancer.submit(flight.request, now=self.now, avoid=avoid)
+        if ticket.state is TicketState.WAITING:
+            front.waiting[id(ticket)] = flight
+        else:
+            self._settled(flight)
+
+    def _poll(self, front: _Front) -> None:
+        """Act on what the balancer decided, and be there when it wants to decide next."""
+        if not front.waiting:
+            return
+        for ticket in front.balancer.poll(now=self.now):
+            self._settled(front.waiting.pop(id(ticket)))
+        deadline = front.balancer.next_deadline()
+        if deadline is not None and deadline < front.timer_at:
+            front.timer_at = deadline
+            self._heap.at(deadline, self._on_timer, front)
+
+    def _on_timer(self, front: _Front) -> None:
+        if front.timer_at <= self.now:
+            front.timer_at = float("inf")
+            self._poll(front)
+
+    def _settled(self, flight: _Flight) -> None:
+        """A ticket has stopped waiting."""
+        ticket = _ticket(flight)
+        if ticket.outcome is not None:
+            self._end(flight, ticket.outcome)
+            return
+        assert ticket.placed_on is not None
+        served = flight.served
+        # Every balancer numbers the same list in the same order.
+        first_uid = self._servers[0].uids[served.balancer]
+        flight.server = self._servers[ticket.placed_on.endpoint.uid - first_uid]
+        served.server = flight.server.number
+        served.placed_at = self.now
+        if self._exchange is not None:
+            flight.echo = self._exchange.placed(flight.request, served.balancer, flight.server.uids)
+        self._heap.at(self.now + self._options.network_s, self._deliver, flight)
+
+    def _close(self, flight: _Flight, outcome: Outcome, usage: Usage | None = None) -> None:
+        front = self._fronts[flight.served.balancer]
+        front.balancer.close(_ticket(flight), outcome, now=self.now, usage=usage)
+        if self._exchange is not None and flight.echo is not None:
+            self._exchange.ended(flight.echo, outcome, usage)
+
+    def _end(self, flight: _Flight, outcome: Outcome) -> None:
+        """The job is over, its ticket closed."""
+        served = flight.served
+        assert served.outcome is None
+        served.outcome = outcome
+        served.ended_at = self.now
+        following = self._workload.ended(served.job, self.now)
+        if following is not None:
+            self._heap.at(following[0], self._arrive, following[1])
+            return
+        self._live -= 1
+        if not self._live:
+            self._heap.at(self.now, self._next_phase, None)
+
+    # Servers
+
+    def _deliver(self, flight: _Flight) -> None:
+        """The request reaches its server."""
+        server, job = _server(flight), flight.served.job
+        if not server.alive:
+            self._fail(flight, FailureKind.CONNECT)
+            self._poll(self._fronts[flight.served.balancer])
+            return
+        work = SimRequest(job.id, job.prompt_tokens, job.answer.tokens, flight.hashes, job.model)
+        try:
+            server.engine.add(work, now=self.now)
+        except RequestTooLong:
+            # The proxy relays a 400 like any answer.
+            self._close(flight, Outcome.COMPLETED)
+            self._end(flight, Outcome.BAD_REQUEST)
+            self._poll(self._fronts[flight.served.balancer])
+            return
+        server.flights[job.id] = flight
+        self._arm(server)
+
+    def _arm(self, server: _Server) -> None:
+        due = server.engine.next_event()
+        if due is not None and due < server.wakes_at:
+            server.wakes_at = due
+            self._heap.at(due + self._options.network_s, self._wake, server)
+
+    def _wake(self, server: _Server) -> None:
+        """What the server sent a network delay ago arrives."""
+        sent_at = server.wakes_at
+        if sent_at + self._options.network_s > self.now:
+            return  # this event was asked for before an earlier one
+        server.wakes_at = float("inf")
+        touched: set[int] = set()
+        for step in server.engine.advance(now=sent_at):
+            arrived = step.at + self._options.network_s
+            for first in step.first:
+                # Absent: lost with its server while the token was on its way.
+                if first.id in server.flights:
+                    self._first_token(server.flights[first.id], first.cached_tokens, arrived, touched)
+            for job_id in step.finished:
+                self._finished(server, server.flights.pop(job_id), touched)
+        self._report_progress(server)
+        self._arm(server)
+        for number in sorted(touched):
+            self._poll(self._fronts[number])
+
+    def _first_token(self, flight: _Flight, cached_tokens: int, at: float, touched: set[int]) -> None:
+        served = flight.served
+        served.first_at = at
+        served.cached_tokens = cached_tokens
+        if served.streamed:
+            balancer = self._fronts[served.balancer].balancer
+            balancer.first_byte(_ticket(flight), now=self.now)
+            balancer.progress(_ticket(flight), 1, now=self.now)
+            flight.told = 1
+            if self._exchange is not None and flight.echo is not None:
+                self._exchange.first_byte(flight.echo)
+            _server(flight).progress.append((self.now + PROGRESS_S, flight))
+            touched.add(served.balancer)
+
+    def _finished(self, server: _Server, flight: _Flight, touched: set[int]) -> None:
+        served = flight.served
+        tokens = served.job.answer.tokens
+        balancer = self._fronts[served.balancer].balancer
+        if not served.streamed:
+            balancer.first_byte(_ticket(flight), now=self.now)
+        elif tokens > flight.told:
+            balancer.progress(_ticket(flight), tokens - flight.told, now=self.now)
+        usage = Usage(served.job.prompt_tokens, served.cached_tokens, tokens)
+        self._close(flight, Outcome.COMPLETED, usage)
+        self._end(flight, Outcome.COMPLETED)
+        touched.add(served.balancer)
+
+    def _report_progress(self, server: _Server) -> None:
+        """Of the streams whose 250 ms are over; when a step's tokens arrive, as the proxy looks at no other time."""
+        due = server.progress
+        while due and due[0][0] <= self.now:
+            _, flight = due.popleft()
+            served = flight.served
+            if served.outcome is not None or flight.server is not server:
+                continue
+            tokens = server.engine.generated(served.job.id) - flight.told
+            if tokens > 0:
+                flight.told += tokens
+                self._fronts[served.balancer].balancer.progress(_ticket(flight), tokens, now=self.now)
+            due.append((self.now + PROGRESS_S, flight))
+
+    # Failures
+
+    def _fail(self, flight: _Flight, kind: FailureKind) -> None:
+        """An attempt failed before anything came."""
+        served = flight.served
+        front = self._fronts[served.balancer]
+        verdict = front.balancer.after_failure(_ticket(flight), kind, flight.failed, now=self.now)
+        flight.failed += (kind,)
+        uid = _server(flight).uids[front.number]
+        if verdict.blame:
+            front.balancer.report_health(uid, False, kind.value)
+        avoid = frozenset({*_ticket(flight).avoid, uid})
+        self._close(flight, verdict.outcome)
+        if verdict.again:
+            self._heap.at(self.now + verdict.delay_s, lambda _: self._submit(front, flight, avoid), None)
+        else:
+            self._end(flight, verdict.outcome)
+
+    def _begin_fault(self, fault: Fault) -> None:
+        server = self._servers[fault.server]
+        if fault.speed is not None:
+            server.engine.set_speed(server.spec.speed * fault.speed, now=self.now)
+            return
+        server.alive = False
+        for job_id in server.engine.restart(now=self.now):
+            flight = server.flights.pop(job_id)
+            if flight.served.first_at is None or not flight.served.streamed:
+                self._fail(flight, FailureKind.RESET)
+            else:
+                self._close(flight, Outcome.UPSTREAM_BROKE)
+                self._end(flight, Outcome.UPSTREAM_BROKE)
+        for front in self._fronts:
+            self._poll(front)
+
+    def _end_fault(self, fault: Fault) -> None:
+        server = self._servers[fault.server]
+        if fault.speed is None:
+            server.alive = True
+            server.started_at = self.now
+        server.engine.set_speed(server.spec.speed, now=self.now)
+
+    # What balancers ask by themselves
+
+    def _probe(self, pair: tuple[_Front, _Server]) -> None:
+        front, server = pair
+        front.balancer.report_health(server.uids[front.number], server.alive, "probe")
+        self._heap.at(self.now + (PROBE_UP_S if server.alive else PROBE_DOWN_S), self._probe, pair)
+        self._poll(front)
+
+    def _scrape(self, pair: tuple[_Front, _Server]) -> None:
+        front, server = pair
+        interval_s = self._options.scrape_interval_s
+        assert interval_s is not None
+        self._heap.at(self.now + interval_s, self._scrape, pair)
+        if server.alive:
+            front.balancer.scrape_sent(server.uids[front.number])
+            self._heap.at(self.now + self._options.scrape_delay_s, self._scraped, (front, server, self._page(server)))
+
+    def _page(self, server: _Server) -> LoadMetrics:
+        engine = server.engine
+        gauges = engine.gauges()
+        return LoadMetrics(
+            scraped_at=self.now,
+            waiting=gauges.waiting,
+            running=gauges.running,
+            kv_utilization=gauges.kv_usage,
+            block_size_tokens=BLOCK_TOKENS,
+            kv_blocks=engine.kv_blocks,
+            started_at=server.started_at,
+        )
+
+    def _scraped(self, answer: tuple[_Front, _Server, LoadMetrics]) -> None:
+        front, server, metrics = answer
+        if server.alive:
+            front.balancer.report_scrape(server.uids[front.number], metrics)
+            self._poll(front)
+
+
+def _ticket(flight: _Flight) -> Ticket:
+    assert flight.ticket is not None
+    return flight.ticket
+
+
+def _server(flight: _Flight) -> _Server:
+    assert flight.server is not None
+    return flight.server

@@ -1,0 +1,86 @@
+"""What a simulated fleet is made of, and what becomes of a job in it: values only. What happens is `cluster.py`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lbproxy.core.types import Outcome
+from lbproxy.sim.presets import Preset
+from lbproxy.sim.workload import Job
+
+TOKEN_BYTES = 4
+BASE_MODEL = "sim"
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One simulated server."""
+
+    preset: Preset
+    speed: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What happens to one server for a while. Times are virtual, from the begin of the simulation."""
+
+    server: int
+    """Its number in the fleet."""
+    from_s: float
+    until_s: float
+    speed: float | None = None
+    """Times its own speed, meanwhile; None: it is dead, and comes back empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetOptions:
+    """Everything about a simulated fleet but the policy and the workload."""
+
+    servers: tuple[Server, ...]
+    faults: tuple[Fault, ...] = ()
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters that every server with `max_loras` serves."""
+    scrape_interval_s: float | None = 0.2
+    """None = nobody scrapes."""
+    scrape_delay_s: float = 0.005
+    """From the moment that the gauges are of until the Balancer has them."""
+    network_s: float = 0.0005
+    """One way, between balancer and server."""
+    stream_share: float = 1.0
+    """Share of requests whose answers are streamed."""
+    size_error: float = 0.15
+    """The bytes of a prompt are wrong by a factor, uniform within 1 ± this."""
+    block_tokens: int = 256
+    """Granularity of the prompt's keys that the Balancer gets; a multiple of 16. 0 = it gets none."""
+    balancers: int = 1
+    """Each request comes to one of so many, at random."""
+    exchange_s: float | None = None
+    """How late each balancer hears of the others' requests; None = never."""
+    jitter: bool = True
+    """Whether steps vary by 3 %."""
+
+
+@dataclass(slots=True, eq=False)
+class Served:
+    """What became of one job. Times are virtual seconds; None = it did not come to that."""
+
+    job: Job
+    submitted_at: float
+    balancer: int
+    streamed: bool
+    placed_at: float | None = None
+    """The last attempt's."""
+    first_at: float | None = None
+    """When the client had the first token, or would have had it if the answer had been streamed."""
+    ended_at: float = 0.0
+    server: int | None = None
+    cached_tokens: int = 0
+    attempts: int = 0
+    outcome: Outcome | None = None
+    """None = not ended."""
+
+
+def decisions(served: Sequence[Served]) -> list[tuple[float | None, str, int | None]]:
+    """The decision log: (placed at, job, server), in the order of arrival. Equal for equal seeds."""
+    return [(one.placed_at, one.job.id, one.server) for one in served]

@@ -1,0 +1,297 @@
+"""`lbproxy sim`: from a scenario to simulations in parallel processes, and a table of what came out.
+
+The simulation itself is `lbproxy.sim`; here it meets the real `Balancer` with the real settings. A `Run` is plain data,
+so it can go to another process; equal runs give equal results, in whichever process. Files are `cli`'s.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+
+import orjson
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from lbproxy.config import ConfigError, HealthSettings, RetrySettings, RoutingSettings, Scenario, ScrapeSettings
+from lbproxy.core.policy import make_policy
+from lbproxy.sim import plots
+from lbproxy.sim.catalogue import (
+    WORKLOADS,
+    UnknownWorkload,
+    adapter_names,
+    checked,
+    make_workload,
+    takes_trace,
+    workload_parameters,
+)
+from lbproxy.sim.cluster import Fleet
+from lbproxy.sim.fleet import TOKEN_BYTES, Fault, FleetOptions, Served, Server
+from lbproxy.sim.presets import PRESETS
+from lbproxy.sim.replicas import Replica
+from lbproxy.sim.report import Estimate, Summary, as_json, by_phase, cells, headings, markdown, paired, summarise
+from lbproxy.sim.traces import TraceError, TraceRow, read_azure, read_mooncake
+
+_TRACE_READERS: Mapping[str, Callable[[Iterable[str]], list[TraceRow]]] = {
+    "mooncake": read_mooncake,
+    "azure": read_azure,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One simulation: a scenario with one of its policies and one of its seeds."""
+
+    scenario: Scenario
+    routing: RoutingSettings
+    seed: int
+    rows: tuple[TraceRow, ...] | None = None
+    """Of the trace that the workload replays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of a run."""
+
+    summary: Summary
+    phases: dict[str, Summary]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All runs of a scenario: by policy, in the order of the seeds."""
+
+    scenario: Scenario
+    results: dict[str, list[Result]]
+
+    def summaries(self) -> dict[str, list[Summary]]:
+        """The runs as a whole."""
+        return {policy: [result.summary for result in results] for policy, results in self.results.items()}
+
+    def phases(self) -> dict[str, dict[str, list[Summary]]]:
+        """The runs' phases: by phase, by policy."""
+        names = next(iter(self.results.values()))[0].phases
+        return {
+            name: {policy: [result.phases[name] for result in results] for policy, results in self.results.items()}
+            for name in names
+        }
+
+    def json(self) -> bytes:
+        """Everything, for a program."""
+        found: dict[str, object] = {
+            "scenario": self.scenario.model_dump(mode="json"),
+            "whole": as_json(self.summaries()),
+            "phases": {name: as_json(phase) for name, phase in self.phases().items()},
+        }
+        return orjson.dumps(found, option=orjson.OPT_INDENT_2)
+
+    def markdown(self) -> bytes:
+        """The tables, for a document: the whole, then each phase if there are several."""
+        phases = self.phases()
+        parts = [markdown(self.summaries())]
+        if len(phases) > 1:
+            parts += [f"\n{name}\n\n{markdown(phase)}" for name, phase in phases.items()]
+        return "".join(parts).encode()
+
+    def plot(self, form: str) -> bytes:
+        """A picture. Raises ImportError without the extra `plots`."""
+        found = {policy: [result.phases for result in results] for policy, results in self.results.items()}
+        return plots.plot(found, title=self.scenario.workload.name, form=form)
+
+
+def unusable(*, scenario: str | None, processes: int, plot: str | None) -> str | None:
+    """What is wrong with the command's arguments; None = nothing. `plot`: the form of the picture, if one is wanted."""
+    if scenario is None:
+        return "name a scenario file, or say --list; docs/simulator.md has an example"
+    if processes < 1:
+        return f"--processes must be at least 1, got {processes}"
+    if plot is not None and plot not in plots.FORMS:
+        return f"--plot must end in {', '.join(f'.{form}' for form in plots.FORMS)}"
+    if plot is not None and not plots.can_plot():
+        return "--plot needs matplotlib: pip install 'lbproxy[plots]'"
+    return None
+
+
+# Running
+
+
+def runs_of(scenario: Scenario, *, source: str, trace: Iterable[str] | None = None) -> list[Run]:
+    """Every policy with every seed. `trace`: the lines of the scenario's trace. Raises ConfigError."""
+    workload = scenario.workload
+    try:
+        checked(workload.name, workload.parameters)
+    except UnknownWorkload as error:
+        key = "parameters." if workload.name in WORKLOADS else "name: "
+        raise ConfigError(source, [f"workload.{key}{error}"]) from None
+    rows = None
+    if trace is not None:
+        if not takes_trace(workload.name):
+            raise ConfigError(source, [f"workload.trace: {workload.name} replays none"])
+        try:
+            rows = tuple(_TRACE_READERS[workload.name](trace))
+        except TraceError as error:
+            raise ConfigError(source, [f"workload.trace: {error}"]) from None
+    seeds = range(1, scenario.seeds + 1)
+    return [Run(scenario, routing, seed, rows) for routing in scenario.policies for seed in seeds]
+
+
+def simulate(run: Run) -> Result:
+    """One simulation, from begin to end. Deterministic."""
+    served = serve(run)
+    servers = sum(group.count for group in run.scenario.fleet)
+    return Result(summarise(served, servers), by_phase(served, servers))
+
+
+def serve(run: Run) -> list[Served]:
+    """What became of each job of a run."""
+    scenario = run.scenario
+    options = fleet_options(scenario, run.routing)
+    workload = make_workload(scenario.workload.name, scenario.workload.parameters, seed=run.seed, rows=run.rows)
+
+    def make_balancer(rng: random.Random) -> Replica:
+        return Replica(
+            make_policy(run.routing, rng),
+            admission=scenario.admission,
+            health=HealthSettings(),
+            scrape=ScrapeSettings(interval=scenario.scrape_interval or 0.2),
+            retry=RetrySettings(),
+            rng=rng,
+        )
+
+    return Fleet(options, workload, make_balancer, seed=run.seed).run()
+
+
+def fleet_options(scenario: Scenario, routing: RoutingSettings) -> FleetOptions:
+    """A scenario's fleet, in the simulation's own words."""
+    block_bytes = make_policy(routing).block_bytes
+    adapters = workload_parameters(scenario.workload.name).get("adapters", 0)
+    servers = []
+    for group in scenario.fleet:
+        preset = PRESETS[group.preset]
+        preset = replace(
+            preset,
+            kv_tokens=group.kv_tokens or preset.kv_tokens,
+            max_model_len=group.max_model_len or preset.max_model_len,
+            max_loras=group.max_loras,
+        )
+        servers += [Server(preset, group.speed)] * group.count
+    return FleetOptions(
+        servers=tuple(servers),
+        faults=tuple(
+            Fault(server=fault.server, from_s=fault.at, until_s=fault.at + fault.lasts, speed=fault.speed)
+            for fault in scenario.faults
+        ),
+        adapters=tuple(adapter_names(int(scenario.workload.parameters.get("adapters", adapters)))),
+        scrape_interval_s=scenario.scrape_interval,
+        scrape_delay_s=scenario.scrape_delay,
+        network_s=scenario.network_delay,
+        stream_share=scenario.stream_share,
+        size_error=scenario.size_error,
+        block_tokens=0 if block_bytes is None else block_bytes // TOKEN_BYTES,
+        balancers=scenario.balancers,
+        exchange_s=scenario.exchange_delay,
+    )
+
+
+def run_all(runs: Sequence[Run], *, processes: int, on_done: Callable[[], None]) -> list[Result]:
+    """All runs, in that order; `on_done` is called after each. With one process, in this one."""
+    if processes == 1 or len(runs) == 1:
+        results = []
+        for run in runs:
+            results.append(simulate(run))
+            on_done()
+        return results
+    # Not forked: a fork copies whatever threads of this process hold locked.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(processes, len(runs)), mp_context=context) as pool:
+        futures = [pool.submit(simulate, run) for run in runs]
+        try:
+            for future in as_completed(futures):
+                future.result()
+                on_done()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        return [future.result() for future in futures]
+
+
+def compare(runs: Sequence[Run], *, processes: int, console: Console) -> Comparison:
+    """Run a scenario's runs under a progress bar."""
+    columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(runs))
+        results = run_all(runs, processes=processes, on_done=lambda: progress.advance(task))
+    by_policy: dict[str, list[Result]] = {}
+    for run, result in zip(runs, results, strict=True):
+        by_policy.setdefault(label(run.routing), []).append(result)
+    return Comparison(runs[0].scenario, by_policy)
+
+
+def label(routing: RoutingSettings) -> str:
+    """What a table calls a policy: its name, and what of it is not the default."""
+    others = routing.model_dump(exclude_defaults=True, exclude={"policy"})
+    return " ".join([routing.policy, *(f"{key}={value}" for key, value in others.items())])
+
+
+# Showing
+
+
+SHOWN = (
+    "ttft_mean",
+    "ttft_p90",
+    "ttft_p99",
+    "e2e_mean",
+    "tpot_mean",
+    "output_tokens_s",
+    "goodput",
+    "hit_ratio",
+    "failed",
+)
+"""What fits on a terminal; `--json` and `--markdown` have all."""
+
+
+def show(comparison: Comparison, console: Console) -> None:
+    """A line for each policy, and how it differs from the first."""
+    scenario = comparison.scenario
+    servers = sum(group.count for group in scenario.fleet)
+    seeds = "1 seed" if scenario.seeds == 1 else f"mean of {scenario.seeds} seeds"
+    summaries = comparison.summaries()
+    table = Table(
+        box=box.SIMPLE_HEAD, title=f"{scenario.workload.name}, {servers} servers, {seeds}", title_justify="left"
+    )
+    for number, heading in enumerate(headings(SHOWN)):
+        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    for policy, runs in summaries.items():
+        table.add_row(*cells(policy, runs, SHOWN))
+    console.print(table)
+    first, base = next(iter(summaries.items()))
+    for policy, runs in list(summaries.items())[1:]:
+        changes = ", ".join(
+            f"{name} {_change(paired(runs, base, figure))}"
+            for name, figure in (("TTFT", "ttft_mean"), ("E2E", "e2e_mean"), ("tokens/s", "output_tokens_s"))
+        )
+        console.print(f"{policy} against {first}: {changes}", soft_wrap=True)
+
+
+def _change(found: Estimate) -> str:
+    """In percent, with its interval if there is one."""
+    if found.low == found.high:
+        return f"{found.mean:+.1%}"
+    return f"{found.mean:+.1%} ({found.low:+.1%} to {found.high:+.1%})"
+
+
+def show_workloads(console: Console) -> None:
+    """The workloads and their parameters with defaults."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("workload", "what", "parameters and defaults"):
+        table.add_column(heading, overflow="fold")
+    for name, make in WORKLOADS.items():
+        about = " ".join((make.__doc__ or "").partition("\n\n")[0].split())
+        parameters = ", ".join(f"{key} {value:g}" for key, value in workload_parameters(name).items())
+        table.add_row(name, about, parameters)
+    console.print(table)

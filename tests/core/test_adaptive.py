@@ -1,0 +1,275 @@
+"""The adaptive price, term by term, with numbers that can be checked by hand.
+
+A new pool believes: .1 ms a token, 40 ms fixed, 200 tokens of answer, 30 % of prompts cached, 4 bytes a token, gaps of
+15 ms + .0001 ms a token; caches of 2 million tokens.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lbproxy.core.adaptive import Adaptive
+from lbproxy.core.estimate import PoolModel
+from lbproxy.core.lora import AdapterTable
+from lbproxy.core.pricing import Plan, Prices
+from lbproxy.core.types import Endpoint, EndpointState, EndpointUid, InferenceRequest, LoadMetrics
+
+BASE, DECODE = 40.0, 0.15 * 200 * 15.0
+
+
+def pool_of(count: int) -> tuple[PoolModel, list[EndpointState]]:
+    pool = PoolModel(1024)
+    states = []
+    for n in range(count):
+        state = EndpointState(Endpoint(uid=EndpointUid(n + 1), name=f"e{n}", base_url=f"http://10.0.0.{n}:8000"))
+        state.load = pool.join()
+        state.load.gap_per_token_ms = 0.0  # so that decode is the same everywhere, but where a test wants it
+        states.append(state)
+    return pool, states
+
+
+def prompt(tokens: int, keys: list[int] | None = None, model: str = "m") -> InferenceRequest:
+    return InferenceRequest("r", model, True, 4 * tokens, 4 * tokens, keys or [])
+
+
+def price(
+    request: InferenceRequest, states: list[EndpointState], *, now: float = 0.0, plan: Plan | None = None
+) -> Prices:
+    return Adaptive().price(request, states, plan=plan, now=now)
+
+
+def decoding(state: EndpointState, streams: int, tokens: int = 1) -> None:
+    """So many streams there, beyond their first byte."""
+    for _ in range(streams):
+        load = state.load
+        load.first_byte(load.place(prompt(tokens), 0.0), 0.0)
+
+
+def test_an_idle_endpoint_costs_its_own_time() -> None:
+    _, states = pool_of(1)
+    prices = price(prompt(2000), states)
+    assert prices.costs == pytest.approx([BASE + 200.0 + DECODE])
+    assert (prices.waits_ms, prices.uncached_tokens) == ([0.0], [2000.0])
+
+
+def test_what_is_cached_need_not_be_computed() -> None:
+    _, (warm, cold) = pool_of(2)
+    warm.load.end(warm.load.place(prompt(1024, [1, 2, 3, 4]), 0.0), None, 0.0)
+    warm.load.pool.hit_ratio = 0.0
+    prices = price(prompt(1536, [1, 2, 3, 4, 5, 6]), [warm, cold])
+    assert prices.uncached_tokens == [512.0, 1536.0]
+    assert prices.costs[1] - prices.costs[0] == pytest.approx(102.4)
+
+
+def test_a_prompt_that_is_cached_whole_still_costs_a_token() -> None:
+    _, (warm,) = pool_of(1)
+    warm.load.place(prompt(1024, [1, 2, 3, 4]), 0.0)
+    assert price(prompt(1024, [1, 2, 3, 4]), [warm]).uncached_tokens == [1.0]
+
+
+def test_queued_prefills_are_waited_for() -> None:
+    _, (busy, idle) = pool_of(2)
+    busy.load.place(prompt(3000), 0.0)
+    prices = price(prompt(10), [busy, idle])
+    assert prices.waits_ms == [300.0, 0.0]
+    assert price(prompt(10), [busy, idle], now=0.1).waits_ms == pytest.approx([200.0, 0.0])
+    assert price(prompt(10), [busy, idle], plan=[50.0, 7000.0]).waits_ms == pytest.approx([305.0, 700.0])
+
+
+def test_a_prefill_holds_up_the_streams_there() -> None:
+    pool, (quiet, streaming) = pool_of(2)
+    pool.hit_ratio = 0.0
+    decoding(streaming, 5)
+    prices = price(prompt(1000), [quiet, streaming])
+    assert prices.costs[1] - prices.costs[0] == pytest.approx(0.3 * 5 * 100.0)
+
+
+def test_decode_is_dearer_where_more_context_is_read() -> None:
+    """.15 * 200 * [.0001 * (C + P) + D * .0001 * P], with C = 6 * 5,000 and P = 1,000."""
+    pool, (one, two) = pool_of(2)
+    pool.hit_ratio = 0.0
+    two.load.gap_per_token_ms = one.load.gap_per_token_ms = 1e-4
+    decoding(two, 6, 5000)
+    prices = price(prompt(1000), [one, two])
+    stall = 0.3 * 6 * 100.0
+    assert prices.costs[0] == pytest.approx(BASE + 100.0 + DECODE + 30 * 1e-4 * 1000)
+    assert prices.costs[1] - prices.costs[0] - stall == pytest.approx(30 * 1e-4 * (30_000 + 6 * 1000))
+
+
+def test_space_is_dearer_where_the_cache_is_full() -> None:
+    """20 * .3 * fill * prefill * (1 + .3 * mean in flight)."""
+    pool, (empty, full) = pool_of(2)
+    for state in (empty, full):
+        state.load.capacity_tokens = 102_400.0
+    full.load.end(full.load.place(prompt(51_200, list(range(200))), 0.0), None, 0.0)
+    pool.hit_ratio = 0.3
+    prices = price(prompt(1000), [empty, full])
+    assert prices.costs[1] - prices.costs[0] == pytest.approx(20 * 0.3 * 0.5 * 100.0)
+    decoding(empty, 4)
+    pool.hit_ratio = 0.3
+    prices = price(prompt(1000), [empty, full])
+    assert prices.costs[1] - (BASE + 100.0 + DECODE) == pytest.approx(20 * 0.3 * 0.5 * 100.0 * (1 + 0.3 * 2))
+
+
+def test_a_request_that_does_not_fit_waits_for_space() -> None:
+    """Over by 1,000 pinned + 200 still to come + 1,024 new + 200 - 2,000 tokens, at .2 * 1 / 15 a millisecond."""
+    pool, (full,) = pool_of(1)
+    pool.hit_ratio = 0.0
+    full.load.capacity_tokens = 2000.0
+    full.load.first_byte(full.load.place(prompt(1024, [1, 2, 3, 4]), 0.0), 0.0)
+    pool.hit_ratio = 0.0
+    request = prompt(1024, [5, 6, 7, 8])
+    own = BASE + 102.4 * 1.3 + DECODE
+    over = 1024 + 200 + 1024 + 200 - 2000
+    assert price(request, [full]).costs == pytest.approx([own + over / 0.05])
+    full.load.end(full.load.place(prompt(16), 0.0), None, 0.0)
+    full.load._freed = 15_000.0  # one token a millisecond
+    assert price(request, [full]).costs[0] == pytest.approx(own + over / 1.0, rel=0.01)
+
+
+def test_the_wait_for_space_is_a_minute_at_most() -> None:
+    pool, (full,) = pool_of(1)
+    pool.hit_ratio = 0.0
+    full.load.capacity_tokens = 16.0
+    assert price(prompt(100_000, list(range(390))), [full]).costs == pytest.approx([BASE + 10_000 + DECODE + 60_000])
+
+
+def test_a_slow_endpoint_costs_its_own_speed() -> None:
+    _, (slow, fast) = pool_of(2)
+    slow.load.speed = 4.0
+    for state in (slow, fast):
+        state.load.place(prompt(1000), 0.0)
+    prices = price(prompt(500), [slow, fast])
+    assert prices.waits_ms == [400.0, 100.0]
+
+
+def test_what_others_do_there_counts_while_it_is_fresh() -> None:
+    pool, (shared, own) = pool_of(2)
+    pool.hit_ratio = 0.0
+    said = LoadMetrics(scraped_at=0.0, waiting=4.0, running=6.0)
+    for _ in range(2):
+        shared.load.scraped(said, others=10.0, awaiting=0, fresh_until=2.0)
+    prices = price(prompt(1000), [shared, own], now=1.0)
+    assert prices.waits_ms == [4 * 50.0, 0.0]
+    assert prices.costs[0] - prices.costs[1] == pytest.approx(200.0 + 0.3 * 10 * 100.0)
+    assert price(prompt(1000), [shared, own], now=3.0).waits_ms == [0.0, 0.0]
+
+
+def test_requests_that_do_not_stream_leave_the_queue_by_themselves() -> None:
+    _, (state,) = pool_of(1)
+    state.load.place(prompt(1000)._replace(stream=False), 0.0)
+    assert price(prompt(1), [state], now=0.13).waits_ms == [0.0]
+    assert state.load.pending, "not yet due: 140 ms"
+    assert price(prompt(1), [state], now=0.15).waits_ms == [0.0]
+    assert not state.load.pending
+
+
+def test_a_request_that_cannot_be_read_goes_where_least_is_going_on() -> None:
+    pool, (busy, idle) = pool_of(2)
+    decoding(busy, 3)
+    costs = price(InferenceRequest("r", None, False, 10**6), [busy, idle]).costs
+    assert costs[1] < costs[0]
+    assert pool.hit_ratio > 0
+
+
+def test_the_price_of_a_random_state_is_the_formula() -> None:
+    """Written once more, as the specification has it."""
+    rng = random.Random(7)
+    pool, states = pool_of(6)
+    for state in states:
+        state.load.capacity_tokens = 40_000.0
+        state.load.gap_per_token_ms = rng.uniform(0, 1e-3)
+        state.load.speed = rng.choice([1.0, 2.0, 0.5])
+        for n in range(rng.randrange(9)):
+            placement = state.load.place(prompt(rng.randrange(300, 4000), [n, n + 1, n + 2]), 0.0)
+            if rng.random() < 0.7:
+                state.load.first_byte(placement, 0.01)
+                state.load.progress(placement, rng.randrange(400), 0.02)
+    now, request = 0.03, prompt(2000, [1, 2, 3, 4, 5, 6, 7])
+    mean = sum(state.load.in_flight for state in states) / len(states)
+    block = 1024 / pool.bytes_per_token
+    prices = price(request, states, now=now)
+    for state, cost in zip(states, prices.costs, strict=True):
+        e, output, d = state.load, pool.output_tokens, state.load.in_flight
+        matched = pool.index.match(request.block_keys)[e.slot] * block
+        rate = pool.token_ms * e.speed
+        prefill = max(1.0, 2000 - matched) * rate
+        backlog = max(0.0, e.pending_tokens - min(1000 * (now - e.since_at) / rate, e.head_tokens))
+        fill = (e.cache.size * block + e.live_tokens) / e.capacity_tokens
+        context = e.context_tokens
+        g = e.live_tokens / max(1, d)
+        over = e.cache.pinned * block + d * max(g, output - g) + 7 * block - matched + output - e.capacity_tokens
+        space = 0.0
+        if over > 0:
+            space = min(60_000, over / max(e.freed_per_ms(now), 0.2 * d / max(5.0, e.mean_gap_ms), 0.05))
+        expected = (
+            (e.base_ms + backlog * rate + prefill)
+            + 0.3 * d * prefill
+            + 0.15 * output * (e.gap_ms + e.gap_per_token_ms * (context + 2000 + d * 2000))
+            + 20 * pool.hit_ratio * fill * prefill * (1 + 0.3 * mean)
+            + space
+        )
+        assert cost == pytest.approx(expected)
+
+
+# --- Adapters ---------------------------------------------------------------------------------------------------------
+
+
+def lora_price(table: AdapterTable, adapter: str, in_flight: float = 0.0) -> float:
+    return table.price_ms(adapter, load_ms=60.0, in_flight=in_flight, answer_ms=1000.0)
+
+
+def test_an_adapter_costs_its_load_once() -> None:
+    table = AdapterTable()
+    assert lora_price(table, "a", in_flight=10) == 60.0 * 4
+    assert table.placed("a"), "it had to be loaded"
+    assert lora_price(table, "a") == 0.0
+    table.closed("a")
+    assert lora_price(table, "a") == 0.0, "idle, but among the last used"
+    assert not table.placed("a")
+    table.closed("a")
+    for other in "bcde":
+        table.placed(other)
+        table.closed(other)
+    assert lora_price(table, "a") == 60.0, "four others since"
+
+
+def test_an_adapter_that_finds_no_slot_waits_for_half_an_answer_and_more() -> None:
+    table = AdapterTable()
+    table.report((), slots=2)
+    for adapter in ("a", "a", "a", "b", "b"):
+        table.placed(adapter)
+    assert lora_price(table, "c") == pytest.approx(500 * (1 + 1.0986), rel=1e-3)
+    assert lora_price(table, "a") == 0.0
+    table.closed("b")
+    table.closed("b")
+    assert lora_price(table, "c") == 60.0
+
+
+def test_scraped_residency_adds_what_others_use() -> None:
+    table = AdapterTable()
+    table.report(["x", "y"], slots=2)
+    assert lora_price(table, "x") == 0.0
+    assert lora_price(table, "z") == pytest.approx(500 * (1 + 0.6931), rel=1e-3)
+    table.forget()
+    assert lora_price(table, "x") == 60.0
+
+
+def test_only_requests_for_adapters_pay_for_them() -> None:
+    pool, states = pool_of(2)
+    pool.adapters = frozenset(["lora"])
+    states[0].load.place(prompt(1, model="lora"), 0.0)
+    states[0].load.in_flight = 0
+    with_base, with_lora = price(prompt(100), states).costs, price(prompt(100, model="lora"), states).costs
+    assert [lora - base for lora, base in zip(with_lora, with_base, strict=True)] == pytest.approx([0.0, 60.0])
+
+
+def test_memory_of_adapters_is_bounded() -> None:
+    table = AdapterTable()
+    for n in range(1000):
+        table.placed(str(n))
+        table.closed(str(n))
+    assert len(table._recent) == 256
+    assert not table._active

@@ -1,0 +1,369 @@
+"""What a LoadModel counts and what it learns, from calls alone."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from lbproxy.core.estimate import FREED_S, LoadModel, Placement, PoolModel
+from lbproxy.core.types import InferenceRequest, LoadMetrics, Usage
+
+KIB = 1024
+
+
+def prompt(tokens: int, keys: list[int] | None = None, *, stream: bool = True) -> InferenceRequest:
+    """A prompt of so many tokens, at the four bytes each that a new pool believes in."""
+    return InferenceRequest("r", "m", stream, 4 * tokens, 4 * tokens, keys or [])
+
+
+def scrape(load: LoadModel, *, others: float | None = None, awaiting: int = 0, **said: float | int) -> None:
+    metrics = LoadMetrics(scraped_at=0.0, **said)  # type: ignore[arg-type]
+    load.scraped(metrics, others=others, awaiting=awaiting, fresh_until=100.0)
+
+
+# --- Bookkeeping ------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_is_counted_from_placement_to_end() -> None:
+    load = PoolModel(KIB).join()
+    one = load.place(prompt(1024, [1, 2, 3, 4]), 1.0)
+    two = load.place(prompt(1536, [1, 2, 3, 4, 5, 6]), 1.0)
+    assert (one.uncached, two.uncached) == (1024.0, 512.0), "the second finds the first's blocks"
+    assert (load.in_flight, load.pending_tokens, load.head_tokens) == (2, 1536.0, 1024.0)
+    assert (load.context_tokens, load.cache.pinned) == (2560.0, 6)
+    load.first_byte(one, 1.1)
+    assert (load.pending_tokens, load.head_tokens, load.since_at) == (512.0, 512.0, 1.1)
+    load.progress(one, 20, 1.5)
+    assert (load.context_tokens, load.live_tokens) == (2580.0, 20.0)
+    load.end(one, None, 2.0)
+    load.end(one, None, 2.0)
+    assert (load.in_flight, load.context_tokens, load.live_tokens) == (1, 1536.0, 0.0)
+    load.end(two, None, 2.0)
+    assert (load.in_flight, load.pending_tokens, load.context_tokens, load.cache.pinned) == (0, 0.0, 0.0, 0)
+    assert load.cache.size == 6, "and stays cached"
+
+
+def test_the_backlog_shrinks_while_the_first_of_it_is_prefilled() -> None:
+    """At .1 ms a token: 100 ms for the head, and no more than that until its first byte comes."""
+    load = PoolModel(KIB).join()
+    load.place(prompt(1000), 1.0)
+    load.place(prompt(2000), 1.0)
+    assert load.backlog_tokens(1.0) == 3000.0
+    assert load.backlog_tokens(1.05) == pytest.approx(2500.0)
+    assert load.backlog_tokens(9.0) == 2000.0
+    assert load.wait_ms(1.05) == pytest.approx(250.0)
+
+
+def test_a_request_that_does_not_stream_is_prefilled_when_it_should_be() -> None:
+    """It shows no first byte, and must not look like queued work until its end."""
+    load = PoolModel(KIB).join()
+    one = load.place(prompt(1000, stream=False), 0.0)  # 40 + 100 ms
+    two = load.place(prompt(1000, stream=False), 0.0)  # 40 + 200 ms
+    assert [one.due_at, two.due_at] == pytest.approx([0.14, 0.24])
+    assert load.backlog_tokens(0.15) == pytest.approx(900.0), "since its predicted time the second is on"
+    assert load.backlog_tokens(0.25) == 0.0
+    assert (load.in_flight, load.pending) == (2, {})
+    load.first_byte(one, 3.0)
+    load.end(one, Usage(1000, None, 300), 3.0)
+    assert load.in_flight == 1
+    assert load.pool.output_tokens == pytest.approx(200 + 0.02 * 100)
+    assert (load.pool.token_ms, load.base_ms) == (0.1, 40.0), "it is no sample"
+
+
+def test_a_stream_that_begins_proves_that_what_came_before_is_prefilled() -> None:
+    load = PoolModel(KIB).join()
+    silent = load.place(prompt(50_000, stream=False), 0.0)
+    stream = load.place(prompt(1000), 0.0)
+    later = load.place(prompt(70_000, stream=False), 0.0)
+    load.first_byte(stream, 0.5)
+    assert list(load.pending) == [later]
+    load.end(silent, None, 1.0)
+    load.end(stream, None, 1.0)
+    load.end(later, None, 1.0)
+    assert (load.in_flight, load.pending_tokens) == (0, 0.0)
+
+
+def test_a_request_that_is_given_up_leaves_the_queue_and_the_clock() -> None:
+    """Only if it was the one being prefilled does the next one begin now."""
+    load = PoolModel(KIB).join()
+    one, two, three = (load.place(prompt(1000), 0.0) for _ in range(3))
+    load.end(two, None, 0.05)
+    assert (load.pending_tokens, load.since_at) == (2000.0, 0.0)
+    load.end(one, None, 0.06)
+    assert (load.pending_tokens, load.since_at, load.head_tokens) == (1000.0, 0.06, 1000.0)
+    load.first_byte(one, 0.07)
+    load.progress(one, 5, 0.08)
+    assert load.context_tokens == 1000.0, "what comes late counts no more"
+    load.end(three, None, 0.1)
+
+
+def test_the_cache_is_cut_to_what_the_engine_has_room_for() -> None:
+    load = PoolModel(KIB).join()
+    scrape(load, kv_blocks=128, block_size_tokens=16)  # 2,048 tokens, 8 blocks of ours
+    for first in range(0, 40, 4):
+        load.end(load.place(prompt(1024, list(range(first, first + 4))), 1.0), None, 1.1)
+    assert load.cache.size == 8
+    held = load.place(prompt(1024, [100, 101, 102, 103]), 2.0)
+    load.progress(held, 600, 3.0)
+    other = load.place(prompt(256, [200]), 3.0)
+    assert load.cache.size == 5, "streamed tokens take room too: (2048 - 600) / 256"
+    load.end(held, None, 4.0)
+    load.end(other, None, 4.0)
+
+
+def test_an_endpoint_that_left_or_restarted_takes_its_cache_along() -> None:
+    pool = PoolModel(KIB)
+    one, two = pool.join(), pool.join()
+    running = one.place(prompt(512, [1, 2]), 0.0)
+    kept = two.place(prompt(512, [1, 2]), 0.0)
+    one.restarted()
+    assert pool.index.match([1, 2]) == [0, 2]
+    fresh = one.place(prompt(512, [1, 2]), 1.0)
+    one.end(running, None, 2.0)
+    assert pool.index.match([1, 2]) == [2, 2]
+    assert one.cache.pinned == 2, "the old request's pins are not the new one's"
+    pool.leave(two)
+    assert pool.index.match([1, 2])[one.slot] == 2
+    two.end(kept, None, 3.0)
+    one.end(fresh, None, 3.0)
+    assert pool.index.entries == 2
+
+
+def test_another_start_time_is_a_restart() -> None:
+    load = PoolModel(KIB).join()
+    load.end(load.place(prompt(512, [1, 2]), 0.0), None, 0.0)
+    for started_at, left in ((5.0, 2), (5.0, 2), (6.0, 0)):
+        scrape(load, started_at=started_at)
+        assert load.cache.size == left
+    load.end(load.place(prompt(512, [1, 2]), 0.0), None, 0.0)
+    scrape(load)
+    assert load.cache.size == 2, "not said is not changed"
+
+
+def test_others_load_counts_when_two_scrapes_say_so() -> None:
+    """A gauge lags behind our own count by a step or two, which must not look like somebody else."""
+    load = PoolModel(KIB).join()
+    scrape(load, others=9.0, waiting=6.0, awaiting=2)
+    assert load.others == 0.0
+    scrape(load, others=8.0, waiting=6.0, awaiting=2)
+    assert (load.others, load.others_tokens) == (8.0, 4 * 500.0)
+    assert load.backlog_tokens(50.0) == 2000.0
+    assert load.backlog_tokens(101.0) == 0.0, "stale"
+    scrape(load, others=1.0, waiting=0.0)
+    scrape(load, others=1.0, waiting=0.0)
+    assert (load.others, load.others_tokens) == (0.0, 0.0), "too little to be believed"
+
+
+def test_freed_space_is_a_rate_that_is_forgotten() -> None:
+    load = PoolModel(KIB).join()
+    placement = load.place(prompt(512, [1, 2]), 0.0)
+    load.progress(placement, 88, 1.0)
+    load.end(placement, None, 10.0)
+    assert load.freed_per_ms(10.0) == pytest.approx(600 / 15_000)
+    assert load.freed_per_ms(10.0 + FREED_S) == pytest.approx(600 / 15_000 / math.e)
+
+
+# --- Learning ---------------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """An engine of one line: prefills one after the other at a rate, and gaps that grow with the context."""
+
+    def __init__(self, load: LoadModel, *, token_ms: float, base_ms: float, rng: random.Random) -> None:
+        self.load, self.token_ms, self.base_ms, self.rng = load, token_ms, base_ms, rng
+        self.now = 0.0
+
+    def serve(self, tokens: int, *, noise: float = 0.15) -> Placement:
+        """One request to its first byte; the size is wrong by up to `noise`."""
+        believed = int(tokens * self.rng.uniform(1 - noise, 1 + noise))
+        placement = self.load.place(prompt(believed), self.now)
+        self.now += (self.base_ms + tokens * self.token_ms) / 1000.0
+        self.load.first_byte(placement, self.now)
+        return placement
+
+
+def test_speed_and_fixed_time_are_learned() -> None:
+    """Within 15 % for the rate although every size is wrong by as much."""
+    load = PoolModel(KIB).join()
+    server = Server(load, token_ms=0.054, base_ms=20.0, rng=random.Random(1))
+    for _ in range(400):
+        for tokens in (100, 3000):
+            load.end(server.serve(tokens), None, server.now + 0.1)
+            server.now += 1.0
+    rate = load.pool.token_ms * load.speed
+    assert rate == pytest.approx(0.054, rel=0.15)
+    assert load.base_ms == pytest.approx(22.0, rel=0.35)
+
+
+def test_a_slow_endpoint_is_told_from_the_pool() -> None:
+    pool = PoolModel(KIB)
+    rng = random.Random(2)
+    servers = [Server(pool.join(), token_ms=rate, base_ms=20.0, rng=rng) for rate in (0.05, 0.05, 0.05, 0.2)]
+    for _ in range(600):
+        for server in servers:
+            server.load.end(server.serve(4000), None, server.now)
+            server.now += 1.0
+    rates = [pool.token_ms * server.load.speed for server in servers]
+    assert rates[3] == pytest.approx(0.2, rel=0.3)
+    assert rates[:3] == pytest.approx([0.05] * 3, rel=0.1)
+
+
+def test_endpoints_that_differ_by_noise_alone_count_as_equal() -> None:
+    """Otherwise the noise of the estimate would choose."""
+    pool = PoolModel(KIB)
+    rng = random.Random(3)
+    servers = [Server(pool.join(), token_ms=0.05, base_ms=20.0, rng=rng) for _ in range(3)]
+    for _ in range(300):
+        for server in servers:
+            server.load.end(server.serve(4000), None, server.now)
+            server.now += 1.0
+    assert [server.load.speed for server in servers] == [1.0] * 3
+
+
+def test_a_batch_of_first_bytes_is_one_sample() -> None:
+    """Four prefills in one step take the time of their sum."""
+    one, two = PoolModel(KIB).join(), PoolModel(KIB).join()
+    batch = [one.place(prompt(1000), 0.0) for _ in range(4)]
+    for n, placement in enumerate(batch):
+        one.first_byte(placement, 0.3 + n * 0.0002)
+    whole = two.place(prompt(4000), 0.0)
+    two.first_byte(whole, 0.3)
+    for load, placement in ((one, batch[0]), (two, whole)):
+        load.progress(placement, 1, 1.0)
+    assert one.pool.token_ms == pytest.approx(two.pool.token_ms)
+    expected = math.log((300 - 20) / (0.1 * 4000))
+    assert one.pool.token_ms == pytest.approx(0.1 * math.exp(0.2 * expected))
+
+
+def test_one_odd_sample_moves_little() -> None:
+    load = PoolModel(KIB).join()
+    server = Server(load, token_ms=0.1, base_ms=40.0, rng=random.Random(3))
+    stuck = load.place(prompt(2000), server.now)
+    load.first_byte(stuck, server.now + 600.0)
+    load.end(stuck, None, server.now + 601.0)
+    assert load.pool.token_ms == pytest.approx(0.1 * math.exp(0.14))
+
+
+def test_a_prompt_that_nobody_could_read_teaches_nothing() -> None:
+    load = PoolModel(KIB).join()
+    placement = load.place(InferenceRequest("r", "m", True, 5000), 0.0)
+    load.first_byte(placement, 30.0)
+    load.end(placement, None, 31.0)
+    pool = load.pool
+    assert (load.base_ms, pool.token_ms, pool.hit_ratio, pool.output_tokens) == (40.0, 0.1, 0.3, 200.0)
+
+
+def test_gaps_are_learned_as_a_line_over_the_context() -> None:
+    """Gap = 15 ms + 0.0001 ms a token, with noise."""
+    load = PoolModel(KIB).join()
+    rng = random.Random(4)
+    now = 0.0
+    for _ in range(300):
+        streams = [load.place(prompt(rng.randrange(1000, 60_000)), now) for _ in range(rng.randrange(1, 8))]
+        for stream in streams:
+            load.first_byte(stream, now)
+        for _ in range(10):
+            gap_ms = (15.0 + 1e-4 * load.context_tokens) * rng.lognormvariate(0, 0.03)
+            now += 10 * gap_ms / 1000
+            for stream in streams:
+                load.progress(stream, 10, now)
+        for stream in streams:
+            load.end(stream, None, now)
+    assert load.gap_per_token_ms == pytest.approx(1e-4, rel=0.15)
+    assert load.gap_ms == pytest.approx(15.0, rel=0.1)
+
+
+def test_a_gap_with_a_prefill_queued_is_no_gap() -> None:
+    load = PoolModel(KIB).join()
+    stream = load.place(prompt(1000), 0.0)
+    load.first_byte(stream, 0.1)
+    load.progress(stream, 1, 0.1)
+    before = load.mean_gap_ms
+    other = load.place(prompt(9000), 0.2)
+    load.progress(stream, 1, 1.0)
+    assert load.mean_gap_ms == before
+    load.first_byte(other, 1.1)
+    load.progress(stream, 10, 1.2)
+    assert load.mean_gap_ms == pytest.approx(20.0)
+
+
+def test_one_gap_in_five_is_looked_at() -> None:
+    load = PoolModel(KIB).join()
+    stream = load.place(prompt(1000), 0.0)
+    load.first_byte(stream, 0.1)
+    load.progress(stream, 1, 0.2)
+    for n in range(10):
+        load.progress(stream, 1, 0.2 + 0.01 * (n + 1) if n % 5 == 0 else 0.2 + 0.01 * (n + 1) + 0.005)
+    assert load.mean_gap_ms == pytest.approx((10.0 + 5.0) / 2)
+
+
+def test_a_new_endpoint_starts_from_what_others_learned() -> None:
+    pool = PoolModel(KIB)
+    load = pool.join()
+    stream = load.place(prompt(1000), 0.0)
+    load.first_byte(stream, 0.1)
+    load.progress(stream, 1, 0.2)
+    load.progress(stream, 10, 0.5)
+    assert pool.join().gap_ms == load.gap_ms != PoolModel(KIB).join().gap_ms
+
+
+def test_bytes_per_token_come_from_usage() -> None:
+    pool = PoolModel(KIB)
+    load = pool.join()
+    for _ in range(300):
+        load.end(load.place(prompt(3000), 0.0), Usage(prompt_tokens=4000, completion_tokens=50), 1.0)
+    assert pool.bytes_per_token == pytest.approx(3.0, rel=0.02)
+    assert pool.output_tokens == pytest.approx(50.0, rel=0.02)
+    for tokens in (1, 10**9, 0, None):
+        load.end(load.place(prompt(3000), 0.0), Usage(prompt_tokens=tokens), 1.0)
+    assert pool.bytes_per_token == pytest.approx(3.0, rel=0.02), "impossible counts are not believed"
+
+
+def test_the_first_use_of_an_adapter_teaches_its_load_and_nothing_else() -> None:
+    pool = PoolModel(KIB)
+    pool.adapters = frozenset(["lora"])
+    load = pool.join()
+    for _ in range(60):
+        load.adapters.forget()
+        placement = load.place(InferenceRequest("r", "lora", True, 8000, 8000), 0.0)
+        load.first_byte(placement, 0.04 + 0.2 + 0.5)
+        load.end(placement, None, 1.0)
+    assert pool.load_ms == pytest.approx(500.0, rel=0.06)
+    assert (pool.token_ms, load.base_ms) == (0.1, 40.0)
+
+
+def test_whatever_happens_the_numbers_stay_numbers() -> None:
+    """A thousand events at random, with times that stand still and prompts of every size."""
+    rng = random.Random(5)
+    pool = PoolModel(KIB)
+    loads = [pool.join() for _ in range(3)]
+    running: list[Placement] = []
+    now = 0.0
+    for _ in range(5000):
+        now += rng.choice([0.0, 0.0, 0.0005, 0.01, 1.0, 100.0])
+        what = rng.randrange(6)
+        if what < 2 or not running:
+            keys = list(range(rng.randrange(20)))
+            size = rng.choice([0, 1, 5000, 10**7])
+            request = InferenceRequest("r", "m", rng.random() < 0.5, size, size, keys)
+            running.append(rng.choice(loads).place(request, now))
+        elif what == 2:
+            one = rng.choice(running)
+            one.load.first_byte(one, now)
+        elif what == 3:
+            one = rng.choice(running)
+            one.load.progress(one, rng.choice([0, 1, 1000]), now)
+        else:
+            one = running.pop(rng.randrange(len(running)))
+            one.load.end(one, Usage(rng.randrange(10**6), None, rng.randrange(10**4)), now)
+    for one in running:
+        one.load.end(one, None, now)
+    for load in loads:
+        assert (load.in_flight, load.pending, load.pending_tokens, load.context_tokens) == (0, {}, 0.0, 0.0)
+        for value in (load.speed, load.base_ms, load.gap_ms, load.gap_per_token_ms, load.freed_per_ms(now)):
+            assert math.isfinite(value)
+            assert value >= 0.0
+    assert 0.0 < pool.token_ms < 1000.0
+    assert 0.0 <= pool.hit_ratio <= 1.0

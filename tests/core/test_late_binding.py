@@ -1,0 +1,359 @@
+"""Requests that wait for the right moment: who is held, who goes first, and that nobody is forgotten.
+
+A new pool believes in .1 ms a token, so an endpoint is full with 10,000 tokens of prefill (a second).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from lbproxy.config import AdmissionSettings
+from lbproxy.core.balancer import HOLD_MS, PLAN_S, PLANNED, Balancer
+from lbproxy.core.pricing import Prices
+from lbproxy.core.types import (
+    Endpoint,
+    EndpointUid,
+    InferenceRequest,
+    LoadMetrics,
+    Outcome,
+    Ticket,
+    TicketState,
+    Usage,
+)
+from tests.support.pool import MODEL, bring_up, card, make_balancer, pool_of, spec
+
+
+def ask(
+    tokens: int = 4000, *, priority: int = 0, name: str = "r", keys: list[int] | None = None, model: str = MODEL
+) -> InferenceRequest:
+    return InferenceRequest(name, model, True, 4 * tokens, 4 * tokens, keys or [], None, priority)
+
+
+def adaptive(count: int, **admission: object) -> tuple[Balancer, list[Endpoint]]:
+    return pool_of(count, policy="adaptive", admission=AdmissionSettings.model_validate(admission))
+
+
+def states(tickets: list[Ticket]) -> str:
+    """`p` placed, `w` waiting, `c` closed."""
+    return "".join(ticket.state.value[0] for ticket in tickets)
+
+
+def on(tickets: list[Ticket]) -> list[str]:
+    return [ticket.placed_on.endpoint.name if ticket.placed_on else "-" for ticket in tickets]
+
+
+def fill(balancer: Balancer, count: int, tokens: int = 12_000, now: float = 0.0) -> list[Ticket]:
+    """More than a second of prefill for each of `count` idle endpoints."""
+    tickets = [balancer.submit(ask(tokens), now=now) for _ in range(count)]
+    assert states(tickets) == "p" * count
+    return tickets
+
+
+def test_an_unsaturated_pool_places_at_once() -> None:
+    balancer, _ = adaptive(4)
+    tickets = [balancer.submit(ask(), now=0.0) for _ in range(8)]
+    assert states(tickets) == "p" * 8
+    assert sorted(on(tickets)) == ["e1", "e1", "e2", "e2", "e3", "e3", "e4", "e4"]
+    assert balancer.next_deadline() is None
+
+
+def test_what_exceeds_a_second_of_prefill_is_held_and_leaves_as_room_comes() -> None:
+    balancer, _ = adaptive(2)
+    running = fill(balancer, 2)
+    waiting = [balancer.submit(ask(), now=0.0) for _ in range(3)]
+    assert states(waiting) == "www"
+    assert balancer.poll(now=0.0) == []
+    balancer.first_byte(running[0], now=0.1)
+    placed = balancer.poll(now=0.1)
+    assert states(waiting) == "ppp", "10,000 tokens are room for 3 * 4,000: the last begins below a second"
+    assert set(map(id, placed)) == set(map(id, waiting))
+    assert set(on(placed)) == set(on(running[:1]))
+
+
+def test_waiting_ends_also_when_nothing_is_heard() -> None:
+    """Work gets done between two first bytes; the timer sees it."""
+    balancer, _ = adaptive(1)
+    fill(balancer, 1)
+    ticket = balancer.submit(ask(), now=0.0)
+    now = 0.0
+    while ticket.state is TicketState.WAITING:
+        deadline = balancer.next_deadline()
+        assert deadline is not None
+        assert now < deadline <= now + PLAN_S + 1e-9 or now == 0.0
+        now = max(now, deadline)
+        balancer.poll(now=now)
+    assert now == pytest.approx(0.2, abs=2 * PLAN_S), "12,000 tokens are down to 10,000"
+
+
+def test_shortest_work_first_counting_what_is_cached() -> None:
+    balancer, _ = adaptive(1)
+    (running,) = fill(balancer, 1)
+    warm = balancer.submit(ask(1024, keys=[1, 2, 3, 4]), now=0.0)
+    assert warm.state is TicketState.WAITING
+    balancer.close(warm, Outcome.CLIENT_CLOSED, now=0.0)
+    running.placed_on.load.cache.pin([1, 2, 3, 4])  # type: ignore[union-attr]
+    names = {"long": ask(9000, name="long"), "mid": ask(3000, name="mid"), "warm": ask(1025, keys=[1, 2, 3, 4])}
+    tickets = {name: balancer.submit(request, now=0.0) for name, request in names.items()}
+    balancer.close(running, Outcome.COMPLETED, now=0.1)
+    assert balancer.poll(now=0.1) == [tickets["warm"], tickets["mid"], tickets["long"]]
+
+
+def test_age_counts() -> None:
+    """After 30 s a request counts as a quarter of its work."""
+    balancer, _ = adaptive(1, queue_timeout="2m")
+    (running,) = fill(balancer, 1, tokens=10**6)
+    old = balancer.submit(ask(9000), now=0.0)
+    young = balancer.submit(ask(2400), now=30.0)
+    balancer.close(running, Outcome.COMPLETED, now=30.0)
+    assert balancer.poll(now=30.0) == [old, young]
+
+
+def test_held_requests_do_not_all_wait_for_the_same_endpoint() -> None:
+    """A plan in which each sees only what is real would send them all where the queue is shortest."""
+    balancer, _ = adaptive(2)
+    one, two = fill(balancer, 2, tokens=40_000)
+    waiting = [balancer.submit(ask(11_000), now=0.0) for _ in range(4)]
+    balancer.first_byte(one, now=0.1)
+    balancer.first_byte(two, now=0.1)
+    assert len(balancer.poll(now=0.1)) == 2
+    assert sorted(on([t for t in waiting if t.state is TicketState.PLACED])) == ["e1", "e2"]
+
+
+def test_a_reservation_lets_those_behind_see_what_is_spoken_for() -> None:
+    """e1 has the prefix and 1.2 s of work; the cold e2 costs 1.1 s and a stall. Two wait for e1, the third does not."""
+    balancer, _ = adaptive(2)
+    one, two = fill(balancer, 2)
+    keys = list(range(40))
+    assert one.placed_on is not None
+    one.placed_on.load.cache.pin(keys)
+    waiting = [balancer.submit(ask(11_000, keys=[*keys, 100 + n]), now=0.0) for n in range(6)]
+    balancer.first_byte(two, now=0.0)
+    assert balancer.poll(now=0.0) == [waiting[2]]
+    assert on(waiting[2:3]) == on([two])
+    assert balancer.poll(now=0.0) == [], "a plan's reservations end with it, and e2 is full now"
+
+
+def test_priority_goes_first_and_is_not_bought_by_being_short() -> None:
+    balancer, _ = adaptive(1)
+    (running,) = fill(balancer, 1)
+    low = balancer.submit(ask(100, priority=-1), now=0.0)
+    plain = balancer.submit(ask(200), now=0.0)
+    high = balancer.submit(ask(9000, priority=5), now=0.0)
+    balancer.close(running, Outcome.COMPLETED, now=0.1)
+    assert balancer.poll(now=0.1) == [high, plain, low]
+
+
+def test_a_full_queue_sheds_the_least_important_and_among_those_the_youngest() -> None:
+    balancer, _ = adaptive(1, queue_requests=3)
+    fill(balancer, 1, tokens=10**6)
+    old, young, plain = (balancer.submit(ask(priority=p), now=0.0) for p in (-1, -1, 0))
+    balancer.poll(now=0.0)
+    assert balancer.submit(ask(priority=-1), now=0.1).outcome is Outcome.SATURATED, "no better than those that wait"
+    high = balancer.submit(ask(priority=1), now=0.1)
+    assert balancer.next_deadline() is not None
+    assert balancer.poll(now=0.1) == [young]
+    assert young.outcome is Outcome.SATURATED
+    assert states([old, plain, high]) == "www"
+    assert balancer.submit(ask(), now=0.2).state is TicketState.WAITING
+    assert old.outcome is Outcome.SATURATED
+    assert balancer.submit(ask(), now=0.2).outcome is Outcome.SATURATED
+    assert balancer.poll(now=0.2) == [old]
+
+
+def test_a_large_body_sheds_several_or_nobody() -> None:
+    balancer, _ = adaptive(1, queue_bytes=100_000)
+    fill(balancer, 1, tokens=10**6)
+    small = [balancer.submit(ask(5000, priority=-n), now=0.0) for n in range(5)]  # 20,000 bytes each
+    huge = balancer.submit(ask(25_001, priority=9), now=0.0)
+    assert huge.outcome is Outcome.SATURATED, "it would not fit into an empty queue"
+    assert states(small) == "wwwww"
+    large = balancer.submit(ask(10_000, priority=9), now=0.0)
+    assert states(small) == "wwwcc"
+    assert large.state is TicketState.WAITING
+    assert balancer.snapshot(now=0.0).waiting_bytes == 100_000
+    assert balancer.poll(now=0.0) == [small[4], small[3]]
+
+
+def test_a_client_that_leaves_is_out_of_the_queue() -> None:
+    balancer, _ = adaptive(1)
+    (running,) = fill(balancer, 1)
+    one, two = (balancer.submit(ask(), now=0.0) for _ in range(2))
+    balancer.close(one, Outcome.CLIENT_CLOSED, now=0.0)
+    assert balancer.snapshot(now=0.0).waiting == 1
+    balancer.close(running, Outcome.COMPLETED, now=0.1)
+    assert balancer.poll(now=0.1) == [two]
+    assert balancer.next_deadline() is None
+
+
+def test_a_held_request_waits_only_so_long() -> None:
+    balancer, _ = adaptive(1, queue_timeout="5s")
+    fill(balancer, 1, tokens=10**6)
+    ticket = balancer.submit(ask(), now=1.0)
+    assert balancer.poll(now=5.9) == []
+    assert balancer.poll(now=6.0) == [ticket]
+    assert ticket.outcome is Outcome.EXPIRED
+
+
+def test_held_requests_learn_that_their_endpoints_are_gone() -> None:
+    balancer, endpoints = adaptive(2)
+    fill(balancer, 2, tokens=10**6)
+    waiting = [balancer.submit(ask(), now=0.0) for _ in range(50)]
+    for endpoint in endpoints:
+        for _ in range(3):
+            balancer.report_health(endpoint.uid, False, "")
+    assert len(balancer.poll(now=0.0)) == 50
+    assert {ticket.outcome for ticket in waiting} == {Outcome.NO_ENDPOINTS}
+
+
+def test_one_saturated_model_does_not_hold_up_another() -> None:
+    """More of them wait than a plan looks at."""
+    balancer = make_balancer(policy="adaptive")
+    one, two = balancer.set_endpoints([spec(1), spec(2)]).added
+    bring_up(balancer, [one], "a")
+    bring_up(balancer, [two], "b")
+    balancer.submit(ask(10**6, model="a"), now=0.0)
+    stuck = [balancer.submit(ask(100, model="a"), now=0.0) for _ in range(100)]
+    assert balancer.poll(now=0.1) == []
+    other = balancer.submit(ask(5000, model="b"), now=0.1)
+    assert balancer.poll(now=0.1) == [other]
+    assert states(stuck) == "w" * 100
+
+
+def test_a_plan_prices_so_many_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All want the busy e1, where the prefix is; e2 stays open, and each plan could go on through the whole queue."""
+    balancer, _ = adaptive(2)
+    one, two = fill(balancer, 2, tokens=10_500)
+    keys = list(range(400))
+    assert one.placed_on is not None
+    one.placed_on.load.cache.pin(keys)
+    waiting = [balancer.submit(ask(102_400, keys=keys), now=0.0) for _ in range(100)]
+    balancer.first_byte(two, now=0.0)
+    asked: list[InferenceRequest] = []
+    price = balancer._policy.price
+
+    def counting(request: InferenceRequest, *rest: object, **options: object) -> Prices:
+        asked.append(request)
+        return price(request, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(balancer._policy, "price", counting)
+    assert balancer.poll(now=0.0) == []
+    assert len(asked) == PLANNED
+    assert states(waiting) == "w" * 100
+    assert balancer.poll(now=0.001) == []
+    assert len(asked) == PLANNED, "nothing happened, and 10 ms are not over"
+    balancer.poll(now=PLAN_S)
+    assert len(asked) == 2 * PLANNED
+
+
+def test_a_plan_asks_nobody_while_nobody_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    balancer, _ = adaptive(2)
+    fill(balancer, 2, tokens=10**6)
+    waiting = [balancer.submit(ask(), now=0.0) for _ in range(20)]
+    monkeypatch.setattr(balancer._policy, "price", None)
+    assert balancer.poll(now=1.0) == []
+    assert states(waiting) == "w" * 20
+
+
+def test_without_hold_all_leave_at_once() -> None:
+    for admission in ({"hold": False}, {"order": "fcfs"}):
+        balancer, _ = adaptive(1, **admission)
+        assert states([balancer.submit(ask(10**6), now=0.0) for _ in range(5)]) == "ppppp"
+
+
+def test_first_come_first_served_can_hold_too() -> None:
+    balancer, _ = adaptive(1, order="fcfs", hold=True)
+    (running,) = fill(balancer, 1)
+    first, second = balancer.submit(ask(9000), now=0.0), balancer.submit(ask(10), now=0.0)
+    balancer.close(running, Outcome.COMPLETED, now=0.1)
+    assert balancer.poll(now=0.1) == [first, second]
+
+
+def test_the_limit_per_endpoint_holds_also_without_hold() -> None:
+    """And among those that wait the shortest goes first, as the policy knows which that is."""
+    balancer, _ = adaptive(1, hold=False, max_in_flight_per_endpoint=1)
+    running = balancer.submit(ask(), now=0.0)
+    long, short = balancer.submit(ask(9000), now=0.0), balancer.submit(ask(100), now=0.0)
+    assert states([running, long, short]) == "pww"
+    balancer.close(running, Outcome.COMPLETED, now=0.1)
+    assert balancer.poll(now=0.1) == [short]
+    balancer.close(short, Outcome.COMPLETED, now=0.2)
+    assert balancer.poll(now=0.2) == [long]
+
+
+def test_the_limit_per_endpoint_holds_with_hold() -> None:
+    balancer, _ = adaptive(2, max_in_flight_per_endpoint=1)
+    tickets = [balancer.submit(ask(10), now=0.0) for _ in range(3)]
+    balancer.poll(now=0.0)
+    assert states(tickets) == "ppw"
+    balancer.close(tickets[0], Outcome.COMPLETED, now=0.1)
+    assert balancer.poll(now=0.1) == [tickets[2]]
+
+
+def test_an_adapter_is_known_by_its_card() -> None:
+    balancer = make_balancer(policy="adaptive")
+    endpoints = balancer.set_endpoints([spec(n) for n in range(1, 5)]).added
+    for endpoint in endpoints:
+        balancer.report_models(endpoint.uid, [card(MODEL), card("lora", parent=MODEL)])
+        balancer.report_health(endpoint.uid, True, "")
+    home = balancer.submit(ask(10, model="lora"), now=0.0)
+    balancer.close(home, Outcome.COMPLETED, now=0.1)
+    later = [balancer.submit(ask(10, model="lora"), now=0.2) for _ in range(2)]
+    assert on(later[:1]) == on([home]), "loaded there"
+    assert on([balancer.submit(ask(10), now=0.2)]) != on([home]), "the base model is everywhere"
+
+
+def test_a_scrape_and_a_restart_reach_the_model_of_the_cache() -> None:
+    balancer, endpoints = adaptive(2)
+    home = balancer.submit(ask(4096, keys=list(range(16))), now=0.0)
+    balancer.close(home, Outcome.COMPLETED, now=0.5, usage=Usage(4096, 0, 10))
+    again = ask(4100, keys=list(range(16)))
+    for _ in range(4):
+        ticket = balancer.submit(again, now=1.0)
+        balancer.first_byte(ticket, now=1.0)
+        balancer.close(ticket, Outcome.COMPLETED, now=1.0)
+        assert on([ticket]) == on([home])
+    assert home.placed_on is not None
+    uid = home.placed_on.endpoint.uid
+    for started_at, cached in ((7.0, 16), (7.0, 16), (8.0, 0)):
+        balancer.scrape_sent(uid)
+        balancer.report_scrape(uid, LoadMetrics(scraped_at=2.0, started_at=started_at))
+        assert home.placed_on.load.cache.size == cached
+    balancer.close(balancer.submit(again, now=3.0), Outcome.COMPLETED, now=3.0)
+    for endpoint in endpoints:
+        balancer.report_restart(endpoint.uid)
+    balancer.report_restart(EndpointUid(999))
+    assert home.placed_on.load.pool.index.entries == 0
+
+
+def test_policies_without_models_keep_none() -> None:
+    balancer, endpoints = pool_of(1)
+    ticket = balancer.submit(ask(), now=0.0)
+    assert ticket.placement is None
+    assert balancer.block_bytes is None
+    balancer.report_restart(endpoints[0].uid)
+    assert adaptive(1)[0].block_bytes == 1024
+
+
+def test_the_same_seed_decides_the_same() -> None:
+    def run() -> list[str]:
+        balancer, _ = adaptive(5)
+        tickets: list[Ticket] = []
+        for n in range(300):
+            now = n * 0.01
+            keys = [n % 7 * 100 + k for k in range(n % 11)]
+            tickets.append(balancer.submit(ask(2500 * (n % 11) + 10, keys=keys), now=now))
+            balancer.poll(now=now)
+            if n % 3 == 0:
+                balancer.first_byte(tickets[n // 2], now=now)
+            if n % 2 == 0:
+                balancer.close(tickets[n // 3], Outcome.COMPLETED, now=now)
+            balancer.poll(now=now)
+        return on(tickets)
+
+    first = run()
+    assert first == run()
+    assert len(set(first)) == 6, "all five, and some waited or were given up"
+
+
+def test_the_threshold_is_what_the_docs_say() -> None:
+    assert (HOLD_MS, PLAN_S) == (1000.0, 0.01)

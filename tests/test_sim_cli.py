@@ -1,0 +1,208 @@
+"""`lbproxy sim`: scenarios read, refused, run; the example of docs/simulator.md; figures that are the same anywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from pydantic import BaseModel
+
+from lbproxy.cli import main
+from lbproxy.config import ConfigError, FaultSettings, Scenario, ServerSettings, parse_scenario
+from lbproxy.config.scenario import PresetName
+from lbproxy.sim.catalogue import WORKLOADS, workload_parameters
+from lbproxy.sim.plots import can_plot
+from lbproxy.sim.presets import PRESETS
+from lbproxy.sim_cli import fleet_options, label, run_all, runs_of
+from tests.support.docs import DOCS, blocks, expect_generated, table
+
+SMALL = """
+fleet: [{count: 2}]
+workload: {name: own, parameters: {duration_s: 5, rate: 4, output_tokens: 20}}
+policies: [round-robin, least-request]
+seeds: 2
+"""
+
+
+def read(text: str) -> Scenario:
+    return parse_scenario(text, environ={})
+
+
+def problems(text: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as raised:
+        runs_of(read(text), source="scenario")
+    return raised.value.problems
+
+
+def file(folder: Path, text: str, name: str = "scenario.yaml") -> str:
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+def test_scenario_has_every_preset() -> None:
+    """Config may not import the simulation, so the names stand there again."""
+    assert get_args(PresetName) == tuple(PRESETS)
+
+
+def test_defaults_are_one_balancer_before_eight_servers() -> None:
+    scenario = read("workload: {name: own}\npolicies: [random]")
+    options = fleet_options(scenario, scenario.policies[0])
+    assert len(options.servers) == 8
+    assert (options.balancers, options.scrape_interval_s, options.stream_share, options.size_error) == (1, 0.2, 1, 0.15)
+    assert scenario.admission.queue_requests == 1_000_000
+
+
+def test_fleet_is_as_the_scenario_says() -> None:
+    scenario = read("""
+fleet: [{count: 2, speed: 0.5, kv_tokens: 100000, max_model_len: 131072}, {preset: llama-8b-h100, max_loras: 3}]
+faults: [{server: 2, at: 10s, lasts: 5s, speed: 0.2}, {server: 0, at: 1m, lasts: 500ms}]
+workload: {name: lora, parameters: {adapters: 6}}
+policies: [adaptive, {policy: weighted, scorers: {queue: 1}}]
+""")
+    options = fleet_options(scenario, scenario.policies[0])
+    assert [(s.speed, s.preset.kv_tokens, s.preset.max_loras) for s in options.servers] == [
+        (0.5, 100_000, 0),
+        (0.5, 100_000, 0),
+        (1.0, 432_000, 3),
+    ]
+    assert [(f.server, f.from_s, f.until_s, f.speed) for f in options.faults] == [(2, 10, 15, 0.2), (0, 60, 60.5, None)]
+    assert len(options.adapters) == 6
+    assert options.block_tokens == 256
+    assert fleet_options(scenario, scenario.policies[1]).block_tokens == 0
+    assert [label(routing) for routing in scenario.policies] == ["adaptive", "weighted scorers={'queue': 1.0}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("policies: [random]", "workload: required, but not there"),
+        ("workload: {name: own}\npolicies: []", "policies: expected at least one policy"),
+        ("workload: {name: own}\npolicies: [random, random]", "policies[1]: expected another policy"),
+        ("workload: {name: own}\npolicies: [fastest]", "policies[0].policy: expected 'adaptive'"),
+        ("workload: {name: own, parms: {}}\npolicies: [random]", "workload.parms: unknown key, did you mean parameter"),
+        ("workload: {name: own}\npolicies: [random]\nfleet: [{count: 0}]", "fleet[0].count: expected a whole number"),
+        ("workload: {name: own}\npolicies: [random]\nfleet: [{count: 200}, {count: 200}]", "fleet: expected 1 to 256"),
+        (
+            "workload: {name: own}\npolicies: [random]\nfaults: [{server: 8, at: 1, lasts: 1}]",
+            "faults: expected serv",
+        ),
+        ("workload: {name: owl}\npolicies: [random]", "workload.name: expected one of own, "),
+        ("workload: {name: own, parameters: {ratte: 1}}\npolicies: [random]", "workload.parameters.ratte: unknown"),
+        (
+            "workload: {name: own, parameters: {rate: x}}\npolicies: [random]",
+            "workload.parameters.rate: expected a",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_path(text: str, problem: str) -> None:
+    (told,) = problems(text)
+    assert told.startswith(problem)
+
+
+def test_trace_that_cannot_be_replayed_is_refused() -> None:
+    for name, line, problem in (
+        ("own", "x", "workload.trace: own replays none"),
+        ("mooncake", "x", "workload.trace: line 1: JSONDecodeError"),
+        ("azure", "x", "workload.trace: line 1: expected the header"),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            runs_of(read(f"workload: {{name: {name}}}\npolicies: [random]"), source="s", trace=[line])
+        assert raised.value.problems[0].startswith(problem)
+
+
+def test_other_processes_give_the_same_results() -> None:
+    runs = runs_of(read(SMALL), source="scenario")
+    done: list[int] = []
+    here = run_all(runs, processes=1, on_done=lambda: done.append(1))
+    there = run_all(runs, processes=2, on_done=lambda: done.append(2))
+    assert here == there
+    assert done == [1] * 4 + [2] * 4
+    assert [(run.routing.policy, run.seed) for run in runs] == [
+        ("round-robin", 1),
+        ("round-robin", 2),
+        ("least-request", 1),
+        ("least-request", 2),
+    ]
+
+
+def test_command_prints_a_table_and_writes_what_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    form = ["--plot", str(tmp_path / "out.svg")] if can_plot() else []
+    files = ["--json", str(tmp_path / "out.json"), "--markdown", str(tmp_path / "out.md"), *form]
+    assert main(["sim", file(tmp_path, SMALL), "--processes", "1", *files]) == 0
+    shown = capsys.readouterr().out
+    assert "own, 2 servers, mean of 2 seeds" in shown
+    assert "least-request against round-robin: TTFT " in shown
+    data = json.loads((tmp_path / "out.json").read_bytes())
+    assert data["whole"]["round-robin"]["over_seeds"]["failed"]["mean"] == 0
+    assert len(data["whole"]["least-request"]["runs"]) == 2
+    assert (tmp_path / "out.md").read_text().count("\n| ") == 3
+    assert not form or "<svg" in (tmp_path / "out.svg").read_text()
+
+
+def test_command_replays_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,4\n2023-11-16 18:15:47.99,396,9\n"
+    trace = file(tmp_path, rows, "trace.csv")
+    text = f"workload: {{name: azure, trace: '{trace}'}}\npolicies: [random]\nseeds: 1"
+    assert main(["sim", file(tmp_path, text), "--json", str(tmp_path / "out.json")]) == 0
+    data = json.loads((tmp_path / "out.json").read_bytes())
+    assert data["whole"]["random"]["runs"][0]["requests"] == 2
+
+
+def test_command_lists_the_workloads(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "--list"]) == 0
+    shown = capsys.readouterr().out
+    assert "mooncake" in shown
+    assert "speedup 2" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([], "name a scenario file"),
+        (["x.yaml", "--processes", "0"], "--processes must be at least 1"),
+        (["x.yaml", "--plot", "x.jpg"], "--plot must end in .png, .svg, .pdf"),
+        (["nowhere.yaml"], "there is no such file"),
+    ],
+)
+def test_wrong_arguments_are_told(arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", *arguments]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_example_of_the_documentation_says_what_comes_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Digit by digit: a simulation gives the same anywhere."""
+    page = DOCS / "simulator.md"
+    (example,) = [block for block in blocks(page) if block.language == "yaml" and "workload:" in block.text]
+    assert main(["sim", file(tmp_path, example.text), "--processes", "1"]) == 0
+    lines = "".join(f"{line.rstrip()}\n" for line in capsys.readouterr().out.splitlines() if line.strip())
+    expect_generated(page, "scenario", f"```\n$ lbproxy sim scenario.yaml\n{lines}```\n")
+
+
+def test_documentation_has_every_workload() -> None:
+    rows = []
+    for name, make in WORKLOADS.items():
+        about = " ".join((make.__doc__ or "").partition("\n\n")[0].split())
+        parameters = ", ".join(f"{key} {value:g}" for key, value in workload_parameters(name).items())
+        rows.append([f"`{name}`", about, parameters])
+    heads = ["workload", "what", "parameters and defaults"]
+    expect_generated(DOCS / "simulator.md", "workloads", table(heads, rows))
+
+
+def test_documentation_has_every_key_of_a_scenario() -> None:
+    rows = []
+    for prefix, section in (("", Scenario), ("fleet[].", ServerSettings), ("faults[].", FaultSettings)):
+        for name, field in section.model_fields.items():
+            default = "required" if field.is_required() else _written(field.default)
+            rows.append([f"`{prefix}{name}`", default, " ".join((field.description or "").split())])
+    expect_generated(DOCS / "simulator.md", "scenario keys", table(["key", "default", "what"], rows))
+
+
+def _written(value: object) -> str:
+    if isinstance(value, tuple | BaseModel):
+        return "8 servers" if value and isinstance(value, tuple) else "none" if value == () else "nobody is refused"
+    return "`null`" if value is None else f"`{value}`"
