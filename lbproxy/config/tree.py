@@ -199,8 +199,8 @@ Weight: TypeAlias = Annotated[float, Quantity("0.000001", "1000000", "a weight",
 class RoutingSettings(Section):
     """Which endpoint a request goes to."""
 
-    policy: Policy = "least-request"
-    """How endpoints are compared. least-request needs no metrics and uses them when they are fresh."""
+    policy: Policy = "adaptive"
+    """How endpoints are compared. adaptive predicts what a request costs on each; least-request counts requests."""
     scorers: dict[ScorerName, Weight] | None = None
     """With policy `weighted`, and only then: scorer -> weight above 0. Only the weights' proportions matter."""
 
