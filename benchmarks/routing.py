@@ -16,8 +16,8 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import resource
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,7 +157,7 @@ def run_gates(args: argparse.Namespace) -> int:
 # The command
 
 
-def write(tables: Sequence[Table], args: argparse.Namespace, *, took_s: float) -> None:
+def write(tables: Sequence[Table], args: argparse.Namespace, *, cpu_s: float) -> None:
     """Results as JSON and as Markdown."""
     form = "short" if args.short else "full"
     stand_ins = [name for name in ("mooncake", "azure") if getattr(args, name) is None]
@@ -173,10 +173,9 @@ def write(tables: Sequence[Table], args: argparse.Namespace, *, took_s: float) -
     (HERE / "results" / f"routing-{form}.json").write_bytes(orjson.dumps(data, option=orjson.OPT_INDENT_2))
     traces = f"stand-ins instead of the traces of {' and '.join(stand_ins)}" if stand_ins else "the published traces"
     command = f"python -m benchmarks.routing{' --short' if args.short else ''}"
-    title = (
-        f"`{command}`, lbproxy {__version__}, {about['seeds']} seeds a cell, {traces}; {took_s / 60:.0f} minutes on "
-    )
-    title += f"{args.processes} processes.\nTTFT against the first policy: paired over seeds, 95 % bootstrap interval."
+    title = f"`{command}`, lbproxy {__version__}, {about['seeds']} seeds a cell, {traces};"
+    title += f" {cpu_s / 60:.0f} minutes of CPU.\n"
+    title += "TTFT against the first policy: paired over seeds, 95 % bootstrap interval."
     parts = [f"# Routing, simulated\n\n{title}\n\n## {OURS} against the best baseline of each cell\n\n"]
     parts.append(against_best(tables))
     parts += [f"\n## {table.name}\n\n{_described(table.cell)}\n\n{markdown(table.runs)}" for table in tables]
@@ -196,7 +195,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.routing", description="Policies on simulated fleets.")
     parser.add_argument("--short", action="store_true", help="fewer cells, policies and seeds, and shorter")
     parser.add_argument("--gates", action="store_true", help="the acceptance of the fleet simulation instead")
-    parser.add_argument("--cells", nargs="+", metavar="WORD", help="only cells with one of these in their names")
+    parser.add_argument(
+        "--cells", nargs="+", metavar="WORD", help="only cells with one of these in their names; writes nothing"
+    )
     parser.add_argument("--policies", nargs="+", metavar="NAME", help=f"of {', '.join(POLICIES)}")
     parser.add_argument("--seeds", type=int, metavar="N")
     parser.add_argument("--mooncake", metavar="FILE", help="Mooncake's conversation_trace.jsonl")
@@ -205,7 +206,6 @@ def main() -> int:
     args = parser.parse_args()
     if args.gates:
         return run_gates(args)
-    began = time.monotonic()
     chosen = scenarios(args)
     if not chosen:
         parser.error("no cell has such a name")
@@ -214,7 +214,11 @@ def main() -> int:
         Table(name, CELLS[name], {policy: [r.summary for r in found] for policy, found in results[name].items()})
         for name in chosen
     ]
-    write(tables, args, took_s=time.monotonic() - began)
+    if args.cells:
+        print("\n".join(f"{table.name}\n\n{markdown(table.runs)}" for table in tables))
+    else:
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        write(tables, args, cpu_s=sum(one.ru_utime + one.ru_stime for one in used))
     print(against_best(tables))
     return 0
 

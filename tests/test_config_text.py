@@ -6,13 +6,14 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lbproxy.config import ConfigError, Settings, parse
+from lbproxy.config import ConfigError, RoutingSettings, Settings, parse
 from lbproxy.config.text import MAX_DEPTH, MAX_PROBLEMS_SHOWN, MAX_TEXT_CHARS
 
 EXAMPLE = (Path(__file__).parents[1] / "config.example.yaml").read_text()
@@ -81,6 +82,8 @@ def test_all_problems_come_at_once_each_with_its_path() -> None:
         parse(text, environ={}, source="wrong-everywhere.yaml")
     url = "expected http://host:port or dns+http://name:port (no path; https is not supported in this version)"
     duration = "expected a duration (250ms, 2s, 5m, 1h, or seconds)"
+    *names, last = (f"'{name}'" for name in get_args(RoutingSettings.model_fields["policy"].annotation))
+    policies = f"{', '.join(names)} or {last}"
     assert str(error.value).splitlines() == [
         "wrong-everywhere.yaml: 29 problems",
         "  timeouts.connect: expected once, got it on lines 21 and 22",
@@ -97,8 +100,8 @@ def test_all_problems_come_at_once_each_with_its_path() -> None:
         "  endpoints[7].metrics: expected auto, an absolute path, an http:// URL or null, got 'metrics'",
         "  endpoints[8].health: expected text (quote it if YAML reads it as something else), got 3",
         "  endpoints[9].url: required, but not there",
-        "  routing.policy: expected 'least-request', 'round-robin', 'random', 'gie' or 'weighted', got 'best'",
-        "  routing.scorers.hops: expected 'queue', 'kv-utilization' or 'in-flight', got 'hops'",
+        f"  routing.policy: expected {policies}, got 'best'",
+        "  routing.scorers.hops: expected 'queue', 'kv-utilization', 'in-flight' or 'prefix', got 'hops'",
         "  routing.scorers.queue: expected a weight from 0.000001 to 1000000, got 0",
         "  admission.queue_requests: expected a whole number from 0 to 1000000, got -1",
         "  admission.queue_bytes: expected a size (64KiB, 2MiB, 1GiB, or bytes) from 0 to 1024GiB, got '3GB'",
