@@ -33,6 +33,7 @@ class Adaptive(Policy):
 
     block_bytes = BLOCK_BYTES
     holds = True
+    tolerance = 5.0
 
     def price(
         self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
@@ -43,7 +44,7 @@ class Adaptive(Policy):
         """
         loads = [state.load for state in candidates]
         pool = loads[0].pool
-        token_ms, output = pool.token_ms, pool.output_tokens
+        token_ms, output, base = pool.token_ms, pool.output_tokens, pool.base_ms
         prompt = max(1.0, request.prompt_bytes / pool.bytes_per_token)
         block = pool.index.block_bytes / pool.bytes_per_token
         blocks = len(request.block_keys) * block
@@ -82,7 +83,7 @@ class Adaptive(Policy):
             cache, live, capacity = load.cache, load.live_tokens, load.capacity_tokens
             fill = (cache.size * block + live) / capacity
             cost = (
-                load.base_ms
+                (load.base_ms if load.base_until > now else base)
                 + wait
                 + prefill * (1.0 + STALL * streams + space * fill)
                 + decode * (gap + streams * slope * prompt)

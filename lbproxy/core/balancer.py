@@ -79,6 +79,7 @@ class Balancer:
         shortest = admission.order == "shortest"
         self._hold = policy.holds and (shortest if admission.hold is None else admission.hold)
         self._by_work = shortest and self._pool is not None
+        self._tolerance = policy.tolerance
         self._skip_price = not (self._hold or policy.refuses)
         self._plan_at = inf
         """When the queue is to be planned; a time that is past when something happened since the last plan."""
@@ -260,7 +261,7 @@ class Balancer:
             self._place(ticket, candidates[0], now)
             return True
         prices = self._policy.price(ticket.request, candidates, plan=plan, now=now)
-        index = self._cheapest(prices.costs)
+        index = self._cheapest(prices.costs, candidates)
         if prices.costs[index] == inf:
             self._end(ticket, Outcome.SATURATED)
         elif self._hold and prices.waits_ms is not None and prices.waits_ms[index] > HOLD_MS:
@@ -293,11 +294,17 @@ class Balancer:
             return Outcome.MODEL_NOT_FOUND
         return Outcome.NO_ENDPOINTS
 
-    def _cheapest(self, costs: list[float]) -> int:
+    def _cheapest(self, costs: list[float], candidates: Sequence[EndpointState]) -> int:
+        """The index of the lowest cost; among those as good, the endpoint chosen longest ago, or any never chosen."""
         best = min(costs)
-        if costs.count(best) == 1:
-            return costs.index(best)
-        return self._rng.choice([index for index, cost in enumerate(costs) if cost == best])
+        limit = best + self._tolerance
+        good = [index for index, cost in enumerate(costs) if cost <= limit]
+        if len(good) == 1:
+            return good[0]
+        if not self._tolerance:
+            return self._rng.choice(good)
+        oldest = min(candidates[index].placed_seq for index in good)
+        return self._rng.choice([index for index in good if candidates[index].placed_seq == oldest])
 
     def _place(self, ticket: Ticket, state: EndpointState, now: float) -> None:
         self._placements += 1

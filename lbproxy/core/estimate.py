@@ -32,6 +32,10 @@ RECENT_S = 180.0
 """The time constant of `LoadModel.recent_tokens`."""
 GUESSED_CAPACITY_TOKENS = 2_000_000
 """Of a KV cache whose size the engine does not say. High: half the true size was found to cost far more than twice."""
+OWN_BASE = 0.5
+"""An endpoint's fixed time is taken for its own, not for noise, if it is off the pool's by more than this, in ln."""
+OWN_BASE_S = 30.0
+"""And for so long: an endpoint that looks slow gets few requests to show that it is not."""
 FEW_TOKENS, MANY_TOKENS = 256, 1024
 """A prefill of fewer tokens shows the fixed time, one of more the time per token."""
 NEVER = float("inf")
@@ -56,6 +60,8 @@ class PoolModel:
         """Mean prefill work of a request."""
         self.load_ms = 60.0
         """Time to load an adapter."""
+        self.base_ms = 40.0
+        """Time to the first token that does not depend on the prompt (T0), of the endpoints that served of late."""
         self.gap_ms = 15.0
         self.gap_per_token_ms = 1e-4
         """Inter-token gap of the endpoint that last learned its own: where a new endpoint starts from."""
@@ -146,6 +152,7 @@ class LoadModel:
         "_square",
         "adapters",
         "base_ms",
+        "base_until",
         "cache",
         "capacity_tokens",
         "context_tokens",
@@ -208,8 +215,9 @@ class LoadModel:
         self.speed = 1.0
         """Prefill time relative to the pool's; 1 unless it is clearly another (phi)."""
         self._ln_speed = 0.0
-        self.base_ms = 40.0
-        """Time to the first token that does not depend on the prompt (T0)."""
+        self.base_ms = pool.base_ms
+        """The endpoint's own T0; the pool's counts after `base_until`, and until it is clearly another."""
+        self.base_until = -NEVER
         self._group: list[Placement] = []
         self._group_at = -NEVER
         self._group_since = 0.0
@@ -269,7 +277,8 @@ class LoadModel:
             pool.uncached_tokens += 0.01 * (uncached - pool.uncached_tokens)
         if not request.stream:
             work = self.backlog_tokens(now) + uncached
-            placement.due_at = now + (self.base_ms + work * pool.token_ms * self.speed) / 1000.0
+            base_ms = self.base_ms if self.base_until > now else pool.base_ms
+            placement.due_at = now + (base_ms + work * pool.token_ms * self.speed) / 1000.0
             self.due_at = min(self.due_at, placement.due_at)
         if not self.pending:
             self.since_at = now
@@ -393,7 +402,10 @@ class LoadModel:
             sample = took_ms - self.base_ms - tokens * pool.token_ms * self.speed
             pool.load_ms = _clip(pool.load_ms * math.exp(math.copysign(0.05, sample - pool.load_ms)), 1.0, 10_000.0)
         elif tokens < FEW_TOKENS:
-            self.base_ms = _clip(self.base_ms * math.exp(math.copysign(0.03, took_ms - self.base_ms)), 0.5, 10_000.0)
+            self.base_ms = _step(self.base_ms, took_ms)
+            pool.base_ms = _step(pool.base_ms, took_ms)
+            is_own = abs(math.log(self.base_ms / pool.base_ms)) > OWN_BASE
+            self.base_until = self._group_at + OWN_BASE_S if is_own else -NEVER
         elif tokens >= MANY_TOKENS:
             expected = pool.token_ms * math.exp(self._ln_speed) * tokens
             step = _clip(math.log(max(1.0, took_ms - self.base_ms / 2.0) / expected), -0.7, 0.7)
@@ -447,6 +459,11 @@ class LoadModel:
         """The endpoint lost what it had cached and loaded."""
         self.cache = self.pool.index.renew(self.cache)
         self.adapters.forget()
+
+
+def _step(base_ms: float, took_ms: float) -> float:
+    """A fixed time, 3 % nearer to a sample."""
+    return _clip(base_ms * math.exp(math.copysign(0.03, took_ms - base_ms)), 0.5, 10_000.0)
 
 
 def _clip(value: float, low: float, high: float) -> float:

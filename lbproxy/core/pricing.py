@@ -36,6 +36,9 @@ class Policy(Protocol):
     then is not kept, and needs no hashes."""
     holds: bool = False
     """Its prices have waits, by which requests can be held back."""
+    tolerance: float = 0.0
+    """Costs above the lowest by no more than this are as good: what is learned is not that exact, and an endpoint that
+    was a little unlucky must not be left out for it. Of such candidates the one chosen longest ago is taken."""
     refuses: bool = False
     """Its costs may be infinite, so that it has to be asked even about a single candidate."""
 
