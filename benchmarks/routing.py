@@ -170,7 +170,7 @@ def write(tables: Sequence[Table], args: argparse.Namespace, *, cpu_s: float) ->
     }
     (HERE / "results").mkdir(exist_ok=True)
     data = {"about": about, "cells": {table.name: as_json(table.runs) for table in tables}}
-    (HERE / "results" / f"routing-{form}.json").write_bytes(orjson.dumps(data, option=orjson.OPT_INDENT_2))
+    (HERE / "results" / f"routing-{form}.json").write_bytes(orjson.dumps(data))
     traces = f"stand-ins instead of the traces of {' and '.join(stand_ins)}" if stand_ins else "the published traces"
     command = f"python -m benchmarks.routing{' --short' if args.short else ''}"
     title = f"`{command}`, lbproxy {__version__}, {about['seeds']} seeds a cell, {traces};"
