@@ -46,6 +46,7 @@ class Adaptive(Policy):
         pool = loads[0].pool
         token_ms, output, base = pool.token_ms, pool.output_tokens, pool.base_ms
         prompt = max(1.0, request.prompt_bytes / pool.bytes_per_token)
+        pool_gap = pool.gap_ms, pool.gap_per_token_ms
         block = pool.index.block_bytes / pool.bytes_per_token
         blocks = len(request.block_keys) * block
         depths = pool.index.match(request.block_keys)
@@ -77,8 +78,8 @@ class Adaptive(Policy):
                 backlog += plan[load.slot]
             wait = backlog * rate
             # Decode: a gap grows with the context that the batch reads in each step.
-            slope = load.gap_per_token_ms
-            gap = load.gap_ms + slope * (load.context_tokens + prompt)
+            gap, slope = (load.gap_ms, load.gap_per_token_ms) if load.gap_until > now else pool_gap
+            gap += slope * (load.context_tokens + prompt)
             # Cache space: more is taken where more is full, and it matters more where more is reused.
             cache, live, capacity = load.cache, load.live_tokens, load.capacity_tokens
             fill = (cache.size * block + live) / capacity

@@ -34,8 +34,9 @@ GUESSED_CAPACITY_TOKENS = 2_000_000
 """Of a KV cache whose size the engine does not say. High: half the true size was found to cost far more than twice."""
 OWN_BASE = 0.5
 """An endpoint's fixed time is taken for its own, not for noise, if it is off the pool's by more than this, in ln."""
-OWN_BASE_S = 30.0
-"""And for so long: an endpoint that looks slow gets few requests to show that it is not."""
+OWN_S = 30.0
+"""And what was learned of an endpoint counts for so long after its last sample, then the pool's does: one that looks
+slow gets few requests to show that it is not, and one that is new has none to show."""
 FEW_TOKENS, MANY_TOKENS = 256, 1024
 """A prefill of fewer tokens shows the fixed time, one of more the time per token."""
 NEVER = float("inf")
@@ -64,7 +65,7 @@ class PoolModel:
         """Time to the first token that does not depend on the prompt (T0), of the endpoints that served of late."""
         self.gap_ms = 15.0
         self.gap_per_token_ms = 1e-4
-        """Inter-token gap of the endpoint that last learned its own: where a new endpoint starts from."""
+        """Inter-token gap of the endpoint that last learned its own: what others without samples are taken to have."""
         self._seen_bytes = 8000.0
         self._seen_tokens = 2000.0
 
@@ -159,6 +160,7 @@ class LoadModel:
         "due_at",
         "gap_ms",
         "gap_per_token_ms",
+        "gap_until",
         "head_tokens",
         "in_flight",
         "live_tokens",
@@ -225,6 +227,8 @@ class LoadModel:
         self.gap_ms = pool.gap_ms
         self.gap_per_token_ms = pool.gap_per_token_ms
         self.mean_gap_ms = pool.gap_ms
+        self.gap_until = -NEVER
+        """Until when these are the endpoint's own; then the pool's count."""
         self._gaps = 0
         self._reports = 0
         self._mean_context = self._square = self._cov = 0.0
@@ -326,6 +330,7 @@ class LoadModel:
             self._reports += 1
             if self._reports % 5 == 1:
                 self._learn_gap(1000.0 * (now - since) / tokens)
+                self.gap_until = now + OWN_S
 
     def end(self, placement: Placement, usage: Usage | None, now: float) -> None:
         """The request is over, however. Only the first call counts."""
@@ -405,7 +410,7 @@ class LoadModel:
             self.base_ms = _step(self.base_ms, took_ms)
             pool.base_ms = _step(pool.base_ms, took_ms)
             is_own = abs(math.log(self.base_ms / pool.base_ms)) > OWN_BASE
-            self.base_until = self._group_at + OWN_BASE_S if is_own else -NEVER
+            self.base_until = self._group_at + OWN_S if is_own else -NEVER
         elif tokens >= MANY_TOKENS:
             expected = pool.token_ms * math.exp(self._ln_speed) * tokens
             step = _clip(math.log(max(1.0, took_ms - self.base_ms / 2.0) / expected), -0.7, 0.7)

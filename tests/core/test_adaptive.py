@@ -26,6 +26,7 @@ def pool_of(count: int) -> tuple[PoolModel, list[EndpointState]]:
         state = EndpointState(Endpoint(uid=EndpointUid(n + 1), name=f"e{n}", base_url=f"http://10.0.0.{n}:8000"))
         state.load = pool.join()
         state.load.gap_per_token_ms = 0.0  # so that decode is the same everywhere, but where a test wants it
+        state.load.gap_until = float("inf")
         states.append(state)
     return pool, states
 
@@ -205,7 +206,7 @@ def test_the_price_of_a_random_state_is_the_formula() -> None:
         if over > 0:
             space = min(60_000, over / max(e.freed_per_ms(now), 0.2 * d / max(5.0, e.mean_gap_ms), 0.05))
         expected = (
-            (e.base_ms + backlog * rate + prefill)
+            ((e.base_ms if e.base_until > now else pool.base_ms) + backlog * rate + prefill)
             + 0.3 * d * prefill
             + 0.15 * output * (e.gap_ms + e.gap_per_token_ms * (context + 2000 + d * 2000))
             + 20 * pool.hit_ratio * fill * prefill * (1 + 0.3 * mean)

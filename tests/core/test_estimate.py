@@ -299,14 +299,30 @@ def test_one_gap_in_five_is_looked_at() -> None:
     assert load.mean_gap_ms == pytest.approx((10.0 + 5.0) / 2)
 
 
-def test_a_new_endpoint_starts_from_what_others_learned() -> None:
+def test_an_endpoint_without_samples_of_late_is_taken_to_be_like_the_others() -> None:
     pool = PoolModel(KIB)
     load = pool.join()
     stream = load.place(prompt(1000), 0.0)
     load.first_byte(stream, 0.1)
     load.progress(stream, 1, 0.2)
     load.progress(stream, 10, 0.5)
-    assert pool.join().gap_ms == load.gap_ms != PoolModel(KIB).join().gap_ms
+    load.progress(stream, 10, 0.8)
+    assert pool.gap_ms == load.gap_ms != PoolModel(KIB).gap_ms
+    assert load.gap_until == pytest.approx(30.5, abs=0.5)
+    assert pool.join().gap_until < 0.0
+
+
+def test_a_fixed_time_of_its_own_is_believed_for_a_while_and_then_tried_again() -> None:
+    pool = PoolModel(KIB)
+    usual, slow = pool.join(), pool.join()
+    for n in range(200):
+        for load, took in ((usual, 0.01), (usual, 0.01), (usual, 0.01), (slow, 0.1)):
+            stream = load.place(prompt(100), n)
+            load.first_byte(stream, n + took)
+            load.end(stream, None, n + 0.2)
+    assert usual.base_until < 0.0, "as far from the pool's as noise is"
+    assert slow.base_ms > 2 * pool.base_ms
+    assert slow.base_until == pytest.approx(199.1 + 30.0, abs=2.0)
 
 
 def test_bytes_per_token_come_from_usage() -> None:
