@@ -1,10 +1,11 @@
 # run: the demo on simulated servers · test: everything · check: fast, while you write · lock: after a change of dependencies
 PYTHON ?= python3
 VENV := .venv
+BENCH := .bench
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: run test check format lint types lock clean bench-overhead bench-routing
+.PHONY: run test test-real check format lint types lock clean bench-overhead profile bench-routing
 
 run: $(VENV)/.run
 	$(BIN)/lbproxy demo
@@ -25,11 +26,31 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy --no-error-summary
 
-bench-overhead: $(VENV)/.run
+# Real vLLM servers on CPU, in an environment of their own (.real, 2.5 GB): docs/testing.md.
+test-real: $(VENV)/.dev
+	$(BIN)/python -m tests.real
+
+bench-overhead: $(VENV)/.run $(BENCH)/venv/.peers
 	$(BIN)/python -m benchmarks.overhead
 
 bench-routing: $(VENV)/.run
 	$(BIN)/python -m benchmarks.routing --short
+
+profile: $(VENV)/.run $(BENCH)/venv/.peers
+	$(BIN)/python -m benchmarks.overhead --profile
+
+# What benchmarks need besides: the load's programs, and peers from PyPI in an environment of their own, each installed
+# by itself, since one that is not to be had must not keep the others away.
+$(BENCH)/%: benchmarks/overhead/%.c
+	mkdir -p $(BENCH)
+	$(CC) -O2 -Wall -Wextra -Werror -o $@ $<
+
+$(BENCH)/venv/.peers: benchmarks/overhead/peers.txt
+	$(PYTHON) -m venv $(BENCH)/venv
+	for peer in $$(grep -v '^#' $<); do \
+	    $(BENCH)/venv/bin/python -m pip --disable-pip-version-check install --quiet $$peer || echo "$$peer: not installed"; \
+	done
+	touch $@
 
 # The environment: from the lock files alone, each package checked against its hashes.
 $(VENV)/bin/python:
@@ -52,4 +73,4 @@ lock: $(VENV)/.dev
 	$(COMPILE) --group dev -o requirements-dev.lock
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-LBPROXY = [sys.executable, "-m", "lbproxy"]
+LBPROXY = shlex.split(os.environ.get("LBPROXY_COMMAND", "")) or [sys.executable, "-m", "lbproxy"]
+"""What is tested. LBPROXY_COMMAND names another: an installed release, or a build from another folder."""
 
 
 class Process:

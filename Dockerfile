@@ -1,0 +1,33 @@
+# lbproxy in a container: `docker build -t lbproxy .`; docs/docker.md says how to run it.
+#
+# Everything comes from requirements.lock, hash by hash, and as wheels, so that neither stage needs a compiler. The final
+# image is the base plus one folder: a virtual environment without pip. Python 3.11 is what the tests run on; both stages
+# must name the same base, because an environment points at the Python that made it.
+
+FROM python:3.11-slim-bookworm AS build
+WORKDIR /src
+RUN python -m venv --without-pip /opt/lbproxy
+COPY requirements.lock ./
+RUN pip --python /opt/lbproxy/bin/python --disable-pip-version-check install \
+        --no-cache-dir --only-binary :all: --require-hashes -r requirements.lock
+COPY pyproject.toml README.md ./
+COPY lbproxy lbproxy
+RUN pip --python /opt/lbproxy/bin/python --disable-pip-version-check install \
+        --no-cache-dir --no-deps --no-build-isolation . \
+    && pip --python /opt/lbproxy/bin/python --disable-pip-version-check uninstall --yes flit_core
+
+FROM python:3.11-slim-bookworm
+COPY --from=build /opt/lbproxy /opt/lbproxy
+# Bytecode was written at the build, and the file system may be read-only.
+ENV PATH=/opt/lbproxy/bin:$PATH \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+# A number, so that Kubernetes' runAsNonRoot can tell; it needs no entry in /etc/passwd.
+USER 65532:65532
+EXPOSE 8080 9901
+STOPSIGNAL SIGTERM
+# The default admin port. http.client, because urllib would go by way of an http_proxy that Docker may have put in.
+HEALTHCHECK --interval=10s --timeout=3s --start-period=10s --retries=3 \
+    CMD ["python", "-c", "import http.client as h; c = h.HTTPConnection('127.0.0.1', 9901, timeout=2); c.request('GET', '/healthz'); exit(c.getresponse().status != 200)"]
+ENTRYPOINT ["lbproxy"]
+CMD ["--config", "/etc/lbproxy/lbproxy.yaml"]

@@ -1,0 +1,166 @@
+"""The workloads, and a run of one of them against a port.
+
+Builds server.c and load.c by the Makefile's rule, writes request bodies, starts both programs on the load's core. What
+a run gives is a `Figures`: raw numbers of one window of time, with the CPU of proxy, load and server in that window.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
+
+from benchmarks.overhead.process import LOAD_CORE, Usage, busy_s, cpu_s
+
+ROOT = Path(__file__).parents[2]
+BENCH = ROOT / ".bench"
+"""Programs and peers, not under version control."""
+METRICS_PAGE = ROOT / "tests/fixtures/metrics/vllm-0.32.0-idle-after-requests.prom"
+"""What the server shows routers that scrape: 58 KB, recorded from vLLM."""
+SAMPLE_S = 0.2
+"""Time between two looks at a proxy's memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What the load does. With `events` at 0, requests in a closed loop; else streams of so many events."""
+
+    key: str
+    title: str
+    connections: int
+    body_bytes: int
+    """Of the whole body, about."""
+    events: int = 0
+    beat_ms: int = 20
+    """Between two events of a stream."""
+    warm_s: float = 0.5
+
+    @property
+    def unit(self) -> str:
+        """What CPU is counted per."""
+        return "event" if self.events else "request"
+
+    @property
+    def events_per_s(self) -> float:
+        """How many come if nobody falls behind; 0 if nothing sets a pace."""
+        return self.connections * 1000 / self.beat_ms if self.events else 0.0
+
+    def body(self) -> bytes:
+        """The body of every request. The server takes the number of events and the beat from it."""
+        words = "a word or " * max(1, (self.body_bytes - 120) // 10)
+        streamed = {"stream": True, "max_tokens": self.events, "seed": self.beat_ms}
+        options = streamed if self.events else {"max_tokens": 6}
+        return json.dumps({"model": "m", **options, "messages": [{"role": "user", "content": words}]}).encode()
+
+
+# sse: streams longer than the window, so that it holds events and nothing else. streams: shorter ones, which end and
+# begin anew, so that whole streams and times to first events are seen too.
+WORKLOADS = (
+    Workload("1k", "1 KB request", 64, 1024),
+    Workload("32k", "32 KB request", 64, 32 * 1024),
+    Workload("sse", "Event of a stream, 500 streams x 20 ms", 500, 1024, events=400, beat_ms=20, warm_s=1.5),
+    Workload("streams", "2,000 streams x 50 ms", 2000, 1024, events=100, beat_ms=50, warm_s=3),
+)
+
+
+class Quantiles(TypedDict):
+    """Of one kind of time, in milliseconds; 0 where none was seen."""
+
+    p50: float
+    p99: float
+
+
+class Figures(TypedDict):
+    """One window of one workload. load.c says what is counted as what."""
+
+    seconds: float
+    requests: int
+    errors: int
+    complaints: str
+    """What the load said of the first errors."""
+    events: int
+    latency_ms: Quantiles
+    ttft_ms: Quantiles
+    delay_ms: Quantiles
+    gap_ms: Quantiles
+    cpu_s: float
+    """The load's own."""
+    server_cpu_s: float
+    proxy_cpu_s: float | None
+    """None: there was no proxy."""
+    others_cpu_s: float
+    """What else ran on the machine, this program included."""
+    proxy_rss_bytes: int | None
+    """The most that was seen in the window."""
+
+
+class LoadError(Exception):
+    """The load gave up; the text says what it saw."""
+
+
+def build() -> None:
+    """Compile both programs, if they changed. Raises LoadError."""
+    targets = [".bench/server", ".bench/load"]
+    made = subprocess.run(["make", "--silent", *targets], cwd=ROOT, capture_output=True, text=True, check=False)
+    if made.returncode:
+        raise LoadError(f"server.c and load.c do not compile:\n{made.stderr}")
+
+
+@contextmanager
+def server() -> Iterator[tuple[int, int]]:
+    """The model server on the load's core: its port and process id."""
+    command = ["taskset", "-c", LOAD_CORE, str(BENCH / "server"), "0", str(METRICS_PAGE)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield int(process.stdout.readline().rpartition(" ")[2]), process.pid
+        finally:
+            process.terminate()
+
+
+def run_load(workload: Workload, port: int, seconds: float, *, server_pid: int, proxy: Usage | None) -> Figures:
+    """Load the port, and look at the proxy while the window lasts. Raises LoadError."""
+    body = BENCH / f"{workload.key}.json"
+    body.write_bytes(workload.body())
+    numbers = (workload.connections, workload.events, workload.warm_s, seconds)
+    command = ["taskset", "-c", LOAD_CORE, str(BENCH / "load"), str(port), str(body), *map(str, numbers)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            with contextlib.suppress(EOFError):
+                _line(process, lambda: None)
+                before = cpu_s([server_pid]), proxy.cpu_s() if proxy else 0.0, busy_s()
+                sizes = [proxy.rss_bytes()] if proxy else []
+                result = json.loads(_line(process, lambda: sizes.append(proxy.rss_bytes()) if proxy else None))
+                result["server_cpu_s"] = cpu_s([server_pid]) - before[0]
+                result["proxy_cpu_s"] = proxy.cpu_s() - before[1] if proxy else None
+                ours = result["cpu_s"] + result["server_cpu_s"] + (result["proxy_cpu_s"] or 0)
+                result["others_cpu_s"] = max(0.0, busy_s() - before[2] - ours)
+                result["proxy_rss_bytes"] = max(sizes, default=None)
+                result["complaints"] = _complaints(process)
+                figures: Figures = result
+                return figures
+            raise LoadError(_complaints(process) or "the load ended early")
+        finally:
+            process.kill()
+
+
+def _complaints(process: subprocess.Popen[str]) -> str:
+    """What the load wrote besides, on one line; waits for its end."""
+    assert process.stderr is not None
+    return "; ".join(process.stderr.read().split("\n")).strip("; ")
+
+
+def _line(process: subprocess.Popen[str], look: Callable[[], object]) -> str:
+    """The next line, with a look every now and then while it does not come. Raises EOFError."""
+    assert process.stdout is not None
+    while not select.select([process.stdout], [], [], SAMPLE_S)[0]:
+        look()
+    if line := process.stdout.readline():
+        return line
+    raise EOFError

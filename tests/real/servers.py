@@ -1,0 +1,247 @@
+"""The processes of the real fleet: two vLLM servers, one `transformers serve`, and lbproxy before them.
+
+Each is a `Daemon`: a command in a process group of its own, so that a kill reaches the workers that vLLM starts, with
+its output in a file below `.real/logs`. A daemon keeps its address when it is killed and started again, as a server
+does that a supervisor looks after.
+
+vllm-1 refuses more than QUEUE_CAP requests at a time; vllm-2 has no cap, and an adapter that the other does not have.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import httpx
+
+from tests.real.environment import FOLDER, Environment
+from tests.support.aio import run, until
+from tests.support.process import LBPROXY
+
+LOGS = FOLDER / "logs"
+MODEL, OTHER_MODEL = "tiny", "lbproxy/tiny"
+"""What vLLM serves, and what `transformers serve` does: it names models by their place in its cache."""
+QUEUE_CAP = 8
+DRAIN_S = 60
+"""What vLLM gives running requests after SIGTERM. Tests end it sooner by letting them finish."""
+# Measured: 40 s for all three on two idle cores. Twice as long on a slower disk; four times beside other work.
+START_TIMEOUT_S = 240.0
+PATIENCE_S = 60.0
+
+SERVER_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+}
+
+
+TIED = ["setpriv", "--pdeathsig", "KILL", "--"] if shutil.which("setpriv") else []
+"""Before a command: the kernel kills it when we die, however we die. Servers of 1.6 GB must not be left behind."""
+
+
+class Daemon:
+    """One server. `url` may be given later, by whoever learns it."""
+
+    def __init__(self, name: str, command: list[str], url: str = "", env: dict[str, str] | None = None) -> None:
+        self.name = name
+        self.url = url
+        self.log = LOGS / f"{name}.log"
+        self._command = command
+        self._env = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Begin to start; `wait_until_ready` waits."""
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [*TIED, *self._command], stdout=output, stderr=subprocess.STDOUT, env=self._env, start_new_session=True
+            )
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def wait_until_ready(self) -> None:
+        """Until it answers and lists models."""
+        self.wait_for(lambda: status(f"{self.url}/health") == 200, "/health is 200")
+        self.wait_for(lambda: status(f"{self.url}/v1/models") == 200, "/v1/models is 200")
+
+    def wait_for(self, condition: Callable[[], object], what: str) -> None:
+        """Until `condition`, while it lives; AssertionError with the end of its output."""
+        end = time.monotonic() + START_TIMEOUT_S
+        while not condition():
+            assert self.alive, f"{self.name} ended:\n{self.log.read_text(errors='replace')[-3000:]}"
+            assert time.monotonic() < end, f"{self.name}: no {what}:\n{self.log.read_text(errors='replace')[-3000:]}"
+            time.sleep(0.1)
+
+    def terminate(self) -> None:
+        """SIGTERM to the first process, as a supervisor sends it."""
+        assert self._process is not None
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group, as when the machine dies. Harmless when it is dead."""
+        if self._process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+class LlmServer(Daemon):
+    """A real server, asked directly: around lbproxy."""
+
+    def gauge(self, family: str, *labels: str) -> float:
+        """The sum of a family's samples whose labels contain all of `labels`, on the server's own page."""
+        page = httpx.get(f"{self.url}/metrics", timeout=10).text
+        lines = [line for line in page.splitlines() if re.match(rf"{re.escape(family)}[{{ ]", line)]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in labels))
+
+    def running(self) -> float:
+        return self.gauge("vllm:num_requests_running")
+
+    def generated_tokens(self) -> float:
+        return self.gauge("vllm:generation_tokens_total")
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Everything that runs."""
+
+    vllm: list[LlmServer]
+    transformers: LlmServer
+    lbproxy: Daemon
+    admin: str
+    """lbproxy's admin listener."""
+
+    @property
+    def url(self) -> str:
+        return self.lbproxy.url
+
+    def family(self, name: str) -> dict[str, float]:
+        """The samples of a family on lbproxy's own metrics page, by what stands between { and }."""
+        page = httpx.get(f"{self.admin}/metrics", timeout=10).text
+        samples = [line.rsplit(" ", 1) for line in page.splitlines() if re.match(rf"{name}[{{ ]", line)]
+        return {labels.removeprefix(name).strip("{}"): float(value) for labels, value in samples}
+
+    def of(self, family: str, endpoint: LlmServer, *labels: str) -> float:
+        """The sum of one endpoint's samples of a family, of those with all of `labels`."""
+        wanted = (f'endpoint="{endpoint.name}"', *labels)
+        return sum(value for key, value in self.family(family).items() if all(label in key for label in wanted))
+
+    def is_up(self, endpoint: LlmServer) -> bool:
+        return self.of("lbproxy_endpoint_up", endpoint) == 1
+
+    def bring_up(self) -> None:
+        """Start what an earlier test ended; wait until lbproxy counts on every endpoint and nothing is under way."""
+        down = [server for server in self.vllm if not server.alive]
+        for server in down:
+            server.kill()  # workers that outlived it
+            server.start()
+        for server in down:
+            server.wait_until_ready()
+        run(until(lambda: all(self.is_up(server) for server in (*self.vllm, self.transformers)), "all are up"))
+        run(until(lambda: sum(server.running() for server in self.vllm) == 0, "the servers are idle"))
+        run(until(lambda: sum(self.family("lbproxy_endpoint_in_flight").values()) == 0, "lbproxy is idle"))
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    """Wait for something that must come true, on a machine that three servers keep busy. AssertionError if not."""
+    run(until(condition, what, within_s=PATIENCE_S), timeout_s=2 * PATIENCE_S)
+
+
+def status(url: str) -> int | None:
+    """The status that a GET is answered with; None if it is not."""
+    try:
+        return httpx.get(url, timeout=5).status_code
+    except httpx.HTTPError:
+        return None
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def vllm(environment: Environment, name: str, adapters: str, *options: str) -> LlmServer:
+    """A vLLM server with these of the adapters a, b and c; at most two in one batch."""
+    port = free_port()
+    (snapshot,) = environment.model.glob("hub/*/snapshots/*")
+    modules = [f"{adapter}={environment.model / 'adapters' / adapter}" for adapter in adapters]
+    options_of_all = f"--served-model-name {MODEL} --host 127.0.0.1 --port {port} --enforce-eager"
+    options_of_all += " --max-model-len 2048 --max-num-seqs 8 --enable-prefix-caching"
+    options_of_all += " --block-size 32 --num-gpu-blocks-override 100"  # 16 fails on CPU; few, so that the gauge moves
+    options_of_all += " --enable-lora --max-loras 2 --max-lora-rank 8"
+    options_of_all += f" --enable-request-id-headers --enable-prompt-tokens-details --shutdown-timeout {DRAIN_S}"
+    command = [str(environment.vllm), "serve", str(snapshot), *options_of_all.split(), *options]
+    return LlmServer(name, [*command, "--lora-modules", *modules], f"http://127.0.0.1:{port}", SERVER_ENVIRONMENT)
+
+
+def transformers(environment: Environment) -> LlmServer:
+    """`transformers serve`: a server without metrics, whose streams end without [DONE]."""
+    port = free_port()
+    env = {**SERVER_ENVIRONMENT, "HF_HUB_CACHE": str(environment.model / "hub")}
+    options = f"serve {OTHER_MODEL} --device cpu --host 127.0.0.1 --port {port}"
+    return LlmServer("transformers", [str(environment.transformers), *options.split()], f"http://127.0.0.1:{port}", env)
+
+
+def lbproxy(endpoints: list[LlmServer]) -> tuple[Daemon, str]:
+    """lbproxy before them, with the URL of its admin listener.
+
+    Everything is at its default but the time for a connection: where two cores run three servers and their load, a
+    process may not get to run for a second.
+    """
+    config = LOGS / "lbproxy.yaml"
+    listing = "".join(f"  - {{url: '{one.url}', name: {one.name}}}\n" for one in endpoints)
+    settings = "listen: 127.0.0.1:0\nadmin: 127.0.0.1:0\ntimeouts: {connect: 10s}\n"
+    config.write_text(f"{settings}endpoints:\n{listing}")
+    daemon = Daemon("lbproxy", [*LBPROXY, "--config", str(config)])
+    daemon.start()
+
+    def listening() -> re.Match[str] | None:
+        return re.search(r"listens on (http://[\w.:]+), admin on (http://[\w.:]+)", daemon.log.read_text())
+
+    daemon.wait_for(listening, "line that says where it listens")
+    match = listening()
+    assert match
+    daemon.url = match[1]
+    return daemon, match[2]
+
+
+@contextmanager
+def running(environment: Environment) -> Iterator[Fleet]:
+    """The whole fleet, ready; every process is killed at the end."""
+    shutil.rmtree(LOGS, ignore_errors=True)
+    LOGS.mkdir()
+    servers = [
+        vllm(environment, "vllm-1", "ab", "--max-num-queued-reqs", str(QUEUE_CAP)),
+        vllm(environment, "vllm-2", "abc"),
+    ]
+    other = transformers(environment)
+    daemons: list[Daemon] = [*servers, other]
+    try:
+        for daemon in daemons:
+            daemon.start()
+        for daemon in daemons:
+            daemon.wait_until_ready()
+        proxy, admin = lbproxy([*servers, other])
+        daemons.append(proxy)
+        yield Fleet(servers, other, proxy, admin)
+    finally:
+        for daemon in daemons:
+            daemon.kill()

@@ -1,0 +1,277 @@
+"""Dockerfile, compose files and Prometheus' settings agree with each other, with lbproxy and with their specifications.
+
+No container runs here: tests/e2e/test_compose.py runs the same commands as processes. What a file means is judged by
+the compose specification's schema (check-jsonschema ships it) and by hadolint; that the files fit together, by these
+tests.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from lbproxy.cli import _parser
+from lbproxy.config import Settings, parse
+from tests.support.compose import (
+    BASE,
+    DOCKERFILE,
+    GPU,
+    PROMETHEUS,
+    SETTINGS,
+    Instruction,
+    image_healthcheck,
+    merged,
+    project,
+    prometheus_targets,
+    stages,
+)
+from tests.support.docs import DOCS, ROOT, blocks
+
+PROJECTS = pytest.mark.parametrize("files", [(BASE,), (BASE, GPU)], ids=["mock", "gpu"])
+
+
+def tool(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a tool of the development environment."""
+    command = [Path(sys.executable).with_name(name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def settings() -> Settings:
+    return parse(SETTINGS.read_text(encoding="utf-8"), environ={})
+
+
+# --- By their specifications ------------------------------------------------------------------------------------------
+
+
+def follows_compose_spec(file: Path) -> subprocess.CompletedProcess[str]:
+    return tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", file)
+
+
+@pytest.mark.parametrize("file", [BASE, GPU], ids=lambda file: file.name)
+def test_a_compose_file_follows_the_specification(file: Path) -> None:
+    done = follows_compose_spec(file)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_merged_files_follow_the_specification(tmp_path: Path) -> None:
+    file = tmp_path / "merged.json"
+    file.write_text(json.dumps(merged(BASE, GPU)))
+    done = follows_compose_spec(file)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_specification_is_asked(tmp_path: Path) -> None:
+    """A misspelt key is found: else the tests above would say nothing."""
+    file = tmp_path / "docker-compose.yml"
+    file.write_text(BASE.read_text().replace("cap_drop:", "cap_dropp:"))
+    done = follows_compose_spec(file)
+    assert done.returncode == 1
+    assert "cap_dropp" in done.stdout
+
+
+def test_the_dockerfile_is_without_a_finding() -> None:
+    done = tool("hadolint", "--no-color", "--failure-threshold", "style", DOCKERFILE)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+# --- The image --------------------------------------------------------------------------------------------------------
+
+
+def copied() -> list[str]:
+    """The files and folders that the build takes from this project."""
+    copies = [one.words for stage in stages() for one in stage if one.name in {"COPY", "ADD"}]
+    return [source for words in copies if not words[0].startswith("--from=") for source in words[:-1]]
+
+
+def ignored(path: str) -> bool:
+    """By .dockerignore: the last line that matches the path, or a folder that it is in, decides."""
+    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    result = False
+    for line in lines:
+        if line and not line.startswith("#"):
+            pattern = line.removeprefix("!").removeprefix("**/")
+            places = [PurePosixPath(path), *PurePosixPath(path).parents][:-1]
+            names = [place.name if "**/" in line else str(place) for place in places]
+            if any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                result = not line.startswith("!")
+    return result
+
+
+def last(name: str) -> Instruction:
+    """The final stage's instruction that counts."""
+    return [one for one in stages()[-1] if one.name == name][-1]
+
+
+def test_everything_that_is_copied_is_there_and_sent() -> None:
+    assert {"lbproxy", "pyproject.toml", "requirements.lock"} <= set(copied())
+    for source in copied():
+        assert (ROOT / source).exists(), source
+        assert not ignored(source), f"{source} is not sent to the builder"
+    readme = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["readme"]
+    assert readme in copied(), "the wheel's build reads it"
+
+
+def test_nothing_else_is_sent_to_the_builder() -> None:
+    """A key in a forgotten file must not get into a layer, nor a change of the docs rebuild everything."""
+    sent = {path.name for path in ROOT.iterdir() if not ignored(path.name)}
+    assert sent == set(copied())
+    assert ignored("lbproxy/core/__pycache__")
+    assert not ignored("lbproxy/core/types.py")
+
+
+def test_the_image_installs_the_locked_wheels_alone() -> None:
+    """Each by its hash; and lbproxy itself without looking for anything more."""
+    installs = [
+        step.split()
+        for stage in stages()
+        for one in stage
+        if one.name == "RUN"
+        for step in one.text.split("&&")
+        if re.search(r"\binstall\b", step)
+    ]
+    locked, own = installs
+    assert {"--require-hashes", "--only-binary", ":all:", "requirements.lock"} <= set(locked)
+    assert {"--no-deps", "--no-build-isolation", "."} <= set(own)
+    assert all("--no-cache-dir" in one for one in installs)
+
+
+def test_both_stages_have_the_python_that_the_environment_was_made_for() -> None:
+    bases = {stage[0].words[0] for stage in stages()}
+    assert len(bases) == 1
+    assert re.fullmatch(r"python:3\.\d+-slim-\w+", bases.pop()), "pinned to a release of Python and of Debian"
+    assert len(stages()) == 2
+
+
+def test_the_image_runs_lbproxy_as_nobody() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    (command,) = last("ENTRYPOINT").words
+    assert command in scripts
+    _parser().parse_args(last("CMD").words)
+    assert last("STOPSIGNAL").text == "SIGTERM"
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", last("USER").text), "numbers, not root"
+    assert "RUN" not in {one.name for one in stages()[-1]}, "nothing is installed as root in the final stage"
+
+
+def test_the_image_exposes_the_ports_of_the_default_settings() -> None:
+    default = parse("endpoints: [http://gpu-1:8000]", environ={})
+    assert default.admin is not None
+    assert last("EXPOSE").words == [str(default.listen.port), str(default.admin.port)]
+    assert f"'127.0.0.1', {default.admin.port}," in image_healthcheck()[-1]
+
+
+# --- The services -----------------------------------------------------------------------------------------------------
+
+
+@PROJECTS
+def test_lbproxy_reads_the_mounted_settings(files: tuple[Path, ...]) -> None:
+    lbproxy = project(*files).services["lbproxy"]
+    read = _parser().parse_args(lbproxy.command).config
+    assert ROOT / lbproxy.mounts[read] == SETTINGS
+    assert last("CMD").words == ["--config", read], "the image's own default is the same path"
+
+
+@PROJECTS
+def test_only_lbproxy_and_prometheus_are_published_and_to_this_machine_alone(files: tuple[Path, ...]) -> None:
+    services = project(*files).services
+    admin = settings().admin
+    assert admin is not None
+    assert {name for name, one in services.items() if one.ports} == {"lbproxy", "prometheus"}
+    assert set(services["lbproxy"].published) == {settings().listen.port, admin.port}
+    assert {host for one in services.values() for host, _ in one.published.values()} == {"127.0.0.1"}
+    assert (settings().listen.host, admin.host) == ("0.0.0.0", "0.0.0.0"), "else Docker's ports lead to nobody"
+
+
+@PROJECTS
+def test_the_name_that_is_balanced_leads_to_the_servers(files: tuple[Path, ...]) -> None:
+    (endpoint,) = settings().endpoints
+    name, _, port = endpoint.url.removeprefix("dns+http://").partition(":")
+    servers = project(*files).behind(name)
+    assert servers
+    for server in servers.values():
+        assert server.command[server.command.index("--port") + 1] == port
+        assert server.healthcheck is not None
+        assert f"'127.0.0.1', {port}," in server.healthcheck.command[-1]
+
+
+@PROJECTS
+def test_lbproxy_is_stopped_before_its_servers_and_may_finish(files: tuple[Path, ...]) -> None:
+    """Compose stops dependents first; Docker kills what still runs after the grace period."""
+    compose = project(*files)
+    lbproxy = compose.services["lbproxy"]
+    assert set(compose.behind("vllm")) <= set(lbproxy.depends_on)
+    assert {one.condition for one in lbproxy.depends_on.values()} == {"service_started"}, "no server is waited for"
+    assert lbproxy.stop_grace_s >= settings().drain.deadline + 5
+
+
+@PROJECTS
+def test_there_are_descriptors_for_every_connection(files: tuple[Path, ...]) -> None:
+    hard = project(*files).services["lbproxy"].ulimits["nofile"]
+    assert hard > 2 * settings().limits.connections + 1024
+
+
+@PROJECTS
+def test_our_containers_have_no_rights(files: tuple[Path, ...]) -> None:
+    ours = [one for one in project(*files).services.values() if one.build]
+    assert len(ours) == 2
+    for one in ours:
+        assert (one.read_only, one.cap_drop, one.security_opt) == (True, ["ALL"], ["no-new-privileges:true"])
+        assert one.image is None, "two services that build one tag get into each other's way"
+
+
+def test_the_simulated_servers_understand_their_command() -> None:
+    arguments = _parser().parse_args(project(BASE).services["vllm"].command)
+    assert (arguments.command, arguments.host) == ("mock", "0.0.0.0")
+    assert project(BASE).services["vllm"].deploy.replicas == 3
+
+
+def test_each_real_server_has_a_gpu_of_its_own() -> None:
+    servers = project(BASE, GPU).behind("vllm")
+    gpus = []
+    for server in servers.values():
+        assert server.image is not None
+        assert re.fullmatch(r"vllm/vllm-openai:v[\d.]+", server.image)
+        assert server.deploy.resources is not None
+        (device,) = server.deploy.resources.reservations.devices
+        assert (device.driver, device.capabilities) == ("nvidia", ["gpu"])
+        gpus += device.device_ids
+    assert sorted(gpus) == ["0", "1"]
+
+
+# --- Prometheus -------------------------------------------------------------------------------------------------------
+
+
+@PROJECTS
+def test_prometheus_scrapes_what_is_there(files: tuple[Path, ...]) -> None:
+    """Each target is a name and a port of a service, and lbproxy's is its admin listener."""
+    compose, admin = project(*files), settings().admin
+    assert admin is not None
+    mounts = compose.services["prometheus"].mounts
+    assert ROOT / mounts["/etc/prometheus/prometheus.yml"] == PROMETHEUS
+    assert {source for source in mounts.values() if not source.startswith(".")} <= set(compose.volumes)
+    ports = {"lbproxy": str(admin.port), "vllm": settings().endpoints[0].url.rpartition(":")[2]}
+    found = {target.name: target for target in prometheus_targets()}
+    assert {name: str(target.port) for name, target in found.items()} == ports
+    for target in found.values():
+        assert compose.behind(target.name)
+        assert (target.job, target.path) == (target.name, "/metrics")
+
+
+# --- The page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_pages_commands_name_files_and_services_that_exist() -> None:
+    shown = "".join(block.text for block in blocks(DOCS / "docker.md") if block.language == "sh")
+    shown += "".join(re.findall(r"^# .*docker compose.*$", BASE.read_text() + GPU.read_text(), re.MULTILINE))
+    assert (files := re.findall(r"(?<=-f )[\w.-]+", shown))
+    assert all((ROOT / file).is_file() for file in files)
+    assert (scaled := re.findall(r"--scale (\w+)=", shown))
+    assert set(scaled) <= set(project(BASE).services)
+    assert (used := re.findall(r"docker compose (?:logs|kill)(?: --\w+)* (\w+)", shown))
+    assert set(used) <= set(project(BASE, GPU).services)
