@@ -428,6 +428,8 @@ async def _open_socket(loop: asyncio.AbstractEventLoop, origin: Origin, timeout_
             async with asyncio.timeout((deadline - loop.time()) / (len(addresses) - tried)):
                 await loop.sock_connect(sock, address)
         except OSError as problem:  # TimeoutError is one
+            if isinstance(problem, TimeoutError) and _is_connected(sock):
+                return sock  # it was our own loop that stood still, not the endpoint
             sock.close()
             error = problem
         except BaseException:
@@ -436,6 +438,14 @@ async def _open_socket(loop: asyncio.AbstractEventLoop, origin: Origin, timeout_
         else:
             return sock
     raise error or OSError(f"{host} has no address")
+
+
+def _is_connected(sock: socket.socket) -> bool:
+    try:
+        sock.getpeername()
+    except OSError:
+        return False
+    return True
 
 
 def _tune(sock: socket.socket) -> None:

@@ -228,7 +228,7 @@ class Exchange(ABC):
             connection.abort()
             return
         shared = self._shared
-        self._relay = relay = Relay(head, connection, ticket, self.record, shared.runtime, self._relayed)
+        self._relay = relay = Relay(head, connection, ticket, self.record, shared.runtime, self)
         relay.begin(self, self._own_fields(), shared.timeouts.stream_idle)
 
     def body(self, data: bytes) -> None:
@@ -257,8 +257,18 @@ class Exchange(ABC):
         else:
             self.refuse(LbError(verdict.outcome))
 
-    def _relayed(self, result: Outcome | UpstreamError) -> None:
-        """The relay is done: the answer is out as far as it will come, or nothing of it went out."""
+    # relay.Owner
+
+    def stream_refused(self, status: int) -> bool:
+        """See relay.Owner: as if the error were the head."""
+        relay, self._relay = self._relay, None
+        if self._may_do_better(status):
+            return True
+        self._relay = relay
+        return False
+
+    def relayed(self, result: Outcome | UpstreamError) -> None:
+        """See relay.Owner."""
         relay, ticket = self._relay, self._ticket
         assert relay is not None
         assert ticket is not None

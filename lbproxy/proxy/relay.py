@@ -4,7 +4,8 @@ Theory of operation. From the commit on, every read of the endpoint's goes to th
 chunk framing included, unchanged; scanners look on. Only a client that takes no chunks gets the payload alone.
 Invariants:
 
-- The head goes out with the first body bytes, in one write. Until then the answer can still be taken back.
+- The head goes out with the first body bytes, in one write, or after `HOLD_HEAD_S`. Until then the answer can still be
+  taken back: vLLM lets a burst of streams in and refuses some a moment later, inside a 200.
 - After it, never a second status line, and nothing is retried.
 - An answer that broke never looks whole: no terminator, and a reset where a close would look like an end
   (the tables are in docs/failures.md).
@@ -14,9 +15,9 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import struct
-from collections.abc import Callable
 from typing import Protocol
 
 from lbproxy.core.openai import error_event
@@ -29,6 +30,10 @@ from lbproxy.proxy.headers import client_head
 from lbproxy.proxy.request import ClientRequest
 from lbproxy.runtime import Runtime
 
+HOLD_HEAD_S = 0.25
+"""How long the head of a stream waits for a first event. More would keep from clients that the request was taken."""
+_REFUSAL = re.compile(rb'data: ?\{"error"[^\n]*?"code": ?(429|500|502|503|504)\b')
+_REFUSAL_BYTES = 4096
 PROGRESS_S = 0.25
 """How often a stream's progress is reported to the balancer, at most."""
 
@@ -58,6 +63,20 @@ class Asking(Protocol):
         ...
 
 
+class Owner(Protocol):
+    """Who has the answer relayed."""
+
+    def relayed(self, result: Outcome | UpstreamError) -> None:
+        """Once: the outcome, or the failure if nothing went to the client. Not if the client left (`let_go`)."""
+        ...
+
+    def stream_refused(self, status: int) -> bool:
+        """The stream begins with an error, by its code an HTTP status. Nothing went out. True: drop it, another
+        endpoint is asked, and `relayed` is not called.
+        """
+        ...
+
+
 class Relay:
     """One answer: the net.pool.Receiver of its body."""
 
@@ -66,11 +85,13 @@ class Relay:
         "_connection",
         "_done",
         "_head",
+        "_held",
         "_prefix",
         "_progress_at",
         "_progressed",
         "_raw",
         "_record",
+        "_refused",
         "_runtime",
         "_scanner",
         "_ticket",
@@ -87,17 +108,17 @@ class Relay:
         ticket: Ticket,
         record: RequestRecord,
         runtime: Runtime,
-        done: Callable[[Outcome | UpstreamError], None],
+        owner: Owner,
     ) -> None:
-        """`done` is called once: with the outcome, or with the failure if nothing went to the client. Not if the
-        client leaves: `let_go` says so to the endpoint alone.
-        """
         self._head = head
         self._connection: Connection | None = connection
         self._ticket = ticket
         self._record = record
         self._runtime = runtime
-        self._done = done
+        self._done = owner.relayed
+        self._refused = owner.stream_refused
+        self._held: asyncio.TimerHandle | None = None
+        """Lets the head go without a body."""
         self._prefix = b""
         """The head, until it went out."""
         self._progressed = 0
@@ -127,7 +148,9 @@ class Relay:
         connection.relay(head, self, watcher, idle_s)
         if self._connection is None:
             return
-        if self._prefix:
+        if self._prefix and is_stream:
+            self._held = self._runtime.loop.call_later(HOLD_HEAD_S, self._write, b"")
+        elif self._prefix:
             self._write(b"")
         if client.writing_paused:
             self.pause()
@@ -159,6 +182,8 @@ class Relay:
 
     def body(self, data: bytes) -> None:
         """The next bytes of the message, framing included."""
+        if self._prefix and self._scanner is not None and self._is_refusal(data):
+            return
         if self._raw:
             if self._record.first_byte_at is None:
                 self._first_byte()
@@ -182,6 +207,7 @@ class Relay:
         """The endpoint failed in the middle."""
         connection, self._connection = self._connection, None
         if self._prefix:
+            self._release_head()
             self._done(error)
             return
         self._record.error = error.detail
@@ -193,6 +219,8 @@ class Relay:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
+            if self._prefix:
+                self._write(b"")
             told = LbError(Outcome.CUT, f"the load balancer was stopped after {self._events} events")
             self._break(Outcome.CUT, told, connection)
 
@@ -224,11 +252,28 @@ class Relay:
     def let_go(self) -> None:
         """The client is gone: close the endpoint's connection. `done` is not called."""
         connection, self._connection = self._connection, None
+        self._release_head()
         if connection is not None:
             connection.abort()
             self._count()
 
     # Steps
+
+    def _is_refusal(self, data: bytes) -> bool:
+        """Whether a stream that nothing went out of begins with an error, and is dropped for it."""
+        found = _REFUSAL.search(data, 0, _REFUSAL_BYTES)
+        if found is None or not self._refused(int(found[1])):
+            return False
+        self._release_head()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abort()
+        return True
+
+    def _release_head(self) -> None:
+        if self._held is not None:
+            self._held.cancel()
+            self._held = None
 
     def _first_byte(self) -> None:
         """Of a stream only an event counts: comments keep the connection alive while the prompt waits."""
@@ -239,6 +284,7 @@ class Relay:
 
     def _write(self, data: bytes) -> None:
         if self._prefix:
+            self._release_head()
             data = self._prefix + data
             self._prefix = b""
         self._record.response_bytes += len(data)
@@ -277,6 +323,7 @@ class Relay:
 
     def _finish(self, outcome: Outcome) -> None:
         """Before the client's transport is closed: its loss would end the exchange as the client's doing."""
+        self._release_head()
         self._count()
         self._done(outcome)
 

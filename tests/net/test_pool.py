@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 
 import pytest
 
@@ -127,6 +128,21 @@ def test_a_server_that_accepts_nothing_is_a_connect_failure_in_time() -> None:
             pool.close()
             for filler in fillers:
                 filler.close()
+
+    run(main())
+
+
+def test_when_our_own_loop_stood_still_the_endpoint_is_not_late() -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint:
+            pool = ConnectionPool()
+            connecting = asyncio.create_task(pool.connect(Origin.parse(endpoint.url), 0.2))
+            for _ in range(20):
+                await asyncio.sleep(0)  # until the SYN is out
+            time.sleep(0.5)  # noqa: ASYNC251 - the point of it
+            connection = await connecting
+            connection.abort()
+            pool.close()
 
     run(main())
 

@@ -238,6 +238,55 @@ def test_an_answer_that_another_endpoint_may_do_better_is_asked_for_there(status
     run(main())
 
 
+REFUSAL = (
+    b'data: {"error": {"message": "The server is overloaded", "type": "overloaded", "param": null, "code": 503}}\n\n'
+)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_stream_that_begins_with_a_refusal_is_asked_for_elsewhere(together: bool) -> None:
+    """vLLM over its cap lets a burst of streams in and refuses some a moment later, inside a 200."""
+
+    async def refusing(wire: Wire, _: Received) -> None:
+        first = chunk(REFUSAL) + chunk(b"data: [DONE]\n\n") + LAST
+        await wire.send(*([STREAM_HEAD + first] if together else [STREAM_HEAD, first]))
+
+    async def serving(wire: Wire, _: Received) -> None:
+        await wire.send(STREAM_HEAD, event("1"), LAST)
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            one = await stack.enter_async_context(ScriptedEndpoint(refusing))
+            two = await stack.enter_async_context(ScriptedEndpoint(serving))
+            it = await stack.enter_async_context(rig(one.url, two.url, more="routing: {policy: round-robin}"))
+            replies = [await it.ask(post()) for _ in range(4)]
+            assert {(reply.status, reply.body) for reply in replies} == {(200, b"data: 1\n\n")}
+            assert {reply.field("x-lbproxy-endpoint") for reply in replies} == {"e2"}
+            assert any(record.failed == (("e1", "upstream_503"),) for record in it.records.requests)
+            assert all(record.status == 200 for record in it.records.requests)
+
+    run(main())
+
+
+def test_a_refused_stream_that_nobody_takes_and_errors_after_a_token_pass_unchanged() -> None:
+    later = event("1") + chunk(REFUSAL) + LAST
+
+    async def refusing(wire: Wire, _: Received) -> None:
+        await wire.send(STREAM_HEAD, chunk(REFUSAL) + LAST)
+
+    async def breaking(wire: Wire, _: Received) -> None:
+        await wire.send(STREAM_HEAD, later)
+
+    async def main() -> None:
+        for script, body in ((refusing, REFUSAL), (breaking, b"data: 1\n\n" + REFUSAL)):
+            async with ScriptedEndpoint(script) as one, ScriptedEndpoint(script) as two, rig(one.url, two.url) as it:
+                reply = await it.ask(post())
+                assert (reply.status, reply.body) == (200, body)
+                assert last(it) is Outcome.COMPLETED
+
+    run(main())
+
+
 @pytest.mark.parametrize(("status", "asked"), [(500, 2), (429, 2), (503, 3), (502, 3), (504, 3), (501, 1), (400, 1)])
 def test_when_nobody_does_better_the_client_gets_an_endpoints_own_words(status: int, asked: int) -> None:
     """A request that fails everywhere must not tour the fleet; "not now" may be asked of everybody there is."""
