@@ -33,7 +33,7 @@ from lbproxy.config import LogSettings
 from lbproxy.control.discovery import KnownName
 from lbproxy.control.log import LEVELS, OUTCOMES, LineWriter, access_line, configure_logging
 from lbproxy.control.scraper import Scraper
-from lbproxy.core.types import EndpointSnapshot, EndpointUid, Health, PoolSnapshot, RequestRecord, Transition
+from lbproxy.core.types import EndpointSnapshot, EndpointUid, Health, PoolSnapshot, RequestRecord, Transition, Usage
 
 logger = logging.getLogger("lbproxy")
 
@@ -130,6 +130,10 @@ class Telemetry:
         self._queue_wait = Histogram(QUEUE_BUCKETS)
         self._attempts = 0
         self._retries = 0
+        self._tokens = [0, 0]
+        """Of prompts and of answers."""
+        self._cached_tokens = [0.0, 0.0]
+        """Of prompts, as expected and as endpoints said, over the answers that say."""
         self._request_bytes = 0
         self._response_bytes = 0
         self._transitions: defaultdict[tuple[str, str], int] = defaultdict(int)
@@ -174,6 +178,8 @@ class Telemetry:
             self._by_endpoint[record.endpoint or "", outcome] += 1
         for failure in record.failed:
             self._failed[failure] += 1
+        if record.usage is not None:
+            self._count_tokens(record.usage, record.predicted_cached_tokens)
         self._request_bytes += record.request_bytes
         self._response_bytes += record.response_bytes
         model = record.model
@@ -184,6 +190,13 @@ class Telemetry:
             self._by_model[label, outcome] += 1
         if self._write_access is not None and LEVELS[record.outcome] >= self._access_level:
             self._write_access(access_line(record))
+
+    def _count_tokens(self, usage: Usage, predicted: float | None) -> None:
+        self._tokens[0] += usage.prompt_tokens or 0
+        self._tokens[1] += usage.completion_tokens or 0
+        if usage.cached_tokens is not None and predicted is not None:
+            self._cached_tokens[0] += predicted
+            self._cached_tokens[1] += usage.cached_tokens
 
     def transition(self, transition: Transition) -> None:
         """See runtime.Sink. One log line, and a count."""
@@ -269,6 +282,11 @@ class Telemetry:
         yield queue_wait
         yield _counter("attempts", "Times a request was sent, or tried to be sent, to an endpoint", self._attempts)
         yield _counter("retries", "Attempts after a request's first", self._retries)
+        yield _counter("prompt_tokens", "Tokens of prompts, where the answer's usage says", self._tokens[0])
+        yield _counter("completion_tokens", "Tokens of answers, where their usage says", self._tokens[1])
+        text = "Prompt tokens in an endpoint's cache, as expected when placing and as its usage said, where it says"
+        kinds = zip((("predicted",), ("observed",)), self._cached_tokens, strict=True)
+        yield _counters("cached_prompt_tokens", text, ("kind",), kinds)
         yield _counter("request_bytes", "Bytes of request bodies", self._request_bytes)
         yield _counter("response_bytes", "Bytes of answers as sent to clients", self._response_bytes)
         by_model = self._by_model.items()

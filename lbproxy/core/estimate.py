@@ -133,6 +133,11 @@ class Placement:
         """The endpoint had to load the adapter."""
         self.ended = False
 
+    @property
+    def cached_tokens(self) -> float:
+        """How much of the prompt is expected in the endpoint's cache."""
+        return max(0.0, self.prompt_tokens - self.uncached)
+
 
 class LoadModel:
     """One endpoint's work and speed."""

@@ -315,6 +315,10 @@ class RequestRecord:
     response_bytes: int = 0
     events: int = 0
     """SSE events relayed."""
+    usage: Usage | None = None
+    """What the endpoint said that the request used."""
+    predicted_cached_tokens: float | None = None
+    """How much of the prompt was expected in the endpoint's cache; None = the policy expects nothing."""
     queue_s: float = 0.0
     """Waited for a place, all attempts together."""
     placed_at: float | None = None

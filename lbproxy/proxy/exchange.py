@@ -22,7 +22,16 @@ from typing import TypeVarTuple
 from lbproxy.config import Settings
 from lbproxy.core.retry import STATUS_FAILURES, FailureKind, UpstreamError
 from lbproxy.core.sse import read_usage
-from lbproxy.core.types import EndpointUid, InferenceRequest, LbError, Outcome, RequestRecord, Ticket, TicketState
+from lbproxy.core.types import (
+    EndpointUid,
+    InferenceRequest,
+    LbError,
+    Outcome,
+    RequestRecord,
+    Ticket,
+    TicketState,
+    Usage,
+)
 from lbproxy.net.h1 import ResponseHead
 from lbproxy.net.pool import Connection, ConnectionPool, Origin
 from lbproxy.proxy.headers import client_head
@@ -215,7 +224,7 @@ class Exchange(ABC):
         transport = self.client.transport
         if transport is not None and not transport.is_closing():
             transport.write(answer)
-        runtime.close(ticket, Outcome.COMPLETED, read_usage(body) if is_json(head) else None)
+        self._close(ticket, Outcome.COMPLETED, read_usage(body) if is_json(head) else None)
         self.over(reusable)
 
     def head(self, head: ResponseHead) -> None:
@@ -277,8 +286,16 @@ class Exchange(ABC):
             self.broke(result)
             return
         self.record.outcome = result
-        self._shared.runtime.close(ticket, result, relay.usage)
+        self._close(ticket, result, relay.usage)
         self.over(relay.client_reusable)
+
+    def _close(self, ticket: Ticket, outcome: Outcome, usage: Usage | None) -> None:
+        """The attempt brought an answer."""
+        if usage is not None:
+            self.record.usage = usage
+            if ticket.placement is not None:
+                self.record.predicted_cached_tokens = ticket.placement.cached_tokens
+        self._shared.runtime.close(ticket, outcome, usage)
 
     # Another attempt
 

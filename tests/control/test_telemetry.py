@@ -28,6 +28,7 @@ from lbproxy.core.types import (
     PoolSnapshot,
     RequestRecord,
     Transition,
+    Usage,
 )
 from tests.control.rig import Rig, rig
 from tests.control.test_log import HOSTILE, Reader
@@ -129,6 +130,18 @@ def test_a_request_is_counted_in_every_family_it_belongs_to() -> None:
     assert page["lbproxy_retries_total"] == {(): 2}
     assert page["lbproxy_request_bytes_total"] == {(): 250}
     assert page["lbproxy_response_bytes_total"] == {(): 4000}
+
+
+def test_tokens_are_counted_where_usage_says_them() -> None:
+    with telemetry(seen(1, "m")) as (made, _):
+        made.request(record(usage=Usage(100, 40, 7), predicted_cached_tokens=64.0))
+        made.request(record(usage=Usage(50, None, 3), predicted_cached_tokens=16.0))
+        made.request(record(usage=Usage(None, 8, None)))
+        made.request(record())
+        page = read(made)
+    assert page["lbproxy_prompt_tokens_total"] == {(): 150}
+    assert page["lbproxy_completion_tokens_total"] == {(): 10}
+    assert page["lbproxy_cached_prompt_tokens_total"] == {("predicted",): 64, ("observed",): 40}
 
 
 def test_histograms_add_up() -> None:
