@@ -21,10 +21,11 @@ from lbproxy.config import Address, Settings
 from lbproxy.control.admin import Admin
 from lbproxy.control.discovery import Discovery
 from lbproxy.control.prober import Prober
-from lbproxy.control.scraper import Scraper
+from lbproxy.control.scraper import Scraper, Scraping
 from lbproxy.control.telemetry import Telemetry
 from lbproxy.control.watch import Loops, Watches
 from lbproxy.core.balancer import Balancer
+from lbproxy.core.engines import Engines
 from lbproxy.core.policy import make_policy
 from lbproxy.core.types import Endpoint
 from lbproxy.net.pool import ConnectionPool
@@ -60,6 +61,7 @@ async def serve(settings: Settings, *, stop: asyncio.Event, on_ready: Callable[[
     runtime = Runtime(balancer, [telemetry])
     front = FrontEnd(settings, runtime, Exchanger(settings, runtime, connections), rng)
     telemetry.watch(runtime, front, connections)
+    scraping = Scraping(connections, settings.scrape, Engines(settings.engines), rng)
     discovery = Discovery(settings, rng)
     telemetry.watch_names(discovery.names)
     admin = None if settings.admin is None else Admin(runtime, front, telemetry)
@@ -69,7 +71,7 @@ async def serve(settings: Settings, *, stop: asyncio.Event, on_ready: Callable[[
         async with asyncio.TaskGroup() as tasks:
 
             def loops_of(endpoint: Endpoint) -> Loops:
-                return _loops(endpoint, settings, runtime, connections, telemetry, rng)
+                return _loops(endpoint, settings, runtime, scraping, telemetry)
 
             watches = Watches(tasks, loops_of, rng)
             watches.follow(first)
@@ -118,13 +120,12 @@ def _loops(
     endpoint: Endpoint,
     settings: Settings,
     runtime: Runtime,
-    connections: ConnectionPool,
+    scraping: Scraping,
     telemetry: Telemetry,
-    rng: random.Random,
 ) -> Loops:
     """The loops that look after one endpoint."""
-    prober = Prober(endpoint, runtime, connections, settings.health, rng)
-    scraper = Scraper(endpoint, runtime, connections, settings.scrape, rng)
+    prober = Prober(endpoint, runtime, scraping.connections, settings.health, scraping.rng)
+    scraper = Scraper(endpoint, runtime, scraping)
     telemetry.watch_scrapes(scraper)
     return [(f"prober of {endpoint.name}", prober.run), (f"scraper of {endpoint.name}", scraper.run)]
 

@@ -1,11 +1,11 @@
-"""`lbproxy check`: every endpoint dialled once, and a table of what was found and what is missing."""
+"""`lbproxy check`: every endpoint dialled once, and a table for each of what was found and what is missing."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Iterator, Sequence
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -13,14 +13,17 @@ from rich.text import Text
 from lbproxy.config import Settings
 from lbproxy.control.discovery import Discovery
 from lbproxy.control.inspect import Inspection, inspect
+from lbproxy.core.engines import Engines
+from lbproxy.core.readings import MAX_LORA
 from lbproxy.net.pool import ConnectionPool
 
 COSTS = {
-    "waiting": "the load that others put there is not seen",
-    "running": "the load that others put there is not seen",
+    "waiting": "requests that others queue there are not seen",
+    "running": "requests that others run there are not seen",
     "kv_utilization": "scorers that look at the cache rate it last",
-    "block_size_tokens": "nothing yet",
-    "kv_blocks": "nothing yet",
+    "block_size_tokens": "nothing with today's policies",
+    "kv_blocks": "nothing with today's policies",
+    MAX_LORA: "nothing with today's policies",
 }
 """What a missing signal means for routing."""
 
@@ -29,50 +32,89 @@ async def check(settings: Settings, console: Console | None = None) -> int:
     """Dial every endpoint and print what was found. Returns 0 if at least one endpoint can be used, else 1."""
     connections = ConnectionPool()
     discovery = Discovery(settings, random.Random())  # noqa: S311 - nothing is random in one resolution
+    engines = Engines(settings.engines)
     try:
         await discovery.resolve_once()
         found = await asyncio.gather(
-            *(inspect(spec, connections, settings.health, settings.scrape) for spec in discovery.endpoints())
+            *(inspect(spec, connections, settings.health, settings.scrape, engines) for spec in discovery.endpoints())
         )
     finally:
         discovery.close()
         connections.close()
     console = console or Console(highlight=False, soft_wrap=True)
     console.print("The settings are valid.")
-    console.print(_table(found))
+    for one in found:
+        console.print(Text(f"\n{_title(one)}", style="bold"))
+        console.print(_table(one))
     for name in discovery.names:
         if name.problem is not None:
             console.print(Text(f"{name.entry.name}: cannot be resolved: {name.problem}", style="red"))
-    for one in found:
-        for problem in one.problems if one.reachable else one.problems[:1]:
-            console.print(Text(f"{one.endpoint.name}: {problem}", style="yellow" if one.usable else "red"))
-        for signal in one.missing:
-            console.print(Text(f"{one.endpoint.name}: its metrics lack {signal}: {COSTS[signal]}", style="yellow"))
     usable = sum(one.usable for one in found)
-    console.print(f"{usable} of {len(found)} endpoints can be used.")
+    console.print(f"\n{usable} of {len(found)} endpoints can be used.")
     return 0 if usable else 1
 
 
-def _table(found: list[Inspection]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("endpoint", "usable", "engine", "models", "load signals"):
-        table.add_column(heading, overflow="fold")
-    for one in found:
-        signals = len(one.present)
-        table.add_row(
-            f"{one.endpoint.name}\n{one.endpoint.base_url}"
-            if one.endpoint.name not in one.endpoint.base_url
-            else one.endpoint.name,
-            Text("yes", style="green") if one.usable else Text("no", style="red"),
-            one.engine or "-",
-            _models(one),
-            f"{signals} of {signals + len(one.missing)}" if one.engine else "-",
-        )
+def _title(one: Inspection) -> str:
+    name, url = one.endpoint.name, one.endpoint.base_url
+    return name if name in url else f"{name}  {url}"
+
+
+def _table(one: Inspection) -> Table:
+    """What was found of one endpoint."""
+    table = Table(box=None, show_header=False, padding=(0, 0, 0, 2))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for key, text in _rows(one):
+        table.add_row(key, text)
     return table
 
 
-def _models(one: Inspection) -> str:
-    if one.models is None:
-        return "it does not say" if one.reachable else "-"
-    adapters = [f"{name} (adapter of {base})" for base, names in one.adapters.items() for name in names]
-    return "\n".join([*one.models, *adapters]) or "none"
+def _rows(one: Inspection) -> Iterator[tuple[str, Text]]:
+    usable = Text("yes", style="green") if one.usable else Text("no", style="red")
+    yield "usable", usable
+    answered = "it answers" if one.reachable else "nobody answers"
+    yield "reachable", Text(f"{answered}; health: {one.health}", style="" if one.reachable else "red")
+    for problem in one.problems if one.reachable else one.problems[:1]:
+        if problem != one.health:
+            yield "problem", Text(_plain(problem), style="yellow" if one.usable else "red")
+    if not one.reachable:
+        return
+    yield "engine", Text(_engine(one))
+    yield "models", Text("it does not say" if one.models is None else _listed(one.models))
+    if one.adapters:
+        named = [f"{name} (of {base})" for base, names in one.adapters.items() for name in names]
+        yield "adapters", Text(_listed(named))
+    if one.engine and one.endpoint.metrics is not None:
+        lacking = sum(signal != MAX_LORA for signal in one.missing)
+        yield "load", Text(f"{len(one.present)} of {len(one.present) + lacking} signals{_values(one)}")
+    for signal in one.missing:
+        yield "missing", Text(f"{signal}: {COSTS[signal]}", style="yellow")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return _plain(", ".join(names)) or "none"
+
+
+def _plain(text: str) -> str:
+    """What a server wrote, without what could move the cursor."""
+    return "".join(char for char in text if char.isprintable())
+
+
+def _engine(one: Inspection) -> str:
+    if one.engine is None:
+        return "not recognised" if one.endpoint.metrics is not None else "not asked"
+    how = "recognised" if one.endpoint.engine == "auto" else "from the settings"
+    return f"{one.engine} ({how}{f', metrics at {one.page}' if one.page else ''})"
+
+
+def _values(one: Inspection) -> str:
+    if one.load is None:
+        return ""
+    values = [
+        f"{name} {getattr(one.load, name):{',.2f' if name == 'kv_utilization' else ',.0f'}}" for name in one.present
+    ]
+    lora = one.load.lora
+    if lora is not None:
+        busy = _listed(sorted(lora.running | lora.waiting))
+        values.append(f"adapters in use: {busy} (room for {lora.max_lora or 'an unknown number'})")
+    return f": {', '.join(values)}"

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lbproxy.config import ConfigError, RoutingSettings, Settings, parse
+from lbproxy.config import BUILT_IN_ENGINES, ConfigError, RoutingSettings, Settings, parse
 from lbproxy.config.text import MAX_DEPTH, MAX_PROBLEMS_SHOWN, MAX_TEXT_CHARS
 
 EXAMPLE = (Path(__file__).parents[1] / "config.example.yaml").read_text()
@@ -96,7 +96,7 @@ def test_all_problems_come_at_once_each_with_its_path() -> None:
         f"  endpoints[3].url: {url}, got 'http://gpu-4:8000/v1'",
         "  endpoints[4].nam: unknown key, did you mean name?",
         "  endpoints[5].name: expected 1 to 64 letters, digits or any of ._:[]-, got 'six six'",
-        "  endpoints[6].engine: expected 'auto' or 'vllm', got 'vlm'",
+        f"  endpoints[6].engine: expected one of auto, {', '.join(BUILT_IN_ENGINES)}, got 'vlm'",
         "  endpoints[7].metrics: expected auto, an absolute path, an http:// URL or null, got 'metrics'",
         "  endpoints[8].health: expected text (quote it if YAML reads it as something else), got 3",
         "  endpoints[9].url: required, but not there",
@@ -125,7 +125,7 @@ def test_unknown_key_without_a_near_one_lists_the_known() -> None:
     )
 
 
-@pytest.mark.parametrize("key", ["breaker", "engines", "models", "auth", "lora_management"])
+@pytest.mark.parametrize("key", ["breaker", "models", "auth", "lora_management"])
 def test_key_of_a_later_version_is_unknown(key: str) -> None:
     (problem,) = problems(f"{MINIMAL}{key}: 1")
     assert problem.startswith(f"{key}: unknown key")

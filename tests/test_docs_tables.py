@@ -19,7 +19,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from lbproxy.cli import _parser
-from lbproxy.config import Address, EndpointSettings, Settings
+from lbproxy.config import Address, EndpointSettings, EngineSettings, Settings
+from lbproxy.config.engines import SignalForm
 from lbproxy.config.values import Quantity
 from lbproxy.core.scorers import SCORERS
 from lbproxy.core.types import LbError, Outcome
@@ -51,6 +52,8 @@ def written(value: object, unit: Quantity | None) -> str:
         return "required"
     if value is None:
         return "`null`"
+    if value == {}:
+        return "`{}`"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if isinstance(value, int | float):
@@ -65,7 +68,11 @@ def takes(field: FieldInfo) -> str:
     """What may be written there."""
     unit = quantity(field)
     words = [str(word) for part in parts(field.annotation) if get_origin(part) is Literal for word in get_args(part)]
-    if dict in {get_origin(part) for part in parts(field.annotation)}:
+    if EngineSettings in parts(field.annotation):
+        text = "mapping of names to mappings"
+    elif SignalForm in map(type, parts(field.annotation)) or SignalForm in map(type, field.metadata):
+        text = "metric, list of metrics"
+    elif dict in {get_origin(part) for part in parts(field.annotation)}:
         text = f"mapping of {', '.join(words)} to weights"
     elif words:
         text = ", ".join(words)
@@ -101,6 +108,7 @@ def settings_table(section: type[BaseModel], prefix: str = "") -> str:
 SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
     "top level": (Settings, ""),
     "endpoints": (EndpointSettings, ""),
+    "engines": (EngineSettings, ""),
     **{
         name: (field.annotation, f"{name}.")
         for name, field in Settings.model_fields.items()

@@ -1,9 +1,9 @@
 """Settings: `parse` turns the text of a settings file into a frozen `Settings`, or says everything that is wrong.
 
-It reads no file, no environment but the mapping it is given, no clock and no network. Three modules, one for each
-step: `text` (YAML and `${ENV}` to plain values), `tree` (which keys there are), `values` (numbers with units, hosts,
-URLs). This one joins them and words the report: all problems at once, each with its path. Nothing else in lbproxy
-imports yaml or pydantic.
+It reads no file, no environment but the mapping it is given, no clock and no network. Its modules: `text` (YAML and
+`${ENV}` to plain values), `tree` (which keys there are) with `engines` (where model servers show their load), `values`
+(numbers with units, hosts, URLs). This one joins them and words the report: all problems at once, each with its path.
+Nothing else in lbproxy imports yaml or pydantic.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
-from typing import TypeVar, get_args
+from typing import TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from lbproxy.config.engines import BUILT_IN_ENGINES, EngineSettings, MetricRatio, MetricSpec, Signal
 from lbproxy.config.scenario import FaultSettings, Scenario, ServerSettings, WorkloadSettings
-from lbproxy.config.text import ConfigError, join, one_line, read_text
+from lbproxy.config.text import ConfigError, Plain, join, one_line, read_text
 from lbproxy.config.tree import (
     MAX_ENDPOINTS,
+    OWN_ENGINES,
     Address,
     AdmissionSettings,
     DnsSettings,
@@ -43,9 +45,14 @@ __all__ = [
     "leads_to",
     "ConfigError",
     "MAX_ENDPOINTS",
+    "BUILT_IN_ENGINES",
     "Settings",
     "Address",
     "EndpointSettings",
+    "EngineSettings",
+    "MetricSpec",
+    "MetricRatio",
+    "Signal",
     "RoutingSettings",
     "AdmissionSettings",
     "RetrySettings",
@@ -83,7 +90,8 @@ def _read_as(root: type[Root], text: str, environ: Mapping[str, str], source: st
     values, problems = read_text(text, environ=environ, source=source)
     settings = None
     try:
-        settings = root.model_validate({} if values is None else values)
+        context = {OWN_ENGINES: _own_engines(values)}
+        settings = root.model_validate({} if values is None else values, context=context)
     except ValidationError as error:
         unread = frozenset(problems)
         for details in error.errors(include_url=False):
@@ -99,6 +107,11 @@ def _read_as(root: type[Root], text: str, environ: Mapping[str, str], source: st
 def json_schema() -> dict[str, object]:
     """The JSON schema of a settings file, for editors. Laxer than `parse`: it knows no checks between keys."""
     return Settings.model_json_schema()
+
+
+def _own_engines(values: Plain) -> list[str]:
+    engines = values.get("engines") if isinstance(values, dict) else None
+    return list(engines) if isinstance(engines, dict) else []
 
 
 _WORDING = {
@@ -123,9 +136,13 @@ def _wrong(details: ErrorDetails, root: type[BaseModel]) -> str:
 
 
 def _unknown_key(loc: tuple[int | str, ...], section: type[BaseModel]) -> str:
-    for key in loc[:-1]:
+    keys = iter(loc[:-1])
+    for key in keys:
         if isinstance(key, str):
-            section = next(_sections(section.model_fields[key].annotation))
+            annotation = section.model_fields[key].annotation
+            if get_origin(annotation) is dict:
+                next(keys)  # a name that the user chose
+            section = next(_sections(annotation))
     known = list(section.model_fields)
     nearest = difflib.get_close_matches(str(loc[-1]), known, n=1)
     return f"unknown key, did you mean {nearest[0]}?" if nearest else f"unknown key, known here: {', '.join(known)}"

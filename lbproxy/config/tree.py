@@ -10,19 +10,11 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetJsonSchemaHandler,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, InitErrorDetails
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_core import InitErrorDetails
 
+from lbproxy.config.engines import BUILT_IN_ENGINES, MAX_ENGINES, EngineSettings, check_engine_names, check_own_engines
+from lbproxy.config.section import Section, ShortSection
 from lbproxy.config.values import (
     PATH,
     Quantity,
@@ -41,36 +33,14 @@ MAX_ENDPOINTS = 1024
 """Also of all addresses that names lead to, together."""
 MAX_NAMESERVERS = 8
 DNS_SCHEME = "dns+http://"
+OWN_ENGINES = "own engines"
+"""Key of the validation context: the names in `engines`, which the endpoints' engines are among."""
 
 Interval: TypeAlias = Annotated[float, duration("10ms", "1h")]
 """Seconds between two turns of something periodic."""
 Timeout: TypeAlias = Annotated[float, duration("1ms", "24h")]
 """Seconds until something is given up."""
 Port: TypeAlias = Annotated[int, count("0", "65535")]
-
-
-class Section(BaseModel):
-    """A part of the tree: frozen, without unknown keys. Docstrings of attributes become the schema's descriptions."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        validate_default=True,  # so that a check between keys also sees the key that was not written
-        hide_input_in_errors=True,
-    )
-
-
-class ShortSection(Section):
-    """A section that may also be written as one string."""
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        mapping = handler.resolve_ref_schema(handler(schema))
-        whole = {"description": mapping.pop("description"), "anyOf": [{"type": "string"}, dict(mapping)]}
-        mapping.clear()
-        mapping.update(whole)
-        return mapping
 
 
 class Address(ShortSection):
@@ -103,10 +73,6 @@ class Address(ShortSection):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-Engine: TypeAlias = Literal["auto", "vllm"]
-"""`auto`, or a key of `core.engines.ENGINES` (a test holds the two together: config may not import core)."""
-
-
 class EndpointSettings(ShortSection):
     """One model server, or all that a DNS name leads to: a URL, or a mapping."""
 
@@ -115,10 +81,11 @@ class EndpointSettings(ShortSection):
     none is said."""
     name: str = ""
     """What logs, metrics and clients call it: 1 to 64 of letters, digits and `._:[]-`. Default: the URL's host:port."""
-    engine: Engine = "auto"
-    """Which software it runs, so which metrics it has. `auto` = recognised from what it shows."""
+    engine: str = "auto"
+    """Which software it runs, so which metrics it has: a built-in one or one of `engines`. `auto` = recognised from its
+    metrics."""
     metrics: str | None = "auto"
-    """Where its load stands: `auto` (the engine's usual path), a path, an absolute http URL, or null = not scraped."""
+    """Where its load stands: `auto` (the engine's usual place), a path, an absolute http URL, or null = not scraped."""
     health: str | None = "/health"
     """Path that answers below 500 while the server lives. null = not probed: it is up until connections fail."""
 
@@ -145,6 +112,15 @@ class EndpointSettings(ShortSection):
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9._:\[\]-]{1,64}", name):
             raise expected("1 to 64 letters, digits or any of ._:[]-")
         return name
+
+    @field_validator("engine", mode="after")
+    @classmethod
+    def _check_engine(cls, value: str, info: ValidationInfo) -> str:
+        own = (info.context or {}).get(OWN_ENGINES, ())
+        known = dict.fromkeys(("auto", *BUILT_IN_ENGINES, *own))
+        if value not in known:
+            raise expected(f"one of {', '.join(known)}")
+        return value
 
     @field_validator("metrics", mode="after")
     @classmethod
@@ -266,7 +242,8 @@ class ScrapeSettings(Section):
     """Reading the endpoints' own metrics."""
 
     interval: Interval = 0.2
-    """Seconds between two scrapes of an endpoint. A burst is judged by gauges at most this old, plus our own count."""
+    """Seconds between two scrapes of an endpoint. A burst is judged by gauges at most this old, plus our own count. 2.5
+    times that for one without requests, longer with more than 100 endpoints; at most half of stale_after."""
     timeout: Timeout = 0.5
     """Seconds a scrape may take."""
     stale_after: Timeout = 2.0
@@ -379,6 +356,8 @@ class Settings(Section):
     """Listener for /healthz, /readyz, /metrics: its own port, so that it answers under load. null = off."""
     endpoints: tuple[EndpointSettings, ...] = Field(json_schema_extra={"minItems": 1, "maxItems": MAX_ENDPOINTS})
     """The model servers, at least one. Names and addresses are unique."""
+    engines: dict[str, EngineSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_ENGINES})
+    """Software that lbproxy does not know, or knows by other names, by the name that `engine` says."""
     routing: RoutingSettings = RoutingSettings()
     """Which endpoint a request goes to."""
     admission: AdmissionSettings = AdmissionSettings()
@@ -409,6 +388,16 @@ class Settings(Section):
         if value and listen and value.port == listen.port != 0 and hosts_overlap(value.host, listen.host):
             raise expected(f"another port: {listen} is taken by listen")
         return value
+
+    @field_validator("engines", mode="before")
+    @classmethod
+    def _named(cls, value: object) -> object:
+        return check_engine_names(value)
+
+    @field_validator("engines", mode="after")
+    @classmethod
+    def _show_load(cls, value: dict[str, EngineSettings]) -> dict[str, EngineSettings]:
+        return check_own_engines(value)
 
     @field_validator("endpoints", mode="before")
     @classmethod

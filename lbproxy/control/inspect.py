@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 
 from lbproxy.config import HealthSettings, ScrapeSettings
 from lbproxy.control.prober import ask_health, ask_models
-from lbproxy.control.scraper import ScrapeError, fetch_page, metrics_place
-from lbproxy.core.engines import ENGINES, detect, read_metrics
-from lbproxy.core.types import EndpointSpec, ModelCard
+from lbproxy.control.scraper import ScrapeError, Target, fetch_page, find_page
+from lbproxy.core.engines import Engines
+from lbproxy.core.readings import PageReader
+from lbproxy.core.types import EndpointSpec, LoadMetrics, ModelCard
 from lbproxy.net.pool import ConnectionPool
 
 FIRST_SCRAPE_TIMEOUT_S = 3.0
@@ -36,6 +38,10 @@ class Inspection:
     """Signals of load that its metrics show."""
     missing: tuple[str, ...]
     """Signals that its engine should show and it does not."""
+    load: LoadMetrics | None
+    """What they said."""
+    page: str | None
+    """Where its metrics stand; None = they were not found, or are not to be asked for."""
     problems: tuple[str, ...]
     """Short texts, the worst first. Problems with metrics or models alone do not make an endpoint unusable."""
 
@@ -53,15 +59,21 @@ class _Load:
     engine: str | None = None
     present: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    metrics: LoadMetrics | None = None
+    page: str | None = None
     problem: str | None = None
 
 
 async def inspect(
-    endpoint: EndpointSpec, connections: ConnectionPool, health: HealthSettings, scrape: ScrapeSettings
+    endpoint: EndpointSpec,
+    connections: ConnectionPool,
+    health: HealthSettings,
+    scrape: ScrapeSettings,
+    engines: Engines,
 ) -> Inspection:
     """Ask `endpoint` everything once, all at the same time. Takes as long as the longest time-out at most."""
     async with asyncio.TaskGroup() as questions:
-        load_task = questions.create_task(_ask_load(endpoint, connections, scrape))
+        load_task = questions.create_task(_ask_load(endpoint, connections, scrape, engines))
         models_task = questions.create_task(ask_models(endpoint, connections, health.timeout))
         answer = None
         if endpoint.health is not None:
@@ -86,28 +98,32 @@ async def inspect(
         adapters=adapters,
         present=load.present,
         missing=load.missing,
+        load=load.metrics,
+        page=load.page,
         problems=tuple(problems),
     )
 
 
-async def _ask_load(endpoint: EndpointSpec, connections: ConnectionPool, settings: ScrapeSettings) -> _Load:
+async def _ask_load(
+    endpoint: EndpointSpec, connections: ConnectionPool, settings: ScrapeSettings, engines: Engines
+) -> _Load:
     engine = None if endpoint.engine == "auto" else endpoint.engine
-    place = metrics_place(endpoint)
-    if place is None:
+    if endpoint.metrics is None:
         return _Load(False, engine)
     timeout_s = max(settings.timeout, FIRST_SCRAPE_TIMEOUT_S)
+
+    async def ask(target: Target) -> bytes:
+        return await fetch_page(target, connections, timeout_s=timeout_s, max_bytes=settings.page)
+
     try:
-        page = await fetch_page(place, connections, timeout_s=timeout_s, max_bytes=settings.page)
+        found = await find_page(endpoint, engines, ask)
     except ScrapeError as error:
         return _Load(error.answered, engine, problem=error.detail)
-    engine = engine or detect(page)
-    if engine is None:
-        return _Load(True, problem="no known engine's metrics are on the page")
-    reading = read_metrics(page, ENGINES[engine], scraped_at=0.0, previous=None)
-    wanted = [name for name, specs in ENGINES[engine].signals().items() if specs]
-    present = tuple(name for name in wanted if name not in reading.missing)
-    problem = None if present else f"none of {engine}'s metrics is on the page"
-    return _Load(True, engine, present, reading.missing, problem)
+    table = engines.tables[found.engine]
+    reading = PageReader(table, keep_s=0.0).read(found.page, scraped_at=0.0, wall_time=time.time())
+    present = tuple(name for name, signal in table.signals().items() if signal and name not in reading.missing)
+    problem = None if present else f"none of {found.engine}'s metrics is on the page"
+    return _Load(True, found.engine, present, reading.missing, reading.metrics, str(found.target), problem)
 
 
 def _by_parent(cards: list[ModelCard] | None) -> tuple[tuple[str, ...] | None, dict[str, tuple[str, ...]]]:

@@ -7,7 +7,11 @@ that fails reports nothing: the last gauges age, and the Balancer stops believin
 - Gauges are dated by when the scrape was sent, and the Balancer hears of that moment too: what of the load is ours is
   counted there and then.
 - An endpoint that is not up is not scraped: it gets no requests, and the prober alone looks after it.
+- All scrapers together stay below a rate, so that a large fleet does not cost a core.
 - What goes wrong is logged when it begins and when it ends, never once per scrape.
+
+Which engine it is and where its page stands is found out with the first scrape, unless the settings say it, and again
+when another server seems to have taken its place.
 """
 
 from __future__ import annotations
@@ -15,12 +19,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from lbproxy.config import ScrapeSettings
 from lbproxy.control.prober import JITTER
-from lbproxy.core.engines import ENGINES, Reading, detect, read_metrics
+from lbproxy.core.engines import Engines, Place
+from lbproxy.core.readings import MAX_LORA, PageReader, Reading
 from lbproxy.core.retry import UpstreamError
 from lbproxy.core.types import Endpoint, EndpointSpec, Health, LoadMetrics
 from lbproxy.net.fetch import fetch
@@ -29,12 +37,15 @@ from lbproxy.runtime import Runtime
 
 logger = logging.getLogger("lbproxy")
 
-DEFAULT_PATH = "/metrics"
-"""Where the page of an engine that is not known yet is looked for."""
 SLOW_INTERVAL_S = 5.0
 """Between scrapes that are not expected to succeed."""
 FAILURES_UNTIL_SLOW = 10
 """In a row. At the default interval that is 2 s: a server that restarts or is overloaded is not slowed down for."""
+MAX_SCRAPES_PER_S = 500.0
+"""Of all endpoints together, as long as gauges do not grow stale over it: 100 endpoints every 200 ms, about an eighth
+of a core (benchmarks/scrape.py)."""
+IDLE_FACTOR = 2.5
+"""An endpoint that showed no request at all is asked so many times less often."""
 
 OK = "ok"
 
@@ -65,25 +76,40 @@ class ScrapeStatus:
     """For each signal that the engine should have: whether the last readable page lacked it."""
 
 
-def metrics_place(endpoint: EndpointSpec) -> tuple[Origin, str] | None:
-    """Where an endpoint's metrics stand: origin and path (with query); None if it is not to be scraped."""
+# --- Where the page is ------------------------------------------------------------------------------------------------
+
+
+class Target(NamedTuple):
+    """A page that may be an endpoint's metrics."""
+
+    origin: Origin
+    path: str
+    """With the query."""
+    place: Place | None
+    """The usual place that this is; None = the settings say that the page is here."""
+
+    def __str__(self) -> str:
+        return f"http://{self.origin}{self.path}"
+
+
+def metrics_targets(endpoint: EndpointSpec, engines: Engines) -> Sequence[Target]:
+    """Where an endpoint's metrics may stand, the likeliest first; empty if it is not to be scraped."""
     place = endpoint.metrics
     if place is None:
-        return None
+        return []
+    own = Origin.parse(endpoint.base_url)
     if place == "auto":
-        table = ENGINES.get(endpoint.engine)
-        place = DEFAULT_PATH if table is None else table.metrics_path
+        usual = engines.places(endpoint.engine)
+        return [Target(Origin((own[0], one.port or own[1])), one.path, one) for one in usual]
     if place.startswith("/"):
-        return Origin.parse(endpoint.base_url), place
+        return [Target(own, place, None)]
     url = urlsplit(place)
-    return Origin.parse(place), (url.path or "/") + (f"?{url.query}" if url.query else "")
+    return [Target(Origin.parse(place), (url.path or "/") + (f"?{url.query}" if url.query else ""), None)]
 
 
-async def fetch_page(
-    place: tuple[Origin, str], connections: ConnectionPool, *, timeout_s: float, max_bytes: int
-) -> bytes:
+async def fetch_page(target: Target, connections: ConnectionPool, *, timeout_s: float, max_bytes: int) -> bytes:
     """One metrics page. Raises ScrapeError also if the answer is no such page."""
-    origin, path = place
+    origin, path, _ = target
     try:
         answer = await fetch(connections, origin, path, timeout_s=timeout_s, max_bytes=max_bytes)
     except UpstreamError as error:
@@ -96,24 +122,73 @@ async def fetch_page(
     return answer.body
 
 
+class Found(NamedTuple):
+    """An endpoint's page, and whose it is."""
+
+    target: Target
+    engine: str
+    page: bytes
+
+
+async def find_page(endpoint: EndpointSpec, engines: Engines, ask: Callable[[Target], Awaitable[bytes]]) -> Found:
+    """The first page that is one of the endpoint's engine; of any, if that is auto.
+
+    Raises the ScrapeError of the likeliest place if there is none. A server that does not answer at all is not asked
+    for its other pages.
+    """
+    first: ScrapeError | None = None
+    for target in metrics_targets(endpoint, engines):
+        try:
+            page = await ask(target)
+            engine = engines.detect(page, target.place) if endpoint.engine == "auto" else endpoint.engine
+            if engine is not None:
+                return Found(target, engine, page)
+            raise ScrapeError("unknown_engine", "no known engine's metrics are on the page")
+        except ScrapeError as error:
+            first = first or error
+            if not error.answered and (target.place is None or target.place.port is None):
+                break
+    assert first is not None, "an endpoint that is not scraped is not asked"
+    raise first
+
+
+# --- Again and again --------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Scraping:
+    """What all scrapers of a process share."""
+
+    connections: ConnectionPool
+    settings: ScrapeSettings
+    engines: Engines
+    rng: random.Random
+    running: int = 0
+    """Scrapers that run."""
+
+    def interval_s(self, *, idle: bool) -> float:
+        """Seconds between two scrapes of an endpoint: at least two while its gauges are believed."""
+        wanted = self.settings.interval * (IDLE_FACTOR if idle else 1.0)
+        longest = max(self.settings.interval, self.settings.stale_after / 2)
+        return min(max(wanted, self.running / MAX_SCRAPES_PER_S), longest)
+
+
 class Scraper:
     """Scrapes one endpoint. `run` is a loop for `runtime.supervise`."""
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        runtime: Runtime,
-        connections: ConnectionPool,
-        settings: ScrapeSettings,
-        rng: random.Random,
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, runtime: Runtime, shared: Scraping) -> None:
         self.endpoint = endpoint
         self.status = ScrapeStatus(engine=None if endpoint.engine == "auto" else endpoint.engine)
         self._runtime = runtime
-        self._connections = connections
-        self._settings = settings
-        self._rng = rng
-        self._previous: LoadMetrics | None = None
+        self._shared = shared
+        self._settings = shared.settings
+        self._target: Target | None = None
+        """Where the page was found, with `_reader`. None = to be looked for."""
+        self._reader: PageReader | None = None
+        self._sent_at = 0.0
+        """When the last question for a page was sent."""
+        self._idle = False
+        """The last good scrape showed no request."""
         self._failures = 0
         """In a row."""
         self._in_vain = False
@@ -125,65 +200,101 @@ class Scraper:
 
     async def run(self) -> None:
         """Until cancelled; returns at once if the endpoint is not to be scraped."""
-        place = metrics_place(self.endpoint)
-        if place is None:
+        if self.endpoint.metrics is None:
             return
-        while True:
-            began_at = self._runtime.now()
-            interval_s = self._settings.interval
-            if self._runtime.health(self.endpoint.uid) is Health.UP:
-                await self._scrape(place)
-                if self._in_vain or self._failures >= FAILURES_UNTIL_SLOW:
-                    interval_s = max(interval_s, SLOW_INTERVAL_S)
-            else:
-                self._failures, self._good_at = 0, None
-            due_at = began_at + interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER)
-            await asyncio.sleep(max(0.0, due_at - self._runtime.now()))
-
-    async def _scrape(self, place: tuple[Origin, str]) -> None:
-        sent_at = self._runtime.now()
-        if self._good_at is None:
-            self._good_at = sent_at
-        self._runtime.scrape_sent(self.endpoint.uid)
+        self._shared.running += 1
         try:
-            timeout_s, max_bytes = self._settings.timeout, self._settings.page
-            page = await fetch_page(place, self._connections, timeout_s=timeout_s, max_bytes=max_bytes)
-            metrics = self._read(page, sent_at)
+            while True:
+                await self._turn()
+        finally:
+            self._shared.running -= 1
+
+    async def _turn(self) -> None:
+        """One scrape, if it is time for one, and the pause after it."""
+        began_at = self._runtime.now()
+        interval_s = self._settings.interval
+        if self._runtime.health(self.endpoint.uid) is Health.UP:
+            await self._scrape()
+            interval_s = self._shared.interval_s(idle=self._idle)
+            if self._in_vain or self._failures >= FAILURES_UNTIL_SLOW:
+                interval_s = max(interval_s, SLOW_INTERVAL_S)
+        else:
+            self._failures, self._good_at = 0, None
+        due_at = began_at + interval_s * self._shared.rng.uniform(1 - JITTER, 1 + JITTER)
+        await asyncio.sleep(max(0.0, due_at - self._runtime.now()))
+
+    async def _scrape(self) -> None:
+        began_at = self._runtime.now()
+        if self._good_at is None:
+            self._good_at = began_at
+        try:
+            if self._target is None:
+                found = await find_page(self.endpoint, self._shared.engines, self._ask)
+                self._adopt(found.target, found.engine)
+                page = found.page
+            else:
+                page = await self._ask(self._target)
+            metrics = self._read(page)
         except ScrapeError as error:
-            self._failed(error, sent_at)
+            self._failed(error, began_at)
         else:
             self._succeeded(metrics)
-        self.status.last_duration_s = self._runtime.now() - sent_at
+        self.status.last_duration_s = self._runtime.now() - began_at
 
-    def _read(self, page: bytes, sent_at: float) -> LoadMetrics:
-        """What the page says. Raises ScrapeError if that is nothing about load."""
-        reading = self._read_as(self.status.engine, page, sent_at)
-        if reading.metrics is None and self.endpoint.engine == "auto":
-            # The first page, or another server now stands at this address: what the old one said is void.
-            self._previous = None
+    async def _ask(self, target: Target) -> bytes:
+        self._sent_at = self._runtime.now()
+        self._runtime.scrape_sent(self.endpoint.uid)
+        timeout_s, max_bytes = self._settings.timeout, self._settings.page
+        return await fetch_page(target, self._shared.connections, timeout_s=timeout_s, max_bytes=max_bytes)
+
+    def _adopt(self, target: Target, engine: str) -> None:
+        """From now on the endpoint is read so: what a server said that stood here before is void."""
+        self._target = target
+        self._reader = PageReader(self._shared.engines.tables[engine], keep_s=self._settings.stale_after)
+        if engine != self.status.engine:
             self._missing_logged.clear()
-            self.status.engine = detect(page)
-            reading = self._read_as(self.status.engine, page, sent_at)
-        if self.status.engine is None:
-            self.status.missing = {}
-            raise ScrapeError("unknown_engine", "no known engine's metrics are on the page")
-        signals = ENGINES[self.status.engine].signals()
-        self.status.missing = {name: name in reading.missing for name, specs in signals.items() if specs}
+        self.status.engine = engine
+
+    def _forget(self) -> None:
+        """Look anew, with the next scrape, for what this is and where its page stands."""
+        self._target = self._reader = None
+        self.status.engine = None if self.endpoint.engine == "auto" else self.endpoint.engine
+        self.status.missing = {}
+
+    def _read(self, page: bytes) -> LoadMetrics:
+        """What the page says. Raises ScrapeError if that is nothing about load."""
+        assert self._target is not None
+        reading = self._reading(page)
+        if reading.metrics is None and self.endpoint.engine == "auto":
+            # Perhaps another server now stands at this address.
+            engine = self._shared.engines.detect(page, self._target.place)
+            if engine is None:
+                self._forget()
+                raise ScrapeError("unknown_engine", "no known engine's metrics are on the page")
+            if engine != self.status.engine:
+                self._adopt(self._target, engine)
+                reading = self._reading(page)
         if reading.metrics is None:
             raise ScrapeError("no_load", f"none of {self.status.engine}'s metrics is on the page")
         self._log_missing(reading)
         return reading.metrics
 
-    def _read_as(self, engine: str | None, page: bytes, sent_at: float) -> Reading:
-        if engine is None:
-            return Reading(None, ())
-        return read_metrics(page, ENGINES[engine], scraped_at=sent_at, previous=self._previous)
+    def _reading(self, page: bytes) -> Reading:
+        assert self._reader is not None
+        assert self.status.engine is not None
+        reading = self._reader.read(page, scraped_at=self._sent_at, wall_time=time.time())
+        signals = self._shared.engines.tables[self.status.engine].signals()
+        names = [name for name, signal in signals.items() if signal]
+        if MAX_LORA in reading.missing or (reading.metrics is not None and reading.metrics.lora is not None):
+            names.append(MAX_LORA)
+        self.status.missing = {name: name in reading.missing for name in names}
+        return reading
 
     def _succeeded(self, metrics: LoadMetrics) -> None:
         self._count(OK)
-        self._previous = metrics
         self._good_at = metrics.scraped_at
         self._failures, self._in_vain = 0, False
+        self._idle = metrics.waiting == 0 and metrics.running == 0
         self._runtime.report_scrape(self.endpoint.uid, metrics)
         if self._complained:
             self._complained = False
@@ -192,6 +303,9 @@ class Scraper:
     def _failed(self, error: ScrapeError, sent_at: float) -> None:
         self._count(error.result)
         self._failures += 1
+        self._idle = False
+        if self._failures == FAILURES_UNTIL_SLOW:
+            self._forget()
         self._in_vain = error.answered and self.status.engine is None
         assert self._good_at is not None
         hopeless = error.answered and OK not in self.status.results

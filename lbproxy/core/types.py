@@ -32,9 +32,9 @@ class EndpointSpec:
     base_url: str
     """`http://host:port`, without a path."""
     engine: str = "auto"
-    """A key of `core.engines`, or `auto`: recognised from the first scrape."""
+    """A built-in engine or one of the settings' own, or `auto`: recognised from the first scrape."""
     metrics: str | None = "auto"
-    """`auto` (the engine's usual place), a path, an absolute URL, or None: not scraped."""
+    """`auto` (the engine's usual places), a path, an absolute URL, or None: not scraped."""
     health: str | None = "/health"
     """The path that the prober asks, or None: passive, counted as up until connections fail."""
 
@@ -51,6 +51,22 @@ class Endpoint(EndpointSpec):
         return self.base_url.removeprefix("http://")
 
 
+@dataclass(frozen=True, slots=True)
+class LoraMetrics:
+    """What one scrape said of LoRA adapters.
+
+    vLLM names adapters that have live requests only, and under both labels alike: what is resident and idle is not
+    here, so an adapter that is missing from both sets may still be loaded.
+    """
+
+    running: frozenset[str] = frozenset()
+    """Adapters with requests that are computed."""
+    waiting: frozenset[str] = frozenset()
+    """Adapters with requests that wait."""
+    max_lora: int | None = None
+    """Adapters that can be resident at a time."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadMetrics:
     """What one scrape said. A field is None when the page did not say it."""
@@ -65,6 +81,8 @@ class LoadMetrics:
     """Share of the KV cache in use by requests, 0..1."""
     block_size_tokens: int | None = None
     kv_blocks: int | None = None
+    lora: LoraMetrics | None = None
+    """None also before vLLM's first request for an adapter."""
     started_at: float | None = None
     """The engine process's own word on when it started (`process_start_time_seconds`, its wall clock). Only ever
     compared with itself: another value means another process, whose caches are empty."""

@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 
 from lbproxy.config import HealthSettings, ScrapeSettings
 from lbproxy.control.prober import Prober
-from lbproxy.control.scraper import Scraper
+from lbproxy.control.scraper import Scraper, Scraping
+from lbproxy.core.engines import Engines
 from lbproxy.core.types import Endpoint, EndpointSpec
 from tests.support.endpoint import ScriptedEndpoint, answer
 from tests.support.pool import Pool, make_balancer
@@ -19,9 +20,14 @@ FAST_SCRAPE = ScrapeSettings(interval=0.01, timeout=5.0)
 
 
 def spec(
-    server: ScriptedEndpoint, name: str = "e1", *, metrics: str | None = "auto", health: str | None = "/health"
+    server: ScriptedEndpoint,
+    name: str = "e1",
+    *,
+    metrics: str | None = "auto",
+    health: str | None = "/health",
+    engine: str = "auto",
 ) -> EndpointSpec:
-    return EndpointSpec(name=name, base_url=server.url, metrics=metrics, health=health)
+    return EndpointSpec(name=name, base_url=server.url, engine=engine, metrics=metrics, health=health)
 
 
 def model_list(*ids: str, parent: str | None = None) -> bytes:
@@ -42,6 +48,7 @@ class Rig(Pool):
         self.health = health
         self.scrape = scrape
         self.rng = random.Random(1)
+        self.scraping = Scraping(self.connections, scrape, Engines(), self.rng)
 
     def take_down(self, endpoint: Endpoint) -> None:
         for _ in range(self.health.fall):
@@ -51,7 +58,7 @@ class Rig(Pool):
         return Prober(endpoint, self.runtime, self.connections, self.health, self.rng)
 
     def scraper(self, endpoint: Endpoint) -> Scraper:
-        return Scraper(endpoint, self.runtime, self.connections, self.scrape, self.rng)
+        return Scraper(endpoint, self.runtime, self.scraping)
 
 
 @asynccontextmanager

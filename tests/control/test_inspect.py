@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lbproxy.config import HealthSettings, ScrapeSettings
 from lbproxy.control.inspect import Inspection, inspect
-from lbproxy.core.engines import SIGNALS
+from lbproxy.core.engines import SIGNALS, Engines
 from lbproxy.core.types import EndpointSpec
 from lbproxy.net.pool import ConnectionPool
 from tests.control.rig import model_list, page
@@ -20,7 +20,7 @@ async def inspected(server: ScriptedEndpoint, **differs: str | None) -> Inspecti
     pool = ConnectionPool()
     try:
         endpoint = EndpointSpec(name="e1", base_url=server.url, **differs)  # type: ignore[arg-type]
-        return await inspect(endpoint, pool, HealthSettings(timeout=5.0), ScrapeSettings(timeout=5.0))
+        return await inspect(endpoint, pool, HealthSettings(timeout=5.0), ScrapeSettings(timeout=5.0), Engines())
     finally:
         pool.close()
 

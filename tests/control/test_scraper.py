@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import gzip
+import time
 from pathlib import Path
 
 import pytest
 
-from lbproxy.config import ScrapeSettings
+from lbproxy.config import ScrapeSettings, parse
 from lbproxy.control import scraper as module
-from lbproxy.control.scraper import metrics_place
-from lbproxy.core.engines import SIGNALS
-from lbproxy.core.types import EndpointSpec, EndpointUid
-from lbproxy.net.pool import Origin
-from tests.control.rig import FAST_SCRAPE, page, rig, running, spec
+from lbproxy.control.scraper import metrics_targets
+from lbproxy.core.engines import SIGNALS, Engines
+from lbproxy.core.types import EndpointSpec, EndpointUid, LoadMetrics, LoraMetrics
+from tests.control.rig import FAST_SCRAPE, Rig, page, rig, running, spec
 from tests.support.aio import run, until
 from tests.support.endpoint import Received, Script, ScriptedEndpoint, Wire, answer, hang, reset
 
@@ -73,6 +76,31 @@ def test_gauges_are_dated_by_when_the_scrape_was_sent(monkeypatch: pytest.Monkey
     run(main())
 
 
+NONSENSE = b"".join(
+    b"vllm:num_requests_%s %s\n" % (name, value)
+    for name in (b"running", b"waiting")
+    for value in (b"NaN", b"+Inf", b"-Inf", b"-1", b"1e400", b"1e10", b"x")
+)
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\n"
+
+
+async def endless(wire: Wire, _: Received) -> None:
+    """A page without end."""
+    with contextlib.suppress(RuntimeError, ConnectionError):  # of uvloop and asyncio: the scraper hung up
+        await wire.send(HEAD)
+        while not wire.writer.is_closing():
+            await wire.send(b"vllm:num_requests_running 1\n" * 1000)
+
+
+async def trickle(wire: Wire, _: Received) -> None:
+    """One byte, and then another, and so on."""
+    with contextlib.suppress(RuntimeError, ConnectionError):
+        await wire.send(HEAD)
+        while not wire.writer.is_closing():
+            await wire.send(b"#")
+            await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize(
     ("script", "result"),
     [
@@ -82,13 +110,22 @@ def test_gauges_are_dated_by_when_the_scrape_was_sent(monkeypatch: pytest.Monkey
         (answer(PAGE, kind="text/html; charset=utf-8"), "not_metrics"),
         (answer(b"{}"), "not_metrics"),
         (page(b"# nothing here\n"), "unknown_engine"),
+        (page(gzip.compress(PAGE)), "unknown_engine"),
+        (answer(gzip.compress(bytes(1 << 20)), kind="text/plain", more="Content-Encoding: gzip\r\n"), "unknown_engine"),
+        (page(NONSENSE), "no_load"),
+        (page(b"vllm:num_requests_running" * 80_000), "no_load"),
+        (endless, "protocol"),
+        (trickle, "timeout"),
         (page(PAGE * 50), "protocol"),
         (GOOD[:-10], "timeout"),
         (b"garbage\r\n\r\n", "protocol"),
         (hang, "timeout"),
         (reset, "reset"),
     ],
-    ids=["500", "204", "redirect", "html", "json", "no load", "too large", "short", "garbage", "hang", "reset"],
+    ids=[
+        *("500", "204", "redirect", "html", "json", "no load", "gzip", "gzip bomb", "nonsense", "one line", "endless"),
+        *("trickle", "too large", "short", "garbage", "hang", "reset"),
+    ],
 )
 def test_what_is_no_page_is_counted_and_the_old_gauges_age(
     script: Script, result: str, monkeypatch: pytest.MonkeyPatch
@@ -278,14 +315,187 @@ def test_metrics_may_stand_on_another_port() -> None:
     run(main())
 
 
-def placed(metrics: str | None) -> tuple[Origin, str] | None:
-    return metrics_place(EndpointSpec(name="e", base_url="http://gpu-1:8000", metrics=metrics))
+def places(metrics: str | None, engine: str = "auto") -> list[str]:
+    endpoint = EndpointSpec(name="e", base_url="http://gpu-1:8000", metrics=metrics, engine=engine)
+    return [str(target) for target in metrics_targets(endpoint, Engines())]
 
 
-def test_where_metrics_stand() -> None:
-    own = Origin(("gpu-1", 8000))
-    assert placed("auto") == (own, "/metrics")
-    assert placed("/prometheus/metrics?a=b") == (own, "/prometheus/metrics?a=b")
-    assert placed("http://gpu-1:8002") == (Origin(("gpu-1", 8002)), "/")
-    assert placed("http://[::1]:8002/m?x") == (Origin(("::1", 8002)), "/m?x")
-    assert placed(None) is None
+def test_where_metrics_may_stand() -> None:
+    own = "http://gpu-1:8000"
+    assert places("auto") == [f"{own}/metrics", f"{own}/prometheus/metrics", "http://gpu-1:8002/metrics"]
+    assert places("auto", "sglang") == [f"{own}/metrics"]
+    assert places("auto", "triton-tensorrt-llm") == ["http://gpu-1:8002/metrics"]
+    assert places("/prometheus/metrics?a=b") == [f"{own}/prometheus/metrics?a=b"]
+    assert places("http://gpu-1:8002") == ["http://gpu-1:8002/"]
+    assert places("http://[::1]:8002/m?x", "vllm") == ["http://[::1]:8002/m?x"]
+    assert places(None) == []
+
+
+# --- Engines ----------------------------------------------------------------------------------------------------------
+
+SGLANG = page((FIXTURES / "sglang-0.5.23-load.prom").read_bytes())
+LLAMA_CPP = page((FIXTURES / "llama.cpp-b11434-load.prom").read_bytes())
+TRTLLM = page((FIXTURES / "documented" / "trtllm-serve.prom").read_bytes())
+TRITON = page((FIXTURES / "documented" / "triton-tensorrt-llm.prom").read_bytes())
+
+
+def load_of(r: Rig) -> LoadMetrics:
+    metrics = r.seen().metrics
+    assert metrics is not None
+    return metrics
+
+
+def own_engines(text: str) -> Engines:
+    return Engines(parse(f"endpoints: ['http://a']\nengines: {text}", environ={}).engines)
+
+
+def test_a_mixed_pool() -> None:
+    """Each endpoint is recognised by itself; trtllm-serve's /metrics is JSON, and its page stands elsewhere."""
+
+    async def main() -> None:
+        async with (
+            ScriptedEndpoint({"/metrics": GOOD}) as vllm,
+            ScriptedEndpoint({"/metrics": SGLANG}) as sglang,
+            ScriptedEndpoint({"/metrics": answer(b"[]"), "/prometheus/metrics": TRTLLM}) as trtllm,
+            ScriptedEndpoint({"/metrics": LLAMA_CPP}) as llama_cpp,
+            ScriptedEndpoint({"/metrics": page(b"wait 4\nbusy 5\n")}) as own,
+        ):
+            servers = {"vllm": vllm, "sglang": sglang, "trtllm-serve": trtllm, "llamacpp": llama_cpp, "mine": own}
+            async with rig(*(spec(server, name) for name, server in servers.items())) as r:
+                r.scraping.engines = own_engines("{mine: {queued: wait, running: busy}}")
+                r.bring_up()
+                scrapers = [r.scraper(one) for one in r.endpoints]
+                async with running(*(one.run for one in scrapers)):
+                    await until(lambda: all(r.seen(name).metrics for name in servers))
+                assert [one.status.engine for one in scrapers] == list(servers)
+                loads = {name: r.seen(name).metrics for name in servers}
+                assert {name: (one.waiting, one.running) for name, one in loads.items() if one} == {
+                    "vllm": (0.0, 2.0),
+                    "sglang": (1.0, 15.0),
+                    "trtllm-serve": (2.0, 7.0),
+                    "llamacpp": (3.0, 2.0),
+                    "mine": (4.0, 5.0),
+                }
+                assert trtllm.asked("/metrics") == 1, "once found, the page is asked for where it is"
+                assert "unknown_engine" not in scrapers[2].status.results
+                assert not any(scrapers[3].status.missing.values()), "what an engine does not have is not missing"
+
+    run(main())
+
+
+def test_an_engines_own_port_is_tried_but_not_believed_to_be_a_neighbours() -> None:
+    """There another endpoint may listen: only the engine that usually stands on that port counts."""
+
+    async def main() -> None:
+        async with (
+            ScriptedEndpoint({}) as server,
+            ScriptedEndpoint({"/metrics": TRITON}) as aside,
+            rig(spec(server)) as r,
+        ):
+            r.scraping.engines = own_engines(f"{{triton-tensorrt-llm: {{metrics_port: {aside.port}}}}}")
+            r.bring_up()
+            scraper = r.scraper(r.endpoints[0])
+            async with running(scraper.run):
+                await until(lambda: r.seen().metrics)
+                assert scraper.status.engine == "triton-tensorrt-llm"
+                before = load_of(r)
+                aside.scripts["/metrics"] = GOOD
+                await until(lambda: scraper.status.results.get("unknown_engine", 0))
+                await until(lambda: scraper.status.engine is None)
+                assert load_of(r) == before
+
+    run(main())
+
+
+def test_a_page_that_moved_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM made way for trtllm-serve at the same address."""
+    monkeypatch.setattr(module, "SLOW_INTERVAL_S", 0.01)
+
+    async def main() -> None:
+        async with ScriptedEndpoint({"/metrics": GOOD}) as server, rig(spec(server)) as r:
+            r.bring_up()
+            scraper = r.scraper(r.endpoints[0])
+            async with running(scraper.run):
+                await until(lambda: scraper.status.engine == "vllm")
+                server.scripts = {"/metrics": answer(b"[]"), "/prometheus/metrics": TRTLLM}
+                await until(lambda: scraper.status.engine == "trtllm-serve")
+                await until(lambda: load_of(r).kv_blocks == 2000)
+
+    run(main())
+
+
+def test_an_engine_that_the_settings_name_is_not_mistaken() -> None:
+    """And its usual place is the only one that is asked."""
+
+    async def main() -> None:
+        async with (
+            ScriptedEndpoint({"/metrics": GOOD, "/prometheus/metrics": SGLANG}) as server,
+            rig(spec(server, engine="trtllm-serve")) as r,
+        ):
+            r.bring_up()
+            scraper = r.scraper(r.endpoints[0])
+            async with running(scraper.run):
+                await until(lambda: scraper.status.results.get("no_load", 0) >= 2)
+                assert scraper.status.engine == "trtllm-serve"
+                assert scraper.status.missing == dict.fromkeys(SIGNALS, True)
+                assert server.asked("/metrics") == 0
+
+    run(main())
+
+
+def test_adapters_are_read_by_the_wall_clock() -> None:
+    text = 'vllm:num_requests_running 1\nvllm:lora_requests_info{{max_lora="x",running_lora_adapters="a"}} {}\n'
+
+    async def main() -> None:
+        async with (
+            ScriptedEndpoint({"/metrics": page(text.format(time.time()).encode())}) as server,
+            rig(spec(server)) as r,
+        ):
+            r.bring_up()
+            scraper = r.scraper(r.endpoints[0])
+            async with running(scraper.run):
+                await until(lambda: r.seen().metrics)
+                assert load_of(r).lora == LoraMetrics(frozenset("a"))
+                assert scraper.status.missing["max_lora"] is True
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("interval", "stale_after", "scrapers", "idle", "seconds"),
+    [
+        (0.2, 2.0, 1, False, 0.2),
+        (0.2, 2.0, 100, False, 0.2),
+        (0.2, 2.0, 200, False, 0.4),
+        (0.2, 2.0, 1024, False, 1.0),
+        (0.2, 2.0, 1, True, 0.5),
+        (0.2, 2.0, 200, True, 0.5),
+        (0.2, 0.2, 1024, True, 0.2),
+        (1.0, 2.0, 1, True, 1.0),
+        (5.0, 30.0, 1, True, 12.5),
+    ],
+)
+def test_a_large_fleet_and_idle_servers_are_asked_less_often(
+    interval: float, stale_after: float, scrapers: int, idle: bool, seconds: float
+) -> None:
+    """But always twice before their gauges are too old to be believed."""
+
+    async def main() -> None:
+        async with rig(scrape=ScrapeSettings(interval=interval, stale_after=stale_after)) as r:
+            r.scraping.running = scrapers
+            assert r.scraping.interval_s(idle=idle) == pytest.approx(seconds)
+
+    run(main())
+
+
+def test_scrapers_are_counted_while_they_run() -> None:
+    async def main() -> None:
+        async with (
+            ScriptedEndpoint({"/metrics": GOOD}) as server,
+            rig(spec(server), spec(server, "unscraped", metrics=None)) as r,
+        ):
+            async with running(*(r.scraper(one).run for one in r.endpoints)):
+                await until(lambda: r.scraping.running == 1)
+            assert r.scraping.running == 0
+
+    run(main())

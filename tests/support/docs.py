@@ -88,7 +88,7 @@ def expect_generated(page: Path, name: str, text: str) -> None:
     shown = page.relative_to(ROOT)
     assert found == text, (
         f"{shown}: `{name}` is not what the code says. Write it anew (and read it) with\n"
-        f"    {WRITE}=1 .venv/bin/python -m pytest -q tests/test_docs_tables.py tests/e2e/test_docs.py"
+        f"    {WRITE}=1 .venv/bin/python -m pytest -q tests/test_docs*.py tests/e2e/test_docs.py"
     )
 
 

@@ -1,0 +1,94 @@
+"""`lbproxy check` shows what each endpoint is, what it shows of its load, what is missing and what that costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from lbproxy.check import COSTS, check
+from lbproxy.config import parse
+from lbproxy.core.engines import SIGNALS
+from lbproxy.core.readings import MAX_LORA
+from tests.control.rig import model_list, page
+from tests.support.aio import run
+from tests.support.endpoint import NOT_FOUND, OK, Script, ScriptedEndpoint, answer
+
+FIXTURES = Path(__file__).parent / "fixtures" / "metrics"
+
+
+def checked(scripts: dict[str, Script], more: str = "", engines: str = "{}") -> tuple[int, str]:
+    """Exit code and output of checking one server and one that is not there."""
+    console = Console(width=200, record=True, quiet=False, file=None, highlight=False, force_terminal=False)
+
+    async def main() -> int:
+        async with ScriptedEndpoint() as gone:
+            pass
+        async with ScriptedEndpoint(scripts) as server:
+            text = f"endpoints: [{{url: '{server.url}', name: gpu-1{more}}}, '{gone.url}']\nengines: {engines}"
+            return await check(parse(text, environ={}), console)
+
+    code = run(main())
+    return code, "\n".join(line.rstrip() for line in console.export_text().splitlines())
+
+
+def test_a_good_server() -> None:
+    code, output = checked(
+        {
+            "/health": OK,
+            "/v1/models": model_list("base", "sql", parent="base"),
+            "/metrics": page((FIXTURES / "vllm-0.32.0-load-lora-t0.prom").read_bytes()),
+        }
+    )
+    assert code == 0
+    for line in (
+        *("  usable     yes", "  reachable  it answers; health: GET /health answered 200", "  models     base"),
+        *("  adapters   sql (of base)", "1 of 2 endpoints can be used."),
+        "  load       5 of 5 signals: waiting 16, running 8, kv_utilization 0.81, block_size_tokens 32, kv_blocks 100",
+    ):
+        assert line in output
+    assert "  engine     vllm (recognised, metrics at http://127.0.0.1:" in output
+    assert "missing" not in output
+    assert "nobody answers" in output
+
+
+def test_what_is_missing_and_what_that_costs() -> None:
+    lora = b'vllm:lora_requests_info{max_lora="?",running_lora_adapters="a"} 1\n'
+    code, output = checked({"/health": OK, "/metrics": page(b"vllm:num_requests_running 1234567\n" + lora)})
+    assert code == 0
+    assert "  load       1 of 5 signals: running 1,234,567, adapters in use: a (room for an unknown number)" in output
+    for name in (*SIGNALS, MAX_LORA):
+        assert (f"  missing    {name}: {COSTS[name]}" in output) is (name != "running")
+
+
+def test_where_it_looked_for_metrics() -> None:
+    """The engine that the settings name decides, and the page's place is shown."""
+    _, output = checked(
+        {"/health": OK, "/load": page(b"q 3\n")}, ", engine: mine", "{mine: {queued: q, metrics_path: /load}}"
+    )
+    assert "  engine     mine (from the settings, metrics at http://127.0.0.1:" in output
+    assert "/load)\n" in output
+    assert "  load       1 of 1 signals: waiting 3" in output
+
+
+def test_no_metrics() -> None:
+    _, output = checked({"/health": OK, "/metrics": NOT_FOUND})
+    assert "  engine     not recognised" in output
+    assert "  problem    load unknown: 127.0.0.1:" in output
+    _, output = checked({"/health": OK}, ", metrics: null")
+    assert "  engine     not asked" in output
+
+
+def test_names_from_servers_cannot_steer_the_terminal() -> None:
+    adapters = "vllm:num_requests_running 1\n" + 'vllm:lora_requests_info{running_lora_adapters="x\x1b[2Jy"} 1\n'
+    _, output = checked({"/health": OK, "/v1/models": model_list("b[red]c"), "/metrics": page(adapters.encode())})
+    assert "\x1b" not in output
+    assert "  models     b[red]c" in output
+    assert "adapters in use: x[2Jy (" in output
+
+
+def test_nobody_there() -> None:
+    code, output = checked({"/health": answer(status=503)}, ", metrics: null")
+    assert code == 1
+    assert "  usable     no" in output
+    assert "0 of 2 endpoints can be used." in output

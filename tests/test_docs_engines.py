@@ -1,0 +1,103 @@
+"""docs/engines.md says what the tables say, and shows what they make of real pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lbproxy.config import BUILT_IN_ENGINES, MetricRatio, MetricSpec, Signal, parse
+from lbproxy.core.engines import ENGINES, SIGNALS, Engines
+from lbproxy.core.readings import PageReader, Reading
+from tests.support.docs import DOCS, blocks, expect_generated, table
+
+PAGE = DOCS / "engines.md"
+FIXTURES = Path(__file__).parent / "fixtures" / "metrics"
+SHOWN = {
+    "vllm-0.32.0-load-lora-t0": "vLLM 0.32, under load",
+    "vllm-0.32.0-dp2-load": "vLLM 0.32, two data-parallel ranks",
+    "vllm-0.32.0-dp2-idle": "the same before its first request",
+    "documented/vllm-0.8.5": "vLLM 0.8.5",
+    "sglang-0.5.23-load": "SGLang 0.5.23",
+    "documented/sglang-0.5.10": "SGLang 0.5.10, with priorities",
+    "documented/trtllm-serve": "trtllm-serve",
+    "documented/trtllm-serve-1.1-without-gauges": "trtllm-serve without statistics",
+    "documented/triton-tensorrt-llm": "Triton with two models",
+    "llama.cpp-b11434-load": "llama.cpp b11434",
+}
+WALL_TIME = 1795230000.0
+"""After all recordings."""
+
+
+def spec_text(spec: MetricSpec | MetricRatio) -> str:
+    if isinstance(spec, MetricRatio):
+        return f"{spec_text(spec.used)} / {spec_text(spec.capacity)}"
+    labels = ",".join(f"{name}={value}" for name, value in spec.labels)
+    whole = f"`{spec.family}{{{labels}}}`" if labels else f"`{spec.family}`"
+    return whole if spec.value_label is None else f"label `{spec.value_label}` of {whole}"
+
+
+def signal_text(signal: Signal) -> str:
+    return ", else ".join(map(spec_text, signal)) or "-"
+
+
+def test_names() -> None:
+    """Signals are the rows: the names are long, and nobody compares engines."""
+    rows = []
+    for name, engine in ENGINES.items():
+        port = "" if engine.place.port is None else f"port {engine.place.port}, "
+        rows.append([f"`{name}`", "page", f"{port}`{engine.place.path}`"])
+        rows += [["", f"`{signal}`", signal_text(specs)] for signal, specs in engine.signals().items()]
+        rows.append(["", "adapters", signal_text(engine.lora)])
+    expect_generated(PAGE, "names", table(["engine", "signal", "where"], rows))
+
+
+def value_text(reading: Reading, name: str) -> str:
+    if name in reading.missing:
+        return "missing"
+    value = None if reading.metrics is None else getattr(reading.metrics, name)
+    return "-" if value is None else f"{value:.2f}" if name == "kv_utilization" else f"{value:,.0f}"
+
+
+def reading_of(page: bytes, engine: str, engines: Engines) -> Reading:
+    return PageReader(engines.tables[engine], keep_s=0.0).read(page, scraped_at=0.0, wall_time=WALL_TIME)
+
+
+def test_pages() -> None:
+    engines = Engines()
+    rows = []
+    for name, shown in SHOWN.items():
+        page = (FIXTURES / f"{name}.prom").read_bytes()
+        engine = engines.detect(page)
+        assert engine is not None
+        reading = reading_of(page, engine, engines)
+        metrics = reading.metrics
+        busy = sorted(metrics.lora.running | metrics.lora.waiting) if metrics and metrics.lora else []
+        source = "documented" if name.startswith("documented/") else "recorded"
+        values = [value_text(reading, signal) for signal in SIGNALS]
+        rows.append([shown, source, f"`{engine}`", *values, ", ".join(busy) or "-"])
+    heads = ["page", "source", "recognised as", *(f"`{signal}`" for signal in SIGNALS), "adapters in use"]
+    expect_generated(PAGE, "pages", table(heads, rows))
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_sources_are_what_the_page_calls_them(name: str) -> None:
+    source = (FIXTURES / f"{name}.prom").read_text().partition("\n# HELP")[0]
+    assert ("not from a running server" in " ".join(source.split("\n# "))) is name.startswith("documented/")
+    assert ("recorded" in source) is not name.startswith("documented/") or "as llama.cpp-b11434-idle" in source
+
+
+def test_the_own_engine_of_the_example_reads_the_page_of_the_example() -> None:
+    texts = [block for block in blocks(PAGE) if block.language in {"text", "yaml"}]
+    page, settings = texts[0].text.encode(), parse(texts[1].text, environ={})
+    engines = Engines(settings.engines)
+    assert settings.endpoints[0].engine == engines.detect(page) == "my-server"
+    reading = reading_of(page, "my-server", engines)
+    assert reading.missing == ()
+    rows = [[f"`{signal}`", value_text(reading, signal)] for signal in SIGNALS]
+    expect_generated(PAGE, "own engine", table(["signal", "value"], rows))
+
+
+def test_configuration_names_every_built_in_engine() -> None:
+    text = (DOCS / "configuration.md").read_text()
+    assert all(f"`{name}`" in text for name in BUILT_IN_ENGINES)
