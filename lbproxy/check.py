@@ -21,9 +21,9 @@ COSTS = {
     "waiting": "requests that others queue there are not seen",
     "running": "requests that others run there are not seen",
     "kv_utilization": "scorers that look at the cache rate it last",
-    "block_size_tokens": "nothing with today's policies",
-    "kv_blocks": "nothing with today's policies",
-    MAX_LORA: "nothing with today's policies",
+    "block_size_tokens": "adaptive takes the cache for large",
+    "kv_blocks": "adaptive takes the cache for large",
+    MAX_LORA: "adaptive takes 4 adapters to have room at a time",
 }
 """What a missing signal means for routing."""
 

@@ -457,6 +457,8 @@ class LoadModel:
             if self.started_at is not None and metrics.started_at != self.started_at:
                 self.restarted()
             self.started_at = metrics.started_at
+        if metrics.lora is not None:
+            self.adapters.report(metrics.lora.running | metrics.lora.waiting, metrics.lora.max_lora)
         seen = others or 0.0
         believed = min(seen, self.others_last)
         self.others_last = seen

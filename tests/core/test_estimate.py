@@ -8,7 +8,7 @@ import random
 import pytest
 
 from lbproxy.core.estimate import FREED_S, LoadModel, Placement, PoolModel
-from lbproxy.core.types import InferenceRequest, LoadMetrics, Usage
+from lbproxy.core.types import InferenceRequest, LoadMetrics, LoraMetrics, Usage
 
 KIB = 1024
 
@@ -335,6 +335,15 @@ def test_bytes_per_token_come_from_usage() -> None:
     for tokens in (1, 10**9, 0, None):
         load.end(load.place(prompt(3000), 0.0), Usage(prompt_tokens=tokens), 1.0)
     assert pool.bytes_per_token == pytest.approx(3.0, rel=0.02), "impossible counts are not believed"
+
+
+def test_a_scrape_tells_of_adapters() -> None:
+    load = PoolModel(KIB).join()
+    lora = LoraMetrics(running=frozenset({"a"}), waiting=frozenset({"b"}), max_lora=2)
+    load.scraped(LoadMetrics(scraped_at=0.0, lora=lora), others=None, awaiting=0, fresh_until=2.0)
+    assert load.adapters.slots == 2
+    assert [load.adapters.is_active(name) for name in "abc"] == [True, True, False]
+    assert not load.adapters.has_room()
 
 
 def test_the_first_use_of_an_adapter_teaches_its_load_and_nothing_else() -> None:
