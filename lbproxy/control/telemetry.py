@@ -365,6 +365,9 @@ def _kv_utilization(one: EndpointSnapshot) -> float | None:
 _ENDPOINT_GAUGES = (
     _EndpointGauge("up", "1 while the endpoint is healthy", _up),
     _EndpointGauge("draining", "1 while the endpoint gets no new requests", lambda one: float(one.draining)),
+    _EndpointGauge(
+        "backing_off", "1 while it is left alone because it refused or failed", lambda one: float(one.backing_off)
+    ),
     _EndpointGauge("in_flight", "Our requests on the endpoint", lambda one: one.in_flight),
     _EndpointGauge(
         "awaiting_first_byte", "Those of them that it has not begun to answer", lambda one: one.awaiting_first_byte

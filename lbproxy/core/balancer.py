@@ -27,6 +27,7 @@ from math import inf
 
 from lbproxy.config import AdmissionSettings, HealthSettings, RetrySettings, ScrapeSettings
 from lbproxy.core.admission import WaitingQueue
+from lbproxy.core.backpressure import Backpressure
 from lbproxy.core.endpoints import EndpointChanges, EndpointSet
 from lbproxy.core.estimate import PoolModel
 from lbproxy.core.pricing import Plan, Policy
@@ -73,6 +74,7 @@ class Balancer:
     ) -> None:
         self._policy = policy
         self._retries = Retries(retry, rng)
+        self._backpressure = Backpressure()
         self._pool = None if policy.block_bytes is None else PoolModel(policy.block_bytes)
         self._endpoints = EndpointSet(health, scrape, self._pool)
         self._queue = WaitingQueue(admission)
@@ -122,10 +124,12 @@ class Balancer:
         return changed
 
     def first_byte(self, ticket: Ticket, *, now: float) -> None:
-        """The first byte of the answer's body came. Later calls for the same ticket are no-ops."""
+        """The first byte of a good answer's body came. Later calls for the same ticket are no-ops."""
         if ticket.state is TicketState.PLACED and ticket.first_byte_at is None:
             ticket.first_byte_at = now
-            _placed_on(ticket).awaiting_first_byte -= 1
+            state = _placed_on(ticket)
+            state.awaiting_first_byte -= 1
+            self._backpressure.answered(state)
             if ticket.placement is not None:
                 ticket.placement.load.first_byte(ticket.placement, now)
                 self._plan_at = now
@@ -164,6 +168,7 @@ class Balancer:
 
         `earlier`: why the same request's earlier attempts failed. Does not close the ticket.
         """
+        self._backpressure.refused(_placed_on(ticket), kind, now=now)
         tried = {_placed_on(ticket).endpoint.uid, *ticket.avoid}
         elsewhere = any(self._takes(state, tried) for state in self._endpoints.candidates(ticket.request.model))
         return self._retries.decide(kind, earlier, elsewhere=elsewhere, now=now)
@@ -251,7 +256,7 @@ class Balancer:
 
         False = no other with the same model and the same endpoints to avoid can be placed now either.
         """
-        candidates = self._candidates(ticket)
+        candidates = self._backpressure.willing(self._candidates(ticket), now=now)
         limit = self._max_in_flight
         if limit is not None:
             candidates = [state for state in candidates if state.in_flight < limit]

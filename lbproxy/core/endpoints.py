@@ -242,6 +242,7 @@ def _snapshot(state: EndpointState, now: float) -> EndpointSnapshot:
         endpoint=state.endpoint,
         health=state.health,
         draining=state.draining,
+        backing_off=now < state.backing_off_until,
         in_flight=state.in_flight,
         awaiting_first_byte=state.awaiting_first_byte,
         placed=state.placed,

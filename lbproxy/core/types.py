@@ -139,6 +139,10 @@ class EndpointState:
     """Until when `metrics` may be believed."""
     models: dict[str, ModelCard] | None = None
     """By id; None = it never said. Kept when the endpoint goes down."""
+    refusals: int = 0
+    """Attempts in a row that it refused or failed, without a good answer between."""
+    backing_off_until: float = float("-inf")
+    """Until then it gets requests only if nobody else can take them: see `core.backpressure`."""
     load: LoadModel = field(init=False, repr=False)
     """What `core.estimate` knows of its work. Set only under policies that need it (`Policy.block_bytes`)."""
 
@@ -368,6 +372,7 @@ class EndpointSnapshot:
     endpoint: Endpoint
     health: Health
     draining: bool
+    backing_off: bool
     in_flight: int
     awaiting_first_byte: int
     placed: int

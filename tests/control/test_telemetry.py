@@ -56,6 +56,7 @@ def seen(uid: int, *models: str, name: str = "", **differs: object) -> EndpointS
         endpoint=endpoint,
         health=Health.UP,
         draining=False,
+        backing_off=False,
         in_flight=2,
         awaiting_first_byte=1,
         placed=9,

@@ -1,0 +1,51 @@
+"""Endpoints that answer "not now", or fail fast, get no requests for a moment while others can take them.
+
+Without this they would attract traffic: who refuses at once is always the least loaded. It is a preference and no
+verdict: health stays what probes say, and when every candidate is backing off, all of them are asked, as if none were.
+
+- 429 and 503 say it themselves: the endpoint is left alone for a second, and for twice as long each time after that.
+- 500, 502, 504, resets and garbage may be the request's fault: only the third in a row without a good answer between
+  counts (a vLLM that drains answers 500 to everything while its /health is 200).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lbproxy.core.retry import FailureKind
+from lbproxy.core.types import EndpointState
+
+FIRST_S = 1.0
+MAX_S = 10.0
+SUSPECT_AFTER = 3
+"""Failures in a row, of the kinds that may be the request's own fault."""
+_SAYS_SO = frozenset({FailureKind.BUSY, FailureKind.LIMITED})
+_SUSPECT = frozenset({FailureKind.ERROR, FailureKind.GATEWAY, FailureKind.RESET, FailureKind.PROTOCOL})
+
+
+class Backpressure:
+    """Who is left alone until when. The state itself is in `EndpointState`: `refusals` and `backing_off_until`."""
+
+    def __init__(self) -> None:
+        self._until = float("-inf")
+        """When the last backing-off ends: mostly past, so that a decision pays one comparison."""
+
+    def refused(self, state: EndpointState, kind: FailureKind, *, now: float) -> None:
+        """An attempt at `state` failed by `kind`."""
+        if kind not in _SAYS_SO and kind not in _SUSPECT:
+            return
+        state.refusals += 1
+        over = state.refusals - (1 if kind in _SAYS_SO else SUSPECT_AFTER)
+        if over >= 0:
+            state.backing_off_until = now + min(MAX_S, FIRST_S * 2.0 ** min(over, 10))
+            self._until = max(self._until, state.backing_off_until)
+
+    def answered(self, state: EndpointState) -> None:
+        """`state` gave a good answer."""
+        state.refusals = 0
+
+    def willing(self, candidates: Sequence[EndpointState], *, now: float) -> Sequence[EndpointState]:
+        """Those that are not backing off; all, if there are none."""
+        if now >= self._until:
+            return candidates
+        return [state for state in candidates if state.backing_off_until <= now] or candidates

@@ -1,0 +1,93 @@
+"""Who refuses is left alone for a moment, and is never the reason that nobody is asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from lbproxy.core.backpressure import MAX_S, SUSPECT_AFTER
+from lbproxy.core.balancer import Balancer
+from lbproxy.core.retry import FailureKind
+from lbproxy.core.types import Outcome, Ticket
+from tests.support.pool import pool_of, request, seen
+
+K = FailureKind
+
+
+def ask(balancer: Balancer, now: float) -> Ticket:
+    return balancer.submit(request(), now=now)
+
+
+def name(ticket: Ticket) -> str:
+    assert ticket.placed_on is not None
+    return ticket.placed_on.endpoint.name
+
+
+def fail_on(balancer: Balancer, victim: str, kind: FailureKind, now: float) -> None:
+    """One request that `victim` gets, and fails."""
+    tickets: list[Ticket] = []
+    while not tickets or name(tickets[-1]) != victim:
+        tickets.append(ask(balancer, now))
+    balancer.after_failure(tickets[-1], kind, (), now=now)
+    for ticket in tickets:
+        balancer.close(ticket, Outcome.COMPLETED, now=now)
+
+
+def chosen(balancer: Balancer, now: float, count: int = 12) -> set[str]:
+    tickets = [ask(balancer, now) for _ in range(count)]
+    for ticket in tickets:
+        balancer.close(ticket, Outcome.COMPLETED, now=now)
+    return {name(ticket) for ticket in tickets}
+
+
+@pytest.mark.parametrize("kind", [K.BUSY, K.LIMITED])
+def test_who_says_not_now_is_left_alone_for_a_second(kind: FailureKind) -> None:
+    balancer, _ = pool_of(3, policy="round-robin")
+    fail_on(balancer, "e2", kind, 10.0)
+    assert chosen(balancer, 10.0) == chosen(balancer, 10.9) == {"e1", "e3"}
+    assert seen(balancer, 10.5)["e2"].backing_off
+    assert chosen(balancer, 11.1) == {"e1", "e2", "e3"}
+    assert not seen(balancer, 11.1)["e2"].backing_off
+
+
+@pytest.mark.parametrize("kind", [K.ERROR, K.GATEWAY, K.RESET, K.PROTOCOL])
+def test_what_may_be_the_requests_fault_counts_from_the_third_in_a_row(kind: FailureKind) -> None:
+    balancer, _ = pool_of(2, policy="round-robin")
+    for _ in range(SUSPECT_AFTER - 1):
+        fail_on(balancer, "e1", kind, 0.0)
+    assert chosen(balancer, 0.0) == {"e1", "e2"}
+    good = next(one for one in (ask(balancer, 0.0), ask(balancer, 0.0)) if name(one) == "e1")
+    balancer.first_byte(good, now=0.0)
+    fail_on(balancer, "e1", kind, 0.0)
+    assert chosen(balancer, 0.0) == {"e1", "e2"}, "a good answer between"
+    for _ in range(SUSPECT_AFTER - 1):
+        fail_on(balancer, "e1", kind, 0.0)
+    assert chosen(balancer, 0.0) == {"e2"}
+
+
+@pytest.mark.parametrize("kind", [K.CONNECT, K.TIMEOUT, K.EXHAUSTED])
+def test_other_failures_are_for_health_or_for_us(kind: FailureKind) -> None:
+    balancer, _ = pool_of(2, policy="round-robin")
+    for _ in range(5):
+        fail_on(balancer, "e1", kind, 0.0)
+    assert chosen(balancer, 0.0) == {"e1", "e2"}
+
+
+def test_each_time_it_is_longer_up_to_a_bound() -> None:
+    balancer, _ = pool_of(2, policy="round-robin")
+    now = 0.0
+    waits = []
+    for _ in range(7):
+        fail_on(balancer, "e1", K.BUSY, now)
+        end = now
+        while chosen(balancer, end) == {"e2"}:
+            end += 0.25
+        waits.append(end - now)
+        now = end
+    assert waits == [1.0, 2.0, 4.0, 8.0, MAX_S, MAX_S, MAX_S]
+
+
+def test_when_all_refuse_all_are_asked() -> None:
+    balancer, _ = pool_of(2, policy="round-robin")
+    fail_on(balancer, "e1", K.BUSY, 0.0)
+    fail_on(balancer, "e2", K.BUSY, 0.0)
+    assert chosen(balancer, 0.1) == {"e1", "e2"}
