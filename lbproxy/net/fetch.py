@@ -45,11 +45,9 @@ async def _exchange(connection: Connection, origin: Origin, path: str, timeout_s
     connection.send("GET", request_head("GET", path, str(origin), _FIELDS, 0), b"", collector, timeout_s)
     try:
         result = await collector.result
-    except BaseException:
-        connection.abort()
-        raise
+    finally:
+        collector.let_go()
     if isinstance(result, UpstreamError):
-        connection.abort()
         raise result
     return result
 
@@ -63,7 +61,8 @@ class _Collector:
     def __init__(self, connection: Connection, timeout_s: float, max_bytes: int) -> None:
         # A failure is a result here: an exception that a cancelled task never fetches would be logged as lost.
         self.result: asyncio.Future[Answer | UpstreamError] = asyncio.get_running_loop().create_future()
-        self._connection = connection
+        self._connection: Connection | None = connection
+        """None: the answer is whole, and the connection may be another's by now."""
         self._timeout_s = timeout_s
         self._left = max_bytes
         self._pieces: list[bytes] = []
@@ -74,8 +73,15 @@ class _Collector:
         self.feed(body, 0, len(body))
         self.ended()
 
+    def let_go(self) -> None:
+        """Nobody waits for the answer any more: close the connection, unless the answer was whole."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abort()
+
     def head(self, head: ResponseHead) -> None:
         self._head = head
+        assert self._connection is not None
         self._connection.relay(head, self, self, self._timeout_s)
 
     def feed(self, data: bytes, start: int, end: int) -> None:
@@ -89,6 +95,7 @@ class _Collector:
         """The payload was seen by `feed`."""
 
     def ended(self) -> None:
+        self._connection = None
         assert self._head is not None
         self._settle(Answer(self._head.status, self._head.content_type.decode("latin-1"), b"".join(self._pieces)))
 

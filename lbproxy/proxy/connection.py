@@ -195,7 +195,8 @@ class ClientConnection(web.RequestHandler):
     def _watch_head(self) -> None:
         """After aiohttp got bytes: it waits for the rest of a head, unless it has a request."""
         self._silent = False
-        waiting = self._current_request is None and not self._messages
+        # Its handler starts in a later turn: what it was given in between is no head.
+        waiting = self._request_count == 0 or (self._waiter is not None and not self._waiter.done())
         if waiting and not self._head_due:
             self._head_due = True
             self._front.deadlines.head_due(self)
@@ -205,6 +206,8 @@ class ClientConnection(web.RequestHandler):
 
     def head_is_late(self) -> None:
         """See deadlines.Debtor. Who sent nothing is told nothing."""
+        if self.turn is not None:
+            return
         if not self._silent:
             self._front.refuse_unread(self, LbError(Outcome.BODY_TIMEOUT, "The request head did not come in time."))
         self.force_close()

@@ -332,6 +332,39 @@ def test_opening_calls_back_unless_it_is_cancelled() -> None:
     run(main())
 
 
+def test_a_fetch_given_up_as_its_answer_comes_leaves_the_connection_to_whoever_has_it_by_then() -> None:
+    async def script(wire: Wire, request: Received) -> None:
+        if b"/slow" in request.head:
+            await asyncio.sleep(0.1)
+        await wire.send(answer())
+
+    async def main() -> None:
+        async with ScriptedEndpoint(script) as endpoint:
+            pool = ConnectionPool()
+            origin = Origin.parse(endpoint.url)
+            fetching = asyncio.create_task(fetch(pool, origin, "/x", timeout_s=5.0, max_bytes=1000))
+            taken: list[Receiver] = []
+            keep = pool.keep
+
+            def kept(connection: Connection, *, idle: bool) -> None:
+                keep(connection, idle=idle)
+                pool.keep = keep  # type: ignore[method-assign]
+                fetching.cancel()
+                again = pool.take(origin)
+                assert again is connection
+                taken.append(Receiver(again))
+                again.send("GET", request_head("GET", "/slow", "x", b"", 0), b"", taken[0], 5.0)
+
+            pool.keep = kept  # type: ignore[method-assign]
+            with pytest.raises(asyncio.CancelledError):
+                await fetching
+            await until(lambda: taken[0].end is not None, "it gets its answer")
+            assert taken[0].end == "ended"
+            pool.close()
+
+    run(main())
+
+
 def test_a_fetch_is_bounded_in_size_and_time() -> None:
     async def script(wire: Wire, request: Received) -> None:
         if b"/big" in request.head:

@@ -9,7 +9,7 @@ import pytest
 from lbproxy.core.types import Outcome
 from lbproxy.proxy import deadlines, server
 from tests.support.aio import run, until
-from tests.support.endpoint import STREAM_HEAD, Received, ScriptedEndpoint, Wire, chunk
+from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, chunk, event
 from tests.support.rig import post, rig
 
 HEAD = "timeouts: {client_head: 1s}"
@@ -60,6 +60,29 @@ def test_a_kept_connection_may_be_idle_for_longer_than_a_head_may_take() -> None
             assert await silent.reader.read() == b"", "the limit has passed since"
             client.send(post())
             assert (await client.reply()).status == 200
+
+    run(main())
+
+
+def test_a_body_that_comes_before_its_handler_has_started_is_no_head() -> None:
+    """aiohttp starts it in a later turn; a stream that runs longer than a head may take was cut for that."""
+
+    async def script(wire: Wire, _: Received) -> None:
+        await wire.send(STREAM_HEAD, event("1"))
+        await asyncio.sleep(1.5)
+        await wire.send(event("2"), LAST)
+
+    async def main() -> None:
+        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url, more=HEAD) as it:
+            client = await it.connect()
+            await until(lambda: it.front.open_connections == 1, "accepted")
+            (connection,) = it.front.connections
+            whole = post()
+            cut = whole.index(b"\r\n\r\n") + 4
+            connection.data_received(whole[:cut])
+            await asyncio.sleep(0)  # aiohttp has taken the request, and starts its handler in the next turn
+            connection.data_received(whole[cut:])
+            assert (await client.reply()).body == b"data: 1\n\ndata: 2\n\n"
 
     run(main())
 
