@@ -108,6 +108,7 @@ defaults
   timeout client 600s
   timeout server 600s
   http-reuse always
+  option http-no-delay
 frontend clients
   bind 127.0.0.1:$port backlog 4096
   default_backend servers

@@ -6,12 +6,14 @@ the streams that it aborts in a way that no SDK objects to (finish_reason `abort
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
 
 import httpx
 import openai
@@ -36,11 +38,12 @@ class Result:
 
 
 class Client:
-    """One SDK client for many threads."""
+    """One SDK client for many threads. Every prompt is another, so that no cached prefix draws it to a server."""
 
     def __init__(self, url: str, *, model: str = MODEL) -> None:
         self._sdk = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
         self._model = model
+        self._numbers = count(secrets.randbelow(10**9))
 
     def close(self) -> None:
         self._sdk.close()
@@ -51,7 +54,7 @@ class Client:
         try:
             answer = self._sdk.completions.with_raw_response.create(
                 model=self._model,
-                prompt="The sky is",
+                prompt=f"{next(self._numbers)} is a number",
                 max_tokens=max_tokens,
                 stream=stream,
                 extra_body={"ignore_eos": True, **({"stream_options": {"include_usage": True}} if stream else {})},
@@ -75,10 +78,10 @@ class Client:
 class Batch:
     """Some requests at once; they run on beside the test, each to its end."""
 
-    def __init__(self, url: str, count: int, max_tokens: int, *, stream: bool, model: str = MODEL) -> None:
+    def __init__(self, url: str, size: int, max_tokens: int, *, stream: bool, model: str = MODEL) -> None:
         self._client = Client(url, model=model)
-        self._threads = ThreadPoolExecutor(count)
-        self._futures = [self._threads.submit(self._client.ask, max_tokens, stream=stream) for _ in range(count)]
+        self._threads = ThreadPoolExecutor(size)
+        self._futures = [self._threads.submit(self._client.ask, max_tokens, stream=stream) for _ in range(size)]
 
     def results(self) -> list[Result]:
         """How they ended; waits for it."""
@@ -88,9 +91,9 @@ class Batch:
         return results
 
 
-def burst(url: str, count: int, max_tokens: int, *, stream: bool) -> list[Result]:
-    """`count` requests at once, and how they ended."""
-    return Batch(url, count, max_tokens, stream=stream).results()
+def burst(url: str, size: int, max_tokens: int, *, stream: bool) -> list[Result]:
+    """`size` requests at once, and how they ended."""
+    return Batch(url, size, max_tokens, stream=stream).results()
 
 
 class Load:
