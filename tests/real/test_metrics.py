@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tests.real.load import Load
 from tests.real.servers import Fleet, wait_until
 
-SIGNALS = ("waiting", "running", "kv_utilization", "block_size_tokens", "kv_blocks")
+SIGNALS = ("waiting", "running", "kv_utilization", "block_size_tokens", "kv_blocks", "max_lora")
 
 
 def test_every_signal_of_vllm_is_found(fleet: Fleet, found: Callable[[str], None]) -> None:
