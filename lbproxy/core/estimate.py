@@ -369,7 +369,12 @@ class LoadModel:
     def expire(self, now: float) -> None:
         """Requests that do not stream and should be prefilled by now are taken to be."""
         due = [one for one in self.pending if one.due_at <= now]
-        self._prefilled(due, max(self.since_at, *(one.due_at for one in due)))
+        self._prefilled(due, max([self.since_at, *(one.due_at for one in due)]))
+
+    def _first_due(self) -> float:
+        """The earliest `due_at`, or that of the first in line: those behind it are hardly ever due before it."""
+        first = next(iter(self.pending)).due_at
+        return first if first < NEVER else min(one.due_at for one in self.pending)
 
     def _silent_before(self, placement: Placement) -> list[Placement]:
         silent = []
@@ -389,7 +394,7 @@ class LoadModel:
         if self.pending:
             self.head_tokens = next(iter(self.pending)).uncached
             if self.due_at < NEVER:
-                self.due_at = min(one.due_at for one in self.pending)
+                self.due_at = self._first_due()
         else:
             self.pending_tokens = self.head_tokens = 0.0
             self.due_at = NEVER
