@@ -28,7 +28,7 @@ def test_at_the_deadline_streams_are_cut_with_an_error_and_unanswered_requests_g
             await until(lambda: len(endpoint.requests) == 2, "both run")
             began = time.monotonic()
             await it.front.stop(0.5)
-            assert time.monotonic() - began >= 0.5
+            assert time.monotonic() - began >= 0.45  # a loop counts in whole milliseconds
             rest = await stream.reader.read()
             assert b'"code":"lb_shutdown"' in rest
             assert not rest.endswith(LAST)
