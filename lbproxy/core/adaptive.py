@@ -33,7 +33,7 @@ class Adaptive(Policy):
 
     block_bytes = BLOCK_BYTES
     holds = True
-    tolerance = 5.0
+    tolerance = 1.0
 
     def price(
         self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
@@ -51,7 +51,7 @@ class Adaptive(Policy):
         blocks = len(request.block_keys) * block
         depths = pool.index.match(request.block_keys)
         mean_load = sum([load.in_flight for load in loads]) / len(loads)
-        space = SPACE * pool.hit_ratio * (1.0 + STALL * mean_load)
+        space = SPACE * token_ms * pool.hit_ratio * (1.0 + STALL * mean_load)
         decode = DECODE * output
         costs, waits, uncached_tokens = [], [], []
         for load in loads:
@@ -80,14 +80,17 @@ class Adaptive(Policy):
             # Decode: a gap grows with the context that the batch reads in each step.
             gap, slope = (load.gap_ms, load.gap_per_token_ms) if load.gap_until > now else pool_gap
             gap += slope * (load.context_tokens + prompt)
-            # Cache space: more is taken where more is full, and it matters more where more is reused.
+            # Cache space: more is taken where more is full, and it matters more where more is reused. What is evicted
+            # may be computed anew on any endpoint, so this is at the pool's speed: at its own, slow ones looked far too
+            # dear (half the servers at half speed: goodput .46 instead of .75).
             cache, live, capacity = load.cache, load.live_tokens, load.capacity_tokens
             fill = (cache.size * block + live) / capacity
             cost = (
                 (load.base_ms if load.base_until > now else base)
                 + wait
-                + prefill * (1.0 + STALL * streams + space * fill)
+                + prefill * (1.0 + STALL * streams)
                 + decode * (gap + streams * slope * prompt)
+                + space * fill * uncached
             )
             # Space for this request and for what those in flight will still say, as far as it is not there.
             growth = in_flight * output - live
