@@ -88,3 +88,22 @@ CELLS: dict[str, Cell] = {
     "4 balancers": Cell("ladder", {"last_rate": 30}, more={"balancers": 4}),
     "4 balancers, told 20 ms late": Cell("ladder", {"last_rate": 30}, more={"balancers": 4, "exchange_delay": 0.02}),
 }
+
+DISTURBED: dict[str, dict[str, object]] = {
+    "as it is": {},
+    "sizes exact": {"size_error": 0},
+    "sizes wrong by up to 30 %": {"size_error": 0.3},
+    "gauges 1 s late": {"scrape_delay": 1},
+    "gauges every 5 s": {"scrape_interval": 5},
+    "no gauges": {"scrape_interval": None},
+}
+"""What is wrong with what the balancer is told."""
+ROBUSTNESS: dict[str, dict[str, Cell]] = {
+    name: {how: Cell(cell.workload, cell.parameters, speeds=cell.speeds, more=more) for how, more in DISTURBED.items()}
+    for name, cell in {
+        "b2b ladder to 30/s": Cell("ladder", {"last_rate": 30}),
+        "agents, 80 users": CELLS["agents, 80 users"],
+        "half at half speed": CELLS["half at half speed"],
+    }.items()
+}
+"""Some cells, each undisturbed and disturbed."""

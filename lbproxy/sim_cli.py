@@ -158,12 +158,20 @@ def serve(run: Run) -> list[Served]:
             make_policy(run.routing, rng),
             admission=scenario.admission,
             health=HealthSettings(),
-            scrape=ScrapeSettings(interval=scenario.scrape_interval or 0.2),
+            scrape=_scraping(scenario.scrape_interval),
             retry=RetrySettings(),
             rng=rng,
         )
 
     return Fleet(options, workload, make_balancer, seed=run.seed).run()
+
+
+def _scraping(interval_s: float | None) -> ScrapeSettings:
+    """As somebody would set it who scrapes so seldom: gauges are believed until the next but one is due."""
+    usual = ScrapeSettings()
+    if interval_s is None:
+        return usual
+    return ScrapeSettings(interval=interval_s, stale_after=max(usual.stale_after, 2 * interval_s))
 
 
 def fleet_options(scenario: Scenario, routing: RoutingSettings) -> FleetOptions:

@@ -128,6 +128,12 @@ def test_other_processes_give_the_same_results() -> None:
     ]
 
 
+def test_gauges_may_come_as_seldom_as_one_likes() -> None:
+    for interval in ("10s", "1h", "null"):
+        runs = runs_of(read(f"{SMALL}\nscrape_interval: {interval}"), source="scenario")
+        assert run_all(runs[:1], processes=1, on_done=lambda: None)[0].summary.failed == 0
+
+
 def test_command_prints_a_table_and_writes_what_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
