@@ -65,6 +65,7 @@ async def serve(settings: Settings, *, stop: asyncio.Event, on_ready: Callable[[
     discovery = Discovery(settings, rng)
     telemetry.watch_names(discovery.names)
     admin = None if settings.admin is None else Admin(runtime, front, telemetry)
+    runtime.pulse.start()
     try:
         first = runtime.set_endpoints(discovery.endpoints())
         listening = await _listen(settings, front, admin)
@@ -91,6 +92,7 @@ async def serve(settings: Settings, *, stop: asyncio.Event, on_ready: Callable[[
                 source.cancel()
             watches.close()
     finally:
+        runtime.pulse.close()
         discovery.close()
         if admin is not None:
             await admin.close()

@@ -32,6 +32,7 @@ from lbproxy.core.types import (
     Transition,
     Usage,
 )
+from lbproxy.pulse import Pulse
 
 logger = logging.getLogger("lbproxy")
 
@@ -57,6 +58,8 @@ class Runtime:
         self.loop = asyncio.get_running_loop()
         # Not loop.time: uvloop's has a resolution of 1 ms, and stands still while the loop is busy.
         self.now: Callable[[], float] = time.monotonic
+        self.pulse = Pulse()
+        """Whether our own loop stood still. Ticks once somebody starts it: the composition root."""
         self._waiters: dict[int, Callable[[Ticket], None]] = {}
         """Who is told when a ticket stops waiting, by the ticket's id()."""
         self._pump_due = False
