@@ -14,8 +14,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol
 
+from lbproxy.config import Settings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints import EndpointChanges
+from lbproxy.core.pricing import Policy
 from lbproxy.core.retry import FailureKind, UpstreamError, Verdict
 from lbproxy.core.types import (
     EndpointSpec,
@@ -117,6 +119,18 @@ class Runtime:
         changes = self._balancer.set_endpoints(specs)
         self._pump_soon()
         return changes
+
+    def reconfigure(self, policy: Policy | None, settings: Settings) -> None:
+        """Other settings, from now on. `policy`: None = the one there is, with what it learned."""
+        self._balancer.reconfigure(
+            policy,
+            admission=settings.admission,
+            health=settings.health,
+            scrape=settings.scrape,
+            retry=settings.retry,
+            now=self.now(),
+        )
+        self._pump_soon()
 
     def report_health(self, uid: EndpointUid, ok: bool, reason: str) -> None:
         """A probe's answer, or a connection that failed."""

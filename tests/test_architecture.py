@@ -37,7 +37,7 @@ IMPURE = {
     "ssl",
 }
 ONLY_IN = {
-    "prometheus_client": {"control/telemetry.py"},
+    "prometheus_client": {"control/telemetry.py", "control/families.py"},
     "yaml": {"config/"},
     "pydantic": {"config/"},
     "pydantic_core": {"config/"},
@@ -46,7 +46,7 @@ ONLY_IN = {
     "matplotlib": {"sim/plots.py"},
     "dns": {"control/resolver.py"},
 }
-READS_FILES = {"app.py", "cli.py", "control/discovery.py"}
+READS_FILES = {"app.py", "cli.py", "control/discovery.py", "control/memory.py"}
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 70
 
@@ -124,7 +124,7 @@ def test_libraries_stay_in_their_place(file: Path) -> None:
 
 
 @each(FILES)
-def test_files_are_read_in_three_places(file: Path) -> None:
+def test_files_are_read_in_few_places(file: Path) -> None:
     calls = [node for node in ast.walk(tree(file)) if isinstance(node, ast.Call)]
     methods = {call.func.attr for call in calls if isinstance(call.func, ast.Attribute)}
     functions = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
@@ -133,7 +133,8 @@ def test_files_are_read_in_three_places(file: Path) -> None:
         assert not methods & {"open", "read_text", "read_bytes", "fdopen"}
 
 
-@each([file for file in FILES if place(file) != "net/pool.py"])  # it owns what it dials: docs/decisions/0009
+# They own what they dial, and accept: docs/decisions/0009.
+@each([file for file in FILES if place(file) not in {"net/pool.py", "net/listener.py"}])
 def test_tasks_live_in_task_groups(file: Path) -> None:
     for node in ast.walk(tree(file)):
         if isinstance(node, ast.Attribute) and node.attr in {"create_task", "ensure_future"}:

@@ -288,7 +288,13 @@ class LimitSettings(Section):
     body_rate: Annotated[int, size("1", "1GiB")] = 16 * 1024
     """Bytes a second of a request body, at least, after its first 10 s: slower ones only hold memory; 408."""
     connections: Annotated[int, count("1", "1000000")] = 10_000
-    """Client connections at a time; the process needs about twice as many file descriptors."""
+    """Client connections at a time; also at most 45 % of the file descriptors that the process may open."""
+    buffered_bodies: Annotated[int, size("1MiB", "1024GiB")] | None = None
+    """Bytes of all request bodies held at a time; what would exceed it is answered 503. null = a quarter of memory, at
+    most 512 MiB."""
+    memory: Annotated[int, size("16MiB", "1024GiB")] | None = None
+    """Bytes that lbproxy may take: at 92 % of it requests are answered 503. null = what its cgroup, else the machine,
+    has."""
 
     @field_validator("body", mode="after")
     @classmethod

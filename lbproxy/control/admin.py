@@ -6,8 +6,9 @@ It shows, and changes nothing. Whoever reaches the port may read all of it; by d
 from __future__ import annotations
 
 import logging
+import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import orjson
@@ -15,12 +16,15 @@ from aiohttp import web
 
 from lbproxy.core.openai import error_body
 from lbproxy.core.types import Health, LbError, Outcome
+from lbproxy.net.listener import Listener, bind
 from lbproxy.runtime import Runtime
 
 logger = logging.getLogger("lbproxy")
 
 KEEP_ALIVE_S = 75.0
 MAX_BODY_BYTES = 1024
+SPARE_DESCRIPTORS = 4
+"""Kept for connections here: when clients and endpoints have all others, this is where one looks for the reason."""
 SHUTDOWN_S = 1.0
 """How long a page that is being written may take when lbproxy stops."""
 
@@ -52,6 +56,8 @@ class Admin:
         self._front = front
         self._metrics = metrics
         self._port: int | None = None
+        self.listener: Listener | None = None
+        """Set by `start`."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
         app.on_response_prepare.append(_name_server)
         for path, handler in (("/healthz", _healthz), ("/readyz", self._readyz), ("/metrics", self._show_metrics)):
@@ -65,12 +71,23 @@ class Admin:
             auto_decompress=False,
         )
 
-    async def start(self, host: str, port: int) -> int:
-        """Accept connections; returns the port (port 0: any free one). Raises OSError."""
+    async def start(self, host: str, port: int, inherited: Sequence[socket.socket] = ()) -> int:
+        """Accept connections; returns the port (port 0: any free one). Raises OSError.
+
+        `inherited`: sockets that listen there already, to use instead.
+        """
+        sockets = inherited or await bind(host, port)
         await self._runner.setup()
-        await web.TCPSite(self._runner, host, port, reuse_address=True).start()
-        self._port = int(self._runner.addresses[0][1])
+        assert self._runner.server is not None
+        self.listener = Listener(self._runner.server, spares=SPARE_DESCRIPTORS)
+        self.listener.start(sockets)
+        self._port = int(sockets[0].getsockname()[1])
         return self._port
+
+    def stop_accepting(self) -> None:
+        """Only those who are connected are still answered."""
+        if self.listener is not None:
+            self.listener.close()
 
     @property
     def port(self) -> int:
@@ -80,6 +97,7 @@ class Admin:
 
     async def close(self) -> None:
         """Stop. Legal also if it was never started."""
+        self.stop_accepting()
         await self._runner.cleanup()
 
     async def _readyz(self, _: web.Request) -> web.Response:

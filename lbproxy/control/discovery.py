@@ -158,12 +158,31 @@ def _reason(lookup: Lookup) -> str:
 class Discovery:
     """The settings' endpoints as complete sets. `close` it last."""
 
-    def __init__(self, settings: Settings, rng: random.Random, resolver: Resolver | None = None) -> None:
+    def __init__(
+        self, settings: Settings, rng: random.Random, resolver: Resolver | None = None, known: Sequence[KnownName] = ()
+    ) -> None:
+        """`known`: names that something is known of already."""
         self._settings = settings
         self._rng = rng
         self._resolver = resolver or Resolver(settings.dns, read_hosts)
         own = [one for one in (settings.listen, settings.admin) if one is not None]
-        self.names = [KnownName(entry, own) for entry in settings.endpoints if entry.is_name]
+        by_entry = {one.entry: one for one in known}
+        entries = [entry for entry in settings.endpoints if entry.is_name]
+        self.names = [by_entry.get(entry) or KnownName(entry, own) for entry in entries]
+
+    async def under(self, settings: Settings) -> Discovery:
+        """The same under other settings. Names that stay are known as before, others are resolved once: a set without
+        their addresses would empty a pool that only changed how it is written down.
+        """
+        resolver = self._resolver if settings.dns == self._settings.dns else None
+        successor = Discovery(settings, self._rng, resolver, self.names)
+        await asyncio.gather(*(successor._resolve(name, tuple) for name in successor.names if not name.results))
+        return successor
+
+    def replaced_by(self, successor: Discovery) -> None:
+        """It takes over: `close` what it does not use."""
+        if successor._resolver is not self._resolver:
+            self.close()
 
     def close(self) -> None:
         """End what still resolves."""

@@ -15,25 +15,36 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Protocol, TypeVar
 
-from prometheus_client import ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import ProcessCollector
+from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from lbproxy import __version__
 from lbproxy.config import LogSettings
 from lbproxy.control.discovery import KnownName
+from lbproxy.control.families import (
+    Door,
+    Histogram,
+    Load,
+    Loads,
+    counter,
+    counters,
+    gauge,
+    gauges,
+    histogram,
+    load_families,
+    render,
+)
 from lbproxy.control.log import LEVELS, OUTCOMES, LineWriter, access_line, configure_logging
 from lbproxy.control.scraper import Scraper
 from lbproxy.core.types import EndpointSnapshot, EndpointUid, Health, PoolSnapshot, RequestRecord, Transition, Usage
+from lbproxy.pulse import Pulse
 
 logger = logging.getLogger("lbproxy")
 
@@ -48,6 +59,7 @@ OTHER = "other"
 # Seconds; with +Inf 12 buckets each. A short chat answer takes about 1 s, a long generation minutes.
 DURATION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 180.0, 600.0)
 FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0, 120.0)
+LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 10.0, 30.0)
 
 _CODES_SHOWN = frozenset(map(int, HTTPStatus)) | {status for _, status in OUTCOMES.values()}
@@ -68,32 +80,6 @@ class Connections(Protocol):
     def open_connections(self) -> int:
         """How many."""
         ...
-
-
-class Histogram:
-    """Counts of values by bucket."""
-
-    __slots__ = ("_bounds", "_counts", "_total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._total = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count one value. A bucket's bound belongs to it."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._total += value
-
-    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
-        """Append the series to a family."""
-        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
-        cumulative = 0
-        buckets: list[tuple[str, float]] = []
-        for bound, count in zip(bounds, self._counts, strict=True):
-            cumulative += count
-            buckets.append((bound, cumulative))
-        family.add_metric(labels, buckets, self._total)
 
 
 class _RouteTimes:
@@ -140,6 +126,11 @@ class Telemetry:
         self._model_labels: dict[str, str] = {}
         self._models_due_at = float("-inf")
 
+        self._lag = Histogram(LAG_BUCKETS)
+        self._load: Load | None = None
+        self._door: Door | None = None
+        self.loads = Loads()
+        """Of the settings. Kept by who loads them."""
         self._process = ProcessCollector(registry=None)
 
     def watch(self, pool: Snapshots, clients: Connections, upstreams: Connections) -> None:
@@ -149,6 +140,17 @@ class Telemetry:
     def watch_scrapes(self, scraper: Scraper) -> None:
         """Show how this scraper gets on, until its endpoint leaves the pool."""
         self._scrapers[scraper.endpoint.uid] = scraper
+
+    def watch_load(self, load: Load, door: Door, pulse: Pulse) -> None:
+        """Show what is refused and why, and how late the event loop is."""
+        self._load, self._door = load, door
+        pulse.listen(self._lag.observe)
+
+    def reconfigure(self, log: LogSettings) -> None:
+        """Log by other settings from now on."""
+        logging.getLogger("lbproxy").setLevel(log.level.upper())
+        self._write_access = self._writer.write if log.access else None
+        self._access_level = logging.getLevelNamesMapping()[log.level.upper()]
 
     def watch_names(self, names: Sequence[KnownName]) -> None:
         """Show how resolving these gets on."""
@@ -225,7 +227,7 @@ class Telemetry:
         """
         pieces = []
         for family in self._families():
-            pieces.append(generate_latest(_Single(family)))
+            pieces.append(render(family))
             await asyncio.sleep(0)
         return b"".join(pieces), CONTENT_TYPE_PLAIN_0_0_4
 
@@ -240,6 +242,8 @@ class Telemetry:
         if self._names:
             yield from self._dns_families()
         yield from self._process_families(snapshot)
+        if self._load is not None and self._door is not None:
+            yield from load_families(self._load, self._door)
         yield from self._process.collect()
 
     def _snapshot(self) -> PoolSnapshot:
@@ -265,72 +269,79 @@ class Telemetry:
         for (route, outcome, status), count in self._requests.items():
             code = str(status) if status in _CODES_SHOWN else f"{status // 100}xx"
             requests[route, outcome, code] += count
-        yield _counters("requests", "Requests that ended, by route, outcome and status", ROUTE_LABELS, requests.items())
-        duration = _histogram("request_duration_seconds", "From a request's head to its end; refused ones left out")
+        yield counters("requests", "Requests that ended, by route, outcome and status", ROUTE_LABELS, requests.items())
+        duration = histogram("request_duration_seconds", "From a request's head to its end; refused ones left out")
         text = "From a request's head to its answer's first body byte; that of an answer that is no stream is its end"
-        first_byte = _histogram("time_to_first_byte_seconds", text, ("route", "stream"))
+        first_byte = histogram("time_to_first_byte_seconds", text, ("route", "stream"))
         for route, times in self._times.items():
             times.duration.add_to(duration, [route])
-            for stream, histogram in times.first_byte.items():
-                histogram.add_to(first_byte, [route, str(stream).lower()])
+            for stream, seen in times.first_byte.items():
+                seen.add_to(first_byte, [route, str(stream).lower()])
         yield duration
         yield first_byte
-        queue_wait = _histogram(
+        queue_wait = histogram(
             "queue_wait_seconds", "Waiting for a place on an endpoint, all attempts of a request together", ()
         )
         self._queue_wait.add_to(queue_wait, [])
         yield queue_wait
-        yield _counter("attempts", "Times a request was sent, or tried to be sent, to an endpoint", self._attempts)
-        yield _counter("retries", "Attempts after a request's first", self._retries)
-        yield _counter("prompt_tokens", "Tokens of prompts, where the answer's usage says", self._tokens[0])
-        yield _counter("completion_tokens", "Tokens of answers, where their usage says", self._tokens[1])
+        yield counter("attempts", "Times a request was sent, or tried to be sent, to an endpoint", self._attempts)
+        yield counter("retries", "Attempts after a request's first", self._retries)
+        yield counter("prompt_tokens", "Tokens of prompts, where the answer's usage says", self._tokens[0])
+        yield counter("completion_tokens", "Tokens of answers, where their usage says", self._tokens[1])
         text = "Prompt tokens in an endpoint's cache, as expected when placing and as its usage said, where it says"
         kinds = zip((("predicted",), ("observed",)), self._cached_tokens, strict=True)
-        yield _counters("cached_prompt_tokens", text, ("kind",), kinds)
-        yield _counter("request_bytes", "Bytes of request bodies", self._request_bytes)
-        yield _counter("response_bytes", "Bytes of answers as sent to clients", self._response_bytes)
+        yield counters("cached_prompt_tokens", text, ("kind",), kinds)
+        yield counter("request_bytes", "Bytes of request bodies", self._request_bytes)
+        yield counter("response_bytes", "Bytes of answers as sent to clients", self._response_bytes)
         by_model = self._by_model.items()
         text = f"Requests by model; names that no endpoint is known to serve, and all after {MAX_MODEL_LABELS}: other"
-        yield _counters("model_requests", text, ("model", "outcome"), by_model)
+        yield counters("model_requests", text, ("model", "outcome"), by_model)
 
     def _endpoint_counters(self) -> Iterator[Metric]:
         by_endpoint = self._by_endpoint.items()
         text = "Requests that ended, by the endpoint that had them last"
-        yield _counters("endpoint_requests", text, ("endpoint", "outcome"), by_endpoint)
+        yield counters("endpoint_requests", text, ("endpoint", "outcome"), by_endpoint)
         text = "Attempts that an endpoint failed before it answered, by how; they may have gone well elsewhere"
-        yield _counters("endpoint_failed_attempts", text, ("endpoint", "failure"), self._failed.items())
+        yield counters("endpoint_failed_attempts", text, ("endpoint", "failure"), self._failed.items())
         text = "Changes of an endpoint's health, by what it became"
-        yield _counters("endpoint_transitions", text, ("endpoint", "to"), self._transitions.items())
+        yield counters("endpoint_transitions", text, ("endpoint", "to"), self._transitions.items())
 
     def _scrape_families(self) -> Iterator[Metric]:
         scrapes = {one.endpoint.name: one.status for one in self._scrapers.values()}
         results = [((name, word), n) for name, status in scrapes.items() for word, n in status.results.items()]
-        yield _counters("scrapes", "Scrapes of an endpoint's own metrics, by result", ("endpoint", "result"), results)
+        yield counters("scrapes", "Scrapes of an endpoint's own metrics, by result", ("endpoint", "result"), results)
         missing = [((name, s), float(gone)) for name, one in scrapes.items() for s, gone in one.missing.items()]
         text = "1 while the endpoint's metrics lack a signal that its engine should show: routing does without it"
-        yield _gauges("scrape_missing_metrics", text, ("endpoint", "signal"), missing)
+        yield gauges("scrape_missing_metrics", text, ("endpoint", "signal"), missing)
         times = [((name,), one.last_duration_s) for name, one in scrapes.items()]
-        yield _gauges("scrape_duration_seconds", "How long the last scrape took", ("endpoint",), times)
+        yield gauges("scrape_duration_seconds", "How long the last scrape took", ("endpoint",), times)
 
     def _dns_families(self) -> Iterator[Metric]:
         results = [((one.entry.name, word), n) for one in self._names for word, n in one.results.items()]
-        yield _counters("dns_resolutions", "Resolutions of a dns+http name, by result", ("name", "result"), results)
+        yield counters("dns_resolutions", "Resolutions of a dns+http name, by result", ("name", "result"), results)
         addresses = [((one.entry.name,), len(one.authorities)) for one in self._names]
-        yield _gauges("dns_addresses", "Addresses that are believed of a dns+http name", ("name",), addresses)
+        yield gauges("dns_addresses", "Addresses that are believed of a dns+http name", ("name",), addresses)
 
     def _process_families(self, snapshot: PoolSnapshot) -> Iterator[Metric]:
-        yield _gauge("waiting_requests", "Requests in the queue because no endpoint has room", snapshot.waiting)
-        yield _gauge("waiting_bytes", "Bytes of their bodies", snapshot.waiting_bytes)
+        yield gauge("waiting_requests", "Requests in the queue because no endpoint has room", snapshot.waiting)
+        yield gauge("waiting_bytes", "Bytes of their bodies", snapshot.waiting_bytes)
         if self._clients is not None:
-            yield _gauge("client_connections", "Open connections from clients", self._clients.open_connections)
+            yield gauge("client_connections", "Open connections from clients", self._clients.open_connections)
         if self._upstreams is not None:
             text = "Open connections to endpoints, idle ones included"
-            yield _gauge("upstream_connections", text, self._upstreams.open_connections)
+            yield gauge("upstream_connections", text, self._upstreams.open_connections)
         text = "Failures that were logged with a traceback: defects of lbproxy, please report them"
-        yield _counter("internal_errors", text, self._log_handler.internal_errors)
+        yield counter("internal_errors", text, self._log_handler.internal_errors)
         text = "Log lines lost because standard output was too slow or broken"
-        yield _counter("log_lines_dropped", text, self._writer.dropped)
-        yield _gauges("build_info", "Always 1", ("version",), [((__version__,), 1.0)])
+        yield counter("log_lines_dropped", text, self._writer.dropped)
+        lag = histogram("loop_lag_seconds", "How late the event loop was, looked at 20 times a second", ())
+        self._lag.add_to(lag, [])
+        yield lag
+        text = "1 if the settings were read well the last time, 0 if they were refused: then the old ones hold"
+        yield gauge("config_reload_success", text, float(self.loads.succeeded))
+        text = "When settings were last taken over, in seconds since 1970"
+        yield gauge("config_last_reload_success_timestamp_seconds", text, self.loads.succeeded_at)
+        yield gauges("build_info", "Always 1", ("version",), [((__version__,), 1.0)])
 
 
 # --- Families ---------------------------------------------------------------------------------------------------------
@@ -380,13 +391,13 @@ _ENDPOINT_GAUGES = (
 
 
 def _endpoint_families(endpoints: Sequence[EndpointSnapshot]) -> Iterator[Metric]:
-    for gauge in _ENDPOINT_GAUGES:
-        rows = [((one.endpoint.name,), gauge.read(one)) for one in endpoints]
-        yield _gauges(f"endpoint_{gauge.name}", gauge.help, ("endpoint",), rows)
+    for one_gauge in _ENDPOINT_GAUGES:
+        rows = [((one.endpoint.name,), one_gauge.read(one)) for one in endpoints]
+        yield gauges(f"endpoint_{one_gauge.name}", one_gauge.help, ("endpoint",), rows)
     states = [
         ((one.endpoint.name, health.value), float(one.health is health)) for one in endpoints for health in Health
     ]
-    yield _gauges("endpoint_health", "1 for the state that the endpoint is in", ("endpoint", "state"), states)
+    yield gauges("endpoint_health", "1 for the state that the endpoint is in", ("endpoint", "state"), states)
 
 
 def _one_per_name(endpoints: Iterable[EndpointSnapshot]) -> list[EndpointSnapshot]:
@@ -402,17 +413,6 @@ def _one_per_name(endpoints: Iterable[EndpointSnapshot]) -> list[EndpointSnapsho
     return list(by_name.values())
 
 
-class _Single(Collector):
-    """Makes generate_latest render one family."""
-
-    def __init__(self, family: Metric) -> None:
-        self._family = family
-
-    def collect(self) -> Iterable[Metric]:
-        """See prometheus_client's Collector."""
-        return (self._family,)
-
-
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
@@ -420,34 +420,3 @@ Value = TypeVar("Value")
 def _keep(series: MutableMapping[Key, Value], wanted: Callable[[Key], bool]) -> None:
     for key in [key for key in series if not wanted(key)]:
         del series[key]
-
-
-def _counters(
-    name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float]]
-) -> CounterMetricFamily:
-    family = CounterMetricFamily(f"lbproxy_{name}", f"{text}.", labels=labels)
-    for values, count in rows:
-        family.add_metric(values, count)
-    return family
-
-
-def _counter(name: str, text: str, value: float) -> CounterMetricFamily:
-    return CounterMetricFamily(f"lbproxy_{name}", f"{text}.", value=value)
-
-
-def _gauges(
-    name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float | None]]
-) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(f"lbproxy_{name}", f"{text}.", labels=labels)
-    for values, value in rows:
-        if value is not None:
-            family.add_metric(values, value)
-    return family
-
-
-def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"lbproxy_{name}", f"{text}.", value=value)
-
-
-def _histogram(name: str, text: str, labels: Sequence[str] = ("route",)) -> HistogramMetricFamily:
-    return HistogramMetricFamily(f"lbproxy_{name}", f"{text}.", labels=labels)

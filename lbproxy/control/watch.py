@@ -26,15 +26,29 @@ class Watches:
         self._loops_of = loops_of
         self._rng = rng
         self._tasks: dict[EndpointUid, list[asyncio.Task[None]]] = {}
+        self._watched: dict[EndpointUid, Endpoint] = {}
 
     def follow(self, changes: EndpointChanges) -> None:
         """Make it so that exactly the members of the set are watched; to be told every change, in order."""
         for endpoint in changes.removed:
             self._cancel(endpoint.uid)
         for endpoint in changes.added:
-            self._tasks[endpoint.uid] = [
-                self._group.create_task(supervise(name, run, self._rng)) for name, run in self._loops_of(endpoint)
-            ]
+            self._start(endpoint)
+        for endpoint in changes.changed:
+            self._cancel(endpoint.uid)
+            self._start(endpoint)
+
+    def restart(self) -> None:
+        """Make all loops anew: `loops_of` makes others now."""
+        for endpoint in list(self._watched.values()):
+            self._cancel(endpoint.uid)
+            self._start(endpoint)
+
+    def _start(self, endpoint: Endpoint) -> None:
+        self._watched[endpoint.uid] = endpoint
+        self._tasks[endpoint.uid] = [
+            self._group.create_task(supervise(name, run, self._rng)) for name, run in self._loops_of(endpoint)
+        ]
 
     def close(self) -> None:
         """Watch nothing any more."""
@@ -42,5 +56,6 @@ class Watches:
             self._cancel(uid)
 
     def _cancel(self, uid: EndpointUid) -> None:
+        del self._watched[uid]
         for task in self._tasks.pop(uid):
             task.cancel()

@@ -23,12 +23,23 @@ class WaitingQueue:
     """Waiting tickets. Push, remove and the first deadline are O(1), but for a push into a full queue."""
 
     def __init__(self, settings: AdmissionSettings) -> None:
-        self._max_requests = settings.queue_requests
-        self._max_bytes = settings.queue_bytes
+        self._take_limits(settings)
         self._tickets: dict[int, Ticket] = {}
         self._lanes: dict[int, dict[int, Ticket]] = {}
         """By priority; each in the order in which they came, and none of them empty."""
         self._bytes = 0
+
+    def _take_limits(self, settings: AdmissionSettings) -> None:
+        self._max_requests = settings.queue_requests
+        self._max_bytes = settings.queue_bytes
+
+    def reconfigure(self, settings: AdmissionSettings, *, now: float) -> None:
+        """Other limits from now on. Who is in stays, but no longer than a newcomer may: the oldest stay the first that
+        are over.
+        """
+        self._take_limits(settings)
+        for ticket in self._tickets.values():
+            ticket.deadline = min(ticket.deadline, now + settings.queue_timeout)
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -99,7 +110,7 @@ class WaitingQueue:
         return ordered
 
     def expired(self, now: float) -> list[Ticket]:
-        """Those whose wait is over. Every wait lasts equally long, so they are the oldest."""
+        """Those whose wait is over. No wait ends before an older one's, so they are the oldest."""
         expired = []
         for ticket in self._tickets.values():
             if ticket.deadline > now:

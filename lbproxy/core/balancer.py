@@ -72,26 +72,55 @@ class Balancer:
         retry: RetrySettings,
         rng: random.Random,
     ) -> None:
-        self._policy = policy
         self._retries = Retries(retry, rng)
         self._backpressure = Backpressure()
         self._pool = None if policy.block_bytes is None else PoolModel(policy.block_bytes)
         self._endpoints = EndpointSet(health, scrape, self._pool)
         self._queue = WaitingQueue(admission)
-        shortest = admission.order == "shortest"
-        self._hold = policy.holds and (shortest if admission.hold is None else admission.hold)
-        self._by_work = shortest and self._pool is not None
-        self._tolerance = policy.tolerance
-        self._skip_price = not (self._hold or policy.refuses)
+        self._adopt(policy, admission)
         self._plan_at = inf
         """When the queue is to be planned; a time that is past when something happened since the last plan."""
         self._planned_version = 0
         self._changed: list[Ticket] = []
         """Closed by another ticket's arrival, for `poll` to return."""
-        self._queue_timeout_s = admission.queue_timeout
-        self._max_in_flight = admission.max_in_flight_per_endpoint
         self._rng = rng
         self._placements = 0
+
+    def _adopt(self, policy: Policy, admission: AdmissionSettings) -> None:
+        self._policy = policy
+        shortest = admission.order == "shortest"
+        self._hold = policy.holds and (shortest if admission.hold is None else admission.hold)
+        self._by_work = shortest and self._pool is not None
+        self._tolerance = policy.tolerance
+        self._skip_price = not (self._hold or policy.refuses)
+        self._queue_timeout_s = admission.queue_timeout
+        self._max_in_flight = admission.max_in_flight_per_endpoint
+
+    def reconfigure(
+        self,
+        policy: Policy | None,
+        *,
+        admission: AdmissionSettings,
+        health: HealthSettings,
+        scrape: ScrapeSettings,
+        retry: RetrySettings,
+        now: float,
+    ) -> None:
+        """Other settings, from now on. What is known of the endpoints stays, and who has a place keeps it.
+
+        `policy`: None = the same as before, with all that it has learned. What was learned of work and caches is kept
+        unless the new policy needs it in other blocks. Nobody who waits waits longer than the new settings say.
+        """
+        policy = policy or self._policy
+        if policy.block_bytes != self._policy.block_bytes:
+            self._pool = None if policy.block_bytes is None else PoolModel(policy.block_bytes)
+            self._endpoints.use(self._pool)
+        self._retries.reconfigure(retry)
+        self._endpoints.reconfigure(health, scrape)
+        self._queue.reconfigure(admission, now=now)
+        self._adopt(policy, admission)
+        self._plan_at = -inf
+        self._planned_version = 0
 
     # Requests
 

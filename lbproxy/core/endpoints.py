@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lbproxy.config import HealthSettings, ScrapeSettings
 from lbproxy.core.estimate import PoolModel
@@ -36,6 +36,8 @@ class EndpointChanges:
 
     added: list[Endpoint]
     removed: list[Endpoint]
+    changed: list[Endpoint] = field(default_factory=list)
+    """Those that stayed at their address, with their state and uid, but are called, probed or scraped otherwise now."""
 
 
 class EndpointSet:
@@ -45,9 +47,7 @@ class EndpointSet:
         self._pool = pool
         self.version = 0
         """Changes whenever `candidates` may."""
-        self._fall = health.fall
-        self._rise = health.rise
-        self._stale_after_s = scrape.stale_after
+        self.reconfigure(health, scrape)
         self._states: dict[EndpointUid, EndpointState] = {}
         self._leaving: list[EndpointState] = []
         self._last_uid = 0
@@ -55,25 +55,45 @@ class EndpointSet:
         self._silent: list[EndpointState] = []
         self._by_model: dict[str, list[EndpointState]] = {}
 
+    def reconfigure(self, health: HealthSettings, scrape: ScrapeSettings) -> None:
+        """Judge by other settings what is reported from now on."""
+        self._fall = health.fall
+        self._rise = health.rise
+        self._stale_after_s = scrape.stale_after
+
+    def use(self, pool: PoolModel | None) -> None:
+        """Another policy's models, or none. What is placed still ends against the model that it began with."""
+        self._pool = pool
+        for state in self._states.values():
+            if pool is not None:
+                state.load = pool.join()
+        self._reindex()
+
     # Membership
 
     def replace(self, specs: Sequence[EndpointSpec]) -> EndpointChanges:
-        """Make the set equal to `specs`, in that order. An endpoint whose spec is unchanged keeps its state.
+        """Make the set equal to `specs`, in that order. An endpoint whose address stays keeps its state.
 
         One that is missing takes no more requests and is forgotten when its last ticket closes.
         """
-        kept = {_spec_of(state.endpoint): state for state in self._states.values()}
+        kept = {state.endpoint.base_url: state for state in self._states.values()}
         states: dict[EndpointUid, EndpointState] = {}
-        added = []
+        added, changed = [], []
         for spec in specs:
-            state = kept.pop(spec, None)
+            state = kept.pop(spec.base_url, None)
             if state is None:
-                state = EndpointState(self._identify(spec))
+                self._last_uid += 1
+                state = EndpointState(_identified(spec, EndpointUid(self._last_uid)))
                 if self._pool is not None:
                     state.load = self._pool.join()
                 if spec.health is None:
                     state.health = Health.UP
                 added.append(state.endpoint)
+            elif _spec_of(state.endpoint) != spec:
+                state.endpoint = _identified(spec, state.endpoint.uid)
+                if spec.health is None:  # nobody would ever say so
+                    state.health = Health.UP
+                changed.append(state.endpoint)
             states[state.endpoint.uid] = state
         removed = list(kept.values())
         for state in removed:
@@ -83,18 +103,7 @@ class EndpointSet:
         self._leaving = [state for state in [*self._leaving, *removed] if state.in_flight]
         self._states = states
         self._reindex()
-        return EndpointChanges(added, [state.endpoint for state in removed])
-
-    def _identify(self, spec: EndpointSpec) -> Endpoint:
-        self._last_uid += 1
-        return Endpoint(
-            uid=EndpointUid(self._last_uid),
-            name=spec.name,
-            base_url=spec.base_url,
-            engine=spec.engine,
-            metrics=spec.metrics,
-            health=spec.health,
-        )
+        return EndpointChanges(added, [state.endpoint for state in removed], changed)
 
     def get(self, uid: EndpointUid) -> EndpointState | None:
         """The state of a member; None if it left."""
@@ -225,6 +234,17 @@ class EndpointSet:
 def _served(models: dict[str, ModelCard] | None) -> dict[str, str | None] | None:
     """Of what an endpoint lists, that which placing goes by."""
     return None if models is None else {card.id: card.parent for card in models.values()}
+
+
+def _identified(spec: EndpointSpec, uid: EndpointUid) -> Endpoint:
+    return Endpoint(
+        uid=uid,
+        name=spec.name,
+        base_url=spec.base_url,
+        engine=spec.engine,
+        metrics=spec.metrics,
+        health=spec.health,
+    )
 
 
 def _spec_of(endpoint: Endpoint) -> EndpointSpec:

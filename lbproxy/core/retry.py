@@ -118,13 +118,17 @@ class Retries:
 
     def __init__(self, settings: RetrySettings, rng: random.Random) -> None:
         self._rng = rng
-        self._attempts = settings.attempts
-        self._ratio = settings.budget_ratio
-        self._per_second = settings.budget_per_second
+        self.reconfigure(settings)
         # One slot a second; the slot of the current second is filled, those of the window are summed when asked.
         self._requests = [0] * WINDOW_S
         self._spent = [0] * WINDOW_S
         self._second = 0
+
+    def reconfigure(self, settings: RetrySettings) -> None:
+        """Other limits from now on. What was spent is spent."""
+        self._attempts = settings.attempts
+        self._ratio = settings.budget_ratio
+        self._per_second = settings.budget_per_second
 
     def requested(self, *, now: float) -> None:
         """A new request came: what the budget is a share of."""

@@ -20,6 +20,7 @@ import asyncio
 import errno
 import os
 import socket
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import lru_cache
@@ -28,6 +29,7 @@ from urllib.parse import urlsplit
 
 from lbproxy.core.retry import FailureKind, UpstreamError
 from lbproxy.net.h1 import MAX_HEAD_BYTES, Framing, PayloadWatcher, ProtocolError, ResponseHead, parse_head
+from lbproxy.pulse import Pulse
 
 IDLE_S = 3.0
 MAX_IDLE_PER_ORIGIN = 1024
@@ -302,8 +304,13 @@ class Origin(tuple[str, int]):
 class ConnectionPool:
     """All connections to all endpoints. Must be made inside a running loop; `close` it there."""
 
-    def __init__(self) -> None:
+    def __init__(self, pulse: Pulse | None = None) -> None:
+        """`pulse` tells when silence was our own."""
         self.loop = asyncio.get_running_loop()
+        self._pulse = pulse or Pulse()
+        self._swept_at = time.monotonic()
+        self._excused = False
+        """The last sweep was put off, because our own loop had stood still."""
         self._idle: defaultdict[Origin, dict[Connection, float]] = defaultdict(dict)
         self._busy: set[Connection] = set()
         self._dialling: set[asyncio.Task[None]] = set()
@@ -327,7 +334,12 @@ class ConnectionPool:
     async def connect(self, origin: Origin, timeout_s: float) -> Connection:
         """A new connection. Raises UpstreamError CONNECT, or EXHAUSTED when we are out of descriptors."""
         try:
-            sock = await _open_socket(self.loop, origin, timeout_s)
+            try:
+                sock = await _open_socket(self.loop, origin, timeout_s)
+            except OSError as error:
+                if error.errno not in _OUR_FAULT or not self._close_idle():
+                    raise
+                sock = await _open_socket(self.loop, origin, timeout_s)
             try:
                 _, connection = await self.loop.create_connection(lambda: Connection(self, origin), sock=sock)
             except BaseException:
@@ -388,7 +400,19 @@ class ConnectionPool:
         for connection in [*self._busy, *(c for idle in self._idle.values() for c in idle)]:
             connection.abort()
 
+    def _close_idle(self) -> bool:
+        """Make room where descriptors are short. Returns whether there was anything to close."""
+        idle = [connection for kept in self._idle.values() for connection in kept]
+        for connection in idle:
+            connection.abort()
+        return bool(idle)
+
     def _sweep(self) -> None:
+        self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
+        excused = self._pulse.stood_still_since(self._swept_at) and not self._excused
+        self._excused, self._swept_at = excused, time.monotonic()
+        if excused:
+            return  # the bytes that seem to be missing may lie unread in the kernel: read first
         now = self.loop.time()
         for connection in list(self._busy):
             connection.sweep(now)
@@ -397,7 +421,6 @@ class ConnectionPool:
                 if now - since < IDLE_S:
                     break  # in the order in which they were kept
                 connection.abort()
-        self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
 
 
 def _reason(error: OSError) -> str:

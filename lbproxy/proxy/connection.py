@@ -56,12 +56,15 @@ CLOSE = _Written(keep_alive=False)
 class Turn(Protocol):
     """The request that runs, as its connection needs it."""
 
+    held_bytes: int
+    """Of its body."""
+
     def client_gone(self) -> None:
         """The connection is lost."""
         ...
 
-    def cut(self) -> None:
-        """Answer now, or break the answer visibly."""
+    def cut(self, why: Outcome) -> None:
+        """Answer with `why` now, or break the answer visibly."""
         ...
 
     def pause(self) -> None:
@@ -263,10 +266,21 @@ class ClientConnection(web.RequestHandler):
         """A request runs, or waits to: aiohttp's loop is not waiting for one, or the lane is in use."""
         return self._waiter is None or self._in_lane or bool(self._messages)
 
-    def cut(self) -> None:
-        """End what runs, visibly: the deadline of the drain has come."""
+    @property
+    def held_bytes(self) -> int:
+        """What a request takes here: of its body, and of an answer that the client does not take; 0 if none runs."""
+        if self.turn is None or self.transport is None:
+            return 0
+        return self.turn.held_bytes + self.transport.get_write_buffer_size()
+
+    def reconfigure(self, idle_s: float) -> None:
+        """Another time after which it is closed when idle."""
+        self._keepalive_timeout = idle_s
+
+    def cut(self, why: Outcome) -> None:
+        """End what runs, visibly: the deadline of the drain has come, or memory is short."""
         if self.turn is not None:
-            self.turn.cut()
+            self.turn.cut(why)
         if self._task_handler is not None and not self._in_lane:
             self._task_handler.cancel()
 

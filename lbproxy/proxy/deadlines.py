@@ -8,7 +8,11 @@ an idle connection's are aiohttp's.
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Protocol
+
+from lbproxy.config import TimeoutSettings
+from lbproxy.runtime import Runtime
 
 SWEEP_S = 1.0
 
@@ -26,14 +30,22 @@ class Debtor(Protocol):
 class Deadlines:
     """Who owes what, and by when. Every method is O(1) but the sweep, which is linear in those that owe."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, head_s: float, stall_s: float) -> None:
-        self._loop = loop
-        self._head_s = head_s
-        self._stall_s = stall_s
+    def __init__(self, runtime: Runtime, timeouts: TimeoutSettings) -> None:
+        self._loop = runtime.loop
+        self._pulse = runtime.pulse
+        self._armed_at = 0.0
+        self._excused = False
+        """The last sweep was put off, because our own loop had stood still."""
+        self.reconfigure(timeouts)
         self._heads: dict[Debtor, float] = {}
         self._stalls: dict[Debtor, tuple[float, int]] = {}
         """By when some bytes must have gone, and how many there were when that was said."""
         self._timer: asyncio.TimerHandle | None = None
+
+    def reconfigure(self, timeouts: TimeoutSettings) -> None:
+        """Other limits, for what begins from now on."""
+        self._head_s = timeouts.client_head
+        self._stall_s = timeouts.client_stall
 
     def head_due(self, client: Debtor) -> None:
         """A head began, or a connection did. Said again, it changes nothing."""
@@ -65,10 +77,16 @@ class Deadlines:
 
     def _arm(self) -> None:
         if self._timer is None:
+            self._armed_at = time.monotonic()
             self._timer = self._loop.call_later(SWEEP_S, self._sweep)
 
     def _sweep(self) -> None:
         self._timer = None
+        if self._pulse.stood_still_since(self._armed_at) and not self._excused:
+            self._excused = True  # what is overdue may lie unread in the kernel: read first
+            self._arm()
+            return
+        self._excused = False
         now = self._loop.time()
         for client, deadline in list(self._heads.items()):
             if now >= deadline:

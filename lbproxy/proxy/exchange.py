@@ -42,15 +42,23 @@ from lbproxy.runtime import Runtime
 logger = logging.getLogger("lbproxy")
 Arguments = TypeVarTuple("Arguments")
 
+LARGE_BODY_BYTES = 16 << 10
+"""A smaller body is not worth letting go of before its request ends."""
+
 
 class Exchanger:
-    """What all exchanges share."""
+    """What all exchanges share that begin under the same settings: a request is served under one tree to its end."""
 
     def __init__(self, settings: Settings, runtime: Runtime, connections: ConnectionPool) -> None:
         self.runtime = runtime
         self.connections = connections
+        self.settings = settings
         self.timeouts = settings.timeouts
         self.expose_endpoint = settings.expose_endpoint
+
+    def under(self, settings: Settings) -> Exchanger:
+        """The same under other settings, for exchanges to come."""
+        return Exchanger(settings, self.runtime, self.connections)
 
 
 class Exchange(ABC):
@@ -84,6 +92,15 @@ class Exchange(ABC):
         self.record = record
         self.keep_alive = keep_alive
         """The client's connection may serve another request."""
+
+    @property
+    def settings(self) -> Settings:
+        """Those that it is served under."""
+        return self._shared.settings
+
+    @abstractmethod
+    def _body_gone(self) -> None:
+        """The request's body is not held any more."""
 
     @abstractmethod
     def _refuse(self, error: LbError) -> bool:
@@ -126,13 +143,15 @@ class Exchange(ABC):
             self._release(Outcome.CLIENT_CLOSED)
             self.over(False)
 
-    def cut(self) -> None:
-        """We stop, and cannot wait for the end: the client is told, as far as it can be."""
+    def cut(self, why: Outcome) -> None:
+        """We stop (DRAINING) or have no memory (OVERLOADED), and cannot wait for the end: the client is told, as far as
+        it can be.
+        """
         if self._relay is not None:
-            self._relay.cut()
+            self._relay.cut(why)
         elif not self._over:
-            self._release(Outcome.DRAINING)
-            self.refuse(LbError(Outcome.DRAINING))
+            self._release(why)
+            self.refuse(LbError(why))
 
     def _release(self, outcome: Outcome) -> None:
         if self._pending is not None:
@@ -267,6 +286,12 @@ class Exchange(ABC):
             self.refuse(LbError(verdict.outcome))
 
     # relay.Owner
+
+    def committed(self) -> None:
+        """See relay.Owner: nobody else is going to be asked, and a stream can last for minutes."""
+        if len(self.request.body) > LARGE_BODY_BYTES:
+            self.request = self.request._replace(body=b"")
+            self._body_gone()
 
     def stream_refused(self, status: int) -> bool:
         """See relay.Owner: as if the error were the head."""

@@ -34,6 +34,10 @@ HOLD_HEAD_S = 0.25
 """How long the head of a stream waits for a first event. More would keep from clients that the request was taken."""
 _REFUSAL = re.compile(rb'data: ?\{"error"[^\n]*?"code": ?(429|500|502|503|504)\b')
 _REFUSAL_BYTES = 4096
+_CUTS = {
+    Outcome.DRAINING: (Outcome.CUT, "the load balancer was stopped"),
+    Outcome.OVERLOADED: (Outcome.OVERLOADED, "the load balancer ran out of memory"),
+}
 PROGRESS_S = 0.25
 """How often a stream's progress is reported to the balancer, at most."""
 
@@ -66,6 +70,10 @@ class Asking(Protocol):
 class Owner(Protocol):
     """Who has the answer relayed."""
 
+    def committed(self) -> None:
+        """The first of the answer goes to the client: from here on there is no other answer."""
+        ...
+
     def relayed(self, result: Outcome | UpstreamError) -> None:
         """Once: the outcome, or the failure if nothing went to the client. Not if the client left (`let_go`)."""
         ...
@@ -82,6 +90,7 @@ class Relay:
 
     __slots__ = (
         "_chunked",
+        "_committed",
         "_connection",
         "_done",
         "_head",
@@ -115,6 +124,7 @@ class Relay:
         self._ticket = ticket
         self._record = record
         self._runtime = runtime
+        self._committed = owner.committed
         self._done = owner.relayed
         self._refused = owner.stream_refused
         self._held: asyncio.TimerHandle | None = None
@@ -214,15 +224,15 @@ class Relay:
         told = LbError(Outcome.UPSTREAM_RESET, f"upstream connection lost after {self._events} events")
         self._break(Outcome.UPSTREAM_BROKE, told, connection)
 
-    def cut(self) -> None:
-        """We stop, and cannot wait for the end."""
+    def cut(self, why: Outcome) -> None:
+        """We cannot wait for the end: see Exchange.cut."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
             if self._prefix:
                 self._write(b"")
-            told = LbError(Outcome.CUT, f"the load balancer was stopped after {self._events} events")
-            self._break(Outcome.CUT, told, connection)
+            outcome, text = _CUTS[why]
+            self._break(outcome, LbError(outcome, f"{text} after {self._events} events"), connection)
 
     def _break(self, outcome: Outcome, told: LbError, connection: Connection | None) -> None:
         """End the answer so that nobody takes it for whole; an event stream is told why, where an event can stand."""
@@ -287,6 +297,7 @@ class Relay:
             self._release_head()
             data = self._prefix + data
             self._prefix = b""
+            self._committed()
         self._record.response_bytes += len(data)
         if not self._transport.is_closing():
             self._transport.write(data)

@@ -18,33 +18,32 @@ from typing import cast
 from urllib.parse import unquote
 
 from aiohttp import web
-from aiohttp.streams import StreamReader
 
 from lbproxy.config import Settings
 from lbproxy.core.models import resolve
 from lbproxy.core.openai import BodyFacts, model_list, read_json_body, read_multipart_model, with_model
 from lbproxy.core.prefix import flatten, hash_prompt
 from lbproxy.core.types import InferenceRequest, LbError, Outcome, RequestRecord
+from lbproxy.net.listener import Listener, bind, connections_within
 from lbproxy.proxy.answers import error_answer, json_answer
+from lbproxy.proxy.bodies import read_body
 from lbproxy.proxy.connection import CLOSE, KEEP, ClientConnection
 from lbproxy.proxy.deadlines import Deadlines
 from lbproxy.proxy.exchange import Exchange, Exchanger, model_not_found
-from lbproxy.proxy.headers import RequestFields, origin_form, read_request_fields
+from lbproxy.proxy.headers import origin_form, read_request_fields
+from lbproxy.proxy.overload import Overload, Unmetered
 from lbproxy.proxy.request import ClientRequest
-from lbproxy.proxy.routes import Body, Route, find_route
+from lbproxy.proxy.routes import Body, find_route
 from lbproxy.runtime import Runtime
 
 logger = logging.getLogger("lbproxy")
 
-BACKLOG = 4096
 SEND_BUFFER_BYTES = 128 << 10
 """SO_SNDBUF: without it the kernel alone takes megabytes for each client that does not read."""
 LINGER_S = 2.0
 """How long the rest of a refused body is read, so that a reset does not eat the refusal."""
 FLUSH_S = 2.0
 """How long a stop waits for what is written already to reach slow clients."""
-BODY_GRACE_S = 10.0
-"""How long a body may take before its rate counts."""
 MAX_LINE_BYTES = 16 << 10
 MAX_FIELDS = 128
 
@@ -53,6 +52,8 @@ class Turn(Exchange):
     """One request's turn on a client's connection, from its head until its record is out."""
 
     client: ClientConnection
+    held_bytes = 0
+    """Of its body, counted in `Overload`."""
 
     def __init__(
         self,
@@ -73,16 +74,28 @@ class Turn(Exchange):
     def _refuse(self, error: LbError) -> bool:
         return self._front.refuse(self.client, self.record, error, keep_alive=self.keep_alive)
 
+    def _body_gone(self) -> None:
+        self._front.overload.let_go(self)
+
     def _ended(self, reusable: bool) -> None:
+        if self.held_bytes:
+            self._front.overload.let_go(self)
         self.client.turn = None
         self._front.turn_ended(self.record)
         self._told(reusable)
 
 
 class FrontEnd(web.Server):
-    """Serves clients. `listen`, then `drain` and `stop`."""
+    """Serves clients. `listen`, then `lame_duck` and `stop`."""
 
-    def __init__(self, settings: Settings, runtime: Runtime, exchanger: Exchanger, rng: random.Random) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        runtime: Runtime,
+        exchanger: Exchanger,
+        rng: random.Random,
+        overload: Overload | None = None,
+    ) -> None:
         # Everything that aiohttp gets wrong for a proxy by default is set here (docs/failures.md has the list).
         super().__init__(
             self._handle,
@@ -96,16 +109,18 @@ class FrontEnd(web.Server):
             max_headers=MAX_FIELDS,
             read_bufsize=64 << 10,
         )
+        self.overload = overload or Overload(settings.limits, Unmetered())
+        self.overload.end_largest = self._end_largest
         self.max_plain_body_bytes = settings.limits.json_body
-        self.deadlines = Deadlines(self._loop, settings.timeouts.client_head, settings.timeouts.client_stall)
+        self.deadlines = Deadlines(runtime, settings.timeouts)
         self._max_connections = settings.limits.connections
-        self._limits = settings.limits
-        self._body_timeout_s = settings.timeouts.client_body
         self._runtime = runtime
         self.exchanger = exchanger
         self._rng = rng
         self._ids = itertools.count(1)
         self._id_prefix = secrets.token_hex(6)
+        self._last_requests = False
+        """Connections are not kept alive any more."""
         self._draining = False
         self._running = 0
         self._quiet = asyncio.Event()
@@ -113,28 +128,46 @@ class FrontEnd(web.Server):
         self._open = 0
         self._empty = asyncio.Event()
         self._empty.set()
-        self._listener: asyncio.Server | None = None
+        self.listener = Listener(self, room=self._has_room, refusal=self._refusal_unheard)
 
     # Life
 
-    async def listen(self, host: str, port: int) -> int:
-        """Accept connections; returns the port (port 0: any free one). Raises OSError."""
-        loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(self, host, port, backlog=BACKLOG, reuse_address=True)
-        for sock in self._listener.sockets:
+    async def listen(self, host: str, port: int, inherited: Sequence[socket.socket] = ()) -> int:
+        """Accept connections; returns the port (port 0: any free one). Raises OSError.
+
+        `inherited`: sockets that listen there already, to use instead.
+        """
+        sockets = inherited or await bind(host, port)
+        for sock in sockets:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # inherited by accept
-        return int(self._listener.sockets[0].getsockname()[1])
+        self.listener.start(sockets)
+        return int(sockets[0].getsockname()[1])
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Other settings for requests, bodies and connections that begin from now on."""
+        self.exchanger = self.exchanger.under(settings)
+        self.overload.reconfigure(settings.limits)
+        self.max_plain_body_bytes = settings.limits.json_body
+        self._max_connections = settings.limits.connections
+        self.deadlines.reconfigure(settings.timeouts)
+        self._kwargs["keepalive_timeout"] = settings.timeouts.client_idle
+        for client in self._clients():
+            client.reconfigure(settings.timeouts.client_idle)
 
     @property
     def open_connections(self) -> int:
         """Clients' connections."""
         return self._open
 
+    def _has_room(self) -> bool:
+        return self._open < connections_within(self._max_connections)
+
     def connected(self) -> bool:
         """See connection.Front."""
+        has_room = self._has_room()
         self._open += 1
         self._empty.clear()
-        return self._open <= self._max_connections
+        return has_room
 
     def disconnected(self) -> None:
         """See connection.Front."""
@@ -144,13 +177,25 @@ class FrontEnd(web.Server):
 
     @property
     def draining(self) -> bool:
-        """No new requests are taken."""
-        return self._draining
+        """Whoever sends clients here must send them elsewhere."""
+        return self._last_requests
 
     @property
     def running(self) -> int:
         """Requests that were read and have no whole answer yet."""
         return self._running
+
+    async def lame_duck(self, within_s: float, *, accepting: bool) -> None:
+        """Serve everybody, but keep no connection alive, so that clients leave: each answer says `Connection: close`.
+
+        `accepting`: new connections too, for all of the time; else it is over as soon as no connection is left.
+        """
+        self._last_requests = True
+        if accepting:
+            await asyncio.sleep(within_s)
+        else:
+            self.listener.close()
+            await _happens(self._empty, within_s)
 
     async def stop(self, deadline_s: float) -> int:
         """Accept nothing more, let running requests finish until the deadline, then cut the rest, visibly.
@@ -158,9 +203,8 @@ class FrontEnd(web.Server):
         Returns how many were cut.
         """
         cut = 0
-        self._draining = True
-        if self._listener is not None:
-            self._listener.close()
+        self._last_requests = self._draining = True
+        self.listener.close()
         for client in self._clients():
             if client.busy:
                 client.close()  # when its answer is out
@@ -169,13 +213,22 @@ class FrontEnd(web.Server):
         if not await _happens(self._quiet, deadline_s):
             cut = self._running
             for client in self._clients():
-                client.cut()
+                client.cut(Outcome.DRAINING)
             await _happens(self._quiet, FLUSH_S)
         for client in self._clients():
             client.force_close()
         await _happens(self._empty, FLUSH_S)
         self.deadlines.close()
         return cut
+
+    def _end_largest(self) -> bool:
+        """For `Overload`: end the request that holds most memory."""
+        sizes = [(client.held_bytes, index) for index, client in enumerate(self._clients())]
+        held, index = max(sizes, default=(0, 0))
+        if not held:
+            return False
+        self._clients()[index].cut(Outcome.OVERLOADED)
+        return True
 
     def _clients(self) -> list[ClientConnection]:
         return cast(list[ClientConnection], self.connections)
@@ -196,7 +249,7 @@ class FrontEnd(web.Server):
                 answered.set_result(reusable)
 
         record = self.new_record(request.method, request.raw_path, client)
-        turn = Turn(self, client, record, ended, keep_alive=request.keep_alive and not self._draining)
+        turn = Turn(self, client, record, ended, keep_alive=request.keep_alive and self._keeps_alive())
         client.unread = request.content
         try:
             await client.drained()
@@ -218,13 +271,16 @@ class FrontEnd(web.Server):
         """The fast lane's handler: see connection.Front."""
         record = self.new_record("POST", plain.target, client)
         record.id = plain.fields.request_id or record.id
-        turn = Turn(self, client, record, client.lane_ended, keep_alive=not self._draining)
+        turn = Turn(self, client, record, client.lane_ended, keep_alive=self._keeps_alive())
         try:
             self._answer(plain, turn)
         except LbError as error:
             turn.refuse(error)
         except Exception:  # noqa: BLE001 - logged there, with its traceback
             turn.defect()
+
+    def _keeps_alive(self) -> bool:
+        return not (self._last_requests or self.overload.tight)
 
     def turn_began(self) -> None:
         """One more request runs."""
@@ -254,7 +310,8 @@ class FrontEnd(web.Server):
             record.route = route.name
             self._list_models(turn)
             return
-        body = await self._read_body(request, fields, route)
+        self._check_load()
+        body = await read_body(request, fields, route, turn, self.overload)
         http10 = request.version == (1, 0)
         self._answer(ClientRequest(request.method, target, route, fields, body, http10), turn)
 
@@ -262,14 +319,22 @@ class FrontEnd(web.Server):
         """Begin the exchange of a request that was read whole. Raises LbError if nothing was sent."""
         record = turn.record
         record.route = request.route.name
-        record.request_bytes = len(request.body)
-        if self._draining:
-            raise LbError(Outcome.DRAINING)
+        record.request_bytes = size = len(request.body)
+        self._check_load()
+        if size > turn.held_bytes:
+            self.overload.hold(turn, size - turn.held_bytes)
         facts, body = self._understand(request)
         if body is not request.body:
             request = request._replace(body=body)
         record.model, record.stream = facts.model, facts.stream
         turn.start(request, self._placed(record.id, request, facts))
+
+    def _check_load(self) -> None:
+        """Raises LbError if no new requests are taken."""
+        if self._draining:
+            raise LbError(Outcome.DRAINING)
+        if self.overload.refuses is not None:
+            raise self.overload.refusal()
 
     def _understand(self, request: ClientRequest) -> tuple[BodyFacts, bytes]:
         """What the body says, with the model to place by (None: any endpoint), and the body to send."""
@@ -298,31 +363,6 @@ class FrontEnd(web.Server):
         return InferenceRequest(
             request_id, model, facts.stream, size, prompt_bytes, keys, facts.max_tokens, fields.priority, fields.session
         )
-
-    async def _read_body(self, request: web.BaseRequest, fields: RequestFields, route: Route) -> bytes:
-        """The whole body. Raises LbError: too large (told before it is read, if announced), too slow, malformed."""
-        is_json = route.body is Body.JSON or b"json" in fields.content_type
-        limit = self._limits.json_body if is_json else self._limits.body
-        if fields.content_length is not None and fields.content_length > limit:
-            raise LbError(Outcome.TOO_LARGE, f"The request body is larger than {limit} bytes.")
-        content = request.content
-        if content.is_eof():  # it came with the head, as most do
-            body = content.read_nowait(-1)
-            if len(body) > limit:
-                raise LbError(Outcome.TOO_LARGE, f"The request body is larger than {limit} bytes.")
-            return body
-        client = cast(ClientConnection, request.protocol)
-        if fields.expects_continue and client.transport is not None:
-            client.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        client.body_reader = content
-        try:
-            return await _read_up_to(content, limit, self._body_timeout_s, self._limits.body_rate)
-        except TimeoutError:
-            raise LbError(Outcome.BODY_TIMEOUT) from None
-        except web.RequestPayloadError as error:
-            raise LbError(Outcome.BAD_REQUEST, "The request body is malformed.") from error
-        finally:
-            client.body_reader = None
 
     def _list_models(self, turn: Turn) -> None:
         """GET /v1/models, or one of them: what the endpoints that are up say, merged."""
@@ -359,6 +399,11 @@ class FrontEnd(web.Server):
         record.ended_at = self._runtime.now()
         self._runtime.emit(record)
 
+    def _refusal_unheard(self) -> bytes:
+        """What a connection is told that there is no room for."""
+        error = LbError(Outcome.OVERLOADED)
+        return error_answer(error, self._new_id(), attempts=0, keep_alive=False, rng=self._rng)
+
     @staticmethod
     def _write(client: ClientConnection, record: RequestRecord, answer: bytes) -> None:
         """A response of our own, whole; nothing if the client is gone."""
@@ -371,8 +416,10 @@ class FrontEnd(web.Server):
 
     def new_record(self, method: str, path: str, client: ClientConnection) -> RequestRecord:
         """A record that begins now, with an id of ours."""
-        id_ = f"{self._id_prefix}-{next(self._ids):x}"
-        return RequestRecord(id_, method, path, client.address, self._runtime.now())
+        return RequestRecord(self._new_id(), method, path, client.address, self._runtime.now())
+
+    def _new_id(self) -> str:
+        return f"{self._id_prefix}-{next(self._ids):x}"
 
 
 async def _happens(event: asyncio.Event, within_s: float) -> bool:
@@ -383,23 +430,3 @@ async def _happens(event: asyncio.Event, within_s: float) -> bool:
     except TimeoutError:
         return False
     return True
-
-
-async def _read_up_to(content: StreamReader, limit: int, timeout_s: float, rate: int) -> bytes:
-    """A whole body of at most `limit` bytes. Raises LbError TOO_LARGE, and TimeoutError after `timeout_s` or as soon as
-    less than `rate` bytes came for each second after the first `BODY_GRACE_S`.
-    """
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    pieces: list[bytes] = []
-    size = 0
-    async with asyncio.timeout_at(began + min(timeout_s, BODY_GRACE_S)) as timeout:
-        while True:
-            piece = await content.readany()
-            if not piece:
-                return b"".join(pieces)
-            size += len(piece)
-            if size > limit:
-                raise LbError(Outcome.TOO_LARGE, f"The request body is larger than {limit} bytes.")
-            pieces.append(piece)
-            timeout.reschedule(began + min(timeout_s, BODY_GRACE_S + size / rate))

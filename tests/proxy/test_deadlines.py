@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from lbproxy.core.types import Outcome
-from lbproxy.proxy import deadlines, server
+from lbproxy.proxy import bodies, deadlines
 from tests.support.aio import run, until
 from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, chunk, event
 from tests.support.rig import post, rig
@@ -88,7 +88,7 @@ def test_a_body_that_comes_before_its_handler_has_started_is_no_head() -> None:
 
 
 def test_a_body_that_trickles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "BODY_GRACE_S", 0.2)
+    monkeypatch.setattr(bodies, "GRACE_S", 0.2)
 
     async def main() -> None:
         async with ScriptedEndpoint() as endpoint, rig(endpoint.url, more="limits: {body_rate: 1KiB}") as it:
@@ -112,7 +112,7 @@ def test_a_body_that_trickles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_body_at_the_least_rate_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The grace has long passed when its last byte comes."""
-    monkeypatch.setattr(server, "BODY_GRACE_S", 0.2)
+    monkeypatch.setattr(bodies, "GRACE_S", 0.2)
 
     async def main() -> None:
         async with ScriptedEndpoint() as endpoint, rig(endpoint.url, more="limits: {body_rate: 100}") as it:

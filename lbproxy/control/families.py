@@ -1,0 +1,143 @@
+"""What telemetry builds its page of: histograms, families by kind, and those about lbproxy's own load.
+
+With `control.telemetry` the only module that knows prometheus_client.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+
+class Histogram:
+    """Counts of values by bucket."""
+
+    __slots__ = ("_bounds", "_counts", "_total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value. A bucket's bound belongs to it."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        """Append the series to a family."""
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        cumulative = 0
+        buckets: list[tuple[str, float]] = []
+        for bound, count in zip(bounds, self._counts, strict=True):
+            cumulative += count
+            buckets.append((bound, cumulative))
+        family.add_metric(labels, buckets, self._total)
+
+
+def counters(
+    name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float]]
+) -> CounterMetricFamily:
+    """Counters by label values."""
+    family = CounterMetricFamily(f"lbproxy_{name}", f"{text}.", labels=labels)
+    for values, count in rows:
+        family.add_metric(values, count)
+    return family
+
+
+def counter(name: str, text: str, value: float) -> CounterMetricFamily:
+    """One counter."""
+    return CounterMetricFamily(f"lbproxy_{name}", f"{text}.", value=value)
+
+
+def gauges(
+    name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float | None]]
+) -> GaugeMetricFamily:
+    """Gauges by label values; None: no sample."""
+    family = GaugeMetricFamily(f"lbproxy_{name}", f"{text}.", labels=labels)
+    for values, value in rows:
+        if value is not None:
+            family.add_metric(values, value)
+    return family
+
+
+def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    """One gauge."""
+    return GaugeMetricFamily(f"lbproxy_{name}", f"{text}.", value=value)
+
+
+def histogram(name: str, text: str, labels: Sequence[str] = ("route",)) -> HistogramMetricFamily:
+    """A family to which `Histogram.add_to` appends."""
+    return HistogramMetricFamily(f"lbproxy_{name}", f"{text}.", labels=labels)
+
+
+def render(family: Metric) -> bytes:
+    """One family as text."""
+    return generate_latest(_Single(family))
+
+
+class _Single(Collector):
+    """Makes generate_latest render one family."""
+
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> Iterable[Metric]:
+        """See prometheus_client's Collector."""
+        return (self._family,)
+
+
+# --- Our own load -----------------------------------------------------------------------------------------------------
+
+
+class Load(Protocol):
+    """What is refused because we ourselves are the bottleneck: proxy.overload.Overload."""
+
+    refuses: str | None
+    """Why new requests are."""
+    refused: dict[str, int]
+    """How many were, by why."""
+    ended: int
+    held_bytes: int
+    max_held_bytes: int
+    rss_bytes: int | None
+    limit_bytes: int | None
+
+
+class Door(Protocol):
+    """The clients' listener."""
+
+    refused: dict[str, int]
+    """Connections, by why."""
+
+
+class Loads:
+    """How settings were loaded."""
+
+    def __init__(self) -> None:
+        self.succeeded = True
+        """The last time."""
+        self.succeeded_at = time.time()
+        """The last time that it did; wall time."""
+
+
+def load_families(load: Load, door: Door) -> Iterator[Metric]:
+    """What is refused, and how near it is."""
+    reasons = [((reason,), float(reason == load.refuses)) for reason in load.refused]
+    text = "1 while new requests are refused because lbproxy itself lacks something"
+    yield gauges("overloaded", text, ("reason",), reasons)
+    refused = [((reason,), float(count)) for reason, count in (load.refused | door.refused).items()]
+    text = "Requests, and for connections and descriptors connections, that lbproxy refused because it lacked something"
+    yield counters("overload_refusals", text, ("reason",), refused)
+    yield counter("overload_ended_requests", "Requests that were ended because memory was nearly full", load.ended)
+    yield gauge("buffered_body_bytes", "Bytes of the request bodies that are held", load.held_bytes)
+    yield gauge("buffered_body_limit_bytes", "Bytes of request bodies that may be held", load.max_held_bytes)
+    memory = [((), load.limit_bytes)]
+    yield gauges("memory_limit_bytes", "Memory that lbproxy may take, by its settings or its cgroup", (), memory)

@@ -1,0 +1,83 @@
+"""What memory this process has, and what it may have: read from /proc and the cgroup's files, where there are any.
+
+The limit is the lowest of this process's cgroup and its parents' (version 2, else 1), or what the machine has. The
+file with our own size is kept open, so that it can be read when no descriptor is left. Nothing here blocks: these
+files are the kernel's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class Memory:
+    """This process's memory. `close` it last."""
+
+    def __init__(self) -> None:
+        self._statm: int | None = None
+        with contextlib.suppress(OSError):  # not Linux
+            self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._statm is not None:
+            os.close(self._statm)
+            self._statm = None
+
+    def rss_bytes(self) -> int | None:
+        """What of us is in memory; None where the system does not say. About 5 µs."""
+        if self._statm is None:
+            return None
+        return int(os.pread(self._statm, 128, 0).split()[1]) * _PAGE_BYTES
+
+    @staticmethod
+    def limit_bytes() -> int | None:
+        """What we may take before the kernel ends us; None where the system does not say."""
+        limits = list(cgroup_limits(_text(Path("/proc/self/cgroup")) or "", CGROUPS))
+        with contextlib.suppress(ValueError, OSError):
+            limits.append(os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES)
+        return min(limits, default=None)
+
+    @staticmethod
+    def relieve() -> None:
+        """Have the allocator give back what it keeps for later: after a crowd of large bodies that can be most of it,
+        and it looks as if we still held them. Milliseconds; runs in a thread, without the interpreter's lock.
+        """
+        with contextlib.suppress(OSError, AttributeError):  # the C library is not glibc
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def cgroup_limits(membership: str, root: Path) -> Iterator[int]:
+    """The memory limits of a process, its cgroup's and those of all above, as far as there are any.
+
+    `membership`: the text of /proc/<pid>/cgroup. In a container the path in it may be the host's: then the limit
+    stands at the root of what is mounted.
+    """
+    for line in membership.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mounts, name = [root, root / "unified"], "memory.max"
+        elif "memory" in controllers.split(","):
+            mounts, name = [root / "memory"], "memory.limit_in_bytes"
+        else:
+            continue
+        parts = Path(path.lstrip("/"))
+        for mount in mounts:
+            for folder in (parts, *parts.parents):
+                text = _text(mount / folder / name)
+                if text is not None and re.fullmatch(r"[0-9]+", text):  # "max": none
+                    yield int(text)
+
+
+def _text(file: Path) -> str | None:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return file.read_text("ascii").strip()
+    return None
