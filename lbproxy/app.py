@@ -1,8 +1,11 @@
 """The composition root: settings in, a running proxy out. Everything is made here, and nothing is decided.
 
-`serve` runs until it is told to stop. Order of the start: listeners first, so that a bad address fails at once and a
-proxy with dead endpoints is there and says so; order of the stop: no new requests, the running ones up to the deadline,
-then the control plane, then every connection.
+`serve` runs until it is told to stop. Order of the start: sockets first, so that a bad address fails at once and a
+proxy with dead endpoints is there and says so; order of the stop: nobody is kept, then no new requests, the running
+ones up to the deadline, then the control plane, then every connection.
+
+Reloading: new settings are read and built beside the old ones, and only if nothing can go wrong any more is everything
+swapped, in one step without an await. What can take other settings has a `reconfigure`, what cannot is made anew.
 """
 
 from __future__ import annotations
@@ -13,13 +16,19 @@ import gc
 import os
 import random
 import resource
-from collections.abc import Awaitable, Callable
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from lbproxy import __version__
-from lbproxy.config import Address, Settings
+from lbproxy.config import Address, ConfigError, Settings, leads_to
 from lbproxy.control.admin import Admin
 from lbproxy.control.discovery import Discovery
+from lbproxy.control.memory import Memory
 from lbproxy.control.prober import Prober
 from lbproxy.control.scraper import Scraper, Scraping
 from lbproxy.control.telemetry import Telemetry
@@ -27,11 +36,18 @@ from lbproxy.control.watch import Loops, Watches
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.engines import Engines
 from lbproxy.core.policy import make_policy
-from lbproxy.core.types import Endpoint
+from lbproxy.core.types import Endpoint, EndpointSpec
+from lbproxy.net.inherit import Inherited, start_successor
+from lbproxy.net.listener import bind
 from lbproxy.net.pool import ConnectionPool
 from lbproxy.proxy.exchange import Exchanger
+from lbproxy.proxy.overload import Overload
 from lbproxy.proxy.server import FrontEnd
 from lbproxy.runtime import Runtime, logger, supervise
+
+SUCCESSOR_WAITS_S = 3.0
+"""How long a successor waits for its first endpoint before it accepts: its predecessor serves meanwhile."""
+MAX_PROBLEMS_LOGGED = 100
 
 
 class Listening(NamedTuple):
@@ -41,95 +57,276 @@ class Listening(NamedTuple):
     admin_url: str | None
 
 
-async def serve(settings: Settings, *, stop: asyncio.Event, on_ready: Callable[[Listening], None]) -> None:
-    """Run until `stop` is set. `on_ready` is called once, when both listeners accept.
+@dataclass
+class Orders:
+    """What a running proxy is told from outside. Made inside the running loop."""
+
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    """With `stop`: without the lame duck's time."""
+    reload: asyncio.Event = field(default_factory=asyncio.Event)
+    restart: asyncio.Event = field(default_factory=asyncio.Event)
+    read_settings: Callable[[], Settings] | None = None
+    """The settings again. Raises ConfigError, OSError. None = there is nothing to reload."""
+    command: list[str] | None = None
+    """What starts the same program again. None = it cannot be restarted."""
+
+
+async def serve(settings: Settings, *, orders: Orders, on_ready: Callable[[Listening], None]) -> None:
+    """Run until `orders.stop` is set. `on_ready` is called once, when both listeners accept.
 
     Raises OSError if an address cannot be listened on.
     """
     _raise_descriptor_limit()
-    rng = random.Random()  # noqa: S311 - spreads load and retries; nothing secret hangs on it
-    connections = ConnectionPool()
-    telemetry = Telemetry(settings.log)
-    balancer = Balancer(
-        make_policy(settings.routing, rng),
-        admission=settings.admission,
-        health=settings.health,
-        scrape=settings.scrape,
-        retry=settings.retry,
-        rng=rng,
-    )
-    runtime = Runtime(balancer, [telemetry])
-    front = FrontEnd(settings, runtime, Exchanger(settings, runtime, connections), rng)
-    telemetry.watch(runtime, front, connections)
-    scraping = Scraping(connections, settings.scrape, Engines(settings.engines), rng)
-    discovery = Discovery(settings, rng)
-    telemetry.watch_names(discovery.names)
-    admin = None if settings.admin is None else Admin(runtime, front, telemetry)
-    runtime.pulse.start()
+    inherited = Inherited.from_environment(os.environ)
+    proxy = Proxy(settings)
     try:
-        first = runtime.set_endpoints(discovery.endpoints())
-        listening = await _listen(settings, front, admin)
+        await proxy.run(inherited, orders, on_ready)
+    finally:
+        inherited.close()
+        await proxy.close()
+
+
+class Proxy:
+    """Everything that runs. `run`, then `close`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        """Those that hold now."""
+        self.rng = rng = random.Random()  # noqa: S311 - spreads load and retries; nothing secret hangs on it
+        self.telemetry = Telemetry(settings.log)
+        balancer = Balancer(
+            make_policy(settings.routing, rng),
+            admission=settings.admission,
+            health=settings.health,
+            scrape=settings.scrape,
+            retry=settings.retry,
+            rng=rng,
+        )
+        self.runtime = runtime = Runtime(balancer, [self.telemetry])
+        self.connections = ConnectionPool(runtime.pulse)
+        self.memory = Memory()
+        overload = Overload(settings.limits, self.memory)
+        overload.relieve = self._relieve
+        runtime.pulse.listen(overload.tick)
+        exchanger = Exchanger(settings, runtime, self.connections)
+        self.front = FrontEnd(settings, runtime, exchanger, rng, overload)
+        self.telemetry.watch(runtime, self.front, self.connections)
+        self.telemetry.watch_load(overload, self.front.listener, runtime.pulse)
+        self.scraping = Scraping(self.connections, settings.scrape, Engines(settings.engines), rng)
+        self.discovery = Discovery(settings, rng)
+        self.telemetry.watch_names(self.discovery.names)
+        self.admin = None if settings.admin is None else Admin(runtime, self.front, self.telemetry)
+        self.sources: list[asyncio.Task[None]] = []
+        """The loops of `discovery`."""
+
+    async def run(self, inherited: Inherited, orders: Orders, on_ready: Callable[[Listening], None]) -> None:
+        """Until it is told to stop, and has."""
+        self.runtime.pulse.start()
+        first = self.runtime.set_endpoints(self.discovery.endpoints())
+        sockets = await self._sockets(inherited)
         async with asyncio.TaskGroup() as tasks:
-
-            def loops_of(endpoint: Endpoint) -> Loops:
-                return _loops(endpoint, settings, runtime, scraping, telemetry)
-
-            watches = Watches(tasks, loops_of, rng)
-            watches.follow(first)
-            sources = [
-                tasks.create_task(supervise(name, run, rng))
-                for name, run in discovery.loops(runtime, lambda specs: watches.follow(runtime.set_endpoints(specs)))
-            ]
-            logger.info(_banner(settings, listening), extra={"event": "start"})
+            self.tasks = tasks
+            self.watches = Watches(tasks, self._loops, self.rng)
+            self.watches.follow(first)
+            self._start_sources()
+            if inherited.has_predecessor:
+                await self._endpoint_comes_up(SUCCESSOR_WAITS_S)
+            listening = await self._listen(sockets)
+            logger.info(_banner(self.settings, listening), extra={"event": "start"})
             _settle_garbage_collector()
             on_ready(listening)
-            await stop.wait()
-            text = "stopping: %d requests run and have up to %g s"
-            logger.info(text, front.running, settings.drain.deadline, extra={"event": "stop"})
-            cut = await front.stop(settings.drain.deadline)
-            logger.info("stopped: %d requests were cut", cut, extra={"event": "stop"})
-            for source in sources:
-                source.cancel()
-            watches.close()
-    finally:
-        runtime.pulse.close()
-        discovery.close()
-        if admin is not None:
-            await admin.close()
-        connections.close()
-        telemetry.close()
+            inherited.ready()
+            inherited.close()
+            loops = [
+                tasks.create_task(supervise("reloading", partial(self._follow_reloads, orders), self.rng)),
+                tasks.create_task(supervise("restarting", partial(self._follow_restarts, orders), self.rng)),
+            ]
+            await orders.stop.wait()
+            await self._stop(orders)
+            for loop in (*loops, *self.sources):
+                loop.cancel()
+            self.watches.close()
+
+    async def close(self) -> None:
+        """Let go of everything, at once."""
+        self.runtime.pulse.close()
+        self.front.listener.close()
+        self.discovery.close()
+        if self.admin is not None:
+            await self.admin.close()
+        self.connections.close()
+        self.memory.close()
+        self.telemetry.close()
+
+    # Listening
+
+    async def _sockets(self, inherited: Inherited) -> dict[str, list[socket.socket]]:
+        """Both listeners' sockets, inherited or opened: nothing is accepted yet."""
+        sockets: dict[str, list[socket.socket]] = {}
+        try:
+            for key, address in (("listen", self.settings.listen), ("admin", self.settings.admin)):
+                if address is not None:
+                    sockets[key] = await inherited.take(key, address.host, address.port) or await _open(address, key)
+        except OSError:
+            for sock in sockets.get("listen", []):
+                sock.close()
+            raise
+        return sockets
+
+    async def _listen(self, sockets: dict[str, list[socket.socket]]) -> Listening:
+        """Accept on both."""
+        listen, admin = self.settings.listen, self.settings.admin
+        url = _url(listen, await self.front.listen(listen.host, listen.port, sockets["listen"]))
+        if self.admin is None or admin is None:
+            return Listening(url, None)
+        return Listening(url, _url(admin, await self.admin.start(admin.host, admin.port, sockets["admin"])))
+
+    async def _endpoint_comes_up(self, within_s: float) -> None:
+        deadline = self.runtime.now() + within_s
+        while not self.runtime.any_up() and self.runtime.now() < deadline:  # noqa: ASYNC110 - once per restart
+            await asyncio.sleep(0.01)
+
+    # The loops
+
+    def _loops(self, endpoint: Endpoint) -> Loops:
+        """Those that look after one endpoint, by the settings of now."""
+        prober = Prober(endpoint, self.runtime, self.connections, self.settings.health, self.rng)
+        scraper = Scraper(endpoint, self.runtime, self.scraping)
+        self.telemetry.watch_scrapes(scraper)
+        return [(f"prober of {endpoint.name}", prober.run), (f"scraper of {endpoint.name}", scraper.run)]
+
+    def _start_sources(self) -> None:
+        self.sources = [
+            self.tasks.create_task(supervise(name, run, self.rng))
+            for name, run in self.discovery.loops(self.runtime, self._publish)
+        ]
+
+    def _publish(self, specs: list[EndpointSpec]) -> None:
+        self.watches.follow(self.runtime.set_endpoints(specs))
+
+    def _relieve(self) -> None:
+        self.tasks.create_task(asyncio.to_thread(self.memory.relieve))
+
+    # Reloading
+
+    async def _follow_reloads(self, orders: Orders) -> None:
+        while True:
+            await orders.reload.wait()
+            orders.reload.clear()
+            if orders.read_settings is not None:
+                await self._reload(orders.read_settings)
+
+    async def _reload(self, read: Callable[[], Settings]) -> None:
+        loads = self.telemetry.loads
+        try:
+            settings = await asyncio.to_thread(read)
+            await self._take_over(settings)
+        except ConfigError as error:
+            text = "the settings are refused, and the old ones hold: %s"
+            extra: dict[str, object] = {"event": "reload", "problems": list(error.problems[:MAX_PROBLEMS_LOGGED])}
+            logger.error(text, str(error).partition("\n")[0], extra=extra)
+        except OSError as error:
+            text = "the settings cannot be read, and the old ones hold: %s"
+            logger.error(text, error, extra={"event": "reload", "problems": [str(error)]})
+        else:
+            loads.succeeded, loads.succeeded_at = True, time.time()
+            return
+        loads.succeeded = False
+
+    async def _take_over(self, settings: Settings) -> None:
+        """Raises ConfigError if they do not go with what cannot be changed."""
+        kept = {key: getattr(self.settings, key) for key in ("listen", "admin")}
+        fixed = [key for key, value in kept.items() if getattr(settings, key) != value]
+        problems = [
+            f"endpoints: {one.url} leads to lbproxy's own {key}, which a reload does not change"
+            for one in settings.endpoints
+            for key, address in kept.items()
+            if address is not None and leads_to(one.authority, address)
+        ]
+        if problems:
+            raise ConfigError("settings", problems)
+        settings = settings.model_copy(update=kept)
+        discovery = await self.discovery.under(settings)
+        self._adopt(settings, discovery)
+        if fixed:
+            text = "%s cannot be changed by a reload: restart for that"
+            logger.warning(text, " and ".join(fixed), extra={"event": "reload"})
+        text = "settings reloaded: %d endpoints by %s"
+        extra = {"event": "reload", "endpoints": len(discovery.endpoints())}
+        logger.info(text, len(discovery.endpoints()), settings.routing.policy, extra=extra)
+
+    def _adopt(self, settings: Settings, discovery: Discovery) -> None:
+        """Swap everything, in one step."""
+        old, self.settings = self.settings, settings
+        policy = None if settings.routing == old.routing else make_policy(settings.routing, self.rng)
+        self.scraping = Scraping(self.connections, settings.scrape, Engines(settings.engines), self.rng)
+        self.telemetry.reconfigure(settings.log)
+        self.front.reconfigure(settings)
+        self.runtime.reconfigure(policy, settings)
+        for source in self.sources:
+            source.cancel()
+        self.discovery.replaced_by(discovery)
+        self.discovery = discovery
+        self.telemetry.watch_names(discovery.names)
+        self._publish(discovery.endpoints())
+        if (settings.health, settings.scrape, settings.engines) != (old.health, old.scrape, old.engines):
+            self.watches.restart()
+        self._start_sources()
+
+    # Stopping
+
+    async def _follow_restarts(self, orders: Orders) -> None:
+        while True:
+            await orders.restart.wait()
+            orders.restart.clear()
+            if orders.command is not None and await self._hand_over(orders.command):
+                orders.stop.set()
+                return
+
+    async def _hand_over(self, command: list[str]) -> bool:
+        """Start a successor on our sockets. Once it accepts, we do no more."""
+        logger.info("restarting: the successor is %s", " ".join(command), extra={"event": "restart"})
+        sockets: dict[str, Sequence[socket.socket]] = {"listen": self.front.listener.sockets}
+        if self.admin is not None and self.admin.listener is not None:
+            sockets["admin"] = self.admin.listener.sockets
+        try:
+            pid = await start_successor(command, sockets)
+        except OSError as error:
+            logger.error("the successor cannot be started, so we stay: %s", error, extra={"event": "restart"})
+            return False
+        if pid is None:
+            logger.error("the successor does not accept, so we stay", extra={"event": "restart"})
+            return False
+        logger.info("the successor accepts: process %d", pid, extra={"event": "restart", "pid": pid})
+        self.front.listener.close()
+        if self.admin is not None:
+            self.admin.stop_accepting()
+        return True
+
+    async def _stop(self, orders: Orders) -> None:
+        front, drain = self.front, self.settings.drain
+        ends_at = self.runtime.now() + drain.deadline
+        text = "stopping: %d requests run and have up to %g s"
+        logger.info(text, front.running, drain.deadline, extra={"event": "stop"})
+        if not orders.hurry.is_set():
+            await front.lame_duck(min(drain.lame_duck, drain.deadline), accepting=bool(front.listener.sockets))
+        cut = await front.stop(max(0.0, ends_at - self.runtime.now()))
+        logger.info("stopped: %d requests were cut", cut, extra={"event": "stop"})
 
 
-async def _listen(settings: Settings, front: FrontEnd, admin: Admin | None) -> Listening:
-    """Open both listeners."""
-    port = await _open(front.listen, settings.listen, "listen")
-    url = _url(settings.listen, port)
-    if admin is None or settings.admin is None:
-        return Listening(url, None)
-    return Listening(url, _url(settings.admin, await _open(admin.start, settings.admin, "admin")))
-
-
-async def _open(listen: Callable[[str, int], Awaitable[int]], address: Address, key: str) -> int:
-    """The port that was opened. Raises OSError with a text that says which setting to change."""
+async def _open(address: Address, key: str) -> list[socket.socket]:
+    """Sockets on an address. Raises OSError with a text that says which setting to change."""
     try:
-        return await listen(address.host, address.port)
+        return await bind(address.host, address.port)
     except OSError as error:
         why = os.strerror(error.errno).lower() if error.errno else str(error)
         raise OSError(f"cannot listen on {address.host}:{address.port} ({key}): {why}") from error
 
 
-def _loops(
-    endpoint: Endpoint,
-    settings: Settings,
-    runtime: Runtime,
-    scraping: Scraping,
-    telemetry: Telemetry,
-) -> Loops:
-    """The loops that look after one endpoint."""
-    prober = Prober(endpoint, runtime, scraping.connections, settings.health, scraping.rng)
-    scraper = Scraper(endpoint, runtime, scraping)
-    telemetry.watch_scrapes(scraper)
-    return [(f"prober of {endpoint.name}", prober.run), (f"scraper of {endpoint.name}", scraper.run)]
+def own_command() -> list[str]:
+    """What started this process."""
+    return [sys.executable, *sys.orig_argv[1:]]
 
 
 def _url(address: Address, port: int) -> str:

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -78,7 +79,15 @@ def _run(args: argparse.Namespace) -> int:
     settings = _read_settings(args.config)
     from lbproxy import app  # noqa: PLC0415 - heavy, and `--help` or a bad file need not wait for it
 
-    _run_until_signal(lambda stop: app.serve(settings, stop=stop, on_ready=lambda _: None))
+    def start(stop: asyncio.Event, hurry: asyncio.Event) -> Coroutine[object, object, None]:
+        read = partial(_read_settings, args.config)
+        orders = app.Orders(stop, hurry, read_settings=read, command=app.own_command())
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, orders.reload.set)
+        loop.add_signal_handler(signal.SIGUSR2, orders.restart.set)
+        return app.serve(settings, orders=orders, on_ready=lambda _: None)
+
+    _run_until_signal(start)
     return 0
 
 
@@ -92,7 +101,7 @@ def _check(args: argparse.Namespace) -> int:
 def _demo(args: argparse.Namespace) -> int:
     from lbproxy.demo import run_demo  # noqa: PLC0415
 
-    _run_until_signal(lambda stop: run_demo(args.listen, args.admin, stop))
+    _run_until_signal(lambda stop, _: run_demo(args.listen, args.admin, stop))
     return 0
 
 
@@ -106,7 +115,7 @@ def _mock(args: argparse.Namespace) -> int:
         print(f"lbproxy mock: {error}", file=sys.stderr)
         return 2
 
-    async def until(stop: asyncio.Event) -> None:
+    async def until(stop: asyncio.Event, _: asyncio.Event) -> None:
         async with MockServer(options) as server:
             print(f"simulated vLLM, {options.preset}, serves {options.model!r} at {server.url}", flush=True)
             await stop.wait()
@@ -170,22 +179,27 @@ def _read_text(path: str) -> str:
         raise ConfigError(path, [f"not UTF-8: {error.reason} at byte {error.start}"]) from None
 
 
-def _run_until_signal(start: Callable[[asyncio.Event], Coroutine[object, object, None]]) -> None:
-    """Run what `start` makes; SIGTERM or SIGINT sets its event, a second one ends it at once."""
+def _run_until_signal(start: Callable[[asyncio.Event, asyncio.Event], Coroutine[object, object, None]]) -> None:
+    """Run what `start` makes. SIGTERM or SIGINT sets its first event, SIGINT (somebody at a terminal) its second too;
+    another such signal ends it at once.
+    """
 
     async def run() -> None:
-        stop = asyncio.Event()
+        stop, hurry, signalled = asyncio.Event(), asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
 
-        def on_signal() -> None:
-            if stop.is_set():
+        def on_signal(number: int) -> None:
+            if signalled.is_set():
                 os.write(2, b"lbproxy: a second signal: ended at once\n")
                 os._exit(1)
+            signalled.set()
+            if number == signal.SIGINT:
+                hurry.set()
             stop.set()
 
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, on_signal)
-        await start(stop)
+            loop.add_signal_handler(number, on_signal, number)
+        await start(stop, hurry)
 
     _event_loop(run())
 

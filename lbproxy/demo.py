@@ -20,13 +20,18 @@ async def run_demo(listen: str, admin: str, stop: asyncio.Event) -> None:
             await server.start()
         endpoints = "\n".join(f"  - {{url: '{s.url}', name: sim-{n}}}" for n, s in enumerate(servers, 1))
         text = (
-            f"listen: '{listen}'\nadmin: '{admin}'\nlog: {{access: false, level: warning}}\nendpoints:\n{endpoints}\n"
+            f"listen: '{listen}'\nadmin: '{admin}'\nlog: {{access: false, level: warning}}\n"
+            f"drain: {{lame_duck: 0s}}\nendpoints:\n{endpoints}\n"
         )
         settings = parse(text, environ={}, source="demo")
-        await app.serve(settings, stop=stop, on_ready=lambda at: print(_invitation(at), flush=True))  # noqa: T201
+        await app.serve(settings, orders=app.Orders(stop), on_ready=_invite)
     finally:
         for server in servers:
             await server.close()
+
+
+def _invite(at: app.Listening) -> None:
+    print(_invitation(at), flush=True)  # noqa: T201
 
 
 def _invitation(at: app.Listening) -> str:

@@ -342,6 +342,9 @@ class DrainSettings(Section):
 
     deadline: Timeout = 120.0
     """Seconds that running requests get to finish after SIGTERM. Must be below the supervisor's own kill timeout."""
+    lame_duck: Annotated[float, duration("0s", "1h")] = 5.0
+    """Seconds of these in which everybody is still served, but no connection is kept: until whoever sends clients here
+    has seen /readyz say no. SIGINT skips them."""
 
 
 class LogSettings(Section):

@@ -82,7 +82,8 @@ def mock(*arguments: str) -> Iterator[tuple[Process, str]]:
 
 @contextmanager
 def lbproxy(folder: Path, endpoints: list[str], more: str = "") -> Iterator[tuple[Process, str, str]]:
-    """lbproxy on free ports; the URLs of its two listeners."""
+    """lbproxy on free ports; the URLs of its two listeners. It stops without a lame duck's time unless `more` says."""
+    more = more if "drain:" in more else f"drain: {{lame_duck: 0s}}\n{more}"
     config = folder / "cfg.yaml"
     listing = "".join(f"  - {url}\n" for url in endpoints)
     config.write_text(f"listen: 127.0.0.1:0\nadmin: 127.0.0.1:0\n{more}\nendpoints:\n{listing}")
