@@ -37,6 +37,8 @@ STALE_S = 0.5
 """A kept connection that breaks this soon after a request went out was closed before it: the keep-alive race. One that
 breaks later died with the request on it, which must then not be sent again: it may be what killed the server."""
 SWEEP_S = 0.25
+CLOSING_S = 0.01
+"""An aborted transport lets go of its descriptor some turns of the loop later."""
 MAX_INFORMATIONAL = 8
 """1xx answers before the real one."""
 RECEIVE_BUFFER_BYTES = 64 << 10
@@ -339,6 +341,7 @@ class ConnectionPool:
             except OSError as error:
                 if error.errno not in _OUR_FAULT or not self._close_idle():
                     raise
+                await asyncio.sleep(CLOSING_S)
                 sock = await _open_socket(self.loop, origin, timeout_s)
             try:
                 _, connection = await self.loop.create_connection(lambda: Connection(self, origin), sock=sock)

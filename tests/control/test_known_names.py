@@ -280,3 +280,45 @@ def test_what_happens_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         "vllm:8000 can be resolved again",
         "vllm:8000 has 1 addresses: added 10.0.0.2:8000; removed 10.0.0.1:8000",
     ]
+
+
+# --- Other settings ---------------------------------------------------------------------------------------------------
+
+
+def test_under_other_settings_what_is_known_stays_and_what_is_new_is_asked_first() -> None:
+    """A pool whose servers are only written down otherwise must not be empty for a moment."""
+
+    async def main() -> None:
+        answers = Answers(old=says("10.0.0.1"), new=says("10.0.0.2"))
+        it = discovery(answers, "dns+http://old:8000", "http://10.0.0.2:8000")
+        await it.resolve_once()
+        text = "endpoints: ['dns+http://old:8000', 'dns+http://new:8000']"
+        after = await it.under(parse(text, environ={}))
+        assert answers.asked == 2, "the old name was not asked again"
+        assert [one.name for one in after.endpoints()] == ["10.0.0.1:8000", "10.0.0.2:8000"]
+        assert after.names[0] is it.names[0]
+        changed = await it.under(parse("endpoints: [{url: 'dns+http://old:8000', engine: vllm}]", environ={}))
+        assert [one.engine for one in changed.endpoints()] == ["vllm"]
+
+    run(main())
+
+
+def test_a_resolver_is_closed_when_its_successor_has_another() -> None:
+    closed: list[object] = []
+
+    class Closing(Answers):
+        def close(self) -> None:
+            closed.append(self)
+
+    async def main() -> None:
+        answers = Closing(old=says("10.0.0.1"))
+        it = discovery(answers, "dns+http://old:8000")
+        same = await it.under(parse("endpoints: ['http://10.0.0.1:1']", environ={}))
+        it.replaced_by(same)
+        assert closed == []
+        other = await same.under(parse("dns: {interval: 1s}\nendpoints: ['http://10.0.0.1:1']", environ={}))
+        same.replaced_by(other)
+        assert closed == [answers]
+        other.close()
+
+    run(main())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
+from functools import partial
 
 from lbproxy.control.watch import Watches
 from lbproxy.core.balancer import Balancer
@@ -40,5 +42,31 @@ def test_loops_run_for_the_members_and_for_nobody_else() -> None:
             watches.close()
         assert running == []
         assert len(asyncio.all_tasks()) == 1
+
+    run(main())
+
+
+def test_loops_begin_anew_for_who_is_looked_after_otherwise_and_for_all_when_told() -> None:
+    """A reload: the endpoint is the same, and what asks it is another."""
+    began: list[str] = []
+
+    async def loop(endpoint: Endpoint) -> None:
+        began.append(f"{endpoint.name} by {endpoint.health}")
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        balancer: Balancer = make_balancer()
+        async with asyncio.TaskGroup() as group:
+            watches = Watches(group, lambda one: [("loop", partial(loop, one))], random.Random(1))
+            watches.follow(balancer.set_endpoints([spec(1), spec(2)]))
+            await until(lambda: len(began) == 2)
+            watches.follow(balancer.set_endpoints([spec(1), replace(spec(2), health="/other")]))
+            await until(lambda: len(began) == 3)
+            assert began[2] == "e2 by /other"
+            watches.restart()
+            await until(lambda: len(began) == 5)
+            assert sorted(began[3:]) == ["e1 by /health", "e2 by /other"]
+            assert len(asyncio.all_tasks()) == 3, "the old ones have ended"
+            watches.close()
 
     run(main())

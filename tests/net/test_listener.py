@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import resource
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import cast
 
 import pytest
 
 from lbproxy.net.listener import CONNECTIONS, DESCRIPTORS, PAUSE_S, Listener, bind
 from tests.support.aio import run, until
+from tests.support.limits import descriptors_left
 
 REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
@@ -74,21 +72,6 @@ class Rig:
         for client in clients:
             with contextlib.suppress(BlockingIOError):
                 client.connect(self.address)
-
-
-@contextmanager
-def descriptors_left(count: int) -> Iterator[None]:
-    """Lower this process's limit so that only `count` more descriptors can be opened."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    probes = [os.open(os.devnull, os.O_RDONLY) for _ in range(count + 1)]
-    limit = probes[-1]
-    for one in probes:
-        os.close(one)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["uvloop", "asyncio"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
+import time
 
 import pytest
 
@@ -12,8 +14,10 @@ from lbproxy.net import pool as pool_module
 from lbproxy.net.fetch import fetch
 from lbproxy.net.h1 import ResponseHead, request_head
 from lbproxy.net.pool import Connection, ConnectionPool, Origin
-from tests.support.aio import run, until
+from lbproxy.pulse import Pulse
+from tests.support.aio import run, stand_still, until
 from tests.support.endpoint import LAST, OK, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, event
+from tests.support.limits import descriptors_left
 
 
 async def get(pool: ConnectionPool, endpoint: ScriptedEndpoint, timeout_s: float = 5.0) -> bytes:
@@ -395,6 +399,61 @@ def test_a_chunked_answer_can_be_fetched() -> None:
             pool = ConnectionPool()
             assert await get(pool, endpoint) == b"data: 1\n\n"
             assert pool.open_connections == 1
+            pool.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["uvloop", "asyncio"])
+def test_an_answer_that_came_while_we_stood_still_is_no_time_out(plain: bool) -> None:
+    """uvloop fires timers before it reads what came while it was reading something else: a proxy that was stopped for a minute would break every
+    answer, and blame every endpoint for it.
+    """
+
+    def answer_soon(listening: socket.socket) -> None:
+        sock, _ = listening.accept()
+        with sock:
+            sock.recv(4096)
+            time.sleep(0.2)  # the loop stands still by now
+            sock.sendall(answer(b"soon"))
+            sock.recv(4096)
+
+    async def main() -> None:
+        pulse = Pulse()
+        pulse.start()
+        pool = ConnectionPool(pulse)
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            thread = threading.Thread(target=answer_soon, args=(listening,))
+            thread.start()
+            connection = await pool.connect(Origin(listening.getsockname()[:2]), 5.0)
+            receiver = Receiver(connection)
+            connection.send("GET", request_head("GET", "/", "x", b"", 0), b"", receiver, 0.3)
+            stand_still(1.0)
+            await until(lambda: receiver.end is not None, "it ended")
+            assert (receiver.end, receiver.data) == ("ended", b"soon")
+            pool.close()
+            pulse.close()
+            await asyncio.to_thread(thread.join)
+
+    run(main(), plain=plain)
+
+
+def test_descriptors_that_idle_connections_hold_are_given_to_new_ones() -> None:
+    """Kept connections are for speed; they must not be the reason for a refusal."""
+
+    async def main() -> None:
+        other = socket.create_server(("127.0.0.1", 0))  # never accepts: that would need a descriptor here too
+        async with ScriptedEndpoint() as endpoint:
+            pool = ConnectionPool()
+            await get(pool, endpoint)
+            assert pool.open_connections == 1
+            with other, descriptors_left(0):
+                origin = Origin(other.getsockname()[:2])
+                await pool.connect(origin, 5.0)
+                assert pool.open_connections == 1, "the kept one had to go"
+                with pytest.raises(UpstreamError) as refused, descriptors_left(0):
+                    await pool.connect(origin, 5.0)
+            assert refused.value.kind is FailureKind.EXHAUSTED
             pool.close()
 
     run(main())

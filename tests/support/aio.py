@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import time
 from collections.abc import Callable, Coroutine
 from typing import TypeVar
 
@@ -43,3 +45,18 @@ async def until(condition: Callable[[], object], what: str = "", *, within_s: fl
                 await asyncio.sleep(0.005)
     except TimeoutError:
         raise AssertionError(f"did not happen within {within_s} s: {what}") from None
+
+
+def stand_still(seconds: float) -> None:
+    """Have the running loop stand still, soon, in a callback of I/O: all timers of that time fire before other I/O."""
+    reading, writing = os.pipe()
+    loop = asyncio.get_running_loop()
+
+    def stall() -> None:
+        loop.remove_reader(reading)
+        os.close(reading)
+        os.close(writing)
+        time.sleep(seconds)
+
+    loop.add_reader(reading, stall)
+    os.write(writing, b"x")
