@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -154,6 +155,13 @@ def test_log_lines_have_the_keys_of_live_ones(tmp_path: Path) -> None:
             process.wait_for('"event":"transition"')
             for model in ("m", "nope"):
                 httpx.post(f"{listen}/v1/completions", json={"model": model, "prompt": "x", "max_tokens": 1})
+            config = tmp_path / "cfg.yaml"
+            config.write_text(config.read_text() + "routing: {policy: adaptive}\n")
+            process.process.send_signal(signal.SIGHUP)
+            process.wait_for("settings reloaded")
+            config.write_text("endpoints: []\n")
+            process.process.send_signal(signal.SIGHUP)
+            process.wait_for("the settings are refused")
             process.stop()
             live = [json.loads(line) for line in process.output.splitlines()]
     documented = [json.loads(line) for block in LOG for line in block.text.splitlines()]
