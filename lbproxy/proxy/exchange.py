@@ -43,7 +43,8 @@ logger = logging.getLogger("lbproxy")
 Arguments = TypeVarTuple("Arguments")
 
 LARGE_BODY_BYTES = 16 << 10
-"""A smaller body is not worth letting go of before its request ends."""
+"""A smaller body is neither counted nor let go of before its request ends: what comes with it costs as much, and all of
+them are bounded by the number of connections."""
 
 
 class Exchanger:

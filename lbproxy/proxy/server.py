@@ -29,7 +29,7 @@ from lbproxy.proxy.answers import error_answer, json_answer
 from lbproxy.proxy.bodies import read_body
 from lbproxy.proxy.connection import CLOSE, KEEP, ClientConnection
 from lbproxy.proxy.deadlines import Deadlines
-from lbproxy.proxy.exchange import Exchange, Exchanger, model_not_found
+from lbproxy.proxy.exchange import LARGE_BODY_BYTES, Exchange, Exchanger, model_not_found
 from lbproxy.proxy.headers import origin_form, read_request_fields
 from lbproxy.proxy.overload import Overload, Unmetered
 from lbproxy.proxy.request import ClientRequest
@@ -249,7 +249,13 @@ class FrontEnd(web.Server):
                 answered.set_result(reusable)
 
         record = self.new_record(request.method, request.raw_path, client)
-        turn = Turn(self, client, record, ended, keep_alive=request.keep_alive and self._keeps_alive())
+        turn = Turn(
+            self,
+            client,
+            record,
+            ended,
+            keep_alive=request.keep_alive and not (self._last_requests or self.overload.tight),
+        )
         client.unread = request.content
         try:
             await client.drained()
@@ -271,16 +277,15 @@ class FrontEnd(web.Server):
         """The fast lane's handler: see connection.Front."""
         record = self.new_record("POST", plain.target, client)
         record.id = plain.fields.request_id or record.id
-        turn = Turn(self, client, record, client.lane_ended, keep_alive=self._keeps_alive())
+        turn = Turn(
+            self, client, record, client.lane_ended, keep_alive=not (self._last_requests or self.overload.tight)
+        )
         try:
             self._answer(plain, turn)
         except LbError as error:
             turn.refuse(error)
         except Exception:  # noqa: BLE001 - logged there, with its traceback
             turn.defect()
-
-    def _keeps_alive(self) -> bool:
-        return not (self._last_requests or self.overload.tight)
 
     def turn_began(self) -> None:
         """One more request runs."""
@@ -310,7 +315,8 @@ class FrontEnd(web.Server):
             record.route = route.name
             self._list_models(turn)
             return
-        self._check_load()
+        if self._draining or self.overload.refuses is not None:
+            raise self._refusal()
         body = await read_body(request, fields, route, turn, self.overload)
         http10 = request.version == (1, 0)
         self._answer(ClientRequest(request.method, target, route, fields, body, http10), turn)
@@ -320,8 +326,9 @@ class FrontEnd(web.Server):
         record = turn.record
         record.route = request.route.name
         record.request_bytes = size = len(request.body)
-        self._check_load()
-        if size > turn.held_bytes:
+        if self._draining or self.overload.refuses is not None:
+            raise self._refusal()
+        if size > LARGE_BODY_BYTES and size > turn.held_bytes:
             self.overload.hold(turn, size - turn.held_bytes)
         facts, body = self._understand(request)
         if body is not request.body:
@@ -329,12 +336,9 @@ class FrontEnd(web.Server):
         record.model, record.stream = facts.model, facts.stream
         turn.start(request, self._placed(record.id, request, facts))
 
-    def _check_load(self) -> None:
-        """Raises LbError if no new requests are taken."""
-        if self._draining:
-            raise LbError(Outcome.DRAINING)
-        if self.overload.refuses is not None:
-            raise self.overload.refusal()
+    def _refusal(self) -> LbError:
+        """What a request is told while no new ones are taken."""
+        return LbError(Outcome.DRAINING) if self._draining else self.overload.refusal()
 
     def _understand(self, request: ClientRequest) -> tuple[BodyFacts, bytes]:
         """What the body says, with the model to place by (None: any endpoint), and the body to send."""

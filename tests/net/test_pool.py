@@ -406,8 +406,8 @@ def test_a_chunked_answer_can_be_fetched() -> None:
 
 @pytest.mark.parametrize("plain", [False, True], ids=["uvloop", "asyncio"])
 def test_an_answer_that_came_while_we_stood_still_is_no_time_out(plain: bool) -> None:
-    """uvloop fires timers before it reads what came while it was reading something else: a proxy that was stopped for a minute would break every
-    answer, and blame every endpoint for it.
+    """uvloop fires timers before it reads what came while it was reading something else: a proxy that was stopped for a
+    minute would break every answer, and blame every endpoint for it.
     """
 
     def answer_soon(listening: socket.socket) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from lbproxy.config import LimitSettings
 from lbproxy.core.types import LbError, Outcome
+from lbproxy.proxy.connection import ClientConnection
 from lbproxy.proxy.overload import BODIES, LAG, MEMORY, Overload
 from tests.support.aio import run, until
 from tests.support.endpoint import STREAM_HEAD, Received, ScriptedEndpoint, Wire, event
@@ -177,13 +178,15 @@ def test_the_largest_request_is_ended_visibly_when_memory_is_nearly_full() -> No
             assert it.front.overload.end_largest()
             refused = await waiting.reply()
             assert (refused.status, json.loads(refused.body)["error"]["code"]) == (503, "lb_overloaded")
-            await until(lambda: it.front.overload.held_bytes < 100, "its memory is free")
-            assert it.front.overload.end_largest()
+            await until(lambda: it.front.overload.held_bytes == 0, "its memory is free")
+            assert not it.front.overload.end_largest(), "who holds nothing is not worth ending"
+            for client in it.front.connections:
+                assert isinstance(client, ClientConnection)
+                client.cut(Outcome.OVERLOADED)
             rest = await small.reader.read()
             assert b'"code":"lb_overloaded"' in rest
             assert b"[DONE]" not in rest
             assert [record.outcome for record in it.records.requests] == [Outcome.OVERLOADED] * 2
-            assert not it.front.overload.end_largest()
 
     run(main())
 
