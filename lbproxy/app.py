@@ -78,6 +78,7 @@ async def serve(settings: Settings, *, orders: Orders, on_ready: Callable[[Liste
     Raises OSError if an address cannot be listened on.
     """
     _raise_descriptor_limit()
+    Memory.tune()
     inherited = Inherited.from_environment(os.environ)
     proxy = Proxy(settings)
     try:

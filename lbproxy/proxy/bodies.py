@@ -19,6 +19,8 @@ from lbproxy.proxy.headers import RequestFields
 from lbproxy.proxy.overload import Holder, Overload
 from lbproxy.proxy.routes import Body, Route
 
+COPIES = 2
+"""How often a body is there for a moment when it is read: in pieces, and whole. It counts as often until then."""
 GRACE_S = 10.0
 """How long a body may take before its rate counts."""
 
@@ -35,12 +37,12 @@ class Reader(Holder, Protocol):
 async def read_body(
     request: web.BaseRequest, fields: RequestFields, route: Route, reader: Reader, overload: Overload
 ) -> bytes:
-    """The whole body, held by `reader` as far as it did not come with the head. Raises LbError: too large (told before
-    it is read, if announced), too slow, malformed, or no memory for it.
+    """The whole body, not counted as held any more. Raises LbError: too large (told before it is read, if announced),
+    too slow, malformed, or no memory for it.
     """
     limits = reader.settings.limits
     is_json = route.body is Body.JSON or b"json" in fields.content_type
-    limit = limits.json_body if is_json else limits.body
+    limit = min(limits.json_body if is_json else limits.body, overload.max_held_bytes // COPIES)
     if fields.content_length is not None and fields.content_length > limit:
         raise _too_large(limit)
     content = request.content
@@ -54,7 +56,9 @@ async def read_body(
         client.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     client.body_reader = content
     try:
-        return await _read_up_to(limit, content, reader, overload)
+        body = await _read_up_to(limit, content, reader, overload)
+        overload.let_go(reader)  # who takes the body counts it, once, before anything else happens
+        return body
     except TimeoutError:
         raise LbError(Outcome.BODY_TIMEOUT) from None
     except web.RequestPayloadError as error:
@@ -79,7 +83,7 @@ async def _read_up_to(limit: int, content: StreamReader, reader: Reader, overloa
             size += len(piece)
             if size > limit:
                 raise _too_large(limit)
-            overload.hold(reader, len(piece))
+            overload.hold(reader, COPIES * len(piece))
             pieces.append(piece)
             timeout.reschedule(began + min(timeout_s, GRACE_S + size / rate))
 

@@ -26,6 +26,8 @@ MEMORY_MARKS = (0.85, 0.92, 0.97)
 MEMORY_MARGIN = 0.05
 """A state ends this far below its mark."""
 MEMORY_EVERY_S = 0.25
+RELIEVE_MARK = 0.5
+"""From here on what is free is given back now and then: the next crowd of large bodies would not fit beside it."""
 RELIEVE_EVERY_S = 5.0
 LATE_S, IN_TIME_S = 0.25, 0.125
 LAG_FOR_S = 1.0
@@ -163,7 +165,7 @@ class Overload:
             self._changed("%.0f %% of memory are in use: %s", 100 * share, _CONSEQUENCES[level], began=level > before)
         if share >= MEMORY_MARKS[-1] and self.end_largest():
             self.ended += 1
-        if level and now >= self._relieve_at:
+        if share >= RELIEVE_MARK and now >= self._relieve_at:
             self._relieve_at = now + RELIEVE_EVERY_S
             self.relieve()
 

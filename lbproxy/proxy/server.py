@@ -328,8 +328,8 @@ class FrontEnd(web.Server):
         record.request_bytes = size = len(request.body)
         if self._draining or self.overload.refuses is not None:
             raise self._refusal()
-        if size > LARGE_BODY_BYTES and size > turn.held_bytes:
-            self.overload.hold(turn, size - turn.held_bytes)
+        if size > LARGE_BODY_BYTES:
+            self.overload.hold(turn, size)
         facts, body = self._understand(request)
         if body is not request.body:
             request = request._replace(body=body)
