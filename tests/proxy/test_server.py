@@ -13,7 +13,7 @@ from lbproxy.runtime import Runtime
 from tests.support.aio import run, until
 from tests.support.endpoint import LAST, OK, Received, ScriptedEndpoint, Wire, answer
 from tests.support.pool import card
-from tests.support.rig import Reply, post, rig
+from tests.support.rig import Reply, post, rig, settings_for
 
 
 def code(reply: Reply) -> str:
@@ -372,5 +372,31 @@ def test_a_model_whose_name_has_a_slash_is_found_as_the_sdk_asks_for_it() -> Non
         async with ScriptedEndpoint() as endpoint, rig(endpoint.url) as it:
             show(it.runtime, ["org/n"])
             assert json.loads((await it.ask(get("/v1/models/org%2Fn"))).body) == {"id": "org/n"}
+
+    run(main())
+
+
+def test_a_request_is_served_to_its_end_under_the_settings_that_it_began_with() -> None:
+    """A reload in its midst: its time limits, what of its head is shown, how large its body may be."""
+    finish = asyncio.Event()
+
+    async def script(wire: Wire, _: Received) -> None:
+        await finish.wait()
+        await wire.send(answer())
+
+    async def main() -> None:
+        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
+            before, after = await it.connect(), await it.connect()
+            before.send(post())
+            await until(lambda: len(endpoint.requests) == 1, "it runs")
+            more = "expose_endpoint: false\ntimeouts: {first_byte: 200ms}\nlimits: {json_body: 1KiB}"
+            it.front.reconfigure(settings_for([endpoint.url], more))
+            after.send(post())
+            assert (await after.reply()).status == 504
+            finish.set()
+            answered = await before.reply()
+            assert (answered.status, answered.field("x-lbproxy-endpoint")) == (200, "e1")
+            assert (await it.ask(post())).field("x-lbproxy-endpoint") is None
+            assert (await it.ask(post(b'{"model":"m","x":"%s"}' % (b"x" * 2000)))).status == 413
 
     run(main())
