@@ -57,9 +57,11 @@ async def serve(settings: Settings, *, stop: asyncio.Event, on_ready: Callable[[
         scrape=settings.scrape,
         retry=settings.retry,
         rng=rng,
+        breaker=settings.breaker,
     )
     runtime = Runtime(balancer, [telemetry])
     front = FrontEnd(settings, runtime, Exchanger(settings, runtime, connections), rng)
+    runtime.move_stranded = front.move_stranded
     telemetry.watch(runtime, front, connections)
     scraping = Scraping(connections, settings.scrape, Engines(settings.engines), rng)
     discovery = Discovery(settings, rng)
@@ -79,6 +81,7 @@ async def serve(settings: Settings, *, stop: asyncio.Event, on_ready: Callable[[
                 tasks.create_task(supervise(name, run, rng))
                 for name, run in discovery.loops(runtime, lambda specs: watches.follow(runtime.set_endpoints(specs)))
             ]
+            sources.append(tasks.create_task(supervise("the watch over endpoints", runtime.keep_checking, rng)))
             logger.info(_banner(settings, listening), extra={"event": "start"})
             _settle_garbage_collector()
             on_ready(listening)

@@ -11,7 +11,7 @@ Invariants:
 - Kept connections live shorter than the 5 s after which vLLM and SGLang (uvicorn) close them.
 
 One sweep each 250 ms looks after all time limits of all connections: a timer per request would cost more than the
-limits need in precision. Connecting has its own time-out.
+limits need in precision. Connecting has its own time-out. None of them runs while we stand still: see `net.awake`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 from lbproxy.core.retry import FailureKind, UpstreamError
+from lbproxy.net.awake import AwakeClock
 from lbproxy.net.h1 import MAX_HEAD_BYTES, Framing, PayloadWatcher, ProtocolError, ResponseHead, parse_head
 
 IDLE_S = 3.0
@@ -304,6 +305,7 @@ class ConnectionPool:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
+        self.awake = AwakeClock(SWEEP_S)
         self._idle: defaultdict[Origin, dict[Connection, float]] = defaultdict(dict)
         self._busy: set[Connection] = set()
         self._dialling: set[asyncio.Task[None]] = set()
@@ -327,7 +329,7 @@ class ConnectionPool:
     async def connect(self, origin: Origin, timeout_s: float) -> Connection:
         """A new connection. Raises UpstreamError CONNECT, or EXHAUSTED when we are out of descriptors."""
         try:
-            sock = await _open_socket(self.loop, origin, timeout_s)
+            sock = await _open_socket(self.loop, self.awake, origin, timeout_s)
             try:
                 _, connection = await self.loop.create_connection(lambda: Connection(self, origin), sock=sock)
             except BaseException:
@@ -389,8 +391,10 @@ class ConnectionPool:
             connection.abort()
 
     def _sweep(self) -> None:
+        stalled_s = self.awake.beat()
         now = self.loop.time()
         for connection in list(self._busy):
+            connection.deadline += stalled_s
             connection.sweep(now)
         for idle in list(self._idle.values()):
             for connection, since in list(idle.items()):
@@ -407,14 +411,16 @@ def _reason(error: OSError) -> str:
     return os.strerror(error.errno)
 
 
-async def _open_socket(loop: asyncio.AbstractEventLoop, origin: Origin, timeout_s: float) -> socket.socket:
+async def _open_socket(
+    loop: asyncio.AbstractEventLoop, awake: AwakeClock, origin: Origin, timeout_s: float
+) -> socket.socket:
     """A connected socket to the first address of `origin` that answers. Raises OSError; TimeoutError after `timeout_s`.
 
     Each address gets an equal share of the time that is left, so that a silent one does not eat it all.
     """
     host, port = origin
-    deadline = loop.time() + timeout_s
-    async with asyncio.timeout_at(deadline):
+    deadline = loop.time() - awake.stalled_s() + timeout_s
+    async with awake.timeout(timeout_s):
         addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     error: OSError | None = None
     for tried, (family, kind, protocol, _, address) in enumerate(addresses):
@@ -425,11 +431,10 @@ async def _open_socket(loop: asyncio.AbstractEventLoop, origin: Origin, timeout_
             continue
         try:
             _tune(sock)
-            async with asyncio.timeout((deadline - loop.time()) / (len(addresses) - tried)):
+            left_s = max(0.0, deadline + awake.stalled_s() - loop.time())
+            async with awake.timeout(left_s / (len(addresses) - tried)):
                 await loop.sock_connect(sock, address)
         except OSError as problem:  # TimeoutError is one
-            if isinstance(problem, TimeoutError) and _is_connected(sock):
-                return sock  # it was our own loop that stood still, not the endpoint
             sock.close()
             error = problem
         except BaseException:
@@ -438,14 +443,6 @@ async def _open_socket(loop: asyncio.AbstractEventLoop, origin: Origin, timeout_
         else:
             return sock
     raise error or OSError(f"{host} has no address")
-
-
-def _is_connected(sock: socket.socket) -> bool:
-    try:
-        sock.getpeername()
-    except OSError:
-        return False
-    return True
 
 
 def _tune(sock: socket.socket) -> None:

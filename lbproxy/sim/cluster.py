@@ -135,7 +135,7 @@ class Fleet:
     def _build_servers(self) -> list[_Server]:
         options = self._options
         specs = [EndpointSpec(name=f"s{n}", base_url=f"http://s{n}:80") for n in range(len(options.servers))]
-        uids = [[e.uid for e in front.balancer.set_endpoints(specs).added] for front in self._fronts]
+        uids = [[e.uid for e in front.balancer.set_endpoints(specs, now=0.0).added] for front in self._fronts]
         base = ModelCard(BASE_MODEL, b"{}")
         cards = [base, *(ModelCard(adapter, b"{}", parent=BASE_MODEL) for adapter in options.adapters)]
         servers = []
@@ -149,7 +149,7 @@ class Fleet:
             servers.append(_Server(number, spec, engine, [of_front[number] for of_front in uids]))
             for front in self._fronts:
                 uid = uids[front.number][number]
-                front.balancer.report_health(uid, True, "simulated")
+                front.balancer.report_health(uid, True, "simulated", now=0.0)
                 front.balancer.report_models(uid, cards if spec.preset.max_loras else cards[:1])
         return servers
 
@@ -362,8 +362,6 @@ class Fleet:
         verdict = front.balancer.after_failure(_ticket(flight), kind, flight.failed, now=self.now)
         flight.failed += (kind,)
         uid = _server(flight).uids[front.number]
-        if verdict.blame:
-            front.balancer.report_health(uid, False, kind.value)
         avoid = frozenset({*_ticket(flight).avoid, uid})
         self._close(flight, verdict.outcome)
         if verdict.again:
@@ -398,7 +396,7 @@ class Fleet:
 
     def _probe(self, pair: tuple[_Front, _Server]) -> None:
         front, server = pair
-        front.balancer.report_health(server.uids[front.number], server.alive, "probe")
+        front.balancer.report_health(server.uids[front.number], server.alive, "probe", now=self.now)
         self._heap.at(self.now + (PROBE_UP_S if server.alive else PROBE_DOWN_S), self._probe, pair)
         self._poll(front)
 

@@ -30,12 +30,12 @@ def test_loops_run_for_the_members_and_for_nobody_else() -> None:
         balancer: Balancer = make_balancer()
         async with asyncio.TaskGroup() as group:
             watches = Watches(group, loops_of, random.Random(1))  # type: ignore[arg-type]
-            watches.follow(balancer.set_endpoints([spec(1), spec(2)]))
+            watches.follow(balancer.set_endpoints([spec(1), spec(2)], now=0.0))
             await until(lambda: sorted(running) == ["prober e1", "prober e2", "scraper e1", "scraper e2"])
-            watches.follow(balancer.set_endpoints([spec(2), spec(3)]))
+            watches.follow(balancer.set_endpoints([spec(2), spec(3)], now=0.0))
             await until(lambda: sorted(running) == ["prober e2", "prober e3", "scraper e2", "scraper e3"])
-            watches.follow(balancer.set_endpoints([spec(2), spec(3)]))
-            watches.follow(balancer.set_endpoints([spec(3), spec(1)]))
+            watches.follow(balancer.set_endpoints([spec(2), spec(3)], now=0.0))
+            watches.follow(balancer.set_endpoints([spec(3), spec(1)], now=0.0))
             await until(lambda: sorted(running) == ["prober e1", "prober e3", "scraper e1", "scraper e3"])
             watches.close()
         assert running == []
