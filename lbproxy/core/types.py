@@ -420,6 +420,11 @@ class EndpointSnapshot:
     share: float = 1.0
     """0.1 to 1: of what it will get once its slow start is over."""
 
+    @property
+    def serving(self) -> bool:
+        """Requests may go there now, be it one at a time."""
+        return not self.draining and (self.readmitted or self.health in {Health.UP, Health.HALF_OPEN})
+
 
 @dataclass(frozen=True, slots=True)
 class PoolSnapshot:

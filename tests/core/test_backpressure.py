@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lbproxy.config import BreakerSettings
+from lbproxy.config import BreakerSettings, HealthSettings
 from lbproxy.core.backpressure import MAX_S, SUSPECT_AFTER
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.retry import FailureKind
@@ -68,7 +68,8 @@ def test_what_may_be_the_requests_fault_counts_from_the_third_in_a_row(kind: Fai
 
 @pytest.mark.parametrize("kind", [K.CONNECT, K.TIMEOUT, K.EXHAUSTED])
 def test_other_failures_are_for_health_or_for_us(kind: FailureKind) -> None:
-    balancer, _ = pool_of(2, policy="round-robin", breaker=NO_BREAKER)
+    health = HealthSettings(fall=100)
+    balancer, _ = pool_of(2, policy="round-robin", breaker=NO_BREAKER, health=health)
     for _ in range(5):
         fail_on(balancer, "e1", kind, 0.0)
     assert chosen(balancer, 0.0) == {"e1", "e2"}

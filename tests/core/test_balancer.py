@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from lbproxy.config import AdmissionSettings
+from lbproxy.config import AdmissionSettings, HealthSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.types import Endpoint, Health, Outcome, Ticket, TicketState
 from tests.support.pool import MODEL, bring_up, card, make_balancer, pool_of, request, seen, show_gauges, spec, taken
@@ -71,7 +71,7 @@ def test_a_scrape_that_misses_running_still_counts_what_waits() -> None:
 
 
 def test_round_robin_takes_turns_and_a_returning_endpoint_is_not_flooded() -> None:
-    balancer, endpoints = pool_of(3, policy="round-robin")
+    balancer, endpoints = pool_of(3, policy="round-robin", health=HealthSettings(slow_start=None))
     first = [endpoint_of(place(balancer)).name for _ in range(6)]
     assert first[:3] == first[3:]
     assert sorted(first[:3]) == ["e1", "e2", "e3"]
