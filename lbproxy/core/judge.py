@@ -119,7 +119,8 @@ class Judge:
             self._count(state, kind, detail, now)
 
     def broke(self, state: EndpointState, *, now: float) -> None:
-        """An answer broke in its middle."""
+        """An answer broke in its middle, whose first byte counted as a good one."""
+        state.breaker.good = max(0, state.breaker.good - 1)
         self._count(state, None, "an answer broke", now)
 
     def _count(self, state: EndpointState, kind: FailureKind | None, detail: str, now: float) -> None:
