@@ -68,6 +68,7 @@ class HealthMachine(RuleBasedStateMachine):
                 assert not any(one is Health.UP for one, *_ in serving.values()), "ejected and tried: nobody is up"
             if was is Health.DOWN:
                 assert not any(one is Health.UP for one, *_ in serving.values())
+            assert ticket.trial or not over or readmitted, "who tries it is noted, so that nobody else does"
             if ticket.trial:
                 assert trial is None
             self.open.append(ticket)
