@@ -30,6 +30,16 @@ _PROBES_PROVE = frozenset({Cause.FAULTS, Cause.UNREACHABLE})
 """Of an endpoint ejected for something else, good probes prove nothing: its health path was fine all along."""
 
 
+_CAUSES = {
+    FailureKind.CONNECT: Cause.UNREACHABLE,
+    FailureKind.RESET: Cause.FAULTS,
+    FailureKind.PROTOCOL: Cause.FAULTS,
+    FailureKind.GATEWAY: Cause.FAULTS,
+    FailureKind.ERROR: Cause.SUCCESS_RATE,
+}
+"""Why an endpoint is ejected whose trial failed so; if not said here, for the same as before."""
+
+
 class Judge:
     """The state machines of all endpoints of one set."""
 
@@ -113,7 +123,7 @@ class Judge:
         if kind is FailureKind.CONNECT:
             self.probed(state, False, detail, now=now)
         if was_trial and state.health is Health.HALF_OPEN and _is_bad(kind):
-            cause = Cause.UNREACHABLE if kind is FailureKind.CONNECT else state.breaker.cause
+            cause = _CAUSES.get(kind, state.breaker.cause)
             self._eject(state, cause, f"the request that tried it failed: {detail}", now)
         elif _is_bad(kind):
             self._count(state, kind, detail, now)
