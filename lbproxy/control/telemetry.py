@@ -33,6 +33,7 @@ from lbproxy.config import LogSettings
 from lbproxy.control.discovery import KnownName
 from lbproxy.control.log import LEVELS, OUTCOMES, LineWriter, access_line, configure_logging
 from lbproxy.control.scraper import Scraper
+from lbproxy.core.breaker import Cause
 from lbproxy.core.types import EndpointSnapshot, EndpointUid, Health, PoolSnapshot, RequestRecord, Transition, Usage
 
 logger = logging.getLogger("lbproxy")
@@ -238,7 +239,7 @@ class Telemetry:
         # None of these iterates over live state while it is suspended.
         yield from self._request_families()
         yield from _endpoint_families(_one_per_name(snapshot.endpoints))
-        yield from self._endpoint_counters()
+        yield from self._endpoint_counters(snapshot)
         yield from self._scrape_families()
         if self._names:
             yield from self._dns_families()
@@ -297,7 +298,7 @@ class Telemetry:
         text = f"Requests by model; names that no endpoint is known to serve, and all after {MAX_MODEL_LABELS}: other"
         yield _counters("model_requests", text, ("model", "outcome"), by_model)
 
-    def _endpoint_counters(self) -> Iterator[Metric]:
+    def _endpoint_counters(self, snapshot: PoolSnapshot) -> Iterator[Metric]:
         by_endpoint = self._by_endpoint.items()
         text = "Requests that ended, by the endpoint that had them last"
         yield _counters("endpoint_requests", text, ("endpoint", "outcome"), by_endpoint)
@@ -306,7 +307,9 @@ class Telemetry:
         text = "Changes of an endpoint's health, by what it became"
         yield _counters("endpoint_transitions", text, ("endpoint", "to"), self._transitions.items())
         text = "Times that the breaker took an endpoint out, by why"
-        yield _counters("endpoint_ejections", text, ("endpoint", "cause"), self._ejections.items())
+        keys = [(one.endpoint.name, cause.value) for one in _one_per_name(snapshot.endpoints) for cause in Cause]
+        ejections = [(key, self._ejections.get(key, 0)) for key in keys]
+        yield _counters("endpoint_ejections", text, ("endpoint", "cause"), ejections)
 
     def _scrape_families(self) -> Iterator[Metric]:
         scrapes = {one.endpoint.name: one.status for one in self._scrapers.values()}
