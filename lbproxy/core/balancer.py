@@ -357,11 +357,14 @@ class Balancer:
             self._place(ticket, candidates[index], now)
         return True
 
-    def _candidates(self, ticket: Ticket, now: float) -> Sequence[EndpointState]:
-        """The endpoints that may be asked. If there is none and waiting cannot help, the ticket is closed."""
+    def _candidates(self, ticket: Ticket, now: float, *, trials: bool = True) -> Sequence[EndpointState]:
+        """The endpoints that may be asked. If there is none and waiting cannot help, the ticket is closed.
+
+        `trials`: if nobody is up, one that is down may be tried.
+        """
         model = ticket.request.model
         candidates = self._endpoints.candidates(model, now=now)
-        if not candidates and not self._endpoints.any_starting():
+        if not candidates and trials and not self._endpoints.any_starting():
             candidates = self._endpoints.trials(model, now=now)
         if ticket.avoid:
             candidates = [state for state in candidates if state.endpoint.uid not in ticket.avoid]
@@ -441,7 +444,7 @@ class Balancer:
             if key in stuck:
                 continue
             if budget <= 0:
-                self._candidates(ticket, now)  # it may have lost the last one
+                self._candidates(ticket, now, trials=False)  # it may have lost the last one
                 stuck.add(key)
             else:
                 budget -= 1

@@ -131,7 +131,7 @@ class BalancerMachine(RuleBasedStateMachine):
         if ticket.state is TicketState.PLACED:
             assert ticket.placed_on is not None
             assert ticket.placed_on.endpoint.uid not in avoided
-            assert ticket.placed_on.health is Health.UP
+            assert ticket.placed_on.health is Health.UP or ticket.trial
             assert not ticket.placed_on.draining
         self.settle()
 
@@ -161,6 +161,7 @@ class BalancerMachine(RuleBasedStateMachine):
     @rule(seconds=st.floats(0, 4) | st.sampled_from([0.0005, 0.01, 0.25]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
+        self.balancer.check(now=self.now)
         self.settle()
         deadline = self.balancer.next_deadline()
         assert deadline is None or deadline > self.now, "poll left somebody who waited too long"

@@ -194,14 +194,15 @@ def test_a_held_request_waits_only_so_long() -> None:
     assert ticket.outcome is Outcome.EXPIRED
 
 
-def test_held_requests_learn_that_their_endpoints_are_gone() -> None:
+@pytest.mark.parametrize("later", [0.0, 5.0], ids=["at once", "when one of them might try an endpoint"])
+def test_held_requests_learn_that_their_endpoints_are_gone(later: float) -> None:
     balancer, endpoints = adaptive(2)
     fill(balancer, 2, tokens=10**6)
     waiting = [balancer.submit(ask(), now=0.0) for _ in range(50)]
     for endpoint in endpoints:
         for _ in range(3):
             balancer.report_health(endpoint.uid, False, "", now=0.0)
-    assert len(balancer.poll(now=0.0)) == 50
+    assert len(balancer.poll(now=later)) == 50
     assert {ticket.outcome for ticket in waiting} == {Outcome.NO_ENDPOINTS}
 
 
