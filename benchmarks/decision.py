@@ -52,8 +52,8 @@ def fleet(policy: str, count: int, rng: random.Random) -> Balancer:
         rng=rng,
     )
     specs = [EndpointSpec(name=f"e{n}", base_url=f"http://10.0.{n >> 8}.{n & 255}:8000") for n in range(count)]
-    for endpoint in balancer.set_endpoints(specs).added:
-        balancer.report_health(endpoint.uid, True, "")
+    for endpoint in balancer.set_endpoints(specs, now=0.0).added:
+        balancer.report_health(endpoint.uid, True, "", now=0.0)
         scrape = LoadMetrics(scraped_at=0.0, waiting=0.0, running=8.0, block_size_tokens=16, kv_blocks=19200)
         balancer.report_scrape(endpoint.uid, scrape)
     return balancer
@@ -88,7 +88,7 @@ def decide(balancer: Balancer, request: InferenceRequest) -> None:
 
 def cell(balancer: Balancer, size: int, rng: random.Random) -> str:
     """What a prompt of `size` bytes costs: pricing, and everything."""
-    candidates = balancer._endpoints.candidates(None)
+    candidates = balancer._endpoints.candidates(None, now=0.0)
     block_bytes = balancer.block_bytes or 1024
     half = size // block_bytes // 2
     shared = [rng.getrandbits(64) for _ in range(half)]

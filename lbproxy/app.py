@@ -103,6 +103,7 @@ class Proxy:
             scrape=settings.scrape,
             retry=settings.retry,
             rng=rng,
+            breaker=settings.breaker,
         )
         self.runtime = runtime = Runtime(balancer, [self.telemetry])
         self.connections = ConnectionPool(runtime.pulse)
@@ -112,6 +113,7 @@ class Proxy:
         runtime.pulse.listen(overload.tick)
         exchanger = Exchanger(settings, runtime, self.connections)
         self.front = FrontEnd(settings, runtime, exchanger, rng, overload)
+        runtime.move_stranded = self.front.move_stranded
         self.telemetry.watch(runtime, self.front, self.connections)
         self.telemetry.watch_load(overload, self.front.listener, runtime.pulse)
         self.scraping = Scraping(self.connections, settings.scrape, Engines(settings.engines), rng)
@@ -140,6 +142,7 @@ class Proxy:
             inherited.ready()
             inherited.close()
             loops = [
+                tasks.create_task(supervise("the watch over endpoints", self.runtime.keep_checking, self.rng)),
                 tasks.create_task(supervise("reloading", partial(self._follow_reloads, orders), self.rng)),
                 tasks.create_task(supervise("restarting", partial(self._follow_restarts, orders), self.rng)),
             ]

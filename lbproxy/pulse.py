@@ -3,8 +3,9 @@
 One owner of one fact, which everybody who waits for others needs: *was it us?* When the loop stands still for two
 seconds (a large body, a stopped process, a machine that was asleep), timers of those two seconds fire before the
 answers that came in the meantime are read; an endpoint that was judged by such a time-out would be blamed for our own
-sleep. So a prober, a scraper or a sweep that finds something overdue asks `stood_still_since` the moment at which it
-began to wait, and if so says nothing, and waits again.
+sleep. So a limit for others does not run while we stand still: `timeout` and `stalled_s` prolong it by as long, so that
+everybody gets the full time in which somebody listened, no more. Who cannot prolong asks `stood_still_since` the moment
+at which it began to wait, and if so says nothing, and waits again.
 
 A ticker measures it: it should wake every `TICK_S`, and how late it does is the lag. Between ticks the clock itself is
 asked, so that the answer is right also in the turn in which the loop wakes, whichever timer comes first. Invariants:
@@ -17,7 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from math import inf
 
 TICK_S = 0.05
@@ -33,6 +35,7 @@ class Pulse:
         self._timer: asyncio.TimerHandle | None = None
         self._due_at = inf
         self._still_until = -inf
+        self._stalled_s = 0.0
         self._listeners: list[Callable[[float], None]] = []
         self.lag_s = 0.0
         """How late the last tick was."""
@@ -58,6 +61,37 @@ class Pulse:
         """
         return self._still_until > began_at or time.monotonic() - self._due_at > STILL_S
 
+    def stalled_s(self) -> float:
+        """Seconds that we ever stood still, the time since an overdue tick included. Never falls."""
+        late_s = time.monotonic() - self._due_at
+        return self._stalled_s + (late_s if late_s > STILL_S else 0.0)
+
+    @asynccontextmanager
+    async def timeout(self, limit_s: float) -> AsyncIterator[None]:
+        """Like `asyncio.timeout`, raising TimeoutError, but the time in which we stood still does not count.
+
+        A bare asyncio timer will not do: uvloop runs timers before it reads, and asyncio's time-out beats a result that
+        has come.
+        """
+        stalled_before_s = self.stalled_s()
+        ends_at = time.monotonic() + limit_s
+        timer: asyncio.TimerHandle | None = None
+
+        def ended() -> None:
+            nonlocal timer
+            left_s = ends_at + self.stalled_s() - stalled_before_s - time.monotonic()
+            if left_s > 0.0:
+                timer = self._loop.call_later(left_s, ended)
+            else:
+                timeout.reschedule(self._loop.time())
+
+        async with asyncio.timeout(None) as timeout:
+            timer = self._loop.call_later(limit_s, ended)
+            try:
+                yield
+            finally:
+                timer.cancel()
+
     def _arm(self) -> None:
         self._due_at = time.monotonic() + TICK_S
         self._timer = self._loop.call_later(TICK_S, self._tick)
@@ -67,6 +101,7 @@ class Pulse:
         self.lag_s = max(0.0, now - self._due_at)
         if self.lag_s > STILL_S:
             self._still_until = now
+            self._stalled_s += self.lag_s
         self._arm()
         for listener in self._listeners:
             listener(self.lag_s)

@@ -18,6 +18,7 @@ from lbproxy.config import Settings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints import EndpointChanges
 from lbproxy.core.pricing import Policy
+from lbproxy.core.progress import CHECK_S
 from lbproxy.core.retry import FailureKind, UpstreamError, Verdict
 from lbproxy.core.types import (
     EndpointSpec,
@@ -57,6 +58,7 @@ class Runtime:
     def __init__(self, balancer: Balancer, sinks: Sequence[Sink] = ()) -> None:
         self._balancer = balancer
         self._sinks = sinks
+        self._transitions = balancer.transitions
         self.loop = asyncio.get_running_loop()
         # Not loop.time: uvloop's has a resolution of 1 ms, and stands still while the loop is busy.
         self.now: Callable[[], float] = time.monotonic
@@ -67,16 +69,25 @@ class Runtime:
         self._pump_due = False
         self._timer: asyncio.TimerHandle | None = None
         self._armed_for = 0.0
+        self.move_stranded: Callable[[frozenset[EndpointUid]], None] | None = None
+        """Told, now and then, on which endpoints requests wait in vain: whoever has such should send them elsewhere."""
+        self._check_due = False
 
     # Requests
 
     def submit(
-        self, request: InferenceRequest, avoid: frozenset[EndpointUid], settled: Callable[[Ticket], None]
+        self,
+        request: InferenceRequest,
+        avoid: frozenset[EndpointUid],
+        settled: Callable[[Ticket], None],
+        accused: EndpointUid | None = None,
     ) -> Ticket:
         """A ticket: placed or refused at once, as nearly always, or waiting: then `settled` is called when it is one or
-        the other, in a later turn of the loop. The caller must `close` it.
+        the other, in a later turn of the loop. The caller must `close` it. `avoid` and `accused`: see the Balancer.
         """
-        ticket = self._balancer.submit(request, now=self.now(), avoid=avoid)
+        ticket = self._balancer.submit(request, now=self.now(), avoid=avoid, accused=accused)
+        if self._transitions:
+            self._tell()
         if ticket.state is TicketState.WAITING:
             self._waiters[id(ticket)] = settled
             self._arm()
@@ -84,25 +95,29 @@ class Runtime:
 
     def after_failure(self, ticket: Ticket, error: UpstreamError, earlier: Sequence[FailureKind]) -> Verdict:
         """What follows a failed attempt. The caller closes the ticket, unless it passes the endpoint's answer on."""
-        verdict = self._balancer.after_failure(ticket, error.kind, earlier, now=self.now())
-        if verdict.blame:
-            assert ticket.placed_on is not None
-            self.report_health(ticket.placed_on.endpoint.uid, False, error.detail)
+        verdict = self._balancer.after_failure(ticket, error.kind, earlier, now=self.now(), detail=error.detail)
+        if self._transitions:
+            self._tell()
+        self._pump_soon()
         return verdict
 
     def first_byte(self, ticket: Ticket) -> None:
         """The first byte of the answer's body came."""
         self._balancer.first_byte(ticket, now=self.now())
+        if self._transitions:
+            self._tell()
         if self._waiters:
             self._pump_soon()
 
     def progress(self, ticket: Ticket, tokens: int) -> None:
-        """`tokens` more came; at most every 250 ms per stream."""
+        """More came, `tokens` as far as is known; at most every 250 ms per stream."""
         self._balancer.progress(ticket, tokens, now=self.now())
 
     def close(self, ticket: Ticket, outcome: Outcome, usage: Usage | None = None) -> None:
         """The attempt is over. The first call counts. Nobody is told: the caller knows."""
         self._balancer.close(ticket, outcome, now=self.now(), usage=usage)
+        if self._transitions:
+            self._tell()
         if self._waiters:
             self._waiters.pop(id(ticket), None)
             self._pump_soon()
@@ -116,7 +131,7 @@ class Runtime:
 
     def set_endpoints(self, specs: Sequence[EndpointSpec]) -> EndpointChanges:
         """The complete set, from discovery."""
-        changes = self._balancer.set_endpoints(specs)
+        changes = self._balancer.set_endpoints(specs, now=self.now())
         self._pump_soon()
         return changes
 
@@ -126,6 +141,7 @@ class Runtime:
             policy,
             admission=settings.admission,
             health=settings.health,
+            breaker=settings.breaker,
             scrape=settings.scrape,
             retry=settings.retry,
             now=self.now(),
@@ -133,12 +149,39 @@ class Runtime:
         self._pump_soon()
 
     def report_health(self, uid: EndpointUid, ok: bool, reason: str) -> None:
-        """A probe's answer, or a connection that failed."""
-        transition = self._balancer.report_health(uid, ok, reason)
-        if transition is not None:
+        """A probe's answer."""
+        self._balancer.report_health(uid, ok, reason, now=self.now())
+        self._tell()
+        self._pump_soon()
+
+    def may_probe_in(self, uid: EndpointUid) -> float:
+        """In how many seconds a probe may go to an endpoint; 0 = now, and it counts as sent."""
+        return self._balancer.may_probe_in(uid, now=self.now())
+
+    def check(self) -> None:
+        """What time alone brings to endpoints, and to who waits there in vain."""
+        self._check_due = False
+        stranding = self._balancer.check(now=self.now())
+        self._tell()
+        if stranding and self.move_stranded is not None:
+            self.move_stranded(frozenset(stranding))
+        self._pump_soon()
+
+    async def keep_checking(self) -> None:
+        """Until cancelled: a loop for `supervise`."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            self.check()
+
+    def _tell(self) -> None:
+        """Hand out what endpoints became. Who waits on one that is out is looked at in the next turn of the loop."""
+        for transition in self._transitions:
             for sink in self._sinks:
                 sink.transition(transition)
-        self._pump_soon()
+            if transition.after is Health.DOWN and not self._check_due:
+                self._check_due = True
+                self.loop.call_soon(self.check)
+        self._transitions.clear()
 
     def report_models(self, uid: EndpointUid, cards: Iterable[ModelCard] | None) -> None:
         """What an endpoint says it serves; None if it cannot say."""

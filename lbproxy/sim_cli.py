@@ -31,7 +31,7 @@ from lbproxy.sim.catalogue import (
     workload_parameters,
 )
 from lbproxy.sim.cluster import Fleet
-from lbproxy.sim.fleet import TOKEN_BYTES, Fault, FleetOptions, Served, Server
+from lbproxy.sim.fleet import TOKEN_BYTES, Fault, FaultKind, FleetOptions, Served, Server
 from lbproxy.sim.presets import PRESETS
 from lbproxy.sim.replicas import Replica
 from lbproxy.sim.report import Estimate, Summary, as_json, by_phase, cells, headings, markdown, paired, summarise
@@ -191,7 +191,13 @@ def fleet_options(scenario: Scenario, routing: RoutingSettings) -> FleetOptions:
     return FleetOptions(
         servers=tuple(servers),
         faults=tuple(
-            Fault(server=fault.server, from_s=fault.at, until_s=fault.at + fault.lasts, speed=fault.speed)
+            Fault(
+                server=fault.server,
+                from_s=fault.at,
+                until_s=fault.at + fault.lasts,
+                speed=fault.speed,
+                kind=FaultKind(fault.kind),
+            )
             for fault in scenario.faults
         ),
         adapters=tuple(adapter_names(int(scenario.workload.parameters.get("adapters", adapters)))),

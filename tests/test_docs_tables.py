@@ -22,8 +22,9 @@ from lbproxy.cli import _parser
 from lbproxy.config import Address, EndpointSettings, EngineSettings, Settings
 from lbproxy.config.engines import SignalForm
 from lbproxy.config.values import Quantity
+from lbproxy.core.health import TABLE, Event
 from lbproxy.core.scorers import SCORERS
-from lbproxy.core.types import LbError, Outcome
+from lbproxy.core.types import Health, LbError, Outcome
 from lbproxy.proxy.answers import error_answer
 from lbproxy.sim.presets import BLOCK_TOKENS, PRESETS
 from tests.support.docs import DOCS, cells, expect_generated, generated, table
@@ -156,6 +157,18 @@ def test_failures_has_every_outcome_as_it_is_answered() -> None:
     heads = ["code", "status", "`type`", "Retry-After", "SDK retries", "connection", "when"]
     expect_generated(page, "outcomes", table(heads, rows))
     assert all(row[-1] for row in rows), "say when it happens"
+
+
+def test_failures_draws_the_state_machine() -> None:
+    """The table of `core.health`, as a picture."""
+    arrows = [f"    {before.value} --> {after.value}: {event.value}" for (before, event), after in TABLE.items()]
+    picture = ["```mermaid", "stateDiagram-v2", "    [*] --> starting", *arrows, "```", ""]
+    expect_generated(DOCS / "failures.md", "states", "\n".join(picture))
+    states = {state for (before, _), after in TABLE.items() for state in (before, after)}
+    assert states == set(Health)
+    assert {event for _, event in TABLE} == set(Event)
+    for event in Event:
+        assert re.search(rf"^\| [a-z, ]*{event.value}", (DOCS / "failures.md").read_text(), re.MULTILINE), event
 
 
 # --- The simulator ----------------------------------------------------------------------------------------------------

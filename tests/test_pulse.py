@@ -65,3 +65,20 @@ def test_without_a_ticker_nothing_is_excused() -> None:
         pulse.close()
 
     run(main())
+
+
+def test_what_was_slept_is_added_up() -> None:
+    async def main() -> None:
+        pulse = Pulse()
+        pulse.start()
+        lags: list[float] = []
+        pulse.listen(lags.append)
+        assert pulse.stalled_s() == 0.0
+        time.sleep(STALL_S)  # noqa: ASYNC251 - the loop is to stand still
+        during = pulse.stalled_s()
+        assert during >= STALL_S - STILL_S, "also before the tick that is late"
+        await until(lambda: lags, "the late tick")
+        assert pulse.stalled_s() >= during
+        pulse.close()
+
+    run(main())

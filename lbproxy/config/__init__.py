@@ -1,9 +1,9 @@
 """Settings: `parse` turns the text of a settings file into a frozen `Settings`, or says everything that is wrong.
 
 It reads no file, no environment but the mapping it is given, no clock and no network. Its modules: `text` (YAML and
-`${ENV}` to plain values), `tree` (which keys there are) with `engines` (where model servers show their load), `values`
-(numbers with units, hosts, URLs). This one joins them and words the report: all problems at once, each with its path.
-Nothing else in lbproxy imports yaml or pydantic.
+`${ENV}` to plain values), `tree` (which keys there are) with `health` (probes, breaker) and `engines` (where model
+servers show their load), `values` (numbers with units, hosts, URLs). This one joins them and words the report: all
+problems at once, each with its path. Nothing else in lbproxy imports yaml or pydantic.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from lbproxy.config.engines import BUILT_IN_ENGINES, EngineSettings, MetricRatio, MetricSpec, Signal
+from lbproxy.config.health import BreakerSettings, HealthSettings
 from lbproxy.config.scenario import FaultSettings, Scenario, ServerSettings, WorkloadSettings
 from lbproxy.config.text import ConfigError, Plain, join, one_line, read_text
 from lbproxy.config.tree import (
@@ -27,7 +28,6 @@ from lbproxy.config.tree import (
     DnsSettings,
     DrainSettings,
     EndpointSettings,
-    HealthSettings,
     LimitSettings,
     LogSettings,
     RetrySettings,
@@ -57,6 +57,7 @@ __all__ = [
     "AdmissionSettings",
     "RetrySettings",
     "HealthSettings",
+    "BreakerSettings",
     "ScrapeSettings",
     "TimeoutSettings",
     "LimitSettings",

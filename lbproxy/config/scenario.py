@@ -54,7 +54,10 @@ class FaultSettings(Section):
     lasts: Annotated[float, duration("1ms", "24h")]
     """For how long."""
     speed: Factor | None = None
-    """Times its own speed, meanwhile. null = it is dead, and comes back with an empty cache."""
+    """Times its own speed, meanwhile. null = it fails, as `kind` says."""
+    kind: Literal["dead", "hung", "failing"] = "dead"
+    """dead: refuses connections, comes back with an empty cache. hung: takes requests and computes nothing until it is
+    restarted. failing: answers 500 to everything at once. The health of the last two looks good all the while."""
 
 
 class WorkloadSettings(Section):

@@ -14,10 +14,13 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from pydantic_core import InitErrorDetails
 
 from lbproxy.config.engines import BUILT_IN_ENGINES, MAX_ENGINES, EngineSettings, check_engine_names, check_own_engines
+from lbproxy.config.health import BreakerSettings, HealthSettings
 from lbproxy.config.section import Section, ShortSection
 from lbproxy.config.values import (
     PATH,
+    Interval,
     Quantity,
+    Timeout,
     count,
     duration,
     expected,
@@ -36,10 +39,6 @@ DNS_SCHEME = "dns+http://"
 OWN_ENGINES = "own engines"
 """Key of the validation context: the names in `engines`, which the endpoints' engines are among."""
 
-Interval: TypeAlias = Annotated[float, duration("10ms", "1h")]
-"""Seconds between two turns of something periodic."""
-Timeout: TypeAlias = Annotated[float, duration("1ms", "24h")]
-"""Seconds until something is given up."""
 Port: TypeAlias = Annotated[int, count("0", "65535")]
 
 
@@ -87,7 +86,7 @@ class EndpointSettings(ShortSection):
     metrics: str | None = "auto"
     """Where its load stands: `auto` (the engine's usual place), a path, an absolute http URL, or null = not scraped."""
     health: str | None = "/health"
-    """Path that answers below 500 while the server lives. null = not probed: it is up until connections fail."""
+    """Path that answers below 500 while the server lives. null = not probed: up until requests fail."""
 
     @model_validator(mode="before")
     @classmethod
@@ -219,23 +218,6 @@ class RetrySettings(Section):
     """Retries per request of the last 10 s, over the whole pool. Retries after a failed connect are free."""
     budget_per_second: Annotated[float, Quantity("0", "100000", "a rate", whole=False)] = 10.0
     """And so many a second besides, so that a quiet pool can retry too."""
-
-
-class HealthSettings(Section):
-    """Probing endpoints."""
-
-    interval: Interval = 2.0
-    """Seconds between two probes of an endpoint."""
-    timeout: Timeout = 3.0
-    """Seconds a probe may take. SGLang's /health takes 1.0 s when idle; below 3 s it may look dead."""
-    fall: Annotated[int, count("1", "100")] = 3
-    """Failed probes in a row until an endpoint is down."""
-    rise: Annotated[int, count("1", "100")] = 2
-    """Good probes in a row until it is up again."""
-    down_interval: Interval = 0.5
-    """Seconds between two probes of an endpoint that is down: shorter, so that it comes back soon."""
-    models_interval: Annotated[float, duration("1s", "24h")] = 30.0
-    """Seconds between two questions for the endpoint's /v1/models."""
 
 
 class ScrapeSettings(Section):
@@ -375,6 +357,8 @@ class Settings(Section):
     """What happens when an endpoint fails before the first byte of its answer."""
     health: HealthSettings = HealthSettings()
     """Probing endpoints."""
+    breaker: BreakerSettings = BreakerSettings()
+    """Taking out endpoints that fail requests."""
     scrape: ScrapeSettings = ScrapeSettings()
     """Reading the endpoints' own metrics."""
     timeouts: TimeoutSettings = TimeoutSettings()

@@ -10,6 +10,7 @@ import ipaddress
 import re
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import Annotated, TypeAlias
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -101,6 +102,12 @@ def size(at_least: str, at_most: str) -> Quantity:
 def count(at_least: str, at_most: str) -> Quantity:
     """A whole number."""
     return Quantity(at_least, at_most, "a whole number")
+
+
+Interval: TypeAlias = Annotated[float, duration("10ms", "1h")]
+"""Seconds between two turns of something periodic."""
+Timeout: TypeAlias = Annotated[float, duration("1ms", "24h")]
+"""Seconds until something is given up."""
 
 
 # --- Addresses --------------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class Admin:
         """200 while a client's request would find an endpoint."""
         endpoints = self._runtime.snapshot().endpoints
         counts = Counter(one.health for one in endpoints)
-        serving = sum(one.health is Health.UP and not one.draining for one in endpoints)
+        serving = sum(one.serving for one in endpoints)
         draining = self._front.draining
         ready = serving > 0 and not draining
         facts = {

@@ -3,7 +3,7 @@
 It reports; the Balancer judges. One prober per endpoint, so an endpoint that hangs, lies or is gone slows no other.
 Invariants:
 
-- An endpoint that is not up is asked for its models before the answer that may bring it up is reported: no request
+- An endpoint that was not up is asked for its models before the answer that may bring it up is reported: no request
   ever sees an endpoint that is up with unknown or old models, unless it cannot or will not say.
 - A failed question about models changes nothing: what an endpoint said last holds until it says something else.
 - Nothing is logged but a change of models; whoever wants to know about health listens to transitions.
@@ -113,6 +113,10 @@ class Prober:
 
     async def _keep_health(self, path: str) -> None:
         while True:
+            wait_s = self._runtime.may_probe_in(self._endpoint.uid)
+            if wait_s > 0.0:
+                await asyncio.sleep(wait_s)
+                continue
             await self._probe(path)
             down = self._health() is Health.DOWN
             await self._pause(self._settings.down_interval if down else self._settings.interval)
@@ -133,7 +137,7 @@ class Prober:
         answer = await ask_health(self._endpoint, path, self._connections, self._settings.timeout)
         if answer.ok is None:
             return
-        if answer.ok and self._health() is not Health.UP:
+        if answer.ok and self._health() in {Health.STARTING, Health.DOWN}:
             await self._refresh_models()
         self._runtime.report_health(self._endpoint.uid, answer.ok, answer.reason)
 

@@ -43,6 +43,7 @@ from lbproxy.control.families import (
 )
 from lbproxy.control.log import LEVELS, OUTCOMES, LineWriter, access_line, configure_logging
 from lbproxy.control.scraper import Scraper
+from lbproxy.core.breaker import Cause
 from lbproxy.core.types import EndpointSnapshot, EndpointUid, Health, PoolSnapshot, RequestRecord, Transition, Usage
 from lbproxy.pulse import Pulse
 
@@ -51,7 +52,7 @@ logger = logging.getLogger("lbproxy")
 MAX_MODEL_LABELS = 100
 MAX_LABEL_CHARS = 128
 MAX_TRANSITION_COUNTS = 4096
-"""More than 1,024 endpoints with three states each can have: then those that left are forgotten, scraped or not."""
+"""About what 1,024 endpoints with the states that most know can have: then those that left are forgotten."""
 MODELS_EVERY_S = 1.0
 """How often an unknown model name may make us look again at what the endpoints serve."""
 OTHER = "other"
@@ -123,6 +124,7 @@ class Telemetry:
         self._request_bytes = 0
         self._response_bytes = 0
         self._transitions: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._ejections: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._model_labels: dict[str, str] = {}
         self._models_due_at = float("-inf")
 
@@ -204,11 +206,13 @@ class Telemetry:
         """See runtime.Sink. One log line, and a count."""
         name, before, after = transition.endpoint.name, transition.before.value, transition.after.value
         self._transitions[name, after] += 1
+        if transition.cause is not None:
+            self._ejections[name, transition.cause.value] += 1
         if len(self._transitions) > MAX_TRANSITION_COUNTS:
             self._forget_the_gone(self._snapshot())
-        level = logging.WARNING if transition.after is Health.DOWN else logging.INFO
+        level = logging.WARNING if transition.after in {Health.DOWN, Health.EJECTED} else logging.INFO
         extra = {"event": "transition", "endpoint": name, "from": before, "to": after, "reason": transition.reason}
-        logger.log(level, "%s is %s: %s", name, after, transition.reason, extra=extra)
+        logger.log(level, "%s is %s: %s", name, after.replace("_", " "), transition.reason, extra=extra)
 
     def _label_new_model(self, model: str, now: float) -> str:
         """The label of a name seen for the first time, or of one that is not known to be served."""
@@ -237,7 +241,7 @@ class Telemetry:
         # None of these iterates over live state while it is suspended.
         yield from self._request_families()
         yield from _endpoint_families(_one_per_name(snapshot.endpoints))
-        yield from self._endpoint_counters()
+        yield from self._endpoint_counters(snapshot)
         yield from self._scrape_families()
         if self._names:
             yield from self._dns_families()
@@ -257,6 +261,7 @@ class Telemetry:
         _keep(self._by_endpoint, lambda key: key[0] in names)
         _keep(self._failed, lambda key: key[0] in names)
         _keep(self._transitions, lambda key: key[0] in names)
+        _keep(self._ejections, lambda key: key[0] in names)
         served = dict.fromkeys(model for one in snapshot.endpoints for model in one.models or ())
         kept = [model for model in self._model_labels if model in served]
         new = [model for model in served if model not in self._model_labels]
@@ -297,7 +302,7 @@ class Telemetry:
         text = f"Requests by model; names that no endpoint is known to serve, and all after {MAX_MODEL_LABELS}: other"
         yield counters("model_requests", text, ("model", "outcome"), by_model)
 
-    def _endpoint_counters(self) -> Iterator[Metric]:
+    def _endpoint_counters(self, snapshot: PoolSnapshot) -> Iterator[Metric]:
         by_endpoint = self._by_endpoint.items()
         text = "Requests that ended, by the endpoint that had them last"
         yield counters("endpoint_requests", text, ("endpoint", "outcome"), by_endpoint)
@@ -305,6 +310,10 @@ class Telemetry:
         yield counters("endpoint_failed_attempts", text, ("endpoint", "failure"), self._failed.items())
         text = "Changes of an endpoint's health, by what it became"
         yield counters("endpoint_transitions", text, ("endpoint", "to"), self._transitions.items())
+        text = "Times that the breaker took an endpoint out, by why"
+        keys = [(one.endpoint.name, cause.value) for one in _one_per_name(snapshot.endpoints) for cause in Cause]
+        ejections = [(key, self._ejections.get(key, 0)) for key in keys]
+        yield counters("endpoint_ejections", text, ("endpoint", "cause"), ejections)
 
     def _scrape_families(self) -> Iterator[Metric]:
         scrapes = {one.endpoint.name: one.status for one in self._scrapers.values()}
@@ -374,7 +383,11 @@ def _kv_utilization(one: EndpointSnapshot) -> float | None:
 
 
 _ENDPOINT_GAUGES = (
-    _EndpointGauge("up", "1 while the endpoint is healthy", _up),
+    _EndpointGauge("up", "1 while the endpoint is healthy, and not ejected", _up),
+    _EndpointGauge(
+        "readmitted", "1 while it is used though ejected, as too few are left: panic", lambda one: float(one.readmitted)
+    ),
+    _EndpointGauge("share", "Share that its slow start allows, 0.1 to 1", lambda one: one.share),
     _EndpointGauge("draining", "1 while the endpoint gets no new requests", lambda one: float(one.draining)),
     _EndpointGauge(
         "backing_off", "1 while it is left alone because it refused or failed", lambda one: float(one.backing_off)

@@ -13,10 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from lbproxy.config import AdmissionSettings
-from lbproxy.core.types import Ticket
+from lbproxy.core.types import InferenceRequest, Ticket
 
 AGEING_S = 10.0
 """A request that has waited so long counts as half its work, after twice that as a third: nobody starves."""
+WORK_S = 0.5
+"""How long a waiting request's least work is believed: caches change."""
 
 
 class WaitingQueue:
@@ -121,3 +123,15 @@ class WaitingQueue:
     def first_deadline(self) -> float | None:
         """When the first wait ends."""
         return next((ticket.deadline for ticket in self._tickets.values()), None)
+
+
+def least_work(uncached: Callable[[InferenceRequest], float], now: float) -> Callable[[Ticket], float]:
+    """How much prefill work a ticket is at least, as of lately. `uncached`: asked where nothing of late is known."""
+
+    def work(ticket: Ticket) -> float:
+        if now - ticket.work_at >= WORK_S:
+            ticket.work_tokens = uncached(ticket.request)
+            ticket.work_at = now
+        return ticket.work_tokens
+
+    return work

@@ -1,11 +1,11 @@
 """Endpoints that answer "not now", or fail fast, get no requests for a moment while others can take them.
 
 Without this they would attract traffic: who refuses at once is always the least loaded. It is a preference and no
-verdict: health stays what probes say, and when every candidate is backing off, all of them are asked, as if none were.
+verdict, which is for `core.breaker`: when every candidate is backing off, all of them are asked, as if none were.
 
 - 429 and 503 say it themselves: the endpoint is left alone for a second, and for twice as long each time after that.
-- 500, 502, 504, resets and garbage may be the request's fault: only the third in a row without a good answer between
-  counts (a vLLM that drains answers 500 to everything while its /health is 200).
+- 500 may be the request's fault, and only the third in a row without a good answer between counts (a vLLM that drains
+  answers 500 to everything while its /health is 200). The breaker hears of it when another endpoint did better.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from lbproxy.core.types import EndpointState
 FIRST_S = 1.0
 MAX_S = 10.0
 SUSPECT_AFTER = 3
-"""Failures in a row, of the kinds that may be the request's own fault."""
+"""Answers 500 in a row."""
 _SAYS_SO = frozenset({FailureKind.BUSY, FailureKind.LIMITED})
-_SUSPECT = frozenset({FailureKind.ERROR, FailureKind.GATEWAY, FailureKind.RESET, FailureKind.PROTOCOL})
 
 
 class Backpressure:
@@ -32,7 +31,7 @@ class Backpressure:
 
     def refused(self, state: EndpointState, kind: FailureKind, *, now: float) -> None:
         """An attempt at `state` failed by `kind`."""
-        if kind not in _SAYS_SO and kind not in _SUSPECT:
+        if kind not in _SAYS_SO and kind is not FailureKind.ERROR:
             return
         state.refusals += 1
         over = state.refusals - (1 if kind in _SAYS_SO else SUSPECT_AFTER)

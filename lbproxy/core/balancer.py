@@ -1,12 +1,13 @@
 """The Balancer: tell it what happened and what time it is, and it says where each request goes.
 
 Sans-io. It owns the endpoint set and the waiting queue, and is driven by the asyncio runtime, by the simulation and by
-tests alike. The contract of a driver is four steps:
+tests alike. The contract of a driver is five steps:
 
 1. Tell it every event as it happens (`submit`, `first_byte`, `progress`, `close`, `report_*`, `set_endpoints`).
 2. After any event, call `poll` and act on the tickets that it returns: each was placed or closed just now.
-3. Call `poll` again at `next_deadline`.
+3. Call `poll` again at `next_deadline`, and `check` every `CHECK_S` seconds.
 4. `close` every ticket that was placed, exactly once, whatever happened to its request.
+5. Take away `transitions` now and then: what endpoints became, for a log.
 
 Late binding: under a policy that knows how long each endpoint's prefill queue is, a request whose cheapest endpoint has
 more than `HOLD_MS` of it stays here, and so do those that come after it. The whole queue is planned anew after every
@@ -22,11 +23,11 @@ picture; nothing here awaits, so every method is atomic on an event loop.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 
-from lbproxy.config import AdmissionSettings, HealthSettings, RetrySettings, ScrapeSettings
-from lbproxy.core.admission import WaitingQueue
+from lbproxy.config import AdmissionSettings, BreakerSettings, HealthSettings, RetrySettings, ScrapeSettings
+from lbproxy.core.admission import WaitingQueue, least_work
 from lbproxy.core.backpressure import Backpressure
 from lbproxy.core.endpoints import EndpointChanges, EndpointSet
 from lbproxy.core.estimate import PoolModel
@@ -48,6 +49,7 @@ from lbproxy.core.types import (
     Usage,
 )
 
+DEFAULT_BREAKER = BreakerSettings()
 HOLD_MS = 1000.0
 """An endpoint with more prefill work than this gets no more. Less starves the engines, more binds too early."""
 PLAN_S = 0.01
@@ -55,14 +57,12 @@ PLAN_S = 0.01
 PLANNED = 32
 """Requests that one plan prices, on up to `PLANNED_ENDPOINTS`; fewer on more, so that a plan takes 2 ms at most."""
 PLANNED_ENDPOINTS = 100
-WORK_S = 0.5
-"""How long a waiting request's least work is believed: caches change."""
 
 
 class Balancer:
     """Places requests on endpoints. See the module for the driver's contract."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a section of the settings
         self,
         policy: Policy,
         *,
@@ -71,11 +71,14 @@ class Balancer:
         scrape: ScrapeSettings,
         retry: RetrySettings,
         rng: random.Random,
+        breaker: BreakerSettings = DEFAULT_BREAKER,
     ) -> None:
         self._retries = Retries(retry, rng)
         self._backpressure = Backpressure()
         self._pool = None if policy.block_bytes is None else PoolModel(policy.block_bytes)
-        self._endpoints = EndpointSet(health, scrape, self._pool)
+        self._endpoints = EndpointSet(health, scrape, breaker, self._pool, rng)
+        self._judge = self._endpoints.judge
+        self._starting = self._judge.slow_start.starting
         self._queue = WaitingQueue(admission)
         self._adopt(policy, admission)
         self._plan_at = inf
@@ -96,12 +99,13 @@ class Balancer:
         self._queue_timeout_s = admission.queue_timeout
         self._max_in_flight = admission.max_in_flight_per_endpoint
 
-    def reconfigure(
+    def reconfigure(  # noqa: PLR0913 - each is a section of the settings
         self,
         policy: Policy | None,
         *,
         admission: AdmissionSettings,
         health: HealthSettings,
+        breaker: BreakerSettings,
         scrape: ScrapeSettings,
         retry: RetrySettings,
         now: float,
@@ -116,7 +120,7 @@ class Balancer:
             self._pool = None if policy.block_bytes is None else PoolModel(policy.block_bytes)
             self._endpoints.use(self._pool)
         self._retries.reconfigure(retry)
-        self._endpoints.reconfigure(health, scrape)
+        self._endpoints.reconfigure(health, scrape, breaker)
         self._queue.reconfigure(admission, now=now)
         self._adopt(policy, admission)
         self._plan_at = -inf
@@ -124,14 +128,24 @@ class Balancer:
 
     # Requests
 
-    def submit(self, request: InferenceRequest, *, now: float, avoid: frozenset[EndpointUid] = frozenset()) -> Ticket:
+    def submit(
+        self,
+        request: InferenceRequest,
+        *,
+        now: float,
+        avoid: frozenset[EndpointUid] = frozenset(),
+        accused: EndpointUid | None = None,
+    ) -> Ticket:
         """Ask for a place. The ticket comes back placed, closed with the reason, or waiting (then `poll` returns it).
 
-        `avoid`: endpoints that failed this request already. If only such ones are left, NO_ENDPOINTS.
+        `avoid`: endpoints that failed this request already. If only such ones are left, NO_ENDPOINTS. `accused`: that
+        of them that answered it 500, if one did.
         """
         if not avoid:
             self._retries.requested(now=now)
         ticket = Ticket(request, now, now + self._queue_timeout_s, avoid)
+        if accused is not None:
+            ticket.accused = accused
         if self._hold and self._queue:
             self._plan_at = now  # others wait: the plan says whose turn it is
         else:
@@ -158,15 +172,23 @@ class Balancer:
             ticket.first_byte_at = now
             state = _placed_on(ticket)
             state.awaiting_first_byte -= 1
+            state.progress_at = now
+            state.breaker.good += 1
+            state.breaker.in_row = 0
             self._backpressure.answered(state)
+            if ticket.trial or ticket.accused is not None:
+                accused = None if ticket.accused is None else self._endpoints.get(ticket.accused)
+                self._judge.answered(ticket, state, accused, now=now)
             if ticket.placement is not None:
                 ticket.placement.load.first_byte(ticket.placement, now)
                 self._plan_at = now
 
     def progress(self, ticket: Ticket, tokens: int, *, now: float) -> None:
-        """`tokens` more came. At most every 250 ms per stream, never per chunk."""
+        """More came, `tokens` as far as is known. At most every 250 ms per stream, never per chunk."""
         if ticket.state is TicketState.PLACED:
-            _placed_on(ticket).tokens_streamed += tokens
+            state = _placed_on(ticket)
+            state.tokens_streamed += tokens
+            state.progress_at = now
             if ticket.placement is not None:
                 ticket.placement.load.progress(ticket.placement, tokens, now)
 
@@ -184,6 +206,12 @@ class Balancer:
             state.in_flight -= 1
             if ticket.first_byte_at is None:
                 state.awaiting_first_byte -= 1
+            if outcome is Outcome.COMPLETED:
+                state.progress_at = now
+            elif outcome is Outcome.UPSTREAM_BROKE:
+                self._judge.broke(state, now=now)
+            if ticket.trial:
+                self._judge.trial_ended(state, outcome, now=now)
             if ticket.placement is not None:
                 ticket.placement.load.end(ticket.placement, usage, now)
             self._endpoints.released(state)
@@ -191,16 +219,26 @@ class Balancer:
         self._end(ticket, outcome)
 
     def after_failure(
-        self, ticket: Ticket, kind: FailureKind, earlier: Sequence[FailureKind], *, now: float
+        self, ticket: Ticket, kind: FailureKind, earlier: Sequence[FailureKind], *, now: float, detail: str = ""
     ) -> Verdict:
         """What follows an attempt that failed before anything of an answer went to the client.
 
-        `earlier`: why the same request's earlier attempts failed. Does not close the ticket.
+        `earlier`: why the same request's earlier attempts failed; `detail` is for the log. Does not close the ticket.
         """
-        self._backpressure.refused(_placed_on(ticket), kind, now=now)
-        tried = {_placed_on(ticket).endpoint.uid, *ticket.avoid}
-        elsewhere = any(self._takes(state, tried) for state in self._endpoints.candidates(ticket.request.model))
-        return self._retries.decide(kind, earlier, elsewhere=elsewhere, now=now)
+        state = _placed_on(ticket)
+        stranded = kind is FailureKind.STRANDED
+        self._backpressure.refused(state, kind, now=now)
+        tried = {state.endpoint.uid, *ticket.avoid}
+        elsewhere = any(
+            self._takes(one, tried) for one in self._endpoints.candidates(ticket.request.model, now=now)
+        ) and not (stranded and ticket.trial and state.health is Health.HALF_OPEN)
+        verdict = self._retries.decide(kind, earlier, elsewhere=elsewhere, now=now)
+        # A 500 that is tried elsewhere counts if that goes well; one that came from two endpoints is the request's.
+        open_question = kind is FailureKind.ERROR and not ticket.trial and (verdict.again or kind in earlier)
+        if not stranded and not open_question:
+            self._judge.failed(ticket, state, kind, detail or kind.value, now=now)
+            self._plan_at = -inf
+        return verdict
 
     def _takes(self, state: EndpointState, tried: set[EndpointUid]) -> bool:
         """Whether `state` is another endpoint, with room."""
@@ -216,15 +254,34 @@ class Balancer:
 
     # Endpoints
 
-    def set_endpoints(self, specs: Sequence[EndpointSpec]) -> EndpointChanges:
+    def set_endpoints(self, specs: Sequence[EndpointSpec], *, now: float) -> EndpointChanges:
         """The complete set, from discovery. Names and addresses are distinct."""
         self._plan_at = -inf
-        return self._endpoints.replace(specs)
+        return self._endpoints.replace(specs, now=now)
 
-    def report_health(self, uid: EndpointUid, ok: bool, reason: str) -> Transition | None:
-        """A probe's answer, or a connection that failed; the transition that it caused, if any."""
+    def check(self, *, now: float) -> list[EndpointUid]:
+        """Every `CHECK_S`: what time alone brings to endpoints. Returns those where requests wait in vain for a first
+        byte: ask `after_failure` about each of these by STRANDED, also when a transition says that one is down.
+        """
+        before = self._endpoints.version
+        stranding = self._endpoints.check(now=now)
+        if self._endpoints.version != before:
+            self._plan_at = -inf
+        return stranding
+
+    @property
+    def transitions(self) -> list[Transition]:
+        """What endpoints became since the driver last cleared this list, which it owns."""
+        return self._judge.transitions
+
+    def may_probe_in(self, uid: EndpointUid, *, now: float) -> float:
+        """In how many seconds a probe may go to an endpoint; 0 = now, and it counts as sent."""
+        return self._endpoints.may_probe_in(uid, now=now)
+
+    def report_health(self, uid: EndpointUid, ok: bool, reason: str, *, now: float) -> None:
+        """A probe's answer."""
         self._plan_at = -inf
-        return self._endpoints.report_health(uid, ok, reason)
+        self._endpoints.report_health(uid, ok, reason, now=now)
 
     def report_models(self, uid: EndpointUid, cards: Iterable[ModelCard] | None) -> None:
         """What an endpoint says it serves; None if it cannot say."""
@@ -285,12 +342,34 @@ class Balancer:
 
         False = no other with the same model and the same endpoints to avoid can be placed now either.
         """
-        candidates = self._backpressure.willing(self._candidates(ticket), now=now)
+        candidates = self._backpressure.willing(self._candidates(ticket, now), now=now)
         limit = self._max_in_flight
         if limit is not None:
             candidates = [state for state in candidates if state.in_flight < limit]
         if not candidates:
             return False
+        if self._starting:
+            return self._choose_gently(ticket, candidates, now, plan)
+        return self._choose(ticket, candidates, now, plan)
+
+    def _choose_gently(
+        self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, plan: Plan | None
+    ) -> bool:
+        """Choose while some of `candidates` have their slow start: without those, unless nobody else is free."""
+        slow_start = self._judge.slow_start
+        allowed = slow_start.allowed(candidates)
+        reserved = None if plan is None else plan.copy()
+        placeable = self._choose(ticket, allowed, now, plan)
+        if ticket.state is TicketState.WAITING and len(allowed) < len(candidates):
+            if plan is not None and reserved is not None:
+                plan[:] = reserved
+            placeable = self._choose(ticket, candidates, now, plan)
+        if ticket.placed_on is not None:
+            slow_start.placed(ticket.placed_on, candidates, now)
+        return placeable
+
+    def _choose(self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, plan: Plan | None) -> bool:
+        """Place the ticket on the best of `candidates`, or hold it; returns what `_consider` does."""
         if self._skip_price and len(candidates) == 1:
             self._place(ticket, candidates[0], now)
             return True
@@ -306,10 +385,15 @@ class Balancer:
             self._place(ticket, candidates[index], now)
         return True
 
-    def _candidates(self, ticket: Ticket) -> Sequence[EndpointState]:
-        """The endpoints that may be asked. If there is none and waiting cannot help, the ticket is closed."""
+    def _candidates(self, ticket: Ticket, now: float, *, trials: bool = True) -> Sequence[EndpointState]:
+        """The endpoints that may be asked. If there is none and waiting cannot help, the ticket is closed.
+
+        `trials`: if nobody is up, one that is down may be tried.
+        """
         model = ticket.request.model
-        candidates = self._endpoints.candidates(model)
+        candidates = self._endpoints.candidates(model, now=now)
+        if not candidates and trials and not self._endpoints.any_starting():
+            candidates = self._endpoints.trials(model, now=now)
         if ticket.avoid:
             candidates = [state for state in candidates if state.endpoint.uid not in ticket.avoid]
         if not candidates:
@@ -349,6 +433,8 @@ class Balancer:
         ticket.state = TicketState.PLACED
         ticket.placed_on = state
         ticket.placed_at = now
+        if state.health is not Health.UP:
+            self._judge.tried(state, ticket, now=now)
         if self._pool is not None:
             ticket.placement = state.load.place(ticket.request, now)
 
@@ -371,7 +457,7 @@ class Balancer:
         self._plan_at = now + PLAN_S if self._hold else inf
         budget, plan = len(self._queue), None
         if self._hold and self._pool is not None:
-            serving = self._endpoints.candidates(None)
+            serving = self._endpoints.candidates(None, now=now)
             if self._pool.any_room(serving, HOLD_MS, now):
                 budget = max(4, min(PLANNED, PLANNED * PLANNED_ENDPOINTS // max(1, len(serving))))
                 plan = [0.0] * self._pool.index.width
@@ -381,12 +467,13 @@ class Balancer:
                 budget = 0
         self._planned_version = self._endpoints.version
         stuck: set[tuple[str | None, frozenset[EndpointUid]]] = set()
-        for ticket in self._queue.in_order(self._work_at(now) if self._by_work and budget else None, now):
+        work = least_work(self._pool.uncached, now) if self._by_work and budget and self._pool is not None else None
+        for ticket in self._queue.in_order(work, now):
             key = (ticket.request.model, ticket.avoid)
             if key in stuck:
                 continue
             if budget <= 0:
-                self._candidates(ticket)  # it may have lost the last one
+                self._candidates(ticket, now, trials=False)  # it may have lost the last one
                 stuck.add(key)
             else:
                 budget -= 1
@@ -396,19 +483,6 @@ class Balancer:
                 stuck.discard(key)
                 self._queue.remove(ticket)
                 changed.append(ticket)
-
-    def _work_at(self, now: float) -> Callable[[Ticket], float]:
-        """How much prefill work a ticket is at least, as of lately."""
-        pool = self._pool
-        assert pool is not None, "only policies with load models order by work"
-
-        def work(ticket: Ticket) -> float:
-            if now - ticket.work_at >= WORK_S:
-                ticket.work_tokens = pool.uncached(ticket.request)
-                ticket.work_at = now
-            return ticket.work_tokens
-
-        return work
 
     @staticmethod
     def _end(ticket: Ticket, outcome: Outcome) -> None:

@@ -1,9 +1,10 @@
-"""The set of endpoints: who is in it, who is up, who serves which model, whose gauges may be believed.
+"""The set of endpoints: who is in it, in what standing, who serves which model, whose gauges may be believed.
 
-Sole owner of every `EndpointState`. It judges health from what probes and connections report; it asks nobody itself.
-Invariants:
+Sole owner of every `EndpointState`. It is told what probes, connections and requests brought, and moves each endpoint
+through the states of `core.health`; it asks nobody itself. Invariants:
 
-- An endpoint gets requests only while it is in the set, `UP` and not draining.
+- Requests go to members that are `UP` and not draining; to one that is half open, one at a time. In need only (see
+  `_usable` and `trials`) to one that is ejected or down.
 - An endpoint that leaves the set keeps its state object until its last ticket closes, so that counts never go astray.
 - Uids are never reused, so a report that arrives late about an endpoint that left is recognised and dropped.
 - The lists that `candidates` hands out are shared and rebuilt, never edited: the caller may keep one, and must not
@@ -12,11 +13,16 @@ Invariants:
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
-from lbproxy.config import HealthSettings, ScrapeSettings
+from lbproxy.config import BreakerSettings, HealthSettings, ScrapeSettings
+from lbproxy.core import health
+from lbproxy.core.breaker import Cause
 from lbproxy.core.estimate import PoolModel
+from lbproxy.core.judge import Judge
 from lbproxy.core.types import (
     Endpoint,
     EndpointSnapshot,
@@ -26,8 +32,12 @@ from lbproxy.core.types import (
     Health,
     LoadMetrics,
     ModelCard,
-    Transition,
 )
+
+TRIAL_S = 0.5
+"""Between two requests that try an endpoint that is down, when nobody is up."""
+DIAL_S = 0.35
+"""Between any two connections to one that is down, probes included: less than three in a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +53,25 @@ class EndpointChanges:
 class EndpointSet:
     """All endpoints and their states."""
 
-    def __init__(self, health: HealthSettings, scrape: ScrapeSettings, pool: PoolModel | None = None) -> None:
+    def __init__(
+        self,
+        settings: HealthSettings,
+        scrape: ScrapeSettings,
+        breaker: BreakerSettings,
+        pool: PoolModel | None,
+        rng: random.Random,
+    ) -> None:
         self._pool = pool
         self.version = 0
         """Changes whenever `candidates` may."""
-        self.reconfigure(health, scrape)
+        self.judge = Judge(settings, breaker, has_loads=pool is not None, rng=rng, changed=self._reindex)
+        """Moves endpoints from state to state."""
+        self._panic = breaker.panic
+        self._stale_after_s = scrape.stale_after
+        self._trial_at = -inf
+        """Before this there is no use in looking for somebody to try."""
+        self._members: list[EndpointState] = []
+        """Those that health has nothing against."""
         self._states: dict[EndpointUid, EndpointState] = {}
         self._leaving: list[EndpointState] = []
         self._last_uid = 0
@@ -55,15 +79,17 @@ class EndpointSet:
         self._silent: list[EndpointState] = []
         self._by_model: dict[str, list[EndpointState]] = {}
 
-    def reconfigure(self, health: HealthSettings, scrape: ScrapeSettings) -> None:
+    def reconfigure(self, settings: HealthSettings, scrape: ScrapeSettings, breaker: BreakerSettings) -> None:
         """Judge by other settings what is reported from now on."""
-        self._fall = health.fall
-        self._rise = health.rise
+        self.judge.reconfigure(settings, breaker, self._states.values())
+        self._panic = breaker.panic
         self._stale_after_s = scrape.stale_after
+        self._reindex()
 
     def use(self, pool: PoolModel | None) -> None:
         """Another policy's models, or none. What is placed still ends against the model that it began with."""
         self._pool = pool
+        self.judge.progress.has_loads = pool is not None
         for state in self._states.values():
             if pool is not None:
                 state.load = pool.join()
@@ -71,7 +97,7 @@ class EndpointSet:
 
     # Membership
 
-    def replace(self, specs: Sequence[EndpointSpec]) -> EndpointChanges:
+    def replace(self, specs: Sequence[EndpointSpec], *, now: float) -> EndpointChanges:
         """Make the set equal to `specs`, in that order. An endpoint whose address stays keeps its state.
 
         One that is missing takes no more requests and is forgotten when its last ticket closes.
@@ -82,28 +108,32 @@ class EndpointSet:
         for spec in specs:
             state = kept.pop(spec.base_url, None)
             if state is None:
-                self._last_uid += 1
-                state = EndpointState(_identified(spec, EndpointUid(self._last_uid)))
-                if self._pool is not None:
-                    state.load = self._pool.join()
-                if spec.health is None:
-                    state.health = Health.UP
+                state = self._join(spec, now)
                 added.append(state.endpoint)
             elif _spec_of(state.endpoint) != spec:
                 state.endpoint = _identified(spec, state.endpoint.uid)
-                if spec.health is None:  # nobody would ever say so
-                    state.health = Health.UP
+                if spec.health is None:
+                    self.judge.unprobed(state, now=now)
                 changed.append(state.endpoint)
             states[state.endpoint.uid] = state
         removed = list(kept.values())
         for state in removed:
             state.draining = True
+            self.judge.left(state)
             if self._pool is not None:
                 self._pool.leave(state.load)
         self._leaving = [state for state in [*self._leaving, *removed] if state.in_flight]
         self._states = states
         self._reindex()
         return EndpointChanges(added, [state.endpoint for state in removed], changed)
+
+    def _join(self, spec: EndpointSpec, now: float) -> EndpointState:
+        self._last_uid += 1
+        state = EndpointState(_identified(spec, EndpointUid(self._last_uid)))
+        if self._pool is not None:
+            state.load = self._pool.join()
+        self.judge.joined(state, now=now)
+        return state
 
     def get(self, uid: EndpointUid) -> EndpointState | None:
         """The state of a member; None if it left."""
@@ -116,14 +146,29 @@ class EndpointSet:
 
     # Who may serve
 
-    def candidates(self, model: str | None) -> Sequence[EndpointState]:
+    def candidates(self, model: str | None, *, now: float) -> Sequence[EndpointState]:
         """The endpoints that may be asked for `model` (None: any model). Usually O(1).
 
         Endpoints that say they serve it; if none does, those that are up but never said what they serve.
         """
+        if now >= self.judge.due_at:
+            self.judge.end_ejections(self._states.values(), now=now)
         if model is None:
             return self._serving
         return self._by_model.get(model) or self._silent
+
+    def trials(self, model: str | None, *, now: float) -> Sequence[EndpointState]:
+        """Endpoints that are down (or that nobody could connect to) and may be tried, when there are no candidates:
+        each by one request at a time, and seldom. O(members), but not for each of the requests that find nobody.
+        """
+        if now < self._trial_at:
+            return []
+        down = [state for state in self._states.values() if not state.draining and _is_unreachable(state)]
+        free = [(state, _trial_at(state)) for state in down if state.trial is None]
+        self._trial_at = min((at for _, at in free), default=inf)
+        ready = [state for state, at in free if at <= now]
+        named = [state for state in ready if model is None or (state.models is not None and model in state.models)]
+        return named or [state for state in ready if state.models is None and not self._serving]
 
     def is_known(self, model: str | None) -> bool:
         """Whether a member, whatever its health, says that it serves `model`."""
@@ -144,47 +189,70 @@ class EndpointSet:
     def model_cards(self) -> list[ModelCard]:
         """What the members that are up serve, one card a model: the first endpoint's word counts."""
         cards: dict[str, ModelCard] = {}
-        for state in self._serving:
+        for state in self._members:
             for card in (state.models or {}).values():
                 cards.setdefault(card.id, card)
         return list(cards.values())
 
     def _reindex(self) -> None:
         self.version += 1
-        self._serving = [s for s in self._states.values() if s.health is Health.UP and not s.draining]
-        self._silent = [state for state in self._serving if state.models is None]
+        self._trial_at = -inf
+        self._members = [s for s in self._states.values() if s.health in health.ALIVE and not s.draining]
+        for state in self._states.values():
+            state.readmitted = False
+        self._serving = self._usable(self._members)
+        self._silent = self._usable([state for state in self._members if state.models is None])
         by_model: dict[str, list[EndpointState]] = {}
-        for state in self._serving:
+        for state in self._members:
             for model in state.models or ():
                 by_model.setdefault(model, []).append(state)
-        self._by_model = by_model
+        self._by_model = {model: self._usable(states) for model, states in by_model.items()}
         if self._pool is not None:
             self._pool.adapters = frozenset(
-                card.id for state in self._serving for card in (state.models or {}).values() if card.parent is not None
+                card.id for state in self._members for card in (state.models or {}).values() if card.parent is not None
             )
+
+    def _usable(self, members: list[EndpointState]) -> list[EndpointState]:
+        """Those of `members` that may be asked: the breaker's word counts, unless it leaves less than half of them.
+
+        Then it is more likely wrong, or all are bad, and there is nothing to lose. To one that nobody can connect to
+        there is no use in sending requests even so.
+        """
+        up = sum(state.health is Health.UP for state in members)
+        if up == len(members):
+            return members
+        if self._panic and 2 * up < len(members):
+            for state in members:
+                if not _is_open(state) and state.breaker.cause is not Cause.UNREACHABLE:
+                    state.readmitted = True
+        return [state for state in members if state.readmitted or _is_open(state)]
 
     # Reports
 
-    def report_health(self, uid: EndpointUid, ok: bool, reason: str) -> Transition | None:
-        """A probe's answer, or a connection that failed. `fall` bad ones in a row take an endpoint down, `rise` good
-        ones bring it back; the first report of all decides at once, so that neither start waits for the counts.
+    def report_health(self, uid: EndpointUid, ok: bool, reason: str, *, now: float) -> None:
+        """A probe's answer, or a connection that failed; None of those that left."""
+        state = self._states.get(uid)
+        if state is not None:
+            self.judge.probed(state, ok, reason, now=now)
+
+    def may_probe_in(self, uid: EndpointUid, *, now: float) -> float:
+        """In how many seconds a probe may go out; 0 = now, and it is counted as gone. One that is down is not dialled
+        more than three times a second, trials included.
         """
         state = self._states.get(uid)
-        if state is None or (ok and state.endpoint.health is None):
-            return None
-        state.fails = 0 if ok else state.fails + 1
-        state.passes = state.passes + 1 if ok else 0
-        before = state.health
-        if before is Health.STARTING:
-            state.health = Health.UP if ok else Health.DOWN
-        elif before is Health.UP and state.fails >= self._fall and state.endpoint.health is not None:
-            state.health = Health.DOWN
-        elif before is Health.DOWN and state.passes >= self._rise:
-            state.health = Health.UP
-        if state.health is before:
-            return None
-        self._reindex()
-        return Transition(state.endpoint, before, state.health, reason)
+        if state is None or state.health is not Health.DOWN:
+            return 0.0
+        wait_s = state.dialled_at + DIAL_S - now
+        if wait_s > 0.0:
+            return wait_s
+        state.dialled_at = now
+        return 0.0
+
+    def check(self, *, now: float) -> list[EndpointUid]:
+        """Once a second: what time alone brings. Returns the endpoints whose waiting requests should go elsewhere."""
+        states = list(self._states.values())
+        self.judge.check(states, now=now)
+        return [state.endpoint.uid for state in states if state.awaiting_first_byte and _strands(state)]
 
     def report_models(self, uid: EndpointUid, cards: Iterable[ModelCard] | None) -> None:
         """What /v1/models said. None: the endpoint has no such list; what it said before is forgotten."""
@@ -207,6 +275,7 @@ class EndpointSet:
         state = self._states.get(uid)
         if state is None:
             return
+        self.judge.progress.scraped(state, metrics)
         state.metrics = metrics
         state.fresh_until = metrics.scraped_at + self._stale_after_s
         if metrics.waiting is None and metrics.running is None:
@@ -228,7 +297,31 @@ class EndpointSet:
 
     def snapshot(self, *, now: float) -> list[EndpointSnapshot]:
         """Members in the order of the settings, then those that are leaving."""
-        return [_snapshot(state, now) for state in [*self._states.values(), *self._leaving]]
+        states = [*self._states.values(), *self._leaving]
+        return [_snapshot(state, self.judge.slow_start.share(state, now), now) for state in states]
+
+
+def _is_open(state: EndpointState) -> bool:
+    """The breaker lets requests through: all, or the one that tries it."""
+    return state.health is Health.UP or (state.health is Health.HALF_OPEN and state.trial is None)
+
+
+def _is_unreachable(state: EndpointState) -> bool:
+    """Nobody could connect to it, or its health path says so."""
+    cause = state.breaker.cause
+    return state.health is Health.DOWN or (state.health is Health.EJECTED and cause is Cause.UNREACHABLE)
+
+
+def _trial_at(state: EndpointState) -> float:
+    """When the next request may try it."""
+    return max(state.tried_at + TRIAL_S, state.dialled_at + DIAL_S)
+
+
+def _strands(state: EndpointState) -> bool:
+    """Who waits there for a first byte waits in vain."""
+    return state.health is Health.DOWN or (
+        state.health in {Health.EJECTED, Health.HALF_OPEN} and state.breaker.cause is Cause.NO_PROGRESS
+    )
 
 
 def _served(models: dict[str, ModelCard] | None) -> dict[str, str | None] | None:
@@ -257,12 +350,14 @@ def _spec_of(endpoint: Endpoint) -> EndpointSpec:
     )
 
 
-def _snapshot(state: EndpointState, now: float) -> EndpointSnapshot:
+def _snapshot(state: EndpointState, share: float, now: float) -> EndpointSnapshot:
     return EndpointSnapshot(
         endpoint=state.endpoint,
         health=state.health,
         draining=state.draining,
         backing_off=now < state.backing_off_until,
+        readmitted=state.readmitted,
+        share=share,
         in_flight=state.in_flight,
         awaiting_first_byte=state.awaiting_first_byte,
         placed=state.placed,

@@ -254,6 +254,11 @@ class LoadModel:
         """How long that work takes."""
         return self.backlog_tokens(now) * self.pool.token_ms * self.speed
 
+    def next_first_byte_s(self, now: float) -> float:
+        """Seconds that the first in line, after what others queued, should take to its first byte in all."""
+        tokens = self.head_tokens + (self.others_tokens if now <= self.others_until else 0.0)
+        return (self.base_ms + tokens * self.pool.token_ms * self.speed) / 1000.0
+
     def freed_per_ms(self, now: float) -> float:
         """Tokens of cache space that became free, per millisecond, of late."""
         return self._freed * math.exp((self._freed_at - now) / FREED_S) / (1000.0 * FREED_S)

@@ -51,6 +51,8 @@ class FailureKind(Enum):
     """It answered 500: the request's fault, or everybody's (a vLLM that drains says it to all)."""
     GATEWAY = "gateway"
     """It answered 502 or 504: a proxy of its own failed."""
+    STRANDED = "stranded"
+    """It was found down, or to make no progress, while the request waited for a first byte there."""
 
 
 STATUS_FAILURES = {
@@ -80,8 +82,6 @@ class Verdict:
     """Try another endpoint."""
     outcome: Outcome
     """How the attempt ended; and the request too, if it is not tried again and has no answer to pass on."""
-    blame: bool = False
-    """The failure counts against the endpoint's health."""
     delay_s: float = 0.0
     """Wait so long first."""
 
@@ -110,6 +110,7 @@ _RULES = {
     FailureKind.LIMITED: _Rule(Outcome.COMPLETED, again=1),
     FailureKind.ERROR: _Rule(Outcome.COMPLETED, again=1, only_first=True),
     FailureKind.GATEWAY: _Rule(Outcome.COMPLETED, again=_ANY_NUMBER),
+    FailureKind.STRANDED: _Rule(Outcome.UPSTREAM_TIMEOUT, again=_ANY_NUMBER),
 }
 
 
@@ -148,7 +149,6 @@ class Retries:
         `elsewhere`: another endpoint could take it. Spends budget if the verdict is to try again.
         """
         rule = _RULES[kind]
-        blame = kind is FailureKind.CONNECT
         again = (
             len(earlier) + 1 < self._attempts
             and earlier.count(kind) < rule.again
@@ -156,12 +156,12 @@ class Retries:
             and (rule.free or elsewhere)
         )
         if not again or rule.free:
-            return Verdict(again, rule.outcome, blame)
+            return Verdict(again, rule.outcome)
         if self.budget(now=now) < 1.0:
-            return Verdict(False, rule.outcome, blame)
+            return Verdict(False, rule.outcome)
         self._spent[self._second % WINDOW_S] += 1
         most_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** len(earlier))
-        return Verdict(True, rule.outcome, blame, self._rng.uniform(0.0, most_s))
+        return Verdict(True, rule.outcome, self._rng.uniform(0.0, most_s))
 
     def _turn_to(self, second: int) -> None:
         """Empty the slots of the seconds that have passed since."""

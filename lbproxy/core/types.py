@@ -17,6 +17,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, NewType
 
 if TYPE_CHECKING:
+    from lbproxy.core.breaker import Breaker, Cause
     from lbproxy.core.estimate import LoadModel, Placement
 
 EndpointUid = NewType("EndpointUid", int)
@@ -100,12 +101,17 @@ class ModelCard:
 
 
 class Health(Enum):
-    """The verdict on an endpoint. Only `UP` endpoints get requests."""
+    """The standing of an endpoint: see `core.health`. `UP` endpoints get requests, the others in need only."""
 
     STARTING = "starting"
     """Not judged yet."""
     UP = "up"
+    EJECTED = "ejected"
+    """By the breaker, for a time."""
+    HALF_OPEN = "half_open"
+    """That time is over: one request at a time tries it."""
     DOWN = "down"
+    """By probes, or because nobody can connect to it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +121,8 @@ class EndpointState:
     endpoint: Endpoint
     health: Health = Health.STARTING
     draining: bool = False
+    left: bool = False
+    """It is no member of the set any more."""
     fails: int = 0
     """Bad probes and connect failures in a row."""
     passes: int = 0
@@ -143,6 +151,26 @@ class EndpointState:
     """Attempts in a row that it refused or failed, without a good answer between."""
     backing_off_until: float = float("-inf")
     """Until then it gets requests only if nobody else can take them: see `core.backpressure`."""
+    trial: Ticket | None = None
+    """The request that tries it and has no answer yet, while it is half open or down."""
+    tried_at: float = float("-inf")
+    """When the last of those was placed."""
+    dialled_at: float = float("-inf")
+    """When a probe or a trial last went to it while it was down."""
+    readmitted: bool = False
+    """Ejected, and used all the same for want of others."""
+    was_up: bool = False
+    """It took requests before."""
+    slow_since: float | None = None
+    """When its slow start began; None: it is over. See `core.slow_start`."""
+    slow_credit: float = 0.0
+    """Requests that it may get meanwhile."""
+    progress_at: float = float("-inf")
+    """When a byte last came from it, or its gauges moved: see `core.progress`."""
+    quiet_since: float = float("-inf")
+    """Silence before this does not count."""
+    breaker: Breaker = field(init=False, repr=False)
+    """What became of its requests. Set by the endpoint set."""
     load: LoadModel = field(init=False, repr=False)
     """What `core.estimate` knows of its work. Set only under policies that need it (`Policy.block_bytes`)."""
 
@@ -202,6 +230,10 @@ class Ticket:
     work_tokens: float = 0.0
     """While WAITING: the least prefill work that any endpoint would have with it, as of `work_at`."""
     work_at: float = float("-inf")
+    trial: bool = False
+    """It tries an endpoint that is half open or down."""
+    accused: EndpointUid | None = None
+    """The endpoint that answered this request 500: it is at fault if this attempt goes well."""
 
     def __init__(
         self, request: InferenceRequest, submitted_at: float, deadline: float, avoid: frozenset[EndpointUid]
@@ -363,6 +395,8 @@ class Transition:
     before: Health
     after: Health
     reason: str
+    cause: Cause | None = None
+    """Why it was ejected, if it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,6 +415,15 @@ class EndpointSnapshot:
     metrics_age_s: float | None
     stale: bool
     models: tuple[str, ...] | None
+    readmitted: bool = False
+    """Ejected, and used all the same for want of others."""
+    share: float = 1.0
+    """0.1 to 1: of what it will get once its slow start is over."""
+
+    @property
+    def serving(self) -> bool:
+        """Requests may go there now, be it one at a time."""
+        return not self.draining and (self.readmitted or self.health in {Health.UP, Health.HALF_OPEN})
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,10 @@ class Answer(NamedTuple):
 
 async def fetch(pool: ConnectionPool, origin: Origin, path: str, *, timeout_s: float, max_bytes: int) -> Answer:
     """GET `path`. Raises UpstreamError: PROTOCOL also if the body is larger than `max_bytes`, TIMEOUT if the whole
-    takes longer than `timeout_s`. A kept connection that turns out to be closed costs nothing.
+    takes longer than `timeout_s`, as `pulse` counts. A kept connection that turns out to be closed costs nothing.
     """
     try:
-        async with asyncio.timeout(timeout_s):
+        async with pool.pulse.timeout(timeout_s):
             connection = pool.take(origin)
             if connection is not None:
                 try:

@@ -11,7 +11,7 @@ Invariants:
 - Kept connections live shorter than the 5 s after which vLLM and SGLang (uvicorn) close them.
 
 One sweep each 250 ms looks after all time limits of all connections: a timer per request would cost more than the
-limits need in precision. Connecting has its own time-out.
+limits need in precision. Connecting has its own time-out. None of them runs while we stand still: see `pulse`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import asyncio
 import errno
 import os
 import socket
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import lru_cache
@@ -309,10 +308,9 @@ class ConnectionPool:
     def __init__(self, pulse: Pulse | None = None) -> None:
         """`pulse` tells when silence was our own."""
         self.loop = asyncio.get_running_loop()
-        self._pulse = pulse or Pulse()
-        self._swept_at = time.monotonic()
-        self._excused = False
-        """The last sweep was put off, because our own loop had stood still."""
+        self.pulse = pulse or Pulse()
+        self._stalled_s = 0.0
+        """By how much the limits of all connections were prolonged so far."""
         self._idle: defaultdict[Origin, dict[Connection, float]] = defaultdict(dict)
         self._busy: set[Connection] = set()
         self._dialling: set[asyncio.Task[None]] = set()
@@ -337,12 +335,12 @@ class ConnectionPool:
         """A new connection. Raises UpstreamError CONNECT, or EXHAUSTED when we are out of descriptors."""
         try:
             try:
-                sock = await _open_socket(self.loop, origin, timeout_s)
+                sock = await _open_socket(self.loop, self.pulse, origin, timeout_s)
             except OSError as error:
                 if error.errno not in _OUR_FAULT or not self._close_idle():
                     raise
                 await asyncio.sleep(CLOSING_S)
-                sock = await _open_socket(self.loop, origin, timeout_s)
+                sock = await _open_socket(self.loop, self.pulse, origin, timeout_s)
             try:
                 _, connection = await self.loop.create_connection(lambda: Connection(self, origin), sock=sock)
             except BaseException:
@@ -412,12 +410,11 @@ class ConnectionPool:
 
     def _sweep(self) -> None:
         self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
-        excused = self._pulse.stood_still_since(self._swept_at) and not self._excused
-        self._excused, self._swept_at = excused, time.monotonic()
-        if excused:
-            return  # the bytes that seem to be missing may lie unread in the kernel: read first
+        stalled_s = self.pulse.stalled_s() - self._stalled_s
+        self._stalled_s += stalled_s
         now = self.loop.time()
         for connection in list(self._busy):
+            connection.deadline += stalled_s
             connection.sweep(now)
         for idle in list(self._idle.values()):
             for connection, since in list(idle.items()):
@@ -433,14 +430,16 @@ def _reason(error: OSError) -> str:
     return os.strerror(error.errno)
 
 
-async def _open_socket(loop: asyncio.AbstractEventLoop, origin: Origin, timeout_s: float) -> socket.socket:
+async def _open_socket(
+    loop: asyncio.AbstractEventLoop, pulse: Pulse, origin: Origin, timeout_s: float
+) -> socket.socket:
     """A connected socket to the first address of `origin` that answers. Raises OSError; TimeoutError after `timeout_s`.
 
     Each address gets an equal share of the time that is left, so that a silent one does not eat it all.
     """
     host, port = origin
-    deadline = loop.time() + timeout_s
-    async with asyncio.timeout_at(deadline):
+    deadline = loop.time() - pulse.stalled_s() + timeout_s
+    async with pulse.timeout(timeout_s):
         addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     error: OSError | None = None
     for tried, (family, kind, protocol, _, address) in enumerate(addresses):
@@ -451,11 +450,10 @@ async def _open_socket(loop: asyncio.AbstractEventLoop, origin: Origin, timeout_
             continue
         try:
             _tune(sock)
-            async with asyncio.timeout((deadline - loop.time()) / (len(addresses) - tried)):
+            left_s = max(0.0, deadline + pulse.stalled_s() - loop.time())
+            async with pulse.timeout(left_s / (len(addresses) - tried)):
                 await loop.sock_connect(sock, address)
         except OSError as problem:  # TimeoutError is one
-            if isinstance(problem, TimeoutError) and _is_connected(sock):
-                return sock  # it was our own loop that stood still, not the endpoint
             sock.close()
             error = problem
         except BaseException:
@@ -464,14 +462,6 @@ async def _open_socket(loop: asyncio.AbstractEventLoop, origin: Origin, timeout_
         else:
             return sock
     raise error or OSError(f"{host} has no address")
-
-
-def _is_connected(sock: socket.socket) -> bool:
-    try:
-        sock.getpeername()
-    except OSError:
-        return False
-    return True
 
 
 def _tune(sock: socket.socket) -> None:

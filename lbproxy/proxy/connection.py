@@ -21,7 +21,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 from aiohttp.streams import StreamReader
 
-from lbproxy.core.types import LbError, Outcome
+from lbproxy.core.types import EndpointUid, LbError, Outcome
 from lbproxy.proxy.deadlines import Deadlines
 from lbproxy.proxy.plain import read_plain
 from lbproxy.proxy.request import ClientRequest
@@ -65,6 +65,10 @@ class Turn(Protocol):
 
     def cut(self, why: Outcome) -> None:
         """Answer with `why` now, or break the answer visibly."""
+        ...
+
+    def leave(self, stranding: frozenset[EndpointUid]) -> None:
+        """Ask another endpoint, if it waits in vain on one of these."""
         ...
 
     def pause(self) -> None:

@@ -84,6 +84,8 @@ class Exchange(ABC):
     """Endpoints whose attempts failed."""
     _kinds: tuple[FailureKind, ...] = ()
     """Why they did."""
+    _accused: EndpointUid | None = None
+    """The one of them that answered 500."""
     _last = Outcome.COMPLETED
     """How the last of them ended."""
 
@@ -154,13 +156,18 @@ class Exchange(ABC):
             self._release(why)
             self.refuse(LbError(why))
 
-    def _release(self, outcome: Outcome) -> None:
+    def _let_go(self) -> None:
+        """Of the attempt that runs."""
         if self._pending is not None:
             self._pending.cancel()
         if self._connection is not None:
             self._connection.abort()
         if self._relay is not None:
             self._relay.let_go()
+        self._pending = self._connection = self._relay = None
+
+    def _release(self, outcome: Outcome) -> None:
+        self._let_go()
         if self._ticket is not None:
             self._shared.runtime.close(self._ticket, outcome)
 
@@ -175,7 +182,7 @@ class Exchange(ABC):
     def _place(self) -> None:
         """Begin an attempt: ask for an endpoint."""
         self._pending = None
-        ticket = self._shared.runtime.submit(self.placed, self._failed, self._settled_later)
+        ticket = self._shared.runtime.submit(self.placed, self._failed, self._settled_later, self._accused)
         self._ticket = ticket
         if ticket.state is not TicketState.WAITING:
             self._settled(ticket)
@@ -325,6 +332,29 @@ class Exchange(ABC):
 
     # Another attempt
 
+    def leave(self, stranding: frozenset[EndpointUid]) -> None:
+        """If this waits for a first byte on one of these endpoints, ask another, as far as the balancer allows."""
+        self._guarded(self._leave, stranding)
+
+    def _leave(self, stranding: frozenset[EndpointUid]) -> None:
+        ticket, relay = self._ticket, self._relay
+        if self._over or ticket is None or ticket.state is not TicketState.PLACED or ticket.first_byte_at is not None:
+            return
+        if ticket.placed_on is None or ticket.placed_on.endpoint.uid not in stranding:
+            return
+        if relay is not None and not relay.revocable:
+            return
+        error = UpstreamError(FailureKind.STRANDED, "the endpoint is down, or makes no progress")
+        verdict = self._shared.runtime.after_failure(ticket, error, self._kinds)
+        if not verdict.again:
+            return
+        self._let_go()
+        self.record.error = error.detail
+        self._last = verdict.outcome
+        self._note(ticket, error.kind, f"upstream_{error.kind.value}")
+        self._shared.runtime.close(ticket, verdict.outcome)
+        self._again(verdict.delay_s)
+
     def _may_do_better(self, status: int) -> bool:
         """Whether to drop this answer and ask another endpoint, which is then under way."""
         ticket, runtime = self._ticket, self._shared.runtime
@@ -343,6 +373,8 @@ class Exchange(ABC):
         endpoint = ticket.placed_on.endpoint
         self._kinds = (*self._kinds, kind)
         self._failed |= {endpoint.uid}
+        if kind is FailureKind.ERROR:
+            self._accused = endpoint.uid
         self.record.failed += ((endpoint.name, label),)
 
     def _again(self, delay_s: float) -> None:

@@ -198,10 +198,9 @@ class Relay:
             if self._record.first_byte_at is None:
                 self._first_byte()
             self._write(data)
-        if self._scanner is not None:
-            now = self._runtime.now()
-            if now >= self._progress_at:
-                self._report_progress(now)
+        now = self._runtime.now()
+        if now >= self._progress_at:
+            self._report_progress(now)
 
     def ended(self) -> None:
         """The endpoint says that the message is whole; where it cannot say so, we look."""
@@ -303,9 +302,9 @@ class Relay:
             self._transport.write(data)
 
     def _report_progress(self, now: float) -> None:
-        assert self._scanner is not None
-        events = self._scanner.events
-        if events > self._progressed:
+        """Of a stream only events are progress: comments only say that somebody is there."""
+        events = 0 if self._scanner is None else self._scanner.events
+        if events > self._progressed or self._scanner is None:
             self._runtime.progress(self._ticket, events - self._progressed)
             self._progressed = events
         self._progress_at = now + PROGRESS_S
@@ -317,6 +316,11 @@ class Relay:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._finish(outcome)
         self._transport.abort()
+
+    @property
+    def revocable(self) -> bool:
+        """Nothing went to the client."""
+        return bool(self._prefix)
 
     @property
     def _events(self) -> int:

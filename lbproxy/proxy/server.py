@@ -23,7 +23,7 @@ from lbproxy.config import Settings
 from lbproxy.core.models import resolve
 from lbproxy.core.openai import BodyFacts, model_list, read_json_body, read_multipart_model, with_model
 from lbproxy.core.prefix import flatten, hash_prompt
-from lbproxy.core.types import InferenceRequest, LbError, Outcome, RequestRecord
+from lbproxy.core.types import EndpointUid, InferenceRequest, LbError, Outcome, RequestRecord
 from lbproxy.net.listener import Listener, bind, connections_within
 from lbproxy.proxy.answers import error_answer, json_answer
 from lbproxy.proxy.bodies import read_body
@@ -236,6 +236,12 @@ class FrontEnd(web.Server):
     def __call__(self) -> ClientConnection:
         """One more connection: asyncio's protocol factory."""
         return ClientConnection(self, loop=self._loop, **self._kwargs)
+
+    def move_stranded(self, stranding: frozenset[EndpointUid]) -> None:
+        """Requests wait in vain on these endpoints: send elsewhere what can be."""
+        for client in self._clients():
+            if client.turn is not None:
+                client.turn.leave(stranding)
 
     # One request
 

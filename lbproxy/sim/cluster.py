@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from lbproxy.core.progress import CHECK_S
 from lbproxy.core.retry import FailureKind
 from lbproxy.core.types import (
     EndpointSpec,
@@ -27,11 +28,12 @@ from lbproxy.core.types import (
     Outcome,
     Ticket,
     TicketState,
+    Transition,
     Usage,
 )
 from lbproxy.sim.des import EventHeap
 from lbproxy.sim.engine import Engine, RequestTooLong, SimRequest
-from lbproxy.sim.fleet import BASE_MODEL, TOKEN_BYTES, Fault, FleetOptions, Served, Server
+from lbproxy.sim.fleet import BASE_MODEL, TOKEN_BYTES, Fault, FaultKind, FleetOptions, Served, Server
 from lbproxy.sim.presets import BLOCK_TOKENS
 from lbproxy.sim.prompts import block_hashes, routing_keys
 from lbproxy.sim.replicas import Echo, Exchange, Replica
@@ -41,6 +43,9 @@ PROGRESS_S = 0.25
 """As in the proxy: how often a stream's progress is reported, at most."""
 PROBE_UP_S, PROBE_DOWN_S = 2.0, 0.5
 """As in the proxy's default settings."""
+HUNG_SPEED = 1e-9
+ERROR_S = 0.001
+"""How long a server that fails fast takes to."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +61,8 @@ class _Flight:
     """Tokens reported as progress."""
     failed: tuple[FailureKind, ...] = ()
     """Why its attempts failed."""
+    accused: EndpointUid | None = None
+    """Who answered it 500."""
     echo: Echo | None = None
     """What the other balancers hear of the attempt."""
 
@@ -70,6 +77,7 @@ class _Server:
     uids: list[EndpointUid]
     """What each balancer calls it."""
     alive: bool = True
+    failing: bool = False
     started_at: float = 0.0
     wakes_at: float = float("inf")
     """When the engine's next event is that an event of ours is asked for; it arrives a network delay later."""
@@ -116,6 +124,8 @@ class Fleet:
         self._live = 0
         self._served: list[Served] = []
         self._over = False
+        self.transitions: list[tuple[float, Transition]] = []
+        """What endpoints became in the eyes of each balancer, and when it was seen, within `CHECK_S`."""
 
     def run(self) -> list[Served]:
         """Until the workload is over and every job has ended; the jobs in the order of their arrival."""
@@ -135,7 +145,7 @@ class Fleet:
     def _build_servers(self) -> list[_Server]:
         options = self._options
         specs = [EndpointSpec(name=f"s{n}", base_url=f"http://s{n}:80") for n in range(len(options.servers))]
-        uids = [[e.uid for e in front.balancer.set_endpoints(specs).added] for front in self._fronts]
+        uids = [[e.uid for e in front.balancer.set_endpoints(specs, now=0.0).added] for front in self._fronts]
         base = ModelCard(BASE_MODEL, b"{}")
         cards = [base, *(ModelCard(adapter, b"{}", parent=BASE_MODEL) for adapter in options.adapters)]
         servers = []
@@ -149,7 +159,7 @@ class Fleet:
             servers.append(_Server(number, spec, engine, [of_front[number] for of_front in uids]))
             for front in self._fronts:
                 uid = uids[front.number][number]
-                front.balancer.report_health(uid, True, "simulated")
+                front.balancer.report_health(uid, True, "simulated", now=0.0)
                 front.balancer.report_models(uid, cards if spec.preset.max_loras else cards[:1])
         return servers
 
@@ -157,6 +167,7 @@ class Fleet:
         options = self._options
         rng = random.Random(f"{self._seed}:clocks")
         for front in self._fronts:
+            self._heap.at(CHECK_S, self._check, front)
             for server in self._servers:
                 if options.scrape_interval_s is not None:
                     # The first at once: nobody starts without gauges.
@@ -206,7 +217,8 @@ class Fleet:
 
     def _submit(self, front: _Front, flight: _Flight, avoid: frozenset[EndpointUid]) -> None:
         flight.served.attempts += 1
-        flight.ticket = ticket = front.balancer.submit(flight.request, now=self.now, avoid=avoid)
+        balancer = front.balancer
+        flight.ticket = ticket = balancer.submit(flight.request, now=self.now, avoid=avoid, accused=flight.accused)
         if ticket.state is TicketState.WAITING:
             front.waiting[id(ticket)] = flight
         else:
@@ -274,6 +286,9 @@ class Fleet:
             self._fail(flight, FailureKind.CONNECT)
             self._poll(self._fronts[flight.served.balancer])
             return
+        if server.failing:
+            self._heap.at(self.now + ERROR_S, self._refuse, flight)
+            return
         work = SimRequest(job.id, job.prompt_tokens, job.answer.tokens, flight.hashes, job.model)
         try:
             server.engine.add(work, now=self.now)
@@ -285,6 +300,11 @@ class Fleet:
             return
         server.flights[job.id] = flight
         self._arm(server)
+
+    def _refuse(self, flight: _Flight) -> None:
+        """A 500 arrives."""
+        self._fail(flight, FailureKind.ERROR)
+        self._poll(self._fronts[flight.served.balancer])
 
     def _arm(self, server: _Server) -> None:
         due = server.engine.next_event()
@@ -362,21 +382,57 @@ class Fleet:
         verdict = front.balancer.after_failure(_ticket(flight), kind, flight.failed, now=self.now)
         flight.failed += (kind,)
         uid = _server(flight).uids[front.number]
-        if verdict.blame:
-            front.balancer.report_health(uid, False, kind.value)
-        avoid = frozenset({*_ticket(flight).avoid, uid})
+        if kind is FailureKind.ERROR:
+            flight.accused = uid
         self._close(flight, verdict.outcome)
         if verdict.again:
-            self._heap.at(self.now + verdict.delay_s, lambda _: self._submit(front, flight, avoid), None)
+            self._again(flight, uid, verdict.delay_s)
         else:
-            self._end(flight, verdict.outcome)
+            self._end(flight, Outcome.INTERNAL_ERROR if kind is FailureKind.ERROR else verdict.outcome)
+
+    def _again(self, flight: _Flight, failed: EndpointUid, delay_s: float) -> None:
+        front = self._fronts[flight.served.balancer]
+        avoid = frozenset({*_ticket(flight).avoid, failed})
+        self._heap.at(self.now + delay_s, lambda _: self._submit(front, flight, avoid), None)
+
+    def _check(self, front: _Front) -> None:
+        """What a balancer has to be asked every second; who waits in vain is sent elsewhere, as far as it allows."""
+        self._heap.at(self.now + CHECK_S, self._check, front)
+        stranding = front.balancer.check(now=self.now)
+        for server in self._servers:
+            if server.uids[front.number] in stranding:
+                for flight in list(server.flights.values()):
+                    self._move(front, server, flight)
+        self.transitions += [(self.now, transition) for transition in front.balancer.transitions]
+        front.balancer.transitions.clear()
+        self._poll(front)
+
+    def _move(self, front: _Front, server: _Server, flight: _Flight) -> None:
+        has_bytes = flight.served.streamed and flight.served.first_at is not None
+        if has_bytes or flight.served.balancer != front.number:
+            return
+        verdict = front.balancer.after_failure(_ticket(flight), FailureKind.STRANDED, flight.failed, now=self.now)
+        if verdict.again:
+            server.engine.abort(flight.served.job.id, now=self.now)
+            del server.flights[flight.served.job.id]
+            flight.failed += (FailureKind.STRANDED,)
+            self._close(flight, verdict.outcome)
+            self._again(flight, server.uids[front.number], verdict.delay_s)
 
     def _begin_fault(self, fault: Fault) -> None:
         server = self._servers[fault.server]
         if fault.speed is not None:
             server.engine.set_speed(server.spec.speed * fault.speed, now=self.now)
-            return
-        server.alive = False
+        elif fault.kind is FaultKind.HUNG:
+            server.engine.set_speed(HUNG_SPEED, now=self.now)
+        elif fault.kind is FaultKind.FAILING:
+            server.failing = True
+        else:
+            server.alive = False
+            self._lose_all(server)
+
+    def _lose_all(self, server: _Server) -> None:
+        """The server's process ends."""
         for job_id in server.engine.restart(now=self.now):
             flight = server.flights.pop(job_id)
             if flight.served.first_at is None or not flight.served.streamed:
@@ -389,16 +445,18 @@ class Fleet:
 
     def _end_fault(self, fault: Fault) -> None:
         server = self._servers[fault.server]
-        if fault.speed is None:
-            server.alive = True
+        if fault.speed is None and fault.kind is FaultKind.HUNG:
+            self._lose_all(server)
+        if fault.speed is None and fault.kind is not FaultKind.FAILING:
             server.started_at = self.now
+        server.alive, server.failing = True, False
         server.engine.set_speed(server.spec.speed, now=self.now)
 
     # What balancers ask by themselves
 
     def _probe(self, pair: tuple[_Front, _Server]) -> None:
         front, server = pair
-        front.balancer.report_health(server.uids[front.number], server.alive, "probe")
+        front.balancer.report_health(server.uids[front.number], server.alive, "probe", now=self.now)
         self._heap.at(self.now + (PROBE_UP_S if server.alive else PROBE_DOWN_S), self._probe, pair)
         self._poll(front)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from lbproxy.core.types import Outcome
 from lbproxy.sim.presets import Preset
@@ -21,6 +22,17 @@ class Server:
     speed: float = 1.0
 
 
+class FaultKind(Enum):
+    """How a server fails."""
+
+    DEAD = "dead"
+    """It refuses connections, and comes back empty."""
+    HUNG = "hung"
+    """It takes requests and computes nothing, while its /health is fine, until it is restarted."""
+    FAILING = "failing"
+    """It answers 500 to everything at once, while its /health is fine."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """What happens to one server for a while. Times are virtual, from the begin of the simulation."""
@@ -30,7 +42,8 @@ class Fault:
     from_s: float
     until_s: float
     speed: float | None = None
-    """Times its own speed, meanwhile; None: it is dead, and comes back empty."""
+    """Times its own speed, meanwhile; None: it fails, as `kind` says."""
+    kind: FaultKind = FaultKind.DEAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,12 +67,12 @@ def test_it_is_ready_while_an_endpoint_takes_requests() -> None:
             pool = made.rig
             answer = await client.get("/readyz")
             assert answer.status_code == 503
-            counts = {"serving": 0, "starting": 2, "up": 0, "down": 0}
+            counts = {"serving": 0, "starting": 2, "up": 0, "ejected": 0, "half_open": 0, "down": 0}
             assert answer.json() == {"ready": False, "draining": False, "endpoints": counts}
             pool.runtime.report_health(pool.endpoints[0].uid, True, "test")
             answer = await client.get("/readyz")
             assert answer.status_code == 200
-            assert answer.json()["endpoints"] == {"serving": 1, "starting": 1, "up": 1, "down": 0}
+            assert answer.json()["endpoints"] == {**counts, "serving": 1, "starting": 1, "up": 1}
             made.front.draining = True
             answer = await client.get("/readyz")
             assert answer.status_code == 503

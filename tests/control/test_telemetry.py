@@ -18,6 +18,7 @@ from lbproxy import __version__
 from lbproxy.config import LogSettings
 from lbproxy.control.log import LineWriter
 from lbproxy.control.telemetry import DURATION_BUCKETS, FIRST_BYTE_BUCKETS, QUEUE_BUCKETS, Telemetry
+from lbproxy.core.breaker import Cause
 from lbproxy.core.types import (
     Endpoint,
     EndpointSnapshot,
@@ -272,7 +273,7 @@ def test_the_state_of_endpoints_and_queue_is_shown() -> None:
     assert page["lbproxy_endpoint_awaiting_first_byte"] == {("e1",): 1, ("e2",): 1}
     states = page["lbproxy_endpoint_health"]
     assert {key for key, value in states.items() if value} == {("e1", "up"), ("e2", "down")}
-    assert len(states) == 6
+    assert len(states) == 2 * len(Health)
     assert page["lbproxy_waiting_requests"] == {(): 3}
     assert page["lbproxy_waiting_bytes"] == {(): 4096}
     assert page["lbproxy_client_connections"] == {(): 12}
@@ -355,3 +356,18 @@ def test_the_access_log_can_be_off() -> None:
     made.request(record())
     made.close()
     assert reader.lines() == []
+
+
+def test_ejections_are_counted_by_cause_and_panic_and_slow_start_shown() -> None:
+    with telemetry(seen(1, share=0.25), seen(2, health=Health.EJECTED, readmitted=True)) as (made, _):
+        endpoint = seen(2).endpoint
+        made.transition(Transition(endpoint, Health.UP, Health.EJECTED, "5 in a row", Cause.FAULTS))
+        made.transition(Transition(endpoint, Health.EJECTED, Health.HALF_OPEN, "time is over"))
+        page = read(made)
+    assert {key: n for key, n in page["lbproxy_endpoint_ejections_total"].items() if n} == {("faults", "e2"): 1}
+    assert len(page["lbproxy_endpoint_ejections_total"]) == 2 * len(Cause), (
+        "at 0 from the start, so that rates see the first"
+    )
+    assert page["lbproxy_endpoint_readmitted"] == {("e1",): 0, ("e2",): 1}
+    assert page["lbproxy_endpoint_share"] == {("e1",): 0.25, ("e2",): 1}
+    assert page["lbproxy_endpoint_up"] == {("e1",): 1, ("e2",): 0}

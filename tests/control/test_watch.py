@@ -32,12 +32,12 @@ def test_loops_run_for_the_members_and_for_nobody_else() -> None:
         balancer: Balancer = make_balancer()
         async with asyncio.TaskGroup() as group:
             watches = Watches(group, loops_of, random.Random(1))  # type: ignore[arg-type]
-            watches.follow(balancer.set_endpoints([spec(1), spec(2)]))
+            watches.follow(balancer.set_endpoints([spec(1), spec(2)], now=0.0))
             await until(lambda: sorted(running) == ["prober e1", "prober e2", "scraper e1", "scraper e2"])
-            watches.follow(balancer.set_endpoints([spec(2), spec(3)]))
+            watches.follow(balancer.set_endpoints([spec(2), spec(3)], now=0.0))
             await until(lambda: sorted(running) == ["prober e2", "prober e3", "scraper e2", "scraper e3"])
-            watches.follow(balancer.set_endpoints([spec(2), spec(3)]))
-            watches.follow(balancer.set_endpoints([spec(3), spec(1)]))
+            watches.follow(balancer.set_endpoints([spec(2), spec(3)], now=0.0))
+            watches.follow(balancer.set_endpoints([spec(3), spec(1)], now=0.0))
             await until(lambda: sorted(running) == ["prober e1", "prober e3", "scraper e1", "scraper e3"])
             watches.close()
         assert running == []
@@ -58,9 +58,9 @@ def test_loops_begin_anew_for_who_is_looked_after_otherwise_and_for_all_when_tol
         balancer: Balancer = make_balancer()
         async with asyncio.TaskGroup() as group:
             watches = Watches(group, lambda one: [("loop", partial(loop, one))], random.Random(1))
-            watches.follow(balancer.set_endpoints([spec(1), spec(2)]))
+            watches.follow(balancer.set_endpoints([spec(1), spec(2)], now=0.0))
             await until(lambda: len(began) == 2)
-            watches.follow(balancer.set_endpoints([spec(1), replace(spec(2), health="/other")]))
+            watches.follow(balancer.set_endpoints([spec(1), replace(spec(2), health="/other")], now=0.0))
             await until(lambda: len(began) == 3)
             assert began[2] == "e2 by /other"
             watches.restart()

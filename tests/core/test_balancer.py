@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from lbproxy.config import AdmissionSettings
+from lbproxy.config import AdmissionSettings, HealthSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.types import Endpoint, Health, Outcome, Ticket, TicketState
-from tests.support.pool import MODEL, bring_up, card, make_balancer, pool_of, request, seen, show_gauges, spec
+from tests.support.pool import MODEL, bring_up, card, make_balancer, pool_of, request, seen, show_gauges, spec, taken
 
 
 def place(balancer: Balancer, model: str | None = MODEL, *, now: float = 0.0) -> Ticket:
@@ -71,15 +71,15 @@ def test_a_scrape_that_misses_running_still_counts_what_waits() -> None:
 
 
 def test_round_robin_takes_turns_and_a_returning_endpoint_is_not_flooded() -> None:
-    balancer, endpoints = pool_of(3, policy="round-robin")
+    balancer, endpoints = pool_of(3, policy="round-robin", health=HealthSettings(slow_start=None))
     first = [endpoint_of(place(balancer)).name for _ in range(6)]
     assert first[:3] == first[3:]
     assert sorted(first[:3]) == ["e1", "e2", "e3"]
     for _ in range(3):
-        balancer.report_health(endpoints[0].uid, False, "down")
+        balancer.report_health(endpoints[0].uid, False, "down", now=0.0)
     assert "e1" not in {endpoint_of(place(balancer)).name for _ in range(10)}
     for _ in range(2):
-        balancer.report_health(endpoints[0].uid, True, "back")
+        balancer.report_health(endpoints[0].uid, True, "back", now=0.0)
     assert Counter(endpoint_of(place(balancer)).name for _ in range(6))["e1"] == 2
 
 
@@ -114,40 +114,43 @@ def test_weighted_scorers_weigh() -> None:
 
 def test_a_down_endpoint_gets_nothing_until_it_is_up_again() -> None:
     balancer, endpoints = pool_of(2)
-    for n in range(3):
-        change = balancer.report_health(endpoints[0].uid, False, "refused")
-        assert (change is not None) == (n == 2)
-    assert change is not None
+    for _ in range(3):
+        assert not balancer.transitions
+        balancer.report_health(endpoints[0].uid, False, "refused", now=0.0)
+    (change,) = taken(balancer)
     assert (change.before, change.after, change.reason) == (Health.UP, Health.DOWN, "refused")
     assert {endpoint_of(place(balancer)).name for _ in range(4)} == {"e2"}
-    assert balancer.report_health(endpoints[0].uid, True, "ok") is None
-    change = balancer.report_health(endpoints[0].uid, True, "ok")
-    assert change is not None
+    balancer.report_health(endpoints[0].uid, True, "ok", now=0.0)
+    assert not balancer.transitions
+    balancer.report_health(endpoints[0].uid, True, "ok", now=0.0)
+    (change,) = taken(balancer)
+    assert (change.before, change.after, change.reason) == (Health.DOWN, Health.UP, "ok")
     assert endpoint_of(place(balancer)).name == "e1"
 
 
 def test_one_bad_probe_between_good_ones_changes_nothing() -> None:
     balancer, endpoints = pool_of(1)
     for ok in (False, False, True) * 5:
-        assert balancer.report_health(endpoints[0].uid, ok, "") is None
+        balancer.report_health(endpoints[0].uid, ok, "", now=0.0)
+    assert not balancer.transitions
 
 
 def test_nobody_up_is_said_at_once() -> None:
     balancer, endpoints = pool_of(2)
     for endpoint in endpoints:
         for _ in range(3):
-            balancer.report_health(endpoint.uid, False, "")
+            balancer.report_health(endpoint.uid, False, "", now=0.0)
     assert place(balancer).outcome is Outcome.NO_ENDPOINTS
 
 
 def test_a_model_that_a_down_endpoint_served_is_unavailable_not_unknown() -> None:
     """404 tells a client to give up; 503 to come back."""
     balancer = make_balancer()
-    one, two = balancer.set_endpoints([spec(1), spec(2)]).added
+    one, two = balancer.set_endpoints([spec(1), spec(2)], now=0.0).added
     bring_up(balancer, [one], "a")
     bring_up(balancer, [two], "b")
     for _ in range(3):
-        balancer.report_health(two.uid, False, "")
+        balancer.report_health(two.uid, False, "", now=0.0)
     assert place(balancer, "b").outcome is Outcome.NO_ENDPOINTS
     assert place(balancer, "c").outcome is Outcome.MODEL_NOT_FOUND
     assert endpoint_of(place(balancer, "a")) is one
@@ -156,7 +159,7 @@ def test_a_model_that_a_down_endpoint_served_is_unavailable_not_unknown() -> Non
 def test_at_the_start_requests_wait_for_the_first_verdicts() -> None:
     """A request of the first millisecond must not be refused because no probe came back yet."""
     balancer = make_balancer()
-    one, two = balancer.set_endpoints([spec(1), spec(2)]).added
+    one, two = balancer.set_endpoints([spec(1), spec(2)], now=0.0).added
     ticket = place(balancer)
     assert ticket.state is TicketState.WAITING
     assert balancer.next_deadline() == 30.0
@@ -170,25 +173,25 @@ def test_at_the_start_requests_wait_for_the_first_verdicts() -> None:
 
 def test_an_endpoint_not_judged_yet_never_makes_others_wait() -> None:
     balancer = make_balancer()
-    one, _ = balancer.set_endpoints([spec(1), spec(2)]).added
+    one, _ = balancer.set_endpoints([spec(1), spec(2)], now=0.0).added
     bring_up(balancer, [one])
     assert endpoint_of(place(balancer)) is one
 
 
 def test_the_wait_ends_when_the_last_endpoint_turns_out_dead() -> None:
     balancer = make_balancer()
-    (one,) = balancer.set_endpoints([spec(1)]).added
+    (one,) = balancer.set_endpoints([spec(1)], now=0.0).added
     ticket = place(balancer)
-    balancer.report_health(one.uid, False, "refused")
+    balancer.report_health(one.uid, False, "refused", now=0.0)
     assert balancer.poll(now=0.1) == [ticket]
     assert ticket.outcome is Outcome.NO_ENDPOINTS
 
 
 def test_an_endpoint_that_cannot_say_what_it_serves_is_asked_last() -> None:
     balancer = make_balancer()
-    silent, known = balancer.set_endpoints([spec(1), spec(2)]).added
+    silent, known = balancer.set_endpoints([spec(1), spec(2)], now=0.0).added
     balancer.report_models(silent.uid, None)
-    balancer.report_health(silent.uid, True, "")
+    balancer.report_health(silent.uid, True, "", now=0.0)
     assert endpoint_of(place(balancer, "anything")) is silent
     bring_up(balancer, [known], "b")
     assert {endpoint_of(place(balancer, "b")) for _ in range(3)} == {known}
@@ -238,7 +241,7 @@ def test_the_queue_is_bounded_in_requests_and_bytes(bound: dict[str, int], fits:
 
 def test_one_model_waiting_does_not_hold_up_another() -> None:
     balancer = make_balancer(admission=AdmissionSettings(max_in_flight_per_endpoint=1))
-    one, two = balancer.set_endpoints([spec(1), spec(2)]).added
+    one, two = balancer.set_endpoints([spec(1), spec(2)], now=0.0).added
     bring_up(balancer, [one], "a")
     bring_up(balancer, [two], "b")
     first, _ = place(balancer, "b"), place(balancer, "a")
@@ -287,7 +290,7 @@ def test_phases_are_counted() -> None:
 def test_an_endpoint_that_left_finishes_what_it_runs() -> None:
     balancer, endpoints = pool_of(2)
     tickets = [place(balancer) for _ in range(4)]
-    changes = balancer.set_endpoints([spec(2), spec(3)])
+    changes = balancer.set_endpoints([spec(2), spec(3)], now=0.0)
     assert [e.name for e in changes.removed] == ["e1"]
     assert [e.name for e in changes.added] == ["e3"]
     assert changes.added[0].uid not in {e.uid for e in endpoints}
@@ -300,10 +303,11 @@ def test_an_endpoint_that_left_finishes_what_it_runs() -> None:
 
 def test_an_address_that_comes_back_is_a_new_endpoint() -> None:
     balancer, endpoints = pool_of(1)
-    balancer.set_endpoints([])
-    (again,) = balancer.set_endpoints([spec(1)]).added
+    balancer.set_endpoints([], now=0.0)
+    (again,) = balancer.set_endpoints([spec(1)], now=0.0).added
     assert again.uid != endpoints[0].uid
-    assert balancer.report_health(endpoints[0].uid, True, "late probe of the old one") is None
+    balancer.report_health(endpoints[0].uid, True, "late probe of the old one", now=0.0)
+    assert not balancer.transitions
     assert seen(balancer)["e1"].health is Health.STARTING
 
 
@@ -318,20 +322,22 @@ def test_a_draining_endpoint_gets_nothing_new() -> None:
 def test_passive_endpoints_are_up_without_probes_and_stay_up() -> None:
     """`health: null`: nobody asks, so nobody can bring it back either."""
     balancer = make_balancer()
-    (one,) = balancer.set_endpoints([type(spec(1))(name="e1", base_url="http://10.0.0.1:8000", health=None)]).added
+    (one,) = balancer.set_endpoints(
+        [type(spec(1))(name="e1", base_url="http://10.0.0.1:8000", health=None)], now=0.0
+    ).added
     balancer.report_models(one.uid, [card(MODEL)])
     assert endpoint_of(place(balancer)) is one
     for _ in range(10):
-        balancer.report_health(one.uid, False, "connect failed")
+        balancer.report_health(one.uid, False, "connect failed", now=0.0)
     assert seen(balancer)["e1"].health is Health.UP
 
 
 def test_models_merge_with_their_unknown_fields_and_the_first_endpoints_word() -> None:
     balancer = make_balancer()
-    one, two = balancer.set_endpoints([spec(1), spec(2)]).added
+    one, two = balancer.set_endpoints([spec(1), spec(2)], now=0.0).added
     bring_up(balancer, [one], "a")
     balancer.report_models(two.uid, [card("a"), card("b"), card("lora", parent="a")])
-    balancer.report_health(two.uid, True, "")
+    balancer.report_health(two.uid, True, "", now=0.0)
     assert [c.id for c in balancer.model_cards()] == ["a", "b", "lora"]
     assert balancer.base_models() == ["a", "b"]
 

@@ -96,7 +96,7 @@ def test_the_tree_refuses_what_can_wait_when_nobody_is_free() -> None:
 
 def test_the_tree_stays_with_an_adapter_below_128_waiting() -> None:
     balancer = make_balancer(policy="gie-tree")
-    endpoints = balancer.set_endpoints([spec(1), spec(2)]).added
+    endpoints = balancer.set_endpoints([spec(1), spec(2)], now=0.0).added
     bring_up(balancer, endpoints)
     for endpoint in endpoints:
         balancer.report_models(endpoint.uid, [card(MODEL), card("lora", parent=MODEL)])

@@ -194,21 +194,22 @@ def test_a_held_request_waits_only_so_long() -> None:
     assert ticket.outcome is Outcome.EXPIRED
 
 
-def test_held_requests_learn_that_their_endpoints_are_gone() -> None:
+@pytest.mark.parametrize("later", [0.0, 5.0], ids=["at once", "when one of them might try an endpoint"])
+def test_held_requests_learn_that_their_endpoints_are_gone(later: float) -> None:
     balancer, endpoints = adaptive(2)
     fill(balancer, 2, tokens=10**6)
     waiting = [balancer.submit(ask(), now=0.0) for _ in range(50)]
     for endpoint in endpoints:
         for _ in range(3):
-            balancer.report_health(endpoint.uid, False, "")
-    assert len(balancer.poll(now=0.0)) == 50
+            balancer.report_health(endpoint.uid, False, "", now=0.0)
+    assert len(balancer.poll(now=later)) == 50
     assert {ticket.outcome for ticket in waiting} == {Outcome.NO_ENDPOINTS}
 
 
 def test_one_saturated_model_does_not_hold_up_another() -> None:
     """More of them wait than a plan looks at."""
     balancer = make_balancer(policy="adaptive")
-    one, two = balancer.set_endpoints([spec(1), spec(2)]).added
+    one, two = balancer.set_endpoints([spec(1), spec(2)], now=0.0).added
     bring_up(balancer, [one], "a")
     bring_up(balancer, [two], "b")
     balancer.submit(ask(10**6, model="a"), now=0.0)
@@ -291,10 +292,10 @@ def test_the_limit_per_endpoint_holds_with_hold() -> None:
 
 def test_an_adapter_is_known_by_its_card() -> None:
     balancer = make_balancer(policy="adaptive")
-    endpoints = balancer.set_endpoints([spec(n) for n in range(1, 5)]).added
+    endpoints = balancer.set_endpoints([spec(n) for n in range(1, 5)], now=0.0).added
     for endpoint in endpoints:
         balancer.report_models(endpoint.uid, [card(MODEL), card("lora", parent=MODEL)])
-        balancer.report_health(endpoint.uid, True, "")
+        balancer.report_health(endpoint.uid, True, "", now=0.0)
     home = balancer.submit(ask(10, model="lora"), now=0.0)
     balancer.close(home, Outcome.COMPLETED, now=0.1)
     later = [balancer.submit(ask(10, model="lora"), now=0.2) for _ in range(2)]

@@ -6,7 +6,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lbproxy.config import AdmissionSettings, HealthSettings, RetrySettings, RoutingSettings, ScrapeSettings
+from lbproxy.config import (
+    AdmissionSettings,
+    BreakerSettings,
+    HealthSettings,
+    RetrySettings,
+    RoutingSettings,
+    ScrapeSettings,
+)
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.policy import make_policy
 from lbproxy.core.retry import FailureKind
@@ -20,6 +27,7 @@ def reconfigure(balancer: Balancer, policy: str | None = None, *, now: float = 0
         None if policy is None else make_policy(RoutingSettings.model_validate({"policy": policy})),
         admission=AdmissionSettings.model_validate(sections.get("admission", {})),
         health=HealthSettings.model_validate(sections.get("health", {})),
+        breaker=BreakerSettings.model_validate(sections.get("breaker", {})),
         scrape=ScrapeSettings.model_validate(sections.get("scrape", {})),
         retry=RetrySettings.model_validate(sections.get("retry", {})),
         now=now,
@@ -98,14 +106,23 @@ def test_health_freshness_and_retries_are_judged_by_the_new_settings() -> None:
     assert not seen(balancer, now=9.0)["e1"].stale
     ticket = balancer.submit(request(), now=0.0)
     assert not balancer.after_failure(ticket, FailureKind.CONNECT, (), now=0.0).again
-    assert balancer.report_health(one.uid, False, "test") is not None
+    balancer.report_health(one.uid, False, "test", now=0.0)
+    assert seen(balancer)["e1"].health is Health.DOWN
+
+
+def test_the_breaker_goes_by_the_new_settings() -> None:
+    balancer, _ = pool_of(3, policy="round-robin")
+    reconfigure(balancer, breaker={"consecutive_failures": 1, "no_progress": None}, health={"slow_start": None})
+    ticket = balancer.submit(request(), now=0.0)
+    balancer.after_failure(ticket, FailureKind.RESET, (), now=0.0)
+    assert [one.health for one in seen(balancer).values()].count(Health.EJECTED) == 1
 
 
 def test_an_endpoint_that_stays_at_its_address_keeps_its_state_whatever_else_changes() -> None:
     """A reload that names the engine must not take the pool down until the next probe."""
     balancer, (one,) = pool_of(1)
     ticket = balancer.submit(request(), now=0.0)
-    changes = balancer.set_endpoints([replace(spec(1), name="new", engine="sglang", health="/ping")])
+    changes = balancer.set_endpoints([replace(spec(1), name="new", engine="sglang", health="/ping")], now=0.0)
     assert (changes.added, changes.removed) == ([], [])
     (changed,) = changes.changed
     assert (changed.uid, changed.name, changed.engine) == (one.uid, "new", "sglang")
@@ -113,13 +130,15 @@ def test_an_endpoint_that_stays_at_its_address_keeps_its_state_whatever_else_cha
     assert seen(balancer)["new"].health is Health.UP
     balancer.close(ticket, Outcome.COMPLETED, now=1.0)
     assert seen(balancer)["new"].in_flight == 0
-    assert balancer.set_endpoints([replace(spec(1), name="new", engine="sglang", health="/ping")]).changed == []
+    assert (
+        balancer.set_endpoints([replace(spec(1), name="new", engine="sglang", health="/ping")], now=0.0).changed == []
+    )
 
 
 def test_an_endpoint_that_is_not_probed_any_more_is_up() -> None:
     """Nobody would ever say so."""
     balancer = make_balancer()
-    balancer.set_endpoints([spec(1)])
+    balancer.set_endpoints([spec(1)], now=0.0)
     assert seen(balancer)["e1"].health is Health.STARTING
-    balancer.set_endpoints([replace(spec(1), health=None)])
+    balancer.set_endpoints([replace(spec(1), health=None)], now=0.0)
     assert seen(balancer)["e1"].health is Health.UP

@@ -51,12 +51,12 @@ def test_nobody_else_means_no_retry(kind: FailureKind) -> None:
     assert it.budget(now=0.0) == before
 
 
-def test_only_a_failed_connect_is_blamed_and_tried_again_at_once_and_for_free() -> None:
+def test_only_a_failed_connect_is_tried_again_at_once_and_for_free() -> None:
     it = retries(budget_ratio=0, budget_per_second=0)
     verdict = it.decide(K.CONNECT, (), elsewhere=False, now=0.0)
-    assert (verdict.again, verdict.blame, verdict.delay_s) == (True, True, 0.0)
+    assert (verdict.again, verdict.delay_s) == (True, 0.0)
     verdict = it.decide(K.RESET, (), elsewhere=True, now=0.0)
-    assert (verdict.again, verdict.blame, verdict.outcome) == (False, False, Outcome.UPSTREAM_RESET)
+    assert (verdict.again, verdict.outcome) == (False, Outcome.UPSTREAM_RESET)
 
 
 def test_the_budget_is_a_share_of_recent_requests_and_a_rate() -> None:

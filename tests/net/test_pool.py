@@ -135,31 +135,6 @@ def test_a_server_that_accepts_nothing_is_a_connect_failure_in_time() -> None:
     run(main())
 
 
-def test_when_our_own_loop_stood_still_the_endpoint_is_not_late() -> None:
-    """The connection is there when the time-out strikes; only the news of it is late."""
-
-    class Late:
-        def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-            self._loop = loop
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(self._loop, name)
-
-        async def sock_connect(self, sock: socket.socket, address: tuple[str, int]) -> None:
-            await self._loop.sock_connect(sock, address)
-            await asyncio.Event().wait()
-
-    async def main() -> None:
-        async with ScriptedEndpoint() as endpoint:
-            pool = ConnectionPool()
-            pool.loop = Late(pool.loop)  # type: ignore[assignment]
-            connection = await pool.connect(Origin.parse(endpoint.url), 0.3)
-            connection.abort()
-            pool.close()
-
-    run(main())
-
-
 def test_our_own_lack_of_descriptors_is_not_the_endpoints_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     async def exhausted(*_: object) -> socket.socket:
         raise OSError(24, "Too many open files")

@@ -132,10 +132,15 @@ def test_jobs_arrive_alike_whatever_the_policy() -> None:
 
         class Watched(Replica):
             def submit(
-                self, request: InferenceRequest, *, now: float, avoid: frozenset[EndpointUid] = frozenset()
+                self,
+                request: InferenceRequest,
+                *,
+                now: float,
+                avoid: frozenset[EndpointUid] = frozenset(),
+                accused: EndpointUid | None = None,
             ) -> Ticket:
                 requests.append((now, request.id, request.prompt_bytes, request.stream))
-                return super().submit(request, now=now, avoid=avoid)
+                return super().submit(request, now=now, avoid=avoid, accused=accused)
 
         options = dataclasses.replace(STREAMS, stream_share=0.5, balancers=2)
         run(policy, shared(), options, kind=Watched)

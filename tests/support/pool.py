@@ -5,7 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from lbproxy.config import AdmissionSettings, HealthSettings, RetrySettings, RoutingSettings, ScrapeSettings
+from lbproxy.config import (
+    AdmissionSettings,
+    BreakerSettings,
+    HealthSettings,
+    RetrySettings,
+    RoutingSettings,
+    ScrapeSettings,
+)
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.policy import make_policy
 from lbproxy.core.types import (
@@ -44,6 +51,7 @@ def make_balancer(
     health: HealthSettings | None = None,
     scrape: ScrapeSettings | None = None,
     retry: RetrySettings | None = None,
+    breaker: BreakerSettings | None = None,
     scorers: dict[str, float] | None = None,
     seed: int = 0,
 ) -> Balancer:
@@ -55,6 +63,7 @@ def make_balancer(
         scrape=scrape or ScrapeSettings(),
         retry=retry or RetrySettings(),
         rng=random.Random(seed),
+        breaker=breaker or BreakerSettings(),
     )
 
 
@@ -62,13 +71,14 @@ def bring_up(balancer: Balancer, endpoints: Sequence[Endpoint], model: str = MOD
     """Every endpoint is up and serves `model`."""
     for endpoint in endpoints:
         balancer.report_models(endpoint.uid, [card(model)])
-        balancer.report_health(endpoint.uid, True, "test")
+        balancer.report_health(endpoint.uid, True, "test", now=0.0)
+    balancer.transitions.clear()
 
 
 def pool_of(count: int, **options: object) -> tuple[Balancer, list[Endpoint]]:
     """A balancer over `count` endpoints that are up and serve MODEL."""
     balancer = make_balancer(**options)  # type: ignore[arg-type]
-    endpoints = balancer.set_endpoints([spec(n) for n in range(1, count + 1)]).added
+    endpoints = balancer.set_endpoints([spec(n) for n in range(1, count + 1)], now=0.0).added
     bring_up(balancer, endpoints)
     return balancer, endpoints
 
@@ -85,6 +95,13 @@ def show_gauges(
     """A scrape that was sent and answered at `now`."""
     balancer.scrape_sent(uid)
     balancer.report_scrape(uid, LoadMetrics(scraped_at=now, waiting=waiting, running=running, kv_utilization=kv))
+
+
+def taken(balancer: Balancer) -> list[Transition]:
+    """What endpoints became since this was last asked."""
+    transitions = balancer.transitions[:]
+    balancer.transitions.clear()
+    return transitions
 
 
 def seen(balancer: Balancer, now: float = 0.0) -> dict[str, EndpointSnapshot]:
@@ -117,7 +134,8 @@ class Pool:
         self.balancer = balancer
         self.records = Records(balancer)
         self.runtime = Runtime(balancer, [self.records])
-        self.connections = ConnectionPool()
+        self.runtime.pulse.start()
+        self.connections = ConnectionPool(self.runtime.pulse)
         self.endpoints = self.runtime.set_endpoints(specs).added
 
     def bring_up(self) -> None:

@@ -31,9 +31,11 @@ class Rig(Pool):
             scrape=settings.scrape,
             retry=settings.retry,
             rng=rng,
+            breaker=settings.breaker,
         )
         super().__init__(balancer, [EndpointSpec(name=e.name, base_url=e.url) for e in settings.endpoints])
         self.front = FrontEnd(settings, self.runtime, Exchanger(settings, self.runtime, self.connections), rng)
+        self.runtime.move_stranded = self.front.move_stranded
         self.port = 0
         self.clients: list[RawClient] = []
         """All that were connected: closed at the end."""

@@ -1,0 +1,209 @@
+"""A hung endpoint is found though its /health is fine, and one that only works long is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from lbproxy.config import AdmissionSettings
+from lbproxy.core.balancer import Balancer
+from lbproxy.core.breaker import Cause
+from lbproxy.core.progress import CHECK_S, UNSTREAMED
+from lbproxy.core.retry import FailureKind
+from lbproxy.core.types import Endpoint, EndpointUid, Health, InferenceRequest, LoadMetrics, Outcome, Ticket
+from tests.support.pool import MODEL, pool_of, seen, taken
+
+K = FailureKind
+
+
+class Play:
+    """Two endpoints; e2 answers something every second, and e1 does what the test says."""
+
+    def __init__(self, policy: str = "least-request", count: int = 2) -> None:
+        self.balancer, self.endpoints = pool_of(count, policy=policy, admission=AdmissionSettings(hold=False))
+        self.now = 100.0
+        self.flows = True
+        """e2 streams."""
+        self.stranding: list[EndpointUid] = []
+        self.other = self.place("e2") if count > 1 else None
+
+    def place(self, name: str, *, stream: bool = True, size: int = 400) -> Ticket:
+        others = frozenset(one.uid for one in self.endpoints if one.name != name)
+        ticket = self.balancer.submit(InferenceRequest("r", MODEL, stream, size, size), now=self.now, avoid=others)
+        assert ticket.placed_on is not None
+        assert ticket.placed_on.endpoint.name == name
+        ticket.avoid = frozenset()  # which was only to get it there
+        return ticket
+
+    def scrape(self, running: float = 3.0, kv: float = 0.5, waiting: float = 0.0) -> None:
+        uid = self.endpoints[0].uid
+        self.balancer.scrape_sent(uid)
+        metrics = LoadMetrics(scraped_at=self.now, waiting=waiting, running=running, kv_utilization=kv)
+        self.balancer.report_scrape(uid, metrics)
+
+    def go(self, seconds: float, *, scraped: bool = True, moving: bool = False) -> bool:
+        """Let time pass until then, or until e1 is ejected. Returns whether it is."""
+        for n in range(round(seconds / CHECK_S)):
+            self.now += CHECK_S
+            if scraped:
+                self.scrape(kv=0.5 + 0.001 * (n % 2) * moving)
+            if self.flows and self.other is not None:
+                self.balancer.first_byte(self.other, now=self.now)
+                self.balancer.progress(self.other, 10, now=self.now)
+            self.stranding = self.balancer.check(now=self.now)
+            if seen(self.balancer, self.now)["e1"].health is Health.EJECTED:
+                return True
+        return False
+
+
+def test_three_requests_without_a_byte_and_frozen_gauges() -> None:
+    it = Play()
+    for _ in range(3):
+        it.place("e1")
+    assert not it.go(9.0)
+    assert it.go(3.0)
+    (change,) = taken(it.balancer)
+    assert change.cause is Cause.NO_PROGRESS
+    assert "from 3 requests" in change.reason
+    assert it.stranding == [it.endpoints[0].uid]
+
+
+@pytest.mark.parametrize("saved_by", ["fewer", "gauges", "byte", "nobody else", "alone", "off"])
+def test_what_speaks_against_it(saved_by: str) -> None:
+    it = Play(count=1 if saved_by == "alone" else 2)
+    if saved_by == "off":
+        it.balancer._judge.progress.silence_s = None
+    tickets = [it.place("e1") for _ in range(2 if saved_by == "fewer" else 3)]
+    it.flows = saved_by != "nobody else"
+    for _ in range(5):
+        assert not it.go(8.0, moving=saved_by == "gauges")
+        if saved_by == "byte":
+            it.balancer.first_byte(tickets[0], now=it.now)
+            it.balancer.progress(tickets[0], 1, now=it.now)
+
+
+def test_a_shorter_queue_is_progress_and_a_longer_one_is_not() -> None:
+    for waiting, is_ejected in ((lambda n: 100.0 - n, False), (float, True)):
+        it = Play()
+        for _ in range(3):
+            it.place("e1")
+        ejected = False
+        for n in range(20):
+            it.scrape(waiting=waiting(n))
+            ejected = ejected or it.go(1.0, scraped=False)
+        assert ejected is is_ejected
+
+
+def test_an_endpoint_that_nobody_scrapes_may_be_computing_whole_answers() -> None:
+    it = Play()
+    for _ in range(5):
+        it.place("e1", stream=False)
+    assert not it.go(100.0, scraped=False)
+    it = Play()
+    streams = [it.place("e1") for _ in range(3)]
+    for ticket in streams:
+        it.balancer.first_byte(ticket, now=it.now)
+    assert it.go(12.0, scraped=False), "streams that began do not fall silent, all of them"
+
+
+def test_the_silence_of_one_request_does_not_count_for_those_that_join_it() -> None:
+    it = Play()
+    it.place("e1")
+    assert not it.go(60.0)
+    it.place("e1")
+    it.place("e1")
+    assert not it.go(9.0)
+    assert it.go(3.0)
+
+
+def test_a_pause_of_our_own_is_nobodys_silence() -> None:
+    """We stood still for half a minute: what came meanwhile is not read yet."""
+    it = Play()
+    for _ in range(3):
+        it.place("e1")
+    assert not it.go(8.0)
+    it.now += 30.0
+    assert not it.go(9.0)
+    assert it.go(3.0)
+
+
+def test_a_long_prefill_is_waited_for() -> None:
+    """80,000 tokens at 0.1 ms are 8 s: five times that is patience enough."""
+    it = Play("adaptive")
+    for _ in range(3):
+        it.place("e1", size=320_000)
+    assert not it.go(39.0)
+    assert it.go(6.0)
+
+
+def test_who_waits_there_is_sent_elsewhere_within_the_budget() -> None:
+    it = Play()
+    tickets = [it.place("e1") for _ in range(3)]
+    assert it.go(12.0)
+    left = sum(it.balancer.after_failure(ticket, K.STRANDED, (), now=it.now).again for ticket in tickets)
+    assert left == 3
+    verdict = it.balancer.after_failure(tickets[0], K.STRANDED, (K.STRANDED, K.RESET), now=it.now)
+    assert not verdict.again, "attempts are bounded all the same"
+    assert [change.after for change in taken(it.balancer)] == [Health.EJECTED], "and nobody is blamed for it"
+
+
+def test_without_anybody_else_they_stay() -> None:
+    it = Play(count=1)
+    ticket = it.place("e1")
+    for _ in range(3):
+        it.balancer.report_health(it.endpoints[0].uid, False, "503", now=it.now)
+    assert it.balancer.check(now=it.now) == [it.endpoints[0].uid]
+    assert not it.balancer.after_failure(ticket, K.STRANDED, (), now=it.now).again
+
+
+def ejected_for_silence(stream: bool) -> tuple[Play, Ticket]:
+    """One whose trial is under way."""
+    it = Play()
+    waiting = [it.place("e1") for _ in range(3)]
+    assert it.go(12.0)
+    for ticket in waiting:
+        it.balancer.close(ticket, Outcome.UPSTREAM_TIMEOUT, now=it.now)
+    it.now += 2.0
+    it.balancer.check(now=it.now)
+    trial = it.place("e1", stream=stream)
+    assert trial.trial
+    assert seen(it.balancer, it.now)["e1"].health is Health.HALF_OPEN
+    return it, trial
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_trial_that_hangs_too_is_over_in_time(stream: bool) -> None:
+    it, trial = ejected_for_silence(stream)
+    assert it.balancer.check(now=it.now) == [it.endpoints[0].uid]
+    assert not it.balancer.after_failure(trial, K.STRANDED, (), now=it.now).again, "it was sent to find out"
+    assert it.go(12.0 if stream else 12.0 * UNSTREAMED)
+    assert it.stranding == [it.endpoints[0].uid]
+    assert it.balancer.after_failure(trial, K.STRANDED, (), now=it.now).again
+
+
+def test_probes_do_not_bring_back_who_hangs() -> None:
+    it, trial = ejected_for_silence(stream=True)
+    uid = it.endpoints[0].uid
+    for _ in range(4):
+        it.balancer.report_health(uid, True, "200", now=it.now)
+    it.balancer.close(trial, Outcome.CLIENT_CLOSED, now=it.now)
+    for _ in range(4):
+        it.balancer.report_health(uid, True, "200", now=it.now)
+    assert seen(it.balancer, it.now)["e1"].health is Health.HALF_OPEN
+
+
+def stranding_of(balancer: Balancer, endpoints: list[Endpoint], now: float) -> set[str]:
+    return {one.name for one in endpoints if one.uid in balancer.check(now=now)}
+
+
+def test_who_waits_on_one_that_went_down_is_stranded_and_who_has_bytes_is_not() -> None:
+    balancer, endpoints = pool_of(2)
+    tickets = [balancer.submit(InferenceRequest("r", MODEL), now=0.0) for _ in range(2)]
+    for ticket in tickets:
+        assert ticket.placed_on is not None
+        if ticket.placed_on.endpoint.name == "e2":
+            balancer.first_byte(ticket, now=0.0)
+    assert stranding_of(balancer, endpoints, 0.0) == set()
+    for endpoint in endpoints:
+        for _ in range(3):
+            balancer.report_health(endpoint.uid, False, "", now=0.0)
+    assert stranding_of(balancer, endpoints, 0.0) == {"e1"}
