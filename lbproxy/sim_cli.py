@@ -36,6 +36,7 @@ from lbproxy.sim.presets import PRESETS
 from lbproxy.sim.replicas import Replica
 from lbproxy.sim.report import Estimate, Summary, as_json, by_phase, cells, headings, markdown, paired, summarise
 from lbproxy.sim.traces import TraceError, TraceRow, read_azure, read_mooncake
+from lbproxy.sim.workload import Workload
 
 _TRACE_READERS: Mapping[str, Callable[[Iterable[str]], list[TraceRow]]] = {
     "mooncake": read_mooncake,
@@ -149,9 +150,13 @@ def simulate(run: Run) -> Result:
 
 def serve(run: Run) -> list[Served]:
     """What became of each job of a run."""
+    named = run.scenario.workload
+    return serve_workload(run, make_workload(named.name, named.parameters, seed=run.seed, rows=run.rows))
+
+
+def serve_workload(run: Run, workload: Workload) -> list[Served]:
+    """What became of each job of a workload, on the fleet and with the policy and the seed of a run."""
     scenario = run.scenario
-    options = fleet_options(scenario, run.routing)
-    workload = make_workload(scenario.workload.name, scenario.workload.parameters, seed=run.seed, rows=run.rows)
 
     def make_balancer(rng: random.Random) -> Replica:
         return Replica(
@@ -163,7 +168,7 @@ def serve(run: Run) -> list[Served]:
             rng=rng,
         )
 
-    return Fleet(options, workload, make_balancer, seed=run.seed).run()
+    return Fleet(fleet_options(scenario, run.routing), workload, make_balancer, seed=run.seed).run()
 
 
 def _scraping(interval_s: float | None) -> ScrapeSettings:

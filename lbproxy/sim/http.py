@@ -99,6 +99,8 @@ class _Flight:
         """Choices that have not finished."""
         self.tokens: deque[int] = deque()
         """The choice of each token that nobody has taken yet. Bounded by what the call may generate."""
+        self.due = 0.0
+        """When the step ended that brought the last of them."""
         self._per_prompt = per_call
         self._wake: asyncio.Future[None] | None = None
 
@@ -112,11 +114,13 @@ class _Flight:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
-    async def news(self) -> None:
-        """Wait for tokens, or for the end; returns at once if there is something."""
-        if not self.tokens and self.left:
-            self._wake = asyncio.get_running_loop().create_future()
-            await self._wake
+    async def news(self) -> bool:
+        """Wait for tokens, or for the end; returns at once if there is something. Whether it had to wait."""
+        if self.tokens or not self.left:
+            return False
+        self._wake = asyncio.get_running_loop().create_future()
+        await self._wake
+        return True
 
 
 class MockServer:
@@ -234,6 +238,7 @@ class MockServer:
                     flight, index = self._flights[request_id]
                     if flight.every_token:
                         flight.tokens.append(index)
+                        flight.due = step.at
                         woken[flight] = None
             for request_id in step.finished:
                 if request_id in self._flights:
@@ -299,7 +304,11 @@ class MockServer:
         position = [0] * len(flight.choices)
         opening = events.opening(len(flight.choices))
         while flight.left or flight.tokens:
-            await flight.news()
+            if await flight.news():
+                # Whoever did not wait was held up by its reader, which is not our lateness. Not the loop's clock: with
+                # uvloop that stands still while the step's other streams are written.
+                now = time.monotonic()
+                self._lag.record(max(0.0, now - flight.due), now=now)
             batch = [opening]
             opening = b""
             while flight.tokens:

@@ -1,0 +1,187 @@
+"""The command line: see `python -m benchmarks.http_routing --help` and docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import orjson
+
+from benchmarks import http_routing
+from benchmarks.http_routing import trial
+from benchmarks.http_routing.cells import CELLS
+from benchmarks.http_routing.client import TIMEOUT_S
+from benchmarks.http_routing.pages import CellRuns, comparable, page, picture
+from benchmarks.http_routing.results import Row, Source, believed, keep, read, row_of, simulated
+from benchmarks.http_routing.routers import OURS, Router, routers
+from benchmarks.http_routing.trial import ATTEMPTS, MAX_LAG_S, Task, TrialError
+from benchmarks.overhead.load import BENCH, ROOT
+from benchmarks.overhead.plan import machine
+from benchmarks.overhead.process import LOAD_CORE, StartError
+from lbproxy import __version__
+from lbproxy.sim.plots import can_plot
+from lbproxy.sim.report import Summary, as_json
+from lbproxy.sim.traces import read_mooncake
+
+PAGE = ROOT / "benchmarks/ROUTING_HTTP.md"
+RESULTS = ROOT / "benchmarks/results"
+SHORT_SEEDS, FULL_SEEDS = 1, 5
+OPEN_FILES = 8192
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.http_routing",
+        description=http_routing.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--short", action="store_true", help="at most 10 minutes: fewer routers, one seed, shorter")
+    parser.add_argument("--cells", nargs="+", metavar="NAME", choices=CELLS, help=f"of {', '.join(CELLS)}")
+    parser.add_argument("--routers", nargs="+", metavar="WORD", help="only those with one of these in their names")
+    parser.add_argument("--seeds", type=int, metavar="N")
+    parser.add_argument("--mooncake", metavar="FILE", help="Mooncake's conversation_trace.jsonl; else a stand-in")
+    parser.add_argument("--resume", action="store_true", help="keep what earlier runs of this form have measured")
+    parser.add_argument("--render", action="store_true", help="measure nothing: the page, of what there is")
+    parser.add_argument("--write", action="store_true", help="write page and results even if cells or routers are few")
+    parser.add_argument("--keep-late", action="store_true", help="debugging: count runs that should be rejected")
+    return parser
+
+
+def prepare() -> None:
+    """Check what cannot be done without, and give this process and its children room. May end the program."""
+    if shutil.which("taskset") is None:
+        raise SystemExit("needs taskset: apt-get install util-linux")
+    if len(os.sched_getaffinity(0)) < 2:
+        raise SystemExit("needs two cores: one for the router, one for servers and client")
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(OPEN_FILES, hard), hard))
+    os.sched_setaffinity(0, {int(LOAD_CORE)})
+
+
+def chosen(args: argparse.Namespace) -> tuple[list[str], list[Router]]:
+    """Cells and routers; of the latter those that are not installed, too."""
+    cells = args.cells or [name for name, cell in CELLS.items() if cell.in_short or not args.short]
+    some = [
+        router
+        for router in routers([])
+        if (any(word in router.name for word in args.routers) if args.routers else router.in_short or not args.short)
+    ]
+    if not some:
+        raise SystemExit(f"no router has such a name: {', '.join(router.name for router in routers([]))}")
+    return cells, some
+
+
+def measure(tasks: Sequence[Task], args: argparse.Namespace, source: Source, store: Path) -> list[str]:
+    """Do the runs that are missing, and keep them; what failed."""
+    done = {(row["cell"], row["seed"], row["router"]) for row in read(store) if row["rejected"] is None}
+    missing = [task for task in tasks if (task.cell, task.seed, task.router) not in done]
+    failed = []
+    for number, task in enumerate(missing, 1):
+        print(f"{number}/{len(missing)} {task.cell}, seed {task.seed}, {task.router}", file=sys.stderr, flush=True)
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                row = row_of(trial.run(task, short=args.short, trace=args.mooncake), source)
+            except (TrialError, StartError) as error:
+                failed.append(f"{task.router}, {task.cell}, seed {task.seed}: {error}")
+                print(f"  {failed[-1]}", file=sys.stderr)
+                break
+            if args.keep_late:
+                row["rejected"] = None
+            keep(store, row)
+            print(f"  {_line(row)}", file=sys.stderr, flush=True)
+            if row["rejected"] is None:
+                break
+            if attempt == ATTEMPTS:
+                failed.append(f"{task.router}, {task.cell}, seed {task.seed}: rejected, {row['rejected']}")
+    return failed
+
+
+def _line(row: Row) -> str:
+    figures = row["summary"]
+    text = f"TTFT {figures['ttft_mean']:.3f} s, p99 {figures['ttft_p99']:.2f}, E2E {figures['e2e_mean']:.2f}, "
+    text += f"goodput {figures['goodput']:.2f}, hits {figures['hit_ratio']:.2f}, failed {figures['failed']}, "
+    text += f"lag {1000 * row['server_lag_s']:.1f} / {1000 * row['client_lag_s']:.1f} ms"
+    return text + (f": rejected, {row['rejected']}" if row["rejected"] else "")
+
+
+def report(cells: Sequence[CellRuns], args: argparse.Namespace, there: Sequence[Router], outside: Sequence[str]) -> str:
+    """The page."""
+    trace = "the published Mooncake trace" if args.mooncake else "a stand-in for the Mooncake trace"
+    command = f"python -m benchmarks.http_routing{' --short' if args.short else ''}"
+    about = [
+        f"`{command}`, {datetime.now(UTC):%Y-%m-%d}, {machine()}, lbproxy {__version__}, {trace}.",
+        "Times are what a client sees; hits are of the servers' counters; intervals are 95 %, paired over seeds.",
+        f"Runs in which servers or client were more than {1000 * MAX_LAG_S:.0f} ms late (99th percentile) are not in.\n",
+        *(f"- {router.name} {_version(router)}: {router.subject.note}" for router in there),
+    ]
+    return page(cells, about, outside)
+
+
+def _version(router: Router) -> str:
+    return router.subject.version() if router.name != OURS else __version__
+
+
+def write(cells: Sequence[CellRuns], text: str, form: str) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    data = {
+        cell.name: {
+            "seeds": cell.seeds,
+            "routers": as_json(cell.summaries()),
+            "virtual time": {router: [asdict(one) for one in runs] for router, runs in cell.simulated.items()},
+            "runs": cell.runs,
+        }
+        for cell in cells
+    }
+    (RESULTS / f"routing-http-{form}.json").write_bytes(orjson.dumps(data))
+    if can_plot():
+        for cell in cells:
+            name = cell.name.replace(", ", "-")
+            (RESULTS / f"routing-http-{name}.png").write_bytes(picture(cell))
+            text += f"\n![{cell.name}](results/routing-http-{name}.png)\n"
+    else:
+        print("no pictures: they need matplotlib (pip install 'lbproxy[plots]')", file=sys.stderr)
+    PAGE.write_text(text, "utf-8")
+
+
+def simulate(
+    source: Source, policies: dict[str, str | None], cell: str, router: str, seeds: Sequence[int]
+) -> list[Summary] | None:
+    policy = policies[router]
+    return None if policy is None else [simulated(cell, seed, policy, source) for seed in seeds]
+
+
+def main() -> None:
+    args = options().parse_args()
+    cells, some = chosen(args)
+    missing = [f"{router.name}: {why}" for router in some if (why := router.subject.missing())]
+    there = [router for router in some if router.subject.missing() is None]
+    names = [router.name for router in there]
+    form = "short" if args.short else "full"
+    store = BENCH / f"http-routing-{form}.jsonl"
+    rows = None if args.mooncake is None else tuple(read_mooncake(Path(args.mooncake).read_text().splitlines()))
+    source = Source(rows, args.short)
+    failed: list[str] = []
+    if not args.render:
+        prepare()
+        if not args.resume:
+            store.unlink(missing_ok=True)
+        tasks = trial.order(cells, args.seeds or (SHORT_SEEDS if args.short else FULL_SEEDS), names)
+        failed = measure(tasks, args, source, store)
+    policies = {router.name: router.simulated for router in there}
+    found = comparable(believed(read(store)), names, partial(simulate, source, policies))
+    text = report(found, args, there, [*missing, *failed])
+    print(text)
+    if args.write or not (args.cells or args.routers or args.seeds or args.keep_late):
+        write(found, text, form)
+
+
+if __name__ == "__main__":
+    main()

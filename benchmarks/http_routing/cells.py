@@ -1,0 +1,158 @@
+"""What is asked of the routers: cells, the arrivals of a seed, and the bytes of a request. No I/O, no chance but seeds.
+
+Time is real here, so a cell is minutes of an open loop on a few servers, at the load *per server* that the cells of
+`benchmarks.cells` put on eight: a trace is thinned by whole conversations and never stretched, as requests that come
+back after a minute find another cache than those that come back after two. Each seed looks at another stretch of the
+trace. A cell begins with empty caches; its first phase or seconds are a warm-up that does not count.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import orjson
+import xxhash
+
+from lbproxy.sim.catalogue import WARM_UP, make_workload
+from lbproxy.sim.prompts import prompt_text
+from lbproxy.sim.traces import TraceRow, mooncake_like
+from lbproxy.sim.workload import Arrival, Job
+
+MODEL = "sim"
+PRESET = "qwen-32b-2xh100"
+MAX_MODEL_LEN = 131_072
+"""As the simulated cells have it (YaRN)."""
+WHOLE_TRACE_SERVERS = 4
+"""Mooncake's 3.4 requests/s over four servers are what the simulated `Mooncake x2` puts on each of eight."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A workload and its fleet."""
+
+    title: str
+    workload: str
+    servers: int
+    parameters: Mapping[str, float]
+    short: Mapping[str, float] = field(default_factory=dict)
+    """Parameters of the short form, in place of the others."""
+    share: float = 1.0
+    """Of a trace's conversations."""
+    warm_up_s: float = 0.0
+    """Of a trace: arrivals before do not count. A ladder has a warm-up of its own."""
+    in_short: bool = True
+
+    def named(self, *, short: bool) -> dict[str, float]:
+        """The workload's parameters."""
+        return {**self.parameters, **(self.short if short else {})}
+
+
+CELLS: dict[str, Cell] = {
+    "b2b": Cell(
+        "llm-d's prefix benchmark: 75 system prompts of 6,000 tokens, 5 questions each, answers of 1,000 tokens",
+        "ladder",
+        4,
+        # Rates 10 and 15 on four servers are its steps 20 and 30 on eight, where load-only routing collapses.
+        {"groups": 75, "warm_up_s": 25, "step_s": 30, "first_rate": 10, "last_rate": 15},
+        {"warm_up_s": 15, "step_s": 20, "first_rate": 10, "last_rate": 10, "output_tokens": 250},
+    ),
+    "mooncake": Cell(
+        "Mooncake's conversations, 1.28 requests/s and server (as x1.5 on eight)",
+        "mooncake",
+        4,
+        {"speedup": 1, "duration_s": 180},
+        {"speedup": 1, "duration_s": 45},
+        share=0.75,
+        warm_up_s=30,
+    ),
+    "mooncake, saturated": Cell(
+        "Mooncake's conversations, 1.7 requests/s and server (as x2 on eight)",
+        "mooncake",
+        4,
+        {"speedup": 1, "duration_s": 150},
+        warm_up_s=30,
+        in_short=False,
+    ),
+}
+
+
+def arrivals(cell: Cell, seed: int, rows: Sequence[TraceRow] | None, *, short: bool) -> list[list[Arrival]]:
+    """The phases of a cell, each with times from its begin. Equal arguments, equal arrivals.
+
+    `rows`: of the Mooncake trace; without it a stand-in with its statistics, as in the simulated cells.
+    """
+    parameters = cell.named(short=short)
+    if cell.workload != "mooncake":
+        return [
+            # A system prompt is an app, or a user.
+            [(at, replace(job, session=str(job.prompt[0].id))) for at, job in phase]
+            for phase in _phases(cell, parameters, seed, None)
+        ]
+    some = thinned(window(mooncake_like(seed) if rows is None else rows, parameters["duration_s"], seed), cell.share)
+    warm_up_s = min(cell.warm_up_s, parameters["duration_s"] / 3)
+    return [
+        [
+            (at, replace(job, phase=WARM_UP if at < warm_up_s else "", session=str(job.prompt[:2][-1].id)))
+            for at, job in phase
+        ]
+        for phase in _phases(cell, parameters, seed, some)
+    ]
+
+
+def _phases(
+    cell: Cell, parameters: Mapping[str, float], seed: int, rows: Sequence[TraceRow] | None
+) -> list[list[Arrival]]:
+    workload = make_workload(cell.workload, parameters, seed=seed, rows=rows)
+    found = []
+    while (phase := workload.begin(0.0)) is not None:
+        found.append(list(phase))
+    return found
+
+
+def window(rows: Sequence[TraceRow], duration_s: float, seed: int) -> list[TraceRow]:
+    """A stretch of a trace, chosen by the seed; times count from its begin."""
+    begin = random.Random(f"{seed}:window").uniform(0, max(0.0, rows[-1].at_s - duration_s))
+    return [row._replace(at_s=row.at_s - begin) for row in rows if begin <= row.at_s < begin + duration_s]
+
+
+def thinned(rows: Iterable[TraceRow], share: float) -> list[TraceRow]:
+    """A share of a trace's conversations, each with all of its rows: thinning by rows would thin prefixes' reuse, too.
+
+    Mooncake's rows all begin with one block; the second tells conversations apart.
+    """
+    return [row for row in rows if _draw(row.blocks[:2][-1]) < share]
+
+
+def _draw(conversation: int) -> float:
+    """Evenly from 0 to 1."""
+    return xxhash.xxh3_64_intdigest(b"%d" % conversation) / 2**64
+
+
+def body(job: Job) -> bytes:
+    """A job as a streamed chat completion: the first piece as the system prompt, the rest as the question."""
+    # Text of pieces is ASCII.
+    system, question = prompt_text(job.prompt[:1]).decode(), prompt_text(job.prompt[1:]).decode()
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": question or "go on"}]
+    return orjson.dumps(
+        {
+            "model": MODEL,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "max_tokens": job.answer.tokens,
+            "ignore_eos": True,
+        }
+    )
+
+
+def digest(phases: Sequence[Sequence[Arrival]]) -> str:
+    """Of all arrivals and bytes, to show that two runs asked the same."""
+    state = xxhash.xxh3_64()
+    for phase in phases:
+        for at, job in phase:
+            state.update(b"%.6f" % at)
+            state.update(f"{job.session}".encode())
+            state.update(body(job))
+    return state.hexdigest()

@@ -1,0 +1,273 @@
+"""The client's process: replays a cell's arrivals at a router, open loop, and times every token.
+
+    python -m benchmarks.http_routing.client < REQUEST > ANSWER
+
+`Request` and `Answer` are JSON. A request is sent when it is due, whatever became of those before, on a connection of
+its own (so no answer can fail for want of a kept one, and none waits for another). Times count from when it was due,
+not from when it was sent: a client that is late must not make a router look fast. How late it was is in the answer.
+
+Only what the wire shows is believed: an answer is whole if it came with 200, its usage counts as many tokens as were
+asked for, and it ended in `[DONE]`. Meanwhile the servers' /metrics are read, whose figure of lateness is of a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypedDict
+
+import aiohttp
+import orjson
+import uvloop
+
+from benchmarks.http_routing.cells import CELLS, arrivals, body, digest
+from lbproxy.sim.report import percentile
+from lbproxy.sim.traces import read_mooncake
+from lbproxy.sim.workload import Job
+
+TIMEOUT_S = 300.0
+"""For one answer, from when its request was due; later ones have failed."""
+TICK_S = 0.01
+"""How often the client looks at its own lateness."""
+WATCH_S = 15.0
+"""How often the servers are asked how late they were: well within the minute that their figure is of."""
+LEAD_S = 0.5
+"""From building a phase to its first arrival."""
+
+
+class Request(TypedDict):
+    """What to do."""
+
+    cell: str
+    seed: int
+    short: bool
+    trace: str | None
+    port: int
+    """Of the router."""
+    servers: list[int]
+    """Their ports."""
+
+
+class Call(TypedDict):
+    """One request. Times in seconds since it was due."""
+
+    id: str
+    due: float
+    """On the client's clock."""
+    sent: float
+    first: float | None
+    ended: float
+    cached_tokens: int
+    failure: str | None
+
+
+class Counters(TypedDict):
+    """Of one server, since its start."""
+
+    prompt_tokens: float
+    hit_tokens: float
+    finished: float
+    preemptions: float
+
+
+class Answer(TypedDict):
+    """What came of it."""
+
+    digest: str
+    """Of all that was asked."""
+    phases: list[list[Call]]
+    """In the order of arrival."""
+    gaps_s: dict[str, float]
+    """Between tokens of one answer: mean, p50, p99; without the warm-up."""
+    counters: list[list[Counters]]
+    """By phase, the servers' counters at its end; before them, those at the begin."""
+    server_lag_s: float
+    """The servers' 99th percentile of any minute, at its worst."""
+    client_lag_s: float
+    """99th percentile of how late the client's clock ticked."""
+    client_cpu_s: float
+
+
+_DATA = b"data: "
+_CACHED = re.compile(rb'"cached_tokens": ?(\d+)')
+_COMPLETION = re.compile(rb'"completion_tokens": ?(\d+)')
+_METRICS = {
+    "prompt_tokens": rb"^vllm:prefix_cache_queries_total\{.*\} (.*)$",
+    "hit_tokens": rb"^vllm:prefix_cache_hits_total\{.*\} (.*)$",
+    "finished": rb"^vllm:request_success_total\{.*\} (.*)$",
+    "preemptions": rb"^vllm:num_preemptions_total\{.*\} (.*)$",
+}
+_LAG = re.compile(rb'^lbproxy_mock_step_lag_seconds\{stat="p99"\} (.*)$', re.MULTILINE)
+
+
+def counters(page: bytes) -> Counters:
+    """What a server's /metrics says; a family of several samples is their sum."""
+    found = {name: sum(map(float, re.findall(text, page, re.MULTILINE))) for name, text in _METRICS.items()}
+    return Counters(
+        prompt_tokens=found["prompt_tokens"],
+        hit_tokens=found["hit_tokens"],
+        finished=found["finished"],
+        preemptions=found["preemptions"],
+    )
+
+
+class Reading:
+    """What has come of one streamed answer. `feed` it what was read, in whatever pieces."""
+
+    def __init__(self) -> None:
+        self.first_at: float | None = None
+        self.last_at = 0.0
+        self.gaps_s: list[float] = []
+        self._tail = b""
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Note the events that this completes the beginning of; events read together came together."""
+        # The last 2 KB hold the usage, and whatever an event's beginning was cut off from.
+        events = (self._tail[-len(_DATA) + 1 :] + data).count(_DATA)
+        self._tail = (self._tail + data)[-2048:]
+        if not events:
+            return
+        if self.first_at is None:
+            self.first_at = now
+        else:
+            self.gaps_s.append(now - self.last_at)
+            self.gaps_s += [0.0] * (events - 1)
+        self.last_at = now
+
+    def failure(self, job: Job) -> str | None:
+        """What is wrong with it, now that it has ended; None = nothing."""
+        count = _COMPLETION.findall(self._tail)
+        if b"[DONE]" not in self._tail or not count:
+            return "cut off"
+        return None if int(count[-1]) == job.answer.tokens else f"{int(count[-1])} of {job.answer.tokens} tokens"
+
+    def cached_tokens(self) -> int:
+        """Of the prompt, as the server says."""
+        found = _CACHED.findall(self._tail)
+        return int(found[-1]) if found else 0
+
+
+class Client:
+    """One replay."""
+
+    def __init__(self, request: Request, http: aiohttp.ClientSession) -> None:
+        self._request = request
+        self._http = http
+        self._url = f"http://127.0.0.1:{request['port']}/v1/chat/completions"
+        self._gaps_s: list[float] = []
+        self._ticks_s: list[float] = []
+        self._server_lag_s = 0.0
+
+    async def run(self) -> Answer:
+        """All phases, each after the one before has drained."""
+        request = self._request
+        trace = request["trace"]
+        rows = None if trace is None else read_mooncake(Path(trace).read_text("utf-8").splitlines())
+        phases = arrivals(CELLS[request["cell"]], request["seed"], rows, short=request["short"])
+        asked = [[(at, job, body(job)) for at, job in phase] for phase in phases]
+        gc.collect()
+        gc.freeze()
+        marks = [await self._counters()]
+        calls: list[list[Call]] = []
+        async with asyncio.TaskGroup() as watching:
+            tasks = [watching.create_task(self._tick()), watching.create_task(self._watch())]
+            for phase in asked:
+                calls.append(await self._replay(phase))
+                marks.append(await self._counters())
+            for task in tasks:
+                task.cancel()
+        gaps = sorted(self._gaps_s)
+        return Answer(
+            digest=digest(phases),
+            phases=calls,
+            gaps_s={
+                "mean": sum(gaps) / max(1, len(gaps)),
+                "p50": percentile(gaps, 50),
+                "p99": percentile(gaps, 99),
+            },
+            counters=marks,
+            server_lag_s=self._server_lag_s,
+            client_lag_s=percentile(sorted(self._ticks_s), 99),
+            client_cpu_s=time.process_time(),
+        )
+
+    async def _replay(self, phase: Sequence[tuple[float, Job, bytes]]) -> list[Call]:
+        begin = time.monotonic() + LEAD_S
+        tasks: list[asyncio.Task[Call]] = []
+        async with asyncio.TaskGroup() as group:
+            for at, job, asked in phase:
+                await asyncio.sleep(max(0.0, begin + at - time.monotonic()))
+                tasks.append(group.create_task(self._call(job, asked, begin + at)))
+        return [task.result() for task in tasks]
+
+    async def _call(self, job: Job, asked: bytes, due: float) -> Call:
+        sent = time.monotonic()
+        reading = Reading()
+        headers = {"Content-Type": "application/json", "X-Session-ID": job.session or ""}
+        try:
+            async with (
+                asyncio.timeout(TIMEOUT_S),
+                self._http.post(self._url, data=asked, headers=headers) as response,
+            ):
+                if response.status != 200:
+                    failure: str | None = f"status {response.status}: {(await response.read())[:200]!r}"
+                else:
+                    async for data in response.content.iter_any():
+                        reading.feed(data, time.monotonic())
+                    failure = reading.failure(job)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            failure = f"{type(error).__name__}: {error}"
+        if failure is None and not job.phase.startswith("warm-up"):
+            self._gaps_s += reading.gaps_s
+        first = reading.first_at
+        return Call(
+            id=job.id,
+            due=due,
+            sent=sent - due,
+            first=None if first is None else first - due,
+            ended=time.monotonic() - due,
+            cached_tokens=reading.cached_tokens(),
+            failure=failure,
+        )
+
+    async def _tick(self) -> None:
+        """How late this process's own event loop is."""
+        while True:
+            due = time.monotonic() + TICK_S
+            await asyncio.sleep(TICK_S)
+            self._ticks_s.append(max(0.0, time.monotonic() - due))
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            await self._counters()
+
+    async def _counters(self) -> list[Counters]:
+        """Of each server; notes how late it was."""
+        found = []
+        for port in self._request["servers"]:
+            async with self._http.get(f"http://127.0.0.1:{port}/metrics") as response:
+                page = await response.read()
+            found.append(counters(page))
+            late = _LAG.search(page)
+            assert late is not None, "a simulated server says how late it was"
+            self._server_lag_s = max(self._server_lag_s, float(late[1]))
+        return found
+
+
+async def main() -> None:
+    request: Request = orjson.loads(sys.stdin.buffer.read())
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    # The time limit is our own: from the moment when a request is due.
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as http:
+        answer = await Client(request, http).run()
+    sys.stdout.buffer.write(orjson.dumps(answer))
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

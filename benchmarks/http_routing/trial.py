@@ -1,0 +1,210 @@
+"""One run: fresh servers, one router, one replay; and whether it can be believed. Also: which run follows which.
+
+The router has core 0 to itself; servers and client share core 1. Before the replay the router gets small requests until
+each server has answered one, so that nobody is measured while it still looks for its servers.
+
+A run is believed if neither servers nor client were late: the 99th percentile of lateness within `MAX_LAG_S` for each.
+The router's own time is not limited (that is what is measured), but how long its threads waited for a core that somebody
+else had is written down. A run that is not believed is done again, at most `ATTEMPTS` times in all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
+
+import orjson
+
+from benchmarks.http_routing.cells import CELLS, MODEL
+from benchmarks.http_routing.client import Answer, Counters, Request, counters
+from benchmarks.http_routing.routers import routers
+from benchmarks.overhead.load import BENCH, ROOT
+from benchmarks.overhead.process import LOAD_CORE, Proxy, StartError, Usage, busy_s
+
+MAX_LAG_S = 0.005
+ATTEMPTS = 3
+READY_S = 60.0
+"""How long a router may take until it has sent each server a request."""
+CLIENT_S = 1800.0
+"""More than any replay takes, drained phases included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A run to be done."""
+
+    cell: str
+    seed: int
+    router: str
+
+
+class Trial(TypedDict):
+    """A run that was done."""
+
+    cell: str
+    seed: int
+    router: str
+    answer: Answer
+    router_cpu_s: float
+    router_waited_s: float
+    """Its threads, all together: ready to run, but not running."""
+    servers_cpu_s: float
+    others_cpu_s: float
+    """What else ran on the machine."""
+    seconds: float
+    """Of the replay."""
+
+
+class TrialError(Exception):
+    """A run that gave no figures; the text says why."""
+
+
+def late(trial: Trial) -> str | None:
+    """Why a run is not believed; None: it is."""
+    answer = trial["answer"]
+    sides = (("servers", answer["server_lag_s"]), ("client", answer["client_lag_s"]))
+    found = [f"{who} {lag_s * 1000:.1f} ms late" for who, lag_s in sides if lag_s > MAX_LAG_S]
+    return ", ".join(found) or None
+
+
+def order(cells: Sequence[str], seeds: int, names: Sequence[str]) -> list[Task]:
+    """All runs: for each seed of each cell, all routers one after the other, every second time backwards, so that what
+    the machine does over the hours is done to all alike.
+    """
+    tasks = []
+    for seed in range(1, seeds + 1):
+        for cell in cells:
+            turn = names if seed % 2 else list(reversed(names))
+            tasks += [Task(cell, seed, name) for name in turn]
+    return tasks
+
+
+def run(task: Task, *, short: bool, trace: str | None) -> Trial:
+    """Do it once. Raises TrialError, StartError."""
+    BENCH.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=BENCH) as name, _servers(CELLS[task.cell].servers, task.seed) as running:
+        ports, servers = running
+        (router,) = [one for one in routers(ports) if one.name == task.router]
+        with router.subject.start(0, Path(name) / "router") as proxy:
+            _get_ready(proxy, ports)
+            request = Request(
+                cell=task.cell, seed=task.seed, short=short, trace=trace, port=proxy.port, servers=list(ports)
+            )
+            return _replay(task, request, proxy, servers)
+
+
+def _replay(task: Task, request: Request, proxy: Proxy, servers: subprocess.Popen[str]) -> Trial:
+    used, others = proxy.usage(), Usage([servers.pid])
+    begin, busy = time.monotonic(), busy_s()
+    waited, cpu, servers_cpu = waited_s(used.pids), used.cpu_s(), others.cpu_s()
+    answer = _ask_client(request)
+    if proxy.process.poll() is not None:
+        raise TrialError(f"the router ended: {proxy.last_words()}")
+    router_cpu, servers_cpu = used.cpu_s() - cpu, others.cpu_s() - servers_cpu
+    return Trial(
+        cell=task.cell,
+        seed=task.seed,
+        router=task.router,
+        answer=answer,
+        router_cpu_s=router_cpu,
+        router_waited_s=waited_s(used.pids) - waited,
+        servers_cpu_s=servers_cpu,
+        others_cpu_s=busy_s() - busy - router_cpu - servers_cpu - answer["client_cpu_s"],
+        seconds=time.monotonic() - begin,
+    )
+
+
+def _ask_client(request: Request) -> Answer:
+    with subprocess.Popen(_python("client"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as process:
+        try:
+            out, _ = process.communicate(orjson.dumps(request), timeout=CLIENT_S)
+        except subprocess.TimeoutExpired:
+            raise TrialError(f"the replay took more than {CLIENT_S:.0f} s") from None
+        finally:
+            process.kill()
+    if process.returncode:
+        raise TrialError("the client failed: see above")
+    answer: Answer = orjson.loads(out)
+    return answer
+
+
+def waited_s(pids: Sequence[int]) -> float:
+    """How long the threads of processes have been ready to run without running."""
+    waited = 0
+    for pid in pids:
+        for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):
+                waited += int(path.read_text().split()[1])
+    return waited / 1e9
+
+
+# Processes
+
+
+def _python(module: str, *arguments: str) -> list[str]:
+    return ["taskset", "-c", LOAD_CORE, sys.executable, "-m", f"benchmarks.http_routing.{module}", *arguments]
+
+
+@contextmanager
+def _servers(count: int, seed: int) -> Iterator[tuple[list[int], subprocess.Popen[str]]]:
+    """The servers' ports and their process."""
+    command = _python("servers", str(count), str(seed))
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        try:
+            assert process.stdout is not None
+            ports = [int(word) for word in process.stdout.readline().split()]
+            if len(ports) != count:
+                raise TrialError("the servers did not start: see above")
+            yield ports, process
+        finally:
+            process.kill()
+
+
+def _get_ready(proxy: Proxy, ports: Sequence[int]) -> None:
+    """Wait until the router has sent each server a request. Raises StartError."""
+    end = time.monotonic() + READY_S
+    number = answered = 0
+    while any(served(port)["finished"] < 1 for port in ports):
+        number += 1
+        answered += _relays(proxy.port, number)
+        if proxy.process.poll() is not None or time.monotonic() > end:
+            if answered:
+                raise StartError(f"after {answered} requests some of the servers have had none")
+            raise StartError(proxy.last_words() or "it ended without a word")
+
+
+def served(port: int) -> Counters:
+    """What a server counted."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    with contextlib.closing(connection):
+        connection.request("GET", "/metrics")
+        return counters(connection.getresponse().read())
+
+
+def _relays(port: int, number: int) -> bool:
+    """Ask it something that it has not been asked before, as another user; whether it answered."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    # The number comes first, so that a policy that goes by beginnings sees another one each time.
+    text = f"{number} is a number. " * 20
+    asked = orjson.dumps({"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 1})
+    headers = {"Content-Type": "application/json", "X-Session-ID": f"ready-{number}"}
+    with contextlib.closing(connection):
+        try:
+            connection.request("POST", "/v1/chat/completions", asked, headers)
+            answer = connection.getresponse()
+            answer.read()
+        except (OSError, http.client.HTTPException):
+            time.sleep(0.1)
+            return False
+        if answer.status != 200:
+            time.sleep(0.1)
+        return answer.status == 200
