@@ -18,7 +18,6 @@ import orjson
 from benchmarks import http_routing
 from benchmarks.http_routing import trial
 from benchmarks.http_routing.cells import CELLS
-from benchmarks.http_routing.client import TIMEOUT_S
 from benchmarks.http_routing.pages import CellRuns, comparable, page, picture
 from benchmarks.http_routing.results import Row, Source, believed, keep, read, row_of, simulated
 from benchmarks.http_routing.routers import OURS, Router, routers
@@ -119,7 +118,7 @@ def report(cells: Sequence[CellRuns], args: argparse.Namespace, there: Sequence[
     about = [
         f"`{command}`, {datetime.now(UTC):%Y-%m-%d}, {machine()}, lbproxy {__version__}, {trace}.",
         "Times are what a client sees; hits are of the servers' counters; intervals are 95 %, paired over seeds.",
-        f"Runs in which servers or client were more than {1000 * MAX_LAG_S:.0f} ms late (99th percentile) are not in.\n",
+        f"Runs whose servers or client were more than {1000 * MAX_LAG_S:.0f} ms late (99th percentile) are left out.\n",
         *(f"- {router.name} {_version(router)}: {router.subject.note}" for router in there),
     ]
     return page(cells, about, outside)

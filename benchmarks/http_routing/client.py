@@ -28,7 +28,7 @@ import uvloop
 from benchmarks.http_routing.cells import CELLS, arrivals, body, digest
 from lbproxy.sim.report import percentile
 from lbproxy.sim.traces import read_mooncake
-from lbproxy.sim.workload import Job
+from lbproxy.sim.workload import Arrival, Job
 
 TIMEOUT_S = 300.0
 """For one answer, from when its request was due; later ones have failed."""
@@ -166,9 +166,7 @@ class Client:
     async def run(self) -> Answer:
         """All phases, each after the one before has drained."""
         request = self._request
-        trace = request["trace"]
-        rows = None if trace is None else read_mooncake(Path(trace).read_text("utf-8").splitlines())
-        phases = arrivals(CELLS[request["cell"]], request["seed"], rows, short=request["short"])
+        phases = _phases(request)
         asked = [[(at, job, body(job)) for at, job in phase] for phase in phases]
         gc.collect()
         gc.freeze()
@@ -258,6 +256,12 @@ class Client:
             assert late is not None, "a simulated server says how late it was"
             self._server_lag_s = max(self._server_lag_s, float(late[1]))
         return found
+
+
+def _phases(request: Request) -> list[list[Arrival]]:
+    trace = request["trace"]
+    rows = None if trace is None else read_mooncake(Path(trace).read_text("utf-8").splitlines())
+    return arrivals(CELLS[request["cell"]], request["seed"], rows, short=request["short"])
 
 
 async def main() -> None:

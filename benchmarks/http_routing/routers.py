@@ -108,8 +108,10 @@ def _nginx(servers: Sequence[int]) -> list[Router]:
 
 
 def _rust(urls: Sequence[str]) -> list[Router]:
-    common = ("--host", "127.0.0.1", "--port", "$port", "--prometheus-host", "127.0.0.1", "--prometheus-port", "$spare")
-    common = (*common, "--worker-urls", *urls, "--log-level")
+    common = (
+        *("--host", "127.0.0.1", "--port", "$port", "--worker-urls", *urls),
+        *("--prometheus-host", "127.0.0.1", "--prometheus-port", "$spare", "--log-level"),
+    )
     # The tuning of SGLang's "Cache-Aware policy" section and of vllm-router's docs/load_balancing.
     tuned = ("--cache-threshold", "0.5", "--balance-abs-threshold", "32", "--balance-rel-threshold")
 
@@ -143,6 +145,7 @@ model_list:
 {models}
 router_settings: {{routing_strategy: {strategy}, num_retries: 0}}
 litellm_settings: {{request_timeout: 600, telemetry: false}}
+general_settings: {{dangerously_permit_weak_or_unset_master_key: true}}
 """
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import sys
 from contextlib import AsyncExitStack
 
@@ -45,4 +46,6 @@ async def run(count: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
+    # Some routers look first whether a server speaks HTTP/2, which aiohttp would report with a traceback.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     uvloop.run(run(int(sys.argv[1]), int(sys.argv[2])))
