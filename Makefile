@@ -5,7 +5,7 @@ BENCH := .bench
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: run test test-real check format lint types lock clean bench-overhead profile bench-routing
+.PHONY: run test test-real check format lint types lock clean bench-overhead profile bench-routing bench-routing-http
 
 run: $(VENV)/.run
 	$(BIN)/lbproxy demo
@@ -36,6 +36,10 @@ bench-overhead: $(VENV)/.run $(BENCH)/venv/.peers
 bench-routing: $(VENV)/.run
 	$(BIN)/python -m benchmarks.routing --short
 
+# At most ten minutes; docs/benchmarks.md has the full form. MOONCAKE=path/to/conversation_trace.jsonl, or a stand-in.
+bench-routing-http: $(VENV)/.run $(BENCH)/venv/.peers $(BENCH)/litellm/.peer
+	$(BIN)/python -m benchmarks.http_routing --short $(if $(MOONCAKE),--mooncake $(MOONCAKE))
+
 profile: $(VENV)/.run $(BENCH)/venv/.peers
 	$(BIN)/python -m benchmarks.overhead --profile
 
@@ -50,6 +54,13 @@ $(BENCH)/venv/.peers: benchmarks/overhead/peers.txt
 	for peer in $$(grep -v '^#' $<); do \
 	    $(BENCH)/venv/bin/python -m pip --disable-pip-version-check install --quiet $$peer || echo "$$peer: not installed"; \
 	done
+	touch $@
+
+# LiteLLM pins so much that it gets an environment of its own.
+$(BENCH)/litellm/.peer:
+	$(PYTHON) -m venv $(BENCH)/litellm
+	$(BENCH)/litellm/bin/python -m pip --disable-pip-version-check install --quiet 'litellm[proxy]==1.106.2' \
+	    || echo "litellm: not installed"
 	touch $@
 
 # The environment: from the lock files alone, each package checked against its hashes.
