@@ -37,7 +37,7 @@ bench-routing: $(VENV)/.run
 	$(BIN)/python -m benchmarks.routing --short
 
 # At most ten minutes; docs/benchmarks.md has the full form. MOONCAKE=path/to/conversation_trace.jsonl, or a stand-in.
-bench-routing-http: $(VENV)/.run $(BENCH)/venv/.peers $(BENCH)/litellm/.peer
+bench-routing-http: $(VENV)/.dev $(BENCH)/venv/.peers $(BENCH)/litellm/.peer
 	$(BIN)/python -m benchmarks.http_routing --short $(if $(MOONCAKE),--mooncake $(MOONCAKE))
 
 profile: $(VENV)/.run $(BENCH)/venv/.peers

@@ -6,6 +6,7 @@ import argparse
 import os
 import resource
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -63,6 +64,9 @@ def prepare() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(OPEN_FILES, hard), hard))
     os.sched_setaffinity(0, {int(LOAD_CORE)})
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # As an exception, so that whatever runs is ended. SIGINT too: a shell's background job would ignore it.
+        signal.signal(number, lambda *_: sys.exit("interrupted; --resume goes on from here"))
 
 
 def chosen(args: argparse.Namespace) -> tuple[list[str], list[Router]]:
