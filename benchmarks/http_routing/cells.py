@@ -51,12 +51,12 @@ class Cell:
 
 CELLS: dict[str, Cell] = {
     "b2b": Cell(
-        "llm-d's prefix benchmark: 75 system prompts of 6,000 tokens, 5 questions each, answers of 250 tokens",
+        "llm-d's prefix benchmark: 75 system prompts of 6,000 tokens, 5 questions each, answers of 150 tokens",
         "ladder",
         4,
-        # Rates 10 and 15 on four servers are its steps 20 and 30 on eight, where load-only routing collapses. A quarter
+        # Rates 10 and 15 on four servers are its steps 20 and 30 on eight, where load-only routing collapses. A seventh
         # of its answers' length, as simulated servers need real CPU for every token.
-        {"groups": 75, "warm_up_s": 30, "step_s": 45, "first_rate": 10, "last_rate": 15, "output_tokens": 250},
+        {"groups": 75, "warm_up_s": 30, "step_s": 45, "first_rate": 10, "last_rate": 15, "output_tokens": 150},
         {"warm_up_s": 20, "step_s": 20, "last_rate": 10},
     ),
     "mooncake": Cell(

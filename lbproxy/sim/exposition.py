@@ -61,7 +61,7 @@ def render(page: Page) -> bytes:
         ),
         *_family("cache_config_info", "gauge", "The cache's settings, in labels.", config, 1),
         *_adapters(page),
-        *_head("lbproxy_mock_step_lag_seconds", "gauge", "How late simulated steps came out, over the last minute."),
+        *_head("lbproxy_mock_step_lag_seconds", "gauge", "How late the tokens of a step left, over the last minute."),
         _sample("lbproxy_mock_step_lag_seconds", {"stat": "max"}, page.lag_max_s),
         _sample("lbproxy_mock_step_lag_seconds", {"stat": "p99"}, page.lag_p99_s),
     ]

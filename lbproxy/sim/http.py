@@ -99,8 +99,6 @@ class _Flight:
         """Choices that have not finished."""
         self.tokens: deque[int] = deque()
         """The choice of each token that nobody has taken yet. Bounded by what the call may generate."""
-        self.due = 0.0
-        """When the step ended that brought the last of them."""
         self._per_prompt = per_call
         self._wake: asyncio.Future[None] | None = None
 
@@ -114,13 +112,11 @@ class _Flight:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
-    async def news(self) -> bool:
-        """Wait for tokens, or for the end; returns at once if there is something. Whether it had to wait."""
-        if self.tokens or not self.left:
-            return False
-        self._wake = asyncio.get_running_loop().create_future()
-        await self._wake
-        return True
+    async def news(self) -> None:
+        """Wait for tokens, or for the end; returns at once if there is something."""
+        if not self.tokens and self.left:
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
 
 
 class MockServer:
@@ -224,10 +220,12 @@ class MockServer:
     def _deliver(self) -> None:
         """Hand out the tokens of the steps that have ended."""
         # uvloop counts whole milliseconds and fires timers up to one early; waiting for the rest would be a busy loop.
-        now = max(asyncio.get_running_loop().time(), self._due)
+        loop = asyncio.get_running_loop()
+        now = max(loop.time(), self._due)
         woken: dict[_Flight, None] = {}
         for step in self._engine.advance(now=now):
-            self._lag.record(now - step.at, now=now)
+            # The handlers write in the loop's next turn, and uvloop sends at its end: what is late is late by then.
+            loop.call_soon(loop.call_soon, self._left, step.at)
             for first in step.first:
                 if first.id in self._flights:
                     flight, index = self._flights[first.id]
@@ -238,7 +236,6 @@ class MockServer:
                     flight, index = self._flights[request_id]
                     if flight.every_token:
                         flight.tokens.append(index)
-                        flight.due = step.at
                         woken[flight] = None
             for request_id in step.finished:
                 if request_id in self._flights:
@@ -250,6 +247,12 @@ class MockServer:
         for flight in woken:
             flight.wake()
         self._arm()
+
+    def _left(self, due: float) -> None:
+        """A step's tokens have gone out."""
+        # Not the loop's clock, which with uvloop stands still within a turn.
+        now = time.monotonic()
+        self._lag.record(max(0.0, now - due), now=now)
 
     def _submit(self, flight: _Flight) -> list[str]:
         """Give a call's work to the engine; returns the ids under which it knows it."""
@@ -304,11 +307,7 @@ class MockServer:
         position = [0] * len(flight.choices)
         opening = events.opening(len(flight.choices))
         while flight.left or flight.tokens:
-            if await flight.news():
-                # Whoever did not wait was held up by its reader, which is not our lateness. Not the loop's clock: with
-                # uvloop that stands still while the step's other streams are written.
-                now = time.monotonic()
-                self._lag.record(max(0.0, now - flight.due), now=now)
+            await flight.news()
             batch = [opening]
             opening = b""
             while flight.tokens:
