@@ -38,6 +38,9 @@ class Row(TypedDict):
     summary: dict[str, float]
     """Of `lbproxy.sim.report.Summary`; the hit ratio is of the servers' counters."""
     phases: dict[str, dict[str, float]]
+    usage_hit_ratio: float
+    """As the answers' usage has it. Unlike the counters it leaves out a warm-up that does not drain, as virtual time
+    does."""
     itl_p99: float
     """Seconds between two tokens of an answer."""
     answered: list[int]
@@ -76,7 +79,7 @@ def row_of(trial: Trial, source: Source) -> Row:
     counted = counted_phases(phases)
     begin, end = answer["counters"][counted.start], answer["counters"][counted.stop]
     servers = len(end)
-    hits = share(begin, end)
+    figures = summarise(done, servers)
     failures: dict[str, int] = {}
     for call in (call for phase in answer["phases"] for call in phase):
         if call["failure"] is not None:
@@ -88,8 +91,9 @@ def row_of(trial: Trial, source: Source) -> Row:
         short=source.short,
         rejected=late(trial),
         digest=answer["digest"],
-        summary=asdict(replace(summarise(done, servers), hit_ratio=hits)),
+        summary=asdict(replace(figures, hit_ratio=share(begin, end))),
         phases={name: asdict(one) for name, one in by_phase(done, servers).items()},
+        usage_hit_ratio=figures.hit_ratio,
         itl_p99=answer["gaps_s"]["p99"],
         answered=[round(after["finished"] - before["finished"]) for before, after in zip(begin, end, strict=True)],
         preemptions=round(sum(one["preemptions"] for one in end) - sum(one["preemptions"] for one in begin)),
