@@ -22,6 +22,10 @@ JUDGED = {
 """Figure: its heading, and how far from the best lbproxy may be."""
 
 
+FULL = 0.7
+"""Of a router's core, averaged over a run with its drained phases: more is no rest while requests come."""
+
+
 @dataclass(frozen=True)
 class CellRuns:
     """The runs of a cell that are compared: by router, in the order of `seeds`."""
@@ -68,7 +72,11 @@ def page(cells: Sequence[CellRuns], about: Sequence[str], outside: Sequence[str]
     for cell in cells:
         parts.append(f"\n## {cell.name}\n\n{CELLS[cell.name].title}; {CELLS[cell.name].servers} servers, ")
         parts[-1] += f"{len(cell.seeds)} seed{'s' if len(cell.seeds) > 1 else ''}.\n"
-        parts += [routers_table(cell), "\nVirtual time and HTTP, the same arrivals:\n", agreement(cell)]
+        full = [name for name, runs in cell.runs.items() if fmean(map(core_share, runs)) > FULL]
+        note = (
+            f"\nTheir core was full, so that their figures are not their rule's: {', '.join(full)}.\n" if full else ""
+        )
+        parts += [routers_table(cell), note + "\nVirtual time and HTTP, the same arrivals:\n", agreement(cell)]
     if outside:
         parts.append("\n## Not in the tables\n\n" + "\n".join(f"- {line}" for line in outside))
     return "\n".join(parts) + "\n"
@@ -126,6 +134,11 @@ def routers_table(cell: CellRuns) -> str:
             ]
         )
     return table(rows)
+
+
+def core_share(row: Row) -> float:
+    """Of the router's core, over the whole run."""
+    return row["router_cpu_s"] / row["seconds"]
 
 
 def _change(runs: Sequence[Summary], ours: Sequence[Summary] | None, figure: str) -> str:
