@@ -22,7 +22,7 @@ JUDGED = {
 """Figure: its heading, and how far from the best lbproxy may be."""
 
 
-FULL = 0.7
+FULL = 0.5
 """Of a router's core, averaged over a run with its drained phases: more is no rest while requests come."""
 
 
