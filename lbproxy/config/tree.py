@@ -178,6 +178,9 @@ class RoutingSettings(Section):
     """How endpoints are compared. adaptive predicts what a request costs on each; least-request counts requests."""
     scorers: dict[ScorerName, Weight] | None = None
     """With policy `weighted`, and only then: scorer -> weight above 0. Only the weights' proportions matter."""
+    prefix_memory: Annotated[int, size("1MiB", "1024GiB")] = 600 * 1024**2
+    """What may be remembered of the endpoints' prefix caches, for policies that go by them: about 140 bytes for each
+    block of 1 KiB of prompts. When it is full, the oldest is forgotten."""
 
     @field_validator("scorers", mode="after")
     @classmethod

@@ -30,7 +30,7 @@ from lbproxy.config import AdmissionSettings, BreakerSettings, HealthSettings, R
 from lbproxy.core.admission import WaitingQueue, least_work
 from lbproxy.core.backpressure import Backpressure
 from lbproxy.core.endpoints import EndpointChanges, EndpointSet
-from lbproxy.core.estimate import PoolModel
+from lbproxy.core.estimate import model_for
 from lbproxy.core.pricing import Plan, Policy
 from lbproxy.core.retry import FailureKind, Retries, Verdict
 from lbproxy.core.types import (
@@ -75,7 +75,7 @@ class Balancer:
     ) -> None:
         self._retries = Retries(retry, rng)
         self._backpressure = Backpressure()
-        self._pool = None if policy.block_bytes is None else PoolModel(policy.block_bytes)
+        self._pool = model_for(policy)
         self._endpoints = EndpointSet(health, scrape, breaker, self._pool, rng)
         self._judge = self._endpoints.judge
         self._starting = self._judge.slow_start.starting
@@ -117,8 +117,9 @@ class Balancer:
         """
         policy = policy or self._policy
         if policy.block_bytes != self._policy.block_bytes:
-            self._pool = None if policy.block_bytes is None else PoolModel(policy.block_bytes)
+            self._pool = model_for(policy)
             self._endpoints.use(self._pool)
+        self._endpoints.remember(policy.index_entries)
         self._retries.reconfigure(retry)
         self._endpoints.reconfigure(health, scrape, breaker)
         self._queue.reconfigure(admission, now=now)

@@ -95,6 +95,13 @@ class EndpointSet:
                 state.load = pool.join()
         self._reindex()
 
+    def remember(self, blocks: int) -> None:
+        """So many blocks of all prefix caches together, from now on."""
+        if self._pool is not None:
+            self._pool.index.max_entries = blocks
+            for state in self._states.values():
+                state.load.cache.trim(self._pool.index.fair_share)
+
     # Membership
 
     def replace(self, specs: Sequence[EndpointSpec], *, now: float) -> EndpointChanges:

@@ -21,7 +21,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 from lbproxy.core.lora import AdapterTable
-from lbproxy.core.prefix import PrefixIndex
+from lbproxy.core.prefix import MAX_ENTRIES, PrefixIndex
+from lbproxy.core.pricing import Policy
 from lbproxy.core.types import EndpointState, InferenceRequest, LoadMetrics, Usage
 
 GROUP_S = 0.001
@@ -45,8 +46,8 @@ NEVER = float("inf")
 class PoolModel:
     """What the endpoints have in common, and the models of all of them."""
 
-    def __init__(self, block_bytes: int) -> None:
-        self.index = PrefixIndex(block_bytes)
+    def __init__(self, block_bytes: int, index_entries: int = MAX_ENTRIES) -> None:
+        self.index = PrefixIndex(block_bytes, index_entries)
         self.adapters: frozenset[str] = frozenset()
         """The models that are LoRA adapters."""
         self.token_ms = 0.1
@@ -481,6 +482,11 @@ class LoadModel:
         """The endpoint lost what it had cached and loaded."""
         self.cache = self.pool.index.renew(self.cache)
         self.adapters.forget()
+
+
+def model_for(policy: Policy) -> PoolModel | None:
+    """What `policy` needs, empty; None if it needs nothing."""
+    return None if policy.block_bytes is None else PoolModel(policy.block_bytes, policy.index_entries)
 
 
 def _step(base_ms: float, took_ms: float) -> float:

@@ -23,6 +23,7 @@ from lbproxy.core.baselines import (
     PrefixHash,
     TwoChoices,
 )
+from lbproxy.core.prefix import ENTRY_BYTES
 from lbproxy.core.pricing import Plan, Policy, Prices
 from lbproxy.core.scorers import SCORERS, Scorer
 from lbproxy.core.types import EndpointState, InferenceRequest
@@ -113,4 +114,6 @@ POLICIES: Mapping[str, Callable[[RoutingSettings, random.Random], Policy]] = {
 
 def make_policy(settings: RoutingSettings, rng: random.Random | None = None) -> Policy:
     """The policy that the settings name. `rng`: for those that draw lots; None = the same lots each time."""
-    return POLICIES[settings.policy](settings, rng or random.Random(0))  # noqa: S311 - nothing secret hangs on it
+    policy = POLICIES[settings.policy](settings, rng or random.Random(0))  # noqa: S311 - nothing secret hangs on it
+    policy.index_entries = settings.prefix_memory // ENTRY_BYTES
+    return policy

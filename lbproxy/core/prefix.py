@@ -10,7 +10,7 @@ Three parts, in the order in which a request passes them:
 
 Invariants: a key has an endpoint's bit exactly while it is in that endpoint's cache, either pinned (a request in flight
 uses it; never evicted) or idle (oldest evicted first); bits of endpoints that left are cleared, and reused. The caches
-together never hold more than `MAX_ENTRIES`.
+together never hold more than `PrefixIndex.max_entries`.
 
 Keys are not secret and can be forged; all that comes of a forged one is a wrong guess.
 """
@@ -33,8 +33,10 @@ MAX_PROMPT_BYTES = 8 << 20
 """How much of a prompt is flattened and hashed: about 2 million tokens, more than engines take."""
 MAX_PIECES = 50_000
 """How many messages, parts and strings of a prompt are looked at: bounds the time (about 1 µs each)."""
-MAX_ENTRIES = 1 << 22
-"""Blocks in all caches together, about 140 bytes each: 600 MB at most, or 4,000 blocks on each of 1,000 endpoints."""
+ENTRY_BYTES = 140
+"""Memory of a block in one cache, about (`python -m benchmarks.decision`)."""
+MAX_ENTRIES = 600 * 1024**2 // ENTRY_BYTES
+"""Blocks in all caches together, if the settings do not say: 4,500 on each of 1,000 endpoints."""
 
 _hash = xxhash.xxh3_64_intdigest
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
+from lbproxy.core.prefix import MAX_ENTRIES
 from lbproxy.core.types import EndpointState, InferenceRequest
 
 Plan: TypeAlias = list[float]
@@ -34,6 +35,8 @@ class Policy(Protocol):
     block_bytes: int | None = None
     """Into blocks of how many bytes prompts have to be hashed for it. None = it reads no `EndpointState.load`, which
     then is not kept, and needs no hashes."""
+    index_entries: int = MAX_ENTRIES
+    """How many of these blocks may be remembered, of all endpoints together."""
     holds: bool = False
     """Its prices have waits, by which requests can be held back."""
     tolerance: float = 0.0

@@ -16,15 +16,19 @@ from lbproxy.config import (
 )
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.policy import make_policy
+from lbproxy.core.prefix import ENTRY_BYTES
+from lbproxy.core.pricing import Policy
 from lbproxy.core.retry import FailureKind
 from lbproxy.core.types import Health, Outcome, TicketState
 from tests.support.pool import make_balancer, pool_of, request, seen, show_gauges, spec
 
 
-def reconfigure(balancer: Balancer, policy: str | None = None, *, now: float = 0.0, **sections: object) -> None:
+def reconfigure(
+    balancer: Balancer, policy: str | Policy | None = None, *, now: float = 0.0, **sections: object
+) -> None:
     """Settings at their defaults but for those that are given."""
     balancer.reconfigure(
-        None if policy is None else make_policy(RoutingSettings.model_validate({"policy": policy})),
+        make_policy(RoutingSettings.model_validate({"policy": policy})) if isinstance(policy, str) else policy,
         admission=AdmissionSettings.model_validate(sections.get("admission", {})),
         health=HealthSettings.model_validate(sections.get("health", {})),
         breaker=BreakerSettings.model_validate(sections.get("breaker", {})),
@@ -59,6 +63,30 @@ def test_the_same_policy_keeps_what_it_learned() -> None:
     assert balancer._pool is pool
     reconfigure(balancer, "adaptive")
     assert balancer._pool is pool, "and so does another of the same blocks"
+
+
+def test_memory_of_caches_is_as_the_settings_say_and_shrinks_with_them() -> None:
+    def policy(memory: str) -> Policy:
+        return make_policy(RoutingSettings.model_validate({"prefix_memory": memory}))
+
+    balancer, _ = pool_of(2, policy="adaptive")
+    reconfigure(balancer, policy("4MiB"))
+    index = balancer._pool.index if balancer._pool is not None else None
+    assert index is not None
+    assert index.max_entries == 4 * 1024**2 // ENTRY_BYTES
+    keys = iter(range(1, 10**6))
+
+    def serve(blocks: int) -> None:
+        asked = request()._replace(prompt_bytes=1024 * blocks, block_keys=[next(keys) for _ in range(blocks)])
+        balancer.close(balancer.submit(asked, now=0.0), Outcome.COMPLETED, now=0.0)
+
+    for _ in range(40):
+        serve(1000)
+    assert index.max_entries // 2 < index.entries <= index.max_entries
+    reconfigure(balancer, policy("1MiB"))
+    for _ in range(20):
+        serve(10)
+    assert 0 < index.entries <= 1024**2 // ENTRY_BYTES
 
 
 def test_a_higher_limit_places_those_that_wait_and_a_lower_one_takes_nobody_back() -> None:
