@@ -64,6 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     mock.add_argument("--max-model-len", type=int, help="prompt and answer together, tokens (default: the preset's)")
     mock.add_argument("--metric-names", choices=["current", "old"], default="current", help="old: those of vLLM 0.8")
     mock.add_argument("--seed", type=int, default=0, help="servers with one seed give the same answers")
+    what = "something it does wrong, such as 'status code=503 share=0.2 for=10'; may be given several times"
+    mock.add_argument("--fault", action="append", default=[], help=what)
 
     sim = commands.add_parser("sim", help="compare policies on a simulated fleet, in virtual time")
     sim.add_argument("scenario", nargs="?", metavar="FILE", help="what to simulate (YAML): docs/simulator.md")
@@ -108,9 +110,9 @@ def _demo(args: argparse.Namespace) -> int:
 def _mock(args: argparse.Namespace) -> int:
     from lbproxy.sim.http import MockOptions, MockServer  # noqa: PLC0415
 
-    given = {name: value for name, value in vars(args).items() if name not in {"command", "config"}}
+    given = {name: value for name, value in vars(args).items() if name not in {"command", "config", "fault"}}
     try:
-        options = MockOptions(**given)
+        options = MockOptions(**given, faults=tuple(args.fault))
     except ValueError as error:
         print(f"lbproxy mock: {error}", file=sys.stderr)
         return 2

@@ -26,6 +26,7 @@ from lbproxy.core.health import TABLE, Event
 from lbproxy.core.scorers import SCORERS
 from lbproxy.core.types import Health, LbError, Outcome
 from lbproxy.proxy.answers import error_answer
+from lbproxy.sim.faults import COMMON, KINDS, Parameter
 from lbproxy.sim.presets import BLOCK_TOKENS, PRESETS
 from tests.support.docs import DOCS, cells, expect_generated, generated, table
 
@@ -195,12 +196,30 @@ def test_simulator_has_every_option() -> None:
     rows = []
     for action in commands["mock"]._actions:
         if action.dest != "help":
-            default = "preset's" if action.default is None else f"`{action.default}`"
+            default = (
+                "preset's" if action.default is None else f"`{action.default}`" if action.default != [] else "none"
+            )
             text = re.sub(r" ?\(default: .*\)", "", action.help or "where it listens")
             if action.choices:
                 text = f"{', '.join(action.choices)}; {text}"
             rows.append([f"`{action.option_strings[0]}`", default, text])
     expect_generated(DOCS / "simulator.md", "options", table(["option", "default", "meaning"], rows))
+
+
+def parameter_text(name: str, parameter: Parameter) -> str:
+    takes = ", ".join(parameter.words) or f"{parameter.at_least:g} to {parameter.at_most:,.15g}"
+    default = f" ({parameter.default})" if parameter.default else ""
+    return f"`{name}` {takes}{default}: {parameter.what}"
+
+
+def test_simulator_has_every_fault() -> None:
+    rows = [
+        [f"`{kind}`", what, "; ".join(parameter_text(*one) for one in parameters.items()) or "-"]
+        for kind, (what, parameters) in KINDS.items()
+    ]
+    expect_generated(DOCS / "simulator.md", "faults", table(["fault", "what the server does", "takes"], rows))
+    rows = [[parameter_text(*one)] for one in COMMON.items()]
+    expect_generated(DOCS / "simulator.md", "common", "".join(f"- {row[0]}\n" for row in rows))
 
 
 def test_simulator_names_the_block_size() -> None:

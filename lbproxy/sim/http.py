@@ -1,8 +1,9 @@
 """The simulated server behind HTTP: what a vLLM server looks like from outside.
 
-This is the only module of the simulation that does I/O. It owns a socket, one `Engine` and one timer. The timer fires
-when the engine's step ends, and hands the step's tokens to the calls they belong to; a handler wakes up once for what
-has come since, and writes it. A client that goes away, whether it streams or not, aborts its work at once.
+With `sabotage.py` this is the only module of the simulation that does I/O. It owns a socket, one `Engine` and one
+timer. The timer fires when the engine's step ends, and hands the step's tokens to the calls they belong to; a handler
+wakes up once for what has come since, and writes it. A client that goes away, whether it streams or not, aborts its
+work at once.
 
 The clock is the event loop's. If the loop is busy, tokens come out late, but the simulated times stay right; how late
 they came out stands on /metrics, for whoever wants to reject a measurement.
@@ -17,7 +18,7 @@ import random
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Literal, Self
@@ -28,8 +29,10 @@ from aiohttp import web
 from lbproxy.sim import openai_api as api
 from lbproxy.sim.engine import Engine
 from lbproxy.sim.exposition import CONTENT_TYPE, Page, render
+from lbproxy.sim.faults import parse_faults
 from lbproxy.sim.lag import LagMeter
 from lbproxy.sim.presets import PRESETS, Preset
+from lbproxy.sim.sabotage import Handler, Saboteur, stream_response
 from lbproxy.sim.text import Answer, to_token_ids
 
 VERSION = "0.32.0"
@@ -37,8 +40,6 @@ VERSION = "0.32.0"
 MAX_BODY_BYTES = 64 * 2**20
 MAX_HEAD_BYTES = 64 * 1024
 """uvicorn's limit for the whole head; here for one line of it."""
-
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,8 @@ class MockOptions:
     """`old` is vLLM 0.8 (`gpu_cache_usage_perc`)."""
     keep_alive_s: float = 5.0
     """How long an idle connection stays open: uvicorn's default."""
+    faults: tuple[str, ...] = ()
+    """What it does wrong from the start: see `faults.py`."""
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
@@ -77,6 +80,7 @@ class MockOptions:
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len must be at least 2, got {self.max_model_len}")
         self.hardware()
+        parse_faults("\n".join(self.faults))
 
     def hardware(self) -> Preset:
         """The preset with the overrides applied."""
@@ -141,6 +145,8 @@ class MockServer:
         self._due = 0.0
         """When the timer is to fire."""
         self._runner: web.AppRunner | None = None
+        self._frozen = False
+        self._saboteur = Saboteur(parse_faults("\n".join(options.faults)), options.seed, self._refuse, self._pace)
 
     @property
     def url(self) -> str:
@@ -169,10 +175,12 @@ class MockServer:
             raise
         self._runner = runner
         self.port = runner.addresses[0][1]
+        self._saboteur.start()
 
     async def close(self) -> None:
         """Stop at once: the port closes, running streams are cut. May be called twice."""
         runner, self._runner = self._runner, None
+        await self._saboteur.close()
         if runner is not None:
             await runner.cleanup()
         self._arm()
@@ -187,7 +195,9 @@ class MockServer:
         await self.close()
 
     def _application(self) -> web.Application:
-        application = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_vllm_errors])
+        application = web.Application(
+            client_max_size=MAX_BODY_BYTES, middlewares=[self._saboteur.middleware, _vllm_errors]
+        )
         application.on_response_prepare.append(_sign)
         application.add_routes(
             [
@@ -201,9 +211,34 @@ class MockServer:
                 web.get("/metrics", self._metrics, allow_head=False),
                 web.get("/health", self._health, allow_head=False),
                 web.get("/version", self._version, allow_head=False),
+                *self._saboteur.routes(),
             ]
         )
         return application
+
+    # What the saboteur needs.
+
+    async def _refuse(self, refuse: bool) -> None:
+        """Close the port and every idle connection, or listen again."""
+        runner = self._runner
+        if runner is None:
+            return
+        if not refuse:
+            await web.TCPSite(runner, self.options.host, self.port).start()
+            return
+        for site in list(runner.sites):
+            await site.stop()
+        server = runner.server
+        assert isinstance(server, web.Server)
+        for connection in server.connections:
+            connection.close()
+
+    def _pace(self, slowness: float | None) -> None:
+        """Compute so many times as slowly; None: not at all."""
+        self._frozen = slowness is None
+        if slowness is not None:
+            self._engine.set_speed(self.options.speed / slowness, now=asyncio.get_running_loop().time())
+        self._arm()
 
     # The engine's driver: one timer.
 
@@ -213,7 +248,7 @@ class MockServer:
             self._timer.cancel()
             self._timer = None
         due = self._engine.next_event()
-        if due is not None and self._runner is not None:
+        if due is not None and self._runner is not None and not self._frozen:
             self._due = due
             self._timer = asyncio.get_running_loop().call_at(due, self._deliver)
 
@@ -300,7 +335,7 @@ class MockServer:
     async def _stream(
         self, request: web.Request, identity: api.Identity, call: api.Call, flight: _Flight
     ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        response = stream_response(request)
         # vLLM, too, sends the head as soon as the request is accepted, long before the first token.
         await response.prepare(request)
         events = api.EventWriter(identity)
@@ -405,7 +440,7 @@ def _json(body: bytes, status: int = 200) -> web.Response:
 
 
 @web.middleware
-async def _vllm_errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
+async def _vllm_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Every refusal in the shape that vLLM gives it: its own for the API, FastAPI's for unknown routes."""
     try:
         return await handler(request)

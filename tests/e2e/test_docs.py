@@ -4,6 +4,7 @@ The word in `<!-- test: WORD -->` above a fence:
 
 - `demo` (sh, python): run before a running `lbproxy demo`, whose addresses stand in for the documented ones; must exit
   with 0 and print something.
+- `faults` (sh): the same before a running `lbproxy mock`.
 - `refused` (yaml): settings that are wrong; the next block of the page is exactly what is said about them.
 - `other` (yaml): not lbproxy's settings.
 - `log` (json): one log line in each line, with the keys that a live one has.
@@ -41,13 +42,22 @@ BLOCKS = all_blocks()
 SETTINGS = [block for block in BLOCKS if block.language == "yaml" and not block.mark]
 REFUSED = [block for block in BLOCKS if block.mark == "refused"]
 DEMO = [block for block in BLOCKS if block.mark == "demo"]
+FAULTS = [block for block in BLOCKS if block.mark == "faults"]
 LOG = [block for block in BLOCKS if block.mark == "log"]
 
 
 def test_marks_are_known_and_used() -> None:
     """A misspelt mark must not switch a test off."""
     kinds = {(block.mark, block.language) for block in BLOCKS if block.mark}
-    assert kinds <= {("demo", "sh"), ("demo", "python"), ("refused", "yaml"), ("other", "yaml"), ("log", "json")}
+    known = {
+        ("demo", "sh"),
+        ("demo", "python"),
+        ("faults", "sh"),
+        ("refused", "yaml"),
+        ("other", "yaml"),
+        ("log", "json"),
+    }
+    assert kinds <= known
     marks = sum(len(re.findall("^<!-- test: ", page.read_text(), re.MULTILINE)) for page in PAGES)
     assert marks == sum(bool(block.mark) for block in BLOCKS), "a mark that is not right above a fence"
     readme = {block.language for block in DEMO if block.page.name == "README.md"}
@@ -93,20 +103,35 @@ def demo() -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize("block", DEMO, ids=str)
 def test_commands_run(block: Block, demo: tuple[str, str], tmp_path: Path) -> None:
     text = block.text.replace(LISTEN, demo[0]).replace(ADMIN, demo[1])
+    assert '"error"' not in printed(block.language, text, tmp_path)
+
+
+def printed(language: str, text: str, folder: Path) -> str:
+    """What a command prints; it must end well."""
     shell = ["bash", "-euo", "pipefail", "-c", text]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        shell if block.language == "sh" else [sys.executable, "-c", text],
+        shell if language == "sh" else [sys.executable, "-c", text],
         capture_output=True,
         text=True,
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, "PATH": path},
         timeout=60,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip(), "it printed nothing"
-    assert '"error"' not in done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("block", FAULTS, ids=str)
+def test_faults_break_what_the_page_says(block: Block, tmp_path: Path) -> None:
+    with mock() as (_, url):
+        text = printed(block.language, block.text.replace("http://127.0.0.1:8000", url), tmp_path)
+    assert "curl ended with 18" in text
+    assert text.count("\n\n") == 2
+    assert text.startswith('[{"fault":"break at=chunk events=2"')
+    assert text.endswith("[]")
 
 
 # --- What it shows ----------------------------------------------------------------------------------------------------
