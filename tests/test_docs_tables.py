@@ -207,7 +207,11 @@ def test_simulator_has_every_option() -> None:
 
 
 def parameter_text(name: str, parameter: Parameter) -> str:
-    takes = ", ".join(parameter.words) or f"{parameter.at_least:g} to {parameter.at_most:,.15g}"
+    takes = (
+        "text"
+        if name == "having"
+        else ", ".join(parameter.words) or f"{parameter.at_least:g} to {parameter.at_most:,.15g}"
+    )
     default = f" ({parameter.default})" if parameter.default else ""
     return f"`{name}` {takes}{default}: {parameter.what}"
 

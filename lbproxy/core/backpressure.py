@@ -4,6 +4,8 @@ Without this they would attract traffic: who refuses at once is always the least
 verdict, which is for `core.breaker`: when every candidate is backing off, all of them are asked, as if none were.
 
 - 429 and 503 say it themselves: the endpoint is left alone for a second, and for twice as long each time after that.
+  What fails while it is left alone was sent before, or because nobody else was there, and is no further time: a server
+  that refuses fifty requests at once refused once, not fifty times.
 - 500 may be the request's fault, and only the third in a row without a good answer between counts (a vLLM that drains
   answers 500 to everything while its /health is 200). The breaker hears of it when another endpoint did better.
 """
@@ -31,7 +33,7 @@ class Backpressure:
 
     def refused(self, state: EndpointState, kind: FailureKind, *, now: float) -> None:
         """An attempt at `state` failed by `kind`."""
-        if kind not in _SAYS_SO and kind is not FailureKind.ERROR:
+        if (kind not in _SAYS_SO and kind is not FailureKind.ERROR) or now < state.backing_off_until:
             return
         state.refusals += 1
         over = state.refusals - (1 if kind in _SAYS_SO else SUSPECT_AFTER)

@@ -44,6 +44,7 @@ COMMON = {
     "share": Parameter("1", "of those that it could hit, at random", at_most=1.0),
     "for": Parameter(FOREVER, "seconds; without it, until it is taken back"),
     "on": Parameter("requests", "whom it hits: POSTs under /v1/, /health, /metrics, or everything", EVERYWHERE),
+    "having": Parameter("", "only requests whose body has this text, which may not contain spaces"),
 }
 KINDS: dict[str, tuple[str, dict[str, Parameter]]] = {
     "refuse": ("nobody listens any more, idle connections are closed; `for` is required", {}),
@@ -95,15 +96,16 @@ class Fault:
     for_s: float | None
     """None = until it is taken back."""
     on: str
+    having: bytes
     numbers: Mapping[str, float]
     words: Mapping[str, str]
     """The kind's own parameters."""
     text: str
     """As it was written."""
 
-    def hits(self, place: str) -> bool:
-        """Whether it is about this place: one of `EVERYWHERE` but `all`, or `other`."""
-        return self.on in {place, "all"}
+    def hits(self, place: str, body: bytes) -> bool:
+        """Whether it is about a request with this body to this place: one of `EVERYWHERE` but `all`, or `other`."""
+        return self.on in {place, "all"} and self.having in body
 
 
 def parse_faults(text: str) -> list[Fault]:
@@ -130,6 +132,8 @@ def parse_fault(line: str) -> Fault:
         if name not in takes or not equals:
             raise FaultError(f"{kind} takes {', '.join(f'{name}=' for name in takes)} but not {one!r}")
         values[name] = value
+    having = values.pop("having").encode()
+    takes.pop("having")
     words, numbers = {}, {}
     for name, parameter in takes.items():
         if parameter.words:
@@ -139,7 +143,7 @@ def parse_fault(line: str) -> Fault:
     if kind == "refuse" and "for" not in numbers:
         raise FaultError("refuse needs for=SECONDS: who refuses everybody cannot be told to stop")
     share, for_s = numbers.pop("share"), numbers.pop("for", None)
-    return Fault(kind, share, for_s, words.pop("on"), numbers, words, " ".join(line.split()))
+    return Fault(kind, share, for_s, words.pop("on"), having, numbers, words, " ".join(line.split()))
 
 
 def _word(where: str, value: str, parameter: Parameter) -> str:
@@ -183,10 +187,16 @@ class FaultBook:
         """The first of a kind, whatever its share."""
         return next((fault for fault, _ in self.in_force(now=now) if fault.kind == kind), None)
 
-    def chosen(self, place: str, *, now: float) -> Fault | None:
+    def reads_bodies(self, *, now: float) -> bool:
+        """Whether a request's body decides what happens to it."""
+        return any(fault.having for fault, _ in self.in_force(now=now))
+
+    def chosen(self, place: str, body: bytes = b"", *, now: float) -> Fault | None:
         """What happens to a request to `place`: the first one that is about it and whose chance says so."""
         for fault, _ in self.in_force(now=now):
-            if fault.kind not in {"refuse", "slow-down"} and fault.hits(place) and self._rng.random() < fault.share:
+            if fault.kind in {"refuse", "slow-down"} or not fault.hits(place, body):
+                continue
+            if self._rng.random() < fault.share:
                 return fault
         return None
 

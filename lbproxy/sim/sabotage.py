@@ -122,7 +122,9 @@ class Saboteur:
         """Let a request meet what is in force."""
         if request.path == "/faults":
             return await handler(request)
-        fault = self._book.chosen(_place(request), now=asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        body = await request.read() if self._book.reads_bodies(now=now) else b""
+        fault = self._book.chosen(_place(request), body, now=now)
         if fault is None:
             return await handler(request)
         await request.read()

@@ -66,6 +66,19 @@ def test_what_may_be_the_requests_fault_counts_from_the_third_in_a_row() -> None
     assert chosen(balancer, 0.0) == {"e2"}
 
 
+@pytest.mark.parametrize("kind", [K.BUSY, K.ERROR])
+def test_many_that_fail_together_count_once(kind: FailureKind) -> None:
+    """A server that refuses fifty requests at once gets some again two seconds later."""
+    balancer, _ = pool_of(2, policy="round-robin")
+    tickets = [ask(balancer, 0.0) for _ in range(100)]
+    for ticket in tickets:
+        if name(ticket) == "e1":
+            balancer.after_failure(ticket, kind, (), now=0.1)
+        balancer.close(ticket, Outcome.COMPLETED, now=0.1)
+    assert chosen(balancer, 0.2) == {"e2"}
+    assert chosen(balancer, 2.0) == {"e1", "e2"}
+
+
 @pytest.mark.parametrize("kind", [K.CONNECT, K.TIMEOUT, K.EXHAUSTED, K.GATEWAY, K.RESET])
 def test_other_failures_are_for_the_breaker_or_for_us(kind: FailureKind) -> None:
     health = HealthSettings(fall=100)

@@ -66,7 +66,7 @@ def test_a_line_says_what_differs_from_the_defaults() -> None:
     ("text", "why"),
     [
         ("stauts", "is no fault; there are refuse, freeze"),
-        ("status code", "status takes share=, for=, on=, code=, retry-after= but not 'code'"),
+        ("status code", "status takes share=, for=, on=, having=, code=, retry-after= but not 'code'"),
         ("status cod=1", "but not 'cod=1'"),
         ("status code=99", "status code must be 200 to 599, got '99'"),
         ("status code=nan", "got 'nan'"),
@@ -180,6 +180,16 @@ def test_a_status_comes_at_once_and_leaves_the_rest_alone() -> None:
             assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
 
     run(test, "status code=429 retry-after=3")
+
+
+def test_only_the_poisoned_request_is_hit() -> None:
+    async def test(server: MockServer) -> None:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            for prompt, status in (("poison", 500), ("food", 200)):
+                answer = await client.post("/v1/completions", json={"prompt": prompt})
+                assert answer.status_code == status
+
+    run(test, "status code=500 having=poison")
 
 
 def test_a_slow_head_and_a_slow_stream_arrive_in_the_end() -> None:

@@ -24,10 +24,11 @@ class Process:
     """A running command whose output is read as it comes. Ended with the `with` block."""
 
     def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
+        self._start([*LBPROXY, *arguments], env)
+
+    def _start(self, command: list[str], env: dict[str, str] | None) -> None:
         environ = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
-        self.process = subprocess.Popen(
-            [*LBPROXY, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ
-        )
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ)
         assert self.process.stdout is not None
         os.set_blocking(self.process.stdout.fileno(), False)
         self._raw = b""
@@ -71,6 +72,13 @@ class Process:
         """The log lines of one kind."""
         logged = [json.loads(line) for line in self.read().splitlines() if line.startswith("{")]
         return [line for line in logged if line["event"] == event]
+
+
+class Program(Process):
+    """The same of any other program."""
+
+    def __init__(self, command: list[str], env: dict[str, str] | None = None) -> None:
+        self._start(command, env)
 
 
 @contextmanager

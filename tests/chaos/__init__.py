@@ -1,0 +1,1 @@
+"""Faults that a balancer must survive, each with figures: docs/reliability.md."""

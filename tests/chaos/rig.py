@@ -1,0 +1,297 @@
+"""Rig R4: four simulated servers and the proxy, each a process; the load client is another (`load.py`).
+
+The servers live as long as the test session and are given back as they were: faults ended, the dead replaced under
+their old address. The proxy is each test's own, with the settings that it needs.
+
+What every test asserts of lbproxy (ACC, LAG) is checked when its `with` block ends: nothing in flight or waiting, every
+descriptor and task accounted for, no traceback, the event loop never late by more than its bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+
+from tests.chaos import peers
+from tests.chaos.client import Plan
+from tests.chaos.load import Load
+from tests.chaos.verdict import PROXY, Case
+from tests.support.docs import ROOT
+from tests.support.process import LBPROXY, Process, Program
+
+SPEED = 0.4
+"""Of the servers: a token each 20 ms, nearly."""
+QUICK = """
+health: {interval: 500ms, timeout: 1s, fall: 3, rise: 2, down_interval: 500ms}
+timeouts: {connect: 1s, first_byte: 20s, stream_idle: 3s}
+drain: {deadline: 3s}
+log: {access: false}
+"""
+"""Settings in which detection takes seconds."""
+
+
+def wait(condition: Callable[[], object], what: str, within_s: float = 20.0) -> float:
+    """Seconds until it came true."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < within_s, f"did not happen within {within_s} s: {what}"
+        time.sleep(0.01)
+    return time.monotonic() - began
+
+
+class Server:
+    """One simulated model server, on a port that stays its own."""
+
+    def __init__(self, log: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            self.port = sock.getsockname()[1]
+        self.log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopped = False
+        self.launch()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def name(self) -> str:
+        """What lbproxy calls it."""
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def launch(self) -> None:
+        """Start it; `ready` waits."""
+        self.close()
+        command = [*LBPROXY, "mock", "--port", str(self.port), "--model", "sim", "--speed", str(SPEED)]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def ready(self) -> None:
+        wait(self._answers, f"the simulated server is there: {self.log}")
+
+    def _answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=2).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def kill(self) -> None:
+        """As `kill -9` does."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        """As `kill -STOP` does: the kernel still accepts connections."""
+        os.kill(self.pid, signal.SIGSTOP)
+        self._stopped = True
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+        self._stopped = False
+
+    def fault(self, text: str) -> None:
+        """Replace what it does wrong: see docs/simulator.md."""
+        httpx.post(f"{self.url}/faults", content=text, timeout=10).raise_for_status()
+
+    def metric(self, name: str) -> float:
+        """A sample of its own metrics page."""
+        page = httpx.get(f"{self.url}/metrics", timeout=10).text
+        return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if re.match(rf"{name}(\{{| )", line))
+
+    def restore(self) -> None:
+        """As it was: alive, and nothing wrong."""
+        if self._stopped:
+            self.go_on()
+        if self._process is None or self._process.poll() is not None:
+            self.launch()
+            self.ready()
+        self.fault("")
+
+    def close(self) -> None:
+        if self._process is not None:
+            self.kill()
+            self._process = None
+
+
+class Sight(NamedTuple):
+    """One look of the ticker in `watched.py`."""
+
+    at: float
+    lag_s: float
+    own_lag_s: float
+    tasks: int
+
+
+class Proxy:
+    """A running proxy; for peers only what all have."""
+
+    def __init__(self, running: Process, url: str, admin: str = "", watch: Path | None = None) -> None:
+        self.process = running
+        self.url = url
+        self.admin = admin
+        self._watch = watch
+        self.began = time.monotonic()
+
+    @property
+    def pid(self) -> int:
+        return self.process.process.pid
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def samples(self, name: str) -> dict[str, float]:
+        """A family of lbproxy's metrics page, by labels."""
+        page = httpx.get(f"{self.admin}/metrics", timeout=20).text
+        lines = [line.rsplit(" ", 1) for line in page.splitlines() if re.match(rf"{name}(\{{| )", line)]
+        return {labels.removeprefix(name): float(value) for labels, value in lines}
+
+    def total(self, name: str, having: str = "") -> float:
+        """The sum of a family's samples whose labels have this text."""
+        return sum(value for labels, value in self.samples(name).items() if having in labels)
+
+    def in_flight(self) -> float:
+        return self.total("lbproxy_endpoint_in_flight")
+
+    def up(self, server: Server) -> bool:
+        return self.total("lbproxy_endpoint_up", f'"{server.name}"') == 1
+
+    def answered(self, server: Server) -> float:
+        """Requests that this endpoint had last."""
+        return self.total("lbproxy_endpoint_requests_total", f'"{server.name}"')
+
+    def sights(self, since: float = 0.0) -> list[Sight]:
+        """What the ticker saw."""
+        if self._watch is None or not self._watch.exists():
+            return []
+        lines = [line.split() for line in self._watch.read_text().splitlines()]
+        sights = [Sight(float(a), float(b), float(c), int(d)) for a, b, c, d in lines]
+        return [one for one in sights if one.at >= since]
+
+    def block(self, seconds: float) -> None:
+        """Block its event loop once, soon."""
+        assert self._watch is not None
+        Path(f"{self._watch}.block").write_text(str(seconds))
+
+    def fds(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    def unaccounted_fds(self) -> float:
+        """Descriptors that are neither a client's connection nor one to an endpoint."""
+        gauges = self.total("lbproxy_client_connections") + self.total("lbproxy_upstream_connections")
+        return self.fds() - gauges
+
+    def rss_mib(self) -> float:
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        return int(re.findall(r"VmRSS:\s+(\d+)", status)[0]) / 1024
+
+    def cpu_s(self) -> float:
+        """CPU time used so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Rig:
+    """What a test holds."""
+
+    def __init__(self, case: Case, servers: list[Server], folder: Path) -> None:
+        self.case = case
+        self.servers = servers
+        self.folder = folder
+
+    @contextmanager
+    def proxy(
+        self,
+        settings: str = QUICK,
+        *,
+        endpoints: list[str] | None = None,
+        lag_ms: float = 100.0,
+        settle: bool = True,
+        wrap: list[str] | None = None,
+    ) -> Iterator[Proxy]:
+        """The proxy before the servers, or before `endpoints`; every endpoint is up.
+
+        `settle` False: the test ends the proxy itself. `wrap`: words before its command.
+        """
+        urls = endpoints or [server.url for server in self.servers]
+        if PROXY != "lbproxy":
+            with peers.PEERS[PROXY].start(urls, self.folder) as (running, url):
+                yield Proxy(running, url)
+            return
+        with self._lbproxy(urls, settings, wrap or []) as proxy:
+            wait(lambda: proxy.total("lbproxy_endpoint_up") >= min(1, len(urls)), "endpoints are up")
+            if endpoints is None:
+                wait(lambda: proxy.total("lbproxy_endpoint_up") == len(urls), "all endpoints are up")
+            baseline = proxy.unaccounted_fds()
+            tasks = max((sight.tasks for sight in proxy.sights()), default=0)
+            yield proxy
+            if settle:
+                self._settle(proxy, baseline, tasks, lag_ms)
+
+    @contextmanager
+    def _lbproxy(self, urls: list[str], settings: str, wrap: list[str]) -> Iterator[Proxy]:
+        watch = self.folder / "watch"
+        env = {"LBPROXY_CHAOS_WATCH": str(watch), "PYTHONPATH": str(ROOT)}
+        watched = "LBPROXY_COMMAND" not in os.environ
+        command = [sys.executable, "-m", "tests.chaos.watched"] if watched else LBPROXY
+        listing = "".join(f"  - {url}\n" for url in urls)
+        config = self.folder / "cfg.yaml"
+        config.write_text(f"listen: 127.0.0.1:0\nadmin: 127.0.0.1:0\n{settings}\nendpoints:\n{listing}")
+        with Program([*wrap, *command, "--config", str(config)], env=env) as running:
+            match = running.wait_for(r"listens on (http://[\w.:]+), admin on (http://[\w.:]+)")
+            yield Proxy(running, match[1], match[2], watch if watched else None)
+
+    def _settle(self, proxy: Proxy, baseline: float, tasks: int, lag_ms: float) -> None:
+        """ACC and LAG."""
+        case = self.case
+
+        def left() -> dict[str, float]:
+            families = ("endpoint_in_flight", "endpoint_awaiting_first_byte", "waiting_requests")
+            return {name: value for name in families if (value := proxy.total(f"lbproxy_{name}"))}
+
+        with contextlib.suppress(AssertionError):
+            wait(lambda: not left(), "nothing is in flight")
+        with contextlib.suppress(AssertionError):
+            wait(lambda: abs(proxy.unaccounted_fds() - baseline) <= 2, "descriptors are back", 8)
+        case.expect("left in flight", sum(left().values()), at_most=0)
+        case.expect("descriptors too many", proxy.unaccounted_fds() - baseline, at_most=2)
+        if proxy.sights():
+            with contextlib.suppress(AssertionError):
+                wait(lambda: proxy.sights()[-1].tasks - tasks <= 2, "tasks are back", 8)
+            case.expect("tasks too many", max(0, proxy.sights()[-1].tasks - tasks), at_most=2)
+            case.figure("lag, ms", round(1000 * max(sight.lag_s for sight in proxy.sights()), 1))
+            own = max(sight.own_lag_s for sight in proxy.sights())
+            case.expect("lag of our own, ms", round(1000 * own, 1), at_most=lag_ms)
+        case.expect("internal errors", proxy.total("lbproxy_internal_errors_total"), at_most=0)
+        self.no_traceback(proxy.process)
+
+    def no_traceback(self, running: Process) -> None:
+        """Nothing in what it printed says that something was lost."""
+        output = running.read()
+        for text in ("Traceback", "never retrieved", "was never awaited"):
+            self.case.expect(f"`{text}` in the log", output.count(text), at_most=0)
+            if text in output:
+                at = output.index(text)
+                print(output[max(0, at - 500) : at + 3000])
+
+    def load(self, proxy: Proxy, **plan: object) -> Load:
+        """Start load on the proxy."""
+        return Load(Plan(url=proxy.url, **plan), self.folder)  # type: ignore[arg-type]

@@ -1,0 +1,85 @@
+"""lbproxy by its own command line, with a ticker on its event loop: how late the loop is, how many tasks it has.
+
+    LBPROXY_CHAOS_WATCH=FILE python -m tests.chaos.watched --config cfg.yaml
+
+Every 100 ms a line is added to FILE: time, the worst lag since the last line, the worst that is our own, tasks. The
+ticker fires every 5 ms. A lag is our own where the process was not merely waiting for a CPU that others had, which
+Linux tells in /proc (schedstat); without it both are the same. If FILE.block exists the loop is blocked for the seconds
+in it, once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TypeVar
+
+from lbproxy import cli
+
+T = TypeVar("T")
+TICK_S = 0.005
+
+
+class Ticker:
+    """Writes what it sees until cancelled."""
+
+    def __init__(self, path: str) -> None:
+        self._order = Path(f"{path}.block")
+        self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - as long as the process
+        self._schedstat: int | None = None
+        with contextlib.suppress(OSError):
+            self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+
+    async def run(self) -> None:
+        worst = own = 0.0
+        last, waited, written = time.monotonic(), self._waited_s(), 0.0
+        while True:
+            await asyncio.sleep(TICK_S)
+            now, waited_now = time.monotonic(), self._waited_s()
+            lag = now - last - TICK_S
+            worst, own = max(worst, lag), max(own, lag - (waited_now - waited))
+            if now - written > 0.1:
+                self._file.write(b"%.3f %.4f %.4f %d\n" % (now, worst, own, len(asyncio.all_tasks())))
+                worst = own = 0.0
+                written = now
+                self._block()
+                now, waited_now = time.monotonic(), self._waited_s()  # a lag that was ordered is none
+            last, waited = now, waited_now
+
+    def _waited_s(self) -> float:
+        """How long this thread was ready to run, and did not, so far."""
+        return 0.0 if self._schedstat is None else int(os.pread(self._schedstat, 100, 0).split()[1]) / 1e9
+
+    def _block(self) -> None:
+        if self._order.exists():
+            seconds = float(self._order.read_text())
+            self._order.unlink()
+            time.sleep(seconds)
+
+
+def main() -> int:
+    """The command line's, on a watched loop."""
+    path = os.environ["LBPROXY_CHAOS_WATCH"]
+    event_loop = cli._event_loop
+
+    def watched(main_: Coroutine[object, object, T]) -> T:
+        async def both() -> T:
+            ticker = asyncio.ensure_future(Ticker(path).run())
+            try:
+                return await main_
+            finally:
+                ticker.cancel()
+
+        return event_loop(both())
+
+    cli._event_loop = watched
+    return cli.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
