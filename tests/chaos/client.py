@@ -56,9 +56,9 @@ class Result:
 
     at: float = 0.0
     how: str = ""
-    """ok: whole · error: an HTTP error · told: an error event in the stream · glued: one inside a line · cut: ended before its end · reset: the
-    same with RST · dropped: closed without a byte · refused: no connection · hung: the client gave up · silent: a
-    normal end of an answer that is not whole."""
+    """ok: whole · error: an HTTP error · told: an error event in the stream · glued: one behind half a line · cut: it
+    ended before its end · reset: the same with RST · dropped: closed without a byte · refused: no connection · hung:
+    the client gave up · silent: a normal end of an answer that is not whole."""
     status: int = 0
     code: str = ""
     endpoint: str = ""

@@ -8,11 +8,16 @@ import httpx
 import pytest
 
 from tests.chaos.load import needless, quantile, silent, told
-from tests.chaos.rig import Rig, wait
+from tests.chaos.rig import Rig, Server, wait
 from tests.chaos.tools import packets
 from tests.chaos.verdict import PROXY, lenient, pick
 
 STREAMS = pick(40, 50, 200)
+
+
+def busy(server: Server) -> None:
+    """Wait for a moment in which it computes some of the streams."""
+    wait(lambda: server.metric("vllm:num_requests_running") > STREAMS / 10, "it is busy")
 
 
 @pytest.mark.chaos("T01", "kill -9 one of four servers under streams, and start it again", peers=True)
@@ -22,8 +27,9 @@ def test_t01_one_of_four_is_killed(rig: Rig) -> None:
     with rig.proxy() as proxy:
         with rig.load(proxy, workers=STREAMS) as load:
             load.until(good=STREAMS)
-            killed_at = time.monotonic()
             calm = max(one.gap_s for one in load.results())
+            busy(victim)
+            killed_at = time.monotonic()
             victim.kill()
             time.sleep(2.0)
             victim.launch()
@@ -89,6 +95,7 @@ def test_t03_one_freezes(rig: Rig) -> None:
     with rig.proxy() as proxy:
         with rig.load(proxy, workers=STREAMS) as load:
             load.until(good=STREAMS)
+            busy(victim)
             frozen_at = time.monotonic()
             victim.stop()
             if PROXY == "lbproxy":
