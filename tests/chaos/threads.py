@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
 
 import uvloop
 
-T = TypeVar("T")
+
+class Entered(Protocol):
+    """What `async with` takes, and yields: itself."""
+
+    async def __aenter__(self) -> object: ...
+    async def __aexit__(self, *error: object) -> object: ...
+
+
+S = TypeVar("S", bound=Entered)
 
 
 @contextmanager
-def threaded(make: Callable[[], AbstractAsyncContextManager[T]]) -> Iterator[T]:
-    """What `make()` yields, running in another thread until the block ends."""
+def threaded(make: Callable[[], S]) -> Iterator[S]:
+    """What `make()` makes, entered, running in another thread until the block ends."""
     ready = threading.Event()
-    made: list[T] = []
+    made: list[S] = []
     ends: list[Callable[[], object]] = []
 
     async def main() -> None:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         ends.append(lambda: loop.call_soon_threadsafe(stop.set))
-        async with make() as it:
+        it = make()
+        async with it:
             made.append(it)
             ready.set()
             await stop.wait()
@@ -37,22 +46,3 @@ def threaded(make: Callable[[], AbstractAsyncContextManager[T]]) -> Iterator[T]:
     finally:
         ends[0]()
         thread.join(20)
-
-
-@contextmanager
-def several(count: int, make: Callable[[], AbstractAsyncContextManager[T]]) -> Iterator[list[T]]:
-    """So many of them in one thread."""
-
-    @asynccontextmanager
-    async def all_of_them() -> AsyncIterator[list[T]]:
-        async with asyncio.TaskGroup():
-            servers = [make() for _ in range(count)]
-            entered = [await one.__aenter__() for one in servers]
-            try:
-                yield entered
-            finally:
-                for one in servers:
-                    await one.__aexit__(None, None, None)
-
-    with threaded(all_of_them) as servers:
-        yield servers

@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 from functools import partial
 
-from lbproxy.control.watch import Watches
+from lbproxy.control.watch import AT_ONCE, Watches
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.types import Endpoint
 from tests.support.aio import run, until
@@ -67,6 +67,27 @@ def test_loops_begin_anew_for_who_is_looked_after_otherwise_and_for_all_when_tol
             await until(lambda: len(began) == 5)
             assert sorted(began[3:]) == ["e1 by /health", "e2 by /other"]
             assert len(asyncio.all_tasks()) == 3, "the old ones have ended"
+            watches.close()
+
+    run(main())
+
+
+def test_many_that_join_together_begin_in_groups() -> None:
+    """So that a thousand new addresses do not hold up requests."""
+    begun: list[str] = []
+
+    async def loop(name: str) -> None:
+        begun.append(name)
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            watches = Watches(group, lambda one: [("prober", lambda: loop(one.name))], random.Random(1))
+            watches.follow(make_balancer().set_endpoints([spec(n) for n in range(1, 101)]))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert len(begun) == AT_ONCE
+            await until(lambda: len(begun) == 100)
             watches.close()
 
     run(main())
