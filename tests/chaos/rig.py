@@ -51,6 +51,16 @@ def wait(condition: Callable[[], object], what: str, within_s: float = 20.0) -> 
     return time.monotonic() - began
 
 
+def of_config(config: Path) -> list[int]:
+    """The processes that were started with this file, but for those that ended and nobody asked how."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(config).encode() in (folder / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
 class Server:
     """One simulated model server, on a port that stays its own."""
 
@@ -79,9 +89,20 @@ class Server:
     def launch(self) -> None:
         """Start it; `ready` waits."""
         self.close()
-        command = [*LBPROXY, "mock", "--port", str(self.port), "--model", "sim", "--speed", str(SPEED)]
+        command = [
+            sys.executable,
+            "-m",
+            "lbproxy",
+            "mock",
+            "--port",
+            str(self.port),
+            "--model",
+            "sim",
+            "--speed",
+            str(SPEED),
+        ]
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
 
     def ready(self) -> None:
         wait(self._answers, f"the simulated server is there: {self.log}")
@@ -150,9 +171,7 @@ class Proxy:
         self._watch = watch
         self.began = time.monotonic()
 
-    @property
-    def pid(self) -> int:
-        return self.process.process.pid
+        self.pid = running.process.pid
 
     @property
     def port(self) -> int:
@@ -217,6 +236,11 @@ class Rig:
         self.servers = servers
         self.folder = folder
 
+    @property
+    def config(self) -> Path:
+        """The proxy's settings file."""
+        return self.folder / "cfg.yaml"
+
     @contextmanager
     def proxy(
         self,
@@ -249,15 +273,21 @@ class Rig:
     @contextmanager
     def _lbproxy(self, urls: list[str], settings: str, wrap: list[str]) -> Iterator[Proxy]:
         watch = self.folder / "watch"
-        env = {"LBPROXY_CHAOS_WATCH": str(watch), "PYTHONPATH": str(ROOT)}
         watched = "LBPROXY_COMMAND" not in os.environ
+        env = {"LBPROXY_CHAOS_WATCH": str(watch), "PYTHONPATH": str(ROOT)} if watched else {}
         command = [sys.executable, "-m", "tests.chaos.watched"] if watched else LBPROXY
         listing = "".join(f"  - {url}\n" for url in urls)
-        config = self.folder / "cfg.yaml"
-        config.write_text(f"listen: 127.0.0.1:0\nadmin: 127.0.0.1:0\n{settings}\nendpoints:\n{listing}")
+        config = self.config
+        # Said, not 0: so that a restarted one is found again.
+        listen, admin = (f"127.0.0.1:{peers.free_port()}" for _ in range(2))
+        config.write_text(f"listen: {listen}\nadmin: {admin}\n{settings}\nendpoints:\n{listing}")
         with Program([*wrap, *command, "--config", str(config)], env=env) as running:
             match = running.wait_for(r"listens on (http://[\w.:]+), admin on (http://[\w.:]+)")
-            yield Proxy(running, match[1], match[2], watch if watched else None)
+            try:
+                yield Proxy(running, match[1], match[2], watch if watched else None)
+            finally:
+                for pid in of_config(config):
+                    os.kill(pid, signal.SIGKILL)
 
     def _settle(self, proxy: Proxy, baseline: float, tasks: int, lag_ms: float) -> None:
         """ACC and LAG."""
