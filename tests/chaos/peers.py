@@ -47,9 +47,10 @@ http {
 """
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
+def free_ports() -> tuple[int, int]:
+    """Two that are free."""
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        return one.getsockname()[1], other.getsockname()[1]
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,9 @@ class Peer:
     @contextmanager
     def start(self, urls: list[str], folder: Path) -> Iterator[tuple[Process, str]]:
         """A running one, once it answers."""
-        port = free_port()
+        port, spare = free_ports()
         servers = " ".join(f"server {url.removeprefix('http://')} max_fails=3 fail_timeout=2s;" for url in urls)
-        values = {"port": port, "spare": free_port(), "folder": folder, "servers": servers, "idle": "3s"}
+        values = {"port": port, "spare": spare, "folder": folder, "servers": servers, "idle": "3s"}
         (folder / "nginx.conf").write_text(Template(NGINX).substitute(values))
         words = [Template(word).substitute(values) for word in self.command[1:] if word != "$urls"]
         at = self.command.index("$urls") - 1 if "$urls" in self.command else 0

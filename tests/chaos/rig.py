@@ -143,7 +143,7 @@ class Server:
             self.go_on()
         if self._process is None or self._process.poll() is not None:
             self.launch()
-            self.ready()
+        self.ready()
         self.fault("")
 
     def close(self) -> None:
@@ -279,7 +279,7 @@ class Rig:
         listing = "".join(f"  - {url}\n" for url in urls)
         config = self.config
         # Said, not 0: so that a restarted one is found again.
-        listen, admin = (f"127.0.0.1:{peers.free_port()}" for _ in range(2))
+        listen, admin = (f"127.0.0.1:{port}" for port in peers.free_ports())
         config.write_text(f"listen: {listen}\nadmin: {admin}\n{settings}\nendpoints:\n{listing}")
         with Program([*wrap, *command, "--config", str(config)], env=env) as running:
             match = running.wait_for(r"listens on (http://[\w.:]+), admin on (http://[\w.:]+)")

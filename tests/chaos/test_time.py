@@ -1,0 +1,69 @@
+"""A proxy for which time passes without it: T28 and T29. Its own standing still is no fault of the servers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.chaos.load import needless, silent, told
+from tests.chaos.rig import Proxy, Rig
+from tests.chaos.tools import skip
+from tests.chaos.verdict import pick
+
+EAGER = """
+health: {interval: 200ms, timeout: 500ms, fall: 2, rise: 2}
+timeouts: {connect: 1s, first_byte: 20s, stream_idle: 3s}
+log: {access: false}
+"""
+
+
+def downs(proxy: Proxy) -> float:
+    return proxy.total("lbproxy_endpoint_transitions_total", 'to="down"')
+
+
+@pytest.mark.chaos("T28", "the proxy itself is stopped for a while (SIGSTOP), and goes on")
+def test_t28_stopped(rig: Rig) -> None:
+    case = rig.case
+    seconds = pick(4, 8, 30)
+    with rig.proxy(EAGER, lag_ms=1000.0 * (seconds + 1)) as proxy:
+        with rig.load(proxy, workers=16, tokens=20, streams=0.5, deadline_s=seconds + 12.0) as load:
+            load.until(good=40)
+            before = downs(proxy)
+            os.kill(proxy.pid, signal.SIGSTOP)
+            time.sleep(seconds)
+            os.kill(proxy.pid, signal.SIGCONT)
+            went_on = time.monotonic()
+            time.sleep(2.5)
+            case.expect("endpoints taken out", downs(proxy) - before, at_most=0)
+        results = load.results()
+        case.figure("requests", len(results))
+        later = [one for one in results if one.at > went_on + 1.0]
+        case.expect("failed from 1 s on", sum(one.how != "ok" for one in later), at_most=0)
+        case.expect("UF", needless(results), at_most=0)
+        case.expect("SF", silent(results), at_most=0)
+        case.figure("streams broken", sum(one.how in {"told", "cut", "reset"} for one in results))
+        print(told(results))
+
+
+@pytest.mark.chaos("T29", "the event loop is blocked for 2 s, three times")
+def test_t29_blocked(rig: Rig) -> None:
+    case = rig.case
+    with rig.proxy(EAGER, lag_ms=2500.0) as proxy:
+        if not proxy.sights():
+            skip("LBPROXY_COMMAND runs without the ticker that can block it")
+        with rig.load(proxy, workers=16, tokens=20, streams=0.5) as load:
+            load.until(good=40)
+            before = downs(proxy)
+            for _ in range(3):
+                proxy.block(2.0)
+                time.sleep(3.0)
+            case.expect("endpoints taken out", downs(proxy) - before, at_most=0)
+        results = load.results()
+        case.figure("requests", len(results))
+        case.expect("longest request, ms", 1000 * max(one.seconds for one in results), at_least=1500)
+        case.expect("failed", sum(one.how != "ok" for one in results), at_most=0)
+        case.expect("SF", silent(results), at_most=0)
+        print(told(results))
