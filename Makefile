@@ -1,11 +1,13 @@
-# run: the demo on simulated servers · test: everything · check: fast, while you write · lock: after a change of dependencies
+# run: the demo on simulated servers · test: everything · check: fast, while you write · chaos: every fault, with figures
+# lock: after a change of dependencies
 PYTHON ?= python3
 VENV := .venv
 BENCH := .bench
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: run test test-real check format lint types lock clean bench-overhead profile bench-routing bench-routing-http
+.PHONY: run test chaos soak test-real check format lint types lock clean bench-overhead profile bench-routing \
+        bench-routing-http
 
 run: $(VENV)/.run
 	$(BIN)/lbproxy demo
@@ -29,6 +31,14 @@ types: $(VENV)/.dev
 # Real vLLM servers on CPU, in an environment of their own (.real, 2.5 GB): docs/testing.md.
 test-real: $(VENV)/.dev
 	$(BIN)/python -m tests.real
+
+# Every fault with its counts: ten minutes, for the tables of docs/reliability.md. A short form is among the tests.
+chaos: $(VENV)/.dev
+	$(BIN)/python -m tests.chaos
+	LBPROXY_WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/test_docs_reliability.py
+
+soak: $(VENV)/.dev
+	$(BIN)/python -m tests.chaos --soak
 
 bench-overhead: $(VENV)/.run $(BENCH)/venv/.peers
 	$(BIN)/python -m benchmarks.overhead

@@ -90,13 +90,14 @@ def _until_it_answers(url: str, running: Process) -> None:
                 return
         except httpx.TransportError:
             pass
+        assert running.process.poll() is None, running.read()
         assert time.monotonic() < end, running.read()
         time.sleep(0.1)
 
 
 ROUTER = (
     *("--host", "127.0.0.1", "--port", "$port", "--worker-urls", "$urls", "--policy", "round_robin"),
-    *("--prometheus-host", "127.0.0.1", "--prometheus-port", "$spare", "--log-level", "warn"),
+    *("--prometheus-host", "127.0.0.1", "--prometheus-port", "$spare"),
     *("--health-check-interval-secs", "1", "--health-check-timeout-secs", "1", "--health-failure-threshold", "3"),
 )
 
@@ -104,7 +105,11 @@ PEERS = {
     peer.name: peer
     for peer in (
         Peer("nginx", ("nginx", "-c", "$folder/nginx.conf"), "passive checks, retries everything, POSTs too"),
-        Peer("sglang-router", ("sglang-router", "launch", *ROUTER), "its defaults, checks each second"),
-        Peer("vllm-router", ("vllm-router", *ROUTER), "its defaults, checks each second"),
+        Peer(
+            "sglang-router",
+            ("sglang-router", "launch", *ROUTER, "--log-level", "warn"),
+            "its defaults, checks each second",
+        ),
+        Peer("vllm-router", ("vllm-router", *ROUTER, "--log-level", "warning"), "its defaults, checks each second"),
     )
 }

@@ -58,7 +58,7 @@ def spread(waits: set[str]) -> int:
 @pytest.mark.chaos("T31", "three times as much as the servers can do")
 def test_t31_overload(rig: Rig) -> None:
     case = rig.case
-    seconds = pick(5, 8, 30)
+    seconds = pick(3, 8, 30)
     with rig.proxy(settings(4 * ROOM)) as proxy:
         with rig.load(proxy, workers=4 * ROOM, tokens=10, streams=0.5) as fitting:
             fitting.until(good=4 * ROOM)

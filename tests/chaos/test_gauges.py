@@ -81,7 +81,7 @@ def ways(canary: str) -> dict[str, Script]:
 @pytest.mark.chaos("T16", "a metrics page that hangs, floods, lies or leads elsewhere: 18 ways")
 def test_t16_metrics_pages(rig: Rig) -> None:
     case = rig.case
-    seconds = pick(1, 3, 5)
+    seconds = pick(6, 20, 50) / 10
     server = rig.servers[0]
     with (
         threaded(lambda: ScriptedEndpoint(page(GOOD_PAGE))) as metrics,
@@ -89,7 +89,7 @@ def test_t16_metrics_pages(rig: Rig) -> None:
     ):
         metrics.scripts = {"/m": page(GOOD_PAGE)}
         endpoints = [f"{{url: '{server.url}', engine: vllm, metrics: '{metrics.url}/m'}}", rig.servers[1].url]
-        settings = f"{QUICK}\nscrape: {{interval: 200ms, timeout: 500ms, stale_after: 1s}}\n"
+        settings = f"{QUICK}\nscrape: {{interval: 200ms, timeout: 500ms, stale_after: 500ms}}\n"
         with rig.proxy(settings, endpoints=endpoints) as proxy:
             wait(lambda: proxy.total("lbproxy_endpoint_up") == 2, "both are up")
             with rig.load(proxy, workers=8, tokens=5, streams=0.5) as load:
@@ -110,7 +110,7 @@ def test_t16_metrics_pages(rig: Rig) -> None:
                 up = proxy.total("lbproxy_endpoint_transitions_total", 'to="down"')
             results = load.results()
             case.figure("ways", len(ways("")))
-            case.figure("of them unreadable after 1 s", failing)
+            case.figure("of them unreadable", failing)
             case.figure("requests", len(results))
             case.expect("UF", needless(results), at_most=0)
             case.expect("SF", silent(results), at_most=0)

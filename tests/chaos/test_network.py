@@ -68,7 +68,7 @@ WEATHERS = {
 @pytest.mark.chaos("T39", "a bad network: latency, little bandwidth, small packets, resets, 1 % and 5 % loss")
 def test_t39_bad_network(rig: Rig) -> None:
     case = rig.case
-    count = pick(60, 200, 400)
+    count = pick(40, 160, 400)
     with ExitStack() as stack:
         networks = [stack.enter_context(threaded(partial(BadNetwork, one.port, Weather()))) for one in rig.servers]
         proxy = stack.enter_context(rig.proxy(QUICK, endpoints=[one.url for one in networks]))

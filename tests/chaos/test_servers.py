@@ -7,7 +7,7 @@ import time
 import httpx
 import pytest
 
-from tests.chaos.load import needless, quantile, silent, told
+from tests.chaos.load import how_many, needless, quantile, silent, told
 from tests.chaos.rig import Rig, Server, wait
 from tests.chaos.tools import packets
 from tests.chaos.verdict import PROXY, lenient, pick
@@ -107,6 +107,7 @@ def test_t03_one_freezes(rig: Rig) -> None:
         case.figure("requests", len(results))
         case.expect("UF", needless(results), at_most=0)
         case.expect("SF", silent(results), at_most=0)
+        case.expect("streams hung", how_many(results, "hung"), at_most=0)
         case.expect("streams broken", len(hit), at_least=1, at_most=STREAMS)
         case.time("error after", max((one.gap_s for one in hit), default=0.0), at_most=4.0)
         firsts = [one.first_s for one in results if one.first_s is not None and one.at > frozen_at]

@@ -1,0 +1,47 @@
+"""The tables of docs/reliability.md are what the tests of tests/chaos wrote, and these cover what they say."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.chaos import report
+from tests.chaos.peers import PEERS
+from tests.support.docs import DOCS, ROOT, expect_generated
+
+PAGE = DOCS / "reliability.md"
+
+
+def test_every_test_is_in_the_table() -> None:
+    """And in the form that `make chaos` runs, with nothing missed."""
+    expect_generated(PAGE, "reliability", report.own_table())
+    sources = "".join(file.read_text() for file in (ROOT / "tests/chaos").glob("test_*.py"))
+    written = set(re.findall(r'mark\.chaos\(\s*"(T\d+)"', sources))
+    kept = report.lines("lbproxy")
+    assert set(kept) == written
+    assert {line["form"] for line in kept.values()} == {"fast"}
+    assert {test: line["missed"] for test, line in kept.items() if line["missed"]} == {}
+
+
+def test_invariants_and_peers_are_in_tables() -> None:
+    expect_generated(PAGE, "invariants", report.invariants_table())
+    names = [name for name in PEERS if report.lines(name)]
+    expect_generated(PAGE, "peers", report.peers_table(names))
+
+
+def test_the_tables_say_what_was_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = report.Line(
+        test="T01",
+        proxy="x",
+        form="fast",
+        what="w",
+        figures={"UF": 3, "requests": 1200, "lag, ms": 1.0},
+        missed=["UF is 3"],
+        seconds=1.0,
+    )
+    assert report.figures(line) == "UF 3 · requests 1,200 · **missed: UF is 3**"
+    assert report.verdict(line) == "3 failed of 1,200"
+    assert report.verdict(None) == "-"
+    assert json.loads(json.dumps(line)) == line
