@@ -40,6 +40,8 @@ def lines(name: str) -> dict[str, Line]:
 def written(value: float | str) -> str:
     if isinstance(value, str):
         return value
+    if value == 1e9:
+        return "never"
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
 
 
@@ -83,9 +85,11 @@ def verdict(line: Line | None) -> str:
     for names, word in ((FAILED, "failed"), (SILENT, "silent")):
         counts = [line["figures"][name] for name in names if name in line["figures"]]
         shown += [f"{written(counts[0])} {word}"] if counts else []
-    of = line["figures"].get("requests") or line["figures"].get("answers") or line["figures"].get("poisoned")
-    text = ", ".join(shown) or "-"
-    return f"{text} of {written(of)}" if of and shown else text
+    of = line["figures"].get("requests") or line["figures"].get("answers")
+    text = ", ".join(shown) + (f" of {written(of)}" if of else "")
+    counted = (*FAILED, *SILENT)
+    rest = [one.partition(", must")[0] for one in line["missed"] if one.partition(" is ")[0] not in counted]
+    return f"{text}; {', '.join(rest)}" if rest else text
 
 
 def peers_table(names: list[str]) -> str:
