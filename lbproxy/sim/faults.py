@@ -47,7 +47,7 @@ COMMON = {
     "having": Parameter("", "only requests whose body has this text, which may not contain spaces"),
 }
 KINDS: dict[str, tuple[str, dict[str, Parameter]]] = {
-    "refuse": ("nobody listens any more, idle connections are closed; `for` is required", {}),
+    "refuse": ("nobody listens any more, and all connections are closed; `for` is required", {}),
     "freeze": ("accepts, reads, and says nothing; with `on=all` running streams stand still too", {}),
     "status": (
         "answers at once with this status and an error body",

@@ -219,7 +219,7 @@ class MockServer:
     # What the saboteur needs.
 
     async def _refuse(self, refuse: bool) -> None:
-        """Close the port and every idle connection, or listen again."""
+        """Close the port and every connection, or listen again."""
         runner = self._runner
         if runner is None:
             return
@@ -231,7 +231,8 @@ class MockServer:
         server = runner.server
         assert isinstance(server, web.Server)
         for connection in server.connections:
-            connection.close()
+            if connection.transport is not None:
+                connection.transport.close()
 
     def _pace(self, slowness: float | None) -> None:
         """Compute so many times as slowly; None: not at all."""

@@ -53,11 +53,16 @@ def crowd(rig: Rig, proxy: Proxy, kind: str, count: int) -> Iterator[Crowd]:
             it.leave()
 
 
+STALL_S = pick(4, 12, 12)
+"""Longer than it takes to start all slow readers."""
+
+
 @pytest.mark.chaos("T17", "8,900 idle clients beside live streams")
 def test_t17_idle_clients(rig: Rig) -> None:
     case = rig.case
     count = pick(2000, 8900, 8900)
-    with rig.proxy() as proxy:
+    # Thousands of connections that end in one moment, as this process ends, are one long turn of the loop.
+    with rig.proxy(lag_ms=250.0) as proxy:
         with rig.load(proxy, workers=16, tokens=20) as load:
             load.until(good=50)
             alone = [one.seconds for one in load.results()[16:]]
@@ -108,7 +113,7 @@ def kernel_tcp_mib() -> float:
 def test_t19_slow_readers(rig: Rig) -> None:
     case = rig.case
     count = pick(100, 500, 500)
-    settings = QUICK.replace("timeouts: {", "timeouts: {client_stall: 4s, ")
+    settings = QUICK.replace("timeouts: {", f"timeouts: {{client_stall: {STALL_S}s, ")
     with ExitStack() as stack:
         source = stack.enter_context(threaded(hose))
         proxy = stack.enter_context(rig.proxy(settings, endpoints=[source.url, *(one.url for one in rig.servers)]))
@@ -118,14 +123,14 @@ def test_t19_slow_readers(rig: Rig) -> None:
         alone = [one.seconds for one in load.results()[8:]]
         before, kernel = proxy.rss_mib(), kernel_tcp_mib()
         with crowd(rig, proxy, "readers", count):
-            wait(lambda: len(source.sent) == count, "they are there")
+            wait(lambda: len(source.sent) >= count, "they are there", 60)
             wait(lambda: still(source), "every source stands still", 30)
             grown, kernel_grown = proxy.rss_mib() - before, kernel_tcp_mib() - kernel
             began = time.monotonic()
             time.sleep(1.0)
             beside = [one.seconds for one in load.results() if one.at > began]
             wait(lambda: not source.running, "all were cut", 40)
-            case.time("cut after", time.monotonic() - began, at_most=4.0 + 2.0)
+            case.time("cut after", time.monotonic() - began, at_most=STALL_S + 2.0)
         case.figure("readers", count)
         case.expect("memory for each, KiB", round(1024 * grown / count, 1), at_most=256)
         case.expect("kernel memory for each, KiB", round(1024 * kernel_grown / count), at_most=1024 * 320 / 500)
@@ -160,7 +165,7 @@ def test_t20_clients_vanish(rig: Rig) -> None:
                 case.time(
                     f"{how.removeprefix('vanish-')}: work ended after",
                     wait(lambda: not running(), "all ended"),
-                    at_most=0.1 + 0.2,
+                    at_most=0.5,
                 )
         gone = proxy.total("lbproxy_requests_total", "client_closed_request")
         case.expect("counted as the client's", gone, at_least=2 * count, at_most=2 * count)

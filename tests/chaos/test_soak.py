@@ -86,9 +86,13 @@ def test_t40_soak(rig: Rig) -> None:
                 memory.mib.append(proxy.rss_mib())
                 server = rng.choice(rig.servers)
                 if rng.random() < 0.15:
-                    rng.choice(EVENTS)(server)
+                    event = rng.choice(EVENTS)
+                    print(f"{now:.1f} {server.name} {event.__name__}")
+                    event(server)
                 else:
-                    server.fault(rng.choice(FAULTS))
+                    fault = rng.choice(FAULTS)
+                    print(f"{now:.1f} {server.name} {fault}")
+                    server.fault(fault)
                     time.sleep(rng.uniform(0.5, 1.5))
                     server.restore()
                 faults += 1
