@@ -154,7 +154,7 @@ class ScriptedEndpoint:
         return sum(one.path == path for one in self.requests)
 
     async def __aenter__(self) -> ScriptedEndpoint:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port, limit=1 << 26)
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port, limit=1 << 26, backlog=1024)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
