@@ -27,11 +27,7 @@ assert FORM in {"short", "fast", "full"}, FORM
 
 PENDING = {
     "T03": "requests that wait on a server that is declared down are not sent elsewhere yet",
-    "T21": "there is no reload yet",
-    "T22": "there is no lame duck yet",
-    "T23": "there is no restart in place yet",
-    "T26": "nothing bounds the bodies held at a time yet",
-    "T28": "deadlines run on while the process is stopped",
+    "T23": "a stream that outlives the lame duck ends with its connection, of which its head did not speak",
 }
 """Tests of what lbproxy cannot do yet: they run, may fail, and are not in the tables."""
 
