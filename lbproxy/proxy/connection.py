@@ -56,6 +56,8 @@ CLOSE = _Written(keep_alive=False)
 class Turn(Protocol):
     """The request that runs, as its connection needs it."""
 
+    keep_alive: bool
+    """What the answer's head will say, as long as it is not written."""
     held_bytes: int
     """Of its body."""
 

@@ -42,6 +42,8 @@ SEND_BUFFER_BYTES = 128 << 10
 """SO_SNDBUF: without it the kernel alone takes megabytes for each client that does not read."""
 LINGER_S = 2.0
 """How long the rest of a refused body is read, so that a reset does not eat the refusal."""
+LAST_IDLE_S = 0.5
+"""How long a connection waits for a last request, when we stop and its last answer did not say so."""
 FLUSH_S = 2.0
 """How long a stop waits for what is written already to reach slow clients."""
 MAX_LINE_BYTES = 16 << 10
@@ -190,7 +192,7 @@ class FrontEnd(web.Server):
 
         `accepting`: new connections too, for all of the time; else it is over as soon as no connection is left.
         """
-        self._last_requests = True
+        self._keep_no_connection()
         if accepting:
             await asyncio.sleep(within_s)
         else:
@@ -198,19 +200,21 @@ class FrontEnd(web.Server):
             await _happens(self._empty, within_s)
 
     async def stop(self, deadline_s: float) -> int:
-        """Accept nothing more, let running requests finish until the deadline, then cut the rest, visibly.
+        """Accept no connection more, let running requests finish until the deadline, then cut the rest, visibly.
 
-        Returns how many were cut.
+        A connection whose last answer did not say that it ends may bring one more request, if that comes soon: a client
+        that asks again at once must not find it closed under its hands. Returns how many requests were cut.
         """
         cut = 0
-        self._last_requests = self._draining = True
+        self._keep_no_connection()
         self.listener.close()
         for client in self._clients():
             if client.busy:
-                client.close()  # when its answer is out
+                client.reconfigure(LAST_IDLE_S)
             else:
                 client.force_close()
-        if not await _happens(self._quiet, deadline_s):
+        if not await _happens(self._empty, deadline_s):
+            self._draining = True
             cut = self._running
             for client in self._clients():
                 client.cut(Outcome.DRAINING)
@@ -220,6 +224,13 @@ class FrontEnd(web.Server):
         await _happens(self._empty, FLUSH_S)
         self.deadlines.close()
         return cut
+
+    def _keep_no_connection(self) -> None:
+        """Answers whose heads are still to be written say `Connection: close` from now on."""
+        self._last_requests = True
+        for client in self._clients():
+            if client.turn is not None:
+                client.turn.keep_alive = False
 
     def _end_largest(self) -> bool:
         """For `Overload`: end the request that holds most memory."""

@@ -83,7 +83,7 @@ def test_many_that_join_together_begin_in_groups() -> None:
     async def main() -> None:
         async with asyncio.TaskGroup() as group:
             watches = Watches(group, lambda one: [("prober", lambda: loop(one.name))], random.Random(1))
-            watches.follow(make_balancer().set_endpoints([spec(n) for n in range(1, 101)]))
+            watches.follow(make_balancer().set_endpoints([spec(n) for n in range(1, 101)], now=0.0))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             assert len(begun) == AT_ONCE

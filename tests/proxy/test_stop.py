@@ -63,6 +63,44 @@ def test_a_stop_ends_as_soon_as_the_last_request_does() -> None:
     run(main())
 
 
+def test_a_connection_that_was_not_told_to_end_brings_one_more_request() -> None:
+    """The head of a long stream said that the connection stays: who asks again at once must not find it closed."""
+    finish = asyncio.Event()
+
+    async def script(wire: Wire, request: Received) -> None:
+        if b"true" in request.body:
+            await wire.send(STREAM_HEAD + event("1"))
+            await finish.wait()
+            await wire.send(LAST)
+        else:
+            await finish.wait()
+            await wire.send(answer())
+
+    async def main() -> None:
+        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
+            stream, silent = await it.connect(), await it.connect()
+            stream.send(post(b'{"model":"m","stream":true}'))
+            await stream.head()
+            silent.send(post())
+            await until(lambda: len(endpoint.requests) == 2, "both run")
+            stopping = asyncio.create_task(it.front.stop(60.0))
+            await asyncio.sleep(0)
+            finish.set()
+            told = await silent.reply()
+            assert (told.status, b"connection: close" in told.head.lower()) == (200, True), (
+                "its head was written after that"
+            )
+            await stream.reader.readuntil(LAST)
+            stream.send(post())
+            last = await stream.reply()
+            assert (last.status, b"connection: close" in last.head.lower()) == (200, True)
+            assert await stream.reader.read() == b""
+            await stopping
+            assert [record.outcome for record in it.records.requests] == [Outcome.COMPLETED] * 3
+
+    run(main())
+
+
 def test_an_answer_that_is_written_reaches_a_slow_client_though_we_stop() -> None:
     async def script(wire: Wire, _: Received) -> None:
         await wire.send(answer(b"x" * 300_000))
