@@ -226,7 +226,9 @@ class Judge:
         if state.health is before:
             return
         self._release_trial(state)
-        state.fails = state.passes = 0
+        state.passes = 0
+        if state.health in {Health.UP, Health.DOWN}:
+            state.fails = 0  # else probes go on failing: an ejection meanwhile must not put off that it is down
         if state.health is Health.UP:
             state.breaker.reset()
             self._came_up(state, now)

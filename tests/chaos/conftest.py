@@ -9,17 +9,13 @@ import pytest
 
 from tests.chaos.peers import PEERS
 from tests.chaos.rig import Rig, Server
-from tests.chaos.verdict import PENDING, PROXY, Case
+from tests.chaos.verdict import PROXY, Case
 
 SERVERS = 4
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Peers run what applies to them; what lbproxy cannot do yet may fail."""
-    for one in items:
-        mark = one.get_closest_marker("chaos")
-        if mark and mark.args[0] in PENDING:
-            one.add_marker(pytest.mark.xfail(reason=PENDING[mark.args[0]], strict=False))
+    """Peers run what applies to them."""
     if PROXY != "lbproxy":
         out = [one for one in items if (mark := one.get_closest_marker("chaos")) and not mark.kwargs.get("peers")]
         config.hook.pytest_deselected(items=out)

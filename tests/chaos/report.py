@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 from typing import TypedDict
 
-from tests.chaos.verdict import PENDING
 from tests.support.docs import table
 
 RESULTS = Path(__file__).parent / "results"
@@ -43,7 +42,7 @@ def lines(name: str) -> dict[str, Line]:
     if not path.exists():
         return {}
     read: list[Line] = [json.loads(line) for line in path.read_text().splitlines()]
-    return {line["test"]: line for line in sorted(read, key=lambda line: line["test"]) if line["test"] not in PENDING}
+    return {line["test"]: line for line in sorted(read, key=lambda line: line["test"])}
 
 
 def written(value: float | str) -> str:

@@ -25,13 +25,6 @@ RESULTS = os.environ.get("LBPROXY_CHAOS_RESULTS")
 assert FORM in {"short", "fast", "full"}, FORM
 
 
-PENDING = {
-    "T03": "requests that wait on a server that is declared down are not sent elsewhere yet",
-    "T23": "a stream that outlives the lame duck ends with its connection, of which its head did not speak",
-}
-"""Tests of what lbproxy cannot do yet: they run, may fail, and are not in the tables."""
-
-
 def pick(short: int, fast: int, full: int) -> int:
     """A count for each form."""
     return {"short": short, "fast": fast, "full": full}[FORM]
