@@ -344,6 +344,19 @@ def test_what_probes_call_dead_is_down_and_not_ejected() -> None:
         assert health(balancer, "e1", now) is Health.UP
 
 
+def test_bad_probes_count_on_through_an_ejection() -> None:
+    """A frozen server fails requests and probes: what waits there is freed by the third bad probe, whoever came first."""
+    balancer, endpoints = pool_of(3)
+    uid = endpoints[0].uid
+    balancer.report_health(uid, False, "no answer", now=0.0)
+    fail_on(balancer, "e1", K.RESET, 0.5)
+    balancer.report_health(uid, False, "no answer", now=1.0)
+    balancer.check(now=3.0)
+    assert health(balancer, "e1", 3.0) is Health.HALF_OPEN
+    balancer.report_health(uid, False, "no answer", now=3.0)
+    assert health(balancer, "e1", 3.0) is Health.DOWN
+
+
 # --- Panic ------------------------------------------------------------------------------------------------------------
 
 
