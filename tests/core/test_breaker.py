@@ -345,7 +345,7 @@ def test_what_probes_call_dead_is_down_and_not_ejected() -> None:
 
 
 def test_bad_probes_count_on_through_an_ejection() -> None:
-    """A frozen server fails requests and probes: what waits there is freed by the third bad probe, whoever came first."""
+    """A frozen server fails requests and probes: what waits there is freed by the third bad probe, ejected or not."""
     balancer, endpoints = pool_of(3)
     uid = endpoints[0].uid
     balancer.report_health(uid, False, "no answer", now=0.0)
