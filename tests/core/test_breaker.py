@@ -391,19 +391,6 @@ def test_panic_can_be_turned_off() -> None:
     assert not balancer.any_up()
 
 
-def test_an_ejection_does_not_put_off_that_it_is_down() -> None:
-    """A frozen server breaks streams while its probes fail: five of those must not make the probes count anew."""
-    balancer, (first, *_) = pool_of(3, health=NO_RAMP)
-    for _ in range(HealthSettings().fall - 1):
-        balancer.report_health(first.uid, False, "probe", now=0.0)
-    fail_on(balancer, "e1", K.RESET, 0.0)
-    assert health(balancer, "e1") is Health.EJECTED
-    balancer.submit(request(), now=2.0)
-    assert health(balancer, "e1", 2.0) is Health.HALF_OPEN
-    balancer.report_health(first.uid, False, "probe", now=2.1)
-    assert health(balancer, "e1") is Health.DOWN
-
-
 def test_panic_never_readmits_what_health_calls_down() -> None:
     balancer, endpoints = pool_of(4)
     for _ in range(3):
