@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeAlias
 
@@ -34,6 +35,9 @@ class Watches:
         self._rng = rng
         self._tasks: dict[EndpointUid, list[asyncio.Task[None]]] = {}
         self._watched: dict[EndpointUid, Endpoint] = {}
+        self._due: deque[Endpoint] = deque()
+        """Watched from soon on."""
+        self._beginner: asyncio.Task[None] | None = None
 
     def follow(self, changes: EndpointChanges) -> None:
         """Make it so that exactly the members of the set are watched; to be told every change, in order."""
@@ -51,20 +55,33 @@ class Watches:
         self._start(endpoints)
 
     def _start(self, endpoints: Sequence[Endpoint]) -> None:
-        for number, endpoint in enumerate(endpoints):
-            delay_s = number // AT_ONCE * APART_S
+        for endpoint in endpoints:
             self._watched[endpoint.uid] = endpoint
-            self._tasks[endpoint.uid] = [
-                self._group.create_task(self._watch(name, run, delay_s)) for name, run in self._loops_of(endpoint)
-            ]
+            self._tasks[endpoint.uid] = []
+        waiting = bool(self._due)
+        self._due.extend(endpoints)
+        if not waiting:
+            self._begin_some()
+            if self._due:
+                self._beginner = self._group.create_task(self._begin_rest())
 
-    async def _watch(self, name: str, run: Callable[[], Awaitable[None]], delay_s: float) -> None:
-        if delay_s:
-            await asyncio.sleep(delay_s)
-        await supervise(name, run, self._rng)
+    async def _begin_rest(self) -> None:
+        while self._due:
+            await asyncio.sleep(APART_S)
+            self._begin_some()
+
+    def _begin_some(self) -> None:
+        for _ in range(min(AT_ONCE, len(self._due))):
+            endpoint = self._due.popleft()
+            if self._watched.get(endpoint.uid) is endpoint and not self._tasks[endpoint.uid]:
+                self._tasks[endpoint.uid] = [
+                    self._group.create_task(supervise(name, run, self._rng)) for name, run in self._loops_of(endpoint)
+                ]
 
     def close(self) -> None:
         """Watch nothing any more."""
+        if self._beginner is not None:
+            self._beginner.cancel()
         for uid in list(self._tasks):
             self._cancel(uid)
 

@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 from functools import partial
 
-from lbproxy.control.watch import AT_ONCE, Watches
+from lbproxy.control.watch import APART_S, AT_ONCE, Watches
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.types import Endpoint
 from tests.support.aio import run, until
@@ -72,6 +72,31 @@ def test_loops_begin_anew_for_who_is_looked_after_otherwise_and_for_all_when_tol
     run(main())
 
 
+def test_who_leaves_or_changes_before_its_turn_is_watched_as_it_is_then() -> None:
+    begun: list[str] = []
+
+    async def loop(endpoint: Endpoint) -> None:
+        begun.append(f"{endpoint.name} by {endpoint.health}")
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        balancer = make_balancer()
+        async with asyncio.TaskGroup() as group:
+            watches = Watches(group, lambda one: [("loop", partial(loop, one))], random.Random(1))
+            many = [spec(n) for n in range(1, 71)]
+            watches.follow(balancer.set_endpoints(many, now=0.0))
+            watches.follow(balancer.set_endpoints([*many[:68], replace(many[68], health="/other")], now=0.0))
+            watches.restart()
+            await until(lambda: len(begun) >= 69)
+            await asyncio.sleep(2 * APART_S)
+            assert begun.count("e69 by /other") == 1
+            assert "e70 by /health" not in begun
+            assert len(begun) == 69, "nobody twice"
+            watches.close()
+
+    run(main())
+
+
 def test_many_that_join_together_begin_in_groups() -> None:
     """So that a thousand new addresses do not hold up requests."""
     begun: list[str] = []
@@ -88,6 +113,7 @@ def test_many_that_join_together_begin_in_groups() -> None:
             await asyncio.sleep(0)
             assert len(begun) == AT_ONCE
             await until(lambda: len(begun) == 100)
+            assert sorted(begun) == sorted(f"e{n}" for n in range(1, 101))
             watches.close()
 
     run(main())
