@@ -88,7 +88,7 @@ class KnownName:
         """`own`: where lbproxy listens."""
         self.entry = entry
         self.host, _, self._port = entry.authority.rpartition(":")
-        self._own = own
+        self._own = [one for one in own if str(one.port) == self._port]  # others need no look for each address
         self._addresses: tuple[IPAddress, ...] = ()
         self._empties = 0
         """In a row."""
@@ -222,6 +222,7 @@ class Discovery:
             if was_good != (name.problem is None):
                 _log_problem(name)
             if name.authorities != before:
+                await asyncio.sleep(0)  # both take about 10 ms for 1,000 addresses: requests may go between
                 _log_change(name, before)
                 publish(self.endpoints())
             interval_s = self._settings.dns.interval
@@ -251,7 +252,8 @@ def _down(endpoints: Sequence[EndpointSnapshot]) -> set[str]:
 
 def _log_change(name: KnownName, before: list[str]) -> None:
     now = name.authorities
-    added, removed = [one for one in now if one not in before], [one for one in before if one not in now]
+    known, wanted = set(before), set(now)
+    added, removed = [one for one in now if one not in known], [one for one in before if one not in wanted]
     extra = {"event": "discovery", "source": name.entry.name, "endpoints": len(now)}
     extra |= {"added": added[:MAX_LOGGED], "removed": removed[:MAX_LOGGED]}
     text = "%s has %d addresses%s: added %s; removed %s"

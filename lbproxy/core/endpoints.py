@@ -38,6 +38,8 @@ TRIAL_S = 0.5
 """Between two requests that try an endpoint that is down, when nobody is up."""
 DIAL_S = 0.35
 """Between any two connections to one that is down, probes included: less than three in a second."""
+DIAL_ANY_S = 0.005
+"""Between any two to any of those that are down, on average: dialling costs up to 1 ms, and many may be down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class EndpointSet:
         """Before this there is no use in looking for somebody to try."""
         self._members: list[EndpointState] = []
         """Those that health has nothing against."""
+        self._dial_s = DIAL_S
         self._states: dict[EndpointUid, EndpointState] = {}
         self._leaving: list[EndpointState] = []
         self._last_uid = 0
@@ -204,6 +207,7 @@ class EndpointSet:
     def _reindex(self) -> None:
         self.version += 1
         self._trial_at = -inf
+        self._dial_s = max(DIAL_S, DIAL_ANY_S * sum(s.health is Health.DOWN for s in self._states.values()))
         self._members = [s for s in self._states.values() if s.health in health.ALIVE and not s.draining]
         for state in self._states.values():
             state.readmitted = False
@@ -244,12 +248,12 @@ class EndpointSet:
 
     def may_probe_in(self, uid: EndpointUid, *, now: float) -> float:
         """In how many seconds a probe may go out; 0 = now, and it is counted as gone. One that is down is not dialled
-        more than three times a second, trials included.
+        more than three times a second, trials included, and less often where more than 70 are down.
         """
         state = self._states.get(uid)
         if state is None or state.health is not Health.DOWN:
             return 0.0
-        wait_s = state.dialled_at + DIAL_S - now
+        wait_s = state.dialled_at + self._dial_s - now
         if wait_s > 0.0:
             return wait_s
         state.dialled_at = now

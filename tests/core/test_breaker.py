@@ -484,6 +484,16 @@ def test_probes_and_trials_together_dial_at_most_three_times_a_second() -> None:
     assert len(dialled) >= 20, "neither starves the other"
 
 
+def test_where_a_thousand_are_down_each_is_dialled_less_often() -> None:
+    balancer, endpoints = all_down(1000)
+    assert balancer.may_probe_in(endpoints[0].uid, now=10.0) == 0.0
+    assert balancer.may_probe_in(endpoints[0].uid, now=10.0) == pytest.approx(5.0)
+    balancer.report_health(endpoints[0].uid, True, "200", now=15.0)
+    balancer.report_health(endpoints[0].uid, True, "200", now=16.0)
+    assert health(balancer, "e1") is Health.UP
+    assert balancer.may_probe_in(endpoints[0].uid, now=16.0) == 0.0, "one that is up is probed at its own interval"
+
+
 def test_probes_of_those_that_are_up_are_not_held_up() -> None:
     balancer, endpoints = pool_of(1)
     assert [balancer.may_probe_in(endpoints[0].uid, now=0.0) for _ in range(5)] == [0.0] * 5
