@@ -102,7 +102,7 @@ def test_t13_fail_fast(rig: Rig) -> None:
         case.expect("UF", needless(results), at_most=0)
         case.expect("SF", silent(results), at_most=0)
         if PROXY == "lbproxy":
-            case.expect("landed on it", landed, at_most=5 + 0.01 * len(results) + 20)
+            case.expect("landed on it", landed, at_most=5 + 0.01 * len(results))
         print(told(results))
 
 
