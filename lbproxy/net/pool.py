@@ -28,10 +28,12 @@ from urllib.parse import urlsplit
 
 from lbproxy.core.retry import FailureKind, UpstreamError
 from lbproxy.net.h1 import MAX_HEAD_BYTES, Framing, PayloadWatcher, ProtocolError, ResponseHead, parse_head
+from lbproxy.net.vanished import find_vanished
 from lbproxy.pulse import Pulse
 
 IDLE_S = 3.0
 MAX_IDLE_PER_ORIGIN = 1024
+USER_TIMEOUT_S = 30.0
 STALE_S = 0.5
 """A kept connection that breaks this soon after a request went out was closed before it: the keep-alive race. One that
 breaks later died with the request on it, which must then not be sent again: it may be what killed the server."""
@@ -468,12 +470,4 @@ def _tune(sock: socket.socket) -> None:
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        ("TCP_KEEPIDLE", 15),
-        ("TCP_KEEPINTVL", 5),
-        ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", 30_000),  # ms: finds a peer whose host is gone, or drops our packets
-    ):
-        if hasattr(socket, option):  # Linux has all; others lack some
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    find_vanished(sock, USER_TIMEOUT_S)

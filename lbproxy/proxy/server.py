@@ -25,6 +25,7 @@ from lbproxy.core.openai import BodyFacts, model_list, read_json_body, read_mult
 from lbproxy.core.prefix import flatten, hash_prompt
 from lbproxy.core.types import EndpointUid, InferenceRequest, LbError, Outcome, RequestRecord
 from lbproxy.net.listener import Listener, bind, connections_within
+from lbproxy.net.vanished import find_vanished
 from lbproxy.proxy.answers import error_answer, json_answer
 from lbproxy.proxy.bodies import read_body
 from lbproxy.proxy.connection import CLOSE, KEEP, ClientConnection
@@ -116,6 +117,7 @@ class FrontEnd(web.Server):
         self.max_plain_body_bytes = settings.limits.json_body
         self.deadlines = Deadlines(runtime, settings.timeouts)
         self._max_connections = settings.limits.connections
+        self._client_stall_s = settings.timeouts.client_stall
         self._runtime = runtime
         self.exchanger = exchanger
         self._rng = rng
@@ -140,8 +142,9 @@ class FrontEnd(web.Server):
         `inherited`: sockets that listen there already, to use instead.
         """
         sockets = inherited or await bind(host, port)
-        for sock in sockets:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # inherited by accept
+        for sock in sockets:  # inherited by accept
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+            find_vanished(sock, self._client_stall_s)
         self.listener.start(sockets)
         return int(sockets[0].getsockname()[1])
 
@@ -153,6 +156,9 @@ class FrontEnd(web.Server):
         self._max_connections = settings.limits.connections
         self.deadlines.reconfigure(settings.timeouts)
         self._kwargs["keepalive_timeout"] = settings.timeouts.client_idle
+        self._client_stall_s = settings.timeouts.client_stall
+        for sock in self.listener.sockets:
+            find_vanished(sock, self._client_stall_s)
         for client in self._clients():
             client.reconfigure(settings.timeouts.client_idle)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 
 from lbproxy.core.types import Outcome
 from lbproxy.proxy import bodies, deadlines
 from tests.support.aio import run, until
-from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, chunk, event
+from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, chunk, event, hang
 from tests.support.rig import post, rig
 
 HEAD = "timeouts: {client_head: 1s}"
@@ -140,5 +141,24 @@ def test_who_takes_nothing_is_cut_off_and_its_endpoint_freed() -> None:
             await until(lambda: bool(it.records.requests), "it is over", within_s=30)
             assert it.records.requests[0].outcome is Outcome.CLIENT_CLOSED
             await until(lambda: it.connections.open_connections == 0, "the endpoint is let go")
+
+    run(main())
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="not a Linux")
+def test_the_kernel_is_told_to_find_clients_that_vanished() -> None:
+    """Nothing can be sent from here as somebody who is gone: that the options reach accepted sockets has to do."""
+
+    async def main() -> None:
+        async with ScriptedEndpoint(hang) as endpoint, rig(endpoint.url, more="timeouts: {client_stall: 7s}") as it:
+            client = await it.connect()
+            client.send(post())
+            await until(lambda: endpoint.requests, "it runs")
+            (accepted,) = it.front.connections
+            assert accepted.transport is not None
+            sock = accepted.transport.get_extra_info("socket")
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 15
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 7000
 
     run(main())
