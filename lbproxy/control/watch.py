@@ -2,8 +2,8 @@
 
 Every loop is a task of the group it is given, which therefore outlives it and awaits it, also after its cancellation.
 
-Those of many endpoints that join together do not all begin in one turn of the event loop, which requests share: a
-thousand addresses of a name, dialled at once, would hold it up for 0.15 s.
+Those of many endpoints that join or leave together do not all begin or end in one turn of the event loop, which
+requests share: a thousand addresses of a name, dialled at once, would hold it up for 0.15 s.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ Loops: TypeAlias = Iterable[tuple[str, Callable[[], Awaitable[None]]]]
 
 AT_ONCE = 8
 """Endpoints whose loops begin in the same turn: dialling takes up to 1 ms each."""
+ENDED_AT_ONCE = 100
+"""Loops that are cancelled in the same turn: each takes about 30 µs to end."""
 APART_S = 0.02
 
 
@@ -37,6 +39,8 @@ class Watches:
         self._watched: dict[EndpointUid, Endpoint] = {}
         self._due: deque[Endpoint] = deque()
         """Watched from soon on."""
+        self._ending: deque[asyncio.Task[None]] = deque()
+        """To be cancelled soon."""
         self._beginner: asyncio.Task[None] | None = None
 
     def follow(self, changes: EndpointChanges) -> None:
@@ -58,19 +62,20 @@ class Watches:
         for endpoint in endpoints:
             self._watched[endpoint.uid] = endpoint
             self._tasks[endpoint.uid] = []
-        waiting = bool(self._due)
         self._due.extend(endpoints)
-        if not waiting:
-            self._begin_some()
-            if self._due:
-                self._beginner = self._group.create_task(self._begin_rest())
+        if self._beginner is None or self._beginner.done():
+            self._do_some()
+            if self._due or self._ending:
+                self._beginner = self._group.create_task(self._do_rest())
 
-    async def _begin_rest(self) -> None:
-        while self._due:
+    async def _do_rest(self) -> None:
+        while self._due or self._ending:
             await asyncio.sleep(APART_S)
-            self._begin_some()
+            self._do_some()
 
-    def _begin_some(self) -> None:
+    def _do_some(self) -> None:
+        for _ in range(min(ENDED_AT_ONCE, len(self._ending))):
+            self._ending.popleft().cancel()
         for _ in range(min(AT_ONCE, len(self._due))):
             endpoint = self._due.popleft()
             if self._watched.get(endpoint.uid) is endpoint and not self._tasks[endpoint.uid]:
@@ -84,8 +89,9 @@ class Watches:
             self._beginner.cancel()
         for uid in list(self._tasks):
             self._cancel(uid)
+        for task in self._ending:
+            task.cancel()
 
     def _cancel(self, uid: EndpointUid) -> None:
         del self._watched[uid]
-        for task in self._tasks.pop(uid):
-            task.cancel()
+        self._ending += self._tasks.pop(uid)
