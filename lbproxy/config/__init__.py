@@ -1,8 +1,8 @@
 """Settings: `parse` turns the text of a settings file into a frozen `Settings`, or says everything that is wrong.
 
 It reads no file, no environment but the mapping it is given, no clock and no network. Its modules: `text` (YAML and
-`${ENV}` to plain values), `tree` (which keys there are) with `health` (probes, breaker) and `engines` (where model
-servers show their load), `values` (numbers with units, hosts, URLs). This one joins them and words the report: all
+`${ENV}` to plain values), `tree` (which keys there are) with `clients`, `endpoints`, `routing`, `health` and `engines`
+(its sections, by subject), `values` (numbers with units, hosts, URLs). This one joins them and words the report: all
 problems at once, each with its path. Nothing else in lbproxy imports yaml or pydantic.
 """
 
@@ -16,27 +16,14 @@ from typing import TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from lbproxy.config.clients import Address, LimitSettings, TimeoutSettings, leads_to
+from lbproxy.config.endpoints import OWN_ENGINES, DnsSettings, EndpointSettings, ScrapeSettings
 from lbproxy.config.engines import BUILT_IN_ENGINES, EngineSettings, MetricRatio, MetricSpec, Signal
 from lbproxy.config.health import BreakerSettings, HealthSettings
+from lbproxy.config.routing import AdmissionSettings, RetrySettings, RoutingSettings
 from lbproxy.config.scenario import FaultSettings, Scenario, ServerSettings, WorkloadSettings
 from lbproxy.config.text import ConfigError, Plain, join, one_line, read_text
-from lbproxy.config.tree import (
-    MAX_ENDPOINTS,
-    OWN_ENGINES,
-    Address,
-    AdmissionSettings,
-    DnsSettings,
-    DrainSettings,
-    EndpointSettings,
-    LimitSettings,
-    LogSettings,
-    RetrySettings,
-    RoutingSettings,
-    ScrapeSettings,
-    Settings,
-    TimeoutSettings,
-    leads_to,
-)
+from lbproxy.config.tree import MAX_ENDPOINTS, DrainSettings, LogSettings, Settings
 
 __all__ = [
     "parse",

@@ -12,8 +12,8 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import InitErrorDetails
 
+from lbproxy.config.routing import AdmissionSettings, RoutingSettings
 from lbproxy.config.section import Section
-from lbproxy.config.tree import AdmissionSettings, RoutingSettings
 from lbproxy.config.values import Quantity, count, duration, expected
 
 MAX_SERVERS = 256

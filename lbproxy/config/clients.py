@@ -1,0 +1,98 @@
+"""Settings of the clients' side: where they connect, how long each phase of a request may take, what each may cost."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, TypeAlias
+
+from pydantic import ValidationInfo, field_validator, model_validator
+
+from lbproxy.config.section import Section, ShortSection
+from lbproxy.config.values import Timeout, count, expected, hosts_overlap, read_host, size
+
+Port: TypeAlias = Annotated[int, count("0", "65535")]
+
+
+class Address(ShortSection):
+    """Where lbproxy listens: `host:port`, `[ipv6]:port`, or a mapping of the two."""
+
+    host: str
+    """An IP address or a name. 0.0.0.0 = every IPv4 address of this machine; it has to be said, never assumed."""
+    port: Port
+    """0 = any free port; the log says which."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        if isinstance(value, dict | Address):
+            return value
+        match = re.fullmatch(r"(\[[^\[\]]+\]|[^:\[\]]+):([0-9]{1,5})", value) if isinstance(value, str) else None
+        if match is None or read_host(match[1]) is None or int(match[2]) > 65535:
+            raise expected("host:port, such as 127.0.0.1:8080 or [::1]:8080")
+        return {"host": match[1], "port": match[2]}
+
+    @field_validator("host", mode="after")
+    @classmethod
+    def _check_host(cls, value: str) -> str:
+        host = read_host(value) or read_host(f"[{value}]")
+        if host is None:
+            raise expected("an IP address or a host name")
+        return host.strip("[]")
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def leads_to(authority: str, address: Address) -> bool:
+    """Whether an endpoint's `host:port` leads back to a listener of ours: such a request would go round for ever."""
+    host, _, port = authority.rpartition(":")
+    host = host.strip("[]")
+    if int(port) != address.port:
+        return False
+    # A wildcard takes whatever this machine is called; of those names only these are known without resolving.
+    return host == address.host or (host in ("127.0.0.1", "::1", "localhost") and hosts_overlap(host, address.host))
+
+
+class TimeoutSettings(Section):
+    """How long each phase of a request may take. There is no limit on the whole: generations run for minutes."""
+
+    connect: Timeout = 1.0
+    """Seconds for one TCP connection to an endpoint; then the next endpoint is tried."""
+    first_byte: Timeout = 600.0
+    """Seconds until an endpoint's answer begins; a long prompt may queue. 600 s is the OpenAI client's own limit."""
+    stream_idle: Timeout = 300.0
+    """Seconds without a byte from the endpoint in mid-answer."""
+    client_head: Timeout = 10.0
+    """Seconds for a request's head, from its first byte; for the first one from the connection (HAProxy's advice)."""
+    client_body: Timeout = 120.0
+    """Seconds for a request's whole body to arrive."""
+    client_stall: Timeout = 60.0
+    """Seconds in which a client must take some of what waits for it, else it is cut off (nginx's default)."""
+    client_idle: Timeout = 75.0
+    """Seconds that a client's idle connection is kept (nginx's default)."""
+
+
+class LimitSettings(Section):
+    """What one client can make lbproxy hold."""
+
+    json_body: Annotated[int, size("1KiB", "1GiB")] = 32 * 1024**2
+    """Bytes of a JSON request body; more is answered 413."""
+    body: Annotated[int, size("1KiB", "1GiB")] = 64 * 1024**2
+    """Bytes of any other request body (audio, images); at least json_body."""
+    body_rate: Annotated[int, size("1", "1GiB")] = 16 * 1024
+    """Bytes a second of a request body, at least, after its first 10 s: slower ones only hold memory; 408."""
+    connections: Annotated[int, count("1", "1000000")] = 10_000
+    """Client connections at a time; also at most 45 % of the file descriptors that the process may open."""
+    buffered_bodies: Annotated[int, size("1MiB", "1024GiB")] | None = None
+    """Bytes of all request bodies held at a time; what would exceed it is answered 503. null = a quarter of memory, at
+    most 512 MiB."""
+    memory: Annotated[int, size("16MiB", "1024GiB")] | None = None
+    """Bytes that lbproxy may take: at 92 % of it requests are answered 503. null = what its cgroup, else the machine,
+    has."""
+
+    @field_validator("body", mode="after")
+    @classmethod
+    def _holds_json_body(cls, value: int, info: ValidationInfo) -> int:
+        if value < info.data.get("json_body", 0):
+            raise expected("at least limits.json_body")
+        return value
