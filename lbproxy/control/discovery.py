@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import random
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
@@ -29,7 +28,7 @@ from typing import TypeAlias
 
 from lbproxy.config import MAX_ENDPOINTS, Address, EndpointSettings, Settings, leads_to
 from lbproxy.control.prober import JITTER
-from lbproxy.control.resolver import EMPTY, FAILED, NXDOMAIN, OK, Answer, Lookup, Resolver
+from lbproxy.control.resolver import EMPTY, FAILED, NXDOMAIN, OK, Answer, IPAddress, Lookup, Resolver
 from lbproxy.core.types import EndpointSnapshot, EndpointSpec, Health
 from lbproxy.runtime import Runtime
 
@@ -42,7 +41,6 @@ MAX_HOSTS_CHARS = 4 << 20
 HOSTS = Path("/etc/hosts")
 MAX_LOGGED = 10
 
-IPAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Publish: TypeAlias = Callable[[list[EndpointSpec]], None]
 """Gets each new complete set."""
 
@@ -52,22 +50,6 @@ def read_hosts() -> str:
     with contextlib.suppress(OSError), HOSTS.open(encoding="utf-8", errors="replace") as file:
         return file.read(MAX_HOSTS_CHARS)
     return ""
-
-
-def usable_address(text: str) -> IPAddress | None:
-    """The address, IPv4 written as IPv6 made plain; None if no endpoint can be reached there.
-
-    Left out are 0.0.0.0 and :: (what a filtering nameserver says instead of "no"), multicast, broadcast and link-local:
-    fe80:: needs a zone, which DNS cannot say, and clouds have their machines' credentials at 169.254.169.254.
-    """
-    try:
-        address: IPAddress = ipaddress.ip_address(text)
-    except ValueError:
-        return None
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
-    wrong = address.is_unspecified or address.is_multicast or address.is_link_local or str(address) == "255.255.255.255"
-    return None if wrong else address
 
 
 def static_endpoints(settings: Settings) -> list[EndpointSpec]:
@@ -90,6 +72,8 @@ class KnownName:
         self.host, _, self._port = entry.authority.rpartition(":")
         self._own = [one for one in own if str(one.port) == self._port]  # others need no look for each address
         self._addresses: tuple[IPAddress, ...] = ()
+        self.authorities: list[str] = []
+        """The endpoints' `host:port`: distinct, IPv4 first, ascending, at most MAX_ENDPOINTS."""
         self._empties = 0
         """In a row."""
         self.results: dict[str, int] = {}
@@ -99,15 +83,10 @@ class KnownName:
         self.problem: str | None = None
         """Why the last resolution brought nothing; None if it brought addresses, and before the first."""
 
-    @property
-    def authorities(self) -> list[str]:
-        """The endpoints' `host:port`: distinct, IPv4 first, ascending, at most MAX_ENDPOINTS."""
-        return [self._authority(address) for address in self._addresses]
-
     def hear(self, lookup: Lookup, down: Callable[[], Collection[str]]) -> None:
         """One resolution's outcome. `down` says which `host:port` are down by their health checks."""
-        heard = {usable_address(text) for answer in lookup for text in answer.addresses}
-        fresh = {one for one in heard if one is not None and self._is_other(one)}
+        heard = {address for answer in lookup for address in answer.usable}
+        fresh = {one for one in heard if self._is_other(one)} if self._own else heard
         result = _result(lookup, bool(fresh))
         self.results[result] = self.results.get(result, 0) + 1
         self._empties = self._empties + 1 if result in {EMPTY, NXDOMAIN} else 0
@@ -116,13 +95,18 @@ class KnownName:
             kept = {one for one in self._addresses if one.version in unheard}
             ordered = sorted(fresh | kept, key=lambda one: (one.version, int(one)))
             self.found = len(ordered)
-            self._addresses = tuple(ordered[:MAX_ENDPOINTS])
+            self._adopt(tuple(ordered[:MAX_ENDPOINTS]))
             self.problem = None
             return
         if self._empties >= EMPTY_UNTIL_BELIEVED:
             gone = down()
-            self._addresses = tuple(one for one in self._addresses if self._authority(one) not in gone)
+            self._adopt(tuple(one for one in self._addresses if self._authority(one) not in gone))
         self.problem = _reason(lookup)
+
+    def _adopt(self, addresses: tuple[IPAddress, ...]) -> None:
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self.authorities = [self._authority(address) for address in addresses]
 
     def _authority(self, address: IPAddress) -> str:
         return f"[{address}]:{self._port}" if address.version == 6 else f"{address}:{self._port}"

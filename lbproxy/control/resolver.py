@@ -16,8 +16,8 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import threading
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, TypeAlias
 
 import dns.asyncresolver
 import dns.exception
@@ -25,6 +25,8 @@ import dns.nameserver
 import dns.resolver
 
 from lbproxy.config import DnsSettings
+
+IPAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 OK, EMPTY, NXDOMAIN, TIMEOUT, FAILED = "ok", "empty", "nxdomain", "timeout", "failed"
 """What a question can bring: addresses; the name exists without any; it does not exist; silence; anything else."""
@@ -37,13 +39,39 @@ MAX_DETAIL_CHARS = 300
 
 
 class Answer(NamedTuple):
-    """What the question for a name's IPv4, or IPv6, addresses brought."""
+    """What the question for a name's IPv4, or IPv6, addresses brought. Made by `answer`, or without addresses."""
 
     result: str
     addresses: tuple[str, ...] = ()
     """With `ok`: at least one, as the server gave them."""
     detail: str = ""
     """Without: why, for a human."""
+    usable: tuple[IPAddress, ...] = ()
+    """Those of `addresses` where an endpoint can be. To read them is the dear part, so it is done in the thread."""
+
+
+def answer(addresses: Iterable[str]) -> Answer:
+    """A good answer with these addresses; EMPTY if there are none."""
+    found = tuple(addresses)
+    if not found:
+        return Answer(EMPTY, detail="the name has no addresses")
+    return Answer(OK, found, usable=tuple(one for one in map(usable_address, found) if one is not None))
+
+
+def usable_address(text: str) -> IPAddress | None:
+    """The address, IPv4 written as IPv6 made plain; None if no endpoint can be reached there.
+
+    Left out are 0.0.0.0 and :: (what a filtering nameserver says instead of "no"), multicast, broadcast and link-local:
+    fe80:: needs a zone, which DNS cannot say, and clouds have their machines' credentials at 169.254.169.254.
+    """
+    try:
+        address: IPAddress = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    wrong = address.is_unspecified or address.is_multicast or address.is_link_local or str(address) == "255.255.255.255"
+    return None if wrong else address
 
 
 class Lookup(NamedTuple):
@@ -82,12 +110,12 @@ class Resolver:
         if self._settings.nameservers is None:
             listed = list(addresses_in(self._read_hosts(), host))
             if listed:
-                return Lookup(_answer(one for one in listed if ":" not in one), _answer(a for a in listed if ":" in a))
+                return Lookup(answer(one for one in listed if ":" not in one), answer(a for a in listed if ":" in a))
         try:
             resolver = self._resolver()
         except (dns.exception.DNSException, OSError, ValueError) as error:  # resolv.conf is not there, or bad
-            answer = Answer(FAILED, detail=_detail(error))
-            return Lookup(answer, answer)
+            failed = Answer(FAILED, detail=_detail(error))
+            return Lookup(failed, failed)
         v4, v6 = await asyncio.gather(*(self._ask(resolver, host, kind) for kind in ("A", "AAAA")))
         return Lookup(v4, v6)
 
@@ -112,7 +140,7 @@ class Resolver:
             return Answer(TIMEOUT, detail=_detail(error))
         except (dns.exception.DNSException, OSError, ValueError) as error:  # refused, SERVFAIL, a loop, too long a name
             return Answer(FAILED, detail=_detail(error))
-        return _answer(record.address for record in found)
+        return answer(record.address for record in found)
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
@@ -134,11 +162,6 @@ def _nameserver(address: str) -> dns.nameserver.Nameserver:
     """From the settings' `ip:port`."""
     host, _, port = address.rpartition(":")
     return dns.nameserver.Do53Nameserver(host.strip("[]"), int(port))
-
-
-def _answer(addresses: Iterator[str]) -> Answer:
-    found = tuple(addresses)
-    return Answer(OK, found) if found else Answer(EMPTY, detail="the name has no addresses")
 
 
 def _detail(error: Exception) -> str:

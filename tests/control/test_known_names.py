@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from lbproxy.config import MAX_ENDPOINTS, EndpointSettings, parse
-from lbproxy.control.discovery import Discovery, KnownName, usable_address
-from lbproxy.control.resolver import EMPTY, FAILED, NXDOMAIN, OK, TIMEOUT, Answer, Lookup
+from lbproxy.control.discovery import Discovery, KnownName
+from lbproxy.control.resolver import EMPTY, FAILED, NXDOMAIN, OK, TIMEOUT, Answer, Lookup, answer, usable_address
 from lbproxy.core.types import EndpointSpec, Health
 from tests.support.aio import run, until
 from tests.support.pool import Pool, make_balancer
@@ -20,7 +20,7 @@ def says(*addresses: str) -> Lookup:
     """A good answer about both families."""
     v4 = tuple(one for one in addresses if ":" not in one)
     v6 = tuple(one for one in addresses if ":" in one)
-    return Lookup(*(Answer(OK, found) if found else Answer(EMPTY, detail="none") for found in (v4, v6)))
+    return Lookup(answer(v4), answer(v6))
 
 
 def both(result: str) -> Lookup:
@@ -90,7 +90,7 @@ def test_a_name_comes_back_from_an_empty_set() -> None:
 
 def test_a_family_that_fails_keeps_what_was_known_of_it() -> None:
     """Some nameservers never answer about AAAA."""
-    half = Lookup(Answer(OK, ("10.0.0.2",)), Answer(TIMEOUT, detail="slow"))
+    half = Lookup(answer(("10.0.0.2",)), Answer(TIMEOUT, detail="slow"))
     name = Heard(says("10.0.0.1", "fd00::1"), half)
     assert name.hosts == ["10.0.0.2", "[fd00::1]"]
     assert name.problem is None
@@ -105,7 +105,7 @@ def test_nothing_but_a_failure_and_an_empty_answer_is_a_failure() -> None:
 
 def test_nxdomain_about_one_family_does_not_hide_the_other() -> None:
     """Some nameservers say so of a name without AAAA."""
-    assert Heard(Lookup(Answer(OK, ("10.0.0.1",)), Answer(NXDOMAIN))).hosts == ["10.0.0.1"]
+    assert Heard(Lookup(answer(("10.0.0.1",)), Answer(NXDOMAIN))).hosts == ["10.0.0.1"]
 
 
 @pytest.mark.parametrize(
