@@ -49,8 +49,8 @@ SUCCESSOR_WAITS_S = 3.0
 """How long a successor waits for its first endpoint before it accepts: its predecessor serves meanwhile."""
 MAX_PROBLEMS_LOGGED = 100
 SWITCH_S = 0.0005
-"""How long another thread may run while the event loop has something to do. Python's 5 ms is paid for each call into the
-kernel: while the resolver read an answer of 1,000 addresses, requests stood still for up to 30 ms."""
+"""How long another thread may run while the event loop has something to do. Python's 5 ms is paid at each call into
+the kernel: while the resolver read an answer of 1,000 addresses, requests stood still for up to 30 ms."""
 
 
 class Listening(NamedTuple):

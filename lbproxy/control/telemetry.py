@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Protocol, TypeVar
@@ -58,6 +58,8 @@ MODELS_EVERY_S = 1.0
 OTHER = "other"
 SAMPLES_A_TURN = 1000
 """Of a page of metrics: to write so many takes about 5 ms."""
+ENDPOINTS_A_TURN = 50
+"""Of more the page is written in a thread."""
 
 # Seconds; with +Inf 12 buckets each. A short chat answer takes about 1 s, a long generation minutes.
 DURATION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 180.0, 600.0)
@@ -232,26 +234,26 @@ class Telemetry:
         A page of a small fleet is made in one turn of the loop: under load each further turn may take long. What is
         large about a large one is written in a thread, and the loop gets a turn in between.
         """
-        pieces, written = [], 0
-        for family in self._families():
-            samples = len(family.samples)
-            if samples > SAMPLES_A_TURN:
-                pieces.append(await asyncio.to_thread(render, family))
-                continue
-            pieces.append(render(family))
-            written += samples
+        snapshot = self._snapshot()
+        self._forget_the_gone(snapshot)
+        endpoints, ejections = _one_per_name(snapshot.endpoints), dict(self._ejections)
+        if len(endpoints) > ENDPOINTS_A_TURN:
+            pieces = await asyncio.to_thread(_render_endpoints, endpoints, ejections)
+        else:
+            pieces = _render_endpoints(endpoints, ejections)
+        written = 0
+        for family in self._families(snapshot):
+            written += len(family.samples)
             if written > SAMPLES_A_TURN:
                 written = 0
                 await asyncio.sleep(0)
+            pieces.append(render(family))
         return b"".join(pieces), CONTENT_TYPE_PLAIN_0_0_4
 
-    def _families(self) -> Iterator[Metric]:
-        snapshot = self._snapshot()
-        self._forget_the_gone(snapshot)
+    def _families(self, snapshot: PoolSnapshot) -> Iterator[Metric]:
         # None of these iterates over live state while it is suspended.
         yield from self._request_families()
-        yield from _endpoint_families(_one_per_name(snapshot.endpoints))
-        yield from self._endpoint_counters(snapshot)
+        yield from self._endpoint_counters()
         yield from self._scrape_families()
         if self._names:
             yield from self._dns_families()
@@ -312,7 +314,7 @@ class Telemetry:
         text = f"Requests by model; names that no endpoint is known to serve, and all after {MAX_MODEL_LABELS}: other"
         yield counters("model_requests", text, ("model", "outcome"), by_model)
 
-    def _endpoint_counters(self, snapshot: PoolSnapshot) -> Iterator[Metric]:
+    def _endpoint_counters(self) -> Iterator[Metric]:
         by_endpoint = self._by_endpoint.items()
         text = "Requests that ended, by the endpoint that had them last"
         yield counters("endpoint_requests", text, ("endpoint", "outcome"), by_endpoint)
@@ -320,10 +322,6 @@ class Telemetry:
         yield counters("endpoint_failed_attempts", text, ("endpoint", "failure"), self._failed.items())
         text = "Changes of an endpoint's health, by what it became"
         yield counters("endpoint_transitions", text, ("endpoint", "to"), self._transitions.items())
-        text = "Times that the breaker took an endpoint out, by why"
-        keys = [(one.endpoint.name, cause.value) for one in _one_per_name(snapshot.endpoints) for cause in Cause]
-        ejections = [(key, self._ejections.get(key, 0)) for key in keys]
-        yield counters("endpoint_ejections", text, ("endpoint", "cause"), ejections)
 
     def _scrape_families(self) -> Iterator[Metric]:
         scrapes = {one.endpoint.name: one.status for one in self._scrapers.values()}
@@ -413,7 +411,14 @@ _ENDPOINT_GAUGES = (
 )
 
 
-def _endpoint_families(endpoints: Sequence[EndpointSnapshot]) -> Iterator[Metric]:
+def _render_endpoints(endpoints: Sequence[EndpointSnapshot], ejections: Mapping[tuple[str, str], int]) -> list[bytes]:
+    """May run in a thread: it reads nothing that changes."""
+    return [render(family) for family in _endpoint_families(endpoints, ejections)]
+
+
+def _endpoint_families(
+    endpoints: Sequence[EndpointSnapshot], ejections: Mapping[tuple[str, str], int]
+) -> Iterator[Metric]:
     for one_gauge in _ENDPOINT_GAUGES:
         rows = [((one.endpoint.name,), one_gauge.read(one)) for one in endpoints]
         yield gauges(f"endpoint_{one_gauge.name}", one_gauge.help, ("endpoint",), rows)
@@ -421,6 +426,9 @@ def _endpoint_families(endpoints: Sequence[EndpointSnapshot]) -> Iterator[Metric
         ((one.endpoint.name, health.value), float(one.health is health)) for one in endpoints for health in Health
     ]
     yield gauges("endpoint_health", "1 for the state that the endpoint is in", ("endpoint", "state"), states)
+    text = "Times that the breaker took an endpoint out, by why"
+    keys = [(one.endpoint.name, cause.value) for one in endpoints for cause in Cause]
+    yield counters("endpoint_ejections", text, ("endpoint", "cause"), [(key, ejections.get(key, 0)) for key in keys])
 
 
 def _one_per_name(endpoints: Iterable[EndpointSnapshot]) -> list[EndpointSnapshot]:

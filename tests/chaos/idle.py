@@ -5,7 +5,7 @@
 `idle` asks for the models once and keeps the connection. `heads` sends a head byte by byte, one a second, without end;
 `bodies` a body. `readers` asks for a stream and reads nothing, with the smallest receive buffer. `vanish-rst` and
 `vanish-fin` ask for streams, and go on a line of input. Each connection that ends adds a line: seconds since it began.
-First line: `ready`, when all are connected. It ends with its input.
+First line: `ready`, when all are connected. It ends with its input; the connections do in groups.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import uvloop
 BODY = b'{"model":"%s","prompt":"x","max_tokens":%d,"ignore_eos":true,"stream":true}'
 KINDS = ("idle", "heads", "bodies", "readers", "vanish-rst", "vanish-fin")
 AT_A_TIME = 200
-"""Connections that are being made: the listening queue is finite."""
+"""Connections that are being made, for the listening queue is finite; and that end in one moment."""
 
 
 def post(model: bytes, tokens: int) -> bytes:
@@ -97,8 +97,10 @@ async def main(kind: str, count: int, url: str) -> None:
     for task in going:
         task.cancel()
     await asyncio.gather(*going, return_exceptions=True)
-    for one in clients:
-        one.vanish()
+    for start in range(0, count, AT_A_TIME):
+        for one in clients[start : start + AT_A_TIME]:
+            one.vanish()
+        await asyncio.sleep(0.01)
     os._exit(0)
 
 

@@ -42,6 +42,10 @@ log: {access: false}
 """Settings in which detection takes seconds."""
 
 
+HTTP = httpx.Client(verify=False, limits=httpx.Limits(max_keepalive_connections=0), timeout=20)
+"""A connection for each question; `httpx.get` would also read the machine's certificates each time, for 20 ms."""
+
+
 def wait(condition: Callable[[], object], what: str, within_s: float = 20.0) -> float:
     """Seconds until it came true."""
     began = time.monotonic()
@@ -109,7 +113,7 @@ class Server:
 
     def _answers(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/health", timeout=2).status_code == 200
+            return HTTP.get(f"{self.url}/health", timeout=2).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -130,12 +134,16 @@ class Server:
 
     def fault(self, text: str) -> None:
         """Replace what it does wrong: see docs/simulator.md."""
-        httpx.post(f"{self.url}/faults", content=text, timeout=10).raise_for_status()
+        HTTP.post(f"{self.url}/faults", content=text, timeout=10).raise_for_status()
 
     def metric(self, name: str) -> float:
         """A sample of its own metrics page."""
-        page = httpx.get(f"{self.url}/metrics", timeout=10).text
+        page = HTTP.get(f"{self.url}/metrics", timeout=10).text
         return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if re.match(rf"{name}(\{{| )", line))
+
+    def running(self) -> float:
+        """Requests that it computes."""
+        return self.metric("vllm:num_requests_running")
 
     def restore(self) -> None:
         """As it was: alive, and nothing wrong."""
@@ -179,7 +187,7 @@ class Proxy:
 
     def samples(self, name: str) -> dict[str, float]:
         """A family of lbproxy's metrics page, by labels."""
-        page = httpx.get(f"{self.admin}/metrics", timeout=20).text
+        page = HTTP.get(f"{self.admin}/metrics", timeout=20).text
         lines = [line.rsplit(" ", 1) for line in page.splitlines() if re.match(rf"{name}(\{{| )", line)]
         return {labels.removeprefix(name): float(value) for labels, value in lines}
 
@@ -209,6 +217,13 @@ class Proxy:
         """Block its event loop once, soon."""
         assert self._watch is not None
         Path(f"{self._watch}.block").write_text(str(seconds))
+
+    def jump(self, seconds: float) -> None:
+        """Set its wall clock forward, or back, soon."""
+        assert self._watch is not None
+        order = Path(f"{self._watch}.jump")
+        order.write_text(str(seconds))
+        wait(lambda: not order.exists(), "its clock jumped")
 
     def fds(self) -> int:
         return len(os.listdir(f"/proc/{self.pid}/fd"))
@@ -265,6 +280,8 @@ class Rig:
             if endpoints is None:
                 wait(lambda: proxy.total("lbproxy_endpoint_up") == len(urls), "all endpoints are up")
             baseline = proxy.unaccounted_fds()
+            ready_at = time.monotonic()
+            wait(lambda: not proxy.sights() or proxy.sights(ready_at), "the ticker looked at it")
             tasks = max((sight.tasks for sight in proxy.sights()), default=0)
             yield proxy
             if settle:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 
-import httpx
 import pytest
 
 from tests.chaos.load import how_many, quantile, silent, told
-from tests.chaos.rig import QUICK, Rig, wait
+from tests.chaos.rig import HTTP, QUICK, Rig, wait
 from tests.chaos.verdict import pick
 
 ROOM = 8
@@ -71,10 +70,10 @@ def test_t31_overload(rig: Rig) -> None:
             began = time.monotonic()
             asked = []
             while time.monotonic() < began + seconds:
-                at = time.monotonic()
-                httpx.get(f"{proxy.admin}/healthz", timeout=10)
-                httpx.get(f"{proxy.admin}/metrics", timeout=10)
-                asked.append((time.monotonic() - at) / 2)
+                for path in ("/healthz", "/metrics"):
+                    at = time.monotonic()
+                    HTTP.get(proxy.admin + path)
+                    asked.append(time.monotonic() - at)
                 time.sleep(0.2)
             ended = time.monotonic()
         results = [one for one in load.results() if began < one.end < ended]
@@ -86,7 +85,7 @@ def test_t31_overload(rig: Rig) -> None:
         case.time("refusal p99 in", quantile(refused, 0.99), at_most=0.05)
         waits = [one.seconds for one in results if one.how == "ok"]
         case.time("admitted, longest", max(waits), at_most=5.0 + 1.0)
-        case.time("/healthz and /metrics, p50", quantile(asked, 0.5), at_most=0.1)
+        case.time("/healthz and /metrics, longest", max(asked), at_most=0.1)
         case.expect("memory grown, MiB", round(proxy.rss_mib() - before, 1), at_most=8)
         other = len(results) - how_many(results, "ok") - len(refused)
         case.expect("neither good nor refused", other, at_most=0)

@@ -90,7 +90,7 @@ def test_t16_metrics_pages(rig: Rig) -> None:
         metrics.scripts = {"/m": page(GOOD_PAGE)}
         endpoints = [f"{{url: '{server.url}', engine: vllm, metrics: '{metrics.url}/m'}}", rig.servers[1].url]
         settings = f"{QUICK}\nscrape: {{interval: 200ms, timeout: 500ms, stale_after: 500ms}}\n"
-        with rig.proxy(settings, endpoints=endpoints) as proxy:
+        with rig.proxy(settings, endpoints=endpoints, lag_ms=pick(100, 20, 20)) as proxy:
             wait(lambda: proxy.total("lbproxy_endpoint_up") == 2, "both are up")
             with rig.load(proxy, workers=8, tokens=5, streams=0.5) as load:
                 load.until(good=20)

@@ -6,10 +6,11 @@ import os
 import signal
 import time
 
+import orjson
 import pytest
 
 from tests.chaos.load import needless, silent, told
-from tests.chaos.rig import Proxy, Rig
+from tests.chaos.rig import Proxy, Rig, wait
 from tests.chaos.tools import skip
 from tests.chaos.verdict import pick
 
@@ -45,6 +46,35 @@ def test_t28_stopped(rig: Rig) -> None:
         case.expect("UF", needless(results), at_most=0)
         case.expect("SF", silent(results), at_most=0)
         case.figure("streams broken", sum(one.how in {"told", "cut", "reset"} for one in results))
+        print(told(results))
+
+
+@pytest.mark.chaos("T28b", "the wall clock jumps an hour forward, two back, and forward again")
+def test_t28_clock_jumps(rig: Rig) -> None:
+    """Only what a human reads goes by it."""
+    case = rig.case
+    settings = f"{EAGER.replace('access: false', 'access: true')}\ndns: {{interval: 200ms}}\n"
+    port = rig.servers[0].port
+    endpoints = [f"dns+http://localhost:{port}", *(server.url for server in rig.servers[1:])]
+    with rig.proxy(settings, endpoints=endpoints) as proxy:
+        if not proxy.sights():
+            skip("LBPROXY_COMMAND runs without the ticker that sets its clock")
+        wait(lambda: proxy.total("lbproxy_endpoint_up") == len(rig.servers), "all are up")
+        with rig.load(proxy, workers=16, tokens=20, streams=0.5) as load:
+            load.until(good=40)
+            before = proxy.total("lbproxy_endpoint_transitions_total")
+            for ahead_s in (3600.0, -7200.0, 3600.0):
+                proxy.jump(ahead_s)
+                time.sleep(pick(5, 10, 30) / 10)
+            case.expect("endpoints that changed", proxy.total("lbproxy_endpoint_transitions_total") - before, at_most=0)
+        results = load.results()
+        lines = [orjson.loads(line) for line in proxy.process.read().splitlines() if line.startswith("{")]
+        times = [(key, value) for line in lines for key, value in line.items() if key.endswith(("_s", "_ms"))]
+        case.figure("requests", len(results))
+        case.expect("durations told", len(times), at_least=len(results))
+        case.expect("of them negative, or of an hour", sum(not 0 <= value < 3e6 for _, value in times), at_most=0)
+        case.expect("failed", sum(one.how != "ok" for one in results), at_most=0)
+        case.expect("SF", silent(results), at_most=0)
         print(told(results))
 
 

@@ -5,7 +5,7 @@
 Every 100 ms a line is added to FILE: time, the worst lag since the last line, the worst that is our own, tasks. The
 ticker fires every 5 ms. A lag is our own where the process was not merely waiting for a CPU that others had, which
 Linux tells in /proc (schedstat); without it both are the same. If FILE.block exists the loop is blocked for the seconds
-in it, once.
+in it, once; if FILE.jump does, the wall clock, as Python tells it, jumps by the seconds in it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Ticker:
     """Writes what it sees until cancelled."""
 
     def __init__(self, path: str) -> None:
-        self._order = Path(f"{path}.block")
+        self._block_order, self._jump_order = Path(f"{path}.block"), Path(f"{path}.jump")
         self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - as long as the process
         self._schedstat: int | None = None
         with contextlib.suppress(OSError):
@@ -47,7 +47,7 @@ class Ticker:
                 self._file.write(b"%.3f %.4f %.4f %d\n" % (now, worst, own, len(asyncio.all_tasks())))
                 worst = own = 0.0
                 written = now
-                self._block()
+                self._obey()
                 now, waited_now = time.monotonic(), self._waited_s()  # a lag that was ordered is none
             last, waited = now, waited_now
 
@@ -55,11 +55,15 @@ class Ticker:
         """How long this thread was ready to run, and did not, so far."""
         return 0.0 if self._schedstat is None else int(os.pread(self._schedstat, 100, 0).split()[1]) / 1e9
 
-    def _block(self) -> None:
-        if self._order.exists():
-            seconds = float(self._order.read_text())
-            self._order.unlink()
+    def _obey(self) -> None:
+        if self._block_order.exists():
+            seconds = float(self._block_order.read_text())
+            self._block_order.unlink()
             time.sleep(seconds)
+        if self._jump_order.exists():
+            told, ahead = time.time, float(self._jump_order.read_text())
+            time.time = lambda: told() + ahead
+            self._jump_order.unlink()
 
 
 def main() -> int:
