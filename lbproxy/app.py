@@ -123,7 +123,8 @@ class Proxy:
         self.scraping = Scraping(self.connections, settings.scrape, Engines(settings.engines), rng)
         self.discovery = Discovery(settings, rng)
         self.telemetry.watch_names(self.discovery.names)
-        self.admin = None if settings.admin is None else Admin(runtime, self.front, self.telemetry)
+        admin = settings.admin
+        self.admin = None if admin is None else Admin(runtime, self.front, self.telemetry, admin.token)
         self.sources: list[asyncio.Task[None]] = []
         """The loops of `discovery`."""
 
@@ -244,8 +245,8 @@ class Proxy:
 
     async def _take_over(self, settings: Settings) -> None:
         """Raises ConfigError if they do not go with what cannot be changed."""
-        kept = {key: getattr(self.settings, key) for key in ("listen", "admin")}
-        fixed = [key for key, value in kept.items() if getattr(settings, key) != value]
+        own = {key: getattr(self.settings, key) for key in ("listen", "admin")}
+        kept = {key: value for key, value in own.items() if _place(getattr(settings, key)) != _place(value)}
         problems = [
             f"endpoints: {one.url} leads to lbproxy's own {key}, which a reload does not change"
             for one in settings.endpoints
@@ -257,9 +258,9 @@ class Proxy:
         settings = settings.model_copy(update=kept)
         discovery = await self.discovery.under(settings)
         self._adopt(settings, discovery)
-        if fixed:
+        if kept:
             text = "%s cannot be changed by a reload: restart for that"
-            logger.warning(text, " and ".join(fixed), extra={"event": "reload"})
+            logger.warning(text, " and ".join(kept), extra={"event": "reload"})
         text = "settings reloaded: %d endpoints by %s"
         extra = {"event": "reload", "endpoints": len(discovery.endpoints())}
         logger.info(text, len(discovery.endpoints()), settings.routing.policy, extra=extra)
@@ -271,6 +272,8 @@ class Proxy:
         self.scraping = Scraping(self.connections, settings.scrape, Engines(settings.engines), self.rng)
         self.telemetry.reconfigure(settings.log)
         self.front.reconfigure(settings)
+        if self.admin is not None and settings.admin is not None:
+            self.admin.access.token = settings.admin.token
         self.runtime.reconfigure(policy, settings)
         for source in self.sources:
             source.cancel()
@@ -330,6 +333,11 @@ async def _open(address: Address, key: str) -> list[socket.socket]:
     except OSError as error:
         why = os.strerror(error.errno).lower() if error.errno else str(error)
         raise OSError(f"cannot listen on {address.host}:{address.port} ({key}): {why}") from error
+
+
+def _place(address: Address | None) -> tuple[object, ...] | None:
+    """What of a listener's settings a reload cannot change."""
+    return None if address is None else (address.host, address.port)
 
 
 def own_command() -> list[str]:

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from lbproxy.cli import _parser
-from lbproxy.config import Address, EndpointSettings, EngineSettings, Settings
+from lbproxy.config import Address, AdminSettings, EndpointSettings, EngineSettings, Settings
 from lbproxy.config.engines import SignalForm
 from lbproxy.config.values import Quantity
 from lbproxy.core.health import TABLE, Event
@@ -82,8 +82,8 @@ def takes(field: FieldInfo) -> str:
         text = f"{unit.what.partition(' (')[0].removeprefix('a ')}, {unit.at_least} to {unit.at_most}"
     elif bool in parts(field.annotation):
         text = "true, false"
-    elif Address in parts(field.annotation):
-        text = "host:port"
+    elif any(isinstance(part, type) and issubclass(part, Address) for part in parts(field.annotation)):
+        text = "host:port, mapping"
     elif EndpointSettings in parts(field.annotation):
         text = "list"
     else:
@@ -93,7 +93,7 @@ def takes(field: FieldInfo) -> str:
 
 def is_section(field: FieldInfo) -> bool:
     kind = field.annotation
-    return isinstance(kind, type) and issubclass(kind, BaseModel) and kind is not Address
+    return isinstance(kind, type) and issubclass(kind, BaseModel) and not issubclass(kind, Address)
 
 
 def settings_table(section: type[BaseModel], prefix: str = "") -> str:
@@ -109,6 +109,7 @@ def settings_table(section: type[BaseModel], prefix: str = "") -> str:
 
 SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
     "top level": (Settings, ""),
+    "admin": (AdminSettings, "admin."),
     "endpoints": (EndpointSettings, ""),
     "engines": (EngineSettings, ""),
     **{

@@ -16,13 +16,14 @@ from typing import TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from lbproxy.config.access import AdminSettings, Secret
 from lbproxy.config.clients import Address, LimitSettings, TimeoutSettings, leads_to
 from lbproxy.config.endpoints import OWN_ENGINES, DnsSettings, EndpointSettings, ScrapeSettings
 from lbproxy.config.engines import BUILT_IN_ENGINES, EngineSettings, MetricRatio, MetricSpec, Signal
 from lbproxy.config.health import BreakerSettings, HealthSettings
 from lbproxy.config.routing import AdmissionSettings, RetrySettings, RoutingSettings
 from lbproxy.config.scenario import FaultSettings, Scenario, ServerSettings, WorkloadSettings
-from lbproxy.config.text import ConfigError, Plain, join, one_line, read_text
+from lbproxy.config.text import ConfigError, Plain, is_secret, join, one_line, read_text
 from lbproxy.config.tree import MAX_ENDPOINTS, DrainSettings, LogSettings, Settings
 
 __all__ = [
@@ -35,6 +36,8 @@ __all__ = [
     "BUILT_IN_ENGINES",
     "Settings",
     "Address",
+    "AdminSettings",
+    "Secret",
     "EndpointSettings",
     "EngineSettings",
     "MetricSpec",
@@ -120,6 +123,8 @@ def _wrong(details: ErrorDetails, root: type[BaseModel]) -> str:
     if kind == "extra_forbidden":
         return _unknown_key(details["loc"], root)
     worded = _WORDING.get(kind, details["msg"].replace("Input should be ", "expected "))
+    if is_secret(_path(details["loc"])):
+        return worded
     return f"{worded}, got {_shown(details['input'])}"
 
 

@@ -71,6 +71,14 @@ def join(path: str, key: str | int) -> str:
     return f"{path}.{key}" if path else key
 
 
+_SECRET_PATH = re.compile(r"(?:.*\.)?(?:auth|token|api_key)(?:[.\[].*)?")
+
+
+def is_secret(path: str) -> bool:
+    """Whether what stands there may be a secret, or is one in the wrong place: errors do not repeat it."""
+    return _SECRET_PATH.fullmatch(path) is not None
+
+
 def one_line(text: str, limit: int = 80) -> str:
     """A short line of printable characters: what is refused still reaches a terminal or a log."""
     line = "".join(char if char.isprintable() else " " for char in text[: limit + 1])
@@ -168,12 +176,13 @@ class _Reader:
 
         wrong = None
         expanded = text
+        got = "" if is_secret(path) else f", got {one_line(ascii(text))}"
         if len(text) <= MAX_STRING_CHARS:
             expanded = _REFERENCE.sub(value, text)
         if "${" in _REFERENCE.sub("", text):
-            wrong = f"expected ${{NAME}} or ${{NAME:-default}}, got {one_line(ascii(text))}"
+            wrong = f"expected ${{NAME}} or ${{NAME:-default}}{got}"
         elif missing:
-            wrong = f"environment variable {one_line(missing[0])} is not set, got {one_line(ascii(text))}"
+            wrong = f"environment variable {one_line(missing[0])} is not set{got}"
         elif len(expanded) > MAX_STRING_CHARS:
             wrong = f"expected at most {MAX_STRING_CHARS} characters, got {len(expanded)}"
         elif not _is_unicode(expanded):

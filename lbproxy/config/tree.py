@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import InitErrorDetails
 
+from lbproxy.config.access import AdminSettings
 from lbproxy.config.clients import Address, LimitSettings, TimeoutSettings, leads_to
 from lbproxy.config.endpoints import DnsSettings, EndpointSettings, ScrapeSettings
 from lbproxy.config.engines import MAX_ENGINES, EngineSettings, check_engine_names, check_own_engines
@@ -48,7 +49,7 @@ class Settings(Section):
 
     listen: Address = Address(host="127.0.0.1", port=8080)
     """Where clients connect. The default reaches nobody else's machine: there is no authentication."""
-    admin: Address | None = Address(host="127.0.0.1", port=9901)
+    admin: AdminSettings | None = AdminSettings(host="127.0.0.1", port=9901)
     """Listener for /healthz, /readyz, /metrics: its own port, so that it answers under load. null = off."""
     endpoints: tuple[EndpointSettings, ...] = Field(json_schema_extra={"minItems": 1, "maxItems": MAX_ENDPOINTS})
     """The model servers, at least one. Names and addresses are unique."""
@@ -81,7 +82,7 @@ class Settings(Section):
 
     @field_validator("admin", mode="after")
     @classmethod
-    def _own_address(cls, value: Address | None, info: ValidationInfo) -> Address | None:
+    def _own_address(cls, value: AdminSettings | None, info: ValidationInfo) -> AdminSettings | None:
         listen = info.data.get("listen")
         if value and listen and value.port == listen.port != 0 and hosts_overlap(value.host, listen.host):
             raise expected(f"another port: {listen} is taken by listen")

@@ -1,6 +1,6 @@
 """The admin listener: /healthz, /readyz, /metrics. A port of its own, so that it answers while clients fill the other.
 
-It shows, and changes nothing. Whoever reaches the port may read all of it; by default only this machine does.
+Whoever reaches the port may read these three; everything else is for who may (control/access.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Protocol
 import orjson
 from aiohttp import web
 
+from lbproxy.config import Secret
+from lbproxy.control.access import AdminAccess
 from lbproxy.core.openai import error_body
 from lbproxy.core.types import Health, LbError, Outcome
 from lbproxy.net.listener import Listener, bind
@@ -51,14 +53,16 @@ class Pages(Protocol):
 class Admin:
     """One listener. `start`, then `close`."""
 
-    def __init__(self, runtime: Runtime, front: Drainable, metrics: Pages) -> None:
+    def __init__(self, runtime: Runtime, front: Drainable, metrics: Pages, token: Secret | None = None) -> None:
         self._runtime = runtime
         self._front = front
         self._metrics = metrics
         self._port: int | None = None
         self.listener: Listener | None = None
         """Set by `start`."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
+        self.access = AdminAccess(token)
+        middlewares = [_errors_as_json, self.access.middleware]
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
         app.on_response_prepare.append(_name_server)
         for path, handler in (("/healthz", _healthz), ("/readyz", self._readyz), ("/metrics", self._show_metrics)):
             app.router.add_get(path, handler)
@@ -136,6 +140,11 @@ async def _name_server(_: web.Request, response: web.StreamResponse) -> None:
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
+    except LbError as error:
+        response = _json(error.outcome.value.status, error_body(error))
+        if error.outcome is Outcome.UNAUTHORIZED:
+            response.headers["WWW-Authenticate"] = "Bearer"
+        return response
     except web.HTTPMethodNotAllowed as error:
         response = _json(405, error_body(LbError(Outcome.METHOD_NOT_ALLOWED)))
         response.headers["Allow"] = ", ".join(sorted(error.allowed_methods))

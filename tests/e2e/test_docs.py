@@ -35,7 +35,7 @@ from tests.support.process import Process, lbproxy, mock
 
 LISTEN, ADMIN = "127.0.0.1:8080", "127.0.0.1:9901"
 """The addresses in the docs: the defaults."""
-ENVIRON = {"GPU_HOST": "gpu-1"}
+ENVIRON = {"GPU_HOST": "gpu-1", "LBPROXY_ADMIN_TOKEN": "5f4dcc3b5aa765d61d8327deb882cf99"}
 """The variables that the docs speak of."""
 
 BLOCKS = all_blocks()
