@@ -97,7 +97,7 @@ def cell(balancer: Balancer, size: int, rng: random.Random) -> str:
             state.load.end(state.load.place(prompt_of(shared, block_bytes), 1e6), None, 1e6)
     new = [rng.getrandbits(64) for _ in range(size // block_bytes - half)]
     request = prompt_of([*shared, *new], block_bytes)
-    price = partial(balancer._policy.price, request, candidates, plan=None, now=1e6)
+    price = partial(balancer._choice.policy.price, request, candidates, plan=None, now=1e6)
     rounds = 40 if len(candidates) < 1000 else 10
     return f"{micros(price, rounds):.1f}, {micros(partial(decide, balancer, request), rounds):.1f}"
 

@@ -1,7 +1,7 @@
 """The Balancer: tell it what happened and what time it is, and it says where each request goes.
 
-Sans-io. It owns the endpoint set and the waiting queue, and is driven by the asyncio runtime, by the simulation and by
-tests alike. The contract of a driver is five steps:
+Sans-io. It owns the endpoint set, the tickets and the waiting queue; whom a request suits best, `core.choice` says. It
+is driven by the asyncio runtime, by the simulation and by tests alike. The contract of a driver is five steps:
 
 1. Tell it every event as it happens (`submit`, `first_byte`, `progress`, `close`, `report_*`, `set_endpoints`).
 2. After any event, call `poll` and act on the tickets that it returns: each was placed or closed just now.
@@ -29,6 +29,7 @@ from math import inf
 from lbproxy.config import AdmissionSettings, BreakerSettings, HealthSettings, RetrySettings, ScrapeSettings
 from lbproxy.core.admission import WaitingQueue, least_work
 from lbproxy.core.backpressure import Backpressure
+from lbproxy.core.choice import HOLD_MS, Choice, Wait
 from lbproxy.core.endpoints import EndpointChanges, EndpointSet
 from lbproxy.core.estimate import model_for
 from lbproxy.core.pricing import Plan, Policy
@@ -50,8 +51,6 @@ from lbproxy.core.types import (
 )
 
 DEFAULT_BREAKER = BreakerSettings()
-HOLD_MS = 1000.0
-"""An endpoint with more prefill work than this gets no more. Less starves the engines, more binds too early."""
 PLAN_S = 0.01
 """While requests wait, work gets done that nothing tells of; so the queue is planned at least this often."""
 PLANNED = 32
@@ -78,26 +77,20 @@ class Balancer:
         self._pool = model_for(policy)
         self._endpoints = EndpointSet(health, scrape, breaker, self._pool, rng)
         self._judge = self._endpoints.judge
-        self._starting = self._judge.slow_start.starting
+        self._choice = Choice(policy, admission, endpoints=self._endpoints, backpressure=self._backpressure, rng=rng)
         self._queue = WaitingQueue(admission)
-        self._adopt(policy, admission)
+        self._adopt(admission)
         self._plan_at = inf
         """When the queue is to be planned; a time that is past when something happened since the last plan."""
         self._planned_version = 0
         self._changed: list[Ticket] = []
         """Closed by another ticket's arrival, for `poll` to return."""
-        self._rng = rng
         self._placements = 0
 
-    def _adopt(self, policy: Policy, admission: AdmissionSettings) -> None:
-        self._policy = policy
-        shortest = admission.order == "shortest"
-        self._hold = policy.holds and (shortest if admission.hold is None else admission.hold)
-        self._by_work = shortest and self._pool is not None
-        self._tolerance = policy.tolerance
-        self._skip_price = not (self._hold or policy.refuses)
+    def _adopt(self, admission: AdmissionSettings) -> None:
+        self._hold = self._choice.holds
+        self._by_work = admission.order == "shortest" and self._pool is not None
         self._queue_timeout_s = admission.queue_timeout
-        self._max_in_flight = admission.max_in_flight_per_endpoint
 
     def reconfigure(  # noqa: PLR0913 - each is a section of the settings
         self,
@@ -115,15 +108,16 @@ class Balancer:
         `policy`: None = the same as before, with all that it has learned. What was learned of work and caches is kept
         unless the new policy needs it in other blocks. Nobody who waits waits longer than the new settings say.
         """
-        policy = policy or self._policy
-        if policy.block_bytes != self._policy.block_bytes:
+        policy = policy or self._choice.policy
+        if policy.block_bytes != self._choice.policy.block_bytes:
             self._pool = model_for(policy)
             self._endpoints.use(self._pool)
         self._endpoints.remember(policy.index_entries)
         self._retries.reconfigure(retry)
         self._endpoints.reconfigure(health, scrape, breaker)
         self._queue.reconfigure(admission, now=now)
-        self._adopt(policy, admission)
+        self._choice.adopt(policy, admission)
+        self._adopt(admission)
         self._plan_at = -inf
         self._planned_version = 0
 
@@ -231,7 +225,8 @@ class Balancer:
         self._backpressure.refused(state, kind, now=now)
         tried = {state.endpoint.uid, *ticket.avoid}
         elsewhere = any(
-            self._takes(one, tried) for one in self._endpoints.candidates(ticket.request.model, now=now)
+            one.endpoint.uid not in tried and self._choice.takes(one)
+            for one in self._endpoints.candidates(ticket.request.model, now=now)
         ) and not (stranded and ticket.trial and state.health is Health.HALF_OPEN)
         verdict = self._retries.decide(kind, earlier, elsewhere=elsewhere, now=now)
         # A 500 that is tried elsewhere counts if that goes well; one that came from two endpoints is the request's.
@@ -240,11 +235,6 @@ class Balancer:
             self._judge.failed(ticket, state, kind, detail or kind.value, now=now)
             self._plan_at = -inf
         return verdict
-
-    def _takes(self, state: EndpointState, tried: set[EndpointUid]) -> bool:
-        """Whether `state` is another endpoint, with room."""
-        full = self._max_in_flight is not None and state.in_flight >= self._max_in_flight
-        return not full and state.endpoint.uid not in tried
 
     def next_deadline(self) -> float | None:
         """When `poll` has something to do though nothing happens until then; None = never. May be past."""
@@ -313,7 +303,7 @@ class Balancer:
     @property
     def block_bytes(self) -> int | None:
         """Into blocks of how many bytes prompts have to be hashed; None = they need not be read at all."""
-        return self._policy.block_bytes
+        return self._choice.policy.block_bytes
 
     def health(self, uid: EndpointUid) -> Health | None:
         """The verdict on an endpoint; None if it left the set."""
@@ -336,94 +326,20 @@ class Balancer:
         """Everything, at this moment."""
         return PoolSnapshot(self._endpoints.snapshot(now=now), len(self._queue), self._queue.bytes)
 
-    # The decision
+    # Placing
 
     def _consider(self, ticket: Ticket, now: float, plan: Plan | None) -> bool:
         """Place the ticket, or close it if waiting cannot help, or leave it.
 
         False = no other with the same model and the same endpoints to avoid can be placed now either.
         """
-        candidates = self._backpressure.willing(self._candidates(ticket, now), now=now)
-        limit = self._max_in_flight
-        if limit is not None:
-            candidates = [state for state in candidates if state.in_flight < limit]
-        if not candidates:
-            return False
-        if self._starting:
-            return self._choose_gently(ticket, candidates, now, plan)
-        return self._choose(ticket, candidates, now, plan)
-
-    def _choose_gently(
-        self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, plan: Plan | None
-    ) -> bool:
-        """Choose while some of `candidates` have their slow start: without those, unless nobody else is free."""
-        slow_start = self._judge.slow_start
-        allowed = slow_start.allowed(candidates)
-        reserved = None if plan is None else plan.copy()
-        placeable = self._choose(ticket, allowed, now, plan)
-        if ticket.state is TicketState.WAITING and len(allowed) < len(candidates):
-            if plan is not None and reserved is not None:
-                plan[:] = reserved
-            placeable = self._choose(ticket, candidates, now, plan)
-        if ticket.placed_on is not None:
-            slow_start.placed(ticket.placed_on, candidates, now)
-        return placeable
-
-    def _choose(self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, plan: Plan | None) -> bool:
-        """Place the ticket on the best of `candidates`, or hold it; returns what `_consider` does."""
-        if self._skip_price and len(candidates) == 1:
-            self._place(ticket, candidates[0], now)
+        chosen = self._choice.choose(ticket, plan=plan, now=now)
+        if isinstance(chosen, EndpointState):
+            self._place(ticket, chosen, now)
             return True
-        prices = self._policy.price(ticket.request, candidates, plan=plan, now=now)
-        index = self._cheapest(prices.costs, candidates)
-        if prices.costs[index] == inf:
-            self._end(ticket, Outcome.SATURATED)
-        elif self._hold and prices.waits_ms is not None and prices.waits_ms[index] > HOLD_MS:
-            if plan is not None and prices.uncached_tokens is not None:
-                plan[candidates[index].load.slot] += prices.uncached_tokens[index]
-            return min(prices.waits_ms) <= HOLD_MS
-        else:
-            self._place(ticket, candidates[index], now)
-        return True
-
-    def _candidates(self, ticket: Ticket, now: float, *, trials: bool = True) -> Sequence[EndpointState]:
-        """The endpoints that may be asked. If there is none and waiting cannot help, the ticket is closed.
-
-        `trials`: if nobody is up, one that is down may be tried.
-        """
-        model = ticket.request.model
-        candidates = self._endpoints.candidates(model, now=now)
-        if not candidates and trials and not self._endpoints.any_starting():
-            candidates = self._endpoints.trials(model, now=now)
-        if ticket.avoid:
-            candidates = [state for state in candidates if state.endpoint.uid not in ticket.avoid]
-        if not candidates:
-            outcome = self._why_nobody(model, bool(ticket.avoid))
-            if outcome is not None:
-                self._end(ticket, outcome)
-        return candidates
-
-    def _why_nobody(self, model: str | None, retried: bool) -> Outcome | None:
-        """Nobody may be asked for `model`: the outcome; None = an endpoint not judged yet may bring the answer."""
-        if retried:
-            return Outcome.NO_ENDPOINTS
-        if self._endpoints.any_starting():
-            return None
-        if self._endpoints.any_up() and not self._endpoints.is_known(model):
-            return Outcome.MODEL_NOT_FOUND
-        return Outcome.NO_ENDPOINTS
-
-    def _cheapest(self, costs: list[float], candidates: Sequence[EndpointState]) -> int:
-        """The index of the lowest cost; among those as good, the endpoint chosen longest ago, or any never chosen."""
-        best = min(costs)
-        limit = best + self._tolerance
-        good = [index for index, cost in enumerate(costs) if cost <= limit]
-        if len(good) == 1:
-            return good[0]
-        if not self._tolerance:
-            return self._rng.choice(good)
-        oldest = min(candidates[index].placed_seq for index in good)
-        return self._rng.choice([index for index in good if candidates[index].placed_seq == oldest])
+        if isinstance(chosen, Outcome):
+            self._end(ticket, chosen)
+        return chosen is not Wait.STUCK
 
     def _place(self, ticket: Ticket, state: EndpointState, now: float) -> None:
         self._placements += 1
@@ -474,7 +390,9 @@ class Balancer:
             if key in stuck:
                 continue
             if budget <= 0:
-                self._candidates(ticket, now, trials=False)  # it may have lost the last one
+                outcome = self._choice.hopeless(ticket, now=now)
+                if outcome is not None:
+                    self._end(ticket, outcome)
                 stuck.add(key)
             else:
                 budget -= 1

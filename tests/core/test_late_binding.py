@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 
 from lbproxy.config import AdmissionSettings
-from lbproxy.core.balancer import HOLD_MS, PLAN_S, PLANNED, Balancer
+from lbproxy.core.balancer import PLAN_S, PLANNED, Balancer
+from lbproxy.core.choice import HOLD_MS
 from lbproxy.core.pricing import Prices
 from lbproxy.core.types import (
     Endpoint,
@@ -230,13 +231,13 @@ def test_a_plan_prices_so_many_and_no_more(monkeypatch: pytest.MonkeyPatch) -> N
     waiting = [balancer.submit(ask(102_400, keys=keys), now=0.0) for _ in range(100)]
     balancer.first_byte(two, now=0.0)
     asked: list[InferenceRequest] = []
-    price = balancer._policy.price
+    price = balancer._choice.policy.price
 
     def counting(request: InferenceRequest, *rest: object, **options: object) -> Prices:
         asked.append(request)
         return price(request, *rest, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(balancer._policy, "price", counting)
+    monkeypatch.setattr(balancer._choice.policy, "price", counting)
     assert balancer.poll(now=0.0) == []
     assert len(asked) == PLANNED
     assert states(waiting) == "w" * 100
@@ -250,7 +251,7 @@ def test_a_plan_asks_nobody_while_nobody_has_room(monkeypatch: pytest.MonkeyPatc
     balancer, _ = adaptive(2)
     fill(balancer, 2, tokens=10**6)
     waiting = [balancer.submit(ask(), now=0.0) for _ in range(20)]
-    monkeypatch.setattr(balancer._policy, "price", None)
+    monkeypatch.setattr(balancer._choice.policy, "price", None)
     assert balancer.poll(now=1.0) == []
     assert states(waiting) == "w" * 20
 

@@ -1,0 +1,159 @@
+"""The decision: which endpoint a request goes to now, or why to none.
+
+`Choice.choose` goes from the endpoints that may be asked to the one that is cheapest by the policy, in steps: without
+those that failed the request already, those that are backing off, those that are full, those whose slow start gives
+them no turn; the policy prices who is left. It counts nothing: whoever asks places the ticket, before anything else is
+chosen. Invariant: nothing changes here but the slow start's credit and the plan that is passed in.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from enum import Enum
+from math import inf
+from typing import TypeAlias
+
+from lbproxy.config import AdmissionSettings
+from lbproxy.core.backpressure import Backpressure
+from lbproxy.core.endpoints import EndpointSet
+from lbproxy.core.pricing import Plan, Policy
+from lbproxy.core.types import EndpointState, Outcome, Ticket
+
+HOLD_MS = 1000.0
+"""An endpoint with more prefill work than this gets no more. Less starves the engines, more binds too early."""
+
+
+class Wait(Enum):
+    """Nobody gets it now, and waiting may help."""
+
+    HELD = "held"
+    """Its cheapest endpoint has enough to do; another endpoint has not, and may be the cheapest of other requests."""
+    STUCK = "stuck"
+    """No other request with the same model and the same endpoints to avoid can be placed now either."""
+
+
+Chosen: TypeAlias = EndpointState | Outcome | Wait
+"""Where to place a ticket, or how it ends, or why it waits."""
+
+
+class Choice:
+    """Applies the policy to the endpoints that may be asked."""
+
+    policy: Policy
+    holds: bool
+    """Requests wait while their cheapest endpoint has more than `HOLD_MS` queued."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        admission: AdmissionSettings,
+        *,
+        endpoints: EndpointSet,
+        backpressure: Backpressure,
+        rng: random.Random,
+    ) -> None:
+        self._endpoints = endpoints
+        self._backpressure = backpressure
+        self._slow_start = endpoints.judge.slow_start
+        self._starting = self._slow_start.starting
+        self._rng = rng
+        self.adopt(policy, admission)
+
+    def adopt(self, policy: Policy, admission: AdmissionSettings) -> None:
+        """Choose by these from now on."""
+        self.policy = policy
+        hold = admission.order == "shortest" if admission.hold is None else admission.hold
+        self.holds = policy.holds and hold
+        self._tolerance = policy.tolerance
+        self._skip_price = not (self.holds or policy.refuses)
+        self._max_in_flight = admission.max_in_flight_per_endpoint
+
+    def choose(self, ticket: Ticket, *, plan: Plan | None, now: float) -> Chosen:
+        """The endpoint that `ticket` is to be placed on at once, or why there is none.
+
+        `plan`: what was reserved so far, to which a ticket that is held adds its work; None = nothing is planned.
+        """
+        members = self._members(ticket, True, now)
+        if not members:
+            return self._why_nobody(ticket) or Wait.STUCK
+        candidates = self._backpressure.willing(members, now=now)
+        limit = self._max_in_flight
+        if limit is not None:
+            candidates = [state for state in candidates if state.in_flight < limit]
+        if not candidates:
+            return Wait.STUCK
+        if self._starting:
+            return self._gently(ticket, candidates, now, plan)
+        return self._cheapest(ticket, candidates, now, plan)
+
+    def hopeless(self, ticket: Ticket, *, now: float) -> Outcome | None:
+        """How a ticket ends that nobody may be asked for any more; None if it may wait. Tries nobody who is down."""
+        return None if self._members(ticket, False, now) else self._why_nobody(ticket)
+
+    def takes(self, state: EndpointState) -> bool:
+        """Whether `state` has room for one more."""
+        return self._max_in_flight is None or state.in_flight < self._max_in_flight
+
+    # Who may be asked
+
+    def _members(self, ticket: Ticket, trials: bool, now: float) -> Sequence[EndpointState]:
+        """The endpoints that may be asked. `trials`: if nobody is up, one that is down may be tried."""
+        model = ticket.request.model
+        members = self._endpoints.candidates(model, now=now)
+        if not members and trials and not self._endpoints.any_starting():
+            members = self._endpoints.trials(model, now=now)
+        if ticket.avoid:
+            return [state for state in members if state.endpoint.uid not in ticket.avoid]
+        return members
+
+    def _why_nobody(self, ticket: Ticket) -> Outcome | None:
+        """Nobody may be asked: the outcome; None = an endpoint that is not judged yet may bring the answer."""
+        if ticket.avoid:
+            return Outcome.NO_ENDPOINTS
+        if self._endpoints.any_starting():
+            return None
+        if self._endpoints.any_up() and not self._endpoints.is_known(ticket.request.model):
+            return Outcome.MODEL_NOT_FOUND
+        return Outcome.NO_ENDPOINTS
+
+    # Which of them
+
+    def _gently(self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, plan: Plan | None) -> Chosen:
+        """Choose while some of `candidates` have their slow start: without those, unless nobody else is free."""
+        allowed = self._slow_start.allowed(candidates)
+        reserved = None if plan is None else plan.copy()
+        chosen = self._cheapest(ticket, allowed, now, plan)
+        if isinstance(chosen, Wait) and len(allowed) < len(candidates):
+            if plan is not None and reserved is not None:
+                plan[:] = reserved
+            chosen = self._cheapest(ticket, candidates, now, plan)
+        if isinstance(chosen, EndpointState):
+            self._slow_start.placed(chosen, candidates, now)
+        return chosen
+
+    def _cheapest(self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, plan: Plan | None) -> Chosen:
+        """The cheapest of `candidates`, if it has not enough to do."""
+        if self._skip_price and len(candidates) == 1:
+            return candidates[0]
+        prices = self.policy.price(ticket.request, candidates, plan=plan, now=now)
+        index = self._lowest(prices.costs, candidates)
+        if prices.costs[index] == inf:
+            return Outcome.SATURATED
+        if self.holds and prices.waits_ms is not None and prices.waits_ms[index] > HOLD_MS:
+            if plan is not None and prices.uncached_tokens is not None:
+                plan[candidates[index].load.slot] += prices.uncached_tokens[index]
+            return Wait.HELD if min(prices.waits_ms) <= HOLD_MS else Wait.STUCK
+        return candidates[index]
+
+    def _lowest(self, costs: list[float], candidates: Sequence[EndpointState]) -> int:
+        """The index of the lowest cost; among those as good, the endpoint chosen longest ago, or any never chosen."""
+        best = min(costs)
+        limit = best + self._tolerance
+        good = [index for index, cost in enumerate(costs) if cost <= limit]
+        if len(good) == 1:
+            return good[0]
+        if not self._tolerance:
+            return self._rng.choice(good)
+        oldest = min(candidates[index].placed_seq for index in good)
+        return self._rng.choice([index for index in good if candidates[index].placed_seq == oldest])
