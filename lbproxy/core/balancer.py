@@ -29,7 +29,7 @@ from math import inf
 from lbproxy.config import AdmissionSettings, BreakerSettings, HealthSettings, RetrySettings, ScrapeSettings
 from lbproxy.core.admission import WaitingQueue, least_work
 from lbproxy.core.backpressure import Backpressure
-from lbproxy.core.choice import HOLD_MS, Choice, Wait
+from lbproxy.core.choice import HOLD_MS, Choice
 from lbproxy.core.endpoints import EndpointChanges, EndpointSet
 from lbproxy.core.estimate import model_for
 from lbproxy.core.pricing import Plan, Policy
@@ -48,6 +48,7 @@ from lbproxy.core.types import (
     TicketState,
     Transition,
     Usage,
+    Wait,
 )
 
 DEFAULT_BREAKER = BreakerSettings()
@@ -143,6 +144,7 @@ class Balancer:
             ticket.accused = accused
         if self._hold and self._queue:
             self._plan_at = now  # others wait: the plan says whose turn it is
+            ticket.wait = Wait.BEHIND
         else:
             self._consider(ticket, now, None)
         if ticket.state is TicketState.WAITING:
@@ -298,6 +300,10 @@ class Balancer:
         self._plan_at = -inf
         self._endpoints.drain(uid, draining)
 
+    def explain(self, wanted: bool) -> None:
+        """Whether tickets that are placed from now on say why: `Ticket.decision`."""
+        self._choice.explains = wanted
+
     # Reading
 
     @property
@@ -339,7 +345,10 @@ class Balancer:
             return True
         if isinstance(chosen, Outcome):
             self._end(ticket, chosen)
-        return chosen is not Wait.STUCK
+            return True
+        if ticket.wait is None:
+            ticket.wait = chosen
+        return chosen is Wait.HELD
 
     def _place(self, ticket: Ticket, state: EndpointState, now: float) -> None:
         self._placements += 1

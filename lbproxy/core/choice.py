@@ -10,27 +10,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from enum import Enum
 from math import inf
 from typing import TypeAlias
 
 from lbproxy.config import AdmissionSettings
 from lbproxy.core.backpressure import Backpressure
 from lbproxy.core.endpoints import EndpointSet
+from lbproxy.core.explain import MAX_SHOWN, alone, decision
 from lbproxy.core.pricing import Plan, Policy
-from lbproxy.core.types import EndpointState, Outcome, Ticket
+from lbproxy.core.types import EndpointState, Outcome, Ticket, Wait
 
 HOLD_MS = 1000.0
 """An endpoint with more prefill work than this gets no more. Less starves the engines, more binds too early."""
-
-
-class Wait(Enum):
-    """Nobody gets it now, and waiting may help."""
-
-    HELD = "held"
-    """Its cheapest endpoint has enough to do; another endpoint has not, and may be the cheapest of other requests."""
-    STUCK = "stuck"
-    """No other request with the same model and the same endpoints to avoid can be placed now either."""
 
 
 Chosen: TypeAlias = EndpointState | Outcome | Wait
@@ -43,6 +34,8 @@ class Choice:
     policy: Policy
     holds: bool
     """Requests wait while their cheapest endpoint has more than `HOLD_MS` queued."""
+    explains = False
+    """Tickets that are placed say why: `Ticket.decision`."""
 
     def __init__(
         self,
@@ -76,16 +69,20 @@ class Choice:
         """
         members = self._members(ticket, True, now)
         if not members:
-            return self._why_nobody(ticket) or Wait.STUCK
+            return self._why_nobody(ticket) or Wait.FULL
         candidates = self._backpressure.willing(members, now=now)
         limit = self._max_in_flight
         if limit is not None:
             candidates = [state for state in candidates if state.in_flight < limit]
         if not candidates:
-            return Wait.STUCK
+            return Wait.FULL
         if self._starting:
-            return self._gently(ticket, candidates, now, plan)
-        return self._cheapest(ticket, candidates, now, plan)
+            chosen = self._gently(ticket, candidates, now, plan)
+        else:
+            chosen = self._cheapest(ticket, candidates, now, plan)
+        if ticket.decision is not None:
+            self._explain_absence(ticket, members, now)
+        return chosen
 
     def hopeless(self, ticket: Ticket, *, now: float) -> Outcome | None:
         """How a ticket ends that nobody may be asked for any more; None if it may wait. Tries nobody who is down."""
@@ -135,6 +132,8 @@ class Choice:
     def _cheapest(self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, plan: Plan | None) -> Chosen:
         """The cheapest of `candidates`, if it has not enough to do."""
         if self._skip_price and len(candidates) == 1:
+            if self.explains:
+                ticket.decision = alone(self.policy, candidates[0], now)
             return candidates[0]
         prices = self.policy.price(ticket.request, candidates, plan=plan, now=now)
         index = self._lowest(prices.costs, candidates)
@@ -143,7 +142,9 @@ class Choice:
         if self.holds and prices.waits_ms is not None and prices.waits_ms[index] > HOLD_MS:
             if plan is not None and prices.uncached_tokens is not None:
                 plan[candidates[index].load.slot] += prices.uncached_tokens[index]
-            return Wait.HELD if min(prices.waits_ms) <= HOLD_MS else Wait.STUCK
+            return Wait.HELD if min(prices.waits_ms) <= HOLD_MS else Wait.BUSY
+        if self.explains:
+            ticket.decision = decision(self.policy, ticket.request, candidates, prices, index, now)
         return candidates[index]
 
     def _lowest(self, costs: list[float], candidates: Sequence[EndpointState]) -> int:
@@ -157,3 +158,19 @@ class Choice:
             return self._rng.choice(good)
         oldest = min(candidates[index].placed_seq for index in good)
         return self._rng.choice([index for index in good if candidates[index].placed_seq == oldest])
+
+    def _explain_absence(self, ticket: Ticket, members: Sequence[EndpointState], now: float) -> None:
+        """Add to the decision who was not among its candidates."""
+        made = ticket.decision
+        assert made is not None
+        made.absent = self._endpoints.absent()
+        if made.candidates < len(members):
+            left_out = ((state.endpoint, self._why_not(state, now)) for state in members)
+            made.left_out = [(endpoint, why) for endpoint, why in left_out if why is not None][:MAX_SHOWN]
+
+    def _why_not(self, state: EndpointState, now: float) -> str | None:
+        if now < state.backing_off_until:
+            return "backing off"
+        if not self.takes(state):
+            return "full"
+        return "slow start" if state.slow_since is not None and state.slow_credit < 1.0 else None

@@ -16,12 +16,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from math import inf
 
 from lbproxy.config import BreakerSettings, HealthSettings, ScrapeSettings
 from lbproxy.core import health
 from lbproxy.core.breaker import Cause
 from lbproxy.core.estimate import PoolModel
+from lbproxy.core.explain import MAX_SHOWN
 from lbproxy.core.judge import Judge
 from lbproxy.core.types import (
     Endpoint,
@@ -81,6 +83,7 @@ class EndpointSet:
         self._serving: list[EndpointState] = []
         self._silent: list[EndpointState] = []
         self._by_model: dict[str, list[EndpointState]] = {}
+        self._absent: tuple[tuple[Endpoint, str], ...] | None = None
 
     def reconfigure(self, settings: HealthSettings, scrape: ScrapeSettings, breaker: BreakerSettings) -> None:
         """Judge by other settings what is reported from now on."""
@@ -192,6 +195,16 @@ class EndpointSet:
         """Whether a member takes requests."""
         return bool(self._serving)
 
+    def absent(self) -> tuple[tuple[Endpoint, str], ...]:
+        """Members that take no requests, and why: the first `MAX_SHOWN`. Found once for each change of the set."""
+        if self._absent is None:
+            out = (
+                state for state in self._states.values() if state.draining or not (state.readmitted or _is_open(state))
+            )
+            first = islice(out, MAX_SHOWN)
+            self._absent = tuple((one.endpoint, "draining" if one.draining else one.health.value) for one in first)
+        return self._absent
+
     def base_models(self) -> list[str]:
         """The distinct base models (no adapters) of all members that say what they serve, in the members' order."""
         return list({card.id: None for card in self.model_cards() if card.parent is None})
@@ -206,6 +219,7 @@ class EndpointSet:
 
     def _reindex(self) -> None:
         self.version += 1
+        self._absent = None
         self._trial_at = -inf
         self._dial_s = max(DIAL_S, DIAL_ANY_S * sum(s.health is Health.DOWN for s in self._states.values()))
         self._members = [s for s in self._states.values() if s.health in health.ALIVE and not s.draining]

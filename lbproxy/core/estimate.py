@@ -145,8 +145,6 @@ class LoadModel:
 
     __slots__ = (
         "_cov",
-        "_freed",
-        "_freed_at",
         "_gaps",
         "_group",
         "_group_at",
@@ -164,6 +162,7 @@ class LoadModel:
         "capacity_tokens",
         "context_tokens",
         "due_at",
+        "freed",
         "gap_ms",
         "gap_per_token_ms",
         "gap_until",
@@ -207,8 +206,8 @@ class LoadModel:
         """Prompts and streamed tokens of all in flight (C)."""
         self.live_tokens = 0.0
         """Streamed tokens of all in flight."""
-        self._freed = 0.0
-        self._freed_at = 0.0
+        self.freed = (0.0, 0.0)
+        """Cache space that became free of late, in tokens, and as of when."""
         self._recent = 0.0
         self._recent_at = 0.0
         # What other balancers place here
@@ -259,10 +258,6 @@ class LoadModel:
         """Seconds that the first in line, after what others queued, should take to its first byte in all."""
         tokens = self.head_tokens + (self.others_tokens if now <= self.others_until else 0.0)
         return (self.base_ms + tokens * self.pool.token_ms * self.speed) / 1000.0
-
-    def freed_per_ms(self, now: float) -> float:
-        """Tokens of cache space that became free, per millisecond, of late."""
-        return self._freed * math.exp((self._freed_at - now) / FREED_S) / (1000.0 * FREED_S)
 
     def recent_tokens(self, now: float) -> float:
         """Prefill work placed here, with a memory of three minutes."""
@@ -367,8 +362,8 @@ class LoadModel:
             pool.output_tokens += 0.02 * (output - pool.output_tokens)
         freed = placement.cache.unpin(placement.request.block_keys, placement.held)
         freed_tokens = freed * pool.index.block_bytes / pool.bytes_per_token + output
-        self._freed = self._freed * math.exp((self._freed_at - now) / FREED_S) + freed_tokens
-        self._freed_at = now
+        before, at = self.freed
+        self.freed = before * math.exp((at - now) / FREED_S) + freed_tokens, now
         if placement.adapter is not None:
             self.adapters.closed(placement.adapter)
 
@@ -482,6 +477,12 @@ class LoadModel:
         """The endpoint lost what it had cached and loaded."""
         self.cache = self.pool.index.renew(self.cache)
         self.adapters.forget()
+
+
+def freed_per_ms(freed: tuple[float, float], now: float) -> float:
+    """Tokens of cache space that became free, per millisecond, of late: from a `LoadModel.freed`."""
+    tokens, at = freed
+    return tokens * math.exp((at - now) / FREED_S) / (1000.0 * FREED_S)
 
 
 def model_for(policy: Policy) -> PoolModel | None:

@@ -47,6 +47,19 @@ class LeastRequest(Policy):
             ]
         )
 
+    def explain(
+        self,
+        request: InferenceRequest,
+        candidates: Sequence[EndpointState],
+        prices: Prices,
+        *,
+        shown: Sequence[int],
+        now: float,
+    ) -> Callable[[], list[dict[str, float]]]:
+        """Ours, and others'."""
+        seen = [(candidates[index].in_flight, prices.costs[index]) for index in shown]
+        return lambda: [{"in_flight": ours, "others": cost - ours} for ours, cost in seen]
+
 
 class RoundRobin(Policy):
     """The endpoint that was chosen longest ago. Over a fixed set this is the classic rotation; one that returns after
@@ -75,7 +88,7 @@ class Weighted(Policy):
 
     def __init__(self, weights: Iterable[tuple[str, float]]) -> None:
         weights = list(weights)
-        self._scorers: list[tuple[Scorer, float]] = [(SCORERS[name], weight) for name, weight in weights]
+        self._scorers: list[tuple[str, Scorer, float]] = [(name, SCORERS[name], weight) for name, weight in weights]
         if any(name == "prefix" for name, _ in weights):
             self.block_bytes = BASELINE_BLOCK_BYTES
 
@@ -84,10 +97,31 @@ class Weighted(Policy):
     ) -> Prices:
         """Minus the weighted sum, so that the best score is the lowest cost."""
         costs = [0.0] * len(candidates)
-        for scorer, weight in self._scorers:
+        notes = []
+        for _, scorer, weight in self._scorers:
             scores = scorer(request, candidates, now=now)
+            notes.append(scores)
             costs = [cost - weight * score for cost, score in zip(costs, scores, strict=True)]
-        return Prices(costs)
+        return Prices(costs, notes=notes)
+
+    def explain(
+        self,
+        request: InferenceRequest,
+        candidates: Sequence[EndpointState],
+        prices: Prices,
+        *,
+        shown: Sequence[int],
+        now: float,
+    ) -> Callable[[], list[dict[str, float]]]:
+        """Each scorer's share."""
+        assert isinstance(prices.notes, list)
+        scored = [
+            (name, weight, [scores[index] for index in shown])
+            for (name, _, weight), scores in zip(self._scorers, prices.notes, strict=True)
+        ]
+        return lambda: [
+            {name: -weight * scores[place] for name, weight, scores in scored} for place in range(len(shown))
+        ]
 
 
 # The scorers and weights of the Gateway API Inference Extension's default profile, with its max-score picker.
@@ -115,5 +149,6 @@ POLICIES: Mapping[str, Callable[[RoutingSettings, random.Random], Policy]] = {
 def make_policy(settings: RoutingSettings, rng: random.Random | None = None) -> Policy:
     """The policy that the settings name. `rng`: for those that draw lots; None = the same lots each time."""
     policy = POLICIES[settings.policy](settings, rng or random.Random(0))  # noqa: S311 - nothing secret hangs on it
+    policy.name = settings.policy
     policy.index_entries = settings.prefix_memory // ENTRY_BYTES
     return policy

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, NewType
 if TYPE_CHECKING:
     from lbproxy.core.breaker import Breaker, Cause
     from lbproxy.core.estimate import LoadModel, Placement
+    from lbproxy.core.explain import Decision
 
 EndpointUid = NewType("EndpointUid", int)
 """Identifies one endpoint for the life of the process. Never reused; addresses are."""
@@ -212,6 +213,19 @@ class TicketState(Enum):
     CLOSED = "closed"
 
 
+class Wait(Enum):
+    """Why a request is not placed though waiting may help."""
+
+    HELD = "held"
+    """Its cheapest endpoint has enough to do; another has not, and may be the cheapest for other requests."""
+    BUSY = "busy"
+    """Every endpoint has enough to do."""
+    FULL = "full"
+    """Every endpoint has as many requests as it may have, or there is none yet."""
+    BEHIND = "behind"
+    """Others wait, and the order of service says whose turn it is."""
+
+
 class Ticket:
     """A request's place in the Balancer for one attempt. Written by the Balancer only.
 
@@ -234,6 +248,10 @@ class Ticket:
     """It tries an endpoint that is half open or down."""
     accused: EndpointUid | None = None
     """The endpoint that answered this request 500: it is at fault if this attempt goes well."""
+    wait: Wait | None = None
+    """Why it began to wait; None = it did not."""
+    decision: Decision | None = None
+    """Why it was placed where it is; None = nobody wants to know."""
 
     def __init__(
         self, request: InferenceRequest, submitted_at: float, deadline: float, avoid: frozenset[EndpointUid]
@@ -379,6 +397,10 @@ class RequestRecord:
     placed_at: float | None = None
     first_byte_at: float | None = None
     ended_at: float = 0.0
+    decisions: tuple[Decision, ...] = ()
+    """One for each attempt, if they are wanted: see `core.explain`."""
+    wait: Wait | None = None
+    """Why it waited for a place, the last time that it did."""
 
     def __init__(self, id: str, method: str, path: str, client: str, started_at: float) -> None:  # noqa: A002
         self.id = id

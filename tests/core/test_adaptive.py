@@ -11,7 +11,7 @@ import random
 import pytest
 
 from lbproxy.core.adaptive import Adaptive
-from lbproxy.core.estimate import PoolModel
+from lbproxy.core.estimate import PoolModel, freed_per_ms
 from lbproxy.core.lora import AdapterTable
 from lbproxy.core.pricing import Plan, Prices
 from lbproxy.core.types import Endpoint, EndpointState, EndpointUid, InferenceRequest, LoadMetrics
@@ -126,7 +126,7 @@ def test_a_request_that_does_not_fit_waits_for_space() -> None:
     over = 1024 + 200 + 1024 + 200 - 2000
     assert price(request, [full]).costs == pytest.approx([own + over / 0.05])
     full.load.end(full.load.place(prompt(16), 0.0), None, 0.0)
-    full.load._freed = 15_000.0  # one token a millisecond
+    full.load.freed = 15_000.0, 0.0  # one token a millisecond
     assert price(request, [full]).costs[0] == pytest.approx(own + over / 1.0, rel=0.01)
 
 
@@ -204,7 +204,7 @@ def test_the_price_of_a_random_state_is_the_formula() -> None:
         over = e.cache.pinned * block + d * max(g, output - g) + 7 * block - matched + output - e.capacity_tokens
         space = 0.0
         if over > 0:
-            space = min(60_000, over / max(e.freed_per_ms(now), 0.2 * d / max(5.0, e.mean_gap_ms), 0.05))
+            space = min(60_000, over / max(freed_per_ms(e.freed, now), 0.2 * d / max(5.0, e.mean_gap_ms), 0.05))
         expected = (
             ((e.base_ms if e.base_until > now else pool.base_ms) + backlog * rate + prefill)
             + 0.3 * d * prefill

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from lbproxy.core.estimate import FREED_S, LoadModel, Placement, PoolModel
+from lbproxy.core.estimate import FREED_S, LoadModel, Placement, PoolModel, freed_per_ms
 from lbproxy.core.types import InferenceRequest, LoadMetrics, LoraMetrics, Usage
 
 KIB = 1024
@@ -161,8 +161,8 @@ def test_freed_space_is_a_rate_that_is_forgotten() -> None:
     placement = load.place(prompt(512, [1, 2]), 0.0)
     load.progress(placement, 88, 1.0)
     load.end(placement, None, 10.0)
-    assert load.freed_per_ms(10.0) == pytest.approx(600 / 15_000)
-    assert load.freed_per_ms(10.0 + FREED_S) == pytest.approx(600 / 15_000 / math.e)
+    assert freed_per_ms(load.freed, 10.0) == pytest.approx(600 / 15_000)
+    assert freed_per_ms(load.freed, 10.0 + FREED_S) == pytest.approx(600 / 15_000 / math.e)
 
 
 # --- Learning ---------------------------------------------------------------------------------------------------------
@@ -387,7 +387,7 @@ def test_whatever_happens_the_numbers_stay_numbers() -> None:
         one.load.end(one, None, now)
     for load in loads:
         assert (load.in_flight, load.pending, load.pending_tokens, load.context_tokens) == (0, {}, 0.0, 0.0)
-        for value in (load.speed, load.base_ms, load.gap_ms, load.gap_per_token_ms, load.freed_per_ms(now)):
+        for value in (load.speed, load.base_ms, load.gap_ms, load.gap_per_token_ms, freed_per_ms(load.freed, now)):
             assert math.isfinite(value)
             assert value >= 0.0
     assert 0.0 < pool.token_ms < 1000.0
