@@ -17,6 +17,7 @@ from typing import Protocol
 from lbproxy.config import Settings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints import EndpointChanges
+from lbproxy.core.orca import LoadReport
 from lbproxy.core.pricing import Policy
 from lbproxy.core.progress import CHECK_S
 from lbproxy.core.retry import FailureKind, UpstreamError, Verdict
@@ -196,6 +197,18 @@ class Runtime:
         """What that scrape said."""
         self._balancer.report_scrape(uid, metrics)
         self._pump_soon()
+
+    def ask_load(self, uid: EndpointUid, ask: bool) -> None:
+        """Whether an endpoint's answers shall bring load reports."""
+        self._balancer.ask_load(uid, ask)
+
+    def report_load(self, ticket: Ticket, report: LoadReport | None) -> None:
+        """A load report came with the answer; None = it was malformed. The ticket's end, which follows, pumps."""
+        self._balancer.report_load(ticket, report, now=self.now())
+
+    def reported_at(self, uid: EndpointUid) -> float:
+        """When an endpoint's last load report came."""
+        return self._balancer.reported_at(uid)
 
     # Reading
 

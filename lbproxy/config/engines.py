@@ -217,6 +217,9 @@ class EngineSettings(Section):
     """Blocks of the cache. Summed over all series that match."""
     lora: Requests | None = None
     """A family with the labels of `vllm:lora_requests_info`, whose value is the time."""
+    load_reports: bool | None = None
+    """Ask for load reports in the headers of answers (ORCA). null = as built in: vLLM is asked, if one process says it
+    all; others are not."""
 
     @field_validator("metrics_path", mode="after")
     @classmethod

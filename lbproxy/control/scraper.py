@@ -7,6 +7,7 @@ that fails reports nothing: the last gauges age, and the Balancer stops believin
 - Gauges are dated by when the scrape was sent, and the Balancer hears of that moment too: what of the load is ours is
   counted there and then.
 - An endpoint that is not up is not scraped: it gets no requests, and the prober alone looks after it.
+- Where load reports come with answers, a scrape is left out as long as nothing grows too old for it.
 - All scrapers together stay below a rate, so that a large fleet does not cost a core.
 - What goes wrong is logged when it begins and when it ends, never once per scrape.
 
@@ -48,6 +49,7 @@ IDLE_FACTOR = 2.5
 """An endpoint that showed no request at all is asked so many times less often."""
 
 OK = "ok"
+LEFT_OUT = "left_out"
 
 
 class ScrapeError(Exception):
@@ -70,7 +72,8 @@ class ScrapeStatus:
     engine: str | None = None
     """From the settings, or recognised; None = not yet, or no more."""
     results: dict[str, int] = field(default_factory=dict)
-    """Scrapes by result: `ok`, a `FailureKind`'s value, `status`, `not_metrics`, `unknown_engine` or `no_load`."""
+    """Scrapes by result: `ok`, a `FailureKind`'s value, `status`, `not_metrics`, `unknown_engine` or `no_load`; and
+    `left_out`, because load reports came."""
     last_duration_s: float | None = None
     missing: dict[str, bool] = field(default_factory=dict)
     """For each signal that the engine should have: whether the last readable page lacked it."""
@@ -195,33 +198,49 @@ class Scraper:
         """The last scrape was answered, but by nothing that a known engine would say."""
         self._good_at: float | None = None
         """When the last good scrape was sent, or scraping began."""
+        self._asks_load: bool | None = None
+        """Its answers are to bring load reports. None = what an earlier scraper of it found out."""
         self._complained = False
         self._missing_logged: set[str] = set()
 
     async def run(self) -> None:
         """Until cancelled; returns at once if the endpoint is not to be scraped."""
         if self.endpoint.metrics is None:
+            self._ask_load(
+                self.status.engine is not None and self._shared.engines.tables[self.status.engine].load_reports
+            )
             return
         self._shared.running += 1
         try:
             while True:
-                await self._turn()
+                due_at = await self.turn()
+                await asyncio.sleep(max(0.0, due_at - self._runtime.now()))
         finally:
             self._shared.running -= 1
 
-    async def _turn(self) -> None:
-        """One scrape, if it is time for one, and the pause after it."""
+    async def turn(self) -> float:
+        """One scrape, if one is needed now. Returns when to look again."""
         began_at = self._runtime.now()
         interval_s = self._settings.interval
         if self._runtime.health(self.endpoint.uid) is Health.UP:
-            await self._scrape()
+            if self._can_wait(began_at):
+                self._count(LEFT_OUT)
+            else:
+                await self._scrape()
             interval_s = self._shared.interval_s(idle=self._idle)
             if self._in_vain or self._failures >= FAILURES_UNTIL_SLOW:
                 interval_s = max(interval_s, SLOW_INTERVAL_S)
         else:
             self._failures, self._good_at = 0, None
-        due_at = began_at + interval_s * self._shared.rng.uniform(1 - JITTER, 1 + JITTER)
-        await asyncio.sleep(max(0.0, due_at - self._runtime.now()))
+        return began_at + interval_s * self._shared.rng.uniform(1 - JITTER, 1 + JITTER)
+
+    def _can_wait(self, now: float) -> bool:
+        """A load report came since the last turn, and what only a page says will not be too old at the next one."""
+        if self._failures or self._target is None or self._good_at is None:
+            return False
+        interval_s = self._shared.interval_s(idle=self._idle)
+        lately = now - self._runtime.reported_at(self.endpoint.uid) <= interval_s
+        return lately and now + interval_s - self._good_at <= self._settings.stale_after / 2
 
     async def _scrape(self) -> None:
         began_at = self._runtime.now()
@@ -296,9 +315,18 @@ class Scraper:
         self._failures, self._in_vain = 0, False
         self._idle = metrics.waiting == 0 and metrics.running == 0
         self._runtime.report_scrape(self.endpoint.uid, metrics)
+        assert self._reader is not None
+        assert self.status.engine is not None
+        table = self._shared.engines.tables[self.status.engine]
+        self._ask_load(table.load_reports and (self._reader.is_single or not table.reports_one_rank))
         if self._complained:
             self._complained = False
             logger.info("the metrics of %s can be read again", self.endpoint.name, extra=self._extra())
+
+    def _ask_load(self, ask: bool) -> None:
+        if ask is not self._asks_load:
+            self._asks_load = ask
+            self._runtime.ask_load(self.endpoint.uid, ask)
 
     def _failed(self, error: ScrapeError, sent_at: float) -> None:
         self._count(error.result)

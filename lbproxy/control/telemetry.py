@@ -407,7 +407,9 @@ _ENDPOINT_GAUGES = (
     _EndpointGauge("waiting", "Requests queued in the engine, by its own fresh metrics", _waiting),
     _EndpointGauge("running", "Requests that the engine computes, by its own fresh metrics", _running),
     _EndpointGauge("kv_utilization", "Share of the KV cache in use, 0 to 1, by fresh metrics", _kv_utilization),
-    _EndpointGauge("metrics_age_seconds", "Age of the newest good scrape", lambda one: one.metrics_age_s),
+    _EndpointGauge(
+        "metrics_age_seconds", "Age of the newest good scrape or load report", lambda one: one.metrics_age_s
+    ),
 )
 
 
@@ -429,6 +431,14 @@ def _endpoint_families(
     text = "Times that the breaker took an endpoint out, by why"
     keys = [(one.endpoint.name, cause.value) for one in endpoints for cause in Cause]
     yield counters("endpoint_ejections", text, ("endpoint", "cause"), [(key, ejections.get(key, 0)) for key in keys])
+    text = "Load reports in the headers of an endpoint's answers, by whether they could be read"
+    reports = [
+        ((one.endpoint.name, word), count)
+        for one in endpoints
+        for word, count in (("ok", one.load_reports), ("malformed", one.malformed_reports))
+        if one.asks_load or count
+    ]
+    yield counters("load_reports", text, ("endpoint", "result"), reports)
 
 
 def _one_per_name(endpoints: Iterable[EndpointSnapshot]) -> list[EndpointSnapshot]:

@@ -32,6 +32,7 @@ from lbproxy.core.backpressure import Backpressure
 from lbproxy.core.choice import HOLD_MS, Choice
 from lbproxy.core.endpoints import EndpointChanges, EndpointSet
 from lbproxy.core.estimate import model_for
+from lbproxy.core.orca import LoadReport
 from lbproxy.core.pricing import Plan, Policy
 from lbproxy.core.retry import FailureKind, Retries, Verdict
 from lbproxy.core.types import (
@@ -289,6 +290,14 @@ class Balancer:
         """What the scrape that was sent last said."""
         self._endpoints.report_scrape(uid, metrics)
 
+    def ask_load(self, uid: EndpointUid, ask: bool) -> None:
+        """Whether requests to an endpoint ask for load reports from now on."""
+        self._endpoints.ask_load(uid, ask)
+
+    def report_load(self, ticket: Ticket, report: LoadReport | None, *, now: float) -> None:
+        """A load report came with a placed request's answer; None = it was malformed."""
+        self._endpoints.report_load(_placed_on(ticket), report, answered=ticket.first_byte_at is not None, now=now)
+
     def report_restart(self, uid: EndpointUid) -> None:
         """An endpoint is another process than before: its caches are empty. A scrape with `started_at` says it too."""
         state = self._endpoints.get(uid)
@@ -315,6 +324,11 @@ class Balancer:
         """The verdict on an endpoint; None if it left the set."""
         state = self._endpoints.get(uid)
         return None if state is None else state.health
+
+    def reported_at(self, uid: EndpointUid) -> float:
+        """When an endpoint's last load report came; long ago if it left the set."""
+        state = self._endpoints.get(uid)
+        return -inf if state is None else state.reported_at
 
     def any_up(self) -> bool:
         """Whether an endpoint takes requests."""

@@ -25,6 +25,7 @@ from lbproxy.core.breaker import Cause
 from lbproxy.core.estimate import PoolModel
 from lbproxy.core.explain import MAX_SHOWN
 from lbproxy.core.judge import Judge
+from lbproxy.core.orca import LoadReport
 from lbproxy.core.types import (
     Endpoint,
     EndpointSnapshot,
@@ -42,6 +43,9 @@ DIAL_S = 0.35
 """Between any two connections to one that is down, probes included: less than three in a second."""
 DIAL_ANY_S = 0.005
 """Between any two to any of those that are down, on average: dialling costs up to 1 ms, and many may be down."""
+
+NOTHING = LoadMetrics(scraped_at=-inf)
+"""Of an endpoint that said nothing yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,16 +306,63 @@ class EndpointSet:
             return
         self.judge.progress.scraped(state, metrics)
         state.metrics = metrics
-        state.fresh_until = metrics.scraped_at + self._stale_after_s
+        state.fresh_until = state.scrape_until = metrics.scraped_at + self._stale_after_s
+        waiting = metrics.waiting or 0.0
+        queued = max(0.0, waiting - state.awaiting_first_byte)
         if metrics.waiting is None and metrics.running is None:
             state.others = None
         else:
-            seen = (metrics.waiting or 0.0) + (metrics.running or 0.0)
-            state.others = max(0.0, seen - state.in_flight_at_scrape)
+            state.others = max(0.0, waiting + (metrics.running or 0.0) - state.in_flight_at_scrape)
+        state.others_running = max(0.0, (state.others or 0.0) - queued)
         if self._pool is not None:
-            state.load.scraped(
-                metrics, others=state.others, awaiting=state.awaiting_first_byte, fresh_until=state.fresh_until
-            )
+            state.load.scraped(metrics, others=state.others, queued=queued, fresh_until=state.fresh_until)
+
+    def ask_load(self, uid: EndpointUid, ask: bool) -> None:
+        """Whether requests to an endpoint ask for load reports."""
+        state = self._states.get(uid)
+        if state is not None:
+            state.asks_load = ask
+
+    def report_load(self, state: EndpointState, report: LoadReport | None, *, answered: bool, now: float) -> None:
+        """A load report came with an answer of an endpoint; None = it was malformed. What it names is of now.
+
+        `answered`: the request that brought it is not among those that await their first byte.
+        """
+        if report is None:
+            state.malformed_reports += 1
+            return
+        state.load_reports += 1
+        waiting, running, kv_utilization = report
+        if waiting is None and running is None and kv_utilization is None:
+            return
+        state.reported_at = now
+        known, believed = state.metrics or NOTHING, state.metrics if now <= state.scrape_until else None
+        gauges = believed or NOTHING
+        metrics = state.metrics = LoadMetrics(
+            scraped_at=now,
+            waiting=gauges.waiting if waiting is None else waiting,
+            running=gauges.running if running is None else running,
+            kv_utilization=gauges.kv_utilization if kv_utilization is None else kv_utilization,
+            block_size_tokens=known.block_size_tokens,
+            kv_blocks=known.kv_blocks,
+            lora=known.lora,
+            started_at=known.started_at,
+        )
+        state.fresh_until = now + self._stale_after_s
+        if metrics.waiting is None and metrics.running is None:
+            state.others = None
+            return
+        # The queue is all that vLLM says. Of ours at most those without a first byte are in it; how many of others'
+        # requests run, only a scrape tells.
+        known_waiting = metrics.waiting or 0.0
+        queued = max(0.0, known_waiting - (state.awaiting_first_byte - (not answered)))
+        if running is None:
+            state.others = queued + (0.0 if believed is None else state.others_running)
+        else:
+            state.others = max(0.0, known_waiting + running - state.in_flight)
+        if self._pool is not None:
+            until = state.fresh_until
+            state.load.scraped(NOTHING, others=state.others, queued=queued, fresh_until=until, reported=True)
 
     def drain(self, uid: EndpointUid, draining: bool) -> None:
         """Stop (or resume) giving requests to a member; what runs there finishes."""
@@ -391,4 +442,7 @@ def _snapshot(state: EndpointState, share: float, now: float) -> EndpointSnapsho
         metrics_age_s=None if state.metrics is None else max(0.0, now - state.metrics.scraped_at),
         stale=now > state.fresh_until,
         models=None if state.models is None else tuple(state.models),
+        asks_load=state.asks_load,
+        load_reports=state.load_reports,
+        malformed_reports=state.malformed_reports,
     )

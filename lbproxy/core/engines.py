@@ -46,6 +46,10 @@ class EngineTable:
     """Every series of `kv_blocks` speaks for the whole endpoint: the largest counts, not the sum."""
     lora: Signal = ()
     """Not among `SIGNALS`: an endpoint without adapters does not show it, and lacks nothing."""
+    load_reports: bool = False
+    """Its answers say its load in a header if they are asked to: see `core.orca`."""
+    reports_one_rank: bool = False
+    """And each such report is of one process and one rank: not asked for where a page shows that there are more."""
     prefix: str | None = None
     """What the names of all its families begin with: tells the engine when it shows no load at all."""
 
@@ -81,6 +85,10 @@ ENGINES: Mapping[str, EngineTable] = {
         # the metrics are made; recorded: two ranks of 60 blocks both say 120), so these must not be added again.
         each_says_all_blocks=True,
         lora=_signal("vllm:lora_requests_info"),
+        # From 0.11 on; older ones do not mind being asked. Of data-parallel ranks 0.11 reports the first, later ones
+        # all by the same name; of several API servers each reports what it saw (entrypoints/openai/orca_metrics.py).
+        load_reports=True,
+        reports_one_rank=True,
         prefix="vllm:",
     ),
     "sglang": EngineTable(
@@ -168,6 +176,8 @@ def _made(base: EngineTable, settings: EngineSettings) -> EngineTable:
         block_size_tokens=_said(settings.block_size_tokens, base.block_size_tokens),
         kv_blocks=_said(settings.kv_blocks, base.kv_blocks),
         lora=_said(settings.lora, base.lora),
+        load_reports=base.load_reports if settings.load_reports is None else settings.load_reports,
+        reports_one_rank=base.reports_one_rank and settings.load_reports is None,
     )
 
 

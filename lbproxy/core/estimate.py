@@ -451,11 +451,13 @@ class LoadModel:
 
     # What the endpoint says
 
-    def scraped(self, metrics: LoadMetrics, *, others: float | None, awaiting: int, fresh_until: float) -> None:
-        """A scrape. `others`: requests that it saw and that are not ours; `awaiting`: ours without a first byte.
+    def scraped(
+        self, metrics: LoadMetrics, *, others: float | None, queued: float, fresh_until: float, reported: bool = False
+    ) -> None:
+        """A scrape. `others`: requests that it saw and that are not ours; `queued`: those of them that wait.
 
         Gauges lag behind our own counts, and what lags looks like others' load: a little of it is not believed, and
-        the rest only when two scrapes in a row say so.
+        the rest when two scrapes in a row say so; but a queue that was `reported` with an answer is of this moment.
         """
         if metrics.kv_blocks and metrics.block_size_tokens:
             self.capacity_tokens = float(metrics.kv_blocks * metrics.block_size_tokens)
@@ -466,11 +468,11 @@ class LoadModel:
         if metrics.lora is not None:
             self.adapters.report(metrics.lora.running | metrics.lora.waiting, metrics.lora.max_lora)
         seen = others or 0.0
-        believed = min(seen, self.others_last)
-        self.others_last = seen
+        believed = max(queued, min(seen, self.others)) if reported else min(seen, self.others_last)
+        if not reported:
+            self.others_last = seen
         self.others = believed if believed >= 2.0 + 0.1 * self.in_flight else 0.0
-        queued = min(self.others, max(0.0, (metrics.waiting or 0.0) - awaiting))
-        self.others_tokens = queued * self.pool.uncached_tokens
+        self.others_tokens = min(self.others, queued) * self.pool.uncached_tokens
         self.others_until = fresh_until
 
     def restarted(self) -> None:

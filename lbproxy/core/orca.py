@@ -25,7 +25,8 @@ from typing import NamedTuple, TypeAlias
 import orjson
 
 REQUEST_HEADER = "endpoint-load-metrics-format"
-RESPONSE_HEADERS = ("endpoint-load-metrics", "endpoint-load-metrics-bin")
+REPORT_HEADER = "endpoint-load-metrics"
+RESPONSE_HEADERS = (REPORT_HEADER.encode(), b"endpoint-load-metrics-bin")
 MAX_REPORT_BYTES = 8192
 """vLLM's have about 80. The longest that fits takes about 1 ms."""
 MAX_VALUE = 1e9
@@ -43,6 +44,12 @@ class LoadReport(NamedTuple):
     waiting: float | None = None
     running: float | None = None
     kv_utilization: float | None = None
+
+
+def read_field(line: bytes) -> LoadReport | None:
+    """The report in a field line, name and value; None if it is malformed."""
+    name, _, value = line.partition(b":")
+    return read_report(value, binary=name.lower() == RESPONSE_HEADERS[1])
 
 
 def read_report(value: bytes, *, binary: bool = False) -> LoadReport | None:
@@ -79,10 +86,11 @@ _NAMED = "named_metrics."
 
 
 def _read_text(text: bytes) -> Named:
-    """`key=value, key=value`. A key that stands twice is malformed: which value would be meant?"""
+    """`key=value, key=value`, or nothing. A key that stands twice is malformed: which value would be meant?"""
     pairs: dict[str, float] = {}
-    for pair in text.decode().split(","):
-        key, _, number = (part.strip() for part in pair.partition("="))
+    for pair in text.decode().split(",") if text else ():
+        key, _, number = pair.partition("=")
+        key, number = key.strip(), number.strip()
         if not key or key in pairs or not _NUMBER.fullmatch(number):
             raise ValueError(pair)
         pairs[key] = float(number)

@@ -72,6 +72,8 @@ class PageReader:
         self._kept: dict[str, tuple[float, float]] = {}
         """Of each signal the last value and when it was shown."""
         self._started_at: float | None = None
+        self.is_single = False
+        """One process with one rank speaks on the last page. Several processes cannot say when they were started."""
 
     def read(self, page: bytes, *, scraped_at: float, wall_time: float) -> Reading:
         """What the page says. Never raises.
@@ -87,6 +89,7 @@ class PageReader:
         if all(value is None for value in values.values()):
             return Reading(None, tuple(missing))
         started_at = _started_at(samples)
+        self.is_single = started_at is not None and _count(self._table.waiting, samples) <= 1
         if started_at is not None and started_at != self._started_at:
             self._started_at = started_at
             self._kept.clear()
@@ -115,6 +118,11 @@ class PageReader:
 @lru_cache(maxsize=128)  # one for each engine, not for each endpoint
 def _scanner(table: EngineTable) -> Scanner:
     return Scanner([*table.families(), STARTED])
+
+
+def _count(signal: Signal, samples: Samples) -> int:
+    """How many series there are for it, usable or not."""
+    return sum(len(samples.get(spec.family, ())) for spec in signal if isinstance(spec, MetricSpec))
 
 
 def _signals(table: EngineTable, samples: Samples) -> dict[str, float | None]:

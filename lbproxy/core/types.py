@@ -74,7 +74,7 @@ class LoadMetrics:
     """What one scrape said. A field is None when the page did not say it."""
 
     scraped_at: float
-    """When the scrape was *sent*: the gauges cannot be younger than that."""
+    """When the scrape was *sent*: the gauges cannot be younger than that. Or when a load report came since."""
     waiting: float | None = None
     """Requests queued in the engine, summed over its series."""
     running: float | None = None
@@ -139,9 +139,21 @@ class EndpointState:
     placed_seq: int = 0
     """The pool-wide number of the last placement here; 0 = never."""
     metrics: LoadMetrics | None = None
-    """The newest good scrape, however old; who uses it looks at `fresh_until`."""
+    """The newest good scrape, however old, and what a load report said since; who uses it looks at `fresh_until`."""
     others: float | None = None
-    """Requests that the last scrape saw here and we did not send: max(0, waiting + running - ours at that time)."""
+    """Requests that the last scrape saw here and we did not send: max(0, waiting + running - ours at that time). A load
+    report since then renews those of them that wait."""
+    others_running: float = 0.0
+    """Those of them that did not wait, by the last scrape."""
+    scrape_until: float = float("-inf")
+    """Until when what only scrapes say may be believed."""
+    asks_load: bool = False
+    """Requests to it ask for load reports."""
+    reported_at: float = float("-inf")
+    """When a load report last came."""
+    load_reports: int = 0
+    """That came and could be read."""
+    malformed_reports: int = 0
     in_flight_at_scrape: int = 0
     """Our own in-flight count when the scrape now under way was sent."""
     fresh_until: float = float("-inf")
@@ -438,6 +450,9 @@ class EndpointSnapshot:
     metrics_age_s: float | None
     stale: bool
     models: tuple[str, ...] | None
+    asks_load: bool = False
+    load_reports: int = 0
+    malformed_reports: int = 0
     readmitted: bool = False
     """Ejected, and used all the same for want of others."""
     share: float = 1.0

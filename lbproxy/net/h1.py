@@ -35,6 +35,8 @@ _ENDS_HERE = frozenset(
         b"x-request-id",
         b"x-lbproxy-endpoint",
         b"x-lbproxy-attempts",
+        b"endpoint-load-metrics",
+        b"endpoint-load-metrics-bin",
     }
 )
 """Fields of a response that end at this hop (RFC 9110, section 7.6.1), or that are set anew."""
@@ -43,6 +45,8 @@ _TRAILER_LINE = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[^\x00-\x08\x0a-\x1f\
 _LENGTH = re.compile(rb"[0-9]{1,15}")
 LENGTH_LINE = re.compile(rb"\r\nContent-Length: ([0-9]{1,9})(?=\r\n)", re.IGNORECASE)
 """As nearly everybody writes it. Without this line, most heads of a peer are the same each time."""
+_REPORT_LINE = re.compile(rb"(?<=\r\n)endpoint-load-metrics: [ -~]{0,512}\r\n")
+"""As vLLM writes it: also another each time."""
 
 
 class ProtocolError(Exception):
@@ -243,6 +247,8 @@ class ResponseHead(NamedTuple):
     """The body's length; 0 where the status forbids a body; None if chunked or ended by close."""
     announced: bytes | None
     """The value of Content-Length, which with HEAD and 304 tells of a body that does not follow."""
+    load_report: bytes = b""
+    """The field line with the endpoint's load (see `core.orca`), as it came, with its CRLF; of several the first."""
 
     def framing(self, watcher: PayloadWatcher | None = None) -> Framing:
         """A new walker for this head's body."""
@@ -261,25 +267,28 @@ def parse_head(head: bytes, method: str) -> ResponseHead:
         rest, announced = head, None
     else:
         rest, announced = head[: line.start()] + head[line.end() :], line[1]
+    report = _REPORT_LINE.search(rest) if b"\r\nendpoint-load-metrics: " in rest else None
+    if report is not None:
+        rest = rest[: report.start()] + rest[report.end() :]
     fixed = _read_head_cached(rest) if len(rest) <= _CACHED_HEAD_BYTES else _read_head(rest)
     if fixed.announced is not None:
         if announced is not None:
             raise ProtocolError("a repeated Content-Length")
         announced = fixed.announced
-    status, chunked = fixed.status, fixed.chunked
+    status, chunked, load_report = fixed.status, fixed.chunked, fixed.load_report if report is None else report[0]
     if chunked and announced is not None:
         raise ProtocolError("both Content-Length and Transfer-Encoding")
     keep_alive = fixed.keep_alive and (chunked or announced is not None)
     if status >= 200 and status not in {204, 304} and method != "HEAD":
         length = None if announced is None else int(announced)
-        return ResponseHead(*fixed[:4], keep_alive, chunked, length, announced)
+        return ResponseHead(*fixed[:4], keep_alive, chunked, length, announced, load_report)
     if status == 304:
         keep_alive = fixed.keep_alive
     elif chunked or announced not in {None, b"0"}:
         keep_alive = False  # a body that comes all the same must not be taken for the next answer
     else:
         keep_alive = fixed.keep_alive
-    return ResponseHead(*fixed[:4], keep_alive, False, 0, announced)
+    return ResponseHead(*fixed[:4], keep_alive, False, 0, announced, load_report)
 
 
 class _FixedHead(NamedTuple):
@@ -294,6 +303,7 @@ class _FixedHead(NamedTuple):
     chunked: bool
     announced: bytes | None
     """A Content-Length that `LENGTH_LINE` did not find."""
+    load_report: bytes
 
 
 def _read_head(head: bytes) -> _FixedHead:
@@ -304,14 +314,14 @@ def _read_head(head: bytes) -> _FixedHead:
     minor, status = _read_status_line(lines[0])
     if len(lines) - 1 > MAX_FIELDS:
         raise ProtocolError("the response head has too many fields")
-    kept, content_type, chunked, announced, options = _read_fields(lines)
+    kept, content_type, chunked, announced, options, load_report = _read_fields(lines)
     if chunked and not minor:
         raise ProtocolError("an HTTP/1.0 response is chunked")
     keep_alive = (minor == 1 or b"keep-alive" in options) and b"close" not in options
     kept.append(b"")
     end_to_end = b"\r\n".join(kept)
     encoded = b"content-encoding:" in end_to_end.lower()
-    return _FixedHead(status, end_to_end, content_type, encoded, keep_alive, chunked, announced)
+    return _FixedHead(status, end_to_end, content_type, encoded, keep_alive, chunked, announced, load_report)
 
 
 _CACHED_HEAD_BYTES = 2 << 10
@@ -335,14 +345,16 @@ def split_field(line: bytes) -> tuple[bytes, bytes] | None:
     return name.lower(), value.strip(b" \t")
 
 
-def _read_fields(lines: list[bytes]) -> tuple[list[bytes], bytes, bool, bytes | None, set[bytes] | frozenset[bytes]]:
+def _read_fields(
+    lines: list[bytes],
+) -> tuple[list[bytes], bytes, bool, bytes | None, set[bytes] | frozenset[bytes], bytes]:
     """Sort the field lines; `lines[0]` is the status line.
 
-    Returns the lines that go on to the client, the Content-Type, whether the body is chunked, the Content-Length, and
-    what Connection names: options, and fields that end at this hop. All in lower case.
+    Returns the lines that go on to the client, the Content-Type, whether the body is chunked, the Content-Length, what
+    Connection names: options, and fields that end at this hop, all in lower case; and the load report's line.
     """
     kept: list[bytes] = []
-    content_type = b""
+    content_type = load_report = b""
     chunked = False
     length: bytes | None = None
     options: set[bytes] | frozenset[bytes] = _NO_OPTIONS
@@ -365,9 +377,11 @@ def _read_fields(lines: list[bytes]) -> tuple[list[bytes], bytes, bool, bytes | 
             chunked = True
         elif name == b"connection":
             options = options | {token.strip() for token in value.lower().split(b",")}
+        elif name.startswith(b"endpoint-load-metrics"):
+            load_report = load_report or line + b"\r\n"
     if options and not options <= _USUAL_OPTIONS:
         kept = [line for line in kept if line.partition(b":")[0].lower() not in options]
-    return kept, content_type, chunked, length, options
+    return kept, content_type, chunked, length, options, load_report
 
 
 _NO_OPTIONS: frozenset[bytes] = frozenset()

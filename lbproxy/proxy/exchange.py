@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import TypeVarTuple
 
 from lbproxy.config import Settings
+from lbproxy.core.orca import read_field
 from lbproxy.core.retry import STATUS_FAILURES, FailureKind, UpstreamError
 from lbproxy.core.sse import read_usage
 from lbproxy.core.types import (
@@ -227,7 +228,8 @@ class Exchange(ABC):
         self._connection = connection
         assert ticket.placed_on is not None
         request = self.request
-        head = request.head_for(ticket.placed_on.endpoint, self.record.id)
+        state = ticket.placed_on
+        head = request.head_for(state.endpoint, self.record.id, ask_load=state.asks_load)
         connection.send(request.method, head, request.body, self, self._shared.timeouts.first_byte)
 
     # net.pool.Receiver, until an answer is taken
@@ -237,6 +239,8 @@ class Exchange(ABC):
         ticket, record, runtime = self._ticket, self.record, self._shared.runtime
         assert ticket is not None
         self._connection = None
+        if head.load_report:
+            head = self._take_report(head, ticket)
         if head.status in STATUS_FAILURES and self._may_do_better(head.status):
             return
         reusable = self.keep_alive and not self.request.http10
@@ -260,6 +264,8 @@ class Exchange(ABC):
         assert ticket is not None
         assert connection is not None
         self._connection = None
+        if head.load_report:
+            head = self._take_report(head, ticket)
         if head.status in STATUS_FAILURES and self._may_do_better(head.status):
             connection.abort()
             return
@@ -321,6 +327,13 @@ class Exchange(ABC):
         self.record.outcome = result
         self._close(ticket, result, relay.usage)
         self.over(relay.client_reusable)
+
+    def _take_report(self, head: ResponseHead, ticket: Ticket) -> ResponseHead:
+        """The endpoint says its load: that is for us, and for a client that asked for it."""
+        self._shared.runtime.report_load(ticket, read_field(head.load_report))
+        if not self.request.fields.wants_load_report:
+            return head
+        return head._replace(end_to_end=head.end_to_end + head.load_report)
 
     def _close(self, ticket: Ticket, outcome: Outcome, usage: Usage | None) -> None:
         """The attempt brought an answer."""

@@ -35,7 +35,7 @@ NOT_FORWARDED = _HOP_BY_HOP | {
     b"x-gateway-destination-endpoint",  # a header never chooses an address
 }
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
-HINTS = frozenset({b"x-lbproxy-priority", b"x-session-id"})
+HINTS = frozenset({b"x-lbproxy-priority", b"x-session-id", b"endpoint-load-metrics-format"})
 """What a client says about its request beside the body. Passed on: another lbproxy may come."""
 MAX_SESSION_BYTES = 128
 _PRIORITY = re.compile(rb"-?[0-9]{1,3}")
@@ -64,11 +64,15 @@ class RequestFields:
     """x-lbproxy-priority, -999 to 999; what is no such number counts as 0."""
     session: str | None = None
     """x-session-id: what the client calls the conversation that this belongs to."""
+    wants_load_report: bool = False
+    """endpoint-load-metrics-format is there: the client itself asks the endpoint for its load."""
 
     def read_hint(self, key: bytes, value: bytes) -> None:
         """Take in a field of `HINTS`; `key` in lower case."""
         if key == b"x-session-id":
             self.session = value[:MAX_SESSION_BYTES].decode("latin-1") or None
+        elif key == b"endpoint-load-metrics-format":
+            self.wants_load_report = True
         else:
             self.priority = int(value) if _PRIORITY.fullmatch(value) else 0
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from lbproxy.core.orca import REQUEST_HEADER
 from lbproxy.core.types import Endpoint
 from lbproxy.net.h1 import request_head
 from lbproxy.proxy.headers import RequestFields
 from lbproxy.proxy.routes import Route
+
+_ASK_LOAD = f"{REQUEST_HEADER}: TEXT\r\n"
+"""TEXT shows when a metric stands twice; in JSON vLLM's last one hides the others."""
 
 
 class ClientRequest(NamedTuple):
@@ -22,9 +26,12 @@ class ClientRequest(NamedTuple):
     http10: bool = False
     """The client takes no chunks, and its connection ends with the answer."""
 
-    def head_for(self, endpoint: Endpoint, request_id: str) -> bytes:
-        """The head that `endpoint` gets, with the fields of ours."""
+    def head_for(self, endpoint: Endpoint, request_id: str, *, ask_load: bool = False) -> bytes:
+        """The head that `endpoint` gets, with the fields of ours. `ask_load`: it shall say its load with the answer,
+        and how is not the client's choice.
+        """
         authority = endpoint.authority
-        own = f"x-request-id: {request_id}\r\nx-gateway-destination-endpoint: {authority}\r\n"
+        asked = _ASK_LOAD if ask_load and not self.fields.wants_load_report else ""
+        own = f"x-request-id: {request_id}\r\nx-gateway-destination-endpoint: {authority}\r\n{asked}"
         fields = self.fields.forward + own.encode("ascii")
         return request_head(self.method, self.target, authority, fields, len(self.body))

@@ -1,4 +1,4 @@
-"""The simulated server's /metrics page, in the words of vLLM.
+"""The simulated server's /metrics page, and its load reports in headers, in the words of vLLM.
 
 Only families that somebody reads: load, cache, progress. The names changed between versions, so there are two dialects;
 `num_requests_waiting_by_reason` is there because a reader must not take it for `num_requests_waiting`. One family is
@@ -7,9 +7,11 @@ not vLLM's: how late the simulation itself ran, without which nobody can trust a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from lbproxy.core.orca import KV_UTILIZATION, WAITING
 from lbproxy.sim.engine import Gauges
 from lbproxy.sim.presets import BLOCK_TOKENS
 
@@ -31,6 +33,8 @@ class Page:
     """Adapters that may run together; 0 = none are served, and nothing is said about them."""
     changed_at: float = 0.0
     """Unix time of the gauges, which is the value of the adapters' family."""
+    started_at: float | None = None
+    """Unix time at which the server was started; None: nothing is said about it."""
     old_names: bool = False
     """As in vLLM 0.8: the cache families start with `gpu_`, and there is no `engine` label."""
 
@@ -61,6 +65,7 @@ def render(page: Page) -> bytes:
         ),
         *_family("cache_config_info", "gauge", "The cache's settings, in labels.", config, 1),
         *_adapters(page),
+        *_started(page),
         *_head("lbproxy_mock_step_lag_seconds", "gauge", "How late the tokens of a step left, over the last minute."),
         _sample("lbproxy_mock_step_lag_seconds", {"stat": "max"}, page.lag_max_s),
         _sample("lbproxy_mock_step_lag_seconds", {"stat": "p99"}, page.lag_p99_s),
@@ -87,6 +92,24 @@ def _adapters(page: Page) -> Iterable[str]:
     }
     yield from _head("vllm:lora_requests_info", "gauge", "Adapters of running and waiting requests; when, as value.")
     yield _sample("vllm:lora_requests_info", labels, page.changed_at)
+
+
+def _started(page: Page) -> Iterable[str]:
+    if page.started_at is not None:
+        yield from _head("process_start_time_seconds", "gauge", "Start time of the process; Unix time.")
+        yield _sample("process_start_time_seconds", {}, page.started_at)
+
+
+def load_report(form: str, gauges: Gauges) -> str | None:
+    """What vLLM writes into `endpoint-load-metrics` when it is asked in this form; None: it does not know the form."""
+    named = {WAITING: float(gauges.waiting), KV_UTILIZATION: float(gauges.kv_usage)}
+    match form.lower():
+        case "text":
+            return "TEXT " + ", ".join(f"named_metrics.{name}={value}" for name, value in named.items())
+        case "json":
+            return f"JSON {json.dumps({'named_metrics': named})}"
+        case _:
+            return None
 
 
 def _family(stem: str, kind: str, about: str, labels: Mapping[str, str], value: float) -> Iterable[str]:

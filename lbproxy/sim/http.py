@@ -26,9 +26,10 @@ from typing import Literal, Self
 import orjson
 from aiohttp import web
 
+from lbproxy.core.orca import REPORT_HEADER, REQUEST_HEADER
 from lbproxy.sim import openai_api as api
 from lbproxy.sim.engine import Engine
-from lbproxy.sim.exposition import CONTENT_TYPE, Page, render
+from lbproxy.sim.exposition import CONTENT_TYPE, Page, load_report, render
 from lbproxy.sim.faults import parse_faults
 from lbproxy.sim.lag import LagMeter
 from lbproxy.sim.presets import PRESETS, Preset
@@ -137,7 +138,8 @@ class MockServer:
         )
         self._lag = LagMeter()
         self._finished: Counter[str] = Counter()
-        self._created = int(time.time())
+        self._started_at = time.time()
+        self._created = int(self._started_at)
         self._calls = 0
         self._flights: dict[str, tuple[_Flight, int]] = {}
         """By the engine's request id: the call, and which of its choices."""
@@ -329,9 +331,19 @@ class MockServer:
                 return await self._stream(request, identity, call, flight)
             await flight.news()
             used = api.usage(call, choices, flight.cached_tokens)
-            return _json(api.response_body(identity, choices, used))
+            response = _json(api.response_body(identity, choices, used))
+            self._add_load(request, response)
+            return response
         finally:
             self._withdraw(ids)
+
+    def _add_load(self, request: web.Request, response: web.Response) -> None:
+        """vLLM says its load with answers that are whole and good, if the client asks."""
+        form = request.headers.get(REQUEST_HEADER)
+        if form is not None and self.options.metric_names == "current":
+            report = load_report(form, self._engine.gauges())
+            if report is not None:
+                response.headers[REPORT_HEADER] = report
 
     async def _stream(
         self, request: web.Request, identity: api.Identity, call: api.Call, flight: _Flight
@@ -397,6 +409,7 @@ class MockServer:
             finished=self._finished,
             lag_max_s=largest,
             lag_p99_s=p99,
+            started_at=self._started_at,
             old_names=self.options.metric_names == "old",
         )
         return web.Response(body=render(page), headers={"Content-Type": CONTENT_TYPE})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gzip
 import time
 from pathlib import Path
@@ -14,10 +15,12 @@ from lbproxy.config import ScrapeSettings, parse
 from lbproxy.control import scraper as module
 from lbproxy.control.scraper import metrics_targets
 from lbproxy.core.engines import SIGNALS, Engines
-from lbproxy.core.types import EndpointSpec, EndpointUid, LoadMetrics, LoraMetrics
+from lbproxy.core.orca import LoadReport
+from lbproxy.core.types import EndpointSpec, EndpointUid, LoadMetrics, LoraMetrics, Outcome
 from tests.control.rig import FAST_SCRAPE, Rig, page, rig, running, spec
 from tests.support.aio import run, until
 from tests.support.endpoint import Received, Script, ScriptedEndpoint, Wire, answer, hang, reset
+from tests.support.pool import request
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "metrics"
 PAGE = (FIXTURES / "vllm-0.32.0-busy-2-running-rejecting.prom").read_bytes()
@@ -402,7 +405,7 @@ def test_an_engines_own_port_is_tried_but_not_believed_to_be_a_neighbours() -> N
                 aside.scripts["/metrics"] = GOOD
                 await until(lambda: scraper.status.results.get("unknown_engine", 0))
                 await until(lambda: scraper.status.engine is None)
-                assert load_of(r) == before
+                assert dataclasses.replace(load_of(r), scraped_at=before.scraped_at) == before
 
     run(main())
 
@@ -497,5 +500,123 @@ def test_scrapers_are_counted_while_they_run() -> None:
             async with running(*(r.scraper(one).run for one in r.endpoints)):
                 await until(lambda: r.scraping.running == 1)
             assert r.scraping.running == 0
+
+    run(main())
+
+
+# --- Load reports -----------------------------------------------------------------------------------------------------
+
+VLLM_DP = page((FIXTURES / "vllm-0.32.0-dp2-load.prom").read_bytes())
+BARE = page(b"vllm:num_requests_running 1\nvllm:num_requests_waiting 0\n")
+OWN = page(b"wait 4\nbusy 5\n")
+
+
+@pytest.mark.parametrize(
+    ("served", "engines", "asks"),
+    [
+        (GOOD, "{}", True),
+        (VLLM_DP, "{}", False),
+        (BARE, "{}", False),
+        (SGLANG, "{}", False),
+        (GOOD, "{vllm: {load_reports: false}}", False),
+        (VLLM_DP, "{vllm: {load_reports: true}}", True),
+        (OWN, "{mine: {queued: wait}}", False),
+        (OWN, "{mine: {queued: wait, load_reports: true}}", True),
+    ],
+    ids=["vLLM", "ranks", "processes", "SGLang", "off", "on", "own engine", "own engine, on"],
+)
+def test_who_is_asked_for_load_reports(served: bytes, engines: str, asks: bool) -> None:
+    """vLLM, recognised by its page; not where several ranks or processes answer, of which a report shows one."""
+
+    async def main() -> None:
+        async with ScriptedEndpoint({"/metrics": served}) as server, rig(spec(server)) as r:
+            r.scraping.engines = own_engines(engines)
+            r.bring_up()
+            async with running(r.scraper(r.endpoints[0]).run):
+                assert not r.seen().asks_load, "nobody knows yet"
+                await until(lambda: r.seen().metrics)
+                assert r.seen().asks_load is asks
+
+    run(main())
+
+
+@pytest.mark.parametrize(("engine", "asks"), [("vllm", True), ("sglang", False), ("auto", False)])
+def test_an_endpoint_that_is_not_scraped_is_asked_if_the_settings_say_what_it_is(engine: str, asks: bool) -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint({}) as server, rig(spec(server, metrics=None, engine=engine)) as r:
+            await r.scraper(r.endpoints[0]).run()
+            assert r.seen().asks_load is asks
+
+    run(main())
+
+
+def test_another_engine_at_the_same_address_is_not_asked_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SLOW_INTERVAL_S", 0.01)
+
+    async def main() -> None:
+        async with ScriptedEndpoint({"/metrics": GOOD}) as server, rig(spec(server)) as r:
+            r.bring_up()
+            async with running(r.scraper(r.endpoints[0]).run):
+                await until(lambda: r.seen().asks_load)
+                server.scripts["/metrics"] = SGLANG
+                await until(lambda: not r.seen().asks_load)
+
+    run(main())
+
+
+def reported(r: Rig) -> None:
+    """A request of ours ends with a report."""
+    ticket = r.balancer.submit(request(), now=r.runtime.now())
+    r.runtime.report_load(ticket, LoadReport(waiting=3.0))
+    r.runtime.close(ticket, Outcome.COMPLETED)
+
+
+def test_scrapes_are_left_out_while_reports_come_and_nothing_grows_too_old() -> None:
+    """Each turn of the scraper is driven by hand, and the clock stands still in it."""
+
+    async def main() -> None:
+        scrape = ScrapeSettings(interval=0.2, stale_after=2.0, timeout=5.0)
+        async with ScriptedEndpoint({"/metrics": GOOD}) as server, rig(spec(server), scrape=scrape) as r:
+            r.bring_up()
+            scraper = r.scraper(r.endpoints[0])
+            now = 1000.0
+            r.runtime.now = lambda: now
+            scraped_at = []
+            for turn in range(15):
+                reported(r)
+                before = server.asked("/metrics")
+                await scraper.turn()
+                if server.asked("/metrics") > before:
+                    scraped_at.append(turn)
+                now += 0.19
+            assert scraped_at == [0, 5, 10], "at most a second apart, half of stale_after, and not every 0.2 s"
+            assert scraper.status.results == {"ok": 3, "left_out": 12}
+            now += 0.2
+            await scraper.turn()
+            now += 0.2
+            assert server.asked("/metrics") == 4, "no report since the last turn"
+            metrics = r.seen().metrics
+            assert metrics is not None
+            assert metrics.waiting == 0.0
+
+    run(main())
+
+
+def test_reports_do_not_stand_in_for_a_page_that_fails() -> None:
+    """Whether it can be read again must be found out."""
+
+    async def main() -> None:
+        async with ScriptedEndpoint({"/metrics": GOOD}) as server, rig(spec(server)) as r:
+            r.bring_up()
+            scraper = r.scraper(r.endpoints[0])
+            reported(r)
+            await scraper.turn()
+            server.scripts["/metrics"] = answer(status=500)
+            now = r.runtime.now() + 3.0
+            r.runtime.now = lambda: now
+            for expected in (2, 3, 4):
+                reported(r)
+                await scraper.turn()
+                assert server.asked("/metrics") == expected
 
     run(main())

@@ -151,7 +151,7 @@ def test_what_others_do_there_counts_while_it_is_fresh() -> None:
     pool.hit_ratio = 0.0
     said = LoadMetrics(scraped_at=0.0, waiting=4.0, running=6.0)
     for _ in range(2):
-        shared.load.scraped(said, others=10.0, awaiting=0, fresh_until=2.0)
+        shared.load.scraped(said, others=10.0, queued=4.0, fresh_until=2.0)
     prices = price(prompt(1000), [shared, own], now=1.0)
     assert prices.waits_ms == [4 * 50.0, 0.0]
     assert prices.costs[0] - prices.costs[1] == pytest.approx(200.0 + 0.3 * 10 * 100.0)

@@ -18,9 +18,13 @@ def prompt(tokens: int, keys: list[int] | None = None, *, stream: bool = True) -
     return InferenceRequest("r", "m", stream, 4 * tokens, 4 * tokens, keys or [])
 
 
-def scrape(load: LoadModel, *, others: float | None = None, awaiting: int = 0, **said: float | int) -> None:
+def scrape(load: LoadModel, *, others: float | None = None, queued: float = 0.0, **said: float | int) -> None:
     metrics = LoadMetrics(scraped_at=0.0, **said)  # type: ignore[arg-type]
-    load.scraped(metrics, others=others, awaiting=awaiting, fresh_until=100.0)
+    load.scraped(metrics, others=others, queued=queued, fresh_until=100.0)
+
+
+def report(load: LoadModel, *, others: float, queued: float) -> None:
+    load.scraped(LoadMetrics(scraped_at=0.0), others=others, queued=queued, fresh_until=100.0, reported=True)
 
 
 # --- Bookkeeping ------------------------------------------------------------------------------------------------------
@@ -145,15 +149,30 @@ def test_another_start_time_is_a_restart() -> None:
 def test_others_load_counts_when_two_scrapes_say_so() -> None:
     """A gauge lags behind our own count by a step or two, which must not look like somebody else."""
     load = PoolModel(KIB).join()
-    scrape(load, others=9.0, waiting=6.0, awaiting=2)
+    scrape(load, others=9.0, queued=4.0)
     assert load.others == 0.0
-    scrape(load, others=8.0, waiting=6.0, awaiting=2)
+    scrape(load, others=8.0, queued=4.0)
     assert (load.others, load.others_tokens) == (8.0, 4 * 500.0)
     assert load.backlog_tokens(50.0) == 2000.0
     assert load.backlog_tokens(101.0) == 0.0, "stale"
-    scrape(load, others=1.0, waiting=0.0)
-    scrape(load, others=1.0, waiting=0.0)
+    scrape(load, others=1.0)
+    scrape(load, others=1.0)
     assert (load.others, load.others_tokens) == (0.0, 0.0), "too little to be believed"
+
+
+def test_a_reported_queue_counts_at_once_and_what_runs_as_scrapes_say() -> None:
+    """A report is of the moment in which its answer left; but of others' running requests it only repeats a scrape."""
+    load = PoolModel(KIB).join()
+    scrape(load, others=9.0)
+    report(load, others=9.0, queued=0.0)
+    report(load, others=9.0, queued=0.0)
+    assert load.others == 0.0, "one scrape, however often it is repeated"
+    report(load, others=15.0, queued=6.0)
+    assert (load.others, load.others_tokens) == (6.0, 6 * 500.0)
+    report(load, others=9.0, queued=0.0)
+    assert load.others_tokens == 0.0
+    scrape(load, others=8.0)
+    assert load.others == 8.0, "the second scrape"
 
 
 def test_freed_space_is_a_rate_that_is_forgotten() -> None:
@@ -340,7 +359,7 @@ def test_bytes_per_token_come_from_usage() -> None:
 def test_a_scrape_tells_of_adapters() -> None:
     load = PoolModel(KIB).join()
     lora = LoraMetrics(running=frozenset({"a"}), waiting=frozenset({"b"}), max_lora=2)
-    load.scraped(LoadMetrics(scraped_at=0.0, lora=lora), others=None, awaiting=0, fresh_until=2.0)
+    load.scraped(LoadMetrics(scraped_at=0.0, lora=lora), others=None, queued=0.0, fresh_until=2.0)
     assert load.adapters.slots == 2
     assert [load.adapters.is_active(name) for name in "abc"] == [True, True, False]
     assert not load.adapters.has_room()

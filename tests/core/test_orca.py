@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lbproxy.core.orca import MAX_REPORT_BYTES, RESPONSE_HEADERS, LoadReport, read_report
+from lbproxy.core.orca import MAX_REPORT_BYTES, RESPONSE_HEADERS, LoadReport, read_field, read_report
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "http" / "vllm-0.32.0"
 
@@ -18,7 +18,7 @@ RECORDED = Path(__file__).parents[1] / "fixtures" / "http" / "vllm-0.32.0"
 def header(name: str) -> bytes | None:
     """The load report in a recorded response."""
     lines = (RECORDED / f"{name}.response.http").read_bytes().partition(b"\r\n\r\n")[0].split(b"\r\n")[1:]
-    fields = {key.decode().lower(): value for key, _, value in (line.partition(b": ") for line in lines)}
+    fields = {key.lower(): value for key, _, value in (line.partition(b": ") for line in lines)}
     return fields.get(RESPONSE_HEADERS[0])
 
 
@@ -50,6 +50,8 @@ BUSY = LoadReport(waiting=7.0, kv_utilization=0.4)
         (b"TEXT cpu_utilization=0.4", LoadReport()),
         (b"TEXT kv_cache_usage_perc=0.4", LoadReport()),
         (b"JSON {}", LoadReport()),
+        (b"TEXT", LoadReport()),
+        (b"TEXT ", LoadReport()),
     ],
 )
 def test_forms(value: bytes, expected: LoadReport) -> None:
@@ -75,7 +77,7 @@ def test_nan_is_unknown() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        *(b"", b"TEXT", b"TEXT ", b"XML <a/>", b"named_metrics.a=1", b"TEXTnamed_metrics.a=1"),
+        *(b"", b"TEXT ,", b"XML <a/>", b"named_metrics.a=1", b"TEXTnamed_metrics.a=1"),
         *(b"TEXT a", b"TEXT =1", b"TEXT a=", b"TEXT a=b", b"TEXT a=1=2", b"TEXT a=1,", b"TEXT a=1,a=2", b"TEXT a=1_0"),
         *(b"TEXT a=\xff", "TEXT a=\u0661".encode(), b"TEXT a=0x1", b"TEXT a=1;b=2"),
         *(b"JSON", b"JSON {", b"JSON []", b"JSON 1", b"JSON null", b'JSON {"named_metrics": []}', b"JSON {} {}"),
@@ -90,6 +92,27 @@ def test_nan_is_unknown() -> None:
 )
 def test_malformed_report(value: bytes) -> None:
     assert read_report(value) is None
+
+
+def test_ranks_that_report_by_the_same_name_are_malformed() -> None:
+    """vLLM with data-parallel ranks: one of them must not be taken for all. (In JSON it says the last one only.)"""
+    line = b"endpoint-load-metrics: TEXT named_metrics.num_requests_waiting=9.0, named_metrics.num_requests_waiting=0.0"
+    assert read_field(line) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (b"endpoint-load-metrics: TEXT named_metrics.num_requests_waiting=3\r\n", LoadReport(3.0)),
+        (b'Endpoint-Load-Metrics:JSON {"named_metrics":{"num_requests_waiting":3}}\r\n', LoadReport(3.0)),
+        (b"Endpoint-Load-Metrics-Bin: Qh8KFG51bV9yZXF1ZXN0c193YWl0aW5nEQAAAAAAAPA/\r\n", LoadReport(1.0)),
+        (b"endpoint-load-metrics-bin: TEXT named_metrics.num_requests_waiting=3\r\n", None),
+        (b"endpoint-load-metrics:\r\n", None),
+        (b"endpoint-load-metrics-extra: TEXT\r\n", LoadReport()),
+    ],
+)
+def test_a_field_line(line: bytes, expected: LoadReport | None) -> None:
+    assert read_field(line) == expected
 
 
 # --- Protobuf ---------------------------------------------------------------------------------------------------------

@@ -229,3 +229,24 @@ def test_no_servers_output_reaches_the_wrong_place() -> None:
     with Process() as process:
         assert process.process.wait(20) == 2
         assert "lbproxy demo" in process.read()
+
+
+def test_load_reports_come_with_answers_and_stay_here(
+    product: tuple[Process, str, str], fleet: list[str], client: OpenAI
+) -> None:
+    """The simulated servers are recognised as vLLM and asked; a client sees a report only if it asks itself."""
+    _, url, admin = product
+
+    def whole(**headers: str) -> httpx.Response:
+        fields = {"model": "sim", "messages": MESSAGES, "max_tokens": 2}
+        return httpx.post(f"{url}/v1/chat/completions", json=fields, headers=headers, timeout=30)
+
+    def reports() -> float:
+        samples = gauge(admin, "lbproxy_load_reports_total")
+        assert not any(value for labels, value in samples.items() if "malformed" in labels)
+        return sum(samples.values())
+
+    run(until(lambda: "endpoint-load-metrics" not in whole().headers and reports() > 0, "a report came"))
+    before = reports()
+    assert whole(**{"endpoint-load-metrics-format": "JSON"}).headers["endpoint-load-metrics"].startswith("JSON {")
+    assert reports() == before + 1

@@ -2,8 +2,9 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from lbproxy.core.orca import LoadReport, read_report
 from lbproxy.sim.engine import Gauges
-from lbproxy.sim.exposition import Page, render
+from lbproxy.sim.exposition import Page, load_report, render
 
 GAUGES = Gauges(3, 5, 0.25, 1000, 400, 2, 900, 700)
 
@@ -56,3 +57,19 @@ def test_adapters_are_named_on_servers_that_have_some() -> None:
     labels = {"max_lora": "2", "running_lora_adapters": "a,b", "waiting_lora_adapters": "c"}
     assert page["vllm:lora_requests_info"] == [(labels, 1.7e9)]
     assert "vllm:lora_requests_info" not in samples(Page(model="m", kv_blocks=1, gauges=GAUGES))
+
+
+def test_the_start_is_on_the_page_of_a_server_that_has_one() -> None:
+    """By it a restart is noticed."""
+    assert samples(Page(model="m", kv_blocks=1, gauges=GAUGES, started_at=1.7e9))["process_start_time_seconds"] == [
+        ({}, 1.7e9)
+    ]
+    assert "process_start_time_seconds" not in samples(Page(model="m", kv_blocks=1, gauges=GAUGES))
+
+
+def test_load_reports_have_vllms_words() -> None:
+    text, whole = load_report("TEXT", GAUGES), load_report("json", GAUGES)
+    assert text == "TEXT named_metrics.num_requests_waiting=3.0, named_metrics.kv_cache_usage_perc=0.25"
+    assert whole == 'JSON {"named_metrics": {"num_requests_waiting": 3.0, "kv_cache_usage_perc": 0.25}}'
+    assert read_report(text.encode()) == read_report(whole.encode()) == LoadReport(3.0, None, 0.25)
+    assert load_report("BIN", GAUGES) is None

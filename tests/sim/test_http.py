@@ -393,3 +393,39 @@ def test_taken_port_is_an_os_error() -> None:
             await MockServer(dataclasses.replace(FAST, port=server.port)).start()
 
     run(test)
+
+
+def test_load_is_said_with_whole_good_answers_to_those_who_ask() -> None:
+    """As recorded of vLLM 0.32: not with streams, not with errors, not in a form that it does not know."""
+    whole = {"model": "sim", "prompt": "x", "max_tokens": 2}
+
+    async def test(server: MockServer, _: openai.AsyncOpenAI) -> None:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            for path, fields, form, said in (
+                ("/v1/completions", whole, "TEXT", True),
+                ("/v1/completions", whole, "json", True),
+                ("/v1/chat/completions", {"model": "sim", "messages": HELLO, "max_tokens": 2}, "text", True),
+                ("/v1/completions", whole, "BIN", False),
+                ("/v1/completions", whole, "", False),
+                ("/v1/completions", {**whole, "stream": True}, "TEXT", False),
+                ("/v1/completions", {**whole, "model": "nope"}, "TEXT", False),
+            ):
+                headers = {"endpoint-load-metrics-format": form} if form else {}
+                reply = await client.post(path, json=fields, headers=headers)
+                report = reply.headers.get("endpoint-load-metrics", "")
+                assert report.partition(" ")[0] == (form.upper() if said else "")
+
+    run(test)
+
+
+def test_a_server_of_old_says_no_load_with_its_answers() -> None:
+    async def test(server: MockServer, _: openai.AsyncOpenAI) -> None:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            fields = {"model": "sim", "prompt": "x", "max_tokens": 2}
+            headers = {"endpoint-load-metrics-format": "TEXT"}
+            assert (
+                "endpoint-load-metrics"
+                not in (await client.post("/v1/completions", json=fields, headers=headers)).headers
+            )
+
+    run(test, dataclasses.replace(FAST, metric_names="old"))
