@@ -234,8 +234,7 @@ class LoadModel:
         self.mean_gap_ms = pool.gap_ms
         self.gap_until = -NEVER
         """Until when these are the endpoint's own; then the pool's count."""
-        self._gaps = 0
-        self._reports = 0
+        self._gaps = self._reports = 0
         self._mean_context = self._square = self._cov = 0.0
 
     # Reading
