@@ -1,10 +1,12 @@
 """What reading engines' metrics costs: CPU per page, and for a fleet.
 
-`python -m benchmarks.scrape`. Three figures for each recorded page: `parse`, prometheus_client's parser alone, for
-scale; `read`, what lbproxy makes of the page, bytes to `LoadMetrics`; `scrape`, all of one scrape by the Scraper's own
-functions over loopback, HTTP included, without the pauses. CPU is user + system time of this process; the server is
-another process. Rounds alternate between pages, and the median of the rounds counts. The last column is the share of a
-core that 100 such endpoints cost at one scrape every 200 ms.
+`python -m benchmarks.scrape`. Two figures for each recorded page: `parse`, prometheus_client's parser alone, for scale;
+`read`, what lbproxy makes of the page, bytes to `LoadMetrics`. Rounds alternate between pages, and the median of the
+rounds counts. Then the fleet, for each page: the installed `lbproxy` in a process of its own, before 100 endpoints that
+answer with that page every 200 ms, without a client. What it takes is user + system time of that process as
+/proc/PID/stat has it, less what the same process takes before endpoints that are not scraped, so that probes and timers
+are told apart. Times are CPU times, so that other work on the machine hardly matters; it makes lbproxy come later to
+its scrapes, though, so they are counted (by lbproxy's own /metrics), and the share of a core is given for 500 a second.
 """
 
 from __future__ import annotations
@@ -12,19 +14,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
+import os
+import re
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
-import uvloop
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from lbproxy.control.scraper import Target, fetch_page
 from lbproxy.core.engines import ENGINES
 from lbproxy.core.readings import PageReader
-from lbproxy.net.pool import ConnectionPool, Origin
 
 PAGES = Path(__file__).parents[1] / "tests" / "fixtures" / "metrics"
 MEASURED = {
@@ -38,20 +46,27 @@ ENDPOINTS, INTERVAL_S = 100, 0.2
 
 
 def serve(told: Connection) -> None:
-    """Answer GET /NAME with that page, for ever, on a port that is told."""
+    """Model servers on ports that are told: /metrics is the page that was posted last, all else is well."""
+    pages = {"": b""}
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while request := await reader.readline():
             await reader.readuntil(b"\r\n\r\n")
-            page = (PAGES / f"{request.split()[1].decode().strip('/')}.prom").read_bytes()
-            head = f"HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4\r\nContent-Length: {len(page)}\r\n\r\n"
-            writer.write(head.encode() + page)
+            method, path = request.decode().split()[:2]
+            body, kind = b'{"object":"list","data":[{"id":"m"}]}', "application/json"
+            if method == "POST":
+                pages[""] = (PAGES / f"{path.strip('/')}.prom").read_bytes()
+            elif path == "/metrics":
+                body, kind = pages[""], "text/plain; version=0.0.4"
+            writer.write(
+                f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+            )
             await writer.drain()
 
     async def main() -> None:
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        told.send(server.sockets[0].getsockname()[1])
-        await server.serve_forever()
+        servers = [await asyncio.start_server(answer, "127.0.0.1", 0) for _ in range(ENDPOINTS)]
+        told.send([server.sockets[0].getsockname()[1] for server in servers])
+        await asyncio.Event().wait()
 
     asyncio.run(main())
 
@@ -64,51 +79,123 @@ def per_call_us(call: Callable[[], object], repeat: int) -> float:
     return (time.process_time() - began) / repeat * 1e6
 
 
-async def measure(port: int, rounds: int, repeat: int) -> dict[str, dict[str, list[float]]]:
+def measure_pages(rounds: int, repeat: int) -> dict[str, dict[str, list[float]]]:
     """CPU microseconds by page and by what is done with it, one figure a round."""
-    connections = ConnectionPool()
-    figures: dict[str, dict[str, list[float]]] = {name: {"parse": [], "read": [], "scrape": []} for name in MEASURED}
-    pages = {name: (PAGES / f"{name}.prom").read_bytes() for name in MEASURED}
+    figures: dict[str, dict[str, list[float]]] = {name: {"parse": [], "read": []} for name in MEASURED}
     readers = {name: PageReader(ENGINES[engine], keep_s=2.0) for name, engine in MEASURED.items()}
-    try:
-        for _ in range(rounds):
-            for name, page in pages.items():
-                reader, target = readers[name], Target(Origin(("127.0.0.1", port)), f"/{name}", None)
-
-                def read(page: bytes, reader: PageReader = reader) -> None:
-                    assert reader.read(page, scraped_at=time.monotonic(), wall_time=time.time()).metrics is not None
-
-                took = figures[name]
-                took["parse"].append(per_call_us(lambda: list(text_string_to_metric_families(page.decode())), 2))  # noqa: B023
-                took["read"].append(per_call_us(lambda: read(page), repeat))  # noqa: B023
-                began = time.process_time()
-                for _ in range(repeat):
-                    read(await fetch_page(target, connections, timeout_s=5.0, max_bytes=1 << 21))
-                took["scrape"].append((time.process_time() - began) / repeat * 1e6)
-    finally:
-        connections.close()
+    for _ in range(rounds):
+        for name, reader in readers.items():
+            page = (PAGES / f"{name}.prom").read_bytes()
+            parse, read = partial(_parse, page.decode()), partial(_read, reader, page)
+            figures[name]["parse"].append(per_call_us(parse, 2))
+            figures[name]["read"].append(per_call_us(read, repeat))
     return figures
+
+
+def _parse(page: str) -> None:
+    assert list(text_string_to_metric_families(page))
+
+
+def _read(reader: PageReader, page: bytes) -> None:
+    assert reader.read(page, scraped_at=time.monotonic(), wall_time=time.time()).metrics is not None
+
+
+# --- The fleet --------------------------------------------------------------------------------------------------------
+
+
+class Fleet(NamedTuple):
+    """What one process took in one window."""
+
+    cpu_s: float
+    wall_s: float
+    scrapes: float
+
+
+@contextmanager
+def lbproxy(ports: list[int], *, scraped: bool) -> Iterator[tuple[int, str]]:
+    """The product before these endpoints, once all are up and, if so, read: its process, and its admin URL."""
+    more = "" if scraped else ", metrics: null"
+    endpoints = "".join(f"  - {{url: 'http://127.0.0.1:{port}'{more}}}\n" for port in ports)
+    with TemporaryDirectory() as folder:
+        config = Path(folder) / "cfg.yaml"
+        config.write_text(f"listen: 127.0.0.1:0\nadmin: 127.0.0.1:0\ndrain: {{lame_duck: 0s}}\nendpoints:\n{endpoints}")
+        command = [sys.executable, "-m", "lbproxy", "--config", str(config)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                found = None
+                while found is None:
+                    found = re.search(r"admin on (http://[0-9.:]+)", process.stdout.readline())
+                wanted = "lbproxy_endpoint_waiting{" if scraped else "lbproxy_endpoint_up{"
+                while httpx.get(f"{found[1]}/metrics").text.count(f"\n{wanted}") < len(ports):
+                    time.sleep(0.1)
+                yield process.pid, found[1]
+            finally:
+                process.terminate()
+
+
+def cpu_s(pid: int) -> float:
+    """User and system time of a process so far, all threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def scrapes_of(admin: str) -> float:
+    """Good scrapes so far. Any other is a defect of the measurement."""
+    page = httpx.get(f"{admin}/metrics").text
+    results = re.findall(r'\nlbproxy_scrapes_total\{.*result="(\w+)"\} (\S+)', page)
+    assert all(result == "ok" for result, _ in results), results
+    return sum(float(count) for _, count in results)
+
+
+def measure_fleet(ports: list[int], *, scraped: bool, seconds: float) -> Fleet:
+    """One window of one process."""
+    with lbproxy(ports, scraped=scraped) as (pid, admin):
+        time.sleep(2.0)
+        scrapes, began, began_cpu_s = scrapes_of(admin), time.monotonic(), cpu_s(pid)
+        time.sleep(seconds)
+        took_s, wall_s = cpu_s(pid) - began_cpu_s, time.monotonic() - began
+        return Fleet(took_s, wall_s, scrapes_of(admin) - scrapes)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--repeat", type=int, default=200, help="pages in each round")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each window of the fleet")
     args = parser.parse_args()
+    print("CPU time in us, median of rounds (best round)\n\n| page | KB | parse | read |\n|---|---|---|---|")
+    for name, took in measure_pages(args.rounds, args.repeat).items():
+        cells = [f"{statistics.median(values):.0f} ({min(values):.0f})" for values in took.values()]
+        size = (PAGES / f"{name}.prom").stat().st_size / 1000
+        print(f"| {name} | {size:.0f} | {' | '.join(cells)} |", flush=True)
     ours, theirs = multiprocessing.Pipe()
     server = multiprocessing.Process(target=serve, args=(theirs,), daemon=True)
     server.start()
     try:
-        figures = uvloop.run(measure(ours.recv(), args.rounds, args.repeat))
+        print_fleets(ours.recv(), args.seconds)
     finally:
         server.terminate()
-    print("CPU time in us, median of rounds (best round)\n")
-    print(f"| page | KB | parse | read | scrape | {ENDPOINTS} endpoints |\n|---|---|---|---|---|---|")
-    for name, took in figures.items():
-        cells = [f"{statistics.median(values):.0f} ({min(values):.0f})" for values in took.values()]
-        share = statistics.median(took["scrape"]) / 1e6 * ENDPOINTS / INTERVAL_S
-        size = (PAGES / f"{name}.prom").stat().st_size / 1000
-        print(f"| {name} | {size:.0f} | {' | '.join(cells)} | {share:.0%} of a core |", flush=True)
+
+
+def print_fleets(ports: list[int], seconds: float) -> None:
+    print(f"\n{ENDPOINTS} endpoints, own process, {seconds:.0f} s each\n")
+    print("| page | scrapes a second | CPU for each | share of a core | at 500 a second |\n|---|---|---|---|---|")
+    alone = measure_fleet(ports, scraped=False, seconds=seconds)
+    alone_share = alone.cpu_s / alone.wall_s
+    print(f"| not scraped | 0 | | {alone_share:.1%} | |", flush=True)
+    for name in MEASURED:
+        httpx.post(f"http://127.0.0.1:{ports[0]}/{name}")
+        seen = measure_fleet(ports, scraped=True, seconds=seconds)
+        each_s = (seen.cpu_s - alone_share * seen.wall_s) / seen.scrapes
+        share = alone_share + each_s * ENDPOINTS / INTERVAL_S
+        cells = [
+            f"{seen.scrapes / seen.wall_s:.0f}",
+            f"{each_s * 1e6:.0f} us",
+            f"{seen.cpu_s / seen.wall_s:.1%}",
+            f"{share:.1%}",
+        ]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

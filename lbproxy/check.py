@@ -26,6 +26,9 @@ COSTS = {
     MAX_LORA: "adaptive takes 4 adapters to have room at a time",
 }
 """What a missing signal means for routing."""
+NO_LOAD = "only our own requests there count"
+ASKED = "its answers will be asked for its load"
+NOT_ASKED = "its answers will not be asked for its load: several ranks or processes answer, and each says its own"
 
 
 async def check(settings: Settings, console: Console | None = None) -> int:
@@ -80,6 +83,8 @@ def _rows(one: Inspection) -> Iterator[tuple[str, Text]]:
     if not one.reachable:
         return
     yield "engine", Text(_engine(one))
+    if one.engine is None and one.endpoint.metrics is not None:
+        yield "missing", Text(f"all of its load: {NO_LOAD}", style="yellow")
     yield "models", Text("it does not say" if one.models is None else _listed(one.models))
     if one.adapters:
         named = [f"{name} (of {base})" for base, names in one.adapters.items() for name in names]
@@ -87,8 +92,13 @@ def _rows(one: Inspection) -> Iterator[tuple[str, Text]]:
     if one.engine and one.endpoint.metrics is not None:
         lacking = sum(signal != MAX_LORA for signal in one.missing)
         yield "load", Text(f"{len(one.present)} of {len(one.present) + lacking} signals{_values(one)}")
+    if one.asks_load is not None:
+        yield "reports", Text(ASKED if one.asks_load else NOT_ASKED)
     for signal in one.missing:
         yield "missing", Text(f"{signal}: {COSTS[signal]}", style="yellow")
+    for cost in dict.fromkeys(COSTS[signal] for signal in one.lacking):
+        signals = ", ".join(signal for signal in one.lacking if COSTS[signal] == cost)
+        yield "not shown", Text(f"{signals}: {cost}", style="dim")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lbproxy.check import COSTS, check
+from lbproxy.check import ASKED, COSTS, NO_LOAD, NOT_ASKED, check
 from lbproxy.config import parse
 from lbproxy.core.engines import SIGNALS
 from lbproxy.core.readings import MAX_LORA
@@ -17,9 +17,9 @@ from tests.support.endpoint import NOT_FOUND, OK, Script, ScriptedEndpoint, answ
 FIXTURES = Path(__file__).parent / "fixtures" / "metrics"
 
 
-def checked(scripts: dict[str, Script], more: str = "", engines: str = "{}") -> tuple[int, str]:
+def checked(scripts: dict[str, Script], more: str = "", engines: str = "{}", width: int = 200) -> tuple[int, str]:
     """Exit code and output of checking one server and one that is not there."""
-    console = Console(width=200, record=True, quiet=False, file=None, highlight=False, force_terminal=False)
+    console = Console(width=width, record=True, quiet=False, file=None, highlight=False, force_terminal=False)
 
     async def main() -> int:
         async with ScriptedEndpoint() as gone:
@@ -75,6 +75,7 @@ def test_no_metrics() -> None:
     _, output = checked({"/health": OK, "/metrics": NOT_FOUND})
     assert "  engine     not recognised" in output
     assert "  problem    load unknown: 127.0.0.1:" in output
+    assert f"  missing    all of its load: {NO_LOAD}" in output
     _, output = checked({"/health": OK}, ", metrics: null")
     assert "  engine     not asked" in output
 
@@ -92,3 +93,31 @@ def test_nobody_there() -> None:
     assert code == 1
     assert "  usable     no" in output
     assert "0 of 2 endpoints can be used." in output
+
+
+def test_what_an_engine_never_shows_costs_something_too() -> None:
+    _, output = checked({"/health": OK, "/metrics": page((FIXTURES / "llama.cpp-b11434-load.prom").read_bytes())})
+    assert "  load       2 of 2 signals: waiting 3, running 2" in output
+    assert f"  not shown  kv_utilization: {COSTS['kv_utilization']}" in output
+    assert f"  not shown  block_size_tokens, kv_blocks: {COSTS['kv_blocks']}" in output
+    assert "missing" not in output
+    assert "reports" not in output
+
+
+def test_whose_answers_will_be_asked_for_load() -> None:
+    for name, said in (("vllm-0.32.0-load-lora-t0", ASKED), ("vllm-0.32.0-dp2-load", NOT_ASKED)):
+        _, output = checked({"/health": OK, "/metrics": page((FIXTURES / f"{name}.prom").read_bytes())})
+        assert f"  reports    {said}" in output
+
+
+def test_every_line_fits_a_terminal_of_80_columns() -> None:
+    for name in ("vllm-0.32.0-load-lora-t0", "vllm-0.32.0-dp2-idle", "llama.cpp-b11434-load"):
+        scripts: dict[str, Script] = {
+            "/health": OK,
+            "/v1/models": model_list(
+                "meta-llama/Llama-3.1-8B-Instruct", "sql", parent="meta-llama/Llama-3.1-8B-Instruct"
+            ),
+            "/metrics": page((FIXTURES / f"{name}.prom").read_bytes()),
+        }
+        _, output = checked(scripts, width=80)
+        assert max(map(len, output.splitlines())) <= 80

@@ -38,6 +38,10 @@ class Inspection:
     """Signals of load that its metrics show."""
     missing: tuple[str, ...]
     """Signals that its engine should show and it does not."""
+    lacking: tuple[str, ...]
+    """Signals that its engine never shows."""
+    asks_load: bool | None
+    """Whether its answers would be asked for load reports; None = its engine has none, or it is not known."""
     load: LoadMetrics | None
     """What they said."""
     page: str | None
@@ -59,6 +63,8 @@ class _Load:
     engine: str | None = None
     present: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    lacking: tuple[str, ...] = ()
+    asks_load: bool | None = None
     metrics: LoadMetrics | None = None
     page: str | None = None
     problem: str | None = None
@@ -98,6 +104,8 @@ async def inspect(
         adapters=adapters,
         present=load.present,
         missing=load.missing,
+        lacking=load.lacking,
+        asks_load=load.asks_load,
         load=load.metrics,
         page=load.page,
         problems=tuple(problems),
@@ -120,10 +128,21 @@ async def _ask_load(
     except ScrapeError as error:
         return _Load(error.answered, engine, problem=error.detail)
     table = engines.tables[found.engine]
-    reading = PageReader(table, keep_s=0.0).read(found.page, scraped_at=0.0, wall_time=time.time())
-    present = tuple(name for name, signal in table.signals().items() if signal and name not in reading.missing)
-    problem = None if present else f"none of {found.engine}'s metrics is on the page"
-    return _Load(True, found.engine, present, reading.missing, reading.metrics, str(found.target), problem)
+    reader = PageReader(table, keep_s=0.0)
+    reading = reader.read(found.page, scraped_at=0.0, wall_time=time.time())
+    signals = table.signals()
+    present = tuple(name for name, signal in signals.items() if signal and name not in reading.missing)
+    return _Load(
+        True,
+        found.engine,
+        present,
+        reading.missing,
+        tuple(name for name, signal in signals.items() if not signal),
+        table.asks_load(is_single=reader.is_single) if table.load_reports else None,
+        reading.metrics,
+        str(found.target),
+        None if present else f"none of {found.engine}'s metrics is on the page",
+    )
 
 
 def _by_parent(cards: list[ModelCard] | None) -> tuple[tuple[str, ...] | None, dict[str, tuple[str, ...]]]:

@@ -206,9 +206,8 @@ class Scraper:
     async def run(self) -> None:
         """Until cancelled; returns at once if the endpoint is not to be scraped."""
         if self.endpoint.metrics is None:
-            self._ask_load(
-                self.status.engine is not None and self._shared.engines.tables[self.status.engine].load_reports
-            )
+            engine = self.status.engine
+            self._ask_load(engine is not None and self._shared.engines.tables[engine].asks_load(is_single=True))
             return
         self._shared.running += 1
         try:
@@ -318,7 +317,7 @@ class Scraper:
         assert self._reader is not None
         assert self.status.engine is not None
         table = self._shared.engines.tables[self.status.engine]
-        self._ask_load(table.load_reports and (self._reader.is_single or not table.reports_one_rank))
+        self._ask_load(table.asks_load(is_single=self._reader.is_single))
         if self._complained:
             self._complained = False
             logger.info("the metrics of %s can be read again", self.endpoint.name, extra=self._extra())

@@ -53,6 +53,10 @@ class EngineTable:
     prefix: str | None = None
     """What the names of all its families begin with: tells the engine when it shows no load at all."""
 
+    def asks_load(self, *, is_single: bool) -> bool:
+        """Whether to ask for load reports. `is_single`: one process with one rank answers, as far as is known."""
+        return self.load_reports and (is_single or not self.reports_one_rank)
+
     def signals(self) -> Mapping[str, Signal]:
         """Where each of `SIGNALS` is, in their order; empty if the engine does not have it."""
         return {name: getattr(self, name) for name in SIGNALS}

@@ -1,4 +1,4 @@
-"""A pool of every engine that is known, and one of the user's own, before the product: recognised, read, balanced."""
+"""A pool of all engines that are known, and one of the user's own, before the product: recognised, read, balanced."""
 
 from __future__ import annotations
 
