@@ -101,3 +101,19 @@ def test_the_own_engine_of_the_example_reads_the_page_of_the_example() -> None:
 def test_configuration_names_every_built_in_engine() -> None:
     text = (DOCS / "configuration.md").read_text()
     assert all(f"`{name}`" in text for name in BUILT_IN_ENGINES)
+
+
+def test_the_engine_behind_ray_of_the_example_reads_such_a_page() -> None:
+    (text,) = (one.text for one in blocks(PAGE) if "ray-vllm" in one.text)
+    engines = Engines(parse(text, environ={}).engines)
+    labels = '{ReplicaId="r1",WorkerId="w1",model_name="tiny"}'
+    values = {"num_requests_running": 3, "num_requests_waiting": 1, "kv_cache_usage_perc": 0.25}
+    page = "".join(f"ray_vllm_{name}{labels} {value}\n" for name, value in values.items()).encode()
+    assert engines.detect(page) == "ray-vllm"
+    assert [value_text(reading_of(page, "ray-vllm", engines), signal) for signal in SIGNALS] == [
+        "1",
+        "3",
+        "0.25",
+        "-",
+        "-",
+    ]

@@ -6,8 +6,9 @@ The rules of reading:
    A page on which every signal is missing is a failed scrape: then there is no `LoadMetrics`, and the old one ages.
 2. A series matches if it has all wanted labels with those values; more labels are fine. Names match exactly.
 3. Of several series, those with a `priority` other than "" are parts of the total and left out; of those with
-   timestamps the newest count; then requests and blocks are summed over series (data-parallel ranks, several models)
-   and utilisation is averaged, weighted by blocks where every series' blocks are known.
+   timestamps the newest count; of one that stands twice the last. Then requests and blocks are summed over series
+   (data-parallel ranks, several models) and utilisation is averaged, weighted by blocks where every series' blocks are
+   known.
 4. A value that is NaN, infinite, negative or above 1e9 is as if absent. Utilisation is clamped to 0..1.
 
 What is missing is kept from an earlier page, and ages. A gauge is kept until it is `keep_s` old. After that it is None,
@@ -154,7 +155,14 @@ def select(spec: MetricSpec, samples: Samples) -> list[Value]:
     stamps = [one.sample.timestamp for one in usable if one.sample.timestamp is not None]
     # In this format a sample without a timestamp is of now, so it is never older than one that has one.
     newest = None if len(stamps) < len(usable) else max(stamps, default=None)
-    return [one for one in usable if one.sample.timestamp == newest]
+    return _distinct([one for one in usable if one.sample.timestamp == newest])
+
+
+def _distinct(series: list[Value]) -> list[Value]:
+    """A series that stands twice on a page is one, by its last value: added up it would be doubled."""
+    if len(series) < 2 or (len(series) == 2 and series[0].sample.labels != series[1].sample.labels):
+        return series
+    return list({tuple(one.sample.labels.items()): one for one in series}.values())
 
 
 def _value(spec: MetricSpec, sample: Sample) -> float | None:

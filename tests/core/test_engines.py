@@ -121,3 +121,22 @@ def test_tables_want_the_families_of_ratios_and_adapters_too() -> None:
     ratio = MetricRatio(MetricSpec("used"), MetricSpec("max"))
     table = EngineTable(waiting=(MetricSpec("q"),), kv_utilization=(ratio,), lora=(MetricSpec("lora"),))
     assert table.families() == {"q", "used", "max", "lora"}
+
+
+def test_vllm_is_asked_for_load_reports_where_one_rank_says_it_all() -> None:
+    vllm = ENGINES["vllm"]
+    assert vllm.asks_load(is_single=True)
+    assert not vllm.asks_load(is_single=False)
+    assert not any(table.asks_load(is_single=True) for name, table in ENGINES.items() if name != "vllm")
+    for said in (True, False):
+        table = engines(f"  vllm: {{load_reports: {str(said).lower()}}}").tables["vllm"]
+        assert table.asks_load(is_single=False) is table.asks_load(is_single=True) is said
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_pages_of_ranks_and_of_several_processes_are_told_apart(path: Path) -> None:
+    """Of vLLM, which is asked for load reports."""
+    if path.stem.startswith("vllm"):
+        reader = PageReader(ENGINES["vllm"], keep_s=0.0)
+        reader.read(path.read_bytes(), scraped_at=0.0, wall_time=0.0)
+        assert reader.is_single is ("dp2" not in path.stem and "0.8.5" not in path.stem)

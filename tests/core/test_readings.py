@@ -107,6 +107,15 @@ FIRST, SECOND = 1.79522408092e09, 1.79522494123e09
             "vllm-0.32.0-load-lora-t0",
             load(16.0, 8.0, 0.8080808080808081, 32, 100, lora=lora("a", "b"), started_at=FIRST),
         ),
+        (
+            "vllm-0.32.0-load-lora-t1",
+            load(8.0, 8.0, 0.7272727272727273, 32, 100, lora=lora("b", "c"), started_at=FIRST),
+        ),
+        (
+            "vllm-0.32.0-load-lora-t2",
+            load(2.0, 6.0, 0.5454545454545454, 32, 100, lora=lora("a", "b"), started_at=FIRST),
+        ),
+        ("vllm-0.32.0-after-prefix-hit", load(0.0, 0.0, 0.0, 32, 100, lora=lora(), started_at=FIRST)),
         ("vllm-0.32.0-load-lora-t3", load(0.0, 2.0, 0.18181818181818177, 32, 100, lora=lora("c"), started_at=FIRST)),
         ("vllm-0.32.0-busy-2-running-rejecting", load(0.0, 2.0, 0.5641025641025641, 32, 40, started_at=SECOND)),
         ("documented/vllm-0.8.5", load(3.0, 4.0, 0.25, 16, 27000)),
@@ -267,6 +276,22 @@ def test_spec_that_names_a_priority_gets_it() -> None:
 def test_newest_timestamp_wins() -> None:
     assert metrics('q{a="1"} 5 1000\nq{a="2"} 7 3000\nq{a="3"} 1 3000\nq{a="4"} 9 2000\n').waiting == 8.0
     assert metrics("q 5 1000\nq NaN 3000\n").waiting == 5.0
+
+
+def test_a_series_that_stands_twice_counts_once() -> None:
+    """A defect of the page, and no second rank: added up, the load would be doubled."""
+    assert metrics('q{a="1"} 5\nq{a="1"} 7\n').waiting == 7.0
+    assert metrics('q{a="1"} 5\nq{a="2"} 1\nq{a="1"} 7\n').waiting == 8.0
+    assert metrics(FULL + FULL) == metrics(FULL)
+    assert metrics(2 * recorded("vllm-0.32.0-dp2-load").decode(), VLLM) == metrics(
+        recorded("vllm-0.32.0-dp2-load").decode(), VLLM
+    )
+
+
+def test_a_time_in_the_future_is_as_good_as_any() -> None:
+    """Each page is read by itself, so it cannot outlive the page."""
+    assert metrics("q 5 99999999999999\n").waiting == 5.0
+    assert metrics("q 6 1000\n", earlier=[(9.0, "q 5 99999999999999\n")]).waiting == 6.0
 
 
 def test_sample_without_timestamp_is_of_now() -> None:
