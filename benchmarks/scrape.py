@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import re
@@ -49,7 +50,7 @@ def serve(told: Connection) -> None:
     """Model servers on ports that are told: /metrics is the page that was posted last, all else is well."""
     pages = {"": b""}
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while request := await reader.readline():
             await reader.readuntil(b"\r\n\r\n")
             method, path = request.decode().split()[:2]
@@ -62,6 +63,10 @@ def serve(told: Connection) -> None:
                 f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
             )
             await writer.drain()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):  # a proxy that stops resets its connections
+            await talk(reader, writer)
 
     async def main() -> None:
         servers = [await asyncio.start_server(answer, "127.0.0.1", 0) for _ in range(ENDPOINTS)]
