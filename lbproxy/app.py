@@ -39,6 +39,7 @@ from lbproxy.core.policy import make_policy
 from lbproxy.core.types import Endpoint, EndpointSpec
 from lbproxy.net.inherit import Inherited, start_successor
 from lbproxy.net.listener import bind
+from lbproxy.net.notify import Notifier
 from lbproxy.net.pool import ConnectionPool
 from lbproxy.proxy.exchange import Exchanger
 from lbproxy.proxy.overload import Overload
@@ -84,7 +85,7 @@ async def serve(settings: Settings, *, orders: Orders, on_ready: Callable[[Liste
     sys.setswitchinterval(SWITCH_S)
     Memory.tune()
     inherited = Inherited.from_environment(os.environ)
-    proxy = Proxy(settings)
+    proxy = Proxy(settings, Notifier.from_environment(os.environ))
     try:
         await proxy.run(inherited, orders, on_ready)
     finally:
@@ -95,7 +96,8 @@ async def serve(settings: Settings, *, orders: Orders, on_ready: Callable[[Liste
 class Proxy:
     """Everything that runs. `run`, then `close`."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, notifier: Notifier) -> None:
+        self.notifier = notifier
         self.settings = settings
         """Those that hold now."""
         self.rng = rng = random.Random()  # noqa: S311 - spreads load and retries; nothing secret hangs on it
@@ -115,6 +117,7 @@ class Proxy:
         overload = Overload(settings.limits, self.memory)
         overload.relieve = self._relieve
         runtime.pulse.listen(overload.tick)
+        runtime.pulse.listen(notifier.beat)
         exchanger = Exchanger(settings, runtime, self.connections)
         self.front = FrontEnd(settings, runtime, exchanger, rng, overload)
         runtime.move_stranded = self.front.move_stranded
@@ -144,6 +147,7 @@ class Proxy:
             logger.info(_banner(self.settings, listening), extra={"event": "start"})
             _settle_garbage_collector()
             on_ready(listening)
+            self.notifier.ready(self._status())
             inherited.ready()
             inherited.close()
             loops = [
@@ -224,7 +228,12 @@ class Proxy:
             await orders.reload.wait()
             orders.reload.clear()
             if orders.read_settings is not None:
+                self.notifier.reloading()
                 await self._reload(orders.read_settings)
+                self.notifier.ready(self._status())
+
+    def _status(self) -> str:
+        return f"{len(self.discovery.endpoints())} endpoints by {self.settings.routing.policy}"
 
     async def _reload(self, read: Callable[[], Settings]) -> None:
         loads = self.telemetry.loads
@@ -310,6 +319,7 @@ class Proxy:
             logger.error("the successor does not accept, so we stay", extra={"event": "restart"})
             return False
         logger.info("the successor accepts: process %d", pid, extra={"event": "restart", "pid": pid})
+        self.notifier.succeeded_by(pid)
         self.front.listener.close()
         if self.admin is not None:
             self.admin.stop_accepting()
@@ -320,6 +330,7 @@ class Proxy:
         ends_at = self.runtime.now() + drain.deadline
         text = "stopping: %d requests run and have up to %g s"
         logger.info(text, front.running, drain.deadline, extra={"event": "stop"})
+        self.notifier.stopping(f"{front.running} requests run")
         if not orders.hurry.is_set():
             await front.lame_duck(min(drain.lame_duck, drain.deadline), accepting=bool(front.listener.sockets))
         cut = await front.stop(max(0.0, ends_at - self.runtime.now()))

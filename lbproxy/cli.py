@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lbproxy import __version__
-from lbproxy.config import ConfigError, Settings, parse, parse_scenario
+from lbproxy.config import ConfigError, Settings, json_schema, parse, parse_scenario
 
 MAX_SETTINGS_BYTES = 1 << 20
 T = TypeVar("T")
@@ -48,6 +49,11 @@ def _parser() -> argparse.ArgumentParser:
 
     check = commands.add_parser("check", help="validate the settings and dial every endpoint")
     check.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS)
+
+    commands.add_parser("schema", help="print the JSON schema of the settings, for editors")
+
+    completion = commands.add_parser("completion", help="print what makes a shell complete lbproxy's arguments")
+    completion.add_argument("shell", choices=["bash", "zsh", "tcsh"])
 
     demo = commands.add_parser("demo", help="three simulated vLLM servers and lbproxy before them; no GPU needed")
     demo.add_argument("--listen", default="127.0.0.1:8080", metavar="HOST:PORT", help="default: 127.0.0.1:8080")
@@ -98,6 +104,21 @@ def _check(args: argparse.Namespace) -> int:
     from lbproxy.check import check  # noqa: PLC0415
 
     return _event_loop(check(settings))
+
+
+def _schema(_: argparse.Namespace) -> int:
+    print(json.dumps(json_schema(), indent=2))
+    return 0
+
+
+def _completion(args: argparse.Namespace) -> int:
+    try:
+        import shtab  # noqa: PLC0415 - an extra
+    except ImportError:
+        print("lbproxy completion needs shtab: pip install 'lbproxy[completion]'", file=sys.stderr)
+        return 1
+    print(shtab.complete(_parser(), args.shell))
+    return 0
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -159,6 +180,8 @@ def _sim(args: argparse.Namespace) -> int:
 _COMMANDS: dict[str | None, Callable[[argparse.Namespace], int]] = {
     None: _run,
     "check": _check,
+    "schema": _schema,
+    "completion": _completion,
     "demo": _demo,
     "mock": _mock,
     "sim": _sim,

@@ -1,4 +1,5 @@
-"""Dockerfile, compose files and Prometheus' settings agree with each other, with lbproxy and with their specifications.
+"""Dockerfile, compose files, units, manifests and Prometheus' settings agree with each other, with lbproxy and with
+their specifications.
 
 No container runs here: tests/e2e/test_compose.py runs the same commands as processes. What a file means is judged by
 the compose specification's schema (check-jsonschema ships it) and by hadolint; that the files fit together, by these
@@ -10,12 +11,16 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path, PurePosixPath
+from typing import Any
 
+import kubernetes_validate
 import pytest
+import yaml
 
 from lbproxy.cli import _parser
 from lbproxy.config import Settings, parse
@@ -33,6 +38,7 @@ from tests.support.compose import (
     stages,
 )
 from tests.support.docs import DOCS, ROOT, blocks
+from tests.support.process import LBPROXY
 
 PROJECTS = pytest.mark.parametrize("files", [(BASE,), (BASE, GPU)], ids=["mock", "gpu"])
 
@@ -275,3 +281,117 @@ def test_the_pages_commands_name_files_and_services_that_exist() -> None:
     assert set(scaled) <= set(project(BASE).services)
     assert (used := re.findall(r"docker compose (?:logs|kill)(?: --\w+)* (\w+)", shown))
     assert set(used) <= set(project(BASE, GPU).services)
+
+
+# --- systemd ----------------------------------------------------------------------------------------------------------
+
+UNIT = ROOT / "deploy/systemd/lbproxy.service"
+SOCKET = ROOT / "deploy/systemd/lbproxy.socket"
+
+
+def unit(file: Path) -> dict[str, list[str]]:
+    """Keys and what is said of them, in order, whatever the section."""
+    found: dict[str, list[str]] = {}
+    for line in file.read_text().splitlines():
+        if line and line[0] not in "#[":
+            key, _, value = line.partition("=")
+            found.setdefault(key, []).append(value)
+    return found
+
+
+def test_the_unit_starts_lbproxy_and_outwaits_its_drain() -> None:
+    keys = unit(UNIT)
+    program, *words = keys["ExecStart"][0].split()
+    assert program.endswith("/bin/lbproxy")
+    assert _parser().parse_args(words).config
+    assert keys["Type"] == ["notify"]
+    assert int(keys["TimeoutStopSec"][0]) > Settings.model_fields["drain"].default.deadline
+
+
+def test_the_socket_unit_listens_where_lbproxy_does() -> None:
+    assert unit(SOCKET)["ListenStream"] == [str(Settings.model_fields["listen"].default)]
+    assert unit(SOCKET)["FileDescriptorName"] == ["listen"]
+
+
+def test_systemd_finds_nothing_wrong_and_little_exposed(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("NOT TESTED here: no systemd-analyze on this machine")
+    service = tmp_path / UNIT.name
+    text = UNIT.read_text()
+    service.write_text(text.replace("/opt/lbproxy/bin/lbproxy", sys.executable))
+    (tmp_path / SOCKET.name).write_text(SOCKET.read_text())
+    for arguments in (["verify", str(service)], ["security", "--offline=true", "--threshold=20", str(service)]):
+        done = subprocess.run(["systemd-analyze", *arguments], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "Unknown key" not in done.stderr
+
+
+# --- Kubernetes -------------------------------------------------------------------------------------------------------
+
+MANIFESTS = ROOT / "deploy/kubernetes/lbproxy.yaml"
+
+
+def manifests() -> dict[str, dict[str, Any]]:
+    """By kind and name."""
+    return {f"{one['kind']}/{one['metadata']['name']}": one for one in yaml.safe_load_all(MANIFESTS.read_text())}
+
+
+@pytest.mark.parametrize("name", list(manifests()))
+def test_a_manifest_follows_the_schema(name: str) -> None:
+    kubernetes_validate.validate(manifests()[name], kubernetes_validate.latest_version(), strict=True)
+
+
+def test_the_schema_is_asked() -> None:
+    """A misspelt key is found: else the test above would say nothing."""
+    wrong = manifests()["Deployment/lbproxy"]
+    wrong["spec"]["replica"] = wrong["spec"].pop("replicas")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_the_manifests_fit_together_and_with_lbproxy() -> None:
+    there = manifests()
+    text = there["ConfigMap/lbproxy"]["data"]["lbproxy.yaml"]
+    held = parse(text, environ={})
+    pod = there["Deployment/lbproxy"]["spec"]["template"]
+    container = pod["spec"]["containers"][0]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert held.admin is not None
+    assert ports == {"http": held.listen.port, "admin": held.admin.port}
+    assert {held.listen.host, held.admin.host} == {"0.0.0.0"}
+    folder = container["volumeMounts"][0]["mountPath"]
+    assert _parser().parse_args(container["args"]).config == f"{folder}/lbproxy.yaml"
+    assert pod["spec"]["terminationGracePeriodSeconds"] > held.drain.deadline
+    servers = there["Service/vllm"]
+    assert servers["spec"]["clusterIP"] == "None", "or its name has one address, the service's own"
+    assert held.endpoints[0].url == f"dns+http://vllm:{servers['spec']['ports'][0]['port']}"
+    labels = pod["metadata"]["labels"]
+    for name in ("Deployment/lbproxy", "PodDisruptionBudget/lbproxy"):
+        assert there[name]["spec"]["selector"]["matchLabels"] == labels
+    assert there["Service/lbproxy"]["spec"]["selector"] == labels
+    probes = {container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")}
+    assert probes == {"/healthz", "/readyz"}
+
+
+# --- Editors and shells -----------------------------------------------------------------------------------------------
+
+
+def test_the_schema_that_lbproxy_prints_holds_for_the_example(tmp_path: Path) -> None:
+    printed = subprocess.run([*LBPROXY, "schema"], capture_output=True, text=True, timeout=60, check=True).stdout
+    schema = tmp_path / "schema.json"
+    schema.write_text(printed)
+    done = tool("check-jsonschema", "--schemafile", schema, ROOT / "config.example.yaml")
+    assert done.returncode == 0, done.stdout
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("endpoints: [http://a:1]\nroutign: {}\n")
+    assert "routign" in tool("check-jsonschema", "--schemafile", schema, wrong).stdout
+
+
+def test_bash_takes_the_completion(tmp_path: Path) -> None:
+    """And completes a command and an option with it."""
+    printed = subprocess.run([*LBPROXY, "completion", "bash"], capture_output=True, text=True, timeout=60, check=True)
+    ask = "COMP_WORDS=(lbproxy {0}); COMP_CWORD=1; _shtab_lbproxy; echo ${{COMPREPLY[@]}}"
+    script = tmp_path / "complete.bash"
+    script.write_text(f"{printed.stdout}\n{ask.format('che')}\n{ask.format('--con')}\n")
+    done = subprocess.run(["bash", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == ["check", "--config"], done.stderr
