@@ -468,8 +468,7 @@ class LoadModel:
             self.adapters.report(metrics.lora.running | metrics.lora.waiting, metrics.lora.max_lora)
         seen = others or 0.0
         believed = max(queued, min(seen, self.others)) if reported else min(seen, self.others_last)
-        if not reported:
-            self.others_last = seen
+        self.others_last = self.others_last if reported else seen
         self.others = believed if believed >= 2.0 + 0.1 * self.in_flight else 0.0
         self.others_tokens = min(self.others, queued) * self.pool.uncached_tokens
         self.others_until = fresh_until
