@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from lbproxy.net import h1
 from lbproxy.net.h1 import ChunkedFraming, CloseFraming, LengthFraming, ProtocolError, parse_head, request_head
 
 
@@ -266,3 +267,48 @@ def test_requests_have_one_host_and_one_length() -> None:
     )
     assert b"Content-Length: 0\r\n" in request_head("POST", "/", "h:1", b"", 0)
     assert b"Content-Length" not in request_head("GET", "/", "h:1", b"", 0)
+
+
+# --- Load reports -----------------------------------------------------------------------------------------------------
+
+LINE = b"endpoint-load-metrics: TEXT named_metrics.num_requests_waiting=1.0\r\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        LINE,
+        LINE.replace(b"endpoint", b"Endpoint"),
+        LINE.replace(b": ", b":"),
+        LINE.replace(b": ", b":\t"),
+        LINE.replace(b"TEXT", b"TEXT \xff"),
+        LINE.replace(b"1.0", b"1" * 600),
+        LINE.replace(b"metrics:", b"metrics-bin:"),
+    ],
+    ids=["vLLM's", "case", "no blank", "tab", "not ASCII", "long", "bin"],
+)
+@pytest.mark.parametrize("others", [b"X-A: 1\r\n", b"Content-Length: 0\r\nX-A: 1\r\n"])
+def test_a_load_report_is_told_apart_from_what_goes_on(line: bytes, others: bytes) -> None:
+    """However it is written; and wherever it stands, no other line is lost with it."""
+    for head in (line + others, others + line):
+        parsed = parse_head(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n", "POST")
+        assert (parsed.load_report, parsed.end_to_end) == (line, b"X-A: 1\r\n")
+
+
+def test_of_several_load_reports_one_is_kept_and_none_goes_on() -> None:
+    parsed = parse_head(b"HTTP/1.1 200 OK\r\n" + LINE + LINE.replace(b"1.0", b"2.0") + b"\r\n", "POST")
+    assert (parsed.load_report, parsed.end_to_end) == (LINE, b"")
+
+
+@pytest.mark.parametrize("bad", [b"\0", b"\r", b"\n", b"\x7f"])
+def test_a_load_report_with_control_characters_is_no_head(bad: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        parse_head(b"HTTP/1.1 200 OK\r\n" + LINE.replace(b"TEXT", b"TE" + bad + b"XT") + b"\r\n", "POST")
+
+
+def test_heads_that_differ_by_their_load_reports_are_read_once() -> None:
+    """Each answer of a server has another: parsed anew each time, a head takes five times as long."""
+    before = h1._read_head_cached.cache_info().misses
+    for n in range(100):
+        parse_head(b"HTTP/1.1 200 OK\r\nX-Once: 1\r\n" + LINE.replace(b"1.0", b"%d.0" % n) + b"\r\n", "POST")
+    assert h1._read_head_cached.cache_info().misses == before + 1
