@@ -19,24 +19,29 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 from lbproxy import __version__
-from lbproxy.config import Address, ConfigError, Settings, leads_to
+from lbproxy.config import Address, AdminSettings, ConfigError, Settings, leads_to
 from lbproxy.control.admin import Admin
+from lbproxy.control.api import Api
 from lbproxy.control.discovery import Discovery
+from lbproxy.control.history import History
 from lbproxy.control.memory import Memory
+from lbproxy.control.overlay import Overlay
 from lbproxy.control.prober import Prober
+from lbproxy.control.recent import Recent
 from lbproxy.control.scraper import Scraper, Scraping
+from lbproxy.control.state import State
 from lbproxy.control.telemetry import Telemetry
 from lbproxy.control.watch import Loops, Watches
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.engines import Engines
 from lbproxy.core.policy import make_policy
-from lbproxy.core.types import Endpoint, EndpointSpec
+from lbproxy.core.types import Endpoint, EndpointSpec, RequestRecord
 from lbproxy.net.inherit import Inherited, start_successor
 from lbproxy.net.listener import bind
 from lbproxy.net.notify import Notifier
@@ -111,7 +116,9 @@ class Proxy:
             rng=rng,
             breaker=settings.breaker,
         )
-        self.runtime = runtime = Runtime(balancer, [self.telemetry])
+        balancer.explain(settings.explain.wanted)
+        self.recent = Recent(settings.explain.requests, self._now, self._running_records)
+        self.runtime = runtime = Runtime(balancer, [self.telemetry, self.recent])
         self.connections = ConnectionPool(runtime.pulse)
         self.memory = Memory()
         overload = Overload(settings.limits, self.memory)
@@ -126,14 +133,38 @@ class Proxy:
         self.scraping = Scraping(self.connections, settings.scrape, Engines(settings.engines), rng)
         self.discovery = Discovery(settings, rng)
         self.telemetry.watch_names(self.discovery.names)
-        admin = settings.admin
-        self.admin = None if admin is None else Admin(runtime, self.front, self.telemetry, admin.token)
+        self.history = History(self.telemetry.totals, runtime.snapshot)
+        self.overlay = Overlay()
+        self._changing = asyncio.Lock()
+        """Held while the settings change."""
+        self._read_settings: Callable[[], Settings] | None = None
+        self.admin = None if settings.admin is None else self._make_admin(settings.admin)
         self.sources: list[asyncio.Task[None]] = []
         """The loops of `discovery`."""
+
+    def _make_admin(self, admin: AdminSettings) -> Admin:
+        """The listener, with all that it shows."""
+        runtime, front, telemetry = self.runtime, self.front, self.telemetry
+        state = State(
+            runtime,
+            front,
+            self.recent,
+            settings=lambda: self.settings,
+            origin=self.origin,
+            loads=telemetry.loads,
+        )
+        return Admin(runtime, front, telemetry, admin.token, Api(runtime, state, self.history, self))
+
+    def _now(self) -> float:
+        return self.runtime.now()
+
+    def _running_records(self) -> list[RequestRecord]:
+        return self.front.running_records()
 
     async def run(self, inherited: Inherited, orders: Orders, on_ready: Callable[[Listening], None]) -> None:
         """Until it is told to stop, and has."""
         self.runtime.pulse.start()
+        self._read_settings = orders.read_settings
         first = self.runtime.set_endpoints(self.discovery.endpoints())
         sockets = await self._sockets(inherited)
         async with asyncio.TaskGroup() as tasks:
@@ -152,6 +183,7 @@ class Proxy:
             inherited.close()
             loops = [
                 tasks.create_task(supervise("the watch over endpoints", self.runtime.keep_checking, self.rng)),
+                tasks.create_task(supervise("the history", self.history.run, self.rng)),
                 tasks.create_task(supervise("reloading", partial(self._follow_reloads, orders), self.rng)),
                 tasks.create_task(supervise("restarting", partial(self._follow_restarts, orders), self.rng)),
             ]
@@ -227,33 +259,46 @@ class Proxy:
         while True:
             await orders.reload.wait()
             orders.reload.clear()
-            if orders.read_settings is not None:
-                self.notifier.reloading()
-                await self._reload(orders.read_settings)
-                self.notifier.ready(self._status())
+            await self.reload()
 
     def _status(self) -> str:
         return f"{len(self.discovery.endpoints())} endpoints by {self.settings.routing.policy}"
 
-    async def _reload(self, read: Callable[[], Settings]) -> None:
+    async def reload(self) -> list[str] | None:
+        """See api.Steering."""
+        if self._read_settings is None:
+            return None
+        async with self._changing:
+            self.notifier.reloading()
+            problems = await self._reload(self._read_settings)
+            self.notifier.ready(self._status())
+            return problems
+
+    async def _reload(self, read: Callable[[], Settings]) -> list[str]:
         loads = self.telemetry.loads
+        problems: list[str] = []
         try:
             settings = await asyncio.to_thread(read)
-            await self._take_over(settings)
+            overlay, settings = self.overlay.over(self.settings, settings)
+            settings, fixed = await self._take_over(settings)
+            self.overlay = overlay
         except ConfigError as error:
+            problems = list(error.problems[:MAX_PROBLEMS_LOGGED])
             text = "the settings are refused, and the old ones hold: %s"
-            extra: dict[str, object] = {"event": "reload", "problems": list(error.problems[:MAX_PROBLEMS_LOGGED])}
+            extra: dict[str, object] = {"event": "reload", "problems": problems}
             logger.error(text, str(error).partition("\n")[0], extra=extra)
         except OSError as error:
+            problems = [str(error)]
             text = "the settings cannot be read, and the old ones hold: %s"
-            logger.error(text, error, extra={"event": "reload", "problems": [str(error)]})
+            logger.error(text, error, extra={"event": "reload", "problems": problems})
         else:
-            loads.succeeded, loads.succeeded_at = True, time.time()
-            return
-        loads.succeeded = False
+            loads.succeeded_at = time.time()
+            _log_reload(settings, len(self.discovery.endpoints()), fixed)
+        loads.succeeded = not problems
+        return problems
 
-    async def _take_over(self, settings: Settings) -> None:
-        """Raises ConfigError if they do not go with what cannot be changed."""
+    async def _take_over(self, settings: Settings) -> tuple[Settings, list[str]]:
+        """Returns what holds now, and the keys that cannot be changed and would be. Raises ConfigError."""
         own = {key: getattr(self.settings, key) for key in ("listen", "admin")}
         kept = {key: value for key, value in own.items() if _place(getattr(settings, key)) != _place(value)}
         problems = [
@@ -267,12 +312,7 @@ class Proxy:
         settings = settings.model_copy(update=kept)
         discovery = await self.discovery.under(settings)
         self._adopt(settings, discovery)
-        if kept:
-            text = "%s cannot be changed by a reload: restart for that"
-            logger.warning(text, " and ".join(kept), extra={"event": "reload"})
-        text = "settings reloaded: %d endpoints by %s"
-        extra = {"event": "reload", "endpoints": len(discovery.endpoints())}
-        logger.info(text, len(discovery.endpoints()), settings.routing.policy, extra=extra)
+        return settings, list(kept)
 
     def _adopt(self, settings: Settings, discovery: Discovery) -> None:
         """Swap everything, in one step."""
@@ -280,6 +320,7 @@ class Proxy:
         policy = None if settings.routing == old.routing else make_policy(settings.routing, self.rng)
         self.scraping = Scraping(self.connections, settings.scrape, Engines(settings.engines), self.rng)
         self.telemetry.reconfigure(settings.log)
+        self.recent.reconfigure(settings.explain.requests)
         self.front.reconfigure(settings)
         if self.admin is not None and settings.admin is not None:
             self.admin.access.token = settings.admin.token
@@ -293,6 +334,38 @@ class Proxy:
         if (settings.health, settings.scrape, settings.engines) != (old.health, old.scrape, old.engines):
             self.watches.restart()
         self._start_sources()
+
+    # Steering: see control.api
+
+    async def add_endpoint(self, entry: Mapping[str, object], *, keep: bool) -> str:
+        """See api.Steering."""
+        async with self._changing:
+            overlay, settings = self.overlay.add(self.settings, entry, keep=keep)
+            await self._take_over(settings)
+            self.overlay = overlay
+            return settings.endpoints[-1].name
+
+    async def remove_endpoint(self, name: str) -> bool:
+        """See api.Steering."""
+        async with self._changing:
+            from_file = name not in self.overlay.added
+            overlay, settings = self.overlay.remove(self.settings, name)
+            await self._take_over(settings)
+            self.overlay = overlay
+            return from_file
+
+    def set_log_level(self, level: str) -> None:
+        """See api.Steering."""
+        log = self.settings.log.model_copy(update={"level": level})
+        self.settings = self.settings.model_copy(update={"log": log})
+        self.telemetry.reconfigure(log)
+
+    def origin(self, name: str) -> str:
+        """See api.Steering."""
+        keep = self.overlay.added.get(name)
+        if keep is not None:
+            return "added, kept by a reload" if keep else "added"
+        return "settings" if any(one.name == name for one in self.settings.endpoints) else "discovery"
 
     # Stopping
 
@@ -335,6 +408,14 @@ class Proxy:
             await front.lame_duck(min(drain.lame_duck, drain.deadline), accepting=bool(front.listener.sockets))
         cut = await front.stop(max(0.0, ends_at - self.runtime.now()))
         logger.info("stopped: %d requests were cut", cut, extra={"event": "stop"})
+
+
+def _log_reload(settings: Settings, endpoints: int, fixed: Sequence[str]) -> None:
+    if fixed:
+        text = "%s cannot be changed by a reload: restart for that"
+        logger.warning(text, " and ".join(fixed), extra={"event": "reload"})
+    text = "settings reloaded: %d endpoints by %s"
+    logger.info(text, endpoints, settings.routing.policy, extra={"event": "reload", "endpoints": endpoints})
 
 
 async def _open(address: Address, key: str) -> list[socket.socket]:

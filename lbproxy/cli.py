@@ -14,13 +14,14 @@ import sys
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from lbproxy import __version__
 from lbproxy.config import ConfigError, Settings, json_schema, parse, parse_scenario
 
 MAX_SETTINGS_BYTES = 1 << 20
 T = TypeVar("T")
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -80,7 +81,27 @@ def _parser() -> argparse.ArgumentParser:
     sim.add_argument("--json", metavar="FILE", help="write all figures there")
     sim.add_argument("--markdown", metavar="FILE", help="write the tables there")
     sim.add_argument("--plot", metavar="FILE", help="draw them there: .png, .svg or .pdf (needs lbproxy[plots])")
+    _add_admin_commands(commands)
     return parser
+
+
+def _add_admin_commands(commands: Subparsers) -> None:
+    """Those that speak to a running lbproxy."""
+    remote = argparse.ArgumentParser(add_help=False)
+    text = "its admin listener (default: http://127.0.0.1:9901); LBPROXY_ADMIN_TOKEN holds the token, if it wants one"
+    remote.add_argument("--admin", metavar="URL", default="http://127.0.0.1:9901", help=text)
+    status = commands.add_parser("status", parents=[remote], help="the state of a running lbproxy and its endpoints")
+    status.add_argument("--json", action="store_true", help="all of it, as JSON")
+    commands.add_parser("top", parents=[remote], help="the same, live; q ends it")
+    drain = commands.add_parser("drain", parents=[remote], help="give an endpoint no new requests")
+    drain.add_argument("name", metavar="NAME", help="as `lbproxy status` shows it")
+    drain.add_argument("--wait", action="store_true", help="until its last request has ended")
+    drain.add_argument("--timeout", type=float, metavar="SECONDS", help="wait no longer than this; then exit with 1")
+    undrain = commands.add_parser("undrain", parents=[remote], help="give an endpoint requests again")
+    undrain.add_argument("name", metavar="NAME")
+    explain = commands.add_parser("explain", parents=[remote], help="why a request went where it went")
+    explain.add_argument("id", metavar="ID", help="its x-request-id")
+    explain.add_argument("--json", action="store_true", help="all that is known, as JSON")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -177,6 +198,34 @@ def _sim(args: argparse.Namespace) -> int:
     return 0
 
 
+def _remote(args: argparse.Namespace) -> int:
+    from rich.console import Console  # noqa: PLC0415
+
+    from lbproxy.terminal import commands  # noqa: PLC0415
+    from lbproxy.terminal.client import AdminClient, AdminError  # noqa: PLC0415
+    from lbproxy.terminal.top import top  # noqa: PLC0415
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    try:
+        client = AdminClient(args.admin, os.environ.get("LBPROXY_ADMIN_TOKEN"))
+        match args.command:
+            case "status":
+                return commands.status(client, console, as_json=args.json)
+            case "top":
+                return top(client, console)
+            case "drain":
+                return commands.drain(client, console, args.name, wait=args.wait, timeout_s=args.timeout)
+            case "undrain":
+                return commands.undrain(client, console, args.name)
+            case _:
+                return commands.explain(client, console, args.id, as_json=args.json)
+    except AdminError as error:
+        print(f"lbproxy {args.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
 _COMMANDS: dict[str | None, Callable[[argparse.Namespace], int]] = {
     None: _run,
     "check": _check,
@@ -185,6 +234,7 @@ _COMMANDS: dict[str | None, Callable[[argparse.Namespace], int]] = {
     "demo": _demo,
     "mock": _mock,
     "sim": _sim,
+    **dict.fromkeys(("status", "top", "drain", "undrain", "explain"), _remote),
 }
 
 

@@ -17,6 +17,7 @@ from typing import Protocol
 from lbproxy.config import Settings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints import EndpointChanges
+from lbproxy.core.learned import EndpointLearned, PoolLearned, QueueSnapshot
 from lbproxy.core.orca import LoadReport
 from lbproxy.core.pricing import Policy
 from lbproxy.core.progress import CHECK_S
@@ -147,6 +148,7 @@ class Runtime:
             retry=settings.retry,
             now=self.now(),
         )
+        self._balancer.explain(settings.explain.wanted)
         self._pump_soon()
 
     def report_health(self, uid: EndpointUid, ok: bool, reason: str) -> None:
@@ -183,6 +185,11 @@ class Runtime:
                 self._check_due = True
                 self.loop.call_soon(self.check)
         self._transitions.clear()
+
+    def drain(self, uid: EndpointUid, *, draining: bool = True) -> None:
+        """Give an endpoint no new requests (or again); what runs there finishes."""
+        self._balancer.drain(uid, draining=draining)
+        self._pump_soon()
 
     def report_models(self, uid: EndpointUid, cards: Iterable[ModelCard] | None) -> None:
         """What an endpoint says it serves; None if it cannot say."""
@@ -236,6 +243,14 @@ class Runtime:
     def snapshot(self) -> PoolSnapshot:
         """Everything, now."""
         return self._balancer.snapshot(now=self.now())
+
+    def learned(self) -> tuple[PoolLearned, dict[EndpointUid, EndpointLearned]] | None:
+        """What was learned of speeds and caches; None under policies that learn nothing."""
+        return self._balancer.learned(now=self.now())
+
+    def queue(self) -> QueueSnapshot:
+        """Who waits."""
+        return self._balancer.queue(now=self.now())
 
     # The contract's steps 2 and 3
 

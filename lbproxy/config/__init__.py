@@ -1,16 +1,16 @@
 """Settings: `parse` turns the text of a settings file into a frozen `Settings`, or says everything that is wrong.
 
 It reads no file, no environment but the mapping it is given, no clock and no network. Its modules: `text` (YAML and
-`${ENV}` to plain values), `tree` (which keys there are) with `clients`, `endpoints`, `routing`, `health` and `engines`
-(its sections, by subject), `values` (numbers with units, hosts, URLs). This one joins them and words the report: all
-problems at once, each with its path. Nothing else in lbproxy imports yaml or pydantic.
+`${ENV}` to plain values), `tree` (which keys there are) with `clients`, `endpoints`, `routing`, `health`, `engines` and
+`explain` (its sections, by subject), `values` (numbers with units, hosts, URLs). This one joins them and words the
+report: all problems at once, each with its path. Nothing else in lbproxy imports yaml or pydantic.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -20,6 +20,7 @@ from lbproxy.config.access import AdminSettings, Secret
 from lbproxy.config.clients import Address, LimitSettings, TimeoutSettings, leads_to
 from lbproxy.config.endpoints import OWN_ENGINES, DnsSettings, EndpointSettings, ScrapeSettings
 from lbproxy.config.engines import BUILT_IN_ENGINES, EngineSettings, MetricRatio, MetricSpec, Signal
+from lbproxy.config.explain import ExplainSettings
 from lbproxy.config.health import BreakerSettings, HealthSettings
 from lbproxy.config.routing import AdmissionSettings, RetrySettings, RoutingSettings
 from lbproxy.config.scenario import FaultSettings, Scenario, ServerSettings, WorkloadSettings
@@ -28,6 +29,8 @@ from lbproxy.config.tree import MAX_ENDPOINTS, DrainSettings, LogSettings, Setti
 
 __all__ = [
     "parse",
+    "with_endpoints",
+    "without_secrets",
     "parse_scenario",
     "json_schema",
     "leads_to",
@@ -54,6 +57,7 @@ __all__ = [
     "DnsSettings",
     "DrainSettings",
     "LogSettings",
+    "ExplainSettings",
     "Scenario",
     "ServerSettings",
     "FaultSettings",
@@ -79,10 +83,20 @@ def parse_scenario(text: str, *, environ: Mapping[str, str], source: str = "scen
 
 def _read_as(root: type[Root], text: str, environ: Mapping[str, str], source: str) -> Root:
     values, problems = read_text(text, environ=environ, source=source)
+    return _validated(root, {} if values is None else values, problems, _own_engines(values), source)
+
+
+def with_endpoints(settings: Settings, endpoints: Sequence[object], *, source: str) -> Settings:
+    """`settings` with these endpoints instead, each an entry of it or what a file would say. Raises ConfigError."""
+    values = dict(settings) | {"endpoints": list(endpoints)}
+    return _validated(Settings, values, {}, list(settings.engines), source)
+
+
+def _validated(root: type[Root], values: object, problems: dict[str, str], own_engines: list[str], source: str) -> Root:
+    """`problems`: what could not be read, by path."""
     settings = None
     try:
-        context = {OWN_ENGINES: _own_engines(values)}
-        settings = root.model_validate({} if values is None else values, context=context)
+        settings = root.model_validate(values, context={OWN_ENGINES: own_engines})
     except ValidationError as error:
         unread = frozenset(problems)
         for details in error.errors(include_url=False):
@@ -93,6 +107,24 @@ def _read_as(root: type[Root], text: str, environ: Mapping[str, str], source: st
     if settings is None or problems:
         raise ConfigError(source, [f"{path}: {wrong}" for path, wrong in problems.items()])
     return settings
+
+
+def without_secrets(settings: Settings) -> dict[str, object]:
+    """Everything as JSON can say it, with `***` for what is secret. Durations are seconds, sizes bytes."""
+    return {key: _redacted(key, value) for key, value in settings.model_dump(mode="json").items()}
+
+
+_SECRET = re.compile(r"(?:^|_)(?:keys?|tokens?|secrets?|passwords?)$")
+
+
+def _redacted(key: str, value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _redacted(name, inner) for name, inner in value.items()}
+    if _SECRET.search(key) and value not in (None, [], ""):
+        return "***"
+    if isinstance(value, list):
+        return [_redacted(key, one) for one in value]
+    return value
 
 
 def json_schema() -> dict[str, object]:

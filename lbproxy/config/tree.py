@@ -16,6 +16,7 @@ from lbproxy.config.access import AdminSettings
 from lbproxy.config.clients import Address, LimitSettings, TimeoutSettings, leads_to
 from lbproxy.config.endpoints import DnsSettings, EndpointSettings, ScrapeSettings
 from lbproxy.config.engines import MAX_ENGINES, EngineSettings, check_engine_names, check_own_engines
+from lbproxy.config.explain import ExplainSettings
 from lbproxy.config.health import BreakerSettings, HealthSettings
 from lbproxy.config.routing import AdmissionSettings, RetrySettings, RoutingSettings
 from lbproxy.config.section import Section
@@ -79,6 +80,8 @@ class Settings(Section):
     """Stopping."""
     log: LogSettings = LogSettings()
     """JSON lines on standard output."""
+    explain: ExplainSettings = ExplainSettings()
+    """Why requests went where they went."""
 
     @field_validator("admin", mode="after")
     @classmethod

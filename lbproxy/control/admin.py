@@ -1,6 +1,7 @@
-"""The admin listener: /healthz, /readyz, /metrics. A port of its own, so that it answers while clients fill the other.
+"""The admin listener: /healthz, /readyz, /metrics, and the API under /admin/. A port of its own, so that it answers
+while clients fill the other.
 
-Whoever reaches the port may read these three; everything else is for who may (control/access.py).
+Whoever reaches the port may read the first three; everything else is for who may (control/access.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from aiohttp import web
 
 from lbproxy.config import Secret
 from lbproxy.control.access import AdminAccess
+from lbproxy.control.api import Api, ApiError
 from lbproxy.core.openai import error_body
 from lbproxy.core.types import Health, LbError, Outcome
 from lbproxy.net.listener import Listener, bind
@@ -24,7 +26,7 @@ from lbproxy.runtime import Runtime
 logger = logging.getLogger("lbproxy")
 
 KEEP_ALIVE_S = 75.0
-MAX_BODY_BYTES = 1024
+MAX_BODY_BYTES = 64 << 10
 SPARE_DESCRIPTORS = 4
 """Kept for connections here: when clients and endpoints have all others, this is where one looks for the reason."""
 SHUTDOWN_S = 1.0
@@ -53,10 +55,18 @@ class Pages(Protocol):
 class Admin:
     """One listener. `start`, then `close`."""
 
-    def __init__(self, runtime: Runtime, front: Drainable, metrics: Pages, token: Secret | None = None) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        front: Drainable,
+        metrics: Pages,
+        token: Secret | None = None,
+        api: Api | None = None,
+    ) -> None:
         self._runtime = runtime
         self._front = front
         self._metrics = metrics
+        self._api = api
         self._port: int | None = None
         self.listener: Listener | None = None
         """Set by `start`."""
@@ -66,6 +76,8 @@ class Admin:
         app.on_response_prepare.append(_name_server)
         for path, handler in (("/healthz", _healthz), ("/readyz", self._readyz), ("/metrics", self._show_metrics)):
             app.router.add_get(path, handler)
+        if api is not None:
+            api.add_to(app.router)
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -102,6 +114,8 @@ class Admin:
     async def close(self) -> None:
         """Stop. Legal also if it was never started."""
         self.stop_accepting()
+        if self._api is not None:
+            self._api.feed.close()
         await self._runner.cleanup()
 
     async def _readyz(self, _: web.Request) -> web.Response:
@@ -151,6 +165,10 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return response
     except web.HTTPNotFound:
         return _json(404, error_body(LbError(Outcome.UNKNOWN_URL)))
+    except ApiError as error:
+        return error.response()
+    except web.HTTPException as error:  # what aiohttp itself refuses
+        return _json(error.status, error_body(LbError(Outcome.BAD_REQUEST, error.reason)))
     except Exception:
         logger.exception("admin %s failed", request.path)
         return _json(500, error_body(LbError(Outcome.INTERNAL_ERROR)))

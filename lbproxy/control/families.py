@@ -31,6 +31,11 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._total += value
 
+    @property
+    def counts(self) -> Sequence[int]:
+        """Values in each bucket, the last that of values above all bounds."""
+        return self._counts
+
     def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
         """Append the series to a family."""
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]

@@ -44,7 +44,16 @@ from lbproxy.control.families import (
 from lbproxy.control.log import LEVELS, OUTCOMES, LineWriter, access_line, configure_logging
 from lbproxy.control.scraper import Scraper
 from lbproxy.core.breaker import Cause
-from lbproxy.core.types import EndpointSnapshot, EndpointUid, Health, PoolSnapshot, RequestRecord, Transition, Usage
+from lbproxy.core.types import (
+    EndpointSnapshot,
+    EndpointUid,
+    Health,
+    Outcome,
+    PoolSnapshot,
+    RequestRecord,
+    Transition,
+    Usage,
+)
 from lbproxy.pulse import Pulse
 
 logger = logging.getLogger("lbproxy")
@@ -67,6 +76,7 @@ FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0, 1
 LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 10.0, 30.0)
 
+_BROKEN = {OUTCOMES[one][0] for one in (Outcome.UPSTREAM_BROKE, Outcome.CUT)}
 _CODES_SHOWN = frozenset(map(int, HTTPStatus)) | {status for _, status in OUTCOMES.values()}
 
 
@@ -85,6 +95,21 @@ class Connections(Protocol):
     def open_connections(self) -> int:
         """How many."""
         ...
+
+
+@dataclass
+class Totals:
+    """Requests that ended, since the start."""
+
+    first_bytes: list[int]
+    """Streams by time to their first byte: the buckets of FIRST_BYTE_BUCKETS, and those above."""
+    tokens: int
+    """Of answers."""
+    requests: int = 0
+    errors: int = 0
+    """Those of them that an endpoint or lbproxy failed."""
+    rejected: int = 0
+    """Those that were answered 429."""
 
 
 class _RouteTimes:
@@ -205,6 +230,20 @@ class Telemetry:
         if usage.cached_tokens is not None and predicted is not None:
             self._cached_tokens[0] += predicted
             self._cached_tokens[1] += usage.cached_tokens
+
+    def totals(self) -> Totals:
+        """What was counted since the start."""
+        totals = Totals(first_bytes=[0] * (len(FIRST_BYTE_BUCKETS) + 1), tokens=self._tokens[1])
+        for (_, outcome, status), count in self._requests.items():
+            totals.requests += count
+            if status >= 500 or outcome in _BROKEN:
+                totals.errors += count
+            elif status == 429:
+                totals.rejected += count
+        for times in self._times.values():
+            for index, count in enumerate(times.first_byte[True].counts):
+                totals.first_bytes[index] += count
+        return totals
 
     def transition(self, transition: Transition) -> None:
         """See runtime.Sink. One log line, and a count."""

@@ -32,6 +32,7 @@ from lbproxy.core.backpressure import Backpressure
 from lbproxy.core.choice import HOLD_MS, Choice
 from lbproxy.core.endpoints import EndpointChanges, EndpointSet
 from lbproxy.core.estimate import model_for
+from lbproxy.core.learned import EndpointLearned, PoolLearned, QueueSnapshot, of_endpoint, of_pool, of_queue
 from lbproxy.core.orca import LoadReport
 from lbproxy.core.pricing import Plan, Policy
 from lbproxy.core.retry import FailureKind, Retries, Verdict
@@ -345,6 +346,17 @@ class Balancer:
     def snapshot(self, *, now: float) -> PoolSnapshot:
         """Everything, at this moment."""
         return PoolSnapshot(self._endpoints.snapshot(now=now), len(self._queue), self._queue.bytes)
+
+    def learned(self, *, now: float) -> tuple[PoolLearned, dict[EndpointUid, EndpointLearned]] | None:
+        """What was learned of speeds and caches; None under policies that learn nothing."""
+        if self._pool is None:
+            return None
+        states = self._endpoints.members()
+        return of_pool(self._pool), {state.endpoint.uid: of_endpoint(state.load, now=now) for state in states}
+
+    def queue(self, *, now: float) -> QueueSnapshot:
+        """Who waits. O(n)."""
+        return of_queue(self._queue, self._queue.bytes, now=now)
 
     # Placing
 

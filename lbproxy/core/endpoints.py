@@ -152,6 +152,10 @@ class EndpointSet:
         self.judge.joined(state, now=now)
         return state
 
+    def members(self) -> Iterable[EndpointState]:
+        """All of the set, in the order of the settings."""
+        return self._states.values()
+
     def get(self, uid: EndpointUid) -> EndpointState | None:
         """The state of a member; None if it left."""
         return self._states.get(uid)
@@ -445,4 +449,5 @@ def _snapshot(state: EndpointState, share: float, now: float) -> EndpointSnapsho
         asks_load=state.asks_load,
         load_reports=state.load_reports,
         malformed_reports=state.malformed_reports,
+        left=state.left,
     )

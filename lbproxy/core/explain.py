@@ -89,3 +89,18 @@ def _cheapest(costs: list[float], index: int) -> list[int]:
     """Of many: the chosen one, and the cheapest of the others."""
     most = sorted(costs)[MAX_SHOWN - 1]
     return [index, *[n for n, cost in enumerate(costs) if cost <= most and n != index][: MAX_SHOWN - 1]]
+
+
+def compact(made: Decision) -> str:
+    """One line of ASCII: the endpoint, its cost and what that consists of, of how many, and who came next."""
+    fields = [f"endpoint={made.chosen.name}"]
+    if made.cost is not None:
+        parts = made.breakdown()[made.shown.index(made.chosen)]
+        fields.append(f"cost={made.cost:.1f}")
+        fields += [f"{name}={value:.1f}" for name, value in parts.items() if round(value, 1)]
+    fields.append(f"candidates={made.candidates}")
+    others = [(cost, one.name) for one, cost in zip(made.shown, made.costs, strict=False) if one is not made.chosen]
+    if others:
+        cost, name = min(others)
+        fields.append(f"next={name}:{cost:.1f}")
+    return "; ".join(fields)

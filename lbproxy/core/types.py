@@ -457,6 +457,8 @@ class EndpointSnapshot:
     """Ejected, and used all the same for want of others."""
     share: float = 1.0
     """0.1 to 1: of what it will get once its slow start is over."""
+    left: bool = False
+    """It is no member any more: what runs there finishes."""
 
     @property
     def serving(self) -> bool:

@@ -21,7 +21,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 from aiohttp.streams import StreamReader
 
-from lbproxy.core.types import EndpointUid, LbError, Outcome
+from lbproxy.core.types import EndpointUid, LbError, Outcome, RequestRecord
 from lbproxy.proxy.deadlines import Deadlines
 from lbproxy.proxy.plain import read_plain
 from lbproxy.proxy.request import ClientRequest
@@ -60,6 +60,7 @@ class Turn(Protocol):
     """What the answer's head will say, as long as it is not written."""
     held_bytes: int
     """Of its body."""
+    record: RequestRecord
 
     def client_gone(self) -> None:
         """The connection is lost."""

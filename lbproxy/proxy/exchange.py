@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import TypeVarTuple
 
 from lbproxy.config import Settings
+from lbproxy.core.explain import compact
 from lbproxy.core.orca import read_field
 from lbproxy.core.retry import STATUS_FAILURES, FailureKind, UpstreamError
 from lbproxy.core.sse import read_usage
@@ -57,6 +58,7 @@ class Exchanger:
         self.settings = settings
         self.timeouts = settings.timeouts
         self.expose_endpoint = settings.expose_endpoint
+        self.explain_header = settings.explain.header and settings.expose_endpoint
 
     def under(self, settings: Settings) -> Exchanger:
         """The same under other settings, for exchanges to come."""
@@ -193,6 +195,8 @@ class Exchange(ABC):
 
     def _settled(self, ticket: Ticket) -> None:
         """The ticket has a place, or will not get one."""
+        if ticket.wait is not None:
+            self.record.wait = ticket.wait
         if ticket.placed_on is None:
             assert ticket.outcome is not None
             self.refuse(self._refusal(ticket.outcome))
@@ -203,6 +207,10 @@ class Exchange(ABC):
         record.endpoint = endpoint.name
         record.placed_at = ticket.placed_at
         record.queue_s += ticket.placed_at - ticket.submitted_at
+        if ticket.decision is not None:
+            record.decisions += (ticket.decision,)
+            if ticket.placement is not None:
+                record.predicted_cached_tokens = ticket.placement.cached_tokens
         connection = self._shared.connections.take(Origin.parse(endpoint.base_url))
         if connection is not None:
             self._send(ticket, connection)
@@ -427,6 +435,8 @@ class Exchange(ABC):
     def _own_fields(self) -> str:
         record = self.record
         exposed = f"x-lbproxy-endpoint: {record.endpoint}\r\n" if self._shared.expose_endpoint else ""
+        if self.request.fields.explain and self._shared.explain_header and record.decisions:
+            exposed += f"x-lbproxy-explain: {compact(record.decisions[-1])}; queue_ms={1000.0 * record.queue_s:.1f}\r\n"
         return f"x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n{exposed}"
 
 

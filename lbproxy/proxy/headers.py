@@ -35,7 +35,7 @@ NOT_FORWARDED = _HOP_BY_HOP | {
     b"x-gateway-destination-endpoint",  # a header never chooses an address
 }
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
-HINTS = frozenset({b"x-lbproxy-priority", b"x-session-id", b"endpoint-load-metrics-format"})
+HINTS = frozenset({b"x-lbproxy-priority", b"x-session-id", b"x-lbproxy-explain", b"endpoint-load-metrics-format"})
 """What a client says about its request beside the body. Passed on: another lbproxy may come."""
 MAX_SESSION_BYTES = 128
 _PRIORITY = re.compile(rb"-?[0-9]{1,3}")
@@ -66,6 +66,8 @@ class RequestFields:
     """x-session-id: what the client calls the conversation that this belongs to."""
     wants_load_report: bool = False
     """endpoint-load-metrics-format is there: the client itself asks the endpoint for its load."""
+    explain: bool = False
+    """x-lbproxy-explain: it would like to know why its request went where it went."""
 
     def read_hint(self, key: bytes, value: bytes) -> None:
         """Take in a field of `HINTS`; `key` in lower case."""
@@ -73,6 +75,8 @@ class RequestFields:
             self.session = value[:MAX_SESSION_BYTES].decode("latin-1") or None
         elif key == b"endpoint-load-metrics-format":
             self.wants_load_report = True
+        elif key == b"x-lbproxy-explain":
+            self.explain = value == b"1"
         else:
             self.priority = int(value) if _PRIORITY.fullmatch(value) else 0
 

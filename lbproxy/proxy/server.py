@@ -193,6 +193,10 @@ class FrontEnd(web.Server):
         """Requests that were read and have no whole answer yet."""
         return self._running
 
+    def running_records(self) -> list[RequestRecord]:
+        """What is known so far of the requests that run. They change."""
+        return [client.turn.record for client in self._clients() if client.turn is not None]
+
     async def lame_duck(self, within_s: float, *, accepting: bool) -> None:
         """Serve everybody, but keep no connection alive, so that clients leave: each answer says `Connection: close`.
 

@@ -171,13 +171,25 @@ def test_queries_use_families_that_exist(demo: tuple[str, str]) -> None:
         assert re.search(rf"^{name}(\{{| )", live, re.MULTILINE), name
 
 
+def test_admin_has_every_path(demo: tuple[str, str]) -> None:
+    """As the OpenAPI document of a running one says."""
+    document = httpx.get(f"http://{demo[1]}/admin/openapi.json").json()
+    rows = [
+        [f"`{method.upper()} {path}`", f"{operation['summary']}."]
+        for path, operations in document["paths"].items()
+        for method, operation in operations.items()
+    ]
+    expect_generated(DOCS / "admin.md", "paths", table(["path", "does"], rows))
+
+
 def test_log_lines_have_the_keys_of_live_ones(tmp_path: Path) -> None:
     """One server that answers, one without metrics, one that is not there: between them every event."""
     with mock("--model", "m") as (_, url):
         endpoints = [f"{{url: '{url}', metrics: /nothing}}", "{url: 'http://127.0.0.1:9', health: null}"]
-        with lbproxy(tmp_path, endpoints) as (process, listen, _):
+        with lbproxy(tmp_path, endpoints) as (process, listen, admin):
             process.wait_for('"event":"scrape"')
             process.wait_for('"event":"transition"')
+            httpx.put(f"{admin}/admin/log-level", json={"level": "info"})
             for model in ("m", "nope"):
                 httpx.post(f"{listen}/v1/completions", json={"model": model, "prompt": "x", "max_tokens": 1})
             config = tmp_path / "cfg.yaml"

@@ -1,0 +1,219 @@
+"""What happened of late: the last so many requests with the decisions about them, and what endpoints became.
+
+A sink. Per request it keeps a reference; everything else happens when somebody asks. Bounded by the setting, and by
+`core.explain` in what one decision holds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from copy import copy
+from itertools import islice
+from typing import TypeAlias
+
+from lbproxy.control.log import MAX_PATH_CHARS, OUTCOMES, stamp
+from lbproxy.core.explain import Decision
+from lbproxy.core.types import Outcome, RequestRecord, Transition, Wait
+
+Fields: TypeAlias = dict[str, object]
+"""A JSON object."""
+
+REFUSED = (Outcome.SATURATED, Outcome.EXPIRED, Outcome.NO_ENDPOINTS, Outcome.MODEL_NOT_FOUND)
+"""What the balancer says of requests that it does not place."""
+WAITS: dict[Wait, str] = {
+    Wait.HELD: "the endpoint that is cheapest for it had a second of prefill queued",
+    Wait.BUSY: "every endpoint had a second of prefill queued",
+    Wait.FULL: "every endpoint had as many requests as it may have, or none was judged yet",
+    Wait.BEHIND: "others waited, and it was their turn",
+}
+MAX_SUMMARIES = 1000
+"""Requests that one answer lists."""
+MAX_TRANSITIONS = 100
+
+
+class Recent:
+    """A sink of the Runtime."""
+
+    def __init__(self, limit: int, now: Callable[[], float], running: Callable[[], Iterable[RequestRecord]]) -> None:
+        """`limit`: how many ended requests are kept. `running`: those that have not ended."""
+        self._now = now
+        self._running = running
+        self._kept: deque[RequestRecord] = deque(maxlen=limit)
+        self._transitions: deque[tuple[float, Transition]] = deque(maxlen=MAX_TRANSITIONS)
+
+    def reconfigure(self, limit: int) -> None:
+        """Keep so many from now on: the newest stay."""
+        if limit != self._kept.maxlen:
+            self._kept = deque(self._kept, maxlen=limit)
+
+    def request(self, record: RequestRecord) -> None:
+        """See runtime.Sink."""
+        if record.attempts or record.wait is not None or record.outcome in REFUSED:
+            if len(record.path) > MAX_PATH_CHARS:
+                record = copy(record)
+                record.path = record.path[:MAX_PATH_CHARS]
+            self._kept.append(record)
+
+    def transition(self, transition: Transition) -> None:
+        """See runtime.Sink."""
+        self._transitions.append((self._now(), transition))
+
+    def transitions(self) -> list[Fields]:
+        """What endpoints became, the newest first."""
+        offset = time.time() - self._now()
+        return [
+            {
+                "at": stamp(at + offset),
+                "endpoint": one.endpoint.name,
+                "from": one.before.value,
+                "to": one.after.value,
+                "reason": one.reason,
+            }
+            for at, one in reversed(self._transitions)
+        ]
+
+    def requests(self, limit: int, *, endpoint: str | None = None) -> list[Fields]:
+        """Summaries of the last that ended, the newest first; of those that `endpoint` had last, if one is named."""
+        chosen = (one for one in reversed(self._kept) if endpoint is None or one.endpoint == endpoint)
+        offset = time.time() - self._now()
+        return [_summary(one, offset) for one in islice(chosen, limit)]
+
+    def explain(self, request_id: str) -> Fields | None:
+        """All that is known of one request, also of one that runs; of several that have this id, of the newest."""
+        for running, records in ((True, self._running()), (False, reversed(self._kept))):
+            for record in records:
+                if record.id == request_id and (record.decisions or not running):
+                    return _explained(record, time.time() - self._now(), running=running)
+        return None
+
+    def by_endpoint(self) -> dict[str, Fields]:
+        """How the kept requests went on each endpoint: of those that it had last."""
+        groups: defaultdict[str, list[RequestRecord]] = defaultdict(list)
+        for record in self._kept:
+            if record.endpoint is not None and record.placed_at is not None:
+                groups[record.endpoint].append(record)
+        return {name: _digest(records) for name, records in groups.items()}
+
+
+def _digest(records: list[RequestRecord]) -> Fields:
+    first_bytes = [one.first_byte_at - one.placed_at for one in records if _is_timed(one)]  # type: ignore[operator]
+    usages = [one.usage for one in records if one.usage is not None]
+    told = [one for one in usages if one.cached_tokens is not None and one.prompt_tokens]
+    prompts = sum(one.prompt_tokens or 0 for one in told)
+    return {
+        "requests": len(records),
+        "failed": sum(one.outcome is not Outcome.COMPLETED for one in records),
+        "first_byte_ms": _ms(statistics.median(first_bytes)) if first_bytes else None,
+        "hit_ratio": round(sum(one.cached_tokens or 0 for one in told) / prompts, 3) if prompts else None,
+    }
+
+
+def _is_timed(record: RequestRecord) -> bool:
+    """The first byte of an answer that is no stream is its end."""
+    return record.stream and record.first_byte_at is not None and record.placed_at is not None
+
+
+def _summary(record: RequestRecord, offset: float) -> Fields:
+    """One line about a request. `offset`: wall time less ours."""
+    outcome, status = OUTCOMES[record.outcome]
+    made = record.decisions[-1] if record.decisions else None
+    return {
+        "id": record.id,
+        "at": stamp(record.started_at + offset),
+        "model": record.model,
+        "endpoint": record.endpoint,
+        "status": record.status or status,
+        "outcome": outcome,
+        "attempts": record.attempts,
+        "queue_ms": _ms(record.queue_s),
+        "waited_because": None if record.wait is None else record.wait.value,
+        "duration_ms": _ms(record.ended_at - record.started_at),
+        "cost": None if made is None else _rounded(made.cost),
+        "candidates": None if made is None else made.candidates,
+        "predicted": _predicted(record),
+        "observed": _observed(record),
+    }
+
+
+def _explained(record: RequestRecord, offset: float, *, running: bool) -> Fields:
+    fields = _summary(record, offset)
+    if running:
+        fields |= {"status": None, "outcome": None, "duration_ms": None}
+    waited = None if record.wait is None else {"because": record.wait.value, "meaning": WAITS[record.wait]}
+    return fields | {
+        "running": running,
+        "method": record.method,
+        "path": record.path,
+        "route": record.route,
+        "stream": record.stream,
+        "client": record.client,
+        "error": record.error,
+        "waited": waited,
+        "failed": [{"endpoint": endpoint, "failure": failure} for endpoint, failure in record.failed],
+        "decisions": [_decision(one, offset) for one in record.decisions],
+    }
+
+
+def _decision(made: Decision, offset: float) -> Fields:
+    parts = made.breakdown()
+    shown = [
+        {
+            "endpoint": endpoint.name,
+            "chosen": endpoint is made.chosen,
+            "cost": _rounded(cost),
+            "parts": {name: _rounded(value) for name, value in part.items()},
+        }
+        for endpoint, cost, part in zip(made.shown, made.costs, parts, strict=True)
+    ]
+    shown.sort(key=lambda one: one["cost"] if isinstance(one["cost"], float) else float("inf"))
+    return {
+        "at": stamp(made.at + offset),
+        "policy": made.policy.name,
+        "endpoint": made.chosen.name,
+        "because": _because(made),
+        "cost": _rounded(made.cost),
+        "candidates": made.candidates,
+        "shown": shown,
+        "left_out": [{"endpoint": one.name, "why": why} for one, why in (*made.left_out, *made.absent)],
+    }
+
+
+def _because(made: Decision) -> str:
+    if made.cost is None:
+        return "it was the only candidate"
+    cheaper = sum(cost < made.cost for cost in made.costs)
+    alike = sum(cost <= min(made.costs) + made.policy.tolerance for cost in made.costs)
+    if alike > 1:
+        return f"of {alike} that cost as good as the same it was chosen longest ago, or drawn"
+    return "it was the cheapest" if not cheaper else "it was drawn"
+
+
+def _predicted(record: RequestRecord) -> Fields:
+    made = record.decisions[-1] if record.decisions else None
+    return {
+        "first_byte_ms": None if made is None else _rounded(made.first_byte_ms()),
+        "cached_tokens": _rounded(record.predicted_cached_tokens),
+    }
+
+
+def _observed(record: RequestRecord) -> Fields:
+    usage = record.usage
+    timed = record.first_byte_at is not None and record.placed_at is not None
+    return {
+        "first_byte_ms": _ms(record.first_byte_at - record.placed_at) if timed else None,  # type: ignore[operator]
+        "cached_tokens": None if usage is None else usage.cached_tokens,
+        "prompt_tokens": None if usage is None else usage.prompt_tokens,
+        "completion_tokens": None if usage is None else usage.completion_tokens,
+    }
+
+
+def _ms(seconds: float) -> float:
+    return round(1000.0 * seconds, 3)
+
+
+def _rounded(value: float | None) -> float | None:
+    """None also for what is infinite, which JSON cannot say: it must not go there."""
+    return None if value is None or value in (float("inf"), float("-inf")) else round(float(value), 3)

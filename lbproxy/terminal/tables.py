@@ -1,0 +1,233 @@
+"""What the admin API says, drawn: the fleet, the numbers above it, recent requests, one request's explanation.
+
+Every text from outside passes `plain`, so that no server's or client's word can move the cursor. Unknown values are a
+dash, as they are null in the API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lbproxy.terminal.client import Fields
+
+MAX_NAME = 24
+HEALTH_STYLES = {"up": "green", "starting": "cyan", "half_open": "yellow", "ejected": "red", "down": "red"}
+
+
+def plain(value: object) -> str:
+    """Printable characters only."""
+    return "".join(char for char in str(value) if char.isprintable())
+
+
+def summary(state: Fields) -> Text:
+    """Two lines: what it is and does, and how that went of late."""
+    queue, point = state["queue"], (state.get("history") or [None])[-1]
+    up = sum(one["health"] == "up" and not one["draining"] for one in state["endpoints"])
+    text = Text()
+    text.append(f"lbproxy {plain(state['version'])}", style="bold")
+    text.append(f"  {plain(state['policy'])}  up {_duration(state['uptime_s'])}  ")
+    members = sum(not one["leaving"] for one in state["endpoints"])
+    text.append(f"{up} of {members} endpoints up", style="green" if up == members else "red" if not up else "yellow")
+    if state["stopping"]:
+        text.append("  stopping", style="yellow")
+    if not state["settings"]["accepted"]:
+        text.append("  settings refused", style="red")
+    oldest = "" if queue["oldest_s"] is None else f", the oldest for {queue['oldest_s']:.1f} s"
+    text.append(f"\n{state['running']} running, ")
+    text.append(f"{queue['waiting']} waiting{oldest}", style="yellow" if queue["waiting"] else "")
+    if point is not None:
+        first_byte = point["first_byte_ms"]
+        text.append(f"  {point['requests'] / point['seconds']:.1f} requests/s")
+        text.append(f"  {point['errors']} errors", style="red" if point["errors"] else "dim")
+        text.append(f"  {point['rejected']} rejected", style="yellow" if point["rejected"] else "dim")
+        text.append(f"  first byte {_number(first_byte['p50'])} / {_number(first_byte['p95'])} ms")
+    return text
+
+
+def fleet(endpoints: Sequence[Fields], limit: int | None = None) -> Table:
+    """One row each, 80 columns wide at most. With a `limit` those first that need a look."""
+    table = Table(box=None, padding=(0, 0, 0, 1), header_style="dim", pad_edge=False)
+    table.add_column("endpoint", no_wrap=True, max_width=MAX_NAME)
+    table.add_column("health", no_wrap=True)
+    for head in ("flight", "wait", "run", "kv", "first B", "hit", "queue", "ms/kt"):
+        table.add_column(head, justify="right", no_wrap=True)
+    shown = list(endpoints)
+    if limit is not None and len(shown) > limit:
+        shown = sorted(shown, key=lambda one: (one["health"] == "up" and not one["draining"], -one["in_flight"]))
+        shown = shown[: max(0, limit - 1)]
+    for one in shown:
+        table.add_row(*_row(one))
+    if len(shown) < len(endpoints):
+        table.add_row(Text(f"and {len(endpoints) - len(shown)} more", style="dim"))
+    return table
+
+
+def _row(one: Fields) -> Iterator[RenderableType]:
+    learned, recent = one["learned"] or {}, one["recent"] or {}
+    speed = learned.get("prefill_ms_per_token")
+    yield Text(_short(plain(one["name"])))
+    yield _health(one)
+    yield str(one["in_flight"])
+    yield _number(one["waiting"])
+    yield _number(one["running"])
+    yield _percent(one["kv_utilization"])
+    yield _number(recent.get("first_byte_ms"))
+    yield _percent(recent.get("hit_ratio"))
+    yield _number(learned.get("prefill_queue_ms"))
+    yield _number(None if speed is None else 1000.0 * speed)
+
+
+def _health(one: Fields) -> Text:
+    health = plain(one["health"]).replace("_", " ")
+    style = HEALTH_STYLES.get(one["health"], "")
+    if one["leaving"]:
+        return Text("leaving", style="yellow")
+    if one["draining"]:
+        return Text("drained" if not one["in_flight"] else "draining", style="yellow")
+    if one["backing_off"]:
+        return Text("backing off", style="yellow")
+    return Text(f"slow start {one['share']:.0%}" if one["share"] < 1.0 else health, style=style)
+
+
+LEGEND = (
+    "flight: our requests there · wait, run, kv: the engine's own word · first B: median ms to the first byte · "
+    "hit: of prompts in its cache · queue: ms of prefill queued · ms/kt: prefill, 1,000 tokens"
+)
+
+
+def decisions(recent: Sequence[Fields]) -> Table:
+    """Recent requests, one row each."""
+    table = Table(box=None, padding=(0, 0, 0, 1), header_style="dim", pad_edge=False)
+    table.add_column("request", no_wrap=True, max_width=MAX_NAME)
+    table.add_column("endpoint", no_wrap=True, max_width=16)
+    table.add_column("outcome", no_wrap=True, max_width=14)
+    for head in ("queue", "first B", "took ms"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for one in recent:
+        good = one["outcome"] == "completed" and (one["status"] or 0) < 400
+        table.add_row(
+            Text(_short(plain(one["id"]))),
+            Text(plain(one["endpoint"] or "-")),
+            Text(plain(one["outcome"]), style="" if good else "red"),
+            _number(one["queue_ms"]),
+            _number(one["observed"]["first_byte_ms"]),
+            _number(one["duration_ms"]),
+        )
+    return table
+
+
+def transitions(recent: Sequence[Fields]) -> Group:
+    """What endpoints became, one line each."""
+    lines = []
+    for one in recent:
+        became = f"{plain(one['endpoint'])} is {plain(one['to']).replace('_', ' ')}"
+        line = Text(f"{plain(one['at'])[11:19]} ", style="dim", no_wrap=True, overflow="ellipsis")
+        line.append(became, style=HEALTH_STYLES.get(one["to"], ""))
+        line.append(f": {plain(one['reason'])}")
+        lines.append(line)
+    return Group(*lines)
+
+
+# --- One request ------------------------------------------------------------------------------------------------------
+
+
+def explanation(found: Fields) -> Group:
+    """Why a request went where it went, and what came of it."""
+    pieces: list[RenderableType] = [_headline(found)]
+    if found["waited"] is not None:
+        pieces.append(Text(f"It waited {found['queue_ms']:,.1f} ms: {found['waited']['meaning']}."))
+    for one in found["failed"]:
+        failed = f"An attempt at {plain(one['endpoint'])} failed: {plain(one['failure'])}."
+        pieces.append(Text(failed, style="yellow"))
+    if found["error"]:
+        pieces.append(Text(plain(found["error"]), style="yellow"))
+    for number, one in enumerate(found["decisions"], 1):
+        pieces += ["", *_decision(one, number)]
+    if found["decisions"]:
+        pieces += ["", _outcome(found)]
+    return Group(*pieces)
+
+
+def _headline(found: Fields) -> Text:
+    text = Text(f"{plain(found['id'])}", style="bold")
+    text.append(f"  {plain(found['at'])}  {plain(found['method'])} {plain(found['path'])}", style="not bold")
+    text.append(f"  model {plain(found['model'] or '-')}", style="not bold")
+    attempts = found["attempts"]
+    where = f"on {plain(found['endpoint'])}" if found["endpoint"] else "on no endpoint"
+    tries = "1 attempt" if attempts == 1 else f"{attempts} attempts"
+    if found["running"]:
+        ended = "it runs"
+    else:
+        ended = f"{plain(found['outcome'])}, status {found['status']}, after {found['duration_ms']:,.1f} ms"
+    text.append(f"\n{ended}, {where}, {tries}", style="not bold")
+    return text
+
+
+def _decision(made: Fields, number: int) -> Iterator[RenderableType]:
+    count = made["candidates"]
+    yield Text(f"Attempt {number}: {plain(made['endpoint'])}, by {plain(made['policy'])}: {plain(made['because'])}.")
+    shown = made["shown"]
+    if shown:
+        table = Table(box=None, padding=(0, 0, 0, 1), header_style="dim", pad_edge=False)
+        table.add_column("", no_wrap=True)
+        table.add_column("cost", justify="right", no_wrap=True)
+        names = [name for name in shown[0]["parts"] if any(round(one["parts"][name] or 0.0, 1) for one in shown)]
+        for name in names:
+            table.add_column(plain(name).replace("_", "\n"), justify="right", no_wrap=True)
+        for one in shown:
+            style = "bold green" if one["chosen"] else ""
+            parts = [_tenth(one["parts"][name]) for name in names]
+            table.add_row(Text(_short(plain(one["endpoint"]))), _tenth(one["cost"]), *parts, style=style)
+        yield table
+    if count > len(shown) > 0:
+        yield Text(f"and {count - len(shown)} more, which cost more", style="dim")
+    if made["left_out"]:
+        listed = ", ".join(
+            f"{plain(one['endpoint'])} ({plain(one['why']).replace('_', ' ')})" for one in made["left_out"]
+        )
+        yield Text(f"not asked: {listed}", style="dim")
+
+
+def _outcome(found: Fields) -> Table:
+    predicted, observed = found["predicted"], found["observed"]
+    table = Table(box=None, padding=(0, 0, 0, 1), header_style="dim", pad_edge=False)
+    table.add_column("")
+    table.add_column("predicted", justify="right")
+    table.add_column("observed", justify="right")
+    what = "first byte, ms" if found["stream"] else "first byte, ms (no stream: its end)"
+    table.add_row(what, _tenth(predicted["first_byte_ms"]), _tenth(observed["first_byte_ms"]))
+    of = "" if observed["prompt_tokens"] is None else f" of {observed['prompt_tokens']:,}"
+    cached = "-" if observed["cached_tokens"] is None else f"{observed['cached_tokens']:,}"
+    table.add_row(f"cached prompt tokens{of}", _number(predicted["cached_tokens"]), cached)
+    return table
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_NAME else f"{text[: MAX_NAME - 1]}…"
+
+
+def _number(value: Any) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _tenth(value: Any) -> str:
+    return "-" if value is None else f"{value:,.1f}"
+
+
+def _percent(value: Any) -> str:
+    return "-" if value is None else f"{100.0 * value:.0f}%"
+
+
+def _duration(seconds: float) -> str:
+    minutes = int(seconds) // 60
+    if minutes < 1:
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} days"
