@@ -15,6 +15,7 @@ import functools
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -133,40 +134,65 @@ LEVELS: dict[Outcome, int] = {
 _LEVEL_NAMES = {one: logging.getLevelName(level).lower() for one, level in LEVELS.items()}
 
 
-def _ms(seconds: float) -> float:
-    """To the microsecond; three times as fast as round()."""
-    return int(seconds * 1e6 + 0.5) / 1e3
+_HARMLESS = re.compile(r"[A-Za-z0-9._:/+=@-]{0,128}").fullmatch
+"""What needs no escapes: every request id that is ours, or that we took from a client."""
 
 
 def access_line(record: RequestRecord) -> bytes:
-    """The access log's line of a request, line feed included. About 3 µs."""
+    """The access log's line of a request, line feed included. 2 µs: most of it is as in a line before."""
+    placed_at, first_byte_at, started_at = record.placed_at, record.first_byte_at, record.started_at
     outcome, status = OUTCOMES[record.outcome]
-    started_at, placed_at, first_byte_at = record.started_at, record.placed_at, record.first_byte_at
-    model, error = record.model, record.error
-    line = {
-        "time": stamp(time.time()),
-        "level": _LEVEL_NAMES[record.outcome],
-        "event": "request",
-        "id": plain(record.id, MAX_FIELD_CHARS),
-        "client": plain(record.client, MAX_FIELD_CHARS),
-        "method": plain(record.method, MAX_FIELD_CHARS),
-        "path": plain(record.path.partition("?")[0], MAX_PATH_CHARS),
+    facts = _facts(
+        record.client,
+        record.method,
+        record.path,
+        record.model,
+        record.stream,
+        record.endpoint,
+        record.status or status,
+        outcome,
+        record.attempts,
+    )
+    queue = "null" if placed_at is None else f"{1e3 * record.queue_s:.3f}"
+    ttfb = "null" if first_byte_at is None else f"{1e3 * (first_byte_at - started_at):.3f}"
+    error = "" if record.error is None else f',"error":{_quoted(record.error, MAX_ERROR_CHARS)}'
+    return (
+        f'{{"time":"{stamp(time.time())}","level":"{_LEVEL_NAMES[record.outcome]}","event":"request",'
+        f'"id":{_quoted(record.id, MAX_FIELD_CHARS)},{facts},"request_bytes":{record.request_bytes},'
+        f'"response_bytes":{record.response_bytes},"events":{record.events},"queue_ms":{queue},"ttfb_ms":{ttfb},'
+        f'"duration_ms":{1e3 * (record.ended_at - started_at):.3f}{error}}}\n'
+    ).encode("ascii")
+
+
+@functools.lru_cache(maxsize=1024)
+def _facts(  # noqa: PLR0913, PLR0917 - the cache's key
+    client: str,
+    method: str,
+    path: str,
+    model: str | None,
+    stream: bool,
+    endpoint: str | None,
+    status: int,
+    outcome: str,
+    attempts: int,
+) -> str:
+    """Those fields of a line that many requests have in common. At most 16 KB each."""
+    fields = {
+        "client": plain(client, MAX_FIELD_CHARS),
+        "method": plain(method, MAX_FIELD_CHARS),
+        "path": plain(path.partition("?")[0], MAX_PATH_CHARS),
         "model": None if model is None else plain(model, MAX_FIELD_CHARS),
-        "stream": record.stream,
-        "endpoint": record.endpoint,
-        "status": record.status or status,
+        "stream": stream,
+        "endpoint": endpoint,
+        "status": status,
         "outcome": outcome,
-        "attempts": record.attempts,
-        "request_bytes": record.request_bytes,
-        "response_bytes": record.response_bytes,
-        "events": record.events,
-        "queue_ms": None if placed_at is None else _ms(record.queue_s),
-        "ttfb_ms": None if first_byte_at is None else _ms(first_byte_at - started_at),
-        "duration_ms": _ms(record.ended_at - started_at),
+        "attempts": attempts,
     }
-    if error is not None:
-        line["error"] = plain(error, MAX_ERROR_CHARS)
-    return orjson.dumps(line) + b"\n"  # a copy: what orjson returns holds on to 8 KiB for as long as it lives
+    return orjson.dumps(fields)[1:-1].decode("ascii")
+
+
+def _quoted(text: str, limit: int) -> str:
+    return f'"{text}"' if _HARMLESS(text) else orjson.dumps(plain(text, limit)).decode("ascii")
 
 
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", "event"}

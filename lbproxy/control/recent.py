@@ -21,7 +21,7 @@ from lbproxy.core.types import Outcome, RequestRecord, Transition, Wait
 Fields: TypeAlias = dict[str, object]
 """A JSON object."""
 
-REFUSED = (Outcome.SATURATED, Outcome.EXPIRED, Outcome.NO_ENDPOINTS, Outcome.MODEL_NOT_FOUND)
+REFUSED = frozenset({Outcome.SATURATED, Outcome.EXPIRED, Outcome.NO_ENDPOINTS, Outcome.MODEL_NOT_FOUND})
 """What the balancer says of requests that it does not place."""
 WAITS: dict[Wait, str] = {
     Wait.HELD: "the endpoint that is cheapest for it had a second of prefill queued",
@@ -51,7 +51,7 @@ class Recent:
 
     def request(self, record: RequestRecord) -> None:
         """See runtime.Sink."""
-        if record.attempts or record.wait is not None or record.outcome in REFUSED:
+        if record.decisions or record.attempts > 1 or record.wait is not None or _failed(record):
             if len(record.path) > MAX_PATH_CHARS:
                 record = copy(record)
                 record.path = record.path[:MAX_PATH_CHARS]
@@ -96,6 +96,12 @@ class Recent:
             if record.endpoint is not None and record.placed_at is not None:
                 groups[record.endpoint].append(record)
         return {name: _digest(records) for name, records in groups.items()}
+
+
+def _failed(record: RequestRecord) -> bool:
+    """An endpoint failed it, or the balancer refused it."""
+    outcome = record.outcome
+    return outcome is not Outcome.COMPLETED and (record.attempts > 0 or outcome in REFUSED)
 
 
 def _digest(records: list[RequestRecord]) -> Fields:
@@ -159,15 +165,12 @@ def _explained(record: RequestRecord, offset: float, *, running: bool) -> Fields
 
 def _decision(made: Decision, offset: float) -> Fields:
     parts = made.breakdown()
-    shown = [
-        {
-            "endpoint": endpoint.name,
-            "chosen": endpoint is made.chosen,
-            "cost": _rounded(cost),
-            "parts": {name: _rounded(value) for name, value in part.items()},
-        }
-        for endpoint, cost, part in zip(made.shown, made.costs, parts, strict=True)
+    shown: list[Fields] = [
+        {"endpoint": one.name, "chosen": one is made.chosen, "cost": _rounded(cost)}
+        for one, cost in zip(made.shown, made.costs, strict=False)
     ]
+    for one, part in zip(shown, parts, strict=False):
+        one["parts"] = {name: _rounded(value) for name, value in part.items()}
     shown.sort(key=lambda one: one["cost"] if isinstance(one["cost"], float) else float("inf"))
     return {
         "at": stamp(made.at + offset),

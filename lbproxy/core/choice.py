@@ -16,7 +16,7 @@ from typing import TypeAlias
 from lbproxy.config import AdmissionSettings
 from lbproxy.core.backpressure import Backpressure
 from lbproxy.core.endpoints import EndpointSet
-from lbproxy.core.explain import MAX_SHOWN, alone, decision
+from lbproxy.core.explain import MAX_SHOWN, Decision, Explainer
 from lbproxy.core.pricing import Plan, Policy
 from lbproxy.core.types import EndpointState, Outcome, Ticket, Wait
 
@@ -35,7 +35,7 @@ class Choice:
     holds: bool
     """Requests wait while their cheapest endpoint has more than `HOLD_MS` queued."""
     explains = False
-    """Tickets that are placed say why: `Ticket.decision`."""
+    """Tickets that are placed say why, as far as `core.explain` wants it: `Ticket.decision`."""
 
     def __init__(
         self,
@@ -51,6 +51,7 @@ class Choice:
         self._slow_start = endpoints.judge.slow_start
         self._starting = self._slow_start.starting
         self._rng = rng
+        self._explainer = Explainer()
         self.adopt(policy, admission)
 
     def adopt(self, policy: Policy, admission: AdmissionSettings) -> None:
@@ -80,8 +81,10 @@ class Choice:
             chosen = self._gently(ticket, candidates, now, plan)
         else:
             chosen = self._cheapest(ticket, candidates, now, plan)
-        if ticket.decision is not None:
-            self._explain_absence(ticket, members, now)
+        made = ticket.decision
+        if made is not None and made.candidates < len(members):
+            left_out = ((state.endpoint, self._why_not(state, now)) for state in members)
+            made.left_out = [(endpoint, why) for endpoint, why in left_out if why is not None][:MAX_SHOWN]
         return chosen
 
     def hopeless(self, ticket: Ticket, *, now: float) -> Outcome | None:
@@ -132,8 +135,8 @@ class Choice:
     def _cheapest(self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, plan: Plan | None) -> Chosen:
         """The cheapest of `candidates`, if it has not enough to do."""
         if self._skip_price and len(candidates) == 1:
-            if self.explains:
-                ticket.decision = alone(self.policy, candidates[0], now)
+            if self.explains and self._explainer.wants(ticket, now):
+                ticket.decision = self._decision(candidates[0], candidates, (), now)
             return candidates[0]
         prices = self.policy.price(ticket.request, candidates, plan=plan, now=now)
         index = self._lowest(prices.costs, candidates)
@@ -143,8 +146,9 @@ class Choice:
             if plan is not None and prices.uncached_tokens is not None:
                 plan[candidates[index].load.slot] += prices.uncached_tokens[index]
             return Wait.HELD if min(prices.waits_ms) <= HOLD_MS else Wait.BUSY
-        if self.explains:
-            ticket.decision = decision(self.policy, ticket.request, candidates, prices, index, now)
+        if self.explains and self._explainer.wants(ticket, now):
+            ticket.decision = self._decision(candidates[index], candidates, prices.costs, now)
+            ticket.decision.take_down(ticket, prices)
         return candidates[index]
 
     def _lowest(self, costs: list[float], candidates: Sequence[EndpointState]) -> int:
@@ -159,14 +163,10 @@ class Choice:
         oldest = min(candidates[index].placed_seq for index in good)
         return self._rng.choice([index for index in good if candidates[index].placed_seq == oldest])
 
-    def _explain_absence(self, ticket: Ticket, members: Sequence[EndpointState], now: float) -> None:
-        """Add to the decision who was not among its candidates."""
-        made = ticket.decision
-        assert made is not None
-        made.absent = self._endpoints.absent()
-        if made.candidates < len(members):
-            left_out = ((state.endpoint, self._why_not(state, now)) for state in members)
-            made.left_out = [(endpoint, why) for endpoint, why in left_out if why is not None][:MAX_SHOWN]
+    def _decision(
+        self, chosen: EndpointState, candidates: Sequence[EndpointState], costs: Sequence[float], now: float
+    ) -> Decision:
+        return Decision(self.policy, now, chosen, candidates, costs, self._endpoints.absent())
 
     def _why_not(self, state: EndpointState, now: float) -> str | None:
         if now < state.backing_off_until:

@@ -392,7 +392,16 @@ class FrontEnd(web.Server):
             keys = hash_prompt(prompt, model=model, salt=facts.cache_salt, block_bytes=block_bytes)
         size = len(request.body)
         return InferenceRequest(
-            request_id, model, facts.stream, size, prompt_bytes, keys, facts.max_tokens, fields.priority, fields.session
+            request_id,
+            model,
+            facts.stream,
+            size,
+            prompt_bytes,
+            keys,
+            facts.max_tokens,
+            fields.priority,
+            fields.session,
+            fields.explain,
         )
 
     def _list_models(self, turn: Turn) -> None:

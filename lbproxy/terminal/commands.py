@@ -44,12 +44,12 @@ def drain(client: AdminClient, console: Console, name: str, *, wait: bool, timeo
     while True:
         left = progress["in_flight"]
         if left != said:
-            console.print(f"{shown} is {'drained' if not left else f'draining: {left} requests left'}", highlight=False)
+            console.print(f"{shown} is {'drained' if not left else f'draining: {left} requests left'}", markup=False)
             said = left
         if not left or not wait:
             return 0
         if timeout_s is not None and time.monotonic() - began_at >= timeout_s:
-            console.print(f"{shown} has {left} requests left after {timeout_s:g} s", style="red", highlight=False)
+            console.print(f"{shown} has {left} requests left after {timeout_s:g} s", style="red", markup=False)
             return 1
         time.sleep(POLL_S)
         progress = client.get("endpoints", name)
@@ -58,5 +58,5 @@ def drain(client: AdminClient, console: Console, name: str, *, wait: bool, timeo
 def undrain(client: AdminClient, console: Console, name: str) -> int:
     """Give it requests again."""
     client.post("endpoints", name, "undrain")
-    console.print(f"{plain(name)} takes requests again", highlight=False)
+    console.print(f"{plain(name)} takes requests again", markup=False)
     return 0

@@ -140,7 +140,7 @@ def explanation(found: Fields) -> Group:
     """Why a request went where it went, and what came of it."""
     pieces: list[RenderableType] = [_headline(found)]
     if found["waited"] is not None:
-        pieces.append(Text(f"It waited {found['queue_ms']:,.1f} ms: {found['waited']['meaning']}."))
+        pieces.append(Text(f"It waited {found['queue_ms']:,.1f} ms: {plain(found['waited']['meaning'])}."))
     for one in found["failed"]:
         failed = f"An attempt at {plain(one['endpoint'])} failed: {plain(one['failure'])}."
         pieces.append(Text(failed, style="yellow"))

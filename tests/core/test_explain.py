@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -10,10 +11,10 @@ from hypothesis import strategies as st
 
 from lbproxy.config import AdmissionSettings, HealthSettings
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.explain import MAX_SHOWN
+from lbproxy.core.explain import EXPLAINED_PER_S, MAX_SHOWN, Decision
 from lbproxy.core.policy import POLICIES
 from lbproxy.core.retry import FailureKind
-from lbproxy.core.types import InferenceRequest, LoadMetrics, LoraMetrics, Outcome, Ticket, TicketState, Wait
+from lbproxy.core.types import Endpoint, InferenceRequest, LoadMetrics, LoraMetrics, Outcome, Ticket, TicketState, Wait
 from tests.support.pool import MODEL, card, make_balancer, pool_of, request
 
 SCORERS = {"queue": 2.0, "kv-utilization": 1.0, "in-flight": 0.5, "prefix": 3.0}
@@ -108,6 +109,28 @@ def test_of_a_large_fleet_the_cheapest_are_kept() -> None:
         assert decision.chosen in decision.shown
         for one, cost in zip(decision.breakdown(), decision.costs, strict=True):
             assert sum(one.values()) == pytest.approx(cost)
+
+
+def test_of_very_many_a_second_those_are_explained_that_something_is_special_about() -> None:
+    """What takes some microseconds must not be done ten thousand times a second for nobody."""
+    balancer = explained("adaptive", 3)
+
+    def placed(now: float, avoid: Sequence[Endpoint] = (), **more: object) -> Decision | None:
+        uids = frozenset(one.uid for one in avoid)
+        ticket = balancer.submit(request()._replace(**more), now=now, avoid=uids)  # type: ignore[arg-type]
+        balancer.first_byte(ticket, now=now)
+        balancer.close(ticket, Outcome.COMPLETED, now=now)
+        return ticket.decision
+
+    first = placed(10.0)
+    assert first is not None
+    for _ in range(EXPLAINED_PER_S - 1):
+        assert placed(10.0) is not None
+    assert placed(10.0) is None
+    assert placed(10.9) is None
+    assert placed(10.9, explain=True) is not None, "its client asks"
+    assert placed(10.9, avoid=[first.chosen]) is not None, "it is tried again"
+    assert placed(11.0) is not None
 
 
 def test_nothing_is_kept_unless_somebody_wants_it() -> None:

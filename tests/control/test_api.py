@@ -1,0 +1,438 @@
+"""The admin API's handlers: what they refuse, what they survive, and what a viewer costs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lbproxy.config import ConfigError, Settings, parse, without_secrets
+from lbproxy.control import feed
+from lbproxy.control.admin import Admin
+from lbproxy.control.api import Api
+from lbproxy.control.families import Loads
+from lbproxy.control.history import STEPS, History, quantile_ms
+from lbproxy.control.overlay import Overlay, UnknownEntryError
+from lbproxy.control.recent import MAX_TRANSITIONS, Recent
+from lbproxy.control.state import State
+from lbproxy.control.telemetry import FIRST_BYTE_BUCKETS, Totals
+from lbproxy.core.types import (
+    Endpoint,
+    EndpointSpec,
+    EndpointUid,
+    Health,
+    InferenceRequest,
+    Outcome,
+    RequestRecord,
+    TicketState,
+    Transition,
+    Usage,
+    Wait,
+)
+from tests.control.rig import Rig, rig
+from tests.support.aio import run, until
+
+JSON = {"content-type": "application/json"}
+SETTINGS = "endpoints: [{url: http://10.0.0.1:8000, name: e1}, {url: http://10.0.0.2:8000, name: e2}]"
+
+
+class FakeFront:
+    draining = False
+    running = 0
+    open_connections = 0
+
+    def running_records(self) -> list[RequestRecord]:
+        return []
+
+
+class FakePages:
+    async def page(self) -> tuple[bytes, str]:
+        return b"", "text/plain"
+
+
+class FakeSteering:
+    def __init__(self) -> None:
+        self.settings = parse(SETTINGS, environ={})
+        self.problems: list[str] | None = []
+        self.added: list[tuple[Mapping[str, object], bool]] = []
+
+    async def reload(self) -> list[str] | None:
+        return self.problems
+
+    async def add_endpoint(self, entry: Mapping[str, object], *, keep: bool) -> str:
+        _, changed = Overlay().add(self.settings, entry, keep=keep)
+        self.added.append((entry, keep))
+        return changed.endpoints[-1].name
+
+    async def remove_endpoint(self, name: str) -> bool:
+        Overlay().remove(self.settings, name)
+        return True
+
+    def set_log_level(self, level: str) -> None:
+        log = self.settings.log.model_copy(update={"level": level})
+        self.settings = self.settings.model_copy(update={"log": log})
+
+    def origin(self, name: str) -> str:
+        return "settings"
+
+
+class Site:
+    def __init__(self, pool: Rig) -> None:
+        self.rig = pool
+        self.front = FakeFront()
+        self.steering = FakeSteering()
+        self.recent = Recent(100, pool.runtime.now, self.front.running_records)
+        loads = Loads()
+        state = State(
+            pool.runtime,
+            self.front,
+            self.recent,
+            settings=lambda: self.steering.settings,
+            origin=self.steering.origin,
+            loads=loads,
+        )
+        history = History(lambda: Totals([0] * 12, 0), pool.runtime.snapshot)
+        self.api = Api(pool.runtime, state, history, self.steering)
+        self.admin = Admin(pool.runtime, self.front, FakePages(), None, self.api)
+
+
+@asynccontextmanager
+async def site() -> AsyncIterator[tuple[Site, httpx.AsyncClient]]:
+    specs = [EndpointSpec(name=f"e{n}", base_url=f"http://10.0.0.{n}:8000") for n in (1, 2)]
+    async with rig(*specs) as pool:
+        made = Site(pool)
+        port = await made.admin.start("127.0.0.1", 0)
+        try:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+                yield made, client
+        finally:
+            await made.admin.close()
+
+
+def code(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+def test_a_page_from_elsewhere_cannot_have_a_browser_change_anything() -> None:
+    """A form posts without asking; what it posts is no JSON, and it cannot know the token."""
+
+    async def main() -> None:
+        async with site() as (made, client):
+            made.rig.bring_up()
+            form = {"content-type": "text/plain"}
+            for method, path in (
+                ("POST", "/admin/endpoints/e1/drain"),
+                ("POST", "/admin/reload"),
+                ("PUT", "/admin/log-level"),
+            ):
+                assert code(await client.request(method, path, headers=form, content=b"{}")) == (415, "content_type")
+            origin = {"origin": "http://evil.example", **JSON}
+            for path in ("/admin/state", "/admin/events", "/admin/openapi.json"):
+                assert (await client.get(path, headers=origin)).status_code == 403
+            assert (await client.delete("/admin/endpoints/e1", headers=origin)).status_code == 403
+            assert (await client.get("/admin/state", headers={"host": "evil.example"})).status_code == 403
+            assert not any(one.draining for one in made.rig.snapshots())
+            assert (await client.post("/admin/endpoints/e1/drain", headers=JSON)).json()["draining"] is True
+
+    run(main())
+
+
+def test_what_is_wrong_is_said_in_one_shape() -> None:
+    async def main() -> None:
+        async with site() as (made, client):
+            add = "/admin/endpoints"
+            assert code(await client.post(add, headers=JSON, content=b"{")) == (400, "invalid_json")
+            assert code(await client.post(add, headers=JSON, content=b"[]")) == (400, "invalid_json")
+            assert code(await client.post(add, headers=JSON, content=b"x" * 100_000)) == (413, "request_too_large")
+            assert code(await client.post(add, json={"url": "http://a:1", "keep": 1})) == (422, "invalid_endpoint")
+            assert code(await client.post(add, json={})) == (422, "invalid_endpoint")
+            assert code(await client.put("/admin/log-level", json={"level": ["x"]})) == (422, "invalid_level")
+            for limit in ("0", "-1", "x", "1001", "9" * 5000, "٣"):
+                assert code(await client.get("/admin/decisions", params={"limit": limit})) == (400, "invalid_limit")
+            assert code(await client.get("/admin/endpoints/no")) == (404, "unknown_endpoint")
+            assert code(await client.post("/admin/endpoints/no/drain", headers=JSON)) == (404, "unknown_endpoint")
+            assert code(await client.delete("/admin/endpoints/no")) == (404, "unknown_endpoint")
+            assert code(await client.get("/admin/decisions/no")) == (404, "unknown_request")
+            assert code(await client.get("/admin/nothing")) == (404, "unknown_url")
+            assert code(await client.post("/admin/state", headers=JSON)) == (405, "method_not_allowed")
+            made.steering.problems = None
+            assert code(await client.post("/admin/reload", headers=JSON)) == (409, "no_settings_file")
+            made.steering.problems = ["a: b"]
+            refused = await client.post("/admin/reload", headers=JSON)
+            assert refused.json()["error"]["problems"] == ["a: b"]
+
+    run(main())
+
+
+def test_a_name_may_have_anything_that_a_path_can_say() -> None:
+    async def main() -> None:
+        specs = [EndpointSpec(name="pool/[::1]:80", base_url="http://[::1]:80")]
+        async with rig(*specs) as pool:
+            made = Site(pool)
+            port = await made.admin.start("127.0.0.1", 0)
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+                answer = await client.post("/admin/endpoints/pool%2F%5B::1%5D:80/drain", headers=JSON)
+                assert answer.json()["name"] == "pool/[::1]:80"
+            await made.admin.close()
+
+    run(main())
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.floats(allow_nan=False) | st.integers() | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["url", "name", "keep", "level", "x"]), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(bodies=st.lists(JUNK, min_size=15, max_size=15), name=st.text(min_size=1, max_size=10))
+def test_nothing_brings_out_a_500(bodies: list[object], name: str) -> None:
+    async def main() -> None:
+        async with site() as (made, client):
+            for route in made.api.routes:
+                if route.path == "/admin/events":
+                    continue
+                path = route.path.replace("{name}", "e1" if len(name) > 5 else "x").replace("{id}", "y")
+                content = json.dumps(bodies.pop() if bodies else None).encode("utf-8", "surrogatepass")
+                answer = await client.request(route.method, path, headers=JSON, content=content)
+                assert answer.status_code < 500, (route, content)
+                assert answer.json()
+            junk = await client.get(
+                f"/admin/decisions/{'%'.join(f'{byte:02x}' for byte in name.encode('utf-8', 'replace'))}"
+            )
+            assert junk.status_code in {200, 400, 404}
+
+    run(main())
+
+
+def test_draining_what_was_removed_says_how_far_it_is() -> None:
+    async def main() -> None:
+        async with site() as (made, client):
+            made.rig.bring_up()
+            ticket = made.rig.runtime.submit(InferenceRequest("r", None), frozenset(), lambda _: None)
+            assert ticket.placed_on is not None
+            name = ticket.placed_on.endpoint.name
+            made.rig.runtime.set_endpoints([])
+            listed = (await client.get("/admin/endpoints")).json()["endpoints"]
+            assert [(one["name"], one["leaving"], one["in_flight"]) for one in listed] == [(name, True, 1)]
+            progress = (await client.post(f"/admin/endpoints/{name}/drain", headers=JSON)).json()
+            assert (progress["leaving"], progress["in_flight"], progress["drained"]) == (True, 1, False)
+            assert (await client.post(f"/admin/endpoints/{name}/undrain", headers=JSON)).status_code == 404
+            made.rig.runtime.close(ticket, Outcome.COMPLETED)
+            assert (await client.get("/admin/endpoints")).json() == {"endpoints": []}
+
+    run(main())
+
+
+# --- The feed ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_frame_is_rendered_once_for_all_viewers_and_only_while_there_are_some() -> None:
+    async def main() -> None:
+        async with site() as (made, client):
+            rendered = 0
+            render = made.api.feed._render
+
+            def counting() -> dict[str, object]:
+                nonlocal rendered
+                rendered += 1
+                return render()
+
+            made.api.feed._render = counting
+
+            async def view() -> list[str]:
+                ids: list[str] = []
+                async with client.stream("GET", "/admin/events") as answer:
+                    async for line in answer.aiter_lines():
+                        if line.startswith("id: "):
+                            ids.append(line)
+                        if len(ids) == 2:
+                            return ids
+                raise AssertionError("it ended")
+
+            seen = await asyncio.gather(*(view() for _ in range(5)))
+            assert all(len(ids) == 2 for ids in seen)
+            assert rendered <= 4, "5 viewers, 2 or 3 frames"
+            await until(lambda: made.api.feed.viewers == 0)
+            before = rendered
+            await asyncio.sleep(feed.PERIOD_S)
+            assert rendered == before
+
+    run(main())
+
+
+def test_viewers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "MAX_VIEWERS", 1)
+
+    async def main() -> None:
+        async with site() as (made, client), client.stream("GET", "/admin/events") as one:
+            assert one.status_code == 200
+            assert code(await client.get("/admin/events")) == (503, "too_many_viewers")
+            made.api.feed.close()
+            assert (await one.aread()).count(b"event: state") >= 1, "and it ends when lbproxy does"
+
+    run(main())
+
+
+# --- What happened of late --------------------------------------------------------------------------------------------
+
+
+def record(request_id: str, **more: object) -> RequestRecord:
+    made = RequestRecord(request_id, "POST", "/v1/completions", "127.0.0.1", 10.0)
+    made.attempts, made.outcome, made.status, made.endpoint = 1, Outcome.COMPLETED, 200, "e1"
+    made.stream, made.placed_at, made.first_byte_at, made.ended_at = True, 10.0, 10.25, 11.0
+    made.wait = Wait.FULL
+    for name, value in more.items():
+        setattr(made, name, value)
+    return made
+
+
+def ids(recent: Recent, limit: int = 100, endpoint: str | None = None) -> list[object]:
+    return [one["id"] for one in recent.requests(limit, endpoint=endpoint)]
+
+
+def test_the_last_so_many_are_kept_the_newest_first() -> None:
+    recent = Recent(3, lambda: 20.0, list)
+    for n in range(5):
+        recent.request(record(str(n), endpoint=f"e{n % 2}"))
+    assert ids(recent) == ["4", "3", "2"]
+    assert ids(recent, 1) == ["4"]
+    assert ids(recent, endpoint="e1") == ["3"]
+    recent.reconfigure(2)
+    assert ids(recent) == ["4", "3"]
+    recent.reconfigure(0)
+    recent.request(record("5"))
+    assert ids(recent) == []
+
+
+def test_what_is_special_is_kept_and_what_never_came_to_the_balancer_is_not() -> None:
+    recent = Recent(10, lambda: 20.0, list)
+    recent.request(record("404", attempts=0, wait=None, outcome=Outcome.UNKNOWN_URL))
+    recent.request(record("429", attempts=0, wait=None, outcome=Outcome.SATURATED))
+    recent.request(record("of many", wait=None))
+    recent.request(record("broke", wait=None, outcome=Outcome.UPSTREAM_BROKE))
+    recent.request(record("again", wait=None, attempts=2))
+    long = record("long", path="/v1/" + "x" * 60_000)
+    recent.request(long)
+    assert ids(recent) == ["long", "again", "broke", "429"]
+    found = recent.explain("long")
+    assert found is not None
+    assert len(str(found["path"])) == 512
+    assert len(long.path) > 512, "a record does not change"
+
+
+def test_a_running_request_comes_before_one_that_ended_under_the_same_id() -> None:
+    running = record("r", endpoint="e2")
+    running.decisions = ()
+    recent = Recent(10, lambda: 20.0, lambda: [running])
+    recent.request(record("r"))
+    found = recent.explain("r")
+    assert found is not None
+    assert (found["running"], found["endpoint"]) == (False, "e1"), "the running one has no decision yet"
+
+
+def test_endpoints_are_judged_by_what_they_had_last() -> None:
+    recent = Recent(10, lambda: 20.0, list)
+    recent.request(record("a", usage=Usage(100, 50, 10)))
+    recent.request(record("b", usage=Usage(300, 50, 10), first_byte_at=10.75))
+    recent.request(record("c", stream=False, first_byte_at=19.0))
+    recent.request(record("d", outcome=Outcome.UPSTREAM_BROKE, first_byte_at=None))
+    recent.request(record("e", endpoint="e2", placed_at=None))
+    assert recent.by_endpoint() == {"e1": {"requests": 4, "failed": 1, "first_byte_ms": 500.0, "hit_ratio": 0.25}}
+
+
+def test_transitions_are_bounded() -> None:
+    recent = Recent(0, lambda: 20.0, list)
+    endpoint = Endpoint(uid=EndpointUid(1), name="e1", base_url="http://10.0.0.1:8000")
+    for n in range(MAX_TRANSITIONS + 5):
+        recent.transition(Transition(endpoint, Health.UP, Health.DOWN, str(n)))
+    assert len(recent.transitions()) == MAX_TRANSITIONS
+    assert recent.transitions()[0]["reason"] == str(MAX_TRANSITIONS + 4)
+
+
+def test_history_is_what_was_counted_since_the_last_step() -> None:
+    counted = [Totals([0] * (len(FIRST_BYTE_BUCKETS) + 1), 0)]
+
+    async def main() -> None:
+        async with site() as (made, _):
+            history = History(lambda: counted[-1], made.rig.runtime.snapshot)
+            counted.append(Totals([*counted[0].first_bytes], 50, requests=10, errors=2, rejected=1))
+            counted[-1].first_bytes[2] = 4  # from 25 to 50 ms
+            history.sample(5.0)
+            (point,) = history.points
+            assert (point["requests"], point["errors"], point["rejected"], point["completion_tokens"]) == (10, 2, 1, 50)
+            assert point["first_byte_ms"] == {"p50": 37.5, "p95": 48.75}
+            history.sample(5.0)
+            assert history.points[-1]["requests"] == 0
+            assert history.points[-1]["first_byte_ms"] == {"p50": None, "p95": None}
+            for _ in range(STEPS):
+                history.sample(5.0)
+            assert len(history.points) == STEPS
+
+    run(main())
+
+
+def test_a_quantile_beyond_the_last_bound_is_that_bound() -> None:
+    counts = [0] * len(FIRST_BYTE_BUCKETS) + [3]
+    assert quantile_ms(counts, 0.5) == 1000 * FIRST_BYTE_BUCKETS[-1]
+
+
+# --- Settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_added_lies_over_the_file_as_far_as_it_is_to_be_kept() -> None:
+    file = parse(SETTINGS, environ={})
+    overlay, now = Overlay().add(file, {"url": "http://10.0.0.3:8000", "name": "e3"}, keep=True)
+    overlay, now = overlay.add(now, {"url": "http://10.0.0.4:8000"}, keep=False)
+    assert [one.name for one in now.endpoints] == ["e1", "e2", "e3", "10.0.0.4:8000"]
+    after, reloaded = overlay.over(now, file)
+    assert [one.name for one in reloaded.endpoints] == ["e1", "e2", "e3"]
+    assert after.added == {"e3": True}
+    theirs = parse(SETTINGS.replace("]", ", {url: http://10.0.0.3:8000, name: other}]"), environ={})
+    after, reloaded = overlay.over(now, theirs)
+    assert [one.name for one in reloaded.endpoints] == ["e1", "e2", "other"]
+    assert after.added == {}
+    with pytest.raises(UnknownEntryError):
+        overlay.remove(now, "e9")
+    overlay, now = overlay.remove(now, "e3")
+    assert overlay.added == {"10.0.0.4:8000": False}
+    with pytest.raises(ConfigError) as error:
+        overlay.add(now, {"url": "http://10.0.0.1:8000", "health": 5}, keep=False)
+    assert [problem.partition(":")[0] for problem in error.value.problems] == ["health"]
+
+
+def test_secrets_are_not_shown() -> None:
+    token = "0123456789abcdef0123"
+    text = f"admin: {{host: 127.0.0.1, port: 9901, token: {token}}}\n{SETTINGS}"
+    shown = without_secrets(parse(text, environ={}))
+    assert token not in json.dumps(shown)
+    assert shown["admin"] == {"host": "127.0.0.1", "port": 9901, "token": "***"}
+    assert set(shown) == set(Settings.model_fields)
+
+
+def test_a_waiting_request_is_part_of_the_queue_that_is_shown() -> None:
+    async def main() -> None:
+        async with site() as (made, client):
+            runtime = made.rig.runtime
+            tickets = [
+                runtime.submit(InferenceRequest(str(n), "m", priority=n), frozenset(), lambda _: None)
+                for n in (0, 0, 5)
+            ]
+            assert all(one.state is TicketState.WAITING for one in tickets)
+            queue = (await client.get("/admin/state")).json()["queue"]
+            assert (queue["waiting"], queue["by_priority"], queue["by_model"]) == (3, {"0": 2, "5": 1}, {"m": 3})
+            assert queue["by_reason"] == {"full": 3}
+            assert queue["oldest_s"] >= 0
+            for one in tickets:
+                runtime.close(one, Outcome.CLIENT_CLOSED)
+
+    run(main())

@@ -1,0 +1,275 @@
+"""`lbproxy status`, `top`, `drain` and `explain`, against answers of the admin API and against a running lbproxy."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+
+from lbproxy.cli import main
+from lbproxy.terminal import commands
+from lbproxy.terminal.client import AdminClient, AdminError
+from lbproxy.terminal.tables import explanation, fleet, summary
+from lbproxy.terminal.top import picture
+from tests.support.process import LBPROXY, lbproxy, mock
+
+
+def endpoint(name: str, **more: object) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "name": name,
+        "health": "up",
+        "draining": False,
+        "leaving": False,
+        "backing_off": False,
+        "share": 1.0,
+        "in_flight": 3,
+        "waiting": 0.0,
+        "running": 3.0,
+        "kv_utilization": 0.42,
+        "learned": {"prefill_ms_per_token": 0.1, "prefill_queue_ms": 12.0},
+        "recent": {"first_byte_ms": 120.4, "hit_ratio": 0.31},
+    }
+    return found | more
+
+
+def state(endpoints: list[dict[str, Any]], **more: object) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "version": "0.1.0",
+        "policy": "adaptive",
+        "uptime_s": 3725.0,
+        "stopping": False,
+        "running": 9,
+        "settings": {"accepted": True, "at": "2026-11-22T00:00:00.000Z"},
+        "endpoints": endpoints,
+        "queue": {"waiting": 0, "oldest_s": None},
+        "transitions": [
+            {
+                "at": "2026-11-22T00:36:59.000Z",
+                "endpoint": "gpu-3",
+                "from": "up",
+                "to": "down",
+                "reason": "refused " * 40,
+            }
+        ]
+        * 5,
+        "decisions": [
+            {
+                "id": f"id-{n}",
+                "endpoint": "gpu-1",
+                "outcome": "completed",
+                "status": 200,
+                "queue_ms": 0.0,
+                "duration_ms": 812.0,
+                "observed": {"first_byte_ms": 33.0},
+            }
+            for n in range(20)
+        ],
+        "history": [
+            {"seconds": 5.0, "requests": 20, "errors": 1, "rejected": 0, "first_byte_ms": {"p50": 80, "p95": None}}
+        ],
+    }
+    return found | more
+
+
+def drawn(shown: Any, width: int = 80) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(shown)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return [line.rstrip() for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("count", [1, 3, 12, 100, 1000])
+def test_top_fits_a_terminal_of_80_by_24(count: int) -> None:
+    lines = drawn(picture(state([endpoint(f"gpu-{n}") for n in range(count)]), height=24))
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    shown = sum(re.match(r"gpu-\d+ +up ", line) is not None for line in lines)
+    assert shown >= min(count, 5)
+    if shown < count:
+        assert any(f"and {count - shown} more" in line for line in lines)
+
+
+def test_of_too_many_those_that_need_a_look_come_first() -> None:
+    endpoints = [endpoint(f"gpu-{n}") for n in range(50)]
+    endpoints[30] = endpoint("sick", health="ejected")
+    endpoints[40] = endpoint("leaves", draining=True, in_flight=2)
+    endpoints[20] = endpoint("busy", in_flight=99)
+    lines = drawn(fleet(endpoints, limit=5))
+    assert [line.split()[0] for line in lines] == ["endpoint", "sick", "leaves", "busy", "gpu-0", "and"]
+    assert "draining" in lines[2]
+    assert "and 46 more" in lines[-1]
+
+
+def test_what_is_unknown_is_a_dash_and_never_0() -> None:
+    unknown = endpoint("new", waiting=None, running=None, kv_utilization=None, learned=None, recent=None, in_flight=0)
+    assert drawn(fleet([unknown]))[1].split() == ["new", "up", "0", "-", "-", "-", "-", "-", "-", "-"]
+
+
+def test_nothing_from_outside_moves_the_cursor() -> None:
+    """A client chooses its request id's neighbours: the model, the path. A server words its errors."""
+    evil = "\x1b[2Jx\r\n\x07"
+    lines = drawn(picture(state([endpoint(evil)], version=evil, policy=evil), height=24))
+    found = {"endpoint": evil, "parts": {}, "chosen": True, "cost": 1.0}
+    decision = {
+        "endpoint": evil,
+        "policy": "p",
+        "because": evil,
+        "candidates": 1,
+        "shown": [found],
+        "left_out": [{"endpoint": evil, "why": evil}],
+    }
+    request = {
+        **dict.fromkeys(("id", "at", "method", "path", "model", "endpoint", "outcome", "error"), evil),
+        "status": 200,
+        "attempts": 2,
+        "running": False,
+        "stream": True,
+        "duration_ms": 1.0,
+        "queue_ms": 5.0,
+        "waited": {"because": "held", "meaning": evil},
+        "failed": [{"endpoint": evil, "failure": evil}],
+        "decisions": [decision],
+        "predicted": {"first_byte_ms": None, "cached_tokens": None},
+        "observed": {"first_byte_ms": None, "cached_tokens": None, "prompt_tokens": None},
+    }
+    text = "\n".join([*lines, *drawn(explanation(request))])
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert "[2Jx" in text
+
+
+def test_the_summary_says_what_is_wrong() -> None:
+    refused = {"accepted": False, "at": ""}
+    queue = {"waiting": 7, "oldest_s": 3.25}
+    found = state([endpoint("a"), endpoint("b", health="down")], settings=refused, stopping=True, queue=queue)
+    text = " ".join(drawn(summary(found)))
+    assert "1 of 2 endpoints up" in text
+    assert "stopping" in text
+    assert "settings refused" in text
+    assert "7 waiting, the oldest for 3.2 s" in text
+    assert "4.0 requests/s" in text
+    assert "first byte 80 / - ms" in text
+
+
+# --- The API ----------------------------------------------------------------------------------------------------------
+
+
+def answering(answer: Callable[[httpx.Request], httpx.Response]) -> AdminClient:
+    client = AdminClient("http://lb:1", "secret")
+    client._client = httpx.Client(
+        base_url="http://lb:1", transport=httpx.MockTransport(answer), headers=client._client.headers
+    )
+    return client
+
+
+def test_a_drain_waits_for_the_last_request_or_for_the_time() -> None:
+    left = [4, 4, 2, 0]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert request.headers["authorization"] == "Bearer secret"
+        assert request.url.raw_path.startswith(b"/admin/endpoints/pool%2Fa")
+        return httpx.Response(200, json={"in_flight": left.pop(0)})
+
+    console = Console(file=io.StringIO(), width=80)
+    assert commands.drain(answering(answer), console, "pool/a", wait=True, timeout_s=None) == 0
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.splitlines() == [
+        "pool/a is draining: 4 requests left",
+        "pool/a is draining: 2 requests left",
+        "pool/a is drained",
+    ]
+    left[:] = [1]
+    assert commands.drain(answering(answer), console, "pool/a", wait=False, timeout_s=None) == 0
+    left[:] = [1]
+    assert commands.drain(answering(answer), console, "pool/a", wait=True, timeout_s=0.0) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (httpx.Response(401, json={"error": {"message": "This needs a token."}}), "LBPROXY_ADMIN_TOKEN"),
+        (httpx.Response(422, json={"error": {"message": "No.", "problems": ["a: b", "c: d"]}}), "No.\n  a: b\n  c: d"),
+        (httpx.Response(200, text="<html>"), "is no lbproxy"),
+        (httpx.Response(200, json=[1]), "is no lbproxy"),
+        (httpx.Response(500, json={}), "answered 500"),
+    ],
+)
+def test_what_goes_wrong_is_said_in_a_line(answer: httpx.Response, said: str) -> None:
+    with pytest.raises(AdminError, match=re.escape(said)):
+        answering(lambda _: answer).get("state")
+
+
+@pytest.mark.parametrize("command", [["status"], ["top"], ["drain", "x"], ["undrain", "x"], ["explain", "x"]])
+def test_nobody_there_is_an_exit_with_1(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--admin", "http://127.0.0.1:9"]) == 1
+    assert "nobody answers at http://127.0.0.1:9" in capsys.readouterr().err
+    assert main([*command, "--admin", "127.0.0.1"]) == 1
+
+
+# --- A running one ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def terminal(*arguments: str) -> Iterator[Callable[[str], None]]:
+    """A command in a terminal of 80 columns and 24 lines. Yields what waits until it shows a text."""
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    process = subprocess.Popen([*LBPROXY, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, env=env)
+    os.close(theirs)
+    shown = b""
+
+    def wait_for(pattern: str) -> None:
+        nonlocal shown
+        end = time.monotonic() + 30
+        while not re.search(pattern, shown.decode("utf-8", "replace")):
+            assert time.monotonic() < end, shown
+            if select.select([ours], [], [], 0.2)[0]:
+                shown += os.read(ours, 1 << 16)
+        shown = b""
+
+    try:
+        yield wait_for
+        os.write(ours, b"q")
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def test_top_is_live_and_survives_that_lbproxy_goes(tmp_path: Path) -> None:
+    with (
+        mock("--speed", "20") as (_, url),
+        lbproxy(tmp_path, [f"{{url: '{url}', name: gpu-1}}"]) as (process, _, admin),
+        terminal("top", "--admin", admin) as shows,
+    ):
+        shows(r"gpu-1 +.*up")
+        httpx.post(f"{admin}/admin/endpoints/gpu-1/drain", headers={"content-type": "application/json"})
+        shows(r"gpu-1 +.*drained")
+        process.stop()
+        shows("asking again")
+
+
+def test_status_and_explain_as_json(tmp_path: Path) -> None:
+    with mock("--speed", "20") as (_, url), lbproxy(tmp_path, [url]) as (process, listen, admin):
+        process.wait_for("serves sim")
+        body = {"model": "sim", "prompt": "x", "max_tokens": 1}
+        httpx.post(f"{listen}/v1/completions", json=body, headers={"x-request-id": "mine"})
+        for command, key in ((["status"], "endpoints"), (["explain", "mine"], "decisions")):
+            done = subprocess.run(
+                [*LBPROXY, *command, "--json", "--admin", admin], capture_output=True, text=True, check=True
+            )
+            assert json.loads(done.stdout)[key]
