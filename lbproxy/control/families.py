@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from prometheus_client import generate_latest
@@ -100,6 +101,21 @@ class _Single(Collector):
 
 
 # --- Our own load -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Totals:
+    """Requests that ended, since the start."""
+
+    first_bytes: list[int]
+    """Streams by time to their first byte: by its bucket."""
+    tokens: int
+    """Of answers."""
+    requests: int = 0
+    errors: int = 0
+    """Those of them that an endpoint or lbproxy failed."""
+    rejected: int = 0
+    """Those that were answered 429."""
 
 
 class Load(Protocol):

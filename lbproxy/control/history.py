@@ -10,8 +10,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from lbproxy.control.families import Totals
 from lbproxy.control.log import stamp
-from lbproxy.control.telemetry import FIRST_BYTE_BUCKETS, Totals
+from lbproxy.control.telemetry import FIRST_BYTE_BUCKETS
 from lbproxy.core.types import PoolSnapshot
 
 STEP_S = 5.0

@@ -33,6 +33,7 @@ from lbproxy.control.families import (
     Histogram,
     Load,
     Loads,
+    Totals,
     counter,
     counters,
     gauge,
@@ -95,21 +96,6 @@ class Connections(Protocol):
     def open_connections(self) -> int:
         """How many."""
         ...
-
-
-@dataclass
-class Totals:
-    """Requests that ended, since the start."""
-
-    first_bytes: list[int]
-    """Streams by time to their first byte: the buckets of FIRST_BYTE_BUCKETS, and those above."""
-    tokens: int
-    """Of answers."""
-    requests: int = 0
-    errors: int = 0
-    """Those of them that an endpoint or lbproxy failed."""
-    rejected: int = 0
-    """Those that were answered 429."""
 
 
 class _RouteTimes:

@@ -16,12 +16,12 @@ from lbproxy.config import ConfigError, Settings, parse, without_secrets
 from lbproxy.control import feed
 from lbproxy.control.admin import Admin
 from lbproxy.control.api import Api
-from lbproxy.control.families import Loads
+from lbproxy.control.families import Loads, Totals
 from lbproxy.control.history import STEPS, History, quantile_ms
 from lbproxy.control.overlay import Overlay, UnknownEntryError
 from lbproxy.control.recent import MAX_TRANSITIONS, Recent
 from lbproxy.control.state import State
-from lbproxy.control.telemetry import FIRST_BYTE_BUCKETS, Totals
+from lbproxy.control.telemetry import FIRST_BYTE_BUCKETS
 from lbproxy.core.types import (
     Endpoint,
     EndpointSpec,
