@@ -134,7 +134,7 @@ class _LineReader:
         position = 0
         if text[:1] == "{":
             position = text.rfind(" ")  # where the labels of a series without timestamp end
-            labels = self._known.get(text[:position])
+            labels = self._known.get(text[:position]) if position > 0 else None
         self._budget -= len(text) - (position if labels is not None else 0)
         if self._budget < 0:
             return None

@@ -20,6 +20,9 @@ MAX_MODEL_CHARS = 256
 LENIENT_JSON_BYTES = 1 << 20
 """Up to here a body that orjson refuses (NaN, lone surrogates) is read again by the standard library, which is slower
 and holds the event loop, but accepts what the model servers' own parsers accept."""
+_UTF8 = {"utf-8", "utf-8-sig"}
+"""What JSON is written in between systems (RFC 8259, section 8.1). Python's json would read UTF-16 too, other servers
+would not, and nothing could be put into it as bytes."""
 MAX_JSON_STRUCTURE = 1_000_000
 """Objects, lists and commas in one body: what bounds the time that parsing holds the loop (about 1 ms per MB)."""
 MAX_MODEL_CARDS = 10_000
@@ -78,7 +81,7 @@ def _load(body: bytes) -> object:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
         problem = str(error)
-    if len(body) <= LENIENT_JSON_BYTES:
+    if len(body) <= LENIENT_JSON_BYTES and json.detect_encoding(body) in _UTF8:
         try:
             loaded: object = json.loads(body)
         except (ValueError, RecursionError):
@@ -110,7 +113,7 @@ def read_multipart_model(body: bytes) -> str | None:
     return None
 
 
-_OPENING = re.compile(rb"[ \t\r\n]*\{[ \t\r\n]*")
+_OPENING = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*\{[ \t\r\n]*")
 
 
 def with_model(body: bytes, model: str) -> bytes:
@@ -119,8 +122,7 @@ def with_model(body: bytes, model: str) -> bytes:
     The body was read by `read_json_body`. Servers differ in whether they take a request without a model.
     """
     opening = _OPENING.match(body)
-    if opening is None:  # a byte order mark: leave it to the server
-        return body
+    assert opening is not None, "it is an object, in UTF-8"
     rest = body[opening.end() :]
     separator = b"" if rest.startswith(b"}") else b","
     return opening[0] + b'"model":' + orjson.dumps(model) + separator + rest

@@ -13,7 +13,8 @@ import re
 
 from lbproxy.core.types import Usage
 
-_ENDS = (b"\n\n", b"\r\n\r\n")
+_ENDS = (b"\n\n", b"\n\r\n")
+"""A line that is empty, whichever line ends: some servers mix them."""
 _SEAM_BYTES = 32
 """What is kept of the last piece: longer than every mark that a cut may go through."""
 _FINISH = re.compile(
@@ -96,33 +97,35 @@ _COUNTS = {
 class UsageScanner:
     """Finds the last `usage` object of a payload, streamed or not."""
 
-    __slots__ = ("_tail",)
+    __slots__ = ("_begun", "_tail")
 
     def __init__(self) -> None:
         self._tail = b""
-        """From the last `"usage"` on; before there was one, what may be the beginning of the word."""
+        """From the last `"usage"` on."""
+        self._begun = b""
+        """What may be the beginning of the word, at the very end."""
 
     def feed(self, data: bytes, start: int, end: int) -> None:
         """The next piece is `data[start:end]`."""
         at = data.rfind(_USAGE, start, end)
         if at >= 0:
             self._tail = data[at : min(end, at + _USAGE_BYTES)]
+        elif self._begun:
+            self._look_across(data, start, end)
             return
-        tail = self._tail
-        if tail.startswith(_USAGE):
-            if len(tail) < _USAGE_BYTES:
-                self._tail = tail + data[start : min(end, start + _USAGE_BYTES - len(tail))]
-        elif tail or data.endswith(_USAGE_BEGINS, start, end):
-            self._look_across(tail + data[start : min(end, start + len(_USAGE))], data, start, end)
+        elif self._tail and len(self._tail) < _USAGE_BYTES:
+            self._tail += data[start : min(end, start + _USAGE_BYTES - len(self._tail))]
+        self._begun = _beginning(data, start, end) if data.endswith(_USAGE_BEGINS, start, end) else b""
 
-    def _look_across(self, seam: bytes, data: bytes, start: int, end: int) -> None:
-        """Find the word that the cut between the last piece and this one went through, or will go."""
-        at = seam.find(_USAGE)
-        if at >= 0:
-            self._tail = (seam[at:] + data[start + len(_USAGE) : end])[:_USAGE_BYTES]
-            return
-        text = self._tail + data[max(start, end - len(_USAGE)) : end]
-        self._tail = next((begin for begin in _USAGE_BEGINS if text.endswith(begin)), b"")
+    def _look_across(self, data: bytes, start: int, end: int) -> None:
+        """Find the word that the cut between the last piece and this one went through, or goes on going."""
+        piece = data[start:end]
+        seam = self._begun + piece
+        if seam.startswith(_USAGE):
+            self._tail = seam[:_USAGE_BYTES]
+        elif self._tail:
+            self._tail = (self._tail + piece)[:_USAGE_BYTES]
+        self._begun = _beginning(seam, 0, len(seam))
 
     @property
     def usage(self) -> Usage | None:
@@ -133,6 +136,11 @@ class UsageScanner:
                 if counts[_COUNTS[name]] is None:
                     counts[_COUNTS[name]] = int(count)
         return None if counts == [None, None, None] else Usage(*counts)
+
+
+def _beginning(data: bytes, start: int, end: int) -> bytes:
+    """What of the word may have begun at the end of a piece."""
+    return next((begin for begin in _USAGE_BEGINS if data.endswith(begin, start, end)), b"")
 
 
 def read_usage(body: bytes) -> Usage | None:

@@ -23,6 +23,7 @@ _TEXT = bytes({*range(0x20, 0x100), 0x09} - {0x7F})
 """What may stand in a head beside CR and LF: RFC 9110, section 5.5."""
 _ENDS_HERE = frozenset(
     {
+        b"close",  # a field that the usual `Connection: close` would nominate
         b"connection",
         b"keep-alive",
         b"proxy-authenticate",

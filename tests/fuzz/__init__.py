@@ -1,0 +1,1 @@
+"""Fuzzers with an oracle: every parser of what comes from outside, held against somebody else's."""
