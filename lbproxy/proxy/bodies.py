@@ -54,7 +54,7 @@ async def read_body(
     client = cast(ClientConnection, request.protocol)
     if fields.expects_continue and client.transport is not None:
         client.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    client.body_reader = content
+    client.read_from(content)
     try:
         body = await _read_up_to(limit, content, reader, overload)
         overload.let_go(reader)  # who takes the body counts it, once, before anything else happens

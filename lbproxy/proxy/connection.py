@@ -23,6 +23,7 @@ from aiohttp.streams import StreamReader
 
 from lbproxy.core.types import EndpointUid, LbError, Outcome, RequestRecord
 from lbproxy.proxy.deadlines import Deadlines
+from lbproxy.proxy.linger import Linger
 from lbproxy.proxy.plain import read_plain
 from lbproxy.proxy.request import ClientRequest
 
@@ -30,6 +31,10 @@ logger = logging.getLogger("lbproxy")
 
 WRITE_HIGH_WATER_BYTES = 64 << 10
 """What we hold for a client that does not read before the endpoint is no longer read."""
+MAX_HEAD_BYTES = 64 << 10
+"""All lines of a head together."""
+HEADS_AT_ONCE = 16
+"""How many heads are looked for in what comes at once; a body can look like many."""
 HELD_BYTES = 64 << 10
 """What we hold of requests that came while another runs before the client is no longer read."""
 _BODILESS = (b"GET ", b"HEAD ")
@@ -111,10 +116,12 @@ class ClientConnection(web.RequestHandler):
 
     __slots__ = (
         "_front",
+        "_head_bytes",
         "_head_due",
         "_held",
         "_in_aiohttp",
         "_in_lane",
+        "_linger",
         "_owed",
         "_silent",
         "address",
@@ -143,8 +150,11 @@ class ClientConnection(web.RequestHandler):
         """Bytes that are still to come of the one request that aiohttp was given; None = not known."""
         self._head_due = True
         """A head began and is not whole, or none came yet."""
+        self._head_bytes = 0
+        """Of a head that is not whole, as far as it was read."""
         self._silent = True
         """The client sent nothing yet."""
+        self._linger: Linger | None = None
 
     # asyncio.Protocol
 
@@ -196,14 +206,35 @@ class ClientConnection(web.RequestHandler):
             self._owed = 0 if data.startswith(_BODILESS) and data.find(b"\r\n\r\n") == len(data) - 4 else None
         else:
             self._owed = None
-        super().data_received(data)
-        self._watch_head()
-        # A body that turns out to be malformed must fail its reader too: aiohttp would leave the handler waiting.
-        if self.body_reader is not None and self._messages and not self.body_reader.is_eof():
-            self.body_reader.set_exception(web.RequestPayloadError("the body is malformed"))
+        self._feed(data)
+        self._watch_head(len(data))
+        if self.body_reader is not None:
+            self.read_from(self.body_reader)
 
-    def _watch_head(self) -> None:
-        """After aiohttp got bytes: it waits for the rest of a head, unless it has a request."""
+    def read_from(self, body: StreamReader) -> None:
+        """The handler waits for this body. One that turned out to be malformed, so that something stands behind it
+        though it has no end, must fail its reader: aiohttp would leave the handler waiting.
+        """
+        self.body_reader = body
+        if self._messages and not body.is_eof():
+            body.set_exception(web.RequestPayloadError("the body is malformed"))
+
+    def _feed(self, data: bytes) -> None:
+        """Give aiohttp what came, head by head: what is wrong with a request must not fail those before it, which it
+        would, as its parser gives back either messages or an error.
+        """
+        at = 0
+        if self.body_reader is None:
+            for _ in range(HEADS_AT_ONCE):
+                end = data.find(b"\r\n\r\n", at) + 4
+                if end < 4 or end == len(data):
+                    break
+                super().data_received(data[at:end])
+                at = end
+        super().data_received(data[at:] if at else data)
+
+    def _watch_head(self, size: int) -> None:
+        """After aiohttp got so many bytes: it waits for the rest of a head, unless it has a request."""
         self._silent = False
         # Its handler starts in a later turn: what it was given in between is no head.
         waiting = self._request_count == 0 or (self._waiter is not None and not self._waiter.done())
@@ -213,14 +244,20 @@ class ClientConnection(web.RequestHandler):
         elif not waiting and self._head_due:
             self._head_due = False
             self._front.deadlines.head_came(self)
+        self._head_bytes = self._head_bytes + size if waiting else 0
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._front.refuse_unread(self, LbError(Outcome.HEAD_TOO_LARGE))
+            self.linger()
 
     def head_is_late(self) -> None:
         """See deadlines.Debtor. Who sent nothing is told nothing."""
         if self.turn is not None:
             return
-        if not self._silent:
+        if self._silent:
+            self.force_close()
+        else:
             self._front.refuse_unread(self, LbError(Outcome.BODY_TIMEOUT, "The request head did not come in time."))
-        self.force_close()
+            self.linger()
 
     # The fast lane
 
@@ -240,7 +277,8 @@ class ClientConnection(web.RequestHandler):
         if self._handler_waiter is not None and not self._handler_waiter.done():
             self._handler_waiter.set_result(None)
         if not keep_alive or self._close or self._force_close:
-            self.force_close()
+            self._close = True
+            self._loop.call_soon(self.linger)  # not now: an answer that broke is about to be reset
             return
         self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
         if self._held:
@@ -265,6 +303,25 @@ class ClientConnection(web.RequestHandler):
             super()._process_keepalive()
         else:
             self._keepalive_handle = self._loop.call_later(self._keepalive_timeout, self._process_keepalive)
+
+    # The end
+
+    def linger(self) -> None:
+        """The last answer was written: close when the client has it. aiohttp has no transport from here on."""
+        transport = self.transport
+        if transport is None or transport.is_closing() or not transport.can_write_eof():
+            self.force_close()
+            return
+        self.transport = None
+        self.force_close()
+        self._front.deadlines.head_came(self)
+        self._linger = Linger(transport, self, self._front.deadlines.stall_s)
+
+    def force_close(self) -> None:
+        """Close now, whatever goes on."""
+        if self._linger is not None:
+            self._linger.close()
+        super().force_close()
 
     # Stopping
 
@@ -336,4 +393,5 @@ class ClientConnection(web.RequestHandler):
         else:
             error = LbError(Outcome.BAD_REQUEST)
         self._front.refuse_unread(self, error)
+        self.linger()
         return CLOSE

@@ -45,7 +45,8 @@ class Deadlines:
     def reconfigure(self, timeouts: TimeoutSettings) -> None:
         """Other limits, for what begins from now on."""
         self._head_s = timeouts.client_head
-        self._stall_s = timeouts.client_stall
+        self.stall_s = timeouts.client_stall
+        """How long a client may take nothing of what it is sent."""
 
     def head_due(self, client: Debtor) -> None:
         """A head began, or a connection did. Said again, it changes nothing."""
@@ -58,7 +59,7 @@ class Deadlines:
 
     def stalls(self, client: Debtor) -> None:
         """The client's buffer is full."""
-        self._stalls[client] = (self._loop.time() + self._stall_s, _unsent(client))
+        self._stalls[client] = (self._loop.time() + self.stall_s, _unsent(client))
         self._arm()
 
     def flows(self, client: Debtor) -> None:
@@ -95,7 +96,7 @@ class Deadlines:
         for client, (deadline, size) in list(self._stalls.items()):
             unsent = _unsent(client)
             if unsent < size:
-                self._stalls[client] = (now + self._stall_s, unsent)
+                self._stalls[client] = (now + self.stall_s, unsent)
             elif now >= deadline:
                 self.flows(client)
                 if client.transport is not None:

@@ -15,6 +15,7 @@ from lbproxy.net.h1 import ResponseHead
 
 _HOP_BY_HOP = frozenset(
     {
+        b"close",  # a field that the usual `Connection: close` would nominate
         b"connection",
         b"keep-alive",
         b"proxy-authenticate",
@@ -38,6 +39,10 @@ REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 HINTS = frozenset({b"x-lbproxy-priority", b"x-session-id", b"x-lbproxy-explain", b"endpoint-load-metrics-format"})
 """What a client says about its request beside the body. Passed on: another lbproxy may come."""
 MAX_SESSION_BYTES = 128
+MAX_HEAD_BYTES = 64 << 10
+"""All field lines together; each has its own bound before."""
+HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9\-._~!$&'()*+;=]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?")
+"""RFC 3986, section 3.2.2, and a port. Without the comma, which makes one of two."""
 _PRIORITY = re.compile(rb"-?[0-9]{1,3}")
 _TARGET = re.compile(r"/[!\"$-~]*")  # ASCII without white space and fragments
 
@@ -59,6 +64,7 @@ class RequestFields:
     """The client's own x-request-id, if it is harmless."""
     content_type: bytes = b""
     content_length: int | None = None
+    chunked: bool = False
     expects_continue: bool = False
     priority: int = 0
     """x-lbproxy-priority, -999 to 999; what is no such number counts as 0."""
@@ -81,13 +87,16 @@ class RequestFields:
             self.priority = int(value) if _PRIORITY.fullmatch(value) else 0
 
 
-def read_request_fields(raw: Iterable[tuple[bytes, bytes]]) -> RequestFields:
+def read_request_fields(raw: Iterable[tuple[bytes, bytes]], *, http10: bool = False) -> RequestFields:
     """Sort a request's fields. Raises LbError where one asks for what we must not do."""
     fields = RequestFields()
     forward: list[bytes] = []
     nominated: set[bytes] = set()
+    hosts = size = 0
     for name, value in raw:
         key = name.lower()
+        size += len(name) + len(value) + 4
+        hosts += key == b"host"
         if key in NOT_FORWARDED:
             _read_our_own(fields, nominated, key, value)
             continue
@@ -98,6 +107,14 @@ def read_request_fields(raw: Iterable[tuple[bytes, bytes]]) -> RequestFields:
             fields.read_hint(key, value)
         elif key == b"content-encoding" and value.strip().lower() not in {b"", b"identity"}:
             raise LbError(Outcome.CONTENT_ENCODING)
+    if size > MAX_HEAD_BYTES:
+        raise LbError(Outcome.HEAD_TOO_LARGE)
+    if http10:
+        fields.expects_continue = False  # RFC 9110, section 10.1.1
+        if fields.chunked:
+            raise LbError(Outcome.BAD_REQUEST, "HTTP/1.0 has no Transfer-Encoding.")
+    elif hosts != 1:
+        raise LbError(Outcome.BAD_REQUEST, "There must be one Host.")
     if nominated - {b"close", b"keep-alive", b""}:
         lines = zip(*[iter(forward)] * 4, strict=True)
         forward = [part for line in lines if line[0].lower() not in nominated for part in line]
@@ -112,8 +129,12 @@ def _read_our_own(fields: RequestFields, nominated: set[bytes], key: bytes, valu
             nominated.update(token.strip().lower() for token in value.split(b","))
         case b"content-length":
             fields.content_length = int(value)  # the parser let only digits through
-        case b"transfer-encoding" if value.strip().lower() != b"chunked":
-            raise LbError(Outcome.BAD_REQUEST, "Transfer-Encoding must be `chunked`.")
+        case b"host" if HOST.fullmatch(value.strip(b" \t")) is None:
+            raise LbError(Outcome.BAD_REQUEST, "Host is no name or address with a port.")
+        case b"transfer-encoding":
+            if value.strip().lower() != b"chunked":
+                raise LbError(Outcome.BAD_REQUEST, "Transfer-Encoding must be `chunked`.")
+            fields.chunked = True
         case b"expect":
             fields.expects_continue = value.strip().lower() == b"100-continue"
         case b"upgrade" if value.strip().lower() in {b"websocket", b"tcp"}:  # what aiohttp would switch to

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from lbproxy.net.h1 import LENGTH_LINE, split_field
-from lbproxy.proxy.headers import HINTS, NOT_FORWARDED, REQUEST_ID, RequestFields
+from lbproxy.proxy.headers import HINTS, HOST, NOT_FORWARDED, REQUEST_ID, RequestFields
 from lbproxy.proxy.request import ClientRequest
 from lbproxy.proxy.routes import Route, find_route
 
@@ -99,7 +99,7 @@ def _read_fields(lines: list[bytes]) -> RequestFields | None:
         elif name == b"connection":
             if value.lower() != b"keep-alive":
                 return None
-        elif name not in {b"host", b"x-gateway-destination-endpoint"}:
+        elif name != b"x-gateway-destination-endpoint" and (name != b"host" or HOST.fullmatch(value) is None):
             return None  # a second Content-Length among them
     if b"host" not in seen:
         return None

@@ -41,8 +41,6 @@ logger = logging.getLogger("lbproxy")
 
 SEND_BUFFER_BYTES = 128 << 10
 """SO_SNDBUF: without it the kernel alone takes megabytes for each client that does not read."""
-LINGER_S = 2.0
-"""How long the rest of a refused body is read, so that a reset does not eat the refusal."""
 LAST_IDLE_S = 0.5
 """How long a connection waits for a last request, when we stop and its last answer did not say so."""
 FLUSH_S = 2.0
@@ -106,7 +104,7 @@ class FrontEnd(web.Server):
             access_log=None,
             auto_decompress=False,
             keepalive_timeout=settings.timeouts.client_idle,
-            lingering_time=LINGER_S,
+            lingering_time=0.0,  # proxy/linger.py does it
             max_line_size=MAX_LINE_BYTES,
             max_field_size=MAX_LINE_BYTES,
             max_headers=MAX_FIELDS,
@@ -298,7 +296,9 @@ class FrontEnd(web.Server):
             turn.client_gone()  # unless it is over
         if reusable:
             client.aiohttp_answered()
-        return KEEP if reusable else CLOSE
+            return KEEP
+        client.linger()
+        return CLOSE
 
     def serve_plain(self, plain: ClientRequest, client: ClientConnection) -> None:
         """The fast lane's handler: see connection.Front."""
@@ -333,7 +333,7 @@ class FrontEnd(web.Server):
         record = turn.record
         if request.version not in {(1, 1), (1, 0)}:
             raise LbError(Outcome.BAD_REQUEST, "Only HTTP/1.1 and HTTP/1.0 are spoken here.")
-        fields = read_request_fields(request.raw_headers)
+        fields = read_request_fields(request.raw_headers, http10=request.version == (1, 0))
         record.id = fields.request_id or record.id
         target = origin_form(request.raw_path)
         record.path = target.partition("?")[0]
