@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import struct
+
 from tests.conformance.case import GOOD, ClientCase, Must
-from tests.conformance.wire import OK_BODY, Endpoint, Heard, Talk
+from tests.conformance.seen_cases import SeenCase
+from tests.conformance.upstream_cases import Must as Must_
+from tests.conformance.upstream_cases import UpstreamCase
+from tests.conformance.wire import OK, OK_BODY, Endpoint, Heard, Seen, Talk, parts, turns
 
 
 def as_any_gateway(case: ClientCase, heard: Heard, endpoint: Endpoint) -> str:
@@ -70,3 +77,112 @@ async def _lives_on(talk: Talk, case: ClientCase, endpoint: Endpoint) -> str:
     if len(heard.answers) != case.answers + 1 or last.status != 200 or last.body != OK_BODY:
         return f"what comes next: {_statuses(heard)}"
     return "" if len(endpoint.seen) == case.seen + 1 else f"next one seen: {len(endpoint.seen)}"
+
+
+# What endpoints answer
+
+
+async def answer_once(case: UpstreamCase, endpoint: Endpoint, pace: str) -> asyncio.Event:
+    """Have the endpoint answer its first request with the case's bytes, and every other one as usual.
+
+    Returns what is set when all of them are written.
+    """
+    answered, written = False, asyncio.Event()
+
+    async def script(_: Endpoint, writer: asyncio.StreamWriter, request: Seen) -> None:
+        nonlocal answered
+        if answered or case.unasked:
+            writer.write(OK)
+            return
+        answered = True
+        await write_as(case, writer, pace)
+        written.set()
+
+    endpoint.seen.clear()
+    endpoint.connections = 0
+    endpoint.script = script
+    endpoint.greeting = (case.answer, case.end == "close") if case.unasked else None
+    if case.unasked:
+        written.set()
+    return written
+
+
+async def write_as(case: UpstreamCase, writer: asyncio.StreamWriter, pace: str) -> None:
+    """The case's bytes, and its end."""
+    for piece in parts(case.answer, pace):
+        if writer.transport.is_closing():
+            return  # it was broken off, as it may be
+        writer.write(piece)
+        await turns(pace)
+    if case.end == "close":
+        writer.close()
+    elif case.end == "reset" and not writer.transport.is_closing():
+        await turns("paused")  # so that it is taken as bytes, and then a reset
+        sock = writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+
+
+def asking(method: str) -> bytes:
+    if method == "POST":
+        return GOOD
+    return f"{method} /v1/files HTTP/1.1\r\nHost: lb\r\n\r\n".encode()
+
+
+def answered_as_any(case: UpstreamCase, heard: Heard) -> tuple[str, str]:
+    """Whether the client got the answer `whole` or `broken`, and what is wrong with that by the RFC."""
+    first = heard.answers[0] if heard.answers else None
+    if first is None and not heard.ended:
+        return "hangs", "hangs"
+    whole = first is not None and first.whole and first.status == case.status and first.body == case.body
+    broken = first is None or not first.whole or first.status >= 500
+    how = "whole" if whole else "broken" if broken else "changed"
+    if len(heard.answers) > 1:
+        return how, f"{len(heard.answers)} answers"
+    if how == "changed" or (case.must is not Must_.EITHER and how != case.must.value):
+        return how, f"{how}: {_statuses(heard)}"
+    return how, ""
+
+
+async def upstream_as_lbproxy(case: UpstreamCase, port: int, endpoint: Endpoint, pace: str) -> str:
+    """Have a case answered, and another request after it. What is wrong by our own rules; empty: nothing."""
+    written = await answer_once(case, endpoint, pace)
+    talk = await Talk.open(port)
+    talk.heard.method = case.method
+    other = await Talk.open(port)
+    try:
+        await talk.say(asking(case.method), "whole")
+        heard = await talk.hear(lambda heard: bool(heard.answers) and heard.answers[0].whole, 5.0)
+        how, wrong = answered_as_any(case, heard)
+        if wrong or how != case.ours.value:
+            return wrong or how
+        if how == "broken" and heard.answers and heard.answers[0].whole and heard.answers[0].status != 502:
+            return f"status {heard.answers[0].status}"
+        await asyncio.wait_for(written.wait(), 5.0)  # what comes later nobody can tell from the next answer
+        await turns("paused")
+        before = endpoint.connections
+        endpoint.greeting = None
+        await other.say(GOOD, "whole")
+        after = await other.hear(lambda heard: bool(heard.answers) and heard.answers[0].whole, 5.0)
+        if [(one.status, one.body) for one in after.answers] != [(200, OK_BODY)]:
+            return f"the next request: {_statuses(after)}"
+        reused = endpoint.connections == before
+        return "" if case.reused is None or reused == case.reused else f"reused: {reused}"
+    finally:
+        talk.close()
+        other.close()
+
+
+def seen_as_any(case: SeenCase, endpoint: Endpoint) -> str:
+    """What is wrong with what the endpoint saw, by the RFC; empty: nothing."""
+    if len(endpoint.seen) != 1:
+        return f"{len(endpoint.seen)} requests seen"
+    (seen,) = endpoint.seen
+    wrong = [f"{name}: {seen.values(name)}" for name, values in case.has if seen.values(name) != list(values)]
+    wrong += [f"{name} is there" for name in case.lacks if seen.values(name) not in ([], ["close"], ["keep-alive"])]
+    wrong += [seen.line] * (seen.line != case.line)
+    wrong += ["another body"] * (seen.body != case.body)
+    framings = len(seen.values("content-length")) + len(seen.values("transfer-encoding"))
+    wrong += [f"{framings} framings"] * (framings != 1)
+    wrong += ["not one Host"] * (len(seen.values("host")) != 1)
+    return "; ".join(wrong)

@@ -55,6 +55,9 @@ class Heard:
     raw: bytes = b""
     ended: bool = False
     """The gateway closed or reset the connection."""
+    reset: bool = False
+    method: str = "POST"
+    """Of the first request: an answer to HEAD has no body."""
     answers: list[Answer] = field(default_factory=list)
     interim: int = 0
     """1xx answers."""
@@ -77,13 +80,13 @@ class Heard:
             self.answers.append(Answer(status, head, body, whole))
 
     def _body(self, head: bytes, status: int, rest: bytes) -> tuple[bytes, bytes, bool]:
-        if status in {204, 304}:
+        if status in {204, 304} or self.method == "HEAD":
             return b"", rest, True
         if re.search(rb"\r\ntransfer-encoding:\s*chunked", head):
             return _unchunk(rest)
         length = re.search(rb"\r\ncontent-length:\s*([0-9]+)", head)
         if length is None:
-            return rest, b"", self.ended
+            return rest, b"", self.ended and not self.reset
         size = int(length[1])
         return rest[:size], rest[size:], len(rest) >= size
 
@@ -137,7 +140,7 @@ class Talk:
                     try:
                         data = await self.reader.read(1 << 16)
                     except ConnectionError:
-                        data = b""
+                        data, heard.reset = b"", True
                     heard.ended = not data
                     heard.raw += data
                     heard.parse()
@@ -181,8 +184,8 @@ class Endpoint:
         self.connections = 0
         self.port = 0
         self.script: Reply | None = None
-        self.greeting: bytes | None = None
-        """Said to whoever connects, unasked."""
+        self.greeting: tuple[bytes, bool] | None = None
+        """Said to whoever connects, unasked; and whether the connection ends then."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -208,7 +211,10 @@ class Endpoint:
         self.connections += 1
         try:
             if self.greeting is not None:
-                writer.write(self.greeting)
+                writer.write(self.greeting[0])
+                if self.greeting[1]:
+                    writer.close()
+                    return
             while (request := await _read_request(reader)) is not None:
                 if _CONTROL.match(request.head):
                     writer.write(OK)
