@@ -14,17 +14,16 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from lbproxy.core.outline import WHOLE_BYTES, cost, outline
 from lbproxy.core.types import LbError, ModelCard, Outcome
 
 MAX_MODEL_CHARS = 256
-LENIENT_JSON_BYTES = 1 << 20
-"""Up to here a body that orjson refuses (NaN, lone surrogates) is read again by the standard library, which is slower
-and holds the event loop, but accepts what the model servers' own parsers accept."""
+LENIENT_JSON_COST = 4 << 20
+"""Up to here (see `core.outline`) a body that orjson refuses (NaN, lone surrogates) is read again by the standard
+library, which is slower, but accepts what the model servers' own parsers accept."""
 _UTF8 = {"utf-8", "utf-8-sig"}
 """What JSON is written in between systems (RFC 8259, section 8.1). Python's json would read UTF-16 too, other servers
 would not, and nothing could be put into it as bytes."""
-MAX_JSON_STRUCTURE = 1_000_000
-"""Objects, lists and commas in one body: what bounds the time that parsing holds the loop (about 1 ms per MB)."""
 MAX_MODEL_CARDS = 10_000
 MAX_TOKENS = 1 << 31
 MULTIPART_MODEL_BYTES = 64 << 10
@@ -44,13 +43,16 @@ class BodyFacts(NamedTuple):
     """The whole body, parsed; empty unless it is JSON."""
 
 
-def read_json_body(body: bytes) -> BodyFacts:
+def read_json_body(body: bytes, text: bytes | None = None) -> BodyFacts:
     """What is to be known of a JSON request body. Of duplicate keys the last counts, as in Python's json.
 
+    `text`: its outline, if that was made; else it is made here, in one go, if the body is large (`core.outline`).
     Raises LbError INVALID_JSON (not JSON, not an object, too deep, too much structure) or MISSING_MODEL (a `model` that
     is no usable name). An absent `model` is no error here.
     """
-    fields = _load(body)
+    if text is None:
+        text = body if len(body) <= WHOLE_BYTES else outline(body)
+    fields = _load(text)
     if not isinstance(fields, dict):
         raise LbError(Outcome.INVALID_JSON, "The request body must be a JSON object.")
     model = fields.get("model")
@@ -75,13 +77,11 @@ def check_model_name(model: object) -> None:
 
 
 def _load(body: bytes) -> object:
-    if len(body) > MAX_JSON_STRUCTURE and sum(map(body.count, (b",", b"{", b"["))) > MAX_JSON_STRUCTURE:
-        raise LbError(Outcome.INVALID_JSON, f"The JSON body has more than {MAX_JSON_STRUCTURE} elements.")
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
         problem = str(error)
-    if len(body) <= LENIENT_JSON_BYTES and json.detect_encoding(body) in _UTF8:
+    if cost(body) <= LENIENT_JSON_COST and json.detect_encoding(body) in _UTF8:
         try:
             loaded: object = json.loads(body)
         except (ValueError, RecursionError):

@@ -22,12 +22,13 @@ from aiohttp import web
 from lbproxy.config import Settings
 from lbproxy.core.models import resolve
 from lbproxy.core.openai import BodyFacts, model_list, read_json_body, read_multipart_model, with_model
+from lbproxy.core.outline import WHOLE_BYTES
 from lbproxy.core.prefix import flatten, hash_prompt
 from lbproxy.core.types import EndpointUid, InferenceRequest, LbError, Outcome, RequestRecord
 from lbproxy.net.listener import Listener, bind, connections_within
 from lbproxy.net.vanished import find_vanished
 from lbproxy.proxy.answers import error_answer, json_answer
-from lbproxy.proxy.bodies import read_body
+from lbproxy.proxy.bodies import outlined, read_body
 from lbproxy.proxy.connection import CLOSE, KEEP, ClientConnection
 from lbproxy.proxy.deadlines import Deadlines
 from lbproxy.proxy.exchange import LARGE_BODY_BYTES, Exchange, Exchanger, model_not_found
@@ -112,7 +113,7 @@ class FrontEnd(web.Server):
         )
         self.overload = overload or Overload(settings.limits, Unmetered())
         self.overload.end_largest = self._end_largest
-        self.max_plain_body_bytes = settings.limits.json_body
+        self.max_plain_body_bytes = min(settings.limits.json_body, WHOLE_BYTES)
         self.deadlines = Deadlines(runtime, settings.timeouts)
         self._max_connections = settings.limits.connections
         self._client_stall_s = settings.timeouts.client_stall
@@ -150,7 +151,7 @@ class FrontEnd(web.Server):
         """Other settings for requests, bodies and connections that begin from now on."""
         self.exchanger = self.exchanger.under(settings)
         self.overload.reconfigure(settings.limits)
-        self.max_plain_body_bytes = settings.limits.json_body
+        self.max_plain_body_bytes = min(settings.limits.json_body, WHOLE_BYTES)
         self._max_connections = settings.limits.connections
         self.deadlines.reconfigure(settings.timeouts)
         self._kwargs["keepalive_timeout"] = settings.timeouts.client_idle
@@ -346,18 +347,26 @@ class FrontEnd(web.Server):
             raise self._refusal()
         body = await read_body(request, fields, route, turn, self.overload)
         http10 = request.version == (1, 0)
-        self._answer(ClientRequest(request.method, target, route, fields, body, http10), turn)
+        read = ClientRequest(request.method, target, route, fields, body, http10)
+        if not has_json(read) or len(body) <= WHOLE_BYTES:
+            self._answer(read, turn)
+            return
+        self.overload.hold(turn, len(body))
+        self._answer(read, turn, await outlined(body))
 
-    def _answer(self, request: ClientRequest, turn: Turn) -> None:
-        """Begin the exchange of a request that was read whole. Raises LbError if nothing was sent."""
+    def _answer(self, request: ClientRequest, turn: Turn, outline: bytes | None = None) -> None:
+        """Begin the exchange of a request that was read whole; `outline`: of its body, if that is JSON.
+
+        Raises LbError if nothing was sent.
+        """
         record = turn.record
         record.route = request.route.name
         record.request_bytes = size = len(request.body)
         if self._draining or self.overload.refuses is not None:
             raise self._refusal()
-        if size > LARGE_BODY_BYTES:
+        if size > LARGE_BODY_BYTES and not turn.held_bytes:
             self.overload.hold(turn, size)
-        facts, body = self._understand(request)
+        facts, body = self._understand(request, outline)
         if body is not request.body:
             request = request._replace(body=body)
         record.model, record.stream = facts.model, facts.stream
@@ -367,13 +376,13 @@ class FrontEnd(web.Server):
         """What a request is told while no new ones are taken."""
         return LbError(Outcome.DRAINING) if self._draining else self.overload.refusal()
 
-    def _understand(self, request: ClientRequest) -> tuple[BodyFacts, bytes]:
+    def _understand(self, request: ClientRequest, outline: bytes | None) -> tuple[BodyFacts, bytes]:
         """What the body says, with the model to place by (None: any endpoint), and the body to send."""
         kind, fields, body = request.route.body, request.fields, request.body
         if request.method != "POST" or kind is Body.ANY:
             return BodyFacts(None), body
-        if kind is Body.JSON or b"json" in fields.content_type:
-            facts = read_json_body(body)
+        if has_json(request):
+            facts = read_json_body(body, outline)
             if facts.model is not None:
                 return facts, body
             model = resolve(None, self._runtime.base_models())
@@ -460,6 +469,14 @@ class FrontEnd(web.Server):
 
     def _new_id(self) -> str:
         return f"{self._id_prefix}-{next(self._ids):x}"
+
+
+def has_json(request: ClientRequest) -> bool:
+    """Its body is JSON that must be read."""
+    kind = request.route.body
+    if request.method != "POST" or kind is Body.ANY:
+        return False
+    return kind is Body.JSON or b"json" in request.fields.content_type
 
 
 async def _happens(event: asyncio.Event, within_s: float) -> bool:

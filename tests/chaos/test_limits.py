@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.chaos.load import how_many, silent, told
@@ -122,3 +123,41 @@ def test_t26_memory(rig: Rig) -> None:
 def killed(group: Path) -> int:
     words = (group / "memory.oom_control").read_text().split()
     return int(words[words.index("oom_kill") + 1])
+
+
+def hostile_json() -> dict[str, bytes]:
+    """Bodies under the size limit that are made to cost: names, and bytes."""
+    many, size = 900_000, 31 << 20
+    inside = {
+        "keys": b'{"a":0,' + b",".join(b'"k%d":0' % n for n in range(many)) + b"}",
+        "lists": b"[" + b"[]," * many + b"0]",
+        "nested lists": b"[" + (b"[" * 900 + b"]" * 900 + b",") * 1000 + b"0]",
+        "short texts": b'["' + b'a","' * (size // 4) + b'"]',
+        "one text": b'"' + b"x" * size + b'"',
+        "one text, escaped": b'"' + b"\\n" * (size // 2) + b'"',
+        "one text, four bytes each": b'"' + "\U0001f600".encode() * (size // 4) + b'"',
+        "texts of 20 KB": b'["' + (b"x" * 20_000 + b'","') * 750 + b'"]',
+        "blanks": b" " * size + b"0",
+        "numbers": b"[" + b"12345," * 500_000 + b"1]",
+        "lists, nearly too many": b"[" + b"[]," * 80_000 + b"NaN]",
+    }
+    return {name: b'{"model":"sim","max_tokens":1,"prompt":"x","x":' + value + b"}" for name, value in inside.items()}
+
+
+@pytest.mark.chaos("T34", "JSON made to hold the event loop, of up to 31 MiB")
+def test_t34_hostile_json(rig: Rig) -> None:
+    case = rig.case
+    bodies = hostile_json()
+    with rig.proxy(lag_ms=50.0) as proxy:
+        with rig.load(proxy, workers=4, rate=4.0, tokens=5) as load:
+            load.until(good=8)
+            statuses = {}
+            for name, body in bodies.items():
+                headers = {"content-type": "application/json"}
+                url = f"{proxy.url}/v1/completions"
+                statuses[name] = httpx.post(url, content=body, headers=headers, timeout=60).status_code
+        case.figure("bodies", len(bodies))
+        case.figure("refused", sum(status == 400 for status in statuses.values()))
+        case.expect("answered otherwise", sum(status not in {200, 400} for status in statuses.values()), at_most=0)
+        case.expect("honest requests failed", len(load.results()) - how_many(load.results(), "ok"), at_most=0)
+        print(statuses)

@@ -10,7 +10,7 @@ from tests.conformance.case import GOOD, ClientCase, Must
 from tests.conformance.seen_cases import SeenCase
 from tests.conformance.upstream_cases import Must as Must_
 from tests.conformance.upstream_cases import UpstreamCase
-from tests.conformance.wire import OK, OK_BODY, Endpoint, Heard, Seen, Talk, parts, turns
+from tests.conformance.wire import OK_BODY, Endpoint, Heard, Seen, Talk, parts, turns
 
 
 def as_any_gateway(case: ClientCase, heard: Heard, endpoint: Endpoint) -> str:
@@ -82,20 +82,16 @@ async def _lives_on(talk: Talk, case: ClientCase, endpoint: Endpoint) -> str:
 # What endpoints answer
 
 
-async def answer_once(case: UpstreamCase, endpoint: Endpoint, pace: str) -> asyncio.Event:
-    """Have the endpoint answer its first request with the case's bytes, and every other one as usual.
+def answer_with(case: UpstreamCase, endpoint: Endpoint, pace: str) -> asyncio.Event:
+    """Have the endpoint answer with the case's bytes, until `endpoint.script` and `greeting` are taken away.
 
     Returns what is set when all of them are written.
     """
-    answered, written = False, asyncio.Event()
+    written = asyncio.Event()
 
-    async def script(_: Endpoint, writer: asyncio.StreamWriter, request: Seen) -> None:
-        nonlocal answered
-        if answered or case.unasked:
-            writer.write(OK)
-            return
-        answered = True
-        await write_as(case, writer, pace)
+    async def script(_: Endpoint, writer: asyncio.StreamWriter, __: Seen) -> None:
+        if not case.unasked:
+            await write_as(case, writer, pace)
         written.set()
 
     endpoint.seen.clear()
@@ -146,7 +142,7 @@ def answered_as_any(case: UpstreamCase, heard: Heard) -> tuple[str, str]:
 
 async def upstream_as_lbproxy(case: UpstreamCase, port: int, endpoint: Endpoint, pace: str) -> str:
     """Have a case answered, and another request after it. What is wrong by our own rules; empty: nothing."""
-    written = await answer_once(case, endpoint, pace)
+    written = answer_with(case, endpoint, pace)
     talk = await Talk.open(port)
     talk.heard.method = case.method
     other = await Talk.open(port)
@@ -161,7 +157,7 @@ async def upstream_as_lbproxy(case: UpstreamCase, port: int, endpoint: Endpoint,
         await asyncio.wait_for(written.wait(), 5.0)  # what comes later nobody can tell from the next answer
         await turns("paused")
         before = endpoint.connections
-        endpoint.greeting = None
+        endpoint.script = endpoint.greeting = None
         await other.say(GOOD, "whole")
         after = await other.hear(lambda heard: bool(heard.answers) and heard.answers[0].whole, 5.0)
         if [(one.status, one.body) for one in after.answers] != [(200, OK_BODY)]:
