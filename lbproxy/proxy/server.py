@@ -83,8 +83,10 @@ class Turn(Exchange):
         if self.held_bytes:
             self._front.overload.let_go(self)
         self.client.turn = None
-        self._front.turn_ended(self.record)
-        self._told(reusable)
+        try:
+            self._front.turn_ended(self.record)
+        finally:
+            self._told(reusable)
 
 
 class FrontEnd(web.Server):
@@ -323,11 +325,11 @@ class FrontEnd(web.Server):
 
     def turn_ended(self, record: RequestRecord) -> None:
         """One less; its record goes out."""
-        record.ended_at = self._runtime.now()
-        self._runtime.emit(record)
         self._running -= 1
         if not self._running:
             self._quiet.set()
+        record.ended_at = self._runtime.now()
+        self._runtime.emit(record)
 
     async def _serve(self, request: web.BaseRequest, turn: Turn) -> None:
         """Read what aiohttp parsed, and begin to answer it. Raises LbError if nothing was sent."""

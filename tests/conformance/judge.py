@@ -24,7 +24,7 @@ def as_any_gateway(case: ClientCase, heard: Heard, endpoint: Endpoint) -> str:
     if any(one.body != case.body for one in seen):
         return f"the endpoint got another body: {[one.body[:40] for one in seen]}"
     good = [one for one in heard.answers if one.status < 400 and one.whole]
-    refused = len(seen) <= case.before and (last is None or last.status >= 400)
+    refused = len(seen) <= case.before and (last is None or last.status >= 400 or last.status == 0)  # 0: as HTTP/0.9
     served = 1 <= len(seen) <= case.most and len(good) == len(seen)
     if case.must is Must.REFUSE:
         return "" if refused else f"not refused: {len(seen)} seen, {_statuses(heard)}"

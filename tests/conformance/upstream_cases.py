@@ -237,8 +237,8 @@ BODIES = [
     cut("a trailer without colon", "9112 7.1.2", chunked(ONE + b"0\r\nbad\r\n\r\n"), must=EITHER),
     cut("trailers of 70 KB", "9112 7.1.2", chunked(ONE + b"0\r\n" + b"X-T: 1234\r\n" * 7000 + b"\r\n"), must=EITHER),
     cut("ended by the close, half a JSON text", "9112 8", http(body=OK_BODY[:-5]), own=True),
-    cut("unasked", "9112 9.3", OK, "keep", unasked=True),
-    cut("unasked, and ended", "9112 9.3", OK, "close", unasked=True),
+    cut("unasked", "9112 9.3", OK, "keep", unasked=True, own=True),
+    cut("unasked, and ended", "9112 9.3", OK, "close", unasked=True, own=True),
 ]
 
 CASES: list[UpstreamCase] = [*HEADS, *ANSWERS, *BODIES]

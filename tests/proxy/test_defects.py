@@ -1,0 +1,75 @@
+"""T43: whatever of ours raises after the first byte, no client gets a second status line, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+import uvloop
+
+from lbproxy.core.sse import EventScanner, UsageScanner
+from lbproxy.net.h1 import ChunkedFraming
+from lbproxy.net.pool import ConnectionPool
+from lbproxy.proxy.exchange import Exchange
+from lbproxy.proxy.relay import Relay
+from lbproxy.runtime import Runtime
+from tests.support.aio import until
+from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, event
+from tests.support.rig import post, rig
+
+POINTS = [
+    *((Relay, name) for name in ("body", "feed", "_write", "_report_progress", "ended", "_finish", "_count")),
+    *((Relay, name) for name in ("pause", "_first_byte", "_is_refusal", "_release_head")),
+    *((EventScanner, "feed"), (UsageScanner, "feed"), (ChunkedFraming, "feed"), (ConnectionPool, "keep")),
+    *((Exchange, name) for name in ("relayed", "committed", "_close", "over")),
+    *((Runtime, name) for name in ("progress", "first_byte", "close", "emit")),
+]
+
+
+@pytest.mark.parametrize("call", [1, 2])
+@pytest.mark.parametrize(("kind", "name"), POINTS, ids=[f"{kind.__name__}.{name}" for kind, name in POINTS])
+def test_a_defect_after_the_first_byte_never_makes_a_second_answer(
+    kind: type, name: str, call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    armed: list[int] = []
+    real = getattr(kind, name)
+
+    def raising(self: object, *arguments: object, **options: object) -> object:
+        if armed:
+            armed[0] -= 1
+            if armed[0] == 0:
+                raise RuntimeError("a defect")
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(kind, name, raising)
+
+    async def script(wire: Wire, _: Received) -> None:
+        await wire.send(STREAM_HEAD + event("1"))
+        await go.wait()
+        await wire.send(event("2"), event("3"), event('{"usage":{"prompt_tokens":1}}'), event("[DONE]") + LAST)
+
+    async def main() -> bytes:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # the defect itself may land there
+        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
+            client = await it.connect()
+            client.send(post(b'{"model":"m","stream":true}'))
+            got = await client.reader.readuntil(event("1"))
+            armed.append(call)
+            go.set()
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                async with asyncio.timeout(5.0):
+                    while not got.endswith(LAST) and (more := await client.reader.read(4096)):
+                        got += more
+            armed.clear()
+            client.writer.transport.abort()
+            await until(lambda: it.in_flight() == 0, "nothing is left in flight")
+            await until(lambda: it.front.running == 0, "no request is left")
+        return got
+
+    go = asyncio.Event()
+    got = uvloop.run(main())
+    assert got.count(b"HTTP/1.1 ") == 1
+    assert got.startswith(b"HTTP/1.1 200 OK\r\n")
+    if not got.endswith(event("[DONE]") + LAST):
+        assert not got.endswith(LAST), "a broken answer looks whole"
