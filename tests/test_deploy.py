@@ -34,6 +34,7 @@ from tests.support.compose import (
     image_healthcheck,
     merged,
     project,
+    prometheus,
     prometheus_targets,
     stages,
 )
@@ -261,6 +262,7 @@ def test_prometheus_scrapes_what_is_there(files: tuple[Path, ...]) -> None:
     mounts = compose.services["prometheus"].mounts
     assert ROOT / mounts["/etc/prometheus/prometheus.yml"] == PROMETHEUS
     assert {source for source in mounts.values() if not source.startswith(".")} <= set(compose.volumes)
+    assert [(ROOT / mounts[file]).is_file() for file in prometheus().rule_files] == [True]
     ports = {"lbproxy": str(admin.port), "vllm": settings().endpoints[0].url.rpartition(":")[2]}
     found = {target.name: target for target in prometheus_targets()}
     assert {name: str(target.port) for name, target in found.items()} == ports

@@ -174,12 +174,18 @@ class Job(Model):
 
 class Prometheus(Model):
     global_: dict[str, str] = Field(alias="global")
+    rule_files: list[str]
     scrape_configs: list[Job]
+
+
+def prometheus() -> Prometheus:
+    """deploy/compose/prometheus.yml."""
+    return Prometheus.model_validate(yaml.safe_load(PROMETHEUS.read_text(encoding="utf-8")))
 
 
 def prometheus_targets() -> list[Target]:
     """Those of deploy/compose/prometheus.yml."""
-    config = Prometheus.model_validate(yaml.safe_load(PROMETHEUS.read_text(encoding="utf-8")))
+    config = prometheus()
     found = []
     for job in config.scrape_configs:
         listed = [target.rpartition(":") for group in job.static_configs for target in group.targets]

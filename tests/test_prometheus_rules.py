@@ -1,0 +1,77 @@
+"""Recording and alert rules: of families that exist, each with its words in the docs, and judged by promtool."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.docs import DOCS, ROOT, cells, expect_generated, generated, table
+
+FOLDER = ROOT / "deploy/prometheus"
+RULES = FOLDER / "lbproxy.rules.yml"
+PROMTOOL = shutil.which("promtool")
+
+
+def rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def test_rules_are_about_families_and_records_that_exist() -> None:
+    documented = {row[0].strip("`") for row in cells(generated(DOCS / "metrics.md", "families"))}
+    series = {name + suffix for name in documented for suffix in ("", "_bucket", "_sum", "_count")}
+    records = {rule["record"] for rule in rules() if "record" in rule}
+    used = {
+        name for rule in rules() for name in re.findall(r"\blbproxy[_:][\w:]*", re.sub('"[^"]*"', "", rule["expr"]))
+    }
+    assert len(used) > 15
+    assert used <= series | records
+    assert records - {"lbproxy:in_flight:max_over_mean"} <= used | {
+        "lbproxy:time_to_first_byte_seconds:p50_5m",
+        "lbproxy:time_to_first_byte_seconds:p95_5m",
+    }
+
+
+def test_metrics_has_every_alert() -> None:
+    rows = [
+        [
+            f"`{rule['alert']}`",
+            rule["labels"]["severity"],
+            rule.get("for", "at once"),
+            in_words(rule["annotations"]["summary"]),
+        ]
+        for rule in rules()
+        if "alert" in rule
+    ]
+    expect_generated(DOCS / "metrics.md", "alerts", table(["alert", "severity", "after", "says"], rows))
+
+
+def in_words(summary: str) -> str:
+    """A template without its syntax."""
+    shown = {"value": "so much"}
+    return re.sub(r"{{ \$(?:labels\.)?(\w+)[^}]*}}", lambda match: f"*{shown.get(match[1], match[1])}*", summary)
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="NOT TESTED here: no promtool (Debian: prometheus) on this machine")
+def test_promtool_finds_the_rules_right_and_each_alert_fires_when_it_should(tmp_path: Path) -> None:
+    assert PROMTOOL is not None
+    for arguments in (["check", "rules", "lbproxy.rules.yml"], ["test", "rules", "lbproxy.test.yml"]):
+        done = subprocess.run([PROMTOOL, *arguments], cwd=FOLDER, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    for file in FOLDER.iterdir():
+        (tmp_path / file.name).write_text(file.read_text().replace("> 0.01", "> 0.99"))
+    broken = subprocess.run(
+        [PROMTOOL, "test", "rules", "lbproxy.test.yml"], cwd=tmp_path, capture_output=True, check=False
+    )
+    assert broken.returncode != 0, "a rule that never fires is found"
+
+
+def test_every_alert_is_made_to_fire() -> None:
+    alerts = {rule["alert"] for rule in rules() if "alert" in rule}
+    assert alerts == set(re.findall(r"Lbproxy\w+", (FOLDER / "lbproxy.test.yml").read_text()))
