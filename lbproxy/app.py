@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import ipaddress
 import os
 import random
 import resource
@@ -25,9 +26,10 @@ from functools import partial
 from typing import NamedTuple
 
 from lbproxy import __version__
-from lbproxy.config import Address, AdminSettings, ConfigError, Settings, leads_to
+from lbproxy.config import Address, AdminSettings, ConfigError, ListenSettings, Settings, leads_to
 from lbproxy.control.admin import Admin
 from lbproxy.control.api import Api
+from lbproxy.control.credentials import Files
 from lbproxy.control.discovery import Discovery
 from lbproxy.control.history import History
 from lbproxy.control.memory import Memory
@@ -47,6 +49,7 @@ from lbproxy.net.listener import bind
 from lbproxy.net.notify import Notifier
 from lbproxy.net.pool import ConnectionPool
 from lbproxy.proxy.exchange import Exchanger
+from lbproxy.proxy.keys import KeyRing
 from lbproxy.proxy.overload import Overload
 from lbproxy.proxy.server import FrontEnd
 from lbproxy.runtime import Runtime, logger, supervise
@@ -84,7 +87,7 @@ class Orders:
 async def serve(settings: Settings, *, orders: Orders, on_ready: Callable[[Listening], None]) -> None:
     """Run until `orders.stop` is set. `on_ready` is called once, when both listeners accept.
 
-    Raises OSError if an address cannot be listened on.
+    Raises OSError if an address cannot be listened on, ConfigError if keys or a certificate cannot be read.
     """
     _raise_descriptor_limit()
     sys.setswitchinterval(SWITCH_S)
@@ -141,6 +144,7 @@ class Proxy:
         self.admin = None if settings.admin is None else self._make_admin(settings.admin)
         self.sources: list[asyncio.Task[None]] = []
         """The loops of `discovery`."""
+        self.files = Files(self.telemetry.loads, self._take_keys, self.front.listener.use_tls)
 
     def _make_admin(self, admin: AdminSettings) -> Admin:
         """The listener, with all that it shows."""
@@ -163,6 +167,7 @@ class Proxy:
 
     async def run(self, inherited: Inherited, orders: Orders, on_ready: Callable[[Listening], None]) -> None:
         """Until it is told to stop, and has."""
+        self.files.adopt(await self.files.read(self.settings))
         self.runtime.pulse.start()
         self._read_settings = orders.read_settings
         first = self.runtime.set_endpoints(self.discovery.endpoints())
@@ -175,7 +180,8 @@ class Proxy:
             if inherited.has_predecessor:
                 await self._endpoint_comes_up(SUCCESSOR_WAITS_S)
             listening = await self._listen(sockets)
-            logger.info(_banner(self.settings, listening), extra={"event": "start"})
+            logger.info(_banner(self.settings, listening, self.front.keys), extra={"event": "start"})
+            self._warn_if_open()
             _settle_garbage_collector()
             on_ready(listening)
             self.notifier.ready(self._status())
@@ -186,6 +192,7 @@ class Proxy:
                 tasks.create_task(supervise("the history", self.history.run, self.rng)),
                 tasks.create_task(supervise("reloading", partial(self._follow_reloads, orders), self.rng)),
                 tasks.create_task(supervise("restarting", partial(self._follow_restarts, orders), self.rng)),
+                tasks.create_task(supervise("the watch over files", self.files.follow, self.rng)),
             ]
             await orders.stop.wait()
             await self._stop(orders)
@@ -310,8 +317,11 @@ class Proxy:
         if problems:
             raise ConfigError("settings", problems)
         settings = settings.model_copy(update=kept)
+        files = await self.files.read(settings)
         discovery = await self.discovery.under(settings)
         self._adopt(settings, discovery)
+        self.files.adopt(files)
+        self._warn_if_open()
         return settings, list(kept)
 
     def _adopt(self, settings: Settings, discovery: Discovery) -> None:
@@ -366,6 +376,17 @@ class Proxy:
         if keep is not None:
             return "added, kept by a reload" if keep else "added"
         return "settings" if any(one.name == name for one in self.settings.endpoints) else "discovery"
+
+    # Who may send requests
+
+    def _take_keys(self, keys: dict[bytes, str]) -> None:
+        self.front.keys = KeyRing(keys) if keys else None
+
+    def _warn_if_open(self) -> None:
+        beyond = [host for sock in self.front.listener.sockets if not _is_loopback(host := sock.getsockname()[0])]
+        if beyond and self.front.keys is None:
+            text = "%s is reached by other machines, and nobody is asked for an API key: set auth.keys or auth.file"
+            logger.warning(text, beyond[0], extra={"event": "start"})
 
     # Stopping
 
@@ -429,7 +450,12 @@ async def _open(address: Address, key: str) -> list[socket.socket]:
 
 def _place(address: Address | None) -> tuple[object, ...] | None:
     """What of a listener's settings a reload cannot change."""
-    return None if address is None else (address.host, address.port)
+    encrypted = isinstance(address, ListenSettings) and address.tls is not None
+    return None if address is None else (address.host, address.port, encrypted)
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
 def own_command() -> list[str]:
@@ -439,10 +465,11 @@ def own_command() -> list[str]:
 
 def _url(address: Address, port: int) -> str:
     host = f"[{address.host}]" if ":" in address.host else address.host
-    return f"http://{host}:{port}"
+    scheme = "https" if isinstance(address, ListenSettings) and address.tls is not None else "http"
+    return f"{scheme}://{host}:{port}"
 
 
-def _banner(settings: Settings, listening: Listening) -> str:
+def _banner(settings: Settings, listening: Listening, keys: KeyRing | None) -> str:
     names = [endpoint.name for endpoint in settings.endpoints]
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     resolved = sum(endpoint.is_name for endpoint in settings.endpoints)
@@ -450,7 +477,7 @@ def _banner(settings: Settings, listening: Listening) -> str:
     return (
         f"lbproxy {__version__} listens on {listening.url}, admin on {listening.admin_url or 'nothing'}; "
         f"balances {len(names) - resolved} endpoints{dns} ({shown}) by {settings.routing.policy}; "
-        "no API keys: open to everybody who reaches it"
+        + ("no API keys: open to everybody who reaches it" if keys is None else f"asks for one of {len(keys)} API keys")
     )
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lbproxy.config import Settings
+from lbproxy.control.credentials import Credentials, read_credentials
 from lbproxy.control.discovery import Discovery
 from lbproxy.control.inspect import Inspection, inspect
 from lbproxy.core.engines import Engines
@@ -29,10 +30,15 @@ COSTS = {
 NO_LOAD = "only our own requests there count"
 ASKED = "its answers will be asked for its load"
 NOT_ASKED = "its answers will not be asked for its load: several ranks or processes answer, and each says its own"
+MAX_NAMES_SHOWN = 10
 
 
 async def check(settings: Settings, console: Console | None = None) -> int:
-    """Dial every endpoint and print what was found. Returns 0 if at least one endpoint can be used, else 1."""
+    """Dial every endpoint and print what was found. Returns 0 if at least one endpoint can be used, else 1.
+
+    Raises ConfigError if the files that the settings name cannot be used.
+    """
+    credentials = await asyncio.to_thread(read_credentials, settings)
     connections = ConnectionPool()
     discovery = Discovery(settings, random.Random())  # noqa: S311 - nothing is random in one resolution
     engines = Engines(settings.engines)
@@ -46,6 +52,7 @@ async def check(settings: Settings, console: Console | None = None) -> int:
         connections.close()
     console = console or Console(highlight=False, soft_wrap=True)
     console.print("The settings are valid.")
+    console.print(_asked_for(credentials))
     for one in found:
         console.print(Text(f"\n{_title(one)}", style="bold"))
         console.print(_table(one))
@@ -55,6 +62,14 @@ async def check(settings: Settings, console: Console | None = None) -> int:
     usable = sum(one.usable for one in found)
     console.print(f"\n{usable} of {len(found)} endpoints can be used.")
     return 0 if usable else 1
+
+
+def _asked_for(credentials: Credentials) -> str:
+    """Of clients. Names only; the keys themselves are not known any more."""
+    names = sorted(set(credentials.keys.values()))
+    listed = ", ".join(names[:MAX_NAMES_SHOWN]) + (", ..." if len(names) > MAX_NAMES_SHOWN else "")
+    keys = f"API keys: {len(credentials.keys)} ({listed})" if names else "API keys: none, open to everybody"
+    return f"{'HTTPS' if credentials.tls else 'HTTP'}; {keys}."
 
 
 def _title(one: Inspection) -> str:

@@ -11,7 +11,17 @@ from typing import cast, get_args, get_origin
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from lbproxy.config import Address, ConfigError, EndpointSettings, RoutingSettings, Settings, json_schema, parse
+from lbproxy.config import (
+    Address,
+    ConfigError,
+    EndpointSettings,
+    KeySettings,
+    RoutingSettings,
+    Settings,
+    TlsSettings,
+    json_schema,
+    parse,
+)
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = (ROOT / "config.example.yaml").read_text()
@@ -39,7 +49,7 @@ def keys(section: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple
     """The paths of all keys of the tree; an endpoint's keys stand under `endpoints`."""
     for name, field in section.model_fields.items():
         yield (*path, name)
-        if get_origin(field.annotation) is dict:  # its keys are the user's
+        if get_origin(field.annotation) is dict or field.default == ():  # its keys are the user's; it is empty
             continue
         for part in (field.annotation, *get_args(field.annotation)):
             if isinstance(part, type) and issubclass(part, BaseModel) and not issubclass(part, Address):
@@ -80,8 +90,8 @@ def test_every_key_has_a_description() -> None:
             yield f"{section.__name__}.{name}", field.description
 
     sections: set[type[BaseModel]] = {type(value) for _, value in read(MINIMAL) if isinstance(value, BaseModel)}
-    sections |= {Settings, EndpointSettings}
-    assert len(sections) == 16
+    sections |= {Settings, EndpointSettings, KeySettings, TlsSettings}
+    assert len(sections) == 19
     assert [name for section in sections for name, text in fields(section) if not text or len(text) < 8] == []
 
 
@@ -413,5 +423,5 @@ def test_schema_has_every_key_and_takes_the_short_forms() -> None:
     schema = json.loads(json.dumps(json_schema()))
     assert set(schema["properties"]) == set(Settings.model_fields)
     assert schema["required"] == ["endpoints"]
-    for short in ("Address", "AdminSettings", "EndpointSettings"):
+    for short in ("ListenSettings", "AdminSettings", "EndpointSettings"):
         assert [form["type"] for form in schema["$defs"][short]["anyOf"]] == ["string", "object"]

@@ -19,7 +19,16 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from lbproxy.cli import _parser
-from lbproxy.config import Address, AdminSettings, EndpointSettings, EngineSettings, Settings
+from lbproxy.config import (
+    Address,
+    AdminSettings,
+    EndpointSettings,
+    EngineSettings,
+    KeySettings,
+    ListenSettings,
+    Settings,
+    TlsSettings,
+)
 from lbproxy.config.engines import SignalForm
 from lbproxy.config.values import Quantity
 from lbproxy.core.health import TABLE, Event
@@ -54,8 +63,8 @@ def written(value: object, unit: Quantity | None) -> str:
         return "required"
     if value is None:
         return "`null`"
-    if value == {}:
-        return "`{}`"
+    if value in ({}, ()):
+        return "`{}`" if value == {} else "`[]`"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if isinstance(value, int | float):
@@ -84,8 +93,10 @@ def takes(field: FieldInfo) -> str:
         text = "true, false"
     elif any(isinstance(part, type) and issubclass(part, Address) for part in parts(field.annotation)):
         text = "host:port, mapping"
-    elif EndpointSettings in parts(field.annotation):
+    elif EndpointSettings in parts(field.annotation) or KeySettings in parts(field.annotation):
         text = "list"
+    elif TlsSettings in parts(field.annotation):
+        text = "mapping"
     else:
         text = "text"
     return f"{text}, null" if type(None) in parts(field.annotation) else text
@@ -109,7 +120,10 @@ def settings_table(section: type[BaseModel], prefix: str = "") -> str:
 
 SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
     "top level": (Settings, ""),
+    "listen": (ListenSettings, "listen."),
+    "tls": (TlsSettings, "listen.tls."),
     "admin": (AdminSettings, "admin."),
+    "key": (KeySettings, ""),
     "endpoints": (EndpointSettings, ""),
     "engines": (EngineSettings, ""),
     **{

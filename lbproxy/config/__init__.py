@@ -16,7 +16,15 @@ from typing import TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from lbproxy.config.access import AdminSettings, Secret
+from lbproxy.config.access import (
+    AdminSettings,
+    AuthSettings,
+    KeySettings,
+    ListenSettings,
+    Secret,
+    TlsSettings,
+    read_key_file,
+)
 from lbproxy.config.clients import Address, LimitSettings, TimeoutSettings, leads_to
 from lbproxy.config.endpoints import OWN_ENGINES, DnsSettings, EndpointSettings, ScrapeSettings
 from lbproxy.config.engines import BUILT_IN_ENGINES, EngineSettings, MetricRatio, MetricSpec, Signal
@@ -32,6 +40,7 @@ __all__ = [
     "with_endpoints",
     "without_secrets",
     "parse_scenario",
+    "read_key_file",
     "json_schema",
     "leads_to",
     "ConfigError",
@@ -39,7 +48,11 @@ __all__ = [
     "BUILT_IN_ENGINES",
     "Settings",
     "Address",
+    "ListenSettings",
+    "TlsSettings",
     "AdminSettings",
+    "AuthSettings",
+    "KeySettings",
     "Secret",
     "EndpointSettings",
     "EngineSettings",

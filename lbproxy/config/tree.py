@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import InitErrorDetails
 
-from lbproxy.config.access import AdminSettings
-from lbproxy.config.clients import Address, LimitSettings, TimeoutSettings, leads_to
+from lbproxy.config.access import AdminSettings, AuthSettings, ListenSettings
+from lbproxy.config.clients import LimitSettings, TimeoutSettings, leads_to
 from lbproxy.config.endpoints import DnsSettings, EndpointSettings, ScrapeSettings
 from lbproxy.config.engines import MAX_ENGINES, EngineSettings, check_engine_names, check_own_engines
 from lbproxy.config.explain import ExplainSettings
@@ -48,8 +48,8 @@ class LogSettings(Section):
 class Settings(Section):
     """Everything that a user can set."""
 
-    listen: Address = Address(host="127.0.0.1", port=8080)
-    """Where clients connect. The default reaches nobody else's machine: there is no authentication."""
+    listen: ListenSettings = ListenSettings(host="127.0.0.1", port=8080)
+    """Where clients connect. The default reaches nobody else's machine: without `auth` nobody is asked who they are."""
     admin: AdminSettings | None = AdminSettings(host="127.0.0.1", port=9901)
     """Listener for /healthz, /readyz, /metrics: its own port, so that it answers under load. null = off."""
     endpoints: tuple[EndpointSettings, ...] = Field(json_schema_extra={"minItems": 1, "maxItems": MAX_ENDPOINTS})
@@ -76,6 +76,8 @@ class Settings(Section):
     """Resolving the names of `dns+http://` endpoints."""
     expose_endpoint: bool = True
     """Answers carry x-lbproxy-endpoint, the endpoint's name. false hides the fleet from clients."""
+    auth: AuthSettings = AuthSettings()
+    """Who may send requests."""
     drain: DrainSettings = DrainSettings()
     """Stopping."""
     log: LogSettings = LogSettings()

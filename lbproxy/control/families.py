@@ -137,6 +137,8 @@ class Door(Protocol):
 
     refused: dict[str, int]
     """Connections, by why."""
+    failed_handshakes: int
+    """Connections that no TLS came of."""
 
 
 class Loads:
@@ -147,6 +149,8 @@ class Loads:
         """The last time."""
         self.succeeded_at = time.time()
         """The last time that it did; wall time."""
+        self.stale: set[str] = set()
+        """What else is read from files, and could not be when they changed last."""
 
 
 def load_families(load: Load, door: Door) -> Iterator[Metric]:
@@ -157,6 +161,8 @@ def load_families(load: Load, door: Door) -> Iterator[Metric]:
     refused = [((reason,), float(count)) for reason, count in (load.refused | door.refused).items()]
     text = "Requests, and for connections and descriptors connections, that lbproxy refused because it lacked something"
     yield counters("overload_refusals", text, ("reason",), refused)
+    text = "Clients' connections that were closed because no TLS handshake came of them in 10 s"
+    yield counter("tls_handshake_failures", text, door.failed_handshakes)
     yield counter("overload_ended_requests", "Requests that were ended because memory was nearly full", load.ended)
     yield gauge("buffered_body_bytes", "Bytes of the request bodies that are held", load.held_bytes)
     yield gauge("buffered_body_limit_bytes", "Bytes of request bodies that may be held", load.max_held_bytes)

@@ -156,11 +156,12 @@ def access_line(record: RequestRecord) -> bytes:
     queue = "null" if placed_at is None else f"{1e3 * record.queue_s:.3f}"
     ttfb = "null" if first_byte_at is None else f"{1e3 * (first_byte_at - started_at):.3f}"
     error = "" if record.error is None else f',"error":{_quoted(record.error, MAX_ERROR_CHARS)}'
+    key = "" if record.key is None else f',"key":{_quoted(record.key, MAX_FIELD_CHARS)}'
     return (
         f'{{"time":"{stamp(time.time())}","level":"{_LEVEL_NAMES[record.outcome]}","event":"request",'
         f'"id":{_quoted(record.id, MAX_FIELD_CHARS)},{facts},"request_bytes":{record.request_bytes},'
         f'"response_bytes":{record.response_bytes},"events":{record.events},"queue_ms":{queue},"ttfb_ms":{ttfb},'
-        f'"duration_ms":{1e3 * (record.ended_at - started_at):.3f}{error}}}\n'
+        f'"duration_ms":{1e3 * (record.ended_at - started_at):.3f}{key}{error}}}\n'
     ).encode("ascii")
 
 

@@ -380,7 +380,7 @@ class Telemetry:
         self._lag.add_to(lag, [])
         yield lag
         text = "1 if the settings were read well the last time, 0 if they were refused: then the old ones hold"
-        yield gauge("config_reload_success", text, float(self.loads.succeeded))
+        yield gauge("config_reload_success", text, float(self.loads.succeeded and not self.loads.stale))
         text = "When settings were last taken over, in seconds since 1970"
         yield gauge("config_last_reload_success_timestamp_seconds", text, self.loads.succeeded_at)
         yield gauges("build_info", "Always 1", ("version",), [((__version__,), 1.0)])

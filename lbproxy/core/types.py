@@ -331,7 +331,7 @@ class Outcome(Enum):
     BAD_REQUEST = _bad("bad_request", 400, "The request is not valid HTTP/1.1.", close=True)
     INVALID_JSON = _bad("invalid_json", 400, "The request body is not valid JSON.")
     MISSING_MODEL = _bad("missing_model", 400, "The request names no model.")
-    UNAUTHORIZED = _bad("invalid_api_key", 401, "A valid API key is required: `Authorization: Bearer KEY`.")
+    UNAUTHORIZED = _bad("invalid_api_key", 401, "A valid API key is required: `Authorization: Bearer KEY`.", close=True)
     FORBIDDEN = _bad("forbidden", 403, "This is not allowed through the load balancer.")
     UNKNOWN_URL = _bad("unknown_url", 404, "Unknown request URL. Paths begin with /v1; metrics are on the admin port.")
     MODEL_NOT_FOUND = _bad("model_not_found", 404, "The model does not exist.")
@@ -408,6 +408,8 @@ class RequestRecord:
     """What the endpoint said that the request used."""
     predicted_cached_tokens: float | None = None
     """How much of the prompt was expected in the endpoint's cache; None = the policy expects nothing."""
+    key: str | None = None
+    """The name of the API key that it came with."""
     queue_s: float = 0.0
     """Waited for a place, all attempts together."""
     placed_at: float | None = None

@@ -8,6 +8,8 @@ nothing is tried, so that a full process does not spin. Invariants:
 
 - A spare descriptor is held from the start, so that there is always one to say no with, or for a listener without a
   refusal (the admin's) some to serve with.
+- With TLS, what connects costs a descriptor and a timer until its first byte shows that it means TLS; then it has the
+  rest of `HANDSHAKE_S` for the handshake. All of these count as open (`handshaking`).
 - Every connection is either handed to a protocol of the factory, or closed here and counted in `refused`.
 - After `close` the sockets are only let go: connections in their queues belong to whoever else has them open.
 """
@@ -20,6 +22,7 @@ import errno
 import logging
 import resource
 import socket
+import ssl
 from collections.abc import Callable, Sequence
 
 logger = logging.getLogger("lbproxy")
@@ -31,6 +34,12 @@ BATCH = 64
 DESCRIPTOR_SHARE = 0.45
 PAUSE_S = 0.1
 LOG_EVERY_S = 10.0
+HANDSHAKE_S = 10.0
+"""For a TLS handshake, from the connection on: as long as a request's head may take (timeouts.client_head)."""
+GOODBYE_S = 10.0
+"""For the end of a TLS connection: the rest of its last answer, and the peer's own goodbye, which many never say."""
+_TLS_HANDSHAKE = b"\x16"
+"""How a TLS client begins (RFC 8446, section 5.1); no HTTP method does."""
 CONNECTIONS, DESCRIPTORS = "connections", "descriptors"
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _GONE = {
@@ -85,22 +94,37 @@ class Listener:
         room: Callable[[], bool] = lambda: True,
         refusal: Callable[[], bytes] | None = None,
         spares: int = 1,
+        misled: Callable[[], bytes] = bytes,
     ) -> None:
         """`room`: whether one more connection may be served. `refusal`: what is sent to one that there is no room or
-        no descriptor for, closed then; None = the spare descriptors are used up to serve instead.
+        no descriptor for, closed then; None = the spare descriptors are used up to serve instead. `misled`: what is
+        sent to one that does not speak TLS where it should.
         """
         self._loop = asyncio.get_running_loop()
         self._factory = factory
         self._room = room
         self._refusal = refusal
+        self._misled = misled
         self._wanted_spares = spares
         self._spares: list[socket.socket] = []
         self._resume: asyncio.TimerHandle | None = None
         self._log_at = float("-inf")
         self._accepting: set[asyncio.Task[None]] = set()
+        self._tls: ssl.SSLContext | None = None
         self.sockets: Sequence[socket.socket] = ()
         self.refused = {CONNECTIONS: 0, DESCRIPTORS: 0}
         """Connections closed here, by what was lacking."""
+        self.failed_handshakes = 0
+        """Connections closed because no TLS came of them."""
+
+    def use_tls(self, context: ssl.SSLContext | None) -> None:
+        """Speak TLS with those that are accepted from now on; None = do not."""
+        self._tls = context
+
+    @property
+    def handshaking(self) -> int:
+        """Connections that are not with a protocol yet: their TLS handshake is under way, or did not begin."""
+        return 0 if self._tls is None else len(self._accepting)
 
     def start(self, sockets: Sequence[socket.socket]) -> None:
         """Accept from now on."""
@@ -147,17 +171,45 @@ class Listener:
 
     async def _hand_over(self, client: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(self._factory, client)
-        except OSError:  # gone by now, or no descriptor for its transport
+            if self._tls is None:
+                await self._loop.connect_accepted_socket(self._factory, client)
+            else:
+                await self._hand_over_tls(client, self._tls)
+        except OSError:  # gone by now, or no descriptor for its transport, or no TLS
+            self.failed_handshakes += self._tls is not None
             client.close()
+
+    async def _hand_over_tls(self, client: socket.socket, context: ssl.SSLContext) -> None:
+        due = self._loop.time() + HANDSHAKE_S
+        async with asyncio.timeout_at(due):
+            first = await self._peek(client)
+        if first != _TLS_HANDSHAKE:
+            self.failed_handshakes += len(first)  # who left without a word asked for nothing
+            _tell_and_close(client, self._misled() if first else b"")
+            return
+        left_s = max(0.1, due - self._loop.time())
+        await self._loop.connect_accepted_socket(
+            self._factory, client, ssl=context, ssl_handshake_timeout=left_s, ssl_shutdown_timeout=GOODBYE_S
+        )
+
+    async def _peek(self, client: socket.socket) -> bytes:
+        """The first byte that comes, which stays to be read; empty if the peer is gone."""
+        client.setblocking(False)
+        readable = asyncio.Event()
+        self._loop.add_reader(client, readable.set)
+        try:
+            await readable.wait()
+        except asyncio.CancelledError:
+            self._loop.remove_reader(client)
+            client.close()
+            raise
+        self._loop.remove_reader(client)
+        return client.recv(1, socket.MSG_PEEK)
 
     def _refuse(self, client: socket.socket, why: str) -> None:
         self.refused[why] += 1
         assert self._refusal is not None
-        with contextlib.suppress(OSError):
-            client.send(self._refusal(), socket.MSG_DONTWAIT)
-            client.recv(1 << 16, socket.MSG_DONTWAIT)  # what is left unread would make a reset of the close
-        client.close()
+        _tell_and_close(client, self._refusal() if self._tls is None else b"")
         if why == CONNECTIONS:
             self._log("connections are refused: as many are open as limits.connections and the descriptors allow")
 
@@ -204,3 +256,10 @@ class Listener:
         if now - self._log_at >= LOG_EVERY_S:
             self._log_at = now
             logger.warning(text, *arguments, extra={"event": "overload"})
+
+
+def _tell_and_close(client: socket.socket, answer: bytes) -> None:
+    with contextlib.suppress(OSError):
+        client.send(answer, socket.MSG_DONTWAIT)
+        client.recv(1 << 16, socket.MSG_DONTWAIT)  # what is left unread would make a reset of the close
+    client.close()

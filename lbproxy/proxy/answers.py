@@ -33,6 +33,8 @@ def error_answer(error: LbError, request_id: str, *, attempts: int, keep_alive: 
         fields["x-llm-d-request-dropped-reason"] = _DROPPED_REASONS[error.outcome]
     if not facts.client_retry:
         fields["x-should-retry"] = "false"
+    if error.outcome is Outcome.UNAUTHORIZED:
+        fields["www-authenticate"] = "Bearer"
     if error.allow is not None:
         fields["allow"] = error.allow
     return json_answer(facts.status, error_body(error), fields, keep_alive=keep_alive)

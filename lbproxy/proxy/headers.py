@@ -35,6 +35,8 @@ NOT_FORWARDED = _HOP_BY_HOP | {
     b"x-request-id",
     b"x-gateway-destination-endpoint",  # a header never chooses an address
 }
+CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
+"""What a client proves by who it is: OpenAI's way, and that of Anthropic's SDK."""
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 HINTS = frozenset({b"x-lbproxy-priority", b"x-session-id", b"x-lbproxy-explain", b"endpoint-load-metrics-format"})
 """What a client says about its request beside the body. Passed on: another lbproxy may come."""
@@ -59,7 +61,9 @@ class RequestFields:
     """A client's header fields, read once."""
 
     forward: bytes = b""
-    """The field lines that the endpoint gets, in order, each with its CRLF."""
+    """The field lines that the endpoint gets, in order, each with its CRLF, but for those of `CREDENTIALS`."""
+    credentials: bytes = b""
+    """The field lines of `CREDENTIALS`, in order, each with its CRLF."""
     request_id: str | None = None
     """The client's own x-request-id, if it is harmless."""
     content_type: bytes = b""
@@ -91,6 +95,7 @@ def read_request_fields(raw: Iterable[tuple[bytes, bytes]], *, http10: bool = Fa
     """Sort a request's fields. Raises LbError where one asks for what we must not do."""
     fields = RequestFields()
     forward: list[bytes] = []
+    credentials: list[bytes] = []
     nominated: set[bytes] = set()
     hosts = size = 0
     for name, value in raw:
@@ -99,6 +104,9 @@ def read_request_fields(raw: Iterable[tuple[bytes, bytes]], *, http10: bool = Fa
         hosts += key == b"host"
         if key in NOT_FORWARDED:
             _read_our_own(fields, nominated, key, value)
+            continue
+        if key in CREDENTIALS:
+            credentials += (name, b": ", value, b"\r\n")
             continue
         forward += (name, b": ", value, b"\r\n")
         if key == b"content-type":
@@ -116,10 +124,15 @@ def read_request_fields(raw: Iterable[tuple[bytes, bytes]], *, http10: bool = Fa
     elif hosts != 1:
         raise LbError(Outcome.BAD_REQUEST, "There must be one Host.")
     if nominated - {b"close", b"keep-alive", b""}:
-        lines = zip(*[iter(forward)] * 4, strict=True)
-        forward = [part for line in lines if line[0].lower() not in nominated for part in line]
-    fields.forward = b"".join(forward)
+        forward, credentials = _without(nominated, forward), _without(nominated, credentials)
+    fields.forward, fields.credentials = b"".join(forward), b"".join(credentials)
     return fields
+
+
+def _without(nominated: set[bytes], parts: list[bytes]) -> list[bytes]:
+    """The fields that the client does not want to go further; each is four parts."""
+    lines = zip(*[iter(parts)] * 4, strict=True)
+    return [part for line in lines if line[0].lower() not in nominated for part in line]
 
 
 def _read_our_own(fields: RequestFields, nominated: set[bytes], key: bytes, value: bytes) -> None:

@@ -310,12 +310,16 @@ class Relay:
         self._progress_at = now + PROGRESS_S
 
     def _reset(self, outcome: Outcome) -> None:
-        """A close would look like the end: reset the client's connection."""
+        """A close would look like the end: reset the client's connection.
+
+        At once, unlike in `_finish`: with TLS the transport is not there to be reset any more once somebody closed it,
+        since that tells the client, under seal, that all is well.
+        """
         sock = self._transport.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._transport.abort()  # the protocol is told in a later turn
         self._finish(outcome)
-        self._transport.abort()
 
     @property
     def revocable(self) -> bool:

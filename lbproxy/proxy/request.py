@@ -23,6 +23,8 @@ class ClientRequest(NamedTuple):
     route: Route
     fields: RequestFields
     body: bytes
+    credentials: bytes = b""
+    """Field lines, each with its CRLF: the client's own for the endpoint. None where lbproxy itself asks for a key."""
     http10: bool = False
     """The client takes no chunks, and its connection ends with the answer."""
 
@@ -33,5 +35,5 @@ class ClientRequest(NamedTuple):
         authority = endpoint.authority
         asked = _ASK_LOAD if ask_load and not self.fields.wants_load_report else ""
         own = f"x-request-id: {request_id}\r\nx-gateway-destination-endpoint: {authority}\r\n{asked}"
-        fields = self.fields.forward + own.encode("ascii")
+        fields = self.fields.forward + self.credentials + own.encode("ascii")
         return request_head(self.method, self.target, authority, fields, len(self.body))

@@ -33,6 +33,7 @@ from lbproxy.proxy.connection import CLOSE, KEEP, ClientConnection
 from lbproxy.proxy.deadlines import Deadlines
 from lbproxy.proxy.exchange import LARGE_BODY_BYTES, Exchange, Exchanger, model_not_found
 from lbproxy.proxy.headers import origin_form, read_request_fields
+from lbproxy.proxy.keys import KeyRing
 from lbproxy.proxy.overload import Overload, Unmetered
 from lbproxy.proxy.request import ClientRequest
 from lbproxy.proxy.routes import Body, find_route
@@ -116,6 +117,8 @@ class FrontEnd(web.Server):
         self.overload = overload or Overload(settings.limits, Unmetered())
         self.overload.end_largest = self._end_largest
         self.max_plain_body_bytes = min(settings.limits.json_body, WHOLE_BYTES)
+        self.keys: KeyRing | None = None
+        """Each request must carry one of these; None = it need not. Kept by who reads them."""
         self.deadlines = Deadlines(runtime, settings.timeouts)
         self._max_connections = settings.limits.connections
         self._client_stall_s = settings.timeouts.client_stall
@@ -133,7 +136,9 @@ class FrontEnd(web.Server):
         self._open = 0
         self._empty = asyncio.Event()
         self._empty.set()
-        self.listener = Listener(self, room=self._has_room, refusal=self._refusal_unheard)
+        self.listener = Listener(
+            self, room=self._has_room, refusal=self._refusal_unheard, misled=self._refusal_of_plain
+        )
 
     # Life
 
@@ -169,11 +174,11 @@ class FrontEnd(web.Server):
         return self._open
 
     def _has_room(self) -> bool:
-        return self._open < connections_within(self._max_connections)
+        return self._open + self.listener.handshaking < connections_within(self._max_connections)
 
     def connected(self) -> bool:
         """See connection.Front."""
-        has_room = self._has_room()
+        has_room = self._has_room() or self.listener.handshaking > 0  # among which it had room
         self._open += 1
         self._empty.clear()
         return has_room
@@ -311,6 +316,9 @@ class FrontEnd(web.Server):
             self, client, record, client.lane_ended, keep_alive=not (self._last_requests or self.overload.tight)
         )
         try:
+            if self.keys is not None:
+                record.key = self.keys.name_of(plain.credentials)
+                plain = plain._replace(credentials=b"")
             self._answer(plain, turn)
         except LbError as error:
             turn.refuse(error)
@@ -340,6 +348,9 @@ class FrontEnd(web.Server):
         record.id = fields.request_id or record.id
         target = origin_form(request.raw_path)
         record.path = target.partition("?")[0]
+        credentials = fields.credentials
+        if self.keys is not None:  # before anything is said or read
+            record.key, credentials = self.keys.name_of(credentials), b""
         route = find_route(request.method, record.path)
         if route.ours and request.method != "OPTIONS":
             record.route = route.name
@@ -349,7 +360,7 @@ class FrontEnd(web.Server):
             raise self._refusal()
         body = await read_body(request, fields, route, turn, self.overload)
         http10 = request.version == (1, 0)
-        read = ClientRequest(request.method, target, route, fields, body, http10)
+        read = ClientRequest(request.method, target, route, fields, body, credentials, http10)
         if not has_json(read) or len(body) <= WHOLE_BYTES:
             self._answer(read, turn)
             return
@@ -453,6 +464,11 @@ class FrontEnd(web.Server):
     def _refusal_unheard(self) -> bytes:
         """What a connection is told that there is no room for."""
         error = LbError(Outcome.OVERLOADED)
+        return error_answer(error, self._new_id(), attempts=0, keep_alive=False, rng=self._rng)
+
+    def _refusal_of_plain(self) -> bytes:
+        """What a connection is told that speaks plain HTTP where TLS is spoken."""
+        error = LbError(Outcome.BAD_REQUEST, "TLS is spoken here: the URL begins with https://.")
         return error_answer(error, self._new_id(), attempts=0, keep_alive=False, rng=self._rng)
 
     @staticmethod

@@ -35,7 +35,7 @@ from tests.support.process import Process, lbproxy, mock
 
 LISTEN, ADMIN = "127.0.0.1:8080", "127.0.0.1:9901"
 """The addresses in the docs: the defaults."""
-ENVIRON = {"GPU_HOST": "gpu-1", "LBPROXY_ADMIN_TOKEN": "5f4dcc3b5aa765d61d8327deb882cf99"}
+ENVIRON = {"GPU_HOST": "gpu-1", "LBPROXY_ADMIN_TOKEN": "5f4dcc3b5aa765d61d8327deb882cf99", "TEAM_A_KEY": "e0" * 16}
 """The variables that the docs speak of."""
 
 BLOCKS = all_blocks()
@@ -193,9 +193,13 @@ def test_log_lines_have_the_keys_of_live_ones(tmp_path: Path) -> None:
             for model in ("m", "nope"):
                 httpx.post(f"{listen}/v1/completions", json={"model": model, "prompt": "x", "max_tokens": 1})
             config = tmp_path / "cfg.yaml"
-            config.write_text(config.read_text() + "routing: {policy: adaptive}\n")
+            keys = tmp_path / "keys"
+            keys.write_text("0123456789abcdef\n")
+            config.write_text(config.read_text() + f"routing: {{policy: adaptive}}\nauth: {{file: {keys}}}\n")
             process.process.send_signal(signal.SIGHUP)
             process.wait_for("settings reloaded")
+            keys.write_text("team-b: fedcba9876543210\n")
+            process.wait_for("API keys read again")
             config.write_text("endpoints: []\n")
             process.process.send_signal(signal.SIGHUP)
             process.wait_for("the settings are refused")

@@ -8,6 +8,7 @@ assert clients.failed == []
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
@@ -22,10 +23,12 @@ BODY = b'{"model":"sim","prompt":"Once","max_tokens":3}'
 class Load:
     """What became of the requests."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, tls: ssl.SSLContext | None = None, more: str = "") -> None:
         parts = urlsplit(url)
         assert parts.hostname is not None
         self.address = (parts.hostname, parts.port)
+        self._tls = tls
+        self._request = post(BODY, "/v1/completions", more)
         self.done = 0
         self.failed: list[str] = []
         self.stopping = False
@@ -37,8 +40,8 @@ class Load:
             try:
                 async with asyncio.timeout(TIMEOUT_S):
                     if connection is None:
-                        connection = RawClient(*await asyncio.open_connection(*self.address))
-                    connection.send(post(BODY, "/v1/completions"))
+                        connection = RawClient(*await asyncio.open_connection(*self.address, ssl=self._tls))
+                    connection.send(self._request)
                     reply = await connection.reply()
             except (OSError, EOFError, TimeoutError) as error:
                 self.failed.append(repr(error))
@@ -57,9 +60,14 @@ class Load:
 
 
 @asynccontextmanager
-async def load(url: str, *, keep: int = 4, fresh: int = 4) -> AsyncIterator[Load]:
-    """So many clients that keep their connections, and so many that do not, until the end of the block."""
-    it = Load(url)
+async def load(
+    url: str, *, keep: int = 4, fresh: int = 4, tls: ssl.SSLContext | None = None, more: str = ""
+) -> AsyncIterator[Load]:
+    """So many clients that keep their connections, and so many that do not, until the end of the block.
+
+    `more`: further field lines of each request.
+    """
+    it = Load(url, tls, more)
     async with asyncio.TaskGroup() as group:
         for n in range(keep + fresh):
             group.create_task(it.client(keep=n < keep))

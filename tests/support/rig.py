@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -21,6 +22,9 @@ from tests.support.pool import Pool
 
 class Rig(Pool):
     """What a test holds."""
+
+    tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None
+    """The server's and the clients', where all are to speak TLS."""
 
     def __init__(self, settings: Settings) -> None:
         rng = random.Random(1)
@@ -44,7 +48,8 @@ class Rig(Pool):
         return sum(one.in_flight for one in self.snapshots())
 
     async def connect(self) -> RawClient:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 26)
+        tls = None if self.tls is None else self.tls[1]
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 26, ssl=tls)
         self.clients.append(RawClient(reader, writer))
         return self.clients[-1]
 
@@ -123,6 +128,7 @@ async def rig(*urls: str, more: str = "", up: bool = True) -> AsyncIterator[Rig]
     it = Rig(settings_for(list(urls), more))
     if up:
         it.bring_up()
+    it.front.listener.use_tls(it.tls and it.tls[0])
     it.port = await it.front.listen("127.0.0.1", 0)
     try:
         yield it
