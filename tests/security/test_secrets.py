@@ -1,0 +1,144 @@
+"""Secrets in the settings: how they are written, and that nothing that is done with them shows them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from hashlib import sha256
+
+import pytest
+
+from lbproxy.config import ConfigError, Secret, Settings, parse, read_key_file
+from lbproxy.config.access import MAX_KEYS, MAX_SECRET_CHARS, MIN_SECRET_CHARS
+
+KEY = "sk-0123456789-abcdefghij"
+DIGEST = sha256(KEY.encode())
+MINIMAL = "endpoints: [http://gpu-1:8000]\n"
+
+
+def read(more: str, environ: dict[str, str] | None = None) -> Settings:
+    return parse(MINIMAL + more, environ=environ or {})
+
+
+def problem(more: str, environ: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as error:
+        read(more, environ)
+    return str(error.value)
+
+
+def test_no_form_of_a_setting_shows_a_secret() -> None:
+    """Neither its text nor its digest: a page that shows the settings cannot get it wrong."""
+    admin = f"admin: {{host: 127.0.0.1, port: 9901, token: {KEY}}}\n"
+    settings = read(f"{admin}auth: {{keys: [{KEY}, {{name: b, key: {KEY}-b}}]}}\n")
+    shown = [
+        *(repr(settings), str(settings), f"{settings}", settings.model_dump_json(), str(settings.model_dump())),
+        *(str(settings.model_dump(mode="json")), repr(settings.auth.keys[0].key), str(settings.auth.keys[0].key)),
+        json.dumps(settings.model_dump(mode="json")),
+    ]
+    for text in shown:
+        assert KEY not in text
+        assert DIGEST.hexdigest() not in text
+        assert DIGEST.digest().hex(" ") not in text
+        assert repr(DIGEST.digest()) not in text
+    assert copy.deepcopy(settings) == settings
+    assert KEY.encode() not in pickle.dumps(settings)
+
+
+def test_a_secret_is_text_or_its_digest() -> None:
+    for value in (KEY, f"sha256:{DIGEST.hexdigest()}", f"sha256:{DIGEST.hexdigest().upper()}"):
+        secret = Secret.read(value)
+        assert secret.is_in(KEY.encode())
+        assert not secret.is_in(KEY.upper().encode())
+        assert not secret.is_in(value.encode()) or value == KEY
+    assert Secret.read(KEY) == Secret.read(f"sha256:{DIGEST.hexdigest()}")
+
+
+def test_keys_get_names_by_their_place() -> None:
+    settings = read(f"auth: {{keys: [{KEY}, {{name: team-b, key: {KEY}-b}}, '${{K}}']}}", {"K": f"{KEY}-c"})
+    assert [one.name for one in settings.auth.keys] == ["key-1", "team-b", "key-3"]
+
+
+HIDDEN = "hunter2-hunter2"
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (f"auth: {{keys: [{HIDDEN}]}}", "auth.keys[0].key: expected a secret: 16 to 512 visible ASCII characters"),
+        (f"auth: {{keys: ['{HIDDEN} {HIDDEN}']}}", "auth.keys[0].key: expected a secret"),
+        (f"auth: {{keys: [{HIDDEN}{HIDDEN}é]}}", "auth.keys[0].key: expected a secret"),
+        (f"auth: {{keys: ['sha256:{HIDDEN}{HIDDEN}']}}", "auth.keys[0].key: expected a secret"),
+        (f"auth: {{keys: {HIDDEN}}}", "auth.keys: expected a list"),
+        (f"auth: {{keys: {{a: {HIDDEN}}}}}", "auth.keys: expected a list"),
+        (f"auth: {{keys: [[{HIDDEN}]]}}", "auth.keys[0].key: expected a secret"),
+        ("auth: {keys: [12345678901234567]}", "(quote it if YAML reads it as a number)"),
+        ("auth: {keys: [null]}", "auth.keys[0].key: expected a secret"),
+        (f"auth: {HIDDEN}", "auth: expected a mapping"),
+        (f"auth: [{HIDDEN}]", "auth: expected a mapping"),
+        (f"auth: {{keys: [{{name: '{HIDDEN}!', key: {KEY}}}]}}", "auth.keys[0].name: expected a name of 1 to 64"),
+        (f"auth: {{keys: [{{nam: {HIDDEN}, key: {KEY}}}]}}", "auth.keys[0].nam: unknown key, did you mean name?"),
+        (f"auth: {{keys: [{{name: {HIDDEN}}}]}}", "auth.keys[0].key: required, but not there"),
+        (f"auth: {{keys: [{KEY}, {KEY}]}}", "auth.keys: expected each key once"),
+        (f"auth: {{keys: ['{HIDDEN}${{']}}", "auth.keys[0]: expected ${NAME} or ${NAME:-default}"),
+        (f"auth: {{keys: ['{HIDDEN}${{NOT_SET}}']}}", "auth.keys[0]: environment variable NOT_SET is not set"),
+        (f"auth: {{file: ['{HIDDEN}']}}", "auth.file: expected text"),
+        ("auth: {file: ''}", "auth.file: expected the path of a file"),
+        (f"admin: {{host: 127.0.0.1, port: 1, token: {HIDDEN}}}", "admin.token: expected a secret"),
+        (f"admin: {{host: 127.0.0.1, port: 1, token: {{a: {HIDDEN}}}}}", "admin.token: expected a secret"),
+    ],
+)
+def test_what_is_refused_is_not_repeated(more: str, told: str) -> None:
+    """Errors go to terminals and logs, and a typing error in a key is nearly the key."""
+    text = problem(more)
+    assert told in text
+    assert HIDDEN not in text
+    assert KEY not in text
+    assert "1234567890" not in text
+
+
+@pytest.mark.parametrize("length", [MIN_SECRET_CHARS - 1, MAX_SECRET_CHARS + 1])
+def test_lengths_that_no_key_has(length: int) -> None:
+    assert "expected a secret" in problem(f"auth: {{keys: [{'k' * length}]}}")
+
+
+def test_a_file_of_keys() -> None:
+    digests = f"sha256:{'0' * 64}\nx: sha256:{'1' * 64}"
+    text = f"# who may\n\n  team-b: {KEY}-b  \r\nteam-b:\t{KEY}-c\n{KEY}-d\n  # more\n{digests}"
+    keys = read_key_file(text, source="keys")
+    assert [one.name for one in keys] == ["team-b", "team-b", "key-3", "key-4", "x"]
+    assert keys[2].key.is_in(f"{KEY}-d".encode())
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (f"team-b:{KEY}", "line 2: expected NAME: KEY, with a space after the colon"),
+        (f"team b: {KEY}", "line 2: expected NAME: KEY"),
+        (f"{'n' * 65}: {KEY}", "line 2: expected NAME: KEY"),
+        (f"a: {KEY} # mine", "line 2: expected NAME: KEY"),
+        (f"a = {KEY}", "line 2: expected NAME: KEY"),
+        ("a: short", "line 2: expected a secret"),
+        (f"b: {KEY}-1", "line 2: expected each key once, but line 1 has this one too"),
+        ("a: sha256:abc", "line 2: expected a secret"),
+        (f"a: {KEY}\x00", "line 2: expected a secret"),
+    ],
+)
+def test_a_line_that_is_no_key_is_named_by_its_number_alone(line: str, told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_key_file(f"a: {KEY}-1\n{line}\n", source="keys")
+    assert told in str(error.value)
+    assert KEY not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# nothing\n", " \n"])
+def test_a_file_without_a_key_is_an_error(text: str) -> None:
+    """It would lock everybody out, or let everybody in."""
+    with pytest.raises(ConfigError, match="no key is in it"):
+        read_key_file(text, source="keys")
+
+
+def test_a_file_of_too_many_keys_is_an_error() -> None:
+    lines = (f"{n:020}" for n in range(MAX_KEYS + 1))
+    with pytest.raises(ConfigError, match="at most 10000 keys"):
+        read_key_file("\n".join(lines), source="keys")
