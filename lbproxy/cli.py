@@ -73,6 +73,11 @@ def _parser() -> argparse.ArgumentParser:
     mock.add_argument("--seed", type=int, default=0, help="servers with one seed give the same answers")
     what = "something it does wrong, such as 'status code=503 share=0.2 for=10'; may be given several times"
     mock.add_argument("--fault", action="append", default=[], help=what)
+    what = "a LoRA adapter that it serves; may be given several times"
+    mock.add_argument("--adapter", action="append", default=[], metavar="NAME", help=what)
+    mock.add_argument("--max-loras", type=int, default=1, help="adapters that run together (default: 1, as vLLM's)")
+    what = "adapters can be loaded and unloaded over HTTP"
+    mock.add_argument("--lora-updates", action="store_true", help=what)
 
     sim = commands.add_parser("sim", help="compare policies on a simulated fleet, in virtual time")
     sim.add_argument("scenario", nargs="?", metavar="FILE", help="what to simulate (YAML): docs/simulator.md")
@@ -152,9 +157,9 @@ def _demo(args: argparse.Namespace) -> int:
 def _mock(args: argparse.Namespace) -> int:
     from lbproxy.sim.http import MockOptions, MockServer  # noqa: PLC0415
 
-    given = {name: value for name, value in vars(args).items() if name not in {"command", "config", "fault"}}
+    given = {name: value for name, value in vars(args).items() if name not in {"command", "config", "fault", "adapter"}}
     try:
-        options = MockOptions(**given, faults=tuple(args.fault))
+        options = MockOptions(**given, faults=tuple(args.fault), adapters=tuple(args.adapter))
     except ValueError as error:
         print(f"lbproxy mock: {error}", file=sys.stderr)
         return 2

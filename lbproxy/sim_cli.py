@@ -206,6 +206,7 @@ def fleet_options(scenario: Scenario, routing: RoutingSettings) -> FleetOptions:
             for fault in scenario.faults
         ),
         adapters=tuple(adapter_names(int(scenario.workload.parameters.get("adapters", adapters)))),
+        adapters_known=scenario.adapters_known,
         scrape_interval_s=scenario.scrape_interval,
         scrape_delay_s=scenario.scrape_delay,
         network_s=scenario.network_delay,

@@ -26,7 +26,7 @@ Policy: TypeAlias = Literal[
     "min-ttft",
     "weighted",
 ]
-ScorerName: TypeAlias = Literal["queue", "kv-utilization", "in-flight", "prefix"]
+ScorerName: TypeAlias = Literal["queue", "kv-utilization", "in-flight", "prefix", "lora"]
 Weight: TypeAlias = Annotated[float, Quantity("0.000001", "1000000", "a weight", whole=False)]
 
 

@@ -91,6 +91,9 @@ class Scenario(Section):
     """Share of requests whose answers are streamed."""
     size_error: Share = 0.15
     """By how much the balancer misjudges the tokens of a prompt: evenly within plus or minus this share."""
+    adapters_known: bool = True
+    """Whether the servers' model lists say which models are LoRA adapters. false = the balancer takes them for
+    models of their own."""
     scrape_interval: Annotated[float, duration("10ms", "1h")] | None = 0.2
     """Seconds between two scrapes of a server; null = nobody scrapes."""
     scrape_delay: Annotated[float, duration("0s", "1m")] = 0.005

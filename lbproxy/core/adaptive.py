@@ -103,7 +103,7 @@ class Adaptive(Policy):
             waits.append(wait)
             uncached_tokens.append(uncached)
         if pool.adapters and request.model in pool.adapters:
-            _add_adapter(costs, loads, request.model, pool)
+            _add_adapter(costs, loads, request.model, pool, now)
         return Prices(costs, waits, uncached_tokens, (space, depths))
 
     def explain(
@@ -142,7 +142,7 @@ class Adaptive(Policy):
         ]
         adapters = None
         if pool.adapters and request.model in pool.adapters:
-            _add_adapter(adapters := [0.0] * len(loads), loads, request.model, pool)
+            _add_adapter(adapters := [0.0] * len(loads), loads, request.model, pool, now)
         taken_down = (
             now,
             pool.token_ms,
@@ -235,7 +235,7 @@ def space_wait_ms(load: LoadModel | _View, over_tokens: float, now: float) -> fl
     return min(MAX_SPACE_WAIT_MS, over_tokens / rate)
 
 
-def _add_adapter(costs: list[float], loads: Sequence[LoadModel], adapter: str, pool: PoolModel) -> None:
+def _add_adapter(costs: list[float], loads: Sequence[LoadModel], adapter: str, pool: PoolModel, now: float) -> None:
     """Add what the request waits for its adapter on each endpoint."""
     for index, load in enumerate(loads):
         costs[index] += load.adapters.price_ms(
@@ -243,4 +243,5 @@ def _add_adapter(costs: list[float], loads: Sequence[LoadModel], adapter: str, p
             load_ms=pool.load_ms,
             in_flight=load.in_flight,
             answer_ms=pool.output_tokens * (load.gap_ms + load.gap_per_token_ms * load.context_tokens),
+            now=now,
         )

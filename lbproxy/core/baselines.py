@@ -62,32 +62,33 @@ class GieTree(Policy):
                 return Prices([inf] * len(candidates))
         short = [state for state in left if _queue(state, now) < 128.0]
         if short:
-            left = self._with_affinity(request, short)
+            left = self._with_affinity(request, short, now)
             left = _lowest_band(left, lambda state: _queue(state, now))
         else:
             left = _lowest_band(left, lambda state: _queue(state, now))
-            left = self._with_room(request, left)
+            left = self._with_room(request, left, now)
         left = _lowest_band(left, lambda state: _utilization(state, now))
         passed = {id(state) for state in left}
         return Prices([0.0 if id(state) in passed else 1.0 for state in candidates])
 
-    def _with_affinity(self, request: InferenceRequest, states: list[EndpointState]) -> list[EndpointState]:
+    def _with_affinity(self, request: InferenceRequest, states: list[EndpointState], now: float) -> list[EndpointState]:
         """Those that have the adapter, seldom those with room for it."""
         adapter = request.model
         if adapter is None or adapter not in states[0].load.pool.adapters:
             return states
-        having = [state for state in states if state.load.adapters.is_active(adapter)]
-        room = [s for s in states if not s.load.adapters.is_active(adapter) and s.load.adapters.has_room()]
+        having = [state for state in states if state.load.adapters.is_loaded(adapter, now)]
+        room = [s for s in states if not s.load.adapters.is_loaded(adapter, now) and s.load.adapters.has_room(now)]
         if having and room:
             return having if self._rng.random() < 0.999 else room
         return having or room or states
 
     @staticmethod
-    def _with_room(request: InferenceRequest, states: list[EndpointState]) -> list[EndpointState]:
+    def _with_room(request: InferenceRequest, states: list[EndpointState], now: float) -> list[EndpointState]:
         adapter = request.model
         if adapter is None or adapter not in states[0].load.pool.adapters:
             return states
-        return [s for s in states if s.load.adapters.is_active(adapter) or s.load.adapters.has_room()] or states
+        tables = [(state, state.load.adapters) for state in states]
+        return [s for s, table in tables if table.is_loaded(adapter, now) or table.has_room(now)] or states
 
 
 class LlmD(Policy):

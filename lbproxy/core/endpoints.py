@@ -294,6 +294,8 @@ class EndpointSet:
             return
         models = None if cards is None else {card.id: card for card in cards}
         before, state.models = state.models, models
+        if self._pool is not None and models is not None:
+            state.load.adapters.keep(models)
         if _served(before) != _served(models):
             self._reindex()
 

@@ -20,7 +20,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from lbproxy.core.lora import AdapterTable
+from lbproxy.core.lora import AdapterTable, Arrival
+from lbproxy.core.placement import NEVER, Placement
 from lbproxy.core.prefix import MAX_ENTRIES, PrefixIndex
 from lbproxy.core.pricing import Policy
 from lbproxy.core.types import EndpointState, InferenceRequest, LoadMetrics, Usage
@@ -40,7 +41,6 @@ OWN_S = 30.0
 slow gets few requests to show that it is not, and one that is new has none to show."""
 FEW_TOKENS, MANY_TOKENS = 256, 1024
 """A prefill of fewer tokens shows the fixed time, one of more the time per token."""
-NEVER = float("inf")
 
 
 class PoolModel:
@@ -94,50 +94,6 @@ class PoolModel:
             self._seen_bytes = 0.98 * self._seen_bytes + request.prompt_bytes
             self._seen_tokens = 0.98 * self._seen_tokens + tokens
             self.bytes_per_token = self._seen_bytes / self._seen_tokens
-
-
-class Placement:
-    """One placed request, as its endpoint's model counts it."""
-
-    __slots__ = (
-        "adapter",
-        "cache",
-        "cold",
-        "due_at",
-        "ended",
-        "held",
-        "load",
-        "placed_at",
-        "prompt_tokens",
-        "reported_at",
-        "request",
-        "streamed",
-        "uncached",
-    )
-
-    def __init__(self, load: LoadModel, request: InferenceRequest, now: float) -> None:
-        self.load = load
-        self.cache = load.cache
-        self.request = request
-        self.placed_at = now
-        self.prompt_tokens = 1.0
-        self.uncached = 1.0
-        self.held = 0
-        """How many of the block keys are pinned in `cache`."""
-        self.due_at = NEVER
-        """When a request that does not stream counts as prefilled; NEVER for streams, which say so."""
-        self.streamed = 0
-        self.reported_at = NEVER
-        """When its last progress came; NEVER = none yet."""
-        self.adapter: str | None = None
-        self.cold = False
-        """The endpoint had to load the adapter."""
-        self.ended = False
-
-    @property
-    def cached_tokens(self) -> float:
-        """How much of the prompt is expected in the endpoint's cache."""
-        return max(0.0, self.prompt_tokens - self.uncached)
 
 
 class LoadModel:
@@ -300,7 +256,7 @@ class LoadModel:
         self.context_tokens += prompt
         if pool.adapters and request.model is not None and request.model in pool.adapters:
             placement.adapter = request.model
-            placement.cold = self.adapters.placed(request.model)
+            placement.arrival = self.adapters.placed(request.model, now)
         return placement
 
     def first_byte(self, placement: Placement, now: float) -> None:
@@ -364,7 +320,7 @@ class LoadModel:
         before, at = self.freed
         self.freed = before * math.exp((at - now) / FREED_S) + freed_tokens, now
         if placement.adapter is not None:
-            self.adapters.closed(placement.adapter)
+            self.adapters.closed(placement.adapter, now)
 
     def expire(self, now: float) -> None:
         """Requests that do not stream and should be prefilled by now are taken to be."""
@@ -413,7 +369,10 @@ class LoadModel:
         took_ms = 1000.0 * (self._group_at - since_at)
         if any(not one.request.prompt_bytes for one in group):
             return  # nobody knows how much work that was
-        if any(one.cold for one in group):
+        arrivals = {one.arrival for one in group}
+        if Arrival.WAITS in arrivals:
+            return  # for a slot, not for this work
+        if Arrival.LOADS in arrivals:
             sample = took_ms - self.base_ms - tokens * pool.token_ms * self.speed
             pool.load_ms = _clip(pool.load_ms * math.exp(math.copysign(0.05, sample - pool.load_ms)), 1.0, 10_000.0)
         elif tokens < FEW_TOKENS:
@@ -465,7 +424,8 @@ class LoadModel:
                 self.restarted()
             self.started_at = metrics.started_at
         if metrics.lora is not None:
-            self.adapters.report(metrics.lora.running | metrics.lora.waiting, metrics.lora.max_lora)
+            used, slots = metrics.lora.running | metrics.lora.waiting, metrics.lora.max_lora
+            self.adapters.report(used, slots, now=metrics.scraped_at, until=fresh_until)
         seen = others or 0.0
         believed = max(queued, min(seen, self.others)) if reported else min(seen, self.others_last)
         self.others_last = self.others_last if reported else seen

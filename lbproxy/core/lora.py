@@ -1,93 +1,168 @@
 """Which LoRA adapters an endpoint has loaded, and what it costs to ask it for one that it has not.
 
-Known from our own requests, which is fresher than what engines say: vLLM lists only adapters with live requests. What a
-scrape says only adds what others use there. Invariant: an adapter is active on an endpoint exactly while a request of
-ours for it is in flight there.
+An engine computes at most `slots` distinct adapters together (vLLM's `max_loras`). One that nobody uses stays loaded
+until another needs its slot, the least recently used going first; a request for one that finds every slot in use waits,
+while those behind it go ahead. This table is that rule, played with what we know: our own requests, exactly and at
+once, and of what others send what a scrape shows. vLLM lists only adapters with live requests, so what left its labels
+is not unloaded, and what is in them may be ours.
+
+Invariants: `_active` counts our own requests in flight, by adapter; each of these adapters is in `_loaded`, in
+`_waiting`, or was there when the endpoint restarted. `_loaded` holds at most `slots` adapters.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection
+from enum import Enum
 
 DEFAULT_SLOTS = 4
 """Adapters in one batch when the engine does not say (`max_loras`); vLLM's own default of 1 is rarely kept."""
 MAX_REMEMBERED = 256
-"""Adapters remembered per endpoint, most recently used; more than any engine holds in GPU memory."""
+"""Adapters remembered per endpoint besides those with a slot, most recently used."""
+NEVER = float("-inf")
+
+
+class Arrival(Enum):
+    """What a request finds when it comes to an endpoint."""
+
+    LOADED = "loaded"
+    """Its adapter, ready."""
+    LOADS = "loads"
+    """A slot for it: it is loaded for this request."""
+    WAITS = "waits"
+    """Every slot in use by others."""
 
 
 class AdapterTable:
     """The adapters of one endpoint."""
 
-    __slots__ = ("_active", "_recent", "_reported", "slots")
+    __slots__ = ("_active", "_known", "_loaded", "_others", "_others_until", "_ours", "_waiting", "slots")
 
     def __init__(self) -> None:
         self.slots = DEFAULT_SLOTS
         """How many may be active at a time."""
         self._active: dict[str, int] = {}
-        self._recent: OrderedDict[str, None] = OrderedDict()
-        self._reported: frozenset[str] = frozenset()
+        self._loaded: OrderedDict[str, None] = OrderedDict()
+        """With a slot; of those that nobody uses, the least recently used first."""
+        self._waiting: OrderedDict[str, None] = OrderedDict()
+        """Of our requests, without a slot, in the order in which they came."""
+        self._known: OrderedDict[str, None] = OrderedDict()
+        """Loaded there before, so that the next time is quicker: engines keep them in host memory."""
+        self._others: frozenset[str] = frozenset()
+        """Used there by others, as far as a scrape showed it."""
+        self._others_until = NEVER
+        self._ours: set[str] = set()
+        """Used by us since the last scrape: what it shows of these is no news."""
 
-    def placed(self, adapter: str) -> bool:
-        """A request for it goes there. True if the endpoint has to load it, as far as we know."""
-        cold = not self.is_active(adapter) and not self._is_loaded(adapter)
+    # Our own requests
+
+    def placed(self, adapter: str, now: float) -> Arrival:
+        """A request for it goes there."""
         self._active[adapter] = self._active.get(adapter, 0) + 1
-        self._recent[adapter] = None
-        self._recent.move_to_end(adapter)
-        if len(self._recent) > MAX_REMEMBERED:
-            self._recent.popitem(last=False)
-        return cold
+        self._ours.add(adapter)
+        if adapter in self._loaded:
+            self._loaded.move_to_end(adapter)
+            return Arrival.LOADED
+        if adapter not in self._waiting:
+            if self._load(adapter, now):
+                return Arrival.LOADS
+            self._waiting[adapter] = None
+        return Arrival.WAITS
 
-    def closed(self, adapter: str) -> None:
+    def closed(self, adapter: str, now: float) -> None:
         """That request is over."""
         left = self._active[adapter] - 1
         if left:
             self._active[adapter] = left
-        else:
-            del self._active[adapter]
+            return
+        del self._active[adapter]
+        self._waiting.pop(adapter, None)
+        if adapter in self._loaded:
+            self._loaded.move_to_end(adapter)
+        while len(self._loaded) > self.slots and self._evict(now):
+            pass
+        while self._waiting and self._load(next(iter(self._waiting)), now):
+            self._waiting.popitem(last=False)
 
-    def report(self, adapters: Iterable[str], slots: int | None) -> None:
-        """What a scrape said: the adapters in use there, and how many may be at a time (None: it did not say)."""
-        self._reported = frozenset(adapters)
+    # What the endpoint says
+
+    def report(self, adapters: Collection[str], slots: int | None, *, now: float, until: float) -> None:
+        """What a scrape said: the adapters in use there, how many may be at a time (None: it did not say), and until
+        when that may be believed.
+        """
         if slots is not None and slots > 0:
             self.slots = slots
+            while len(self._loaded) > slots and self._evict(now):
+                pass
+        self._others = frozenset(adapters) - self._ours
+        self._others_until = until
+        self._ours = set(self._active)
+        for adapter in self._others:
+            if adapter in self._loaded:
+                self._loaded.move_to_end(adapter)
+            else:
+                self._load(adapter, now)
+
+    def keep(self, listed: Collection[str]) -> None:
+        """The endpoint serves these and no others: it has unloaded what is not among them."""
+        for names in (self._loaded, self._known):
+            for adapter in [name for name in names if name not in listed and name not in self._active]:
+                del names[adapter]
 
     def forget(self) -> None:
-        """The endpoint restarted: nothing is loaded but what requests in flight asked for."""
-        self._recent.clear()
-        self._reported = frozenset()
+        """The endpoint restarted: nothing is loaded."""
+        self._loaded.clear()
+        self._waiting.clear()
+        self._known.clear()
+        self._others = frozenset()
 
-    def is_active(self, adapter: str) -> bool:
-        """Whether requests for it are in flight there, ours or others'."""
-        return adapter in self._active or adapter in self._reported
+    # Reading
 
-    def has_room(self) -> bool:
+    def is_loaded(self, adapter: str, now: float) -> bool:
+        """Whether it can be computed there at once: it has a slot, or others use it."""
+        return adapter in self._loaded or (adapter in self._others and now <= self._others_until)
+
+    def is_waiting(self, adapter: str) -> bool:
+        """Whether requests of ours wait there for a slot for it."""
+        return adapter in self._waiting
+
+    def has_room(self, now: float) -> bool:
         """Whether one more may be active."""
-        return self._count_active() < self.slots
+        return len(self._loaded) < self.slots or any(not self._is_used(one, now) for one in self._loaded)
 
-    def price_ms(self, adapter: str, *, load_ms: float, in_flight: float, answer_ms: float) -> float:
+    def price_ms(self, adapter: str, *, load_ms: float, in_flight: float, answer_ms: float, now: float) -> float:
         """What the request waits there for its adapter. `answer_ms`: how long one whole answer takes to decode.
 
         With all slots taken by others: half an answer, and more the more requests keep even the least used one there.
-        Not among those loaded last: the load, which also holds up the streams there.
+        Not loaded: the load, which also holds up the streams there.
         """
-        if self.is_active(adapter):
+        if self.is_loaded(adapter, now):
             return 0.0
-        if not self.has_room():
-            return 0.5 * answer_ms * (1.0 + math.log(1.0 + min(self._active.values(), default=1)))
-        return 0.0 if self._is_loaded(adapter) else load_ms * (1.0 + 0.3 * in_flight)
+        if not self.has_room(now):
+            return 0.5 * answer_ms * (1.0 + math.log(1.0 + min(self._active.get(one, 1) for one in self._loaded)))
+        return load_ms * (1.0 + 0.3 * in_flight)
 
-    def _count_active(self) -> int:
-        return len(self._active) + sum(name not in self._active for name in self._reported)
+    # Slots
 
-    def _is_loaded(self, adapter: str) -> bool:
-        """Whether it is among the `slots` most recently used."""
-        if adapter not in self._recent:
+    def _load(self, adapter: str, now: float) -> bool:
+        """Give it a slot, if there is one that nobody uses."""
+        if len(self._loaded) >= self.slots and not self._evict(now):
             return False
-        for rank, name in enumerate(reversed(self._recent)):
-            if name == adapter:
+        self._loaded[adapter] = None
+        self._known[adapter] = None
+        self._known.move_to_end(adapter)
+        if len(self._known) > MAX_REMEMBERED:
+            self._known.popitem(last=False)
+        return True
+
+    def _evict(self, now: float) -> bool:
+        for adapter in self._loaded:
+            if not self._is_used(adapter, now):
+                del self._loaded[adapter]
                 return True
-            if rank + 1 >= self.slots:
-                break
         return False
+
+    def _is_used(self, adapter: str, now: float) -> bool:
+        return adapter in self._active or (adapter in self._others and now <= self._others_until)

@@ -25,7 +25,7 @@ from lbproxy.core.baselines import (
 )
 from lbproxy.core.prefix import ENTRY_BYTES
 from lbproxy.core.pricing import Plan, Policy, Prices
-from lbproxy.core.scorers import SCORERS, Scorer
+from lbproxy.core.scorers import READ_LOADS, SCORERS, Scorer
 from lbproxy.core.types import EndpointState, InferenceRequest
 
 
@@ -89,7 +89,7 @@ class Weighted(Policy):
     def __init__(self, weights: Iterable[tuple[str, float]]) -> None:
         weights = list(weights)
         self._scorers: list[tuple[str, Scorer, float]] = [(name, SCORERS[name], weight) for name, weight in weights]
-        if any(name == "prefix" for name, _ in weights):
+        if any(name in READ_LOADS for name, _ in weights):
             self.block_bytes = BASELINE_BLOCK_BYTES
 
     def price(

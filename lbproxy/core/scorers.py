@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from lbproxy.core.lora import AdapterTable
 from lbproxy.core.types import EndpointState, InferenceRequest
 
 
@@ -59,11 +60,34 @@ def prefix(request: InferenceRequest, candidates: Sequence[EndpointState], *, no
     return [depths[state.load.slot] / len(keys) for state in candidates]
 
 
+def lora(request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> list[float]:
+    """1 where the adapter is loaded, 0.8 where it would get a free slot, 0.6 where requests of ours for it wait for one
+    already, 0 where it would have to wait for others to end. 1 everywhere for a request for no adapter.
+
+    Source: the LoRA-affinity scorer of the Gateway API Inference Extension.
+    """
+    adapter = request.model
+    if adapter is None or adapter not in candidates[0].load.pool.adapters:
+        return [1.0] * len(candidates)
+    return [_affinity(state.load.adapters, adapter, now) for state in candidates]
+
+
+def _affinity(table: AdapterTable, adapter: str, now: float) -> float:
+    if table.is_loaded(adapter, now):
+        return 1.0
+    if table.has_room(now):
+        return 0.8
+    return 0.6 if table.is_waiting(adapter) else 0.0
+
+
+READ_LOADS = frozenset({"prefix", "lora"})
+"""Of `SCORERS`, those that read `EndpointState.load`."""
 SCORERS: Mapping[str, Scorer] = {
     "queue": queue,
     "kv-utilization": kv_utilization,
     "in-flight": in_flight,
     "prefix": prefix,
+    "lora": lora,
 }
 
 

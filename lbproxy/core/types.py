@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, NamedTuple, NewType
 
 if TYPE_CHECKING:
     from lbproxy.core.breaker import Breaker, Cause
-    from lbproxy.core.estimate import LoadModel, Placement
+    from lbproxy.core.estimate import LoadModel
     from lbproxy.core.explain import Decision
+    from lbproxy.core.placement import Placement
 
 EndpointUid = NewType("EndpointUid", int)
 """Identifies one endpoint for the life of the process. Never reused; addresses are."""

@@ -13,9 +13,7 @@ same jobs with the same errors. Each job ends exactly once, as one `Served`.
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from lbproxy.core.progress import CHECK_S
 from lbproxy.core.retry import FailureKind
@@ -32,11 +30,11 @@ from lbproxy.core.types import (
     Usage,
 )
 from lbproxy.sim.des import EventHeap
-from lbproxy.sim.engine import Engine, RequestTooLong, SimRequest
-from lbproxy.sim.fleet import BASE_MODEL, TOKEN_BYTES, Fault, FaultKind, FleetOptions, Served, Server
-from lbproxy.sim.presets import BLOCK_TOKENS
+from lbproxy.sim.engine import Engine, FirstToken, RequestTooLong, SimRequest
+from lbproxy.sim.fleet import BASE_MODEL, TOKEN_BYTES, Fault, FaultKind, FleetOptions, Served
+from lbproxy.sim.live import Flight, Front, LiveServer, page_of
 from lbproxy.sim.prompts import block_hashes, routing_keys
-from lbproxy.sim.replicas import Echo, Exchange, Replica
+from lbproxy.sim.replicas import Exchange, Replica
 from lbproxy.sim.workload import Job, Workload
 
 PROGRESS_S = 0.25
@@ -46,56 +44,6 @@ PROBE_UP_S, PROBE_DOWN_S = 2.0, 0.5
 HUNG_SPEED = 1e-9
 ERROR_S = 0.001
 """How long a server that fails fast takes to."""
-
-
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """A job that has not ended."""
-
-    served: Served
-    hashes: list[int]
-    request: InferenceRequest
-    ticket: Ticket | None = None
-    server: _Server | None = None
-    told: int = 0
-    """Tokens reported as progress."""
-    failed: tuple[FailureKind, ...] = ()
-    """Why its attempts failed."""
-    accused: EndpointUid | None = None
-    """Who answered it 500."""
-    echo: Echo | None = None
-    """What the other balancers hear of the attempt."""
-
-
-@dataclass(slots=True, eq=False)
-class _Server:
-    """A simulated server and what the driver keeps of it."""
-
-    number: int
-    spec: Server
-    engine: Engine
-    uids: list[EndpointUid]
-    """What each balancer calls it."""
-    alive: bool = True
-    failing: bool = False
-    started_at: float = 0.0
-    wakes_at: float = float("inf")
-    """When the engine's next event is that an event of ours is asked for; it arrives a network delay later."""
-    flights: dict[str, _Flight] = field(default_factory=dict)
-    """In the engine, by job."""
-    progress: deque[tuple[float, _Flight]] = field(default_factory=deque)
-    """Streams by when their progress is due; as each is due again equally long after, in order."""
-
-
-@dataclass(slots=True, eq=False)
-class _Front:
-    """One balancer and what the driver keeps of it."""
-
-    number: int
-    balancer: Replica
-    waiting: dict[int, _Flight] = field(default_factory=dict)
-    """By the identity of the ticket, which the flight holds."""
-    timer_at: float = float("inf")
 
 
 class Fleet:
@@ -114,7 +62,7 @@ class Fleet:
         self._seed = seed
         self._heap = EventHeap()
         self._fronts = [
-            _Front(number, make_balancer(random.Random(f"{seed}:balancer:{number}")))
+            Front(number, make_balancer(random.Random(f"{seed}:balancer:{number}")))
             for number in range(options.balancers)
         ]
         self._exchange: Exchange | None = None
@@ -142,12 +90,13 @@ class Fleet:
 
     # Setting up
 
-    def _build_servers(self) -> list[_Server]:
+    def _build_servers(self) -> list[LiveServer]:
         options = self._options
         specs = [EndpointSpec(name=f"s{n}", base_url=f"http://s{n}:80") for n in range(len(options.servers))]
         uids = [[e.uid for e in front.balancer.set_endpoints(specs, now=0.0).added] for front in self._fronts]
         base = ModelCard(BASE_MODEL, b"{}")
-        cards = [base, *(ModelCard(adapter, b"{}", parent=BASE_MODEL) for adapter in options.adapters)]
+        parent = BASE_MODEL if options.adapters_known else None
+        cards = [base, *(ModelCard(adapter, b"{}", parent=parent) for adapter in options.adapters)]
         servers = []
         for number, spec in enumerate(options.servers):
             engine = Engine(
@@ -156,7 +105,7 @@ class Fleet:
                 rng=random.Random(f"{self._seed}:engine:{number}") if options.jitter else None,
                 name_tokens=False,
             )
-            servers.append(_Server(number, spec, engine, [of_front[number] for of_front in uids]))
+            servers.append(LiveServer(number, spec, engine, [of_front[number] for of_front in uids]))
             for front in self._fronts:
                 uid = uids[front.number][number]
                 front.balancer.report_health(uid, True, "simulated", now=0.0)
@@ -210,12 +159,12 @@ class Fleet:
         )
         served = Served(job, self.now, front.number, streamed)
         self._served.append(served)
-        self._submit(front, _Flight(served, hashes, request), frozenset())
+        self._submit(front, Flight(served, hashes, request), frozenset())
         self._poll(front)
 
     # Balancers
 
-    def _submit(self, front: _Front, flight: _Flight, avoid: frozenset[EndpointUid]) -> None:
+    def _submit(self, front: Front, flight: Flight, avoid: frozenset[EndpointUid]) -> None:
         flight.served.attempts += 1
         balancer = front.balancer
         flight.ticket = ticket = balancer.submit(flight.request, now=self.now, avoid=avoid, accused=flight.accused)
@@ -224,7 +173,7 @@ class Fleet:
         else:
             self._settled(flight)
 
-    def _poll(self, front: _Front) -> None:
+    def _poll(self, front: Front) -> None:
         """Act on what the balancer decided, and be there when it wants to decide next."""
         if not front.waiting:
             return
@@ -235,12 +184,12 @@ class Fleet:
             front.timer_at = deadline
             self._heap.at(deadline, self._on_timer, front)
 
-    def _on_timer(self, front: _Front) -> None:
+    def _on_timer(self, front: Front) -> None:
         if front.timer_at <= self.now:
             front.timer_at = float("inf")
             self._poll(front)
 
-    def _settled(self, flight: _Flight) -> None:
+    def _settled(self, flight: Flight) -> None:
         """A ticket has stopped waiting."""
         ticket = _ticket(flight)
         if ticket.outcome is not None:
@@ -257,13 +206,13 @@ class Fleet:
             flight.echo = self._exchange.placed(flight.request, served.balancer, flight.server.uids)
         self._heap.at(self.now + self._options.network_s, self._deliver, flight)
 
-    def _close(self, flight: _Flight, outcome: Outcome, usage: Usage | None = None) -> None:
+    def _close(self, flight: Flight, outcome: Outcome, usage: Usage | None = None) -> None:
         front = self._fronts[flight.served.balancer]
         front.balancer.close(_ticket(flight), outcome, now=self.now, usage=usage)
         if self._exchange is not None and flight.echo is not None:
             self._exchange.ended(flight.echo, outcome, usage)
 
-    def _end(self, flight: _Flight, outcome: Outcome) -> None:
+    def _end(self, flight: Flight, outcome: Outcome) -> None:
         """The job is over, its ticket closed."""
         served = flight.served
         assert served.outcome is None
@@ -279,7 +228,7 @@ class Fleet:
 
     # Servers
 
-    def _deliver(self, flight: _Flight) -> None:
+    def _deliver(self, flight: Flight) -> None:
         """The request reaches its server."""
         server, job = _server(flight), flight.served.job
         if not server.alive:
@@ -301,18 +250,18 @@ class Fleet:
         server.flights[job.id] = flight
         self._arm(server)
 
-    def _refuse(self, flight: _Flight) -> None:
+    def _refuse(self, flight: Flight) -> None:
         """A 500 arrives."""
         self._fail(flight, FailureKind.ERROR)
         self._poll(self._fronts[flight.served.balancer])
 
-    def _arm(self, server: _Server) -> None:
+    def _arm(self, server: LiveServer) -> None:
         due = server.engine.next_event()
         if due is not None and due < server.wakes_at:
             server.wakes_at = due
             self._heap.at(due + self._options.network_s, self._wake, server)
 
-    def _wake(self, server: _Server) -> None:
+    def _wake(self, server: LiveServer) -> None:
         """What the server sent a network delay ago arrives."""
         sent_at = server.wakes_at
         if sent_at + self._options.network_s > self.now:
@@ -324,7 +273,7 @@ class Fleet:
             for first in step.first:
                 # Absent: lost with its server while the token was on its way.
                 if first.id in server.flights:
-                    self._first_token(server.flights[first.id], first.cached_tokens, arrived, touched)
+                    self._first_token(server.flights[first.id], first, arrived, touched)
             for job_id in step.finished:
                 self._finished(server, server.flights.pop(job_id), touched)
         self._report_progress(server)
@@ -332,10 +281,11 @@ class Fleet:
         for number in sorted(touched):
             self._poll(self._fronts[number])
 
-    def _first_token(self, flight: _Flight, cached_tokens: int, at: float, touched: set[int]) -> None:
+    def _first_token(self, flight: Flight, first: FirstToken, at: float, touched: set[int]) -> None:
         served = flight.served
         served.first_at = at
-        served.cached_tokens = cached_tokens
+        served.cached_tokens = first.cached_tokens
+        served.loaded_adapter = first.loaded_adapter
         if served.streamed:
             balancer = self._fronts[served.balancer].balancer
             balancer.first_byte(_ticket(flight), now=self.now)
@@ -346,7 +296,7 @@ class Fleet:
             _server(flight).progress.append((self.now + PROGRESS_S, flight))
             touched.add(served.balancer)
 
-    def _finished(self, server: _Server, flight: _Flight, touched: set[int]) -> None:
+    def _finished(self, server: LiveServer, flight: Flight, touched: set[int]) -> None:
         served = flight.served
         tokens = served.job.answer.tokens
         balancer = self._fronts[served.balancer].balancer
@@ -359,7 +309,7 @@ class Fleet:
         self._end(flight, Outcome.COMPLETED)
         touched.add(served.balancer)
 
-    def _report_progress(self, server: _Server) -> None:
+    def _report_progress(self, server: LiveServer) -> None:
         """Of the streams whose 250 ms are over; when a step's tokens arrive, as the proxy looks at no other time."""
         due = server.progress
         while due and due[0][0] <= self.now:
@@ -375,7 +325,7 @@ class Fleet:
 
     # Failures
 
-    def _fail(self, flight: _Flight, kind: FailureKind) -> None:
+    def _fail(self, flight: Flight, kind: FailureKind) -> None:
         """An attempt failed before anything came."""
         served = flight.served
         front = self._fronts[served.balancer]
@@ -390,12 +340,12 @@ class Fleet:
         else:
             self._end(flight, Outcome.INTERNAL_ERROR if kind is FailureKind.ERROR else verdict.outcome)
 
-    def _again(self, flight: _Flight, failed: EndpointUid, delay_s: float) -> None:
+    def _again(self, flight: Flight, failed: EndpointUid, delay_s: float) -> None:
         front = self._fronts[flight.served.balancer]
         avoid = frozenset({*_ticket(flight).avoid, failed})
         self._heap.at(self.now + delay_s, lambda _: self._submit(front, flight, avoid), None)
 
-    def _check(self, front: _Front) -> None:
+    def _check(self, front: Front) -> None:
         """What a balancer has to be asked every second; who waits in vain is sent elsewhere, as far as it allows."""
         self._heap.at(self.now + CHECK_S, self._check, front)
         stranding = front.balancer.check(now=self.now)
@@ -407,7 +357,7 @@ class Fleet:
         front.balancer.transitions.clear()
         self._poll(front)
 
-    def _move(self, front: _Front, server: _Server, flight: _Flight) -> None:
+    def _move(self, front: Front, server: LiveServer, flight: Flight) -> None:
         has_bytes = flight.served.streamed and flight.served.first_at is not None
         if has_bytes or flight.served.balancer != front.number:
             return
@@ -431,7 +381,7 @@ class Fleet:
             server.alive = False
             self._lose_all(server)
 
-    def _lose_all(self, server: _Server) -> None:
+    def _lose_all(self, server: LiveServer) -> None:
         """The server's process ends."""
         for job_id in server.engine.restart(now=self.now):
             flight = server.flights.pop(job_id)
@@ -454,46 +404,35 @@ class Fleet:
 
     # What balancers ask by themselves
 
-    def _probe(self, pair: tuple[_Front, _Server]) -> None:
+    def _probe(self, pair: tuple[Front, LiveServer]) -> None:
         front, server = pair
         front.balancer.report_health(server.uids[front.number], server.alive, "probe", now=self.now)
         self._heap.at(self.now + (PROBE_UP_S if server.alive else PROBE_DOWN_S), self._probe, pair)
         self._poll(front)
 
-    def _scrape(self, pair: tuple[_Front, _Server]) -> None:
+    def _scrape(self, pair: tuple[Front, LiveServer]) -> None:
         front, server = pair
         interval_s = self._options.scrape_interval_s
         assert interval_s is not None
         self._heap.at(self.now + interval_s, self._scrape, pair)
         if server.alive:
             front.balancer.scrape_sent(server.uids[front.number])
-            self._heap.at(self.now + self._options.scrape_delay_s, self._scraped, (front, server, self._page(server)))
+            self._heap.at(
+                self.now + self._options.scrape_delay_s, self._scraped, (front, server, page_of(server, self.now))
+            )
 
-    def _page(self, server: _Server) -> LoadMetrics:
-        engine = server.engine
-        gauges = engine.gauges()
-        return LoadMetrics(
-            scraped_at=self.now,
-            waiting=gauges.waiting,
-            running=gauges.running,
-            kv_utilization=gauges.kv_usage,
-            block_size_tokens=BLOCK_TOKENS,
-            kv_blocks=engine.kv_blocks,
-            started_at=server.started_at,
-        )
-
-    def _scraped(self, answer: tuple[_Front, _Server, LoadMetrics]) -> None:
+    def _scraped(self, answer: tuple[Front, LiveServer, LoadMetrics]) -> None:
         front, server, metrics = answer
         if server.alive:
             front.balancer.report_scrape(server.uids[front.number], metrics)
             self._poll(front)
 
 
-def _ticket(flight: _Flight) -> Ticket:
+def _ticket(flight: Flight) -> Ticket:
     assert flight.ticket is not None
     return flight.ticket
 
 
-def _server(flight: _Flight) -> _Server:
+def _server(flight: Flight) -> LiveServer:
     assert flight.server is not None
     return flight.server

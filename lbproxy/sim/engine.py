@@ -153,6 +153,11 @@ class Engine:
         self._run(now)
         self._seconds_per_ms = 0.001 / speed
 
+    def unload_adapter(self, adapter: str, *, now: float) -> None:
+        """Serve an adapter no more: it loses its slot unless it runs. Requests for it that were taken in end well."""
+        self._run(now)
+        self._lora.forget(adapter)
+
     def restart(self, *, now: float) -> list[str]:
         """Fail, and be there again, empty. Returns the ids of all requests that were lost, oldest first.
 
@@ -291,7 +296,10 @@ class Engine:
 
     def _start(self, sequence: Running, blocks: list[int], cached: int) -> None:
         self._unqueue(sequence)
-        self._loading_ms += self._lora.started(sequence.request.adapter)
+        loading_ms = self._lora.started(sequence.request.adapter)
+        if loading_ms:
+            self._loading_ms += loading_ms
+            sequence.loaded_adapter = True
         sequence.phase = Phase.PREFILLING
         sequence.blocks = blocks
         sequence.computed = cached
@@ -339,7 +347,7 @@ class Engine:
         request = sequence.request
         if not sequence.generated:
             assert sequence.cached_tokens is not None
-            first.append(FirstToken(request.id, sequence.cached_tokens))
+            first.append(FirstToken(request.id, sequence.cached_tokens, sequence.loaded_adapter))
             self._prompt_tokens += request.prompt_tokens
         sequence.generated += 1
         left = request.output_tokens - sequence.generated

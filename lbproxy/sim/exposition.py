@@ -30,9 +30,9 @@ class Page:
     lag_max_s: float = 0.0
     lag_p99_s: float = 0.0
     max_loras: int = 0
-    """Adapters that may run together; 0 = none are served, and nothing is said about them."""
-    changed_at: float = 0.0
-    """Unix time of the gauges, which is the value of the adapters' family."""
+    """Adapters that may run together."""
+    adapters: Mapping[str, float] = field(default_factory=dict)
+    """Which ran together, joined by commas, and until which Unix time; empty = nothing is said of adapters."""
     started_at: float | None = None
     """Unix time at which the server was started; None: nothing is said about it."""
     old_names: bool = False
@@ -83,15 +83,13 @@ def _by_reason(who: Mapping[str, str], waiting: int, old_names: bool) -> Iterabl
 
 
 def _adapters(page: Page) -> Iterable[str]:
-    if not page.max_loras:
+    if not page.adapters:
         return
-    labels = {
-        "max_lora": str(page.max_loras),
-        "running_lora_adapters": ",".join(page.gauges.running_adapters),
-        "waiting_lora_adapters": ",".join(page.gauges.waiting_adapters),
-    }
     yield from _head("vllm:lora_requests_info", "gauge", "Adapters of running and waiting requests; when, as value.")
-    yield _sample("vllm:lora_requests_info", labels, page.changed_at)
+    for running, at in page.adapters.items():
+        # vLLM, too, says the same under both labels.
+        labels = {"max_lora": str(page.max_loras), "running_lora_adapters": running, "waiting_lora_adapters": running}
+        yield _sample("vllm:lora_requests_info", labels, at)
 
 
 def _started(page: Page) -> Iterable[str]:

@@ -54,6 +54,8 @@ class FleetOptions:
     faults: tuple[Fault, ...] = ()
     adapters: tuple[str, ...] = ()
     """LoRA adapters that every server with `max_loras` serves."""
+    adapters_known: bool = True
+    """Whether the servers' lists of models say which of them are adapters."""
     scrape_interval_s: float | None = 0.2
     """None = nobody scrapes."""
     scrape_delay_s: float = 0.005
@@ -92,6 +94,8 @@ class Served:
     attempts: int = 0
     outcome: Outcome | None = None
     """None = not ended."""
+    loaded_adapter: bool = False
+    """The server had to load the adapter for it."""
 
 
 def decisions(served: Sequence[Served]) -> list[tuple[float | None, str, int | None]]:

@@ -28,6 +28,7 @@ from aiohttp import web
 
 from lbproxy.core.orca import REPORT_HEADER, REQUEST_HEADER
 from lbproxy.sim import openai_api as api
+from lbproxy.sim.adapters import LOAD_PATH, MAX_ADAPTERS, UNLOAD_PATH, Adapters
 from lbproxy.sim.engine import Engine
 from lbproxy.sim.exposition import CONTENT_TYPE, Page, load_report, render
 from lbproxy.sim.faults import parse_faults
@@ -70,6 +71,12 @@ class MockOptions:
     """How long an idle connection stays open: uvicorn's default."""
     faults: tuple[str, ...] = ()
     """What it does wrong from the start: see `faults.py`."""
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters that it serves from the start."""
+    max_loras: int = 1
+    """Adapters that run together at most; vLLM's default."""
+    lora_updates: bool = False
+    """Adapters can be loaded and unloaded, as with vLLM's VLLM_ALLOW_RUNTIME_LORA_UPDATING."""
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
@@ -80,6 +87,9 @@ class MockOptions:
             raise ValueError(f"speed must be a positive number, got {self.speed}")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len must be at least 2, got {self.max_model_len}")
+        if not 1 <= self.max_loras <= MAX_ADAPTERS:
+            raise ValueError(f"max_loras must be within 1..{MAX_ADAPTERS}, got {self.max_loras}")
+        Adapters(self.model, self.adapters)
         self.hardware()
         parse_faults("\n".join(self.faults))
 
@@ -90,6 +100,7 @@ class MockOptions:
             preset,
             kv_tokens=preset.kv_tokens if self.kv_tokens is None else self.kv_tokens,
             max_sequences=preset.max_sequences if self.max_num_seqs is None else self.max_num_seqs,
+            max_loras=self.max_loras if self.adapters or self.lora_updates else 0,
         )
 
 
@@ -136,6 +147,7 @@ class MockServer:
             speed=options.speed,
             rng=random.Random(options.seed),
         )
+        self._adapters = Adapters(options.model, options.adapters)
         self._lag = LagMeter()
         self._finished: Counter[str] = Counter()
         self._started_at = time.time()
@@ -216,6 +228,9 @@ class MockServer:
                 *self._saboteur.routes(),
             ]
         )
+        if self.options.lora_updates:
+            application.router.add_post(LOAD_PATH, self._load_adapter)
+            application.router.add_post(UNLOAD_PATH, self._unload_adapter)
         return application
 
     # What the saboteur needs.
@@ -282,6 +297,7 @@ class MockServer:
                     self._finished[flight.choices[index].answer.finish_reason] += 1
                     if not flight.left:
                         woken[flight] = None
+        self._adapters.stepped(self._engine.gauges().running_adapters, time.time())
         for flight in woken:
             flight.wake()
         self._arm()
@@ -321,10 +337,11 @@ class MockServer:
         return await self._generate(request, api.parse_completion(await _fields(request)))
 
     async def _generate(self, request: web.Request, call: api.Call) -> web.StreamResponse:
-        self._check_model(call.model)
-        choices = api.plan(call, max_model_len=self._engine.max_model_len, seed=self.options.seed)
+        adapter = self._adapter(call.model)
+        limit = self._engine.max_model_len
+        choices = api.plan(call, max_model_len=limit, seed=self.options.seed, adapter=adapter)
         flight = _Flight(choices, per_call=call.n, every_token=call.stream)
-        identity = self._identity(request, "chatcmpl" if call.chat else "cmpl", chat=call.chat)
+        identity = self._identity(request, "chatcmpl" if call.chat else "cmpl", call.model, chat=call.chat)
         ids = self._submit(flight)
         try:
             if call.stream:
@@ -371,34 +388,43 @@ class MockServer:
 
     async def _embedding(self, request: web.Request) -> web.StreamResponse:
         call = api.parse_embedding(await _fields(request))
-        self._check_model(call.model)
-        flight = _Flight(
-            api.embedding_work(call, max_model_len=self._engine.max_model_len), per_call=1, every_token=False
-        )
+        adapter = self._adapter(call.model)
+        work = api.embedding_work(call, max_model_len=self._engine.max_model_len, adapter=adapter)
+        flight = _Flight(work, per_call=1, every_token=False)
         ids = self._submit(flight)
         try:
             await flight.news()
         finally:
             self._withdraw(ids)
-        return _json(api.embedding_body(self._identity(request, "embd", chat=False), call, flight.choices))
+        identity = self._identity(request, "embd", call.model, chat=False)
+        return _json(api.embedding_body(identity, call, flight.choices))
 
     # The calls that do not.
 
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         model, text = api.parse_tokenize(await _fields(request))
-        self._check_model(model)
+        self._adapter(model)
         ids = to_token_ids(text)
         limit = self._engine.max_model_len
         return _json(orjson.dumps({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": None}))
 
     async def _detokenize(self, request: web.Request) -> web.StreamResponse:
         model, text = api.parse_detokenize(await _fields(request))
-        self._check_model(model)
+        self._adapter(model)
         return _json(orjson.dumps({"prompt": text}))
 
     async def _models(self, _request: web.Request) -> web.StreamResponse:
-        limit = self._engine.max_model_len
-        return _json(api.models_body(self.options.model, created=self._created, max_model_len=limit))
+        limit, adapters = self._engine.max_model_len, self._adapters.cards(self._created)
+        body = api.models_body(self.options.model, created=self._created, max_model_len=limit, adapters=adapters)
+        return _json(body)
+
+    async def _load_adapter(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(text=self._adapters.load(await _fields(request)))
+
+    async def _unload_adapter(self, request: web.Request) -> web.StreamResponse:
+        adapter, said = self._adapters.unload(await _fields(request))
+        self._engine.unload_adapter(adapter, now=asyncio.get_running_loop().time())
+        return web.Response(text=said)
 
     async def _metrics(self, _request: web.Request) -> web.StreamResponse:
         largest, p99 = self._lag.figures(now=asyncio.get_running_loop().time())
@@ -410,6 +436,8 @@ class MockServer:
             lag_max_s=largest,
             lag_p99_s=p99,
             started_at=self._started_at,
+            max_loras=self.options.max_loras,
+            adapters=self._adapters.series,
             old_names=self.options.metric_names == "old",
         )
         return web.Response(body=render(page), headers={"Content-Type": CONTENT_TYPE})
@@ -420,13 +448,17 @@ class MockServer:
     async def _version(self, _request: web.Request) -> web.StreamResponse:
         return _json(orjson.dumps({"version": VERSION}))
 
-    def _check_model(self, model: str | None) -> None:
-        if model is not None and model != self.options.model:
+    def _adapter(self, model: str | None) -> str | None:
+        """The adapter that a request names; None = the base model. Raises ApiError if it names neither."""
+        if model is None or model == self.options.model:
+            return None
+        if model not in self._adapters:
             raise api.ApiError(404, f"The model `{model}` does not exist.", "NotFoundError", "model")
+        return model
 
-    def _identity(self, request: web.Request, prefix: str, *, chat: bool) -> api.Identity:
+    def _identity(self, request: web.Request, prefix: str, model: str | None, *, chat: bool) -> api.Identity:
         unique = _request_id(request) or secrets.token_hex(8)
-        return api.Identity(f"{prefix}-{unique}", int(time.time()), self.options.model, chat)
+        return api.Identity(f"{prefix}-{unique}", int(time.time()), model or self.options.model, chat)
 
 
 async def serve(options: MockOptions) -> None:

@@ -1,7 +1,7 @@
 """The LoRA adapters of one server: which have a slot on the GPU, and what it costs to give one to another.
 
 As in vLLM V1: the requests that run together use at most `slots` distinct adapters. An adapter that nobody runs keeps
-its slot until another one needs it, least recently started first. Loading holds up the whole step in which the adapter
+its slot until another one needs it, least recently used first. Loading holds up the whole step in which the adapter
 is first used: from disk the first time, afterwards from host memory, which is taken to hold every adapter.
 
 Invariant: running adapters are always among those with a slot, so a slot can be found for every adapter that `fits`.
@@ -26,7 +26,7 @@ class LoraSlots:
         self._slots = slots
         self._rng = rng
         self._loaded: OrderedDict[str, None] = OrderedDict()
-        """On the GPU, least recently started first."""
+        """On the GPU, least recently used first, as far as nobody runs them."""
         self._seen: set[str] = set()
         """In host memory."""
         self._running: Counter[str] = Counter()
@@ -46,6 +46,12 @@ class LoraSlots:
     def waiting(self) -> tuple[str, ...]:
         """Distinct adapters of waiting requests."""
         return tuple(self._waiting)
+
+    def forget(self, adapter: str) -> None:
+        """It is served no more: nothing of it is kept, but what runs runs on."""
+        self._seen.discard(adapter)
+        if adapter not in self._running:
+            self._loaded.pop(adapter, None)
 
     @property
     def slowdown(self) -> float:
@@ -85,6 +91,8 @@ class LoraSlots:
         """A running request ended, or was preempted."""
         if adapter is not None:
             _drop(self._running, adapter)
+            if adapter not in self._running:
+                self._loaded.move_to_end(adapter)
 
 
 def _drop(counts: Counter[str], adapter: str) -> None:

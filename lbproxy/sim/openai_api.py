@@ -86,10 +86,12 @@ class Choice:
     prompt_tokens: int
     answer: Answer
     block_hashes: list[int]
+    adapter: str | None = None
+    """The LoRA adapter that says it."""
 
     def request(self, request_id: str) -> SimRequest:
         """The work that this choice is for the engine."""
-        return SimRequest(request_id, self.prompt_tokens, self.answer.tokens, self.block_hashes)
+        return SimRequest(request_id, self.prompt_tokens, self.answer.tokens, self.block_hashes, self.adapter)
 
 
 # Requests.
@@ -155,8 +157,9 @@ def parse_detokenize(fields: Json) -> tuple[str | None, str]:
     return _model(fields), _from_ids(tokens, "tokens").rstrip(b"\0").decode("utf-8", "replace")
 
 
-def plan(call: Call, *, max_model_len: int, seed: int) -> list[Choice]:
-    """What the server will do for a call: `n` choices for each prompt, in the order of their indexes.
+def plan(call: Call, *, max_model_len: int, seed: int, adapter: str | None = None) -> list[Choice]:
+    """What the server will do for a call: `n` choices for each prompt, in the order of their indexes. Each adapter says
+    something else.
 
     Raises `ApiError` for what does not fit into the model. Linear in the tokens, and so bounded.
     """
@@ -170,20 +173,21 @@ def plan(call: Call, *, max_model_len: int, seed: int) -> list[Choice]:
             raise _refused(f"At most {MAX_CALL_TOKENS} tokens in one request, prompts times n included.", "n", call.n)
         natural_end = call.max_tokens is None and not call.ignore_eos
         for choice in range(call.n):
-            key = f"{seed}:{call.seed}:{choice}"
+            key = f"{seed}:{call.seed}:{choice}{'' if adapter is None else f':{adapter}'}"
             said = answer(prompt, key, max_tokens=limit, natural_end=natural_end, stop=call.stop)
-            choices.append(Choice(prompt_tokens, said, block_hashes(pad(prompt) + said.computed)))
+            hashes = block_hashes(pad(prompt) + said.computed, adapter)
+            choices.append(Choice(prompt_tokens, said, hashes, adapter))
     return choices
 
 
-def embedding_work(call: EmbeddingCall, *, max_model_len: int) -> list[Choice]:
+def embedding_work(call: EmbeddingCall, *, max_model_len: int, adapter: str | None = None) -> list[Choice]:
     """What a call is for the engine: the prefills, each with the one token that the engine cannot do without."""
     nothing = Answer(b"", 1, "stop", None, b"")
     choices: list[Choice] = []
     for prompt in call.prompts:
         prompt_tokens = token_count(len(prompt))
         _output_limit(prompt_tokens, 1, max_model_len)
-        choices.append(Choice(prompt_tokens, nothing, block_hashes(pad(prompt))))
+        choices.append(Choice(prompt_tokens, nothing, block_hashes(pad(prompt), adapter), adapter))
     return choices
 
 
@@ -462,8 +466,8 @@ def embedding_body(identity: Identity, call: EmbeddingCall, choices: Sequence[Ch
     return orjson.dumps(identity.head("list") | {"data": data, "usage": used})
 
 
-def models_body(model: str, *, created: int, max_model_len: int) -> bytes:
-    """The body of /v1/models."""
+def models_body(model: str, *, created: int, max_model_len: int, adapters: Sequence[Json] = ()) -> bytes:
+    """The body of /v1/models. `adapters`: their entries."""
     card = {
         "id": model,
         "object": "model",
@@ -474,4 +478,4 @@ def models_body(model: str, *, created: int, max_model_len: int) -> bytes:
         "max_model_len": max_model_len,
         "permission": [],
     }
-    return orjson.dumps({"object": "list", "data": [card]})
+    return orjson.dumps({"object": "list", "data": [card, *adapters]})

@@ -51,6 +51,8 @@ class Summary:
     queue_mean: float
     """Waited in the balancer."""
     queue_p99: float
+    adapter_loads: float = 0.0
+    """Of a thousand requests, those for which the server had to load the adapter."""
 
 
 LOWER_IS_BETTER = frozenset(field.name for field in fields(Summary)) - {
@@ -86,6 +88,7 @@ def summarise(served: Sequence[Served], servers: int) -> Summary:
         imbalance=_imbalance(done, servers),
         queue_mean=_mean(queues),
         queue_p99=percentile(queues, 99),
+        adapter_loads=1000.0 * sum(one.loaded_adapter for one in done) / len(done) if done else 0.0,
     )
 
 

@@ -37,6 +37,8 @@ class FirstToken(NamedTuple):
     id: str
     cached_tokens: int
     """How much of the prompt came from the prefix cache when the request was first scheduled."""
+    loaded_adapter: bool = False
+    """The server had to load the request's adapter for it."""
 
 
 class StepDone(NamedTuple):
@@ -97,6 +99,7 @@ class Running:
     """Leading blocks that are hittable, or were found."""
     cached_tokens: int | None = None
     """None until first scheduled."""
+    loaded_adapter: bool = False
     mark: int = 0
     """How many steps were done when it began to decode."""
     crosses_at: int = -1

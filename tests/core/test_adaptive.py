@@ -12,7 +12,6 @@ import pytest
 
 from lbproxy.core.adaptive import Adaptive
 from lbproxy.core.estimate import PoolModel, freed_per_ms
-from lbproxy.core.lora import AdapterTable
 from lbproxy.core.pricing import Plan, Prices
 from lbproxy.core.types import Endpoint, EndpointState, EndpointUid, InferenceRequest, LoadMetrics
 
@@ -215,49 +214,6 @@ def test_the_price_of_a_random_state_is_the_formula() -> None:
         assert cost == pytest.approx(expected)
 
 
-# --- Adapters ---------------------------------------------------------------------------------------------------------
-
-
-def lora_price(table: AdapterTable, adapter: str, in_flight: float = 0.0) -> float:
-    return table.price_ms(adapter, load_ms=60.0, in_flight=in_flight, answer_ms=1000.0)
-
-
-def test_an_adapter_costs_its_load_once() -> None:
-    table = AdapterTable()
-    assert lora_price(table, "a", in_flight=10) == 60.0 * 4
-    assert table.placed("a"), "it had to be loaded"
-    assert lora_price(table, "a") == 0.0
-    table.closed("a")
-    assert lora_price(table, "a") == 0.0, "idle, but among the last used"
-    assert not table.placed("a")
-    table.closed("a")
-    for other in "bcde":
-        table.placed(other)
-        table.closed(other)
-    assert lora_price(table, "a") == 60.0, "four others since"
-
-
-def test_an_adapter_that_finds_no_slot_waits_for_half_an_answer_and_more() -> None:
-    table = AdapterTable()
-    table.report((), slots=2)
-    for adapter in ("a", "a", "a", "b", "b"):
-        table.placed(adapter)
-    assert lora_price(table, "c") == pytest.approx(500 * (1 + 1.0986), rel=1e-3)
-    assert lora_price(table, "a") == 0.0
-    table.closed("b")
-    table.closed("b")
-    assert lora_price(table, "c") == 60.0
-
-
-def test_scraped_residency_adds_what_others_use() -> None:
-    table = AdapterTable()
-    table.report(["x", "y"], slots=2)
-    assert lora_price(table, "x") == 0.0
-    assert lora_price(table, "z") == pytest.approx(500 * (1 + 0.6931), rel=1e-3)
-    table.forget()
-    assert lora_price(table, "x") == 60.0
-
-
 def test_only_requests_for_adapters_pay_for_them() -> None:
     pool, states = pool_of(2)
     pool.adapters = frozenset(["lora"])
@@ -265,12 +221,3 @@ def test_only_requests_for_adapters_pay_for_them() -> None:
     states[0].load.in_flight = 0
     with_base, with_lora = price(prompt(100), states).costs, price(prompt(100, model="lora"), states).costs
     assert [lora - base for lora, base in zip(with_lora, with_base, strict=True)] == pytest.approx([0.0, 60.0])
-
-
-def test_memory_of_adapters_is_bounded() -> None:
-    table = AdapterTable()
-    for n in range(1000):
-        table.placed(str(n))
-        table.closed(str(n))
-    assert len(table._recent) == 256
-    assert not table._active

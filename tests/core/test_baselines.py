@@ -102,7 +102,7 @@ def test_the_tree_stays_with_an_adapter_below_128_waiting() -> None:
         balancer.report_models(endpoint.uid, [card(MODEL), card("lora", parent=MODEL)])
     for endpoint, waiting in zip(endpoints, (100.0, 0.0), strict=True):
         show_gauges(balancer, endpoint.uid, now=0.0, waiting=waiting)
-    state_of(balancer, endpoints[0]).load.adapters.placed("lora")
+    state_of(balancer, endpoints[0]).load.adapters.placed("lora", 0.0)
     assert {chosen(balancer, ask(1, model="lora")) for _ in range(20)} == {"e1"}
     assert chosen(balancer, ask(1)) == "e2"
     for endpoint, waiting in zip(endpoints, (200.0, 130.0), strict=True):

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from lbproxy.core.estimate import FREED_S, LoadModel, Placement, PoolModel, freed_per_ms
+from lbproxy.core.estimate import FREED_S, LoadModel, PoolModel, freed_per_ms
+from lbproxy.core.placement import Placement
 from lbproxy.core.types import InferenceRequest, LoadMetrics, LoraMetrics, Usage
 
 KIB = 1024
@@ -361,8 +362,9 @@ def test_a_scrape_tells_of_adapters() -> None:
     lora = LoraMetrics(running=frozenset({"a"}), waiting=frozenset({"b"}), max_lora=2)
     load.scraped(LoadMetrics(scraped_at=0.0, lora=lora), others=None, queued=0.0, fresh_until=2.0)
     assert load.adapters.slots == 2
-    assert [load.adapters.is_active(name) for name in "abc"] == [True, True, False]
-    assert not load.adapters.has_room()
+    assert [load.adapters.is_loaded(name, 1.0) for name in "abc"] == [True, True, False]
+    assert not load.adapters.has_room(1.0)
+    assert load.adapters.has_room(3.0), "nobody says any more that they are in use"
 
 
 def test_the_first_use_of_an_adapter_teaches_its_load_and_nothing_else() -> None:
@@ -376,6 +378,21 @@ def test_the_first_use_of_an_adapter_teaches_its_load_and_nothing_else() -> None
         load.end(placement, None, 1.0)
     assert pool.load_ms == pytest.approx(500.0, rel=0.06)
     assert (pool.token_ms, load.base_ms) == (0.1, 40.0)
+
+
+def test_who_waits_for_a_slot_teaches_nothing() -> None:
+    pool = PoolModel(KIB)
+    pool.adapters = frozenset(["one", "two"])
+    load = pool.join()
+    load.adapters.report((), 1, now=0.0, until=2.0)
+    first = load.place(InferenceRequest("r", "one", True, 8000, 8000), 0.0)
+    load.first_byte(first, 0.1)
+    second = load.place(InferenceRequest("r", "two", True, 8000, 8000), 0.2)
+    load.end(first, None, 5.0)
+    learned = pool.load_ms, pool.token_ms, load.base_ms
+    load.first_byte(second, 5.3)
+    load.end(second, None, 6.0)
+    assert (pool.load_ms, pool.token_ms, load.base_ms) == learned
 
 
 def test_whatever_happens_the_numbers_stay_numbers() -> None:

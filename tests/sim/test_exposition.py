@@ -52,10 +52,10 @@ def test_model_names_are_escaped() -> None:
 
 
 def test_adapters_are_named_on_servers_that_have_some() -> None:
-    gauges = GAUGES._replace(running_adapters=("a", "b"), waiting_adapters=("c",))
-    page = samples(Page(model="m", kv_blocks=1, gauges=gauges, max_loras=2, changed_at=1.7e9))
-    labels = {"max_lora": "2", "running_lora_adapters": "a,b", "waiting_lora_adapters": "c"}
-    assert page["vllm:lora_requests_info"] == [(labels, 1.7e9)]
+    page = samples(Page(model="m", kv_blocks=1, gauges=GAUGES, max_loras=2, adapters={"a,b": 1.7e9, "": 1.8e9}))
+    labels = {"max_lora": "2", "running_lora_adapters": "a,b", "waiting_lora_adapters": "a,b"}
+    idle = {"max_lora": "2", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+    assert page["vllm:lora_requests_info"] == [(labels, 1.7e9), (idle, 1.8e9)]
     assert "vllm:lora_requests_info" not in samples(Page(model="m", kv_blocks=1, gauges=GAUGES))
 
 

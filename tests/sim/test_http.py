@@ -380,6 +380,10 @@ def test_serve_runs_until_cancelled() -> None:
         {"kv_tokens": 8},
         {"max_num_seqs": 0},
         {"max_model_len": 1},
+        {"max_loras": 0},
+        {"adapters": ("sim",)},
+        {"adapters": ("a", "a")},
+        {"adapters": ("a,b",)},
     ],
 )
 def test_options_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:

@@ -118,7 +118,7 @@ def test_prefix_computed_with_one_adapter_is_not_hit_by_another() -> None:
     for name, adapter in (("1", None), ("2", "x"), ("3", "x")):
         engine.add(SimRequest(name, 48, 1, block_hashes(text, adapter), adapter), now=float(name))
         drain_first = [first for step in drain(engine) for first in step.first]
-        assert drain_first == [FirstToken(name, 32 if name == "3" else 0)]
+        assert drain_first == [FirstToken(name, 32 if name == "3" else 0, loaded_adapter=name == "2")]
 
 
 def test_preempted_adapter_waits_again() -> None:

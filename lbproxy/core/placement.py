@@ -1,0 +1,58 @@
+"""One placed request, as the model of its endpoint's work counts it. `core.estimate` writes it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lbproxy.core.lora import Arrival
+from lbproxy.core.types import InferenceRequest
+
+if TYPE_CHECKING:
+    from lbproxy.core.estimate import LoadModel
+
+NEVER = float("inf")
+
+
+class Placement:
+    """One placed request, as its endpoint's model counts it."""
+
+    __slots__ = (
+        "adapter",
+        "arrival",
+        "cache",
+        "due_at",
+        "ended",
+        "held",
+        "load",
+        "placed_at",
+        "prompt_tokens",
+        "reported_at",
+        "request",
+        "streamed",
+        "uncached",
+    )
+
+    def __init__(self, load: LoadModel, request: InferenceRequest, now: float) -> None:
+        self.load = load
+        self.cache = load.cache
+        self.request = request
+        self.placed_at = now
+        self.prompt_tokens = 1.0
+        self.uncached = 1.0
+        self.held = 0
+        """How many of the block keys are pinned in `cache`."""
+        self.due_at = NEVER
+        """When a request that does not stream counts as prefilled; NEVER for streams, which say so."""
+        self.streamed = 0
+        self.reported_at = NEVER
+        """When its last progress came; NEVER = none yet."""
+        self.adapter: str | None = None
+        """The LoRA adapter that it asks for."""
+        self.arrival = Arrival.LOADED
+        """Whether the endpoint had it loaded."""
+        self.ended = False
+
+    @property
+    def cached_tokens(self) -> float:
+        """How much of the prompt is expected in the endpoint's cache."""
+        return max(0.0, self.prompt_tokens - self.uncached)
