@@ -11,7 +11,8 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from lbproxy.config import Settings
@@ -54,6 +55,18 @@ class Sink(Protocol):
         ...
 
 
+class ModelReader(Protocol):
+    """Asks one endpoint for its models, and reports them."""
+
+    async def refresh_models(self) -> None:
+        """Now. Bounded in time; raises nothing."""
+        ...
+
+    def doubt_models(self) -> None:
+        """Soon."""
+        ...
+
+
 class Runtime:
     """One pool of endpoints on the running loop."""
 
@@ -74,6 +87,7 @@ class Runtime:
         self.move_stranded: Callable[[frozenset[EndpointUid]], None] | None = None
         """Told, now and then, on which endpoints requests wait in vain: whoever has such should send them elsewhere."""
         self._check_due = False
+        self._model_readers: dict[EndpointUid, ModelReader] = {}
 
     # Requests
 
@@ -195,6 +209,28 @@ class Runtime:
         """What an endpoint says it serves; None if it cannot say."""
         self._balancer.report_models(uid, cards)
         self._pump_soon()
+
+    @contextmanager
+    def reads_models(self, uid: EndpointUid, reader: ModelReader) -> Iterator[None]:
+        """Meanwhile `reader` asks an endpoint for its models."""
+        self._model_readers[uid] = reader
+        try:
+            yield
+        finally:
+            if self._model_readers.get(uid) is reader:
+                del self._model_readers[uid]
+
+    async def refresh_models(self, uid: EndpointUid) -> None:
+        """Ask an endpoint for its models now. Returns when it has answered, or failed to."""
+        reader = self._model_readers.get(uid)
+        if reader is not None:
+            await reader.refresh_models()
+
+    def doubt_models(self, uid: EndpointUid) -> None:
+        """An endpoint does not serve what it listed: have it asked soon."""
+        reader = self._model_readers.get(uid)
+        if reader is not None:
+            reader.doubt_models()
 
     def scrape_sent(self, uid: EndpointUid) -> None:
         """A scrape leaves now."""

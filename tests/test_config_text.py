@@ -101,7 +101,7 @@ def test_all_problems_come_at_once_each_with_its_path() -> None:
         "  endpoints[8].health: expected text (quote it if YAML reads it as something else), got 3",
         "  endpoints[9].url: required, but not there",
         f"  routing.policy: expected {policies}, got 'best'",
-        "  routing.scorers.hops: expected 'queue', 'kv-utilization', 'in-flight' or 'prefix', got 'hops'",
+        "  routing.scorers.hops: expected 'queue', 'kv-utilization', 'in-flight', 'prefix' or 'lora', got 'hops'",
         "  routing.scorers.queue: expected a weight from 0.000001 to 1000000, got 0",
         "  admission.queue_requests: expected a whole number from 0 to 1000000, got -1",
         "  admission.queue_bytes: expected a size (64KiB, 2MiB, 1GiB, or bytes) from 0 to 1024GiB, got '3GB'",
@@ -125,7 +125,7 @@ def test_unknown_key_without_a_near_one_lists_the_known() -> None:
     )
 
 
-@pytest.mark.parametrize("key", ["autoscale", "models", "lora_management"])
+@pytest.mark.parametrize("key", ["autoscale", "models"])
 def test_key_of_a_later_version_is_unknown(key: str) -> None:
     (problem,) = problems(f"{MINIMAL}{key}: 1")
     assert problem.startswith(f"{key}: unknown key")

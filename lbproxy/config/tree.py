@@ -78,6 +78,8 @@ class Settings(Section):
     """Answers carry x-lbproxy-endpoint, the endpoint's name. false hides the fleet from clients."""
     auth: AuthSettings = AuthSettings()
     """Who may send requests."""
+    lora_management: bool = False
+    """Clients may load and unload LoRA adapters, on every endpoint of the base model: all who may send requests."""
     drain: DrainSettings = DrainSettings()
     """Stopping."""
     log: LogSettings = LogSettings()

@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from typing import NamedTuple
@@ -32,6 +33,8 @@ MAX_MODELS_BYTES = 4 << 20
 JITTER = 0.1
 """Intervals vary by this share both ways, so that many probers do not come to act in step."""
 MAX_MODELS_LOGGED = 20
+DOUBT_S = 0.5
+"""Between two questions for models that somebody doubts."""
 
 
 class HealthAnswer(NamedTuple):
@@ -99,12 +102,17 @@ class Prober:
         self._connections = connections
         self._settings = settings
         self._rng = rng
+        self._doubted = asyncio.Event()
         self._models_due_at = float("-inf")
         self._logged: frozenset[str] | None = None
         """The models named in the last log line; None: none yet, or it cannot say."""
 
     async def run(self) -> None:
         """Until cancelled."""
+        with self._runtime.reads_models(self._endpoint.uid, self):
+            await self._keep_asking()
+
+    async def _keep_asking(self) -> None:
         # Two loops, so that a slow list does not delay the verdict on an endpoint that is up.
         async with asyncio.TaskGroup() as loops:
             loops.create_task(self._keep_models())
@@ -123,12 +131,20 @@ class Prober:
 
     async def _keep_models(self) -> None:
         while True:
-            if self._health() is Health.UP and self._runtime.now() >= self._models_due_at:
-                await self._refresh_models()
-            await self._pause(self._settings.interval)
+            if self._doubted.is_set():
+                self._doubted.clear()
+                await self.refresh_models()
+                await self._pause(DOUBT_S)
+            elif self._health() is Health.UP and self._runtime.now() >= self._models_due_at:
+                await self.refresh_models()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._doubted.wait(), self._jittered(self._settings.interval))
 
     async def _pause(self, interval_s: float) -> None:
-        await asyncio.sleep(interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
+        await asyncio.sleep(self._jittered(interval_s))
+
+    def _jittered(self, interval_s: float) -> float:
+        return interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER)
 
     def _health(self) -> Health | None:
         return self._runtime.health(self._endpoint.uid)
@@ -138,10 +154,15 @@ class Prober:
         if answer.ok is None:
             return
         if answer.ok and self._health() in {Health.STARTING, Health.DOWN}:
-            await self._refresh_models()
+            await self.refresh_models()
         self._runtime.report_health(self._endpoint.uid, answer.ok, answer.reason)
 
-    async def _refresh_models(self) -> None:
+    def doubt_models(self) -> None:
+        """See runtime.ModelReader."""
+        self._doubted.set()
+
+    async def refresh_models(self) -> None:
+        """See runtime.ModelReader."""
         answer = await ask_models(self._endpoint, self._connections, self._settings.timeout)
         if not answer.valid:
             return

@@ -240,7 +240,7 @@ def _add_adapter(costs: list[float], loads: Sequence[LoadModel], adapter: str, p
     for index, load in enumerate(loads):
         costs[index] += load.adapters.price_ms(
             adapter,
-            load_ms=pool.load_ms,
+            times=pool.load_times,
             in_flight=load.in_flight,
             answer_ms=pool.output_tokens * (load.gap_ms + load.gap_per_token_ms * load.context_tokens),
             now=now,

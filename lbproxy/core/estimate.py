@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from lbproxy.core.lora import AdapterTable, Arrival
+from lbproxy.core.lora import AdapterTable, Arrival, LoadTimes
 from lbproxy.core.placement import NEVER, Placement
 from lbproxy.core.prefix import MAX_ENTRIES, PrefixIndex
 from lbproxy.core.pricing import Policy
@@ -60,8 +60,8 @@ class PoolModel:
         """Of flattened prompts (f)."""
         self.uncached_tokens = 500.0
         """Mean prefill work of a request."""
-        self.load_ms = 60.0
-        """Time to load an adapter."""
+        self.load_times = LoadTimes()
+        """To load an adapter."""
         self.base_ms = 40.0
         """Time to the first token that does not depend on the prompt (T0), of the endpoints that served of late."""
         self.gap_ms = 15.0
@@ -372,9 +372,10 @@ class LoadModel:
         arrivals = {one.arrival for one in group}
         if Arrival.WAITS in arrivals:
             return  # for a slot, not for this work
-        if Arrival.LOADS in arrivals:
+        if arrivals != {Arrival.LOADED}:
+            arrival = Arrival.FIRST if Arrival.FIRST in arrivals else Arrival.LOADS
             sample = took_ms - self.base_ms - tokens * pool.token_ms * self.speed
-            pool.load_ms = _clip(pool.load_ms * math.exp(math.copysign(0.05, sample - pool.load_ms)), 1.0, 10_000.0)
+            pool.load_times = pool.load_times.learned(arrival, sample)
         elif tokens < FEW_TOKENS:
             self.base_ms = _step(self.base_ms, took_ms)
             pool.base_ms = _step(pool.base_ms, took_ms)

@@ -16,11 +16,14 @@ import math
 from collections import OrderedDict
 from collections.abc import Collection
 from enum import Enum
+from typing import NamedTuple
 
 DEFAULT_SLOTS = 4
 """Adapters in one batch when the engine does not say (`max_loras`); vLLM's own default of 1 is rarely kept."""
 MAX_REMEMBERED = 256
 """Adapters remembered per endpoint besides those with a slot, most recently used."""
+STALLED = 16
+"""Streams that a load holds up, as far as they count."""
 NEVER = float("-inf")
 
 
@@ -30,9 +33,28 @@ class Arrival(Enum):
     LOADED = "loaded"
     """Its adapter, ready."""
     LOADS = "loads"
-    """A slot for it: it is loaded for this request."""
+    """A slot for it: it is loaded for this request, as it was here before."""
+    FIRST = "first"
+    """The same, for the first time: it comes from disk."""
     WAITS = "waits"
     """Every slot in use by others."""
+
+
+class LoadTimes(NamedTuple):
+    """How long an endpoint takes to load an adapter, in ms."""
+
+    again: float = 60.0
+    first: float = 500.0
+
+    def learned(self, arrival: Arrival, sample_ms: float) -> LoadTimes:
+        """A little nearer to a sample."""
+        if arrival is Arrival.FIRST:
+            return self._replace(first=_nearer(self.first, sample_ms))
+        return self._replace(again=_nearer(self.again, sample_ms))
+
+
+def _nearer(load_ms: float, sample_ms: float) -> float:
+    return min(10_000.0, max(1.0, load_ms * math.exp(math.copysign(0.05, sample_ms - load_ms))))
 
 
 class AdapterTable:
@@ -66,8 +88,9 @@ class AdapterTable:
             self._loaded.move_to_end(adapter)
             return Arrival.LOADED
         if adapter not in self._waiting:
+            arrival = Arrival.LOADS if adapter in self._known else Arrival.FIRST
             if self._load(adapter, now):
-                return Arrival.LOADS
+                return arrival
             self._waiting[adapter] = None
         return Arrival.WAITS
 
@@ -132,17 +155,21 @@ class AdapterTable:
         """Whether one more may be active."""
         return len(self._loaded) < self.slots or any(not self._is_used(one, now) for one in self._loaded)
 
-    def price_ms(self, adapter: str, *, load_ms: float, in_flight: float, answer_ms: float, now: float) -> float:
+    def price_ms(self, adapter: str, *, times: LoadTimes, in_flight: float, answer_ms: float, now: float) -> float:
         """What the request waits there for its adapter. `answer_ms`: how long one whole answer takes to decode.
 
-        With all slots taken by others: half an answer, and more the more requests keep even the least used one there.
-        Not loaded: the load, which also holds up the streams there.
+        With all slots taken by others: half an answer, and more the more requests keep even the least used one there;
+        but nothing where others wait for the same one, since it pays to have them wait in one place (elsewhere they
+        would take the slot of yet another adapter). Not loaded: the load, which also holds up the streams there. They
+        are counted up to `STALLED`: a second home is paid for once and used by many, and with all of them counted a
+        busy fleet had too few homes (docs/routing.md has the figures).
         """
-        if self.is_loaded(adapter, now):
+        if self.is_loaded(adapter, now) or adapter in self._waiting:
             return 0.0
         if not self.has_room(now):
             return 0.5 * answer_ms * (1.0 + math.log(1.0 + min(self._active.get(one, 1) for one in self._loaded)))
-        return load_ms * (1.0 + 0.3 * in_flight)
+        load_ms = times.again if adapter in self._known else times.first
+        return load_ms * (1.0 + 0.3 * min(in_flight, STALLED))
 
     # Slots
 

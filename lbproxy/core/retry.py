@@ -51,18 +51,22 @@ class FailureKind(Enum):
     """It answered 500: the request's fault, or everybody's (a vLLM that drains says it to all)."""
     GATEWAY = "gateway"
     """It answered 502 or 504: a proxy of its own failed."""
+    MISSING = "missing"
+    """It answered 404 for a LoRA adapter that it listed: somebody unloaded it there."""
     STRANDED = "stranded"
     """It was found down, or to make no progress, while the request waited for a first byte there."""
 
 
 STATUS_FAILURES = {
+    404: FailureKind.MISSING,
     429: FailureKind.LIMITED,
     500: FailureKind.ERROR,
     502: FailureKind.GATEWAY,
     503: FailureKind.BUSY,
     504: FailureKind.GATEWAY,
 }
-"""Answers that another endpoint may do better. If none can, the client gets them as they are."""
+"""Answers that another endpoint may do better; 404 only for an adapter that is listed. If none can, the client gets
+them as they are."""
 
 
 class UpstreamError(Exception):
@@ -110,6 +114,7 @@ _RULES = {
     FailureKind.LIMITED: _Rule(Outcome.COMPLETED, again=1),
     FailureKind.ERROR: _Rule(Outcome.COMPLETED, again=1, only_first=True),
     FailureKind.GATEWAY: _Rule(Outcome.COMPLETED, again=_ANY_NUMBER),
+    FailureKind.MISSING: _Rule(Outcome.COMPLETED, again=_ANY_NUMBER),
     FailureKind.STRANDED: _Rule(Outcome.UPSTREAM_TIMEOUT, again=_ANY_NUMBER),
 }
 

@@ -22,27 +22,40 @@ class Answer(NamedTuple):
 
 
 async def fetch(pool: ConnectionPool, origin: Origin, path: str, *, timeout_s: float, max_bytes: int) -> Answer:
-    """GET `path`. Raises UpstreamError: PROTOCOL also if the body is larger than `max_bytes`, TIMEOUT if the whole
-    takes longer than `timeout_s`, as `pulse` counts. A kept connection that turns out to be closed costs nothing.
+    """GET `path`. Raises what `send` does."""
+    head = request_head("GET", path, str(origin), _FIELDS, 0)
+    return await send(pool, origin, "GET", head, b"", timeout_s=timeout_s, max_bytes=max_bytes)
+
+
+async def send(  # noqa: PLR0913 - a request's four parts
+    pool: ConnectionPool, origin: Origin, method: str, head: bytes, body: bytes, *, timeout_s: float, max_bytes: int
+) -> Answer:
+    """Send a request, whole. Raises UpstreamError: PROTOCOL also if the answer's body is larger than `max_bytes`,
+    TIMEOUT if the whole takes longer than `timeout_s`, as `pulse` counts. A kept connection that turns out to be closed
+    costs nothing.
     """
+    request = method, head, body
     try:
         async with pool.pulse.timeout(timeout_s):
             connection = pool.take(origin)
             if connection is not None:
                 try:
-                    return await _exchange(connection, origin, path, timeout_s, max_bytes)
+                    return await _exchange(connection, *request, timeout_s, max_bytes)
                 except UpstreamError as error:
                     if error.kind is not FailureKind.STALE:
                         raise
             connection = await pool.connect(origin, timeout_s)
-            return await _exchange(connection, origin, path, timeout_s, max_bytes)
+            return await _exchange(connection, *request, timeout_s, max_bytes)
     except TimeoutError:
+        path = head.split(b" ", 2)[1].decode("latin-1")
         raise UpstreamError(FailureKind.TIMEOUT, f"{origin}{path}: no answer within {timeout_s:g} s") from None
 
 
-async def _exchange(connection: Connection, origin: Origin, path: str, timeout_s: float, max_bytes: int) -> Answer:
+async def _exchange(
+    connection: Connection, method: str, head: bytes, body: bytes, timeout_s: float, max_bytes: int
+) -> Answer:
     collector = _Collector(connection, timeout_s, max_bytes)
-    connection.send("GET", request_head("GET", path, str(origin), _FIELDS, 0), b"", collector, timeout_s)
+    connection.send(method, head, body, collector, timeout_s)
     try:
         result = await collector.result
     finally:

@@ -381,12 +381,26 @@ class Exchange(ABC):
         ticket, runtime = self._ticket, self._shared.runtime
         assert ticket is not None
         kind = STATUS_FAILURES[status]
+        if kind is FailureKind.MISSING and not self._lost_adapter(ticket):
+            return False
         verdict = runtime.after_failure(ticket, UpstreamError(kind, f"answered {status}"), self._kinds)
         if not verdict.again:
             return False
         self._note(ticket, kind, f"upstream_{status}")
         runtime.close(ticket, verdict.outcome)
         self._again(verdict.delay_s)
+        return True
+
+    def _lost_adapter(self, ticket: Ticket) -> bool:
+        """Whether a 404 can only mean that the endpoint has a listed adapter no more: on a path that every model server
+        has, for a model that is listed as an adapter. It is asked at once for what it does serve.
+        """
+        runtime, model = self._shared.runtime, self.placed.model
+        if not self.request.route.has_prompt or ticket.placed_on is None:
+            return False
+        if all(card.id != model or card.parent is None for card in runtime.model_cards()):
+            return False
+        runtime.doubt_models(ticket.placed_on.endpoint.uid)
         return True
 
     def _note(self, ticket: Ticket, kind: FailureKind, label: str) -> None:

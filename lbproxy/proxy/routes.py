@@ -42,6 +42,8 @@ _GET = frozenset({"GET", "HEAD", "OPTIONS"})
 
 _MODELS = Route("models", Body.ANY, _GET, ours=True)
 _OTHER = Route("other", Body.BY_TYPE, _PASSED_METHODS)
+ADAPTERS = Route("adapters", Body.JSON, frozenset({"POST"}), ours=True)
+"""lbproxy makes these calls at every endpoint of a base model, if it is allowed to: see proxy/adapters.py."""
 _LORA_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _ROUTES = {
     "/v1/completions": Route("completions", Body.JSON, _POST, has_prompt=True),
@@ -57,8 +59,8 @@ _ROUTES = {
 }
 
 
-def find_route(method: str, path: str) -> Route:
-    """The route of a request. `path` begins with a slash and has no query.
+def find_route(method: str, path: str, *, lora_management: bool = False) -> Route:
+    """The route of a request. `path` begins with a slash and has no query; `lora_management` as the settings say.
 
     Raises LbError BAD_REQUEST, UNKNOWN_URL, FORBIDDEN or METHOD_NOT_ALLOWED.
     """
@@ -70,8 +72,11 @@ def find_route(method: str, path: str) -> Route:
         if not path.startswith("/v1/") or canonical is None:
             raise LbError(Outcome.UNKNOWN_URL)
         if canonical in _LORA_PATHS:
-            raise LbError(Outcome.FORBIDDEN, "Adapters cannot be loaded or unloaded through the load balancer.")
-        route = _MODELS if path.startswith("/v1/models/") else _OTHER
+            if not lora_management or path != canonical:
+                raise LbError(Outcome.FORBIDDEN, "Adapters cannot be loaded or unloaded through the load balancer.")
+            route = ADAPTERS
+        else:
+            route = _MODELS if path.startswith("/v1/models/") else _OTHER
     if method not in route.methods:
         raise LbError(Outcome.METHOD_NOT_ALLOWED, allow=", ".join(sorted(route.methods)))
     return route

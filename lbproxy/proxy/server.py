@@ -27,6 +27,7 @@ from lbproxy.core.prefix import flatten, hash_prompt
 from lbproxy.core.types import EndpointUid, InferenceRequest, LbError, Outcome, RequestRecord
 from lbproxy.net.listener import Listener, bind, connections_within
 from lbproxy.net.vanished import find_vanished
+from lbproxy.proxy.adapters import AdapterCalls
 from lbproxy.proxy.answers import error_answer, json_answer
 from lbproxy.proxy.bodies import outlined, read_body
 from lbproxy.proxy.connection import CLOSE, KEEP, ClientConnection
@@ -36,7 +37,7 @@ from lbproxy.proxy.headers import origin_form, read_request_fields
 from lbproxy.proxy.keys import KeyRing
 from lbproxy.proxy.overload import Overload, Unmetered
 from lbproxy.proxy.request import ClientRequest
-from lbproxy.proxy.routes import Body, find_route
+from lbproxy.proxy.routes import ADAPTERS, Body, find_route
 from lbproxy.runtime import Runtime
 
 logger = logging.getLogger("lbproxy")
@@ -79,6 +80,14 @@ class Turn(Exchange):
 
     def _body_gone(self) -> None:
         self._front.overload.let_go(self)
+
+    def answer(self, status: int, body: bytes) -> None:
+        """End with an answer of ours, unless it is over."""
+        if not self._over:
+            self.record.status, self.record.outcome = status, Outcome.COMPLETED
+            fields = {"x-request-id": self.record.id}
+            self._front.write(self.client, self.record, json_answer(status, body, fields, keep_alive=self.keep_alive))
+            self.over(self.keep_alive)
 
     def _ended(self, reusable: bool) -> None:
         if self.held_bytes:
@@ -124,6 +133,7 @@ class FrontEnd(web.Server):
         self._client_stall_s = settings.timeouts.client_stall
         self._runtime = runtime
         self.exchanger = exchanger
+        self._adapter_calls = AdapterCalls(runtime, exchanger.connections)
         self._rng = rng
         self._ids = itertools.count(1)
         self._id_prefix = secrets.token_hex(6)
@@ -351,8 +361,9 @@ class FrontEnd(web.Server):
         credentials = fields.credentials
         if self.keys is not None:  # before anything is said or read
             record.key, credentials = self.keys.name_of(credentials), b""
-        route = find_route(request.method, record.path)
-        if route.ours and request.method != "OPTIONS":
+        settings = turn.settings
+        route = find_route(request.method, record.path, lora_management=settings.lora_management)
+        if route.ours and route is not ADAPTERS and request.method != "OPTIONS":
             record.route = route.name
             self._list_models(turn)
             return
@@ -361,11 +372,20 @@ class FrontEnd(web.Server):
         body = await read_body(request, fields, route, turn, self.overload)
         http10 = request.version == (1, 0)
         read = ClientRequest(request.method, target, route, fields, body, credentials, http10)
-        if not has_json(read) or len(body) <= WHOLE_BYTES:
+        if route is ADAPTERS:
+            await self._change_adapters(read, turn)
+        elif not has_json(read) or len(body) <= WHOLE_BYTES:
             self._answer(read, turn)
-            return
-        self.overload.hold(turn, len(body))
-        self._answer(read, turn, await outlined(body))
+        else:
+            self.overload.hold(turn, len(body))
+            self._answer(read, turn, await outlined(body))
+
+    async def _change_adapters(self, request: ClientRequest, turn: Turn) -> None:
+        record, settings = turn.record, turn.settings
+        record.route = request.route.name
+        record.request_bytes = len(request.body)
+        timeout_s, named = settings.timeouts.first_byte, settings.expose_endpoint
+        turn.answer(*await self._adapter_calls.make(request, record.id, timeout_s=timeout_s, name_endpoints=named))
 
     def _answer(self, request: ClientRequest, turn: Turn, outline: bytes | None = None) -> None:
         """Begin the exchange of a request that was read whole; `outline`: of its body, if that is JSON.
@@ -438,10 +458,7 @@ class FrontEnd(web.Server):
             if card is None:
                 raise model_not_found(wanted)
         body = card.raw if wanted and card is not None else model_list(cards)
-        record.status, record.outcome = 200, Outcome.COMPLETED
-        answer = json_answer(200, body, {"x-request-id": record.id}, keep_alive=turn.keep_alive)
-        self._write(turn.client, record, answer)
-        turn.over(turn.keep_alive)
+        turn.answer(200, body)
 
     # Answers and records
 
@@ -451,7 +468,7 @@ class FrontEnd(web.Server):
         keep_alive = keep_alive and not error.outcome.value.close and client.is_read
         record.outcome, record.status = error.outcome, error.outcome.value.status
         answer = error_answer(error, record.id, attempts=record.attempts, keep_alive=keep_alive, rng=self._rng)
-        self._write(client, record, answer)
+        self.write(client, record, answer)
         return keep_alive
 
     def refuse_unread(self, client: ClientConnection, error: LbError) -> None:
@@ -472,7 +489,7 @@ class FrontEnd(web.Server):
         return error_answer(error, self._new_id(), attempts=0, keep_alive=False, rng=self._rng)
 
     @staticmethod
-    def _write(client: ClientConnection, record: RequestRecord, answer: bytes) -> None:
+    def write(client: ClientConnection, record: RequestRecord, answer: bytes) -> None:
         """A response of our own, whole; nothing if the client is gone."""
         if record.method == "HEAD":
             answer = answer[: answer.index(b"\r\n\r\n") + 4]

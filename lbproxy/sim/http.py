@@ -19,89 +19,30 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
 import orjson
 from aiohttp import web
 
 from lbproxy.core.orca import REPORT_HEADER, REQUEST_HEADER
 from lbproxy.sim import openai_api as api
-from lbproxy.sim.adapters import LOAD_PATH, MAX_ADAPTERS, UNLOAD_PATH, Adapters
+from lbproxy.sim.adapters import LOAD_PATH, UNLOAD_PATH, Adapters
 from lbproxy.sim.engine import Engine
 from lbproxy.sim.exposition import CONTENT_TYPE, Page, load_report, render
 from lbproxy.sim.faults import parse_faults
 from lbproxy.sim.lag import LagMeter
-from lbproxy.sim.presets import PRESETS, Preset
+from lbproxy.sim.mock_options import MockOptions
 from lbproxy.sim.sabotage import Handler, Saboteur, stream_response
 from lbproxy.sim.text import Answer, to_token_ids
+
+__all__ = ["MockOptions", "MockServer", "serve"]
 
 VERSION = "0.32.0"
 """The vLLM whose answers were recorded and are imitated."""
 MAX_BODY_BYTES = 64 * 2**20
 MAX_HEAD_BYTES = 64 * 1024
 """uvicorn's limit for the whole head; here for one line of it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MockOptions:
-    """One simulated server. Raises ValueError for what cannot be."""
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    """0 = any free one."""
-    model: str = "sim"
-    """The name under which the model is served."""
-    preset: str = "llama-8b-h100"
-    """A key of `presets.PRESETS`."""
-    kv_tokens: int | None = None
-    """Size of the KV cache; None = the preset's."""
-    max_num_seqs: int | None = None
-    """Running requests at most; None = the preset's."""
-    max_model_len: int | None = None
-    """Prompt and output together; None = the preset's. Never more than the KV cache holds."""
-    speed: float = 1.0
-    """Divides every simulated duration."""
-    seed: int = 0
-    """Of answers and of jitter. Servers with the same seed answer alike."""
-    metric_names: Literal["current", "old"] = "current"
-    """`old` is vLLM 0.8 (`gpu_cache_usage_perc`)."""
-    keep_alive_s: float = 5.0
-    """How long an idle connection stays open: uvicorn's default."""
-    faults: tuple[str, ...] = ()
-    """What it does wrong from the start: see `faults.py`."""
-    adapters: tuple[str, ...] = ()
-    """LoRA adapters that it serves from the start."""
-    max_loras: int = 1
-    """Adapters that run together at most; vLLM's default."""
-    lora_updates: bool = False
-    """Adapters can be loaded and unloaded, as with vLLM's VLLM_ALLOW_RUNTIME_LORA_UPDATING."""
-
-    def __post_init__(self) -> None:
-        if self.preset not in PRESETS:
-            raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
-        if self.metric_names not in ("current", "old"):
-            raise ValueError(f"metric_names must be 'current' or 'old', got {self.metric_names!r}")
-        if not 0 < self.speed < float("inf"):
-            raise ValueError(f"speed must be a positive number, got {self.speed}")
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ValueError(f"max_model_len must be at least 2, got {self.max_model_len}")
-        if not 1 <= self.max_loras <= MAX_ADAPTERS:
-            raise ValueError(f"max_loras must be within 1..{MAX_ADAPTERS}, got {self.max_loras}")
-        Adapters(self.model, self.adapters)
-        self.hardware()
-        parse_faults("\n".join(self.faults))
-
-    def hardware(self) -> Preset:
-        """The preset with the overrides applied."""
-        preset = PRESETS[self.preset]
-        return replace(
-            preset,
-            kv_tokens=preset.kv_tokens if self.kv_tokens is None else self.kv_tokens,
-            max_sequences=preset.max_sequences if self.max_num_seqs is None else self.max_num_seqs,
-            max_loras=self.max_loras if self.adapters or self.lora_updates else 0,
-        )
 
 
 class _Flight:

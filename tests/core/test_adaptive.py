@@ -220,4 +220,4 @@ def test_only_requests_for_adapters_pay_for_them() -> None:
     states[0].load.place(prompt(1, model="lora"), 0.0)
     states[0].load.in_flight = 0
     with_base, with_lora = price(prompt(100), states).costs, price(prompt(100, model="lora"), states).costs
-    assert [lora - base for lora, base in zip(with_lora, with_base, strict=True)] == pytest.approx([0.0, 60.0])
+    assert [lora - base for lora, base in zip(with_lora, with_base, strict=True)] == pytest.approx([0.0, 500.0])

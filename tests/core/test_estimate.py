@@ -8,6 +8,7 @@ import random
 import pytest
 
 from lbproxy.core.estimate import FREED_S, LoadModel, PoolModel, freed_per_ms
+from lbproxy.core.lora import LoadTimes
 from lbproxy.core.placement import Placement
 from lbproxy.core.types import InferenceRequest, LoadMetrics, LoraMetrics, Usage
 
@@ -374,9 +375,10 @@ def test_the_first_use_of_an_adapter_teaches_its_load_and_nothing_else() -> None
     for _ in range(60):
         load.adapters.forget()
         placement = load.place(InferenceRequest("r", "lora", True, 8000, 8000), 0.0)
-        load.first_byte(placement, 0.04 + 0.2 + 0.5)
+        load.first_byte(placement, 0.04 + 0.2 + 0.7)
         load.end(placement, None, 1.0)
-    assert pool.load_ms == pytest.approx(500.0, rel=0.06)
+    assert pool.load_times.first == pytest.approx(700.0, rel=0.06)
+    assert pool.load_times.again == LoadTimes().again
     assert (pool.token_ms, load.base_ms) == (0.1, 40.0)
 
 
@@ -389,10 +391,10 @@ def test_who_waits_for_a_slot_teaches_nothing() -> None:
     load.first_byte(first, 0.1)
     second = load.place(InferenceRequest("r", "two", True, 8000, 8000), 0.2)
     load.end(first, None, 5.0)
-    learned = pool.load_ms, pool.token_ms, load.base_ms
+    learned = pool.load_times, pool.token_ms, load.base_ms
     load.first_byte(second, 5.3)
     load.end(second, None, 6.0)
-    assert (pool.load_ms, pool.token_ms, load.base_ms) == learned
+    assert (pool.load_times, pool.token_ms, load.base_ms) == learned
 
 
 def test_whatever_happens_the_numbers_stay_numbers() -> None:

@@ -8,12 +8,13 @@ import pytest
 
 from lbproxy.config import RoutingSettings
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.lora import DEFAULT_SLOTS, MAX_REMEMBERED, AdapterTable, Arrival
+from lbproxy.core.lora import DEFAULT_SLOTS, MAX_REMEMBERED, AdapterTable, Arrival, LoadTimes
 from lbproxy.core.policy import make_policy
 from lbproxy.core.types import Endpoint, EndpointState, InferenceRequest, LoadMetrics, LoraMetrics
 from tests.support.pool import MODEL, card, pool_of
 
-LOADED, LOADS, WAITS = Arrival.LOADED, Arrival.LOADS, Arrival.WAITS
+LOADED, LOADS, FIRST, WAITS = Arrival.LOADED, Arrival.LOADS, Arrival.FIRST, Arrival.WAITS
+TIMES = LoadTimes(again=20.0, first=60.0)
 
 
 def table_of(slots: int) -> AdapterTable:
@@ -32,13 +33,13 @@ def use(table: AdapterTable, *adapters: str) -> list[Arrival]:
 
 
 def price(table: AdapterTable, adapter: str, in_flight: float = 0.0, now: float = 0.0) -> float:
-    return table.price_ms(adapter, load_ms=60.0, in_flight=in_flight, answer_ms=1000.0, now=now)
+    return table.price_ms(adapter, times=TIMES, in_flight=in_flight, answer_ms=1000.0, now=now)
 
 
 def test_an_adapter_costs_its_load_once() -> None:
     table = AdapterTable()
     assert price(table, "a", in_flight=10) == 60.0 * 4
-    assert table.placed("a", 0.0) is LOADS
+    assert table.placed("a", 0.0) is FIRST
     assert price(table, "a") == 0.0
     table.closed("a", 0.0)
     assert price(table, "a") == 0.0, "idle, but nobody needed its slot"
@@ -47,14 +48,16 @@ def test_an_adapter_costs_its_load_once() -> None:
 
 def test_an_idle_adapter_stays_until_its_slot_is_needed_the_least_recently_used_first() -> None:
     table = table_of(2)
-    assert use(table, "a", "b", "a", "c") == [LOADS, LOADS, LOADED, LOADS]
+    assert use(table, "a", "b", "a", "c") == [FIRST, FIRST, LOADED, FIRST]
     assert [table.is_loaded(name, 0.0) for name in "abc"] == [True, False, True]
+    assert (price(table, "b"), price(table, "d")) == (20.0, 60.0), "from memory, and from disk"
+    assert use(table, "b") == [LOADS]
 
 
 def test_what_is_in_use_keeps_its_slot() -> None:
     table = table_of(2)
     table.placed("old", 0.0)
-    assert use(table, "b", "c") == [LOADS, LOADS]
+    assert use(table, "b", "c") == [FIRST, FIRST]
     assert [table.is_loaded(name, 0.0) for name in ("old", "b", "c")] == [True, False, True]
 
 
@@ -70,7 +73,7 @@ def test_its_last_use_ends_with_its_last_request() -> None:
 def test_who_finds_no_slot_waits_for_the_first_that_becomes_free() -> None:
     table = table_of(2)
     arrivals = [table.placed(name, 0.0) for name in ("a", "b", "x", "y", "x")]
-    assert arrivals == [LOADS, LOADS, WAITS, WAITS, WAITS]
+    assert arrivals == [FIRST, FIRST, WAITS, WAITS, WAITS]
     assert not table.has_room(0.0)
     assert table.is_waiting("x")
     table.closed("b", 0.0)
@@ -90,6 +93,18 @@ def test_a_request_without_a_slot_waits_for_half_an_answer_and_more() -> None:
     table.closed("b", 0.0)
     table.closed("b", 0.0)
     assert price(table, "c") == 60.0
+
+
+def test_who_waits_for_the_same_adapter_waits_together() -> None:
+    table = table_of(1)
+    table.placed("a", 0.0)
+    table.placed("x", 0.0)
+    assert price(table, "x") == 0.0
+    assert price(table, "y") > 500.0
+
+
+def test_a_load_holds_up_sixteen_streams_at_most() -> None:
+    assert price(AdapterTable(), "a", in_flight=16) == price(AdapterTable(), "a", in_flight=300) == 60.0 * 5.8
 
 
 def test_a_scrape_adds_what_others_use_and_is_believed_while_it_is_fresh() -> None:
@@ -133,7 +148,7 @@ def test_a_restart_loses_all_and_what_ran_still_ends() -> None:
     table.forget()
     assert [table.is_loaded(name, 0.0) for name in "ab"] == [False, False]
     table.closed("a", 0.0)
-    assert use(table, "a") == [LOADS]
+    assert use(table, "a") == [FIRST]
 
 
 def test_an_adapter_that_is_not_listed_any_more_is_not_loaded() -> None:
