@@ -7,7 +7,7 @@ The short form has one variant of each kind, cut in time but not in load.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -24,7 +24,7 @@ class Cell:
     short: Mapping[str, float] | None = None
     """Parameters of the short form; None = not part of it."""
 
-    def scenario(self, policies: list[str], seeds: int, *, short: bool, trace: str | None) -> dict[str, object]:
+    def scenario(self, policies: Sequence[object], seeds: int, *, short: bool, trace: str | None) -> dict[str, object]:
         """As a file of `lbproxy sim` would have it."""
         parameters = {**self.parameters, **(self.short or {})} if short else self.parameters
         speeds = self.speeds or {1.0: self.servers}
@@ -34,7 +34,7 @@ class Cell:
                 for speed, count in speeds.items()
             ],
             "workload": {"name": self.workload, "parameters": dict(parameters), "trace": trace},
-            "policies": policies,
+            "policies": list(policies),
             "seeds": seeds,
             **self.more,
         }
@@ -88,6 +88,22 @@ CELLS: dict[str, Cell] = {
     "4 balancers": Cell("ladder", {"last_rate": 30}, more={"balancers": 4}),
     "4 balancers, told 20 ms late": Cell("ladder", {"last_rate": 30}, more={"balancers": 4, "exchange_delay": 0.02}),
 }
+
+GIE_LORA: dict[str, object] = {
+    "policy": "weighted",
+    "scorers": {"queue": 2, "kv-utilization": 2, "prefix": 3, "lora": 1},
+}
+"""The endpoint picker's scorers and weights with that for adapters, which here reads what is loaded, not what vLLM's
+metric shows, where idle adapters are missing."""
+LORA: dict[str, Cell] = {
+    "8 servers with 4 slots, 90/s": Cell("lora", {"rate": 90, "duration_s": 40}, servers=8, max_loras=4),
+    "8 servers with 4 slots, 32/s": Cell("lora", {"rate": 32, "duration_s": 40}, servers=8, max_loras=4),
+    "6 servers with 3 slots, 24/s": Cell("lora", {"rate": 24, "duration_s": 40}, servers=6, max_loras=3),
+}
+"""15 adapters, of which five get 60 % of the requests, five 30 % and five 10 %: at 80 % of what the fleet can do, with
+little to do, and with hardly more slots than adapters."""
+LORA_CAPACITY = Cell("own", {"rate": 200, "duration_s": 60, "prompt_tokens": 500, "output_tokens": 150, "spread": 0.5})
+"""The same requests without adapters, more than eight servers can answer."""
 
 DISTURBED: dict[str, dict[str, object]] = {
     "as it is": {},

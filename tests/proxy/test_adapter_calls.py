@@ -9,7 +9,7 @@ import pytest
 from lbproxy.core.types import EndpointUid
 from lbproxy.proxy.adapters import MAX_CALLS
 from tests.support.aio import run, until
-from tests.support.endpoint import OK, Received, Script, ScriptedEndpoint, Wire, answer, hang, reset
+from tests.support.endpoint import OK, Script, ScriptedEndpoint, answer, hang, reset
 from tests.support.pool import MODEL, card
 from tests.support.rig import RawClient, Reply, Rig, post, rig
 
@@ -247,22 +247,5 @@ def test_every_other_404_is_the_clients(body: bytes, path: str) -> None:
             reply = await r.ask(post(body, path))
             assert reply.status == 404
             assert len(one.requests) + len(two.requests) == 1
-
-    run(main())
-
-
-def test_a_404_after_the_head_of_a_stream_is_not_taken_back() -> None:
-    """Nothing is tried again once a byte went to the client; a 404 always comes before."""
-
-    async def streaming(wire: Wire, _: Received) -> None:
-        await wire.send(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
-        await wire.send(b"9\r\ndata: x\n\n\r\n", b"0\r\n\r\n")
-
-    async def main() -> None:
-        async with ScriptedEndpoint(streaming) as one, ScriptedEndpoint(UNKNOWN) as two, rig(one.url, two.url) as r:
-            adapters_everywhere(r)
-            replies = [await r.ask(post(b'{"model": "a", "messages": [], "stream": true}')) for _ in range(4)]
-            assert {reply.body for reply in replies} == {b"data: x\n\n"}
-            assert len(one.requests) == 4
 
     run(main())

@@ -203,12 +203,12 @@ def transformers(environment: Environment) -> LlmServer:
 def lbproxy(endpoints: list[LlmServer]) -> tuple[Daemon, str]:
     """lbproxy before them, with the URL of its admin listener.
 
-    Everything is at its default but the time for a connection: where two cores run three servers and their load, a
-    process may not get to run for a second.
+    Everything is at its default but that adapters may be loaded, and the time for a connection: where two cores run
+    three servers and their load, a process may not get to run for a second.
     """
     config = LOGS / "lbproxy.yaml"
     listing = "".join(f"  - {{url: '{one.url}', name: {one.name}}}\n" for one in endpoints)
-    settings = "listen: 127.0.0.1:0\nadmin: 127.0.0.1:0\ntimeouts: {connect: 10s}\n"
+    settings = "listen: 127.0.0.1:0\nadmin: 127.0.0.1:0\ntimeouts: {connect: 10s}\nlora_management: true\n"
     config.write_text(f"{settings}endpoints:\n{listing}")
     daemon = Daemon("lbproxy", [*LBPROXY, "--config", str(config)])
     daemon.start()

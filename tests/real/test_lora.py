@@ -1,0 +1,82 @@
+"""LoRA adapters on real vLLM servers: each finds a home, and they come and go at run time, all through lbproxy."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.real.environment import Environment
+from tests.real.servers import MODEL, Fleet, wait_until
+from tests.real.test_clients import text_of
+
+REQUESTS, CLIENTS, SETTLING = 120, 4, 24
+HOME_SHARE = 0.9
+
+
+def manage(url: str, what: str, adapter: str, **more: str) -> httpx.Response:
+    body = {"lora_name": adapter, "base_model_name": MODEL, **more}
+    return httpx.post(f"{url}/v1/{what}_lora_adapter", json=body, timeout=120)
+
+
+def statuses(answer: httpx.Response) -> dict[str, int]:
+    return {one["endpoint"]: one["status"] for one in answer.json()["data"]}
+
+
+def path_of(parts: Environment, adapter: str) -> str:
+    return str(parts.model / "adapters" / adapter)
+
+
+@pytest.fixture
+def all_three(fleet: Fleet, parts: Environment, found: Callable[[str], None]) -> Iterator[Fleet]:
+    """Both servers have a, b and c, which is one more than has room in either."""
+    answer = manage(fleet.url, "load", "c", lora_path=path_of(parts, "c"))
+    assert (answer.status_code, statuses(answer)) == (400, {"vllm-1": 200, "vllm-2": 400}), "the second has it already"
+    found(f"lora: c loaded through lbproxy: {statuses(answer)}, the answer is {answer.status_code}")
+    yield fleet
+    assert manage(fleet.vllm[0].url, "unload", "c").status_code == 200
+    wait_until(lambda: {text_of(fleet.url, "c")[1] for _ in range(4)} == {"vllm-2"}, "lbproxy knows")
+
+
+def test_each_adapter_settles_in_a_home(all_three: Fleet, found: Callable[[str], None]) -> None:
+    """Three adapters, two servers with two slots each: nobody has to load an adapter again."""
+    fleet = all_three
+    rng = random.Random(1)
+    order = [rng.choice("abc") for _ in range(REQUESTS)]
+
+    def ask(adapter: str) -> tuple[str, str]:
+        text, endpoint = text_of(fleet.url, adapter)
+        assert text
+        return adapter, endpoint
+
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        served = list(clients.map(ask, order))
+    homes: dict[str, str] = {}
+    for adapter in "abc":
+        where = Counter(endpoint for name, endpoint in served[SETTLING:] if name == adapter)
+        home, count = where.most_common(1)[0]
+        homes[adapter] = home
+        found(f"lora: {count} of {where.total()} requests for {adapter} went to {home}, the first {SETTLING} apart")
+        assert count >= HOME_SHARE * where.total()
+    assert max(Counter(homes.values()).values()) <= 2, "no server has more homes than slots"
+
+
+def test_adapters_come_and_go_at_run_time(fleet: Fleet, parts: Environment, found: Callable[[str], None]) -> None:
+    assert httpx.post(f"{fleet.url}/v1/completions", json={"model": "new", "prompt": "x"}).status_code == 404
+    loaded = manage(fleet.url, "load", "new", lora_path=path_of(parts, "a"))
+    assert (loaded.status_code, statuses(loaded)) == (200, {"vllm-1": 200, "vllm-2": 200})
+    cards = {card["id"]: card.get("parent") for card in httpx.get(f"{fleet.url}/v1/models").json()["data"]}
+    assert cards["new"] == MODEL
+    assert text_of(fleet.url, "new")[0] == text_of(fleet.url, "a")[0], "the same weights under another name"
+    # One of the two loses it, and lbproxy is not told.
+    assert manage(fleet.vllm[0].url, "unload", "new").status_code == 200
+    served = [text_of(fleet.url, "new")[1] for _ in range(8)]
+    assert set(served) == {"vllm-2"}
+    unloaded = manage(fleet.url, "unload", "new")
+    assert (unloaded.status_code, statuses(unloaded)) == (404, {"vllm-1": 404, "vllm-2": 200})
+    assert httpx.post(f"{fleet.url}/v1/completions", json={"model": "new", "prompt": "x"}).status_code == 404
+    found(f"lora: new loaded {statuses(loaded)}, 8 of 8 answered after vllm-1 lost it, unloaded {statuses(unloaded)}")
