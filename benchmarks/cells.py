@@ -96,13 +96,12 @@ GIE_LORA: dict[str, object] = {
 """The endpoint picker's scorers and weights with that for adapters, which here reads what is loaded, not what vLLM's
 metric shows, where idle adapters are missing."""
 LORA: dict[str, Cell] = {
-    "8 servers with 4 slots, 90/s": Cell("lora", {"rate": 90, "duration_s": 40}, servers=8, max_loras=4),
-    "8 servers with 4 slots, 32/s": Cell("lora", {"rate": 32, "duration_s": 40}, servers=8, max_loras=4),
-    "6 servers with 3 slots, 24/s": Cell("lora", {"rate": 24, "duration_s": 40}, servers=6, max_loras=3),
+    "8 servers with 4 slots, 90/s": Cell("lora", {"rate": 90, "duration_s": 30}, servers=8, max_loras=4),
+    "6 servers with 3 slots, 24/s": Cell("lora", {"rate": 24, "duration_s": 30}, servers=6, max_loras=3),
 }
-"""15 adapters, of which five get 60 % of the requests, five 30 % and five 10 %: at 80 % of what the fleet can do, with
-little to do, and with hardly more slots than adapters."""
-LORA_CAPACITY = Cell("own", {"rate": 200, "duration_s": 60, "prompt_tokens": 500, "output_tokens": 150, "spread": 0.5})
+"""15 adapters, of which five get 60 % of the requests, five 30 % and five 10 %: at 80 % of what the fleet can do, and
+with hardly more slots than adapters."""
+LORA_CAPACITY = Cell("own", {"rate": 200, "duration_s": 30, "prompt_tokens": 500, "output_tokens": 150, "spread": 0.5})
 """The same requests without adapters, more than eight servers can answer."""
 
 DISTURBED: dict[str, dict[str, object]] = {

@@ -5,6 +5,7 @@ The word in `<!-- test: WORD -->` above a fence:
 - `demo` (sh, python): run before a running `lbproxy demo`, whose addresses stand in for the documented ones; must exit
   with 0 and print something.
 - `faults` (sh): the same before a running `lbproxy mock`.
+- `lora` (sh): before two simulated servers that take adapters, and an lbproxy that lets clients load them.
 - `refused` (yaml): settings that are wrong; the next block of the page is exactly what is said about them.
 - `other` (yaml): not lbproxy's settings.
 - `log` (json): one log line in each line, with the keys that a live one has.
@@ -42,6 +43,7 @@ BLOCKS = all_blocks()
 SETTINGS = [block for block in BLOCKS if block.language == "yaml" and not block.mark]
 REFUSED = [block for block in BLOCKS if block.mark == "refused"]
 DEMO = [block for block in BLOCKS if block.mark == "demo"]
+LORA = [block for block in BLOCKS if block.mark == "lora"]
 FAULTS = [block for block in BLOCKS if block.mark == "faults"]
 LOG = [block for block in BLOCKS if block.mark == "log"]
 
@@ -53,6 +55,7 @@ def test_marks_are_known_and_used() -> None:
         ("demo", "sh"),
         ("demo", "python"),
         ("faults", "sh"),
+        ("lora", "sh"),
         ("refused", "yaml"),
         ("other", "yaml"),
         ("log", "json"),
@@ -134,6 +137,20 @@ def test_faults_break_what_the_page_says(block: Block, tmp_path: Path) -> None:
     assert text.endswith("[]")
 
 
+@pytest.mark.parametrize("block", LORA, ids=str)
+def test_adapters_come_and_go_as_the_page_says(block: Block, tmp_path: Path) -> None:
+    with (
+        mock("--lora-updates") as (_, one),
+        mock("--lora-updates") as (_, two),
+        lbproxy(tmp_path, [one, two], "lora_management: true") as (process, url, _),
+    ):
+        for server in (one, two):
+            process.wait_for(f"{server.removeprefix('http://')} serves sim")
+        text = printed(block.language, block.text.replace(f"http://{LISTEN}", url), tmp_path)
+    assert text.count('"status":200') == 4
+    assert '"model":"sql"' in text
+
+
 # --- What it shows ----------------------------------------------------------------------------------------------------
 
 
@@ -184,14 +201,15 @@ def test_admin_has_every_path(demo: tuple[str, str]) -> None:
 
 def test_log_lines_have_the_keys_of_live_ones(tmp_path: Path) -> None:
     """One server that answers, one without metrics, one that is not there: between them every event."""
-    with mock("--model", "m") as (_, url):
+    with mock("--model", "m", "--lora-updates") as (_, url):
         endpoints = [f"{{url: '{url}', metrics: /nothing}}", "{url: 'http://127.0.0.1:9', health: null}"]
-        with lbproxy(tmp_path, endpoints) as (process, listen, admin):
+        with lbproxy(tmp_path, endpoints, "lora_management: true") as (process, listen, admin):
             process.wait_for('"event":"scrape"')
             process.wait_for('"event":"transition"')
             httpx.put(f"{admin}/admin/log-level", json={"level": "info"})
             for model in ("m", "nope"):
                 httpx.post(f"{listen}/v1/completions", json={"model": model, "prompt": "x", "max_tokens": 1})
+            httpx.post(f"{listen}/v1/load_lora_adapter", json={"lora_name": "sql", "lora_path": "/sql"})
             config = tmp_path / "cfg.yaml"
             keys = tmp_path / "keys"
             keys.write_text("0123456789abcdef\n")

@@ -15,7 +15,7 @@ from tests.real.servers import MODEL, Fleet, wait_until
 from tests.real.test_clients import text_of
 
 REQUESTS, CLIENTS, SETTLING = 120, 4, 24
-HOME_SHARE = 0.9
+STRAYS = 0.03
 
 
 def manage(url: str, what: str, adapter: str, **more: str) -> httpx.Response:
@@ -43,7 +43,9 @@ def all_three(fleet: Fleet, parts: Environment, found: Callable[[str], None]) ->
 
 
 def test_each_adapter_settles_in_a_home(all_three: Fleet, found: Callable[[str], None]) -> None:
-    """Three adapters, two servers with two slots each: nobody has to load an adapter again."""
+    """Three adapters, two servers with two slots each. The fourth slot is a second home for one of them, or empty; no
+    server has to load an adapter again and again.
+    """
     fleet = all_three
     rng = random.Random(1)
     order = [rng.choice("abc") for _ in range(REQUESTS)]
@@ -54,15 +56,14 @@ def test_each_adapter_settles_in_a_home(all_three: Fleet, found: Callable[[str],
         return adapter, endpoint
 
     with ThreadPoolExecutor(CLIENTS) as clients:
-        served = list(clients.map(ask, order))
-    homes: dict[str, str] = {}
+        served = Counter(list(clients.map(ask, order))[SETTLING:])
     for adapter in "abc":
-        where = Counter(endpoint for name, endpoint in served[SETTLING:] if name == adapter)
-        home, count = where.most_common(1)[0]
-        homes[adapter] = home
-        found(f"lora: {count} of {where.total()} requests for {adapter} went to {home}, the first {SETTLING} apart")
-        assert count >= HOME_SHARE * where.total()
-    assert max(Counter(homes.values()).values()) <= 2, "no server has more homes than slots"
+        where = {server.name: served[adapter, server.name] for server in fleet.vllm}
+        found(f"lora: requests for {adapter}, without the first {SETTLING} of all: {where}")
+        assert sum(where.values()) > 20, "enough to tell"
+    for server in fleet.vllm:
+        counts = sorted(served[adapter, server.name] for adapter in "abc")
+        assert counts[0] <= STRAYS * served.total(), "two adapters fit"
 
 
 def test_adapters_come_and_go_at_run_time(fleet: Fleet, parts: Environment, found: Callable[[str], None]) -> None:
