@@ -101,7 +101,7 @@ LORA: dict[str, Cell] = {
 }
 """15 adapters, of which five get 60 % of the requests, five 30 % and five 10 %: at 80 % of what the fleet can do, and
 with hardly more slots than adapters."""
-LORA_CAPACITY = Cell("own", {"rate": 200, "duration_s": 30, "prompt_tokens": 500, "output_tokens": 150, "spread": 0.5})
+LORA_CAPACITY = Cell("own", {"rate": 200, "duration_s": 60, "prompt_tokens": 500, "output_tokens": 150, "spread": 0.5})
 """The same requests without adapters, more than eight servers can answer."""
 
 DISTURBED: dict[str, dict[str, object]] = {

@@ -162,7 +162,7 @@ class AdapterTable:
         but nothing where others wait for the same one, since it pays to have them wait in one place (elsewhere they
         would take the slot of yet another adapter). Not loaded: the load, which also holds up the streams there. They
         are counted up to `STALLED`: a second home is paid for once and used by many, and with all of them counted a
-        busy fleet had too few homes (docs/routing.md has the figures).
+        busy fleet had too few homes (decision 15).
         """
         if self.is_loaded(adapter, now) or adapter in self._waiting:
             return 0.0

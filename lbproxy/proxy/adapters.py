@@ -2,7 +2,7 @@
 
 Off unless the settings say `lora_management: true`: whoever may ask the models may then change them. What the client
 sends goes to each endpoint as it is; the answer is the worst of their statuses, and what each of them said. An endpoint
-that did it is asked for its models before the client hears of it, so that the adapter can be used, or is gone, at once.
+that answered is asked for its models before the client hears of it: the adapter can be used, or is gone, at once.
 
 Bounds: `MAX_CALLS` at a time, each to `MAX_AT_ONCE` endpoints at a time, `timeouts.first_byte` for each of them.
 """
@@ -118,7 +118,7 @@ class AdapterCalls:
             except UpstreamError as error:
                 status = _STATUSES.get(error.kind, 502)
                 return Said(endpoint.name, status, _MESSAGES[status])
-            if said.status < 300:
+            if said.status < 500:  # also one that has it already, or has it no more
                 await self._runtime.refresh_models(endpoint.uid)
             return said
 
