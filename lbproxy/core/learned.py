@@ -43,6 +43,7 @@ class PoolLearned:
     hit_ratio: float
     """Share of prompt tokens that was expected to be cached."""
     adapter_load_ms: float
+    """Loaded on the same endpoint before; the first time takes longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ def of_pool(pool: PoolModel) -> PoolLearned:
         bytes_per_token=pool.bytes_per_token,
         answer_tokens=pool.output_tokens,
         hit_ratio=pool.hit_ratio,
-        adapter_load_ms=pool.load_ms,
+        adapter_load_ms=pool.load_times.again,
     )
 
 
