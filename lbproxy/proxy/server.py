@@ -13,7 +13,7 @@ import logging
 import random
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 from urllib.parse import unquote
 
@@ -28,16 +28,17 @@ from lbproxy.core.types import EndpointUid, InferenceRequest, LbError, Outcome, 
 from lbproxy.net.listener import Listener, bind, connections_within
 from lbproxy.net.vanished import find_vanished
 from lbproxy.proxy.adapters import AdapterCalls
-from lbproxy.proxy.answers import error_answer, json_answer
+from lbproxy.proxy.answers import error_answer
 from lbproxy.proxy.bodies import outlined, read_body
 from lbproxy.proxy.connection import CLOSE, KEEP, ClientConnection
 from lbproxy.proxy.deadlines import Deadlines
-from lbproxy.proxy.exchange import LARGE_BODY_BYTES, Exchange, Exchanger, model_not_found
+from lbproxy.proxy.exchange import LARGE_BODY_BYTES, Exchanger, model_not_found
 from lbproxy.proxy.headers import origin_form, read_request_fields
 from lbproxy.proxy.keys import KeyRing
 from lbproxy.proxy.overload import Overload, Unmetered
 from lbproxy.proxy.request import ClientRequest
 from lbproxy.proxy.routes import ADAPTERS, Body, find_route
+from lbproxy.proxy.turn import Turn
 from lbproxy.runtime import Runtime
 
 logger = logging.getLogger("lbproxy")
@@ -50,53 +51,6 @@ FLUSH_S = 2.0
 """How long a stop waits for what is written already to reach slow clients."""
 MAX_LINE_BYTES = 16 << 10
 MAX_FIELDS = 128
-
-
-class Turn(Exchange):
-    """One request's turn on a client's connection, from its head until its record is out."""
-
-    client: ClientConnection
-    held_bytes = 0
-    """Of its body, counted in `Overload`."""
-
-    def __init__(
-        self,
-        front: FrontEnd,
-        client: ClientConnection,
-        record: RequestRecord,
-        ended: Callable[[bool], None],
-        *,
-        keep_alive: bool,
-    ) -> None:
-        """`ended` is told, once, whether the connection lives on."""
-        super().__init__(front.exchanger, client, record, keep_alive=keep_alive)
-        self._front = front
-        self._told = ended
-        client.turn = self
-        front.turn_began()
-
-    def _refuse(self, error: LbError) -> bool:
-        return self._front.refuse(self.client, self.record, error, keep_alive=self.keep_alive)
-
-    def _body_gone(self) -> None:
-        self._front.overload.let_go(self)
-
-    def answer(self, status: int, body: bytes) -> None:
-        """End with an answer of ours, unless it is over."""
-        if not self._over:
-            self.record.status, self.record.outcome = status, Outcome.COMPLETED
-            fields = {"x-request-id": self.record.id}
-            self._front.write(self.client, self.record, json_answer(status, body, fields, keep_alive=self.keep_alive))
-            self.over(self.keep_alive)
-
-    def _ended(self, reusable: bool) -> None:
-        if self.held_bytes:
-            self._front.overload.let_go(self)
-        self.client.turn = None
-        try:
-            self._front.turn_ended(self.record)
-        finally:
-            self._told(reusable)
 
 
 class FrontEnd(web.Server):

@@ -1,0 +1,61 @@
+"""One request's turn on a client's connection: an exchange that answers through the front end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lbproxy.core.types import LbError, Outcome, RequestRecord
+from lbproxy.proxy.answers import json_answer
+from lbproxy.proxy.connection import ClientConnection
+from lbproxy.proxy.exchange import Exchange
+
+if TYPE_CHECKING:
+    from lbproxy.proxy.server import FrontEnd
+
+
+class Turn(Exchange):
+    """One request's turn on a client's connection, from its head until its record is out."""
+
+    client: ClientConnection
+    held_bytes = 0
+    """Of its body, counted in `Overload`."""
+
+    def __init__(
+        self,
+        front: FrontEnd,
+        client: ClientConnection,
+        record: RequestRecord,
+        ended: Callable[[bool], None],
+        *,
+        keep_alive: bool,
+    ) -> None:
+        """`ended` is told, once, whether the connection lives on."""
+        super().__init__(front.exchanger, client, record, keep_alive=keep_alive)
+        self._front = front
+        self._told = ended
+        client.turn = self
+        front.turn_began()
+
+    def _refuse(self, error: LbError) -> bool:
+        return self._front.refuse(self.client, self.record, error, keep_alive=self.keep_alive)
+
+    def _body_gone(self) -> None:
+        self._front.overload.let_go(self)
+
+    def answer(self, status: int, body: bytes) -> None:
+        """End with an answer of ours, unless it is over."""
+        if not self._over:
+            self.record.status, self.record.outcome = status, Outcome.COMPLETED
+            fields = {"x-request-id": self.record.id}
+            self._front.write(self.client, self.record, json_answer(status, body, fields, keep_alive=self.keep_alive))
+            self.over(self.keep_alive)
+
+    def _ended(self, reusable: bool) -> None:
+        if self.held_bytes:
+            self._front.overload.let_go(self)
+        self.client.turn = None
+        try:
+            self._front.turn_ended(self.record)
+        finally:
+            self._told(reusable)
