@@ -26,7 +26,7 @@ from functools import partial
 from typing import NamedTuple
 
 from lbproxy import __version__
-from lbproxy.config import Address, AdminSettings, ConfigError, ListenSettings, Settings, leads_to
+from lbproxy.config import Address, AdminSettings, ConfigError, EndpointSettings, ListenSettings, Settings, leads_to
 from lbproxy.control.admin import Admin
 from lbproxy.control.api import Api
 from lbproxy.control.credentials import Files
@@ -182,6 +182,7 @@ class Proxy:
             listening = await self._listen(sockets)
             logger.info(_banner(self.settings, listening, self.front.keys), extra={"event": "start"})
             self._warn_if_open()
+            _warn_of_unverified(self.settings.endpoints)
             _settle_garbage_collector()
             on_ready(listening)
             self.notifier.ready(self._status())
@@ -322,6 +323,7 @@ class Proxy:
         self._adopt(settings, discovery)
         self.files.adopt(files)
         self._warn_if_open()
+        _warn_of_unverified(settings.endpoints)
         return settings, list(kept)
 
     def _adopt(self, settings: Settings, discovery: Discovery) -> None:
@@ -479,6 +481,13 @@ def _banner(settings: Settings, listening: Listening, keys: KeyRing | None) -> s
         f"balances {len(names) - resolved} endpoints{dns} ({shown}) by {settings.routing.policy}; "
         + ("no API keys: open to everybody who reaches it" if keys is None else f"asks for one of {len(keys)} API keys")
     )
+
+
+def _warn_of_unverified(endpoints: Sequence[EndpointSettings]) -> None:
+    names = [one.name for one in endpoints if not one.tls.verify]
+    if names:
+        text = "nobody verifies the certificates of %s (tls.verify: false): who is in between reads and changes all"
+        logger.warning(text, ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else ""))
 
 
 def _settle_garbage_collector() -> None:

@@ -245,7 +245,7 @@ _COMMANDS: dict[str | None, Callable[[argparse.Namespace], int]] = {
 
 def _read_settings(path: str) -> Settings:
     """The settings in a file. Raises ConfigError, OSError."""
-    return parse(_read_text(path), environ=os.environ, source=path)
+    return parse(_read_text(path), environ=os.environ, source=path, folder=os.path.dirname(path))
 
 
 def _read_text(path: str) -> str:

@@ -15,6 +15,7 @@ from lbproxy.config import (
     Address,
     ConfigError,
     EndpointSettings,
+    EndpointTls,
     KeySettings,
     RoutingSettings,
     Settings,
@@ -90,8 +91,8 @@ def test_every_key_has_a_description() -> None:
             yield f"{section.__name__}.{name}", field.description
 
     sections: set[type[BaseModel]] = {type(value) for _, value in read(MINIMAL) if isinstance(value, BaseModel)}
-    sections |= {Settings, EndpointSettings, KeySettings, TlsSettings}
-    assert len(sections) == 19
+    sections |= {Settings, EndpointSettings, EndpointTls, KeySettings, TlsSettings}
+    assert len(sections) == 20
     assert [name for section in sections for name, text in fields(section) if not text or len(text) < 8] == []
 
 
@@ -198,19 +199,20 @@ def test_admin_can_be_off() -> None:
         ("http://10.0.0.1:08000", "http://10.0.0.1:8000"),
         ("http://[2001:DB8:0::1]:8000", "http://[2001:db8::1]:8000"),
         ("http://my_service.ns.svc.cluster.local.:1", "http://my_service.ns.svc.cluster.local.:1"),
+        ("HTTPS://GPU-1/", "https://gpu-1:443"),
     ],
 )
 def test_url_is_normalised(written: str, url: str) -> None:
     """Two spellings of one address must be seen to be one: its in-flight count would be split."""
     got = endpoint(f'"{written}"')
     assert got.url == url
-    assert got.name == url.removeprefix("http://")
+    assert got.name == url.rpartition("/")[2]
 
 
 @pytest.mark.parametrize(
     "written",
     [
-        *("", "gpu-1", "gpu-1:8000", "//a:1", "https://gpu-1:8000", "http://", "http://:80", "http://[::1"),
+        *("", "gpu-1", "gpu-1:8000", "//a:1", "ftp://gpu-1:8000", "http://", "http://:80", "http://[::1"),
         *("http://a:0", "http://a:65536", "http://a:x", "http://a:1 ", "http://a b", "http://a\\\\b"),
         *("http://a/v1", "http://a?x", "http://a#x", "http://u@a", "http://u:p@a:1"),
         *("http://1.2.3", "http://\u00fc", "http://a..b", "http://" + "a" * 300),
@@ -218,9 +220,7 @@ def test_url_is_normalised(written: str, url: str) -> None:
 )
 def test_bad_url(written: str) -> None:
     (problem,) = problems(f'endpoints: [{{url: "{written}"}}]')
-    assert problem.startswith(
-        "endpoints[0].url: expected http://host:port or dns+http://name:port (no path; https is not"
-    )
+    assert problem.startswith("endpoints[0].url: expected http://host:port or dns+http://name:port (or https; no path)")
 
 
 def test_password_in_a_url_is_not_repeated() -> None:
@@ -234,11 +234,12 @@ def test_password_in_a_url_is_not_repeated() -> None:
     [
         ("dns+http://VLLM:8000", "dns+http://vllm:8000"),
         ("DNS+HTTP://vllm.example./", "dns+http://vllm.example.:80"),
+        ("dns+https://vllm.example", "dns+https://vllm.example:443"),
     ],
 )
 def test_dns_url_is_normalised(written: str, url: str) -> None:
     got = endpoint(written)
-    assert (got.url, got.is_name, got.name) == (url, True, url.removeprefix("dns+http://"))
+    assert (got.url, got.is_name, got.name) == (url, True, url.rpartition("/")[2])
     assert not endpoint("http://vllm:8000").is_name
 
 
@@ -252,7 +253,8 @@ def test_dns_url_without_a_name_is_refused(written: str) -> None:
 def test_a_name_has_no_metrics_elsewhere() -> None:
     """One page cannot speak for every address."""
     (problem,) = problems("endpoints: [{url: 'dns+http://a', metrics: 'http://a:1/m'}]")
-    assert problem.startswith("endpoints[0].metrics: expected auto, an absolute path or null (each address")
+    assert problem.startswith("endpoints[0].metrics: expected auto, an absolute path, :port/path, or null, got")
+    assert endpoint("{url: 'dns+http://a', metrics: ':8002/m'}").metrics == ":8002/m"
     assert endpoint("{url: 'dns+http://a', metrics: /m}").metrics == "/m"
 
 
@@ -283,7 +285,9 @@ def test_bad_nameservers() -> None:
     )
 
 
-@pytest.mark.parametrize("metrics", ["auto", "/metrics", "'/a?b=c'", "http://gpu-1:8002/metrics", "null"])
+@pytest.mark.parametrize(
+    "metrics", ["auto", "/metrics", "'/a?b=c'", "http://gpu-1:8002/metrics", "https://a/m", "':8002/m'", "null"]
+)
 def test_metrics(metrics: str) -> None:
     assert endpoint(f"{{url: 'http://a', metrics: {metrics}}}").metrics == (
         None if metrics == "null" else metrics.strip("'")
@@ -291,7 +295,22 @@ def test_metrics(metrics: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "metrics", ["metrics", "''", "//evil/x", "https://a/m", "http://u:p@a/m", "'/a b'", "'/a#b'", "'/a\\n'", "3", "/ü"]
+    "metrics",
+    [
+        "metrics",
+        "''",
+        "//evil/x",
+        "':0/m'",
+        "':65536/m'",
+        "':8/m n'",
+        "':8'",
+        "http://u:p@a/m",
+        "'/a b'",
+        "'/a#b'",
+        "'/a\\n'",
+        "3",
+        "/ü",
+    ],
 )
 def test_bad_metrics_or_health(metrics: str) -> None:
     quoted = metrics.replace("'", '"')
@@ -304,6 +323,58 @@ def test_bad_metrics_or_health(metrics: str) -> None:
 def test_bad_name(name: str) -> None:
     (problem,) = problems(f'endpoints: [{{url: "http://a", name: "{name}"}}]')
     assert problem.startswith("endpoints[0].name: expected 1 to 64 letters, digits or any of ._:[]-, got ")
+
+
+def test_models_of_an_endpoint() -> None:
+    assert endpoint("{url: 'http://a', models: [Qwen/Qwen3-8B, b, b]}").models == ("Qwen/Qwen3-8B", "b")
+    assert endpoint("http://a").models is None
+    for wrong in ("[]", "['']", f"['{'x' * 257}']", '["a\\n"]'):
+        (problem,) = problems(f"endpoints: [{{url: 'http://a', models: {wrong}}}]")
+        assert problem.startswith("endpoints[0].models: expected ")
+
+
+def test_tls_of_an_endpoint() -> None:
+    text = "endpoints: [{url: 'https://a', tls: {ca: %s, server_name: GPU.example.}}]"
+    assert parse(text % "certs/ca.pem", environ={}, folder="/etc/lb").endpoints[0].tls == EndpointTls(
+        ca="/etc/lb/certs/ca.pem", server_name="gpu.example"
+    ), "a path is relative to the file that has it"
+    assert parse(text % "/ca.pem", environ={}, folder="/etc/lb").endpoints[0].tls.ca == "/ca.pem"
+    assert endpoint("https://a").tls.verify, "unless it is switched off by name"
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ("url: 'http://a', tls: {verify: false}", "tls: expected nothing here, since the url is not https"),
+        ("url: 'https://a', tls: {verify: false, ca: x}", "tls.verify: expected true beside tls.ca"),
+        ("url: 'https://a', tls: {server_name: 'a b'}", "tls.server_name: expected a host name"),
+        ("url: 'https://a', tls: {ca: ''}", "tls.ca: expected a path"),
+        ("url: 'https://a', tls: {cert: x}", "tls.cert: unknown key"),
+        ("url: 'https://a', weight: 0", "weight: expected a number from 0.001 to 100000"),
+    ],
+)
+def test_bad_keys_of_an_endpoint(more: str, problem: str) -> None:
+    (got,) = problems(f"endpoints: [{{{more}}}]")
+    assert got.startswith(f"endpoints[0].{problem}")
+
+
+@pytest.mark.parametrize(
+    "key", ["'sk secret'", "12345678", "[sk-secret]", "{sk-secret: 1}", "'sk-secret${'", "'sk-secret${X}'"]
+)
+def test_a_key_is_never_repeated(key: str) -> None:
+    """What is refused goes to a terminal and a log."""
+    with pytest.raises(ConfigError) as error:
+        read(f"endpoints: [{{url: 'http://a', api_key: {key}}}]")
+    assert error.value.problems[0].startswith("endpoints[0].api_key")
+    assert "secret" not in str(error.value)
+    assert "1234" not in str(error.value)
+
+
+def test_a_good_key_is_in_no_repr() -> None:
+    got = endpoint("{url: 'http://a', api_key: '${KEY:-sk-secret}'}")
+    assert got.api_key is not None
+    assert got.api_key.get_secret_value() == "sk-secret"
+    assert "secret" not in f"{got!r} {got.model_dump_json()}".replace("SecretStr", "")
 
 
 def test_number_of_endpoints() -> None:

@@ -80,7 +80,7 @@ def test_all_problems_come_at_once_each_with_its_path() -> None:
     text = (FIXTURES / "wrong-everywhere.yaml").read_text()
     with pytest.raises(ConfigError) as error:
         parse(text, environ={}, source="wrong-everywhere.yaml")
-    url = "expected http://host:port or dns+http://name:port (no path; https is not supported in this version)"
+    url = "expected http://host:port or dns+http://name:port (or https; no path)"
     duration = "expected a duration (250ms, 2s, 5m, 1h, or seconds)"
     *names, last = (f"'{name}'" for name in get_args(RoutingSettings.model_fields["policy"].annotation))
     policies = f"{', '.join(names)} or {last}"
@@ -91,13 +91,13 @@ def test_all_problems_come_at_once_each_with_its_path() -> None:
         "  listen: expected host:port, such as 127.0.0.1:8080 or [::1]:8080, got ':8080'",
         "  admin.port: expected a whole number from 0 to 65535, got 99999",
         f"  endpoints[0].url: {url}, got 'gpu-1'",
-        f"  endpoints[1].url: {url}, got 'https://gpu-2:8000'",
+        f"  endpoints[1].url: {url}, got 'ftp://gpu-2:8000'",
         f"  endpoints[2].url: {url}, got 'http://***@gpu-3:8000'",
         f"  endpoints[3].url: {url}, got 'http://gpu-4:8000/v1'",
         "  endpoints[4].nam: unknown key, did you mean name?",
         "  endpoints[5].name: expected 1 to 64 letters, digits or any of ._:[]-, got 'six six'",
         f"  endpoints[6].engine: expected one of auto, {', '.join(BUILT_IN_ENGINES)}, got 'vlm'",
-        "  endpoints[7].metrics: expected auto, an absolute path, an http:// URL or null, got 'metrics'",
+        "  endpoints[7].metrics: expected auto, an absolute path, :port/path, an absolute URL or null, got 'metrics'",
         "  endpoints[8].health: expected text (quote it if YAML reads it as something else), got 3",
         "  endpoints[9].url: required, but not there",
         f"  routing.policy: expected {policies}, got 'best'",

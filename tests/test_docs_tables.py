@@ -23,6 +23,7 @@ from lbproxy.config import (
     Address,
     AdminSettings,
     EndpointSettings,
+    EndpointTls,
     EngineSettings,
     KeySettings,
     ListenSettings,
@@ -125,6 +126,7 @@ SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
     "admin": (AdminSettings, "admin."),
     "key": (KeySettings, ""),
     "endpoints": (EndpointSettings, ""),
+    "endpoint tls": (EndpointTls, "tls."),
     "engines": (EngineSettings, ""),
     **{
         name: (field.annotation, f"{name}.")

@@ -26,7 +26,14 @@ from lbproxy.config.access import (
     read_key_file,
 )
 from lbproxy.config.clients import Address, LimitSettings, TimeoutSettings, leads_to
-from lbproxy.config.endpoints import OWN_ENGINES, DnsSettings, EndpointSettings, ScrapeSettings
+from lbproxy.config.endpoints import (
+    FOLDER,
+    OWN_ENGINES,
+    DnsSettings,
+    EndpointSettings,
+    EndpointTls,
+    ScrapeSettings,
+)
 from lbproxy.config.engines import BUILT_IN_ENGINES, EngineSettings, MetricRatio, MetricSpec, Signal
 from lbproxy.config.explain import ExplainSettings
 from lbproxy.config.health import BreakerSettings, HealthSettings
@@ -55,6 +62,7 @@ __all__ = [
     "KeySettings",
     "Secret",
     "EndpointSettings",
+    "EndpointTls",
     "EngineSettings",
     "MetricSpec",
     "MetricRatio",
@@ -80,13 +88,14 @@ __all__ = [
 Root = TypeVar("Root", bound=BaseModel)
 
 
-def parse(text: str, *, environ: Mapping[str, str], source: str = "settings") -> Settings:
+def parse(text: str, *, environ: Mapping[str, str], source: str = "settings", folder: str = "") -> Settings:
     """The settings that a file's text says.
 
     `environ` is what `${NAME}` and `${NAME:-default}` are looked up in; as in a shell, the default also stands in for
-    an empty variable. `source` names the text in the error. Raises `ConfigError` and nothing else, whatever the text.
+    an empty variable. `source` names the text in the error; relative paths in it begin at `folder`. Raises
+    `ConfigError` and nothing else, whatever the text.
     """
-    return _read_as(Settings, text, environ, source)
+    return _read_as(Settings, text, environ, source, folder)
 
 
 def parse_scenario(text: str, *, environ: Mapping[str, str], source: str = "scenario") -> Scenario:
@@ -94,9 +103,9 @@ def parse_scenario(text: str, *, environ: Mapping[str, str], source: str = "scen
     return _read_as(Scenario, text, environ, source)
 
 
-def _read_as(root: type[Root], text: str, environ: Mapping[str, str], source: str) -> Root:
+def _read_as(root: type[Root], text: str, environ: Mapping[str, str], source: str, folder: str = "") -> Root:
     values, problems = read_text(text, environ=environ, source=source)
-    return _validated(root, {} if values is None else values, problems, _own_engines(values), source)
+    return _validated(root, {} if values is None else values, problems, _own_engines(values), source, folder)
 
 
 def with_endpoints(settings: Settings, endpoints: Sequence[object], *, source: str) -> Settings:
@@ -105,11 +114,13 @@ def with_endpoints(settings: Settings, endpoints: Sequence[object], *, source: s
     return _validated(Settings, values, {}, list(settings.engines), source)
 
 
-def _validated(root: type[Root], values: object, problems: dict[str, str], own_engines: list[str], source: str) -> Root:
+def _validated(
+    root: type[Root], values: object, problems: dict[str, str], own_engines: list[str], source: str, folder: str = ""
+) -> Root:
     """`problems`: what could not be read, by path."""
     settings = None
     try:
-        settings = root.model_validate(values, context={OWN_ENGINES: own_engines})
+        settings = root.model_validate(values, context={OWN_ENGINES: own_engines, FOLDER: folder})
     except ValidationError as error:
         unread = frozenset(problems)
         for details in error.errors(include_url=False):

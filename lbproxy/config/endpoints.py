@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from typing import Annotated
 
-from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import InitErrorDetails
 
 from lbproxy.config.engines import BUILT_IN_ENGINES
@@ -13,35 +14,88 @@ from lbproxy.config.section import Section, ShortSection
 from lbproxy.config.values import (
     PATH,
     Interval,
+    Quantity,
     Timeout,
+    check_model_name,
     expected,
-    read_authority,
-    read_dns_authority,
+    read_dns_url,
+    read_host,
     read_nameserver,
+    read_origin,
     size,
 )
 
 MAX_NAMESERVERS = 8
-DNS_SCHEME = "dns+http://"
+MAX_MODELS = 1000
 OWN_ENGINES = "own engines"
 """Key of the validation context: the names in `engines`, which the endpoints' engines are among."""
+FOLDER = "folder"
+"""Key of the validation context: where relative paths begin, the folder of the settings file."""
+
+
+def _absolute(path: str, info: ValidationInfo) -> str:
+    """A path that a file of settings names: relative to that file. Raises the error to show if it can be none."""
+    if not 0 < len(path) <= 1024 or not path.isprintable():
+        raise expected("a path")
+    return posixpath.join((info.context or {}).get(FOLDER, ""), path)
+
+
+class EndpointTls(Section):
+    """How an https endpoint's certificate is judged."""
+
+    ca: str | None = None
+    """File of the certificates (PEM) that may have signed it, relative to the settings file. null = those that this
+    machine trusts."""
+    verify: bool = True
+    """false = any certificate of any name: whoever is in between can read and change everything. Said at the start."""
+    server_name: str | None = None
+    """The name that the certificate must have, also sent as SNI and `Host`. null = the URL's host or DNS name."""
+
+    @field_validator("ca", mode="after")
+    @classmethod
+    def _locate(cls, value: str | None, info: ValidationInfo) -> str | None:
+        return None if value is None else _absolute(value, info)
+
+    @field_validator("verify", mode="after")
+    @classmethod
+    def _not_both(cls, value: bool, info: ValidationInfo) -> bool:
+        if not value and info.data.get("ca") is not None:
+            raise expected("true beside tls.ca (without verification it is of no use)")
+        return value
+
+    @field_validator("server_name", mode="after")
+    @classmethod
+    def _check_name(cls, value: str | None) -> str | None:
+        host = None if value is None else read_host(value)
+        if value is not None and host is None:
+            raise expected("a host name")
+        return host and host.rstrip(".")
 
 
 class EndpointSettings(ShortSection):
     """One model server, or all that a DNS name leads to: a URL, or a mapping."""
 
     url: str
-    """`http://host:port`, or `dns+http://name:port` = every address of the name. No path, plain HTTP only. Port 80 if
-    none is said."""
+    """`http://host:port`, or `dns+http://name:port` = every address of the name; or the same with https. No path. Port
+    80, with https 443, if none is said."""
     name: str = ""
     """What logs, metrics and clients call it: 1 to 64 of letters, digits and `._:[]-`. Default: the URL's host:port."""
     engine: str = "auto"
     """Which software it runs, so which metrics it has: a built-in one or one of `engines`. `auto` = recognised from its
     metrics."""
     metrics: str | None = "auto"
-    """Where its load stands: `auto` (the engine's usual place), a path, an absolute http URL, or null = not scraped."""
+    """Where its load stands: `auto` (the engine's usual place), a path, `:port/path` on the same host, an absolute URL
+    (one server only), or null = not scraped."""
     health: str | None = "/health"
     """Path that answers below 500 while the server lives. null = not probed: up until requests fail."""
+    models: tuple[str, ...] | None = None
+    """A list of models: it serves exactly these, and is not asked. null = what its /v1/models says."""
+    weight: Annotated[float, Quantity("0.001", "100000", "a number", whole=False)] = 1.0
+    """Its capacity beside the others', for policies that do not measure it: least-request, p2c and random."""
+    api_key: SecretStr | None = None
+    """Sent to it as `Authorization: Bearer`, instead of what the client sent. Write ${NAME} rather than the key."""
+    tls: EndpointTls = EndpointTls()
+    """With https."""
 
     @model_validator(mode="before")
     @classmethod
@@ -51,12 +105,10 @@ class EndpointSettings(ShortSection):
     @field_validator("url", mode="before")
     @classmethod
     def _normalise_url(cls, value: object) -> str:
-        if isinstance(value, str):
-            if (authority := read_authority(value, root_only=True)) is not None:
-                return f"http://{authority}"
-            if (authority := read_dns_authority(value)) is not None:
-                return DNS_SCHEME + authority
-        raise expected("http://host:port or dns+http://name:port (no path; https is not supported in this version)")
+        url = (read_origin(value, root_only=True) or read_dns_url(value)) if isinstance(value, str) else None
+        if url is None:
+            raise expected("http://host:port or dns+http://name:port (or https; no path)")
+        return url
 
     @field_validator("name", mode="before")
     @classmethod
@@ -81,11 +133,14 @@ class EndpointSettings(ShortSection):
     def _check_metrics(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is None or value == "auto" or PATH.fullmatch(value):
             return value
-        if not info.data.get("url", "").startswith(DNS_SCHEME):
-            if read_authority(value):
-                return value
-            raise expected("auto, an absolute path, an http:// URL or null")
-        raise expected("auto, an absolute path or null (each address of a name has metrics of its own)")
+        port, slash, path = value.removeprefix(":").partition("/")
+        if value.startswith(":") and slash and re.fullmatch("[0-9]{1,5}", port) and PATH.fullmatch(f"/{path}"):
+            if 1 <= int(port) <= 65535:
+                return f":{int(port)}/{path}"
+        elif not _is_name(info.data.get("url", "")) and read_origin(value):
+            return value
+        one = "an absolute URL " if not _is_name(info.data.get("url", "")) else ""
+        raise expected(f"auto, an absolute path, :port/path, {one}or null")
 
     @field_validator("health", mode="after")
     @classmethod
@@ -94,15 +149,47 @@ class EndpointSettings(ShortSection):
             return value
         raise expected("an absolute path or null")
 
+    @field_validator("models", mode="after")
+    @classmethod
+    def _check_models(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if value is None:
+            return None
+        if not 1 <= len(value) <= MAX_MODELS:
+            raise expected(f"1 to {MAX_MODELS} models, or null")
+        return tuple(dict.fromkeys(map(check_model_name, value)))
+
+    @field_validator("api_key", mode="after")
+    @classmethod
+    def _check_key(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not re.fullmatch(r"[!-~]{1,1024}", value.get_secret_value()):
+            raise expected("1 to 1024 printable ASCII characters without spaces")
+        return value
+
+    @field_validator("tls", mode="after")
+    @classmethod
+    def _has_tls(cls, value: EndpointTls, info: ValidationInfo) -> EndpointTls:
+        if value != EndpointTls() and "https://" not in info.data.get("url", "https://"):
+            raise expected("nothing here, since the url is not https")
+        return value
+
     @property
     def authority(self) -> str:
         """The URL's `host:port`."""
         return self.url.rpartition("/")[2]
 
     @property
+    def scheme(self) -> str:
+        """`http` or `https`."""
+        return self.url.partition(":")[0].rpartition("+")[2]
+
+    @property
     def is_name(self) -> bool:
         """Whether this stands for every address of a DNS name."""
-        return self.url.startswith(DNS_SCHEME)
+        return _is_name(self.url)
+
+
+def _is_name(url: str) -> bool:
+    return url.startswith("dns+")
 
 
 class DnsSettings(Section):

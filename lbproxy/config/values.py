@@ -110,12 +110,23 @@ Timeout: TypeAlias = Annotated[float, duration("1ms", "24h")]
 """Seconds until something is given up."""
 
 
+MAX_MODEL_CHARS = 256
+
+
+def check_model_name(name: str) -> str:
+    """The name of a model, if it can be one."""
+    if not 0 < len(name) <= MAX_MODEL_CHARS or not name.isprintable():
+        raise expected(f"the name of a model: 1 to {MAX_MODEL_CHARS} printable characters")
+    return name
+
+
 # --- Addresses --------------------------------------------------------------------------------------------------------
 
 _HTTP_URL = re.compile(
-    r"(?i:http)://(?P<host>\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,254})(?::(?P<port>[0-9]{1,5}))?"
+    r"(?P<scheme>(?i:https?))://(?P<host>\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,254})(?::(?P<port>[0-9]{1,5}))?"
     r"(?P<path>(?:/[!\"$-~]*)?)"  # printable ASCII without "#"; user and password are not accepted anywhere
 )
+DEFAULT_PORTS = {"http": 80, "https": 443}
 PATH = re.compile(r"/(?!/)[!\"$-~]{0,1023}")
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"  # with "_", which compose's service names have
 _NAME = re.compile(rf"(?=.{{1,254}}$){_LABEL}(?:\.{_LABEL})*\.?")
@@ -138,8 +149,8 @@ def read_host(text: str) -> str | None:
     return text.lower()
 
 
-def read_authority(url: str, *, root_only: bool = False) -> str | None:
-    """The normalised `host:port` of an http URL; port 80 if it says none.
+def read_origin(url: str, *, root_only: bool = False) -> str | None:
+    """The normalised `http://host:port` or `https://host:port` of a URL; port 80 or 443 if it says none.
 
     None if the text is not one, or, with `root_only`, if it has a path.
     """
@@ -147,14 +158,15 @@ def read_authority(url: str, *, root_only: bool = False) -> str | None:
     host = read_host(match["host"]) if match else None
     if match is None or host is None or (root_only and match["path"] not in ("", "/")):
         return None
-    port = int(match["port"] or 80)
-    return f"{host}:{port}" if 1 <= port <= 65535 else None
+    scheme = match["scheme"].lower()
+    port = int(match["port"] or DEFAULT_PORTS[scheme])
+    return f"{scheme}://{host}:{port}" if 1 <= port <= 65535 else None
 
 
-def read_dns_authority(url: str) -> str | None:
-    """The normalised `name:port` of a `dns+http://` URL; None if it is not one, or has an address instead of a name."""
-    authority = read_authority(url[4:], root_only=True) if url[:4].lower() == "dns+" else None
-    return None if authority is None or read_nameserver(authority) else authority
+def read_dns_url(url: str) -> str | None:
+    """The normalised `dns+http://name:port` (or https) of a URL; None if it is none, or has an address for a name."""
+    origin = read_origin(url[4:], root_only=True) if url[:4].lower() == "dns+" else None
+    return None if origin is None or read_nameserver(origin.rpartition("/")[2]) else f"dns+{origin}"
 
 
 def read_nameserver(text: str) -> str | None:

@@ -20,16 +20,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import random
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeAlias
 
-from lbproxy.config import MAX_ENDPOINTS, Address, EndpointSettings, Settings, leads_to
+from lbproxy.config import MAX_ENDPOINTS, Address, ConfigError, EndpointSettings, Settings, leads_to
 from lbproxy.control.prober import JITTER
 from lbproxy.control.resolver import EMPTY, FAILED, NXDOMAIN, OK, Answer, IPAddress, Lookup, Resolver
-from lbproxy.core.types import EndpointSnapshot, EndpointSpec, Health
+from lbproxy.core.types import ApiKey, EndpointSnapshot, EndpointSpec, Health, Tls
+from lbproxy.net.tls import client_context
 from lbproxy.runtime import Runtime
 
 logger = logging.getLogger("lbproxy")
@@ -40,7 +43,11 @@ FIRST_RETRY_S = 1.0
 MAX_HOSTS_CHARS = 4 << 20
 HOSTS = Path("/etc/hosts")
 MAX_LOGGED = 10
+MAX_CERTIFICATES_CHARS = 4 << 20
 
+Certificates: TypeAlias = Mapping[str, str]
+"""The text of the files that `tls.ca` names, by their paths."""
+NO_CERTIFICATES: Certificates = MappingProxyType({})
 Publish: TypeAlias = Callable[[list[EndpointSpec]], None]
 """Gets each new complete set."""
 
@@ -52,15 +59,70 @@ def read_hosts() -> str:
     return ""
 
 
-def static_endpoints(settings: Settings) -> list[EndpointSpec]:
+def static_endpoints(settings: Settings, certificates: Certificates = NO_CERTIFICATES) -> list[EndpointSpec]:
     """The endpoints that the settings name by their address, in their order. Names and addresses are distinct."""
-    return [_spec(one, one.name, one.authority) for one in settings.endpoints if not one.is_name]
+    return [_spec(one, one.name, one.authority, certificates) for one in settings.endpoints if not one.is_name]
 
 
-def _spec(entry: EndpointSettings, name: str, authority: str) -> EndpointSpec:
+def _spec(entry: EndpointSettings, name: str, authority: str, certificates: Certificates) -> EndpointSpec:
     return EndpointSpec(
-        name=name, base_url=f"http://{authority}", engine=entry.engine, metrics=entry.metrics, health=entry.health
+        name=name,
+        base_url=f"{entry.scheme}://{authority}",
+        engine=entry.engine,
+        metrics=entry.metrics,
+        health=entry.health,
+        models=entry.models,
+        weight=entry.weight,
+        api_key=None if entry.api_key is None else ApiKey(entry.api_key.get_secret_value()),
+        tls=_tls(entry, certificates) if entry.scheme == "https" else None,
     )
+
+
+def _tls(entry: EndpointSettings, certificates: Certificates) -> Tls:
+    """The name of an address is the one that it was found by."""
+    found_by = entry.authority.rpartition(":")[0].rstrip(".") if entry.is_name else None
+    ca = None if entry.tls.ca is None else certificates[entry.tls.ca]
+    return Tls(ca, entry.tls.verify, entry.tls.server_name or found_by)
+
+
+def read_certificates(entries: Sequence[EndpointSettings], path: str = "endpoints") -> Certificates:
+    """The files of certificates that endpoints' `tls.ca` name. Raises ConfigError; `path` is where the entries stand.
+
+    Takes up to 20 ms for each different one: what needs them is made here, to know that they are good.
+    """
+    texts: dict[str, str] = {}
+    wrong: dict[str, str] = {}
+    problems = []
+    for index, entry in enumerate(entries):
+        if entry.scheme != "https":
+            continue
+        ca = entry.tls.ca
+        if ca is not None and ca not in texts and ca not in wrong:
+            try:
+                texts[ca] = _read_certificates(ca)
+            except ValueError as error:
+                wrong[ca] = str(error)
+        if ca in wrong:
+            problems.append(f"{path}[{index}].tls.ca: expected a file of certificates, but {wrong[ca]}, got '{ca}'")
+    if problems:
+        raise ConfigError("settings", problems)
+    return texts
+
+
+def _read_certificates(path: str) -> str:
+    """Raises ValueError with what is wrong."""
+    try:
+        with Path(path).open(encoding="ascii", errors="replace") as file:
+            text = file.read(MAX_CERTIFICATES_CHARS + 1)
+    except OSError as error:
+        raise ValueError(f"it cannot be read: {os.strerror(error.errno or 0).lower()}") from None
+    if len(text) > MAX_CERTIFICATES_CHARS:
+        raise ValueError("it is larger than 4 MiB")
+    try:
+        client_context(text, True)
+    except ValueError as error:
+        raise ValueError(f"it holds {error}") from None
+    return text
 
 
 class KnownName:
@@ -143,9 +205,18 @@ class Discovery:
     """The settings' endpoints as complete sets. `close` it last."""
 
     def __init__(
-        self, settings: Settings, rng: random.Random, resolver: Resolver | None = None, known: Sequence[KnownName] = ()
+        self,
+        settings: Settings,
+        rng: random.Random,
+        resolver: Resolver | None = None,
+        known: Sequence[KnownName] = (),
+        certificates: Certificates | None = None,
     ) -> None:
-        """`known`: names that something is known of already."""
+        """`known`: names that something is known of already. `certificates`: read already.
+
+        Raises ConfigError if certificates cannot be read.
+        """
+        self._certificates = read_certificates(settings.endpoints) if certificates is None else certificates
         self._settings = settings
         self._rng = rng
         self._resolver = resolver or Resolver(settings.dns, read_hosts)
@@ -156,10 +227,12 @@ class Discovery:
 
     async def under(self, settings: Settings) -> Discovery:
         """The same under other settings. Names that stay are known as before, others are resolved once: a set without
-        their addresses would empty a pool that only changed how it is written down.
+        their addresses would empty a pool that only changed how it is written down. Raises ConfigError if certificates
+        cannot be read.
         """
         resolver = self._resolver if settings.dns == self._settings.dns else None
-        successor = Discovery(settings, self._rng, resolver, self.names)
+        certificates = await asyncio.to_thread(read_certificates, settings.endpoints)
+        successor = Discovery(settings, self._rng, resolver, self.names, certificates)
         await asyncio.gather(*(successor._resolve(name, tuple) for name in successor.names if not name.results))
         return successor
 
@@ -178,11 +251,11 @@ class Discovery:
         Names and addresses are distinct: of two entries that lead to one address the first counts, and an address that
         the settings name themselves before all. At most MAX_ENDPOINTS.
         """
-        specs = {spec.base_url: spec for spec in static_endpoints(self._settings)}
+        specs = {spec.base_url: spec for spec in static_endpoints(self._settings, self._certificates)}
         taken = {spec.name for spec in specs.values()}
         for known in self.names:
             for authority in known.authorities:
-                spec = _spec(known.entry, _name(known.entry, authority, taken), authority)
+                spec = _spec(known.entry, _name(known.entry, authority, taken), authority, self._certificates)
                 if spec.base_url not in specs and len(specs) < MAX_ENDPOINTS:
                     specs[spec.base_url] = spec
                     taken.add(spec.name)

@@ -7,9 +7,10 @@ import time
 from dataclasses import dataclass
 
 from lbproxy.config import HealthSettings, ScrapeSettings
-from lbproxy.control.prober import ask_health, ask_models
+from lbproxy.control.prober import ModelsAnswer, ask_health, ask_models
 from lbproxy.control.scraper import ScrapeError, Target, fetch_page, find_page
 from lbproxy.core.engines import Engines
+from lbproxy.core.openai import made_up_card
 from lbproxy.core.readings import PageReader
 from lbproxy.core.types import EndpointSpec, LoadMetrics, ModelCard
 from lbproxy.net.pool import ConnectionPool
@@ -80,7 +81,7 @@ async def inspect(
     """Ask `endpoint` everything once, all at the same time. Takes as long as the longest time-out at most."""
     async with asyncio.TaskGroup() as questions:
         load_task = questions.create_task(_ask_load(endpoint, connections, scrape, engines))
-        models_task = questions.create_task(ask_models(endpoint, connections, health.timeout))
+        models_task = questions.create_task(_ask_models(endpoint, connections, health.timeout))
         answer = None
         if endpoint.health is not None:
             answer = await ask_health(endpoint, endpoint.health, connections, health.timeout)
@@ -110,6 +111,12 @@ async def inspect(
         page=load.page,
         problems=tuple(problems),
     )
+
+
+async def _ask_models(endpoint: EndpointSpec, connections: ConnectionPool, timeout_s: float) -> ModelsAnswer:
+    if endpoint.models is None:
+        return await ask_models(endpoint, connections, timeout_s)
+    return ModelsAnswer(True, [made_up_card(name) for name in endpoint.models], False, "the settings say")
 
 
 async def _ask_load(

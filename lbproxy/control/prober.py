@@ -6,6 +6,7 @@ Invariants:
 - An endpoint that was not up is asked for its models before the answer that may bring it up is reported: no request
   ever sees an endpoint that is up with unknown or old models, unless it cannot or will not say.
 - A failed question about models changes nothing: what an endpoint said last holds until it says something else.
+- An endpoint whose models the settings say is never asked for them.
 - Nothing is logged but a change of models; whoever wants to know about health listens to transitions.
 """
 
@@ -21,7 +22,7 @@ from lbproxy.config import HealthSettings
 from lbproxy.core.openai import read_model_list
 from lbproxy.core.retry import FailureKind, UpstreamError
 from lbproxy.core.types import Endpoint, EndpointSpec, Health, ModelCard
-from lbproxy.net.fetch import fetch
+from lbproxy.net.fetch import Answer, fetch
 from lbproxy.net.pool import ConnectionPool, Origin
 from lbproxy.runtime import Runtime
 
@@ -62,8 +63,7 @@ class ModelsAnswer(NamedTuple):
 async def ask_health(endpoint: EndpointSpec, path: str, connections: ConnectionPool, timeout_s: float) -> HealthAnswer:
     """One GET of `path`. Any valid answer but a 5xx means alive: a server that refuses us (401, 404) still works."""
     try:
-        origin = Origin.parse(endpoint.base_url)
-        answer = await fetch(connections, origin, path, timeout_s=timeout_s, max_bytes=MAX_HEALTH_BYTES)
+        answer = await _get(endpoint, path, connections, timeout_s, MAX_HEALTH_BYTES)
     except UpstreamError as error:
         return HealthAnswer(None if error.kind is FailureKind.EXHAUSTED else False, False, error.detail)
     return HealthAnswer(answer.status < 500, True, f"GET {path} answered {answer.status}")
@@ -72,8 +72,7 @@ async def ask_health(endpoint: EndpointSpec, path: str, connections: ConnectionP
 async def ask_models(endpoint: EndpointSpec, connections: ConnectionPool, timeout_s: float) -> ModelsAnswer:
     """One GET of /v1/models."""
     try:
-        origin = Origin.parse(endpoint.base_url)
-        answer = await fetch(connections, origin, MODELS_PATH, timeout_s=timeout_s, max_bytes=MAX_MODELS_BYTES)
+        answer = await _get(endpoint, MODELS_PATH, connections, timeout_s, MAX_MODELS_BYTES)
     except UpstreamError as error:
         return ModelsAnswer(False, None, False, error.detail)
     reason = f"GET {MODELS_PATH} answered {answer.status}"
@@ -84,6 +83,13 @@ async def ask_models(endpoint: EndpointSpec, connections: ConnectionPool, timeou
         return ModelsAnswer(True, cards, True, reason)
     # 408 and 429 are for now only; the other refusals (401, 404, a redirect) will be the same next time.
     return ModelsAnswer(answer.status < 500 and answer.status not in {408, 429}, None, True, reason)
+
+
+async def _get(
+    endpoint: EndpointSpec, path: str, connections: ConnectionPool, timeout_s: float, max_bytes: int
+) -> Answer:
+    origin, key = Origin.parse(endpoint.base_url, endpoint.tls), endpoint.api_key
+    return await fetch(connections, origin, path, timeout_s=timeout_s, max_bytes=max_bytes, key=key)
 
 
 class Prober:
@@ -115,7 +121,8 @@ class Prober:
     async def _keep_asking(self) -> None:
         # Two loops, so that a slow list does not delay the verdict on an endpoint that is up.
         async with asyncio.TaskGroup() as loops:
-            loops.create_task(self._keep_models())
+            if self._endpoint.models is None:
+                loops.create_task(self._keep_models())
             if self._endpoint.health is not None:
                 loops.create_task(self._keep_health(self._endpoint.health))
 
@@ -163,6 +170,8 @@ class Prober:
 
     async def refresh_models(self) -> None:
         """See runtime.ModelReader."""
+        if self._endpoint.models is not None:
+            return
         answer = await ask_models(self._endpoint, self._connections, self._settings.timeout)
         if not answer.valid:
             return

@@ -31,7 +31,7 @@ from lbproxy.control.prober import JITTER
 from lbproxy.core.engines import Engines, Place
 from lbproxy.core.readings import MAX_LORA, PageReader, Reading
 from lbproxy.core.retry import UpstreamError
-from lbproxy.core.types import Endpoint, EndpointSpec, Health, LoadMetrics
+from lbproxy.core.types import ApiKey, Endpoint, EndpointSpec, Health, LoadMetrics
 from lbproxy.net.fetch import fetch
 from lbproxy.net.pool import ConnectionPool, Origin
 from lbproxy.runtime import Runtime
@@ -90,9 +90,11 @@ class Target(NamedTuple):
     """With the query."""
     place: Place | None
     """The usual place that this is; None = the settings say that the page is here."""
+    key: ApiKey | None = None
+    """What the server there is shown: the endpoint's key, if it is the endpoint itself."""
 
     def __str__(self) -> str:
-        return f"http://{self.origin}{self.path}"
+        return f"{self.origin.url}{self.path}"
 
 
 def metrics_targets(endpoint: EndpointSpec, engines: Engines) -> Sequence[Target]:
@@ -100,21 +102,31 @@ def metrics_targets(endpoint: EndpointSpec, engines: Engines) -> Sequence[Target
     place = endpoint.metrics
     if place is None:
         return []
-    own = Origin.parse(endpoint.base_url)
+    own = Origin.parse(endpoint.base_url, endpoint.tls)
     if place == "auto":
-        usual = engines.places(endpoint.engine)
-        return [Target(Origin((own[0], one.port or own[1])), one.path, one) for one in usual]
+        return [_target(endpoint, own, one.port, one.path, one) for one in engines.places(endpoint.engine)]
     if place.startswith("/"):
-        return [Target(own, place, None)]
+        return [_target(endpoint, own, None, place)]
+    if place.startswith(":"):
+        port, _, path = place[1:].partition("/")
+        return [_target(endpoint, own, int(port), f"/{path}")]
     url = urlsplit(place)
-    return [Target(Origin.parse(place), (url.path or "/") + (f"?{url.query}" if url.query else ""), None)]
+    path = (url.path or "/") + (f"?{url.query}" if url.query else "")
+    there = Origin.parse(f"{url.scheme}://{url.netloc}", endpoint.tls)
+    return [Target(there, path, None, endpoint.api_key if there == own else None)]
+
+
+def _target(endpoint: EndpointSpec, own: Origin, port: int | None, path: str, place: Place | None = None) -> Target:
+    """A page of the endpoint's host. At another port another program may listen: the key is none of its business."""
+    there = own if port is None else Origin((own[0], port), own[2])
+    return Target(there, path, place, endpoint.api_key if there == own else None)
 
 
 async def fetch_page(target: Target, connections: ConnectionPool, *, timeout_s: float, max_bytes: int) -> bytes:
     """One metrics page. Raises ScrapeError also if the answer is no such page."""
-    origin, path, _ = target
+    origin, path = target.origin, target.path
     try:
-        answer = await fetch(connections, origin, path, timeout_s=timeout_s, max_bytes=max_bytes)
+        answer = await fetch(connections, origin, path, timeout_s=timeout_s, max_bytes=max_bytes, key=target.key)
     except UpstreamError as error:
         raise ScrapeError(error.kind.value, error.detail, answered=False) from error
     if answer.status != 200:

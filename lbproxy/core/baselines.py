@@ -21,7 +21,9 @@ BASELINE_BLOCK_BYTES = 256
 
 
 class TwoChoices(Policy):
-    """Of two drawn by lot, the one with fewer in flight. Source: Mitzenmacher, "The Power of Two Choices", 2001."""
+    """Of two drawn by lot, the one with fewer in flight by its weight. Source: Mitzenmacher, "The Power of Two
+    Choices", 2001.
+    """
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -29,11 +31,12 @@ class TwoChoices(Policy):
     def price(
         self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
     ) -> Prices:
-        """Requests in flight on the two; others cannot win."""
+        """Requests in flight on the two, with this one, by weight; others cannot win."""
         drawn = self._rng.sample(range(len(candidates)), min(2, len(candidates)))
         costs = [float("inf")] * len(candidates)
         for index in drawn:
-            costs[index] = candidates[index].in_flight
+            state = candidates[index]
+            costs[index] = (state.in_flight + 1.0) / state.endpoint.weight
         return Prices(costs)
 
 

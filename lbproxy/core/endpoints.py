@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from math import inf
+from operator import attrgetter
 
 from lbproxy.config import BreakerSettings, HealthSettings, ScrapeSettings
 from lbproxy.core import health
@@ -25,6 +26,7 @@ from lbproxy.core.breaker import Cause
 from lbproxy.core.estimate import PoolModel
 from lbproxy.core.explain import MAX_SHOWN
 from lbproxy.core.judge import Judge
+from lbproxy.core.openai import made_up_card
 from lbproxy.core.orca import LoadReport
 from lbproxy.core.types import (
     Endpoint,
@@ -127,8 +129,10 @@ class EndpointSet:
             if state is None:
                 state = self._join(spec, now)
                 added.append(state.endpoint)
-            elif _spec_of(state.endpoint) != spec:
-                state.endpoint = _identified(spec, state.endpoint.uid)
+            elif _facts_of(state.endpoint) != _facts_of(spec):
+                before, state.endpoint = state.endpoint, _identified(spec, state.endpoint.uid)
+                if spec.models != before.models:
+                    state.models = _declared(spec)
                 if spec.health is None:
                     self.judge.unprobed(state, now=now)
                 changed.append(state.endpoint)
@@ -146,7 +150,7 @@ class EndpointSet:
 
     def _join(self, spec: EndpointSpec, now: float) -> EndpointState:
         self._last_uid += 1
-        state = EndpointState(_identified(spec, EndpointUid(self._last_uid)))
+        state = EndpointState(_identified(spec, EndpointUid(self._last_uid)), models=_declared(spec))
         if self._pool is not None:
             state.load = self._pool.join()
         self.judge.joined(state, now=now)
@@ -290,7 +294,7 @@ class EndpointSet:
     def report_models(self, uid: EndpointUid, cards: Iterable[ModelCard] | None) -> None:
         """What /v1/models said. None: the endpoint has no such list; what it said before is forgotten."""
         state = self._states.get(uid)
-        if state is None:
+        if state is None or state.endpoint.models is not None:
             return
         models = None if cards is None else {card.id: card for card in cards}
         before, state.models = state.models, models
@@ -406,30 +410,22 @@ def _strands(state: EndpointState) -> bool:
     )
 
 
+def _declared(spec: EndpointSpec) -> dict[str, ModelCard] | None:
+    """The models that the settings say it serves; None = it will say."""
+    return None if spec.models is None else {name: made_up_card(name) for name in spec.models}
+
+
 def _served(models: dict[str, ModelCard] | None) -> dict[str, str | None] | None:
     """Of what an endpoint lists, that which placing goes by."""
     return None if models is None else {card.id: card.parent for card in models.values()}
 
 
+_FACTS = [one.name for one in fields(EndpointSpec)]
+_facts_of = attrgetter(*_FACTS)
+
+
 def _identified(spec: EndpointSpec, uid: EndpointUid) -> Endpoint:
-    return Endpoint(
-        uid=uid,
-        name=spec.name,
-        base_url=spec.base_url,
-        engine=spec.engine,
-        metrics=spec.metrics,
-        health=spec.health,
-    )
-
-
-def _spec_of(endpoint: Endpoint) -> EndpointSpec:
-    return EndpointSpec(
-        name=endpoint.name,
-        base_url=endpoint.base_url,
-        engine=endpoint.engine,
-        metrics=endpoint.metrics,
-        health=endpoint.health,
-    )
+    return Endpoint(uid=uid, **dict(zip(_FACTS, _facts_of(spec), strict=True)))
 
 
 def _snapshot(state: EndpointState, share: float, now: float) -> EndpointSnapshot:

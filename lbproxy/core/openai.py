@@ -153,6 +153,12 @@ def _model_card(entry: object) -> ModelCard | None:
     return ModelCard(fields["id"], raw, parent if isinstance(parent, str) else None)
 
 
+def made_up_card(name: str, **fields: object) -> ModelCard:
+    """A card of a model that no endpoint told of: of the settings. `fields` are further ones."""
+    entry = {"id": name, "object": "model", "created": 0, "owned_by": "lbproxy"} | fields
+    return ModelCard(name, bytes(memoryview(orjson.dumps(entry))))
+
+
 def model_list(cards: Iterable[ModelCard]) -> bytes:
     """The body of GET /v1/models. Each entry stands as its endpoint gave it."""
     return b'{"object":"list","data":[' + b",".join(card.raw for card in cards) + b"]}"

@@ -30,7 +30,8 @@ from lbproxy.core.types import EndpointState, InferenceRequest
 
 
 class LeastRequest(Policy):
-    """Requests on the endpoint: our own in flight now, plus what the last scrape saw there of other senders.
+    """Requests on the endpoint, with this one, by its weight: our own in flight now, plus what the last scrape saw
+    there of other senders.
 
     Gauges alone lag by a scrape, and every request of a burst would see the same picture; own counts alone do not
     see the neighbours' load. With stale gauges it is judged by its in-flight count alone.
@@ -39,13 +40,8 @@ class LeastRequest(Policy):
     def price(
         self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
     ) -> Prices:
-        """Requests on each endpoint."""
-        return Prices(
-            [
-                state.in_flight if state.others is None or now > state.fresh_until else state.in_flight + state.others
-                for state in candidates
-            ]
-        )
+        """Requests that each endpoint would have, by its weight."""
+        return Prices([(_requests(state, now) + 1.0) / state.endpoint.weight for state in candidates])
 
     def explain(
         self,
@@ -56,9 +52,16 @@ class LeastRequest(Policy):
         shown: Sequence[int],
         now: float,
     ) -> Callable[[], list[dict[str, float]]]:
-        """Ours, and others'."""
-        seen = [(candidates[index].in_flight, prices.costs[index]) for index in shown]
-        return lambda: [{"in_flight": ours, "others": cost - ours} for ours, cost in seen]
+        """Ours, others', and this one, all by the weight."""
+        seen = [(one.in_flight, _requests(one, now), one.endpoint.weight) for one in map(candidates.__getitem__, shown)]
+        return lambda: [
+            {"in_flight": ours / weight, "others": (both - ours) / weight, "this_one": 1.0 / weight}
+            for ours, both, weight in seen
+        ]
+
+
+def _requests(state: EndpointState, now: float) -> float:
+    return state.in_flight if state.others is None or now > state.fresh_until else state.in_flight + state.others
 
 
 class RoundRobin(Policy):
@@ -74,13 +77,16 @@ class RoundRobin(Policy):
 
 
 class Random(Policy):
-    """Any candidate, each as likely: the tie-break does it."""
+    """Any candidate, each as likely as its weight says."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
 
     def price(
         self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
     ) -> Prices:
-        """All equal."""
-        return Prices([0.0] * len(candidates))
+        """Who comes first of clocks that each ring at random, as often as its weight says."""
+        return Prices([self._rng.expovariate(state.endpoint.weight) for state in candidates])
 
 
 class Weighted(Policy):
@@ -131,7 +137,7 @@ POLICIES: Mapping[str, Callable[[RoutingSettings, random.Random], Policy]] = {
     "adaptive": lambda _, __: Adaptive(),
     "least-request": lambda _, __: LeastRequest(),
     "round-robin": lambda _, __: RoundRobin(),
-    "random": lambda _, __: Random(),
+    "random": lambda _, rng: Random(rng),
     "p2c": lambda _, rng: TwoChoices(rng),
     "gie": lambda _, __: Weighted(GIE_WEIGHTS),
     "gie-tree": lambda _, rng: GieTree(rng),

@@ -26,6 +26,39 @@ EndpointUid = NewType("EndpointUid", int)
 """Identifies one endpoint for the life of the process. Never reused; addresses are."""
 
 
+class ApiKey:
+    """A text that nothing shows: neither its repr, nor str(), nor a JSON library. Equal if the texts are."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def reveal(self) -> str:
+        """The text. For the one place that sends it."""
+        return self._text
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ApiKey) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __repr__(self) -> str:
+        return "ApiKey(***)"
+
+
+class Tls(NamedTuple):
+    """How an endpoint's certificate is judged."""
+
+    ca: str | None = None
+    """The certificates (PEM) that may have signed it; None = those that this machine trusts."""
+    verify: bool = True
+    """False: any certificate will do."""
+    server_name: str | None = None
+    """Whose it must be; sent as SNI and in Host. None = the host's of the URL."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointSpec:
     """What discovery knows of one model server. Two specs of one `base_url` in one set are a settings error."""
@@ -33,13 +66,21 @@ class EndpointSpec:
     name: str
     """Unique in a set; the only thing about an endpoint that clients are told."""
     base_url: str
-    """`http://host:port`, without a path."""
+    """`http://host:port` or `https://host:port`, without a path."""
     engine: str = "auto"
     """A built-in engine or one of the settings' own, or `auto`: recognised from the first scrape."""
     metrics: str | None = "auto"
-    """`auto` (the engine's usual places), a path, an absolute URL, or None: not scraped."""
+    """`auto` (the engine's usual places), a path, `:port/path`, an absolute URL, or None: not scraped."""
     health: str | None = "/health"
     """The path that the prober asks, or None: passive, counted as up until connections fail."""
+    models: tuple[str, ...] | None = None
+    """What it serves, all of it; None = it is asked."""
+    weight: float = 1.0
+    """Capacity beside the others'."""
+    api_key: ApiKey | None = None
+    """Sent instead of the client's own credentials."""
+    tls: Tls | None = None
+    """With https always, else None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +91,8 @@ class Endpoint(EndpointSpec):
 
     @property
     def authority(self) -> str:
-        """`host:port`, as it stands in Host and in `x-gateway-destination-endpoint`."""
-        return self.base_url.removeprefix("http://")
+        """`host:port`, as it stands in `x-gateway-destination-endpoint` and, but with TLS, in Host."""
+        return self.base_url.rpartition("/")[2]
 
 
 @dataclass(frozen=True, slots=True)

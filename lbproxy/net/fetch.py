@@ -8,6 +8,7 @@ import asyncio
 from typing import NamedTuple
 
 from lbproxy.core.retry import FailureKind, UpstreamError
+from lbproxy.core.types import ApiKey
 from lbproxy.net.h1 import ResponseHead, request_head
 from lbproxy.net.pool import Connection, ConnectionPool, Origin
 
@@ -21,9 +22,11 @@ class Answer(NamedTuple):
     body: bytes
 
 
-async def fetch(pool: ConnectionPool, origin: Origin, path: str, *, timeout_s: float, max_bytes: int) -> Answer:
-    """GET `path`. Raises what `send` does."""
-    head = request_head("GET", path, str(origin), _FIELDS, 0)
+async def fetch(
+    pool: ConnectionPool, origin: Origin, path: str, *, timeout_s: float, max_bytes: int, key: ApiKey | None = None
+) -> Answer:
+    """GET `path`, showing the endpoint its `key`. Raises what `send` does."""
+    head = request_head("GET", path, origin.host_field, _FIELDS if key is None else _FIELDS + bearer(key), 0)
     return await send(pool, origin, "GET", head, b"", timeout_s=timeout_s, max_bytes=max_bytes)
 
 
@@ -63,6 +66,11 @@ async def _exchange(
     if isinstance(result, UpstreamError):
         raise result
     return result
+
+
+def bearer(key: ApiKey) -> bytes:
+    """The field line that shows an endpoint its key."""
+    return f"Authorization: Bearer {key.reveal()}\r\n".encode("ascii")
 
 
 _FIELDS = b"Accept: */*\r\nUser-Agent: lbproxy\r\n"

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import socket
 from collections import defaultdict
 from collections.abc import Callable
@@ -27,13 +26,14 @@ from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 from lbproxy.core.retry import FailureKind, UpstreamError
+from lbproxy.core.types import Tls
+from lbproxy.net.dial import open_socket, reason
 from lbproxy.net.h1 import MAX_HEAD_BYTES, Framing, PayloadWatcher, ProtocolError, ResponseHead, parse_head
-from lbproxy.net.vanished import find_vanished
+from lbproxy.net.tls import client_context
 from lbproxy.pulse import Pulse
 
 IDLE_S = 3.0
 MAX_IDLE_PER_ORIGIN = 1024
-USER_TIMEOUT_S = 30.0
 STALE_S = 0.5
 """A kept connection that breaks this soon after a request went out was closed before it: the keep-alive race. One that
 breaks later died with the request on it, which must then not be sent again: it may be what killed the server."""
@@ -42,8 +42,6 @@ CLOSING_S = 0.01
 """An aborted transport lets go of its descriptor some turns of the loop later."""
 MAX_INFORMATIONAL = 8
 """1xx answers before the real one."""
-RECEIVE_BUFFER_BYTES = 64 << 10
-"""SO_RCVBUF: a slow client stops the endpoint after this and the client's own buffers, not after the kernel's 6 MB."""
 _NEVER = float("inf")
 _OUR_FAULT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
 
@@ -287,21 +285,38 @@ class Connection(asyncio.Protocol):
         self.deadline = _NEVER
 
 
-class Origin(tuple[str, int]):
-    """Host and port that a connection leads to."""
+class Origin(tuple[str, int, Tls | None]):
+    """Where a connection leads to: host, port, and how its certificate is judged (None: it speaks no TLS)."""
 
     __slots__ = ()
 
+    def __new__(cls, address: tuple[str, int], tls: Tls | None = None) -> Origin:
+        """From host (without brackets) and port."""
+        return super().__new__(cls, (address[0], address[1], tls))
+
     @classmethod
     @lru_cache(maxsize=4096)  # once per request; URLs come from settings and discovery only
-    def parse(cls, base_url: str) -> Origin:
-        """From `http://host[:port][/path]`."""
+    def parse(cls, base_url: str, tls: Tls | None = None) -> Origin:
+        """From `http[s]://host[:port][/path]`. `tls`: of an https URL; None = the usual."""
         url = urlsplit(base_url)
         assert url.hostname is not None, "settings and discovery let no other URL through"
-        return cls((url.hostname, url.port or 80))
+        if url.scheme != "https":
+            return cls((url.hostname, url.port or 80))
+        return cls((url.hostname, url.port or 443), tls or Tls())
 
     def __str__(self) -> str:
         return f"[{self[0]}]:{self[1]}" if ":" in self[0] else f"{self[0]}:{self[1]}"
+
+    @property
+    def url(self) -> str:
+        """`http[s]://host:port`."""
+        return f"{'http' if self[2] is None else 'https'}://{self}"
+
+    @property
+    def host_field(self) -> str:
+        """What stands in Host."""
+        name = None if self[2] is None else self[2].server_name
+        return str(self) if name is None else f"{name}:{self[1]}"
 
 
 class ConnectionPool:
@@ -334,17 +349,23 @@ class ConnectionPool:
         return connection
 
     async def connect(self, origin: Origin, timeout_s: float) -> Connection:
-        """A new connection. Raises UpstreamError CONNECT, or EXHAUSTED when we are out of descriptors."""
+        """A new connection. Raises UpstreamError CONNECT, or EXHAUSTED when we are out of descriptors.
+
+        `timeout_s` is for the connection to stand; a TLS handshake may take as long again.
+        """
         try:
             try:
-                sock = await _open_socket(self.loop, self.pulse, origin, timeout_s)
+                sock = await open_socket(self.loop, self.pulse, origin[0], origin[1], timeout_s)
             except OSError as error:
                 if error.errno not in _OUR_FAULT or not self._close_idle():
                     raise
                 await asyncio.sleep(CLOSING_S)
-                sock = await _open_socket(self.loop, self.pulse, origin, timeout_s)
+                sock = await open_socket(self.loop, self.pulse, origin[0], origin[1], timeout_s)
             try:
-                _, connection = await self.loop.create_connection(lambda: Connection(self, origin), sock=sock)
+                if origin[2] is None:
+                    _, connection = await self.loop.create_connection(lambda: Connection(self, origin), sock=sock)
+                else:
+                    connection = await self._shake_hands(origin, origin[2], sock, timeout_s)
             except BaseException:
                 sock.close()
                 raise
@@ -352,8 +373,18 @@ class ConnectionPool:
             raise UpstreamError(FailureKind.CONNECT, f"{origin}: no connection within {timeout_s:g} s") from None
         except OSError as error:
             kind = FailureKind.EXHAUSTED if error.errno in _OUR_FAULT else FailureKind.CONNECT
-            raise UpstreamError(kind, f"{origin}: {_reason(error)}") from error
+            raise UpstreamError(kind, f"{origin}: {reason(error)}") from error
         self._busy.add(connection)
+        return connection
+
+    async def _shake_hands(self, origin: Origin, tls: Tls, sock: socket.socket, timeout_s: float) -> Connection:
+        """A connection over TLS. Raises OSError; TimeoutError after `timeout_s`."""
+        context = client_context(tls.ca, tls.verify)
+        name = tls.server_name or origin[0].rstrip(".")
+        async with self.pulse.timeout(timeout_s):
+            _, connection = await self.loop.create_connection(
+                lambda: Connection(self, origin), sock=sock, ssl=context, server_hostname=name
+            )
         return connection
 
     def dial(
@@ -423,51 +454,3 @@ class ConnectionPool:
                 if now - since < IDLE_S:
                     break  # in the order in which they were kept
                 connection.abort()
-
-
-def _reason(error: OSError) -> str:
-    """Without the address, which asyncio repeats."""
-    if error.errno is None or isinstance(error, socket.gaierror):
-        return error.strerror or str(error)
-    return os.strerror(error.errno)
-
-
-async def _open_socket(
-    loop: asyncio.AbstractEventLoop, pulse: Pulse, origin: Origin, timeout_s: float
-) -> socket.socket:
-    """A connected socket to the first address of `origin` that answers. Raises OSError; TimeoutError after `timeout_s`.
-
-    Each address gets an equal share of the time that is left, so that a silent one does not eat it all.
-    """
-    host, port = origin
-    deadline = loop.time() - pulse.stalled_s() + timeout_s
-    async with pulse.timeout(timeout_s):
-        addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    error: OSError | None = None
-    for tried, (family, kind, protocol, _, address) in enumerate(addresses):
-        try:
-            sock = socket.socket(family, kind, protocol)
-        except OSError as problem:
-            error = problem
-            continue
-        try:
-            _tune(sock)
-            left_s = max(0.0, deadline + pulse.stalled_s() - loop.time())
-            async with pulse.timeout(left_s / (len(addresses) - tried)):
-                await loop.sock_connect(sock, address)
-        except OSError as problem:  # TimeoutError is one
-            sock.close()
-            error = problem
-        except BaseException:
-            sock.close()
-            raise
-        else:
-            return sock
-    raise error or OSError(f"{host} has no address")
-
-
-def _tune(sock: socket.socket) -> None:
-    sock.setblocking(False)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    find_vanished(sock, USER_TIMEOUT_S)

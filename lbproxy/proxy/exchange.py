@@ -211,7 +211,7 @@ class Exchange(ABC):
             record.decisions += (ticket.decision,)
             if ticket.placement is not None:
                 record.predicted_cached_tokens = ticket.placement.cached_tokens
-        connection = self._shared.connections.take(Origin.parse(endpoint.base_url))
+        connection = self._shared.connections.take(Origin.parse(endpoint.base_url, endpoint.tls))
         if connection is not None:
             self._send(ticket, connection)
         else:
@@ -219,7 +219,8 @@ class Exchange(ABC):
 
     def _dial(self, ticket: Ticket) -> None:
         assert ticket.placed_on is not None
-        origin = Origin.parse(ticket.placed_on.endpoint.base_url)
+        endpoint = ticket.placed_on.endpoint
+        origin = Origin.parse(endpoint.base_url, endpoint.tls)
         self._pending = self._shared.connections.dial(
             origin, self._shared.timeouts.connect, lambda result: self._guarded(self._dialled, result)
         )

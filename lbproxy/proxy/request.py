@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from lbproxy.core.orca import REQUEST_HEADER
 from lbproxy.core.types import Endpoint
+from lbproxy.net.fetch import bearer
 from lbproxy.net.h1 import request_head
 from lbproxy.proxy.headers import RequestFields
 from lbproxy.proxy.routes import Route
@@ -15,7 +16,7 @@ _ASK_LOAD = f"{REQUEST_HEADER}: TEXT\r\n"
 
 
 class ClientRequest(NamedTuple):
-    """A request, whichever way it was read. Every endpoint gets the same bytes, but for its own name."""
+    """A request, whichever way it was read. Every endpoint gets the same bytes, but for its own name and key."""
 
     method: str
     target: str
@@ -35,5 +36,9 @@ class ClientRequest(NamedTuple):
         authority = endpoint.authority
         asked = _ASK_LOAD if ask_load and not self.fields.wants_load_report else ""
         own = f"x-request-id: {request_id}\r\nx-gateway-destination-endpoint: {authority}\r\n{asked}"
-        fields = self.fields.forward + self.credentials + own.encode("ascii")
+        key, tls = endpoint.api_key, endpoint.tls
+        credentials = self.credentials if key is None else bearer(key)
+        if tls is not None and tls.server_name is not None:  # where the name and Host differ, servers answer 421
+            authority = f"{tls.server_name}:{authority.rpartition(':')[2]}"
+        fields = self.fields.forward + credentials + own.encode("ascii")
         return request_head(self.method, self.target, authority, fields, len(self.body))

@@ -2,19 +2,91 @@
 
 from __future__ import annotations
 
-from lbproxy.config import parse
-from lbproxy.control.discovery import static_endpoints
-from lbproxy.core.types import EndpointSpec
+import random
+from pathlib import Path
+
+import pytest
+
+from lbproxy.config import ConfigError, parse
+from lbproxy.control.discovery import Discovery, static_endpoints
+from lbproxy.control.resolver import EMPTY, Answer, Lookup, answer
+from lbproxy.core.types import ApiKey, EndpointSpec, Tls
+from tests.support.aio import run
+from tests.support.certificates import CA, OTHER_CA
 
 TEXT = """
 endpoints:
   - http://gpu-1:8000
-  - {url: "http://gpu-2:8000", name: two, engine: vllm, metrics: /load, health: null}
+  - {url: "http://gpu-2:8000", name: two, engine: vllm, metrics: /load, health: null, weight: 2.5, api_key: sk-1}
+  - {url: "https://gpu-3", models: [a, b], tls: {server_name: three.test}}
 """
 
 
 def test_the_settings_endpoints_keep_their_order_and_every_key() -> None:
     assert static_endpoints(parse(TEXT, environ={})) == [
         EndpointSpec(name="gpu-1:8000", base_url="http://gpu-1:8000", engine="auto", metrics="auto", health="/health"),
-        EndpointSpec(name="two", base_url="http://gpu-2:8000", engine="vllm", metrics="/load", health=None),
+        EndpointSpec(
+            name="two",
+            base_url="http://gpu-2:8000",
+            engine="vllm",
+            metrics="/load",
+            health=None,
+            weight=2.5,
+            api_key=ApiKey("sk-1"),
+        ),
+        EndpointSpec(
+            name="gpu-3:443", base_url="https://gpu-3:443", models=("a", "b"), tls=Tls(server_name="three.test")
+        ),
+    ]
+
+
+def test_certificates_are_read_once_each_and_part_of_the_endpoint(tmp_path: Path) -> None:
+    """So that a reload after a change of the file makes new connections."""
+    (tmp_path / "ca.pem").write_text(CA.read_text())
+    text = "endpoints: [{url: 'https://a', tls: {ca: ca.pem}}, {url: 'https://b', tls: {ca: ca.pem}}, 'https://c']"
+    settings = parse(text, environ={}, folder=str(tmp_path))
+    discovery = Discovery(settings, random.Random(1))
+    first, second, third = discovery.endpoints()
+    assert first.tls == second.tls == Tls(CA.read_text())
+    assert third.tls == Tls()
+    (tmp_path / "ca.pem").write_text(OTHER_CA.read_text())
+    assert discovery.endpoints()[0] == first
+
+    async def reload() -> None:
+        successor = await discovery.under(settings)
+        assert successor.endpoints()[0].tls == Tls(OTHER_CA.read_text())
+
+    run(reload())
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "it cannot be read: no such file or directory"),
+        ("", "it holds no certificates in PEM form"),
+        ("-----BEGIN CERTIFICATE-----\n!!\n-----END CERTIFICATE-----\n", "it holds no certificates in PEM form"),
+        ("#" * (4 << 20) + "#", "it is larger than 4 MiB"),
+    ],
+    ids=["absent", "empty", "garbage", "huge"],
+)
+def test_bad_certificates_are_a_problem_of_the_settings(tmp_path: Path, content: str | None, why: str) -> None:
+    if content is not None:
+        (tmp_path / "ca.pem").write_text(content)
+    text = "endpoints: ['http://x', {url: 'https://a', tls: {ca: ca.pem}}]"
+    settings = parse(text, environ={}, folder=str(tmp_path))
+    with pytest.raises(ConfigError) as error:
+        Discovery(settings, random.Random(1))
+    (problem,) = error.value.problems
+    assert problem.startswith(f"endpoints[1].tls.ca: expected a file of certificates, but {why}")
+    assert problem.endswith(f"got '{tmp_path}/ca.pem'")
+
+
+def test_the_addresses_of_a_name_must_have_its_certificate() -> None:
+    text = "endpoints: [{url: 'dns+https://VLLM.test.:8443'}, {url: 'dns+https://b', tls: {server_name: c.test}}]"
+    discovery = Discovery(parse(text, environ={}), random.Random(1))
+    for name in discovery.names:
+        name.hear(Lookup(answer(["10.0.0.1"]), Answer(EMPTY)), tuple)
+    assert [(one.base_url, one.tls) for one in discovery.endpoints()] == [
+        ("https://10.0.0.1:8443", Tls(server_name="vllm.test")),
+        ("https://10.0.0.1:443", Tls(server_name="c.test")),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,13 @@ import pytest
 from lbproxy.config import HealthSettings
 from lbproxy.control.prober import ask_health, ask_models
 from lbproxy.core.retry import FailureKind, UpstreamError
-from lbproxy.core.types import EndpointSpec, Health
+from lbproxy.core.types import ApiKey, EndpointSpec, Health, Tls
 from lbproxy.net.pool import Connection, ConnectionPool, Origin
 from tests.control.rig import FAST_HEALTH, Rig, model_list, rig, running, spec
 from tests.support.aio import run, until
+from tests.support.certificates import CA, server_context
 from tests.support.endpoint import NOT_FOUND, OK, Script, ScriptedEndpoint, answer, hang, reset
+from tests.support.pool import card
 
 RECORDED = Path(__file__).parents[1] / "fixtures/http/vllm-0.32.0/models-two-names.response.http"
 IMPATIENT = HealthSettings(interval=0.01, down_interval=0.01, timeout=0.05)
@@ -268,5 +271,37 @@ def test_our_own_lack_of_descriptors_is_no_verdict() -> None:
         assert (await ask_health(endpoint, "/health", pool, 1.0)).ok is None
         assert not (await ask_models(endpoint, pool, 1.0)).valid
         pool.close()
+
+    run(main())
+
+
+def test_an_endpoint_whose_models_are_said_is_not_asked() -> None:
+    """Nor believed, if an answer from before comes late."""
+
+    async def main() -> None:
+        async with ScriptedEndpoint({"/health": OK, "/v1/models": RECORDED.read_bytes()}) as server:
+            said = replace(spec(server), models=("a", "b"))
+            async with rig(said) as r, running(r.prober(r.endpoints[0]).run):
+                await until(lambda: up(r) and server.asked("/health") > PROBES_OF_A_NEIGHBOUR)
+                assert r.records.models_then == [("a", "b")]
+                assert not server.asked("/v1/models")
+                r.runtime.report_models(r.endpoints[0].uid, [card("tiny")])
+                assert r.seen().models == ("a", "b")
+                r.runtime.set_endpoints([spec(server)])
+                assert r.seen().models is None, "from now on it is asked"
+
+    run(main())
+
+
+def test_probes_show_the_key_over_tls() -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint(
+            {"/health": OK, "/v1/models": RECORDED.read_bytes()}, tls=server_context()
+        ) as server:
+            keyed = replace(spec(server), api_key=ApiKey("sk-1"), tls=Tls(CA.read_text()))
+            async with rig(keyed) as r, running(r.prober(r.endpoints[0]).run):
+                await until(lambda: up(r))
+            assert {one.path for one in server.requests} == {"/health", "/v1/models"}
+            assert {one.field("authorization") for one in server.requests} == {"Bearer sk-1"}
 
     run(main())

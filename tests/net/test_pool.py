@@ -140,7 +140,7 @@ def test_our_own_lack_of_descriptors_is_not_the_endpoints_fault(monkeypatch: pyt
 
     async def main() -> None:
         pool = ConnectionPool()
-        monkeypatch.setattr(pool_module, "_open_socket", exhausted)
+        monkeypatch.setattr(pool_module, "open_socket", exhausted)
         with pytest.raises(UpstreamError) as caught:
             await pool.connect(Origin(("127.0.0.1", 1)), 1.0)
         assert caught.value.kind is FailureKind.EXHAUSTED

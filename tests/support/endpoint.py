@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Awaitable, Callable
@@ -132,29 +133,40 @@ async def reset(wire: Wire, _: Received) -> None:
 
 
 class ScriptedEndpoint:
-    """Listens on a free port of 127.0.0.1, and entered again on the same one.
+    """Listens on a free port of 127.0.0.1 (or `host`), and entered again on the same one.
 
     `scripts`: one for every path, or by path (which a test may change at any time), and 404 elsewhere.
     """
 
-    def __init__(self, scripts: Script | dict[str, Script] = OK) -> None:
+    def __init__(
+        self,
+        scripts: Script | dict[str, Script] = OK,
+        *,
+        tls: ssl.SSLContext | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
         self.scripts, self._otherwise = (scripts, NOT_FOUND) if isinstance(scripts, dict) else ({}, scripts)
         self.requests: list[Received] = []
         self.wires: list[Wire] = []
-        self.port = 0
+        self.host = host
+        self.port = port
+        self._tls = tls
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'https' if self._tls else 'http'}://{self.host}:{self.port}"
 
     def asked(self, path: str) -> int:
         """How often `path` was asked for."""
         return sum(one.path == path for one in self.requests)
 
     async def __aenter__(self) -> ScriptedEndpoint:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port, limit=1 << 26, backlog=1024)
+        self._server = await asyncio.start_server(
+            self._connected, self.host, self.port, limit=1 << 26, backlog=1024, ssl=self._tls
+        )
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 

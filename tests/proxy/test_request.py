@@ -1,0 +1,57 @@
+"""What an endpoint gets of a client's head: its own name, and its own key instead of the client's."""
+
+from __future__ import annotations
+
+import pytest
+
+from lbproxy.core.types import ApiKey, Endpoint, EndpointUid, Tls
+from lbproxy.proxy.headers import read_request_fields
+from lbproxy.proxy.request import ClientRequest
+from lbproxy.proxy.routes import find_route
+
+PATH = "/v1/completions"
+
+
+def head(endpoint: Endpoint, *fields: tuple[bytes, bytes]) -> list[str]:
+    request = ClientRequest("POST", PATH, find_route("POST", PATH), read_request_fields(fields), b"{}")
+    return request.head_for(endpoint, "id-1").decode().split("\r\n")
+
+
+def endpoint(url: str = "http://10.0.0.1:8000", key: str | None = None, tls: Tls | None = None) -> Endpoint:
+    secret = None if key is None else ApiKey(key)
+    return Endpoint(uid=EndpointUid(1), name="e1", base_url=url, api_key=secret, tls=tls)
+
+
+CLIENT = [
+    (b"AUTHORIZATION", b"Bearer client"),
+    (b"X-A", b"1"),
+    (b"authorization", b"Basic x"),
+    (b"x-authorization", b"2"),
+]
+
+
+def test_without_a_key_the_clients_credentials_go_on() -> None:
+    lines = head(endpoint(), *CLIENT)
+    assert lines[:3] == ["POST /v1/completions HTTP/1.1", "Host: 10.0.0.1:8000", "Content-Length: 2"]
+    assert [line for line in lines if "uthorization" in line.lower()] == [
+        "AUTHORIZATION: Bearer client",
+        "authorization: Basic x",
+        "x-authorization: 2",
+    ]
+
+
+def test_with_a_key_none_of_the_clients_do() -> None:
+    lines = head(endpoint(key="sk-1"), *CLIENT)
+    assert [line for line in lines if "uthorization" in line.lower()] == [
+        "x-authorization: 2",
+        "Authorization: Bearer sk-1",
+    ]
+    assert "X-A: 1" in lines
+    assert "Authorization: Bearer sk-1" in head(endpoint(key="sk-1")), "also if the client showed none"
+
+
+@pytest.mark.parametrize(("tls", "host"), [(Tls(), "10.0.0.1:8443"), (Tls(server_name="vllm.test"), "vllm.test:8443")])
+def test_host_is_the_certificates_name(tls: Tls, host: str) -> None:
+    lines = head(endpoint("https://10.0.0.1:8443", tls=tls))
+    assert f"Host: {host}" in lines
+    assert "x-gateway-destination-endpoint: 10.0.0.1:8443" in lines
