@@ -333,6 +333,37 @@ def test_models_of_an_endpoint() -> None:
         assert problem.startswith("endpoints[0].models: expected ")
 
 
+def test_names_of_models() -> None:
+    text = "models: {fast: {to: Qwen/Qwen3-8B}, Qwen/Qwen3-32B: {split: {Qwen/Qwen3-32B: 90, 'new.1': 0.5}}}\n"
+    got = read(MINIMAL + text).models
+    assert got["fast"].shares == {"Qwen/Qwen3-8B": 1.0}
+    assert got["Qwen/Qwen3-32B"].shares == {"Qwen/Qwen3-32B": 90.0, "new.1": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("models", "problem"),
+    [
+        (
+            "a: {to: b}, b: {to: c}",
+            "models.a.to: expected a model that endpoints serve, not a name of `models`, got 'b'",
+        ),
+        ("a: {to: a}", "models.a.to: expected a model that endpoints serve"),
+        ("x/y: {split: {b: 1, c: 1}}, b: {to: c}", "models['x/y'].split.b: expected a model that endpoints serve"),
+        ("a: {}", "models.a.split: expected either `to` or `split`"),
+        ("a: {to: b, split: {c: 1}}", "models.a.split: expected either `to` or `split`"),
+        ("a: {split: {}}", "models.a.split: expected 1 to 32 models, at least one with a weight above 0"),
+        ("a: {split: {b: 0}}", "models.a.split: expected 1 to 32 models, at least one"),
+        ("a: {split: {b: -1}}", "models.a.split.b: expected a weight from 0 to 1000000"),
+        ("a: {to: ''}", "models.a.to: expected the name of a model"),
+        ("a: b", "models.a: expected a mapping"),
+        ("a: {too: b}", "models.a.too: unknown key, did you mean to?"),
+        ('"a\\nb": {to: b}', "models, line 2: expected a plain word as the key"),
+    ],
+)
+def test_bad_names_of_models(models: str, problem: str) -> None:
+    assert any(one.startswith(problem) for one in problems(f"{MINIMAL}models: {{{models}}}"))
+
+
 def test_tls_of_an_endpoint() -> None:
     text = "endpoints: [{url: 'https://a', tls: {ca: %s, server_name: GPU.example.}}]"
     assert parse(text % "certs/ca.pem", environ={}, folder="/etc/lb").endpoints[0].tls == EndpointTls(

@@ -125,7 +125,7 @@ def test_unknown_key_without_a_near_one_lists_the_known() -> None:
     )
 
 
-@pytest.mark.parametrize("key", ["autoscale", "models"])
+@pytest.mark.parametrize("key", ["autoscale", "plugins"])
 def test_key_of_a_later_version_is_unknown(key: str) -> None:
     (problem,) = problems(f"{MINIMAL}{key}: 1")
     assert problem.startswith(f"{key}: unknown key")

@@ -27,6 +27,7 @@ from lbproxy.config import (
     EngineSettings,
     KeySettings,
     ListenSettings,
+    ModelSettings,
     Settings,
     TlsSettings,
 )
@@ -80,12 +81,12 @@ def takes(field: FieldInfo) -> str:
     """What may be written there."""
     unit = quantity(field)
     words = [str(word) for part in parts(field.annotation) if get_origin(part) is Literal for word in get_args(part)]
-    if EngineSettings in parts(field.annotation):
+    if {EngineSettings, ModelSettings} & {part for part in parts(field.annotation) if isinstance(part, type)}:
         text = "mapping of names to mappings"
     elif SignalForm in map(type, parts(field.annotation)) or SignalForm in map(type, field.metadata):
         text = "metric, list of metrics"
     elif dict in {get_origin(part) for part in parts(field.annotation)}:
-        text = f"mapping of {', '.join(words)} to weights"
+        text = f"mapping of {', '.join(words) or 'models'} to weights"
     elif words:
         text = ", ".join(words)
     elif unit is not None:
@@ -128,6 +129,7 @@ SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
     "endpoints": (EndpointSettings, ""),
     "endpoint tls": (EndpointTls, "tls."),
     "engines": (EngineSettings, ""),
+    "models": (ModelSettings, ""),
     **{
         name: (field.annotation, f"{name}.")
         for name, field in Settings.model_fields.items()

@@ -86,6 +86,9 @@ def one_line(text: str, limit: int = 80) -> str:
 
 
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_MODEL_NAME = re.compile(r"[!-~][ -~]{0,255}")
+_MODELS = re.compile(r"models(?:[.\[].*\.split)?")
+"""Paths of mappings whose keys are names of models: `Qwen/Qwen3-8B`."""
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^${}]*))?\}")
 _INTEGER = re.compile(r"[-+]?[0-9]{1,18}")
 _FLOAT = re.compile(r"[-+]?(?:[0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})(?:[eE][-+]?[0-9]{1,3})?")
@@ -149,7 +152,8 @@ class _Reader:
         lines: dict[str, int] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
-            if not isinstance(key_node, yaml.ScalarNode) or not _PLAIN_KEY.fullmatch(key_node.value):
+            words = _MODEL_NAME if _MODELS.fullmatch(path) else _PLAIN_KEY
+            if not isinstance(key_node, yaml.ScalarNode) or not words.fullmatch(key_node.value):
                 shown = ascii(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "a collection"
                 self.problems[f"{path}, line {line}" if path else f"line {line}"] = (
                     f"expected a plain word as the key, got {one_line(shown)}"

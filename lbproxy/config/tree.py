@@ -18,6 +18,7 @@ from lbproxy.config.endpoints import DnsSettings, EndpointSettings, ScrapeSettin
 from lbproxy.config.engines import MAX_ENGINES, EngineSettings, check_engine_names, check_own_engines
 from lbproxy.config.explain import ExplainSettings
 from lbproxy.config.health import BreakerSettings, HealthSettings
+from lbproxy.config.models import MAX_ALIASES, ModelSettings, check_aliases
 from lbproxy.config.routing import AdmissionSettings, RetrySettings, RoutingSettings
 from lbproxy.config.section import Section
 from lbproxy.config.values import Timeout, duration, expected, hosts_overlap
@@ -56,6 +57,8 @@ class Settings(Section):
     """The model servers, at least one. Names and addresses are unique."""
     engines: dict[str, EngineSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_ENGINES})
     """Software that lbproxy does not know, or knows by other names, by the name that `engine` says."""
+    models: dict[str, ModelSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_ALIASES})
+    """Names of your own for the models that the endpoints serve."""
     routing: RoutingSettings = RoutingSettings()
     """Which endpoint a request goes to."""
     admission: AdmissionSettings = AdmissionSettings()
@@ -104,6 +107,11 @@ class Settings(Section):
     @classmethod
     def _show_load(cls, value: dict[str, EngineSettings]) -> dict[str, EngineSettings]:
         return check_own_engines(value)
+
+    @field_validator("models", mode="after")
+    @classmethod
+    def _lead_to_models(cls, value: dict[str, ModelSettings]) -> dict[str, ModelSettings]:
+        return check_aliases(value)
 
     @field_validator("endpoints", mode="before")
     @classmethod

@@ -157,11 +157,12 @@ def access_line(record: RequestRecord) -> bytes:
     ttfb = "null" if first_byte_at is None else f"{1e3 * (first_byte_at - started_at):.3f}"
     error = "" if record.error is None else f',"error":{_quoted(record.error, MAX_ERROR_CHARS)}'
     key = "" if record.key is None else f',"key":{_quoted(record.key, MAX_FIELD_CHARS)}'
+    alias = "" if record.alias is None else f',"alias":{_quoted(record.alias, MAX_FIELD_CHARS)}'
     return (
         f'{{"time":"{stamp(time.time())}","level":"{_LEVEL_NAMES[record.outcome]}","event":"request",'
         f'"id":{_quoted(record.id, MAX_FIELD_CHARS)},{facts},"request_bytes":{record.request_bytes},'
         f'"response_bytes":{record.response_bytes},"events":{record.events},"queue_ms":{queue},"ttfb_ms":{ttfb},'
-        f'"duration_ms":{1e3 * (record.ended_at - started_at):.3f}{key}{error}}}\n'
+        f'"duration_ms":{1e3 * (record.ended_at - started_at):.3f}{key}{alias}{error}}}\n'
     ).encode("ascii")
 
 

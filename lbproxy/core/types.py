@@ -433,6 +433,8 @@ class RequestRecord:
     route: str = "other"
     """The route's bounded name, for labels; `path` is for the log only."""
     model: str | None = None
+    alias: str | None = None
+    """What the client called it, if that is a name of the settings' `models`."""
     stream: bool = False
     endpoint: str | None = None
     attempts: int = 0

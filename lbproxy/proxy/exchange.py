@@ -442,7 +442,7 @@ class Exchange(ABC):
 
     def _refusal(self, outcome: Outcome) -> LbError:
         if outcome is Outcome.MODEL_NOT_FOUND:
-            return model_not_found(self.placed.model)
+            return model_not_found(self.record.alias or self.placed.model)
         if outcome is Outcome.NO_ENDPOINTS and self._last is not Outcome.COMPLETED and self._shared.runtime.any_up():
             return LbError(self._last)  # a live pool broke this request
         return LbError(outcome)

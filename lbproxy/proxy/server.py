@@ -20,8 +20,7 @@ from urllib.parse import unquote
 from aiohttp import web
 
 from lbproxy.config import Settings
-from lbproxy.core.models import resolve
-from lbproxy.core.openai import BodyFacts, model_list, read_json_body, read_multipart_model, with_model
+from lbproxy.core.openai import BodyFacts, model_list
 from lbproxy.core.outline import WHOLE_BYTES
 from lbproxy.core.prefix import flatten, hash_prompt
 from lbproxy.core.types import EndpointUid, InferenceRequest, LbError, Outcome, RequestRecord
@@ -36,8 +35,9 @@ from lbproxy.proxy.exchange import LARGE_BODY_BYTES, Exchanger, model_not_found
 from lbproxy.proxy.headers import origin_form, read_request_fields
 from lbproxy.proxy.keys import KeyRing
 from lbproxy.proxy.overload import Overload, Unmetered
+from lbproxy.proxy.reading import Reading, has_json
 from lbproxy.proxy.request import ClientRequest
-from lbproxy.proxy.routes import ADAPTERS, Body, find_route
+from lbproxy.proxy.routes import ADAPTERS, find_route
 from lbproxy.proxy.turn import Turn
 from lbproxy.runtime import Runtime
 
@@ -82,6 +82,7 @@ class FrontEnd(web.Server):
         self.max_plain_body_bytes = min(settings.limits.json_body, WHOLE_BYTES)
         self.keys: KeyRing | None = None
         """Each request must carry one of these; None = it need not. Kept by who reads them."""
+        self._reading = Reading(settings.models, runtime)
         self.deadlines = Deadlines(runtime, settings.timeouts)
         self._max_connections = settings.limits.connections
         self._client_stall_s = settings.timeouts.client_stall
@@ -121,6 +122,7 @@ class FrontEnd(web.Server):
     def reconfigure(self, settings: Settings) -> None:
         """Other settings for requests, bodies and connections that begin from now on."""
         self.exchanger = self.exchanger.under(settings)
+        self._reading = Reading(settings.models, self._runtime)
         self.overload.reconfigure(settings.limits)
         self.max_plain_body_bytes = min(settings.limits.json_body, WHOLE_BYTES)
         self._max_connections = settings.limits.connections
@@ -353,7 +355,7 @@ class FrontEnd(web.Server):
             raise self._refusal()
         if size > LARGE_BODY_BYTES and not turn.held_bytes:
             self.overload.hold(turn, size)
-        facts, body = self._understand(request, outline)
+        facts, body = self._reading.understand(request, record, outline)
         if body is not request.body:
             request = request._replace(body=body)
         record.model, record.stream = facts.model, facts.stream
@@ -362,21 +364,6 @@ class FrontEnd(web.Server):
     def _refusal(self) -> LbError:
         """What a request is told while no new ones are taken."""
         return LbError(Outcome.DRAINING) if self._draining else self.overload.refusal()
-
-    def _understand(self, request: ClientRequest, outline: bytes | None) -> tuple[BodyFacts, bytes]:
-        """What the body says, with the model to place by (None: any endpoint), and the body to send."""
-        kind, fields, body = request.route.body, request.fields, request.body
-        if request.method != "POST" or kind is Body.ANY:
-            return BodyFacts(None), body
-        if has_json(request):
-            facts = read_json_body(body, outline)
-            if facts.model is not None:
-                return facts, body
-            model = resolve(None, self._runtime.base_models())
-            return facts._replace(model=model), with_model(body, model)
-        if b"multipart/form-data" in fields.content_type:
-            return BodyFacts(resolve(read_multipart_model(body), self._runtime.base_models())), body
-        return BodyFacts(None), body
 
     def _placed(self, request_id: str, request: ClientRequest, facts: BodyFacts) -> InferenceRequest:
         """The request as the balancer sees it."""
@@ -405,7 +392,7 @@ class FrontEnd(web.Server):
         if not self._runtime.any_up():
             raise LbError(Outcome.NO_ENDPOINTS)
         record = turn.record
-        cards = self._runtime.model_cards()
+        cards = self._reading.model_cards()
         wanted = unquote(record.path.removeprefix("/v1/models").removeprefix("/"))
         if wanted:
             card = next((card for card in cards if card.id == wanted), None)
@@ -458,14 +445,6 @@ class FrontEnd(web.Server):
 
     def _new_id(self) -> str:
         return f"{self._id_prefix}-{next(self._ids):x}"
-
-
-def has_json(request: ClientRequest) -> bool:
-    """Its body is JSON that must be read."""
-    kind = request.route.body
-    if request.method != "POST" or kind is Body.ANY:
-        return False
-    return kind is Body.JSON or b"json" in request.fields.content_type
 
 
 async def _happens(event: asyncio.Event, within_s: float) -> bool:

@@ -1,0 +1,86 @@
+"""What a request that was read whole asks for: the model to place it by, and the body to send."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lbproxy.config import ModelSettings
+from lbproxy.core.models import Aliases, resolve
+from lbproxy.core.openai import (
+    BodyFacts,
+    read_json_body,
+    read_multipart_model,
+    rename_model,
+    rename_multipart_model,
+    with_model,
+)
+from lbproxy.core.types import ModelCard, RequestRecord
+from lbproxy.proxy.request import ClientRequest
+from lbproxy.proxy.routes import Body
+from lbproxy.runtime import Runtime
+
+SERVED_S = 1.0
+"""How long what is served is taken for true: to ask all endpoints takes a while."""
+
+
+class Reading:
+    """Reads requests by the settings of models and what the endpoints serve."""
+
+    def __init__(self, models: Mapping[str, ModelSettings], runtime: Runtime) -> None:
+        self._aliases = Aliases(models)
+        self._runtime = runtime
+        self._served: frozenset[str] = frozenset()
+        self._served_until = float("-inf")
+
+    def understand(
+        self, request: ClientRequest, record: RequestRecord, outline: bytes | None
+    ) -> tuple[BodyFacts, bytes]:
+        """What the body says, with the model to place by (None: any endpoint), and the body to send.
+
+        `outline`: of the body, if that is JSON and one was made. Notes in `record` what the client called the model, if it used a name of the settings. Raises LbError.
+        """
+        facts, body = self._read(request, outline)
+        name = facts.model
+        if name is None or name not in self._aliases:
+            return facts, body
+        record.alias = name
+        model = self._aliases.target(name, request.fields.session or record.id, self._served_now())
+        if model == name:
+            return facts, body
+        rename = rename_model if has_json(request) else rename_multipart_model
+        return facts._replace(model=model), rename(body, model)
+
+    def model_cards(self) -> list[ModelCard]:
+        """What clients may name: what the endpoints that are up serve, and the settings' names for it."""
+        return self._aliases.listed(self._runtime.model_cards())
+
+    def _read(self, request: ClientRequest, outline: bytes | None) -> tuple[BodyFacts, bytes]:
+        """The same by the name that the client used."""
+        body = request.body
+        if request.method != "POST" or request.route.body is Body.ANY:
+            return BodyFacts(None), body
+        if has_json(request):
+            facts = read_json_body(body, outline)
+            if facts.model is not None:
+                return facts, body
+            model = resolve(None, self._runtime.base_models())
+            return facts._replace(model=model), with_model(body, model)
+        if b"multipart/form-data" in request.fields.content_type:
+            return BodyFacts(resolve(read_multipart_model(body), self._runtime.base_models())), body
+        return BodyFacts(None), body
+
+    def _served_now(self) -> frozenset[str]:
+        """By endpoints that are up, as of the last second."""
+        now = self._runtime.now()
+        if now >= self._served_until:
+            self._served_until = now + SERVED_S
+            self._served = frozenset(card.id for card in self._runtime.model_cards())
+        return self._served
+
+
+def has_json(request: ClientRequest) -> bool:
+    """Its body is JSON that must be read."""
+    kind = request.route.body
+    if request.method != "POST" or kind is Body.ANY:
+        return False
+    return kind is Body.JSON or b"json" in request.fields.content_type

@@ -1,0 +1,185 @@
+"""The settings' own names of models: what they stand for, for whom, and how a body comes to say so."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lbproxy.config import parse
+from lbproxy.core.models import Aliases
+from lbproxy.core.openai import (
+    MAX_MODEL_KEYS,
+    read_json_body,
+    read_multipart_model,
+    rename_model,
+    rename_multipart_model,
+)
+from lbproxy.core.types import LbError, ModelCard, Outcome
+
+
+def aliases(text: str) -> Aliases:
+    return Aliases(parse(f"endpoints: ['http://a']\nmodels: {{{text}}}", environ={}).models)
+
+
+# --- Which model ------------------------------------------------------------------------------------------------------
+
+CANARY = aliases("chat: {split: {old: 90, new: 10}}, three: {split: {a: 1, b: 2, c: 5, never: 0}}, fast: {to: old}")
+
+
+def test_an_alias_is_one_model_whoever_asks() -> None:
+    assert {CANARY.target("fast", f"key-{n}", ()) for n in range(100)} == {"old"}
+    assert "fast" in CANARY
+    assert "old" not in CANARY
+
+
+def test_one_key_always_gives_the_same_model() -> None:
+    """In every process and release: a session must not change its model when lbproxy restarts."""
+    drawn = [CANARY.target("chat", f"session-{n}", ()) for n in range(40)]
+    assert drawn == [CANARY.target("chat", f"session-{n}", ()) for n in range(40)]
+    assert "".join(model[0] for model in drawn) == "ooooooooonnoooooooooonnooooooooooooooooo"
+
+
+@pytest.mark.parametrize("keys", ["session-{}", "7a2d38c1e19b-{:x}", "{}"])
+def test_shares_are_the_weights(keys: str) -> None:
+    """Chi-square over 20,000 keys, also those that differ in a digit only, below its 99.99th percentile."""
+    count = 20_000
+    for name, weights, limit in (
+        ("chat", {"old": 90, "new": 10}, 15.14),
+        ("three", {"a": 1, "b": 2, "c": 5}, 18.42),
+    ):
+        drawn = Counter(CANARY.target(name, keys.format(n), ()) for n in range(count))
+        expected = {model: count * weight / sum(weights.values()) for model, weight in weights.items()}
+        assert drawn.keys() == expected.keys(), "a weight of 0 is nobody's"
+        assert sum((drawn[model] - wanted) ** 2 / wanted for model, wanted in expected.items()) < limit
+
+
+def test_a_weight_that_grows_moves_only_whom_it_must() -> None:
+    more = aliases("chat: {split: {old: 80, new: 20}}")
+    moved = {(CANARY.target("chat", f"{n}", ()), more.target("chat", f"{n}", ())) for n in range(5000)}
+    assert moved == {("old", "old"), ("new", "new"), ("old", "new")}
+
+
+def test_who_is_not_served_leaves_its_share_to_the_others() -> None:
+    """A canary whose server is gone must cost nothing; if nobody is there, the weights hold."""
+    assert {CANARY.target("chat", f"{n}", {"old", "x"}) for n in range(300)} == {"old"}
+    assert {CANARY.target("three", f"{n}", {"b", "c"}) for n in range(300)} == {"b", "c"}
+    assert {CANARY.target("chat", f"{n}", {"x"}) for n in range(300)} == {"old", "new"}
+
+
+def card(name: str, **fields: object) -> ModelCard:
+    return ModelCard(name, orjson.dumps({"id": name, "max_model_len": 100, "root": "/weights"} | fields))
+
+
+def test_aliases_are_listed_where_what_they_stand_for_is() -> None:
+    listed = {one.id: orjson.loads(one.raw) for one in CANARY.listed([card("old"), card("new", max_model_len=50)])}
+    assert list(listed) == ["old", "new", "chat", "fast"]
+    own = {"object": "model", "created": 0, "owned_by": "lbproxy"}
+    assert listed["chat"] == {"id": "chat", **own, "max_model_len": 50}
+    assert listed["fast"] == {"id": "fast", **own, "root": "old", "max_model_len": 100}
+    assert listed["old"]["root"] == "/weights"
+    assert CANARY.listed([]) == []
+
+
+def test_an_alias_stands_before_a_model_of_its_name() -> None:
+    shadow = aliases("old: {split: {old: 1, new: 1}}")
+    (one,) = shadow.listed([card("old", max_model_len=None)])
+    assert orjson.loads(one.raw)["owned_by"] == "lbproxy"
+    assert {shadow.target("old", f"{n}", ()) for n in range(100)} == {"old", "new"}
+
+
+# --- The body ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "renamed"),
+    [
+        ('{"model":"a","x":1}', '{"model":"B","x":1}'),
+        (' {\n "x" : [1,{"model":"a"}], "model"\t:  "a" }\n', ' {\n "x" : [1,{"model":"a"}], "model"\t:  "B" }\n'),
+        ('{"model":"a","model":"c"}', '{"model":"B","model":"B"}'),
+        ('{"model":5,"model":"c"}', '{"model":5,"model":"B"}'),
+        ('{"mod\\u0065l":"a"}', '{"mod\\u0065l":"B"}'),
+        ('{"\\u006D\\u006F\\u0064\\u0065\\u006C":"a"}', '{"\\u006D\\u006F\\u0064\\u0065\\u006C":"B"}'),
+        ('{"model":"a\\"\\\\"}', '{"model":"B"}'),
+        ('{"x\\"model":"a","model":"a"}', '{"x\\"model":"a","model":"B"}'),
+        ('{"x":"\\"model\\":\\"a\\"","model":"a"}', '{"x":"\\"model\\":\\"a\\"","model":"B"}'),
+        ('{"x":"}}{{[[","y":{"model":"a"},"model":"a"}', '{"x":"}}{{[[","y":{"model":"a"},"model":"B"}'),
+        (
+            '{"t":[{"p":{"model":{"type":"string"}}}],"model":"a"}',
+            '{"t":[{"p":{"model":{"type":"string"}}}],"model":"B"}',
+        ),
+        ('{"x":"\\\\","model":"a"}', '{"x":"\\\\","model":"B"}'),
+        ('{"x":"model","model":"a"}', '{"x":"model","model":"B"}'),
+        ('{"x":"\u00fc\u4e2d","model":"\u00fc"}', '{"x":"\u00fc\u4e2d","model":"B"}'),
+        ('{"x":NaN,"model":"a"}', '{"x":NaN,"model":"B"}'),
+    ],
+)
+def test_only_the_model_is_another(body: str, renamed: str) -> None:
+    assert rename_model(body.encode(), "B") == renamed.encode()
+
+
+def test_the_new_name_is_written_as_json() -> None:
+    assert rename_model(b'{"model":"a"}', 'q"\\\u00fc') == '{"model":"q\\"\\\\\u00fc"}'.encode()
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.sampled_from(["model", '"model":', "\\", "{"]),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["model", "x", "\\model", 'a"model', "mod"]) | st.text(max_size=4), inner, max_size=4
+        )
+    ),
+    max_leaves=20,
+)
+
+
+@given(
+    st.dictionaries(st.text(max_size=5) | st.sampled_from(['x"model', "nodel"]), VALUES, max_size=5),
+    st.text(st.characters(categories=["L", "N", "P"]), min_size=1, max_size=12),
+    st.integers(0, 5),
+    st.booleans(),
+    st.sampled_from([None, 1]),
+)
+def test_any_body_reads_as_before_but_for_the_model(
+    fields: dict[str, object], name: str, at: int, ascii_only: bool, indent: int | None
+) -> None:
+    """By the judgement of the standard library's parser, which servers use."""
+    items = [(key, value) for key, value in fields.items() if key != "model"]
+    items.insert(at, ("model", name))
+    body = json.dumps(dict(items), ensure_ascii=ascii_only, indent=indent).encode("utf-8", "replace")
+    before = json.loads(body)
+    after = json.loads(rename_model(body, "B"))
+    assert after == before | {"model": "B"}
+    assert list(after) == list(before)
+
+
+def test_what_no_server_reads_is_refused() -> None:
+    """json.loads reads UTF-16, so `read_json_body` does."""
+    body = '{"model":"a"}'.encode("utf-16")
+    assert read_json_body(body).model == "a"
+    with pytest.raises(LbError) as error:
+        rename_model(body, "B")
+    assert error.value.outcome is Outcome.INVALID_JSON
+
+
+def test_many_keys_are_refused_before_they_take_long() -> None:
+    nested = b'{"x":[' + b",".join([b'{"model":"a"}'] * MAX_MODEL_KEYS) + b'],"model":"a"}'
+    with pytest.raises(LbError):
+        rename_model(nested, "B")
+    rename_model(nested.replace(b'{"model":"a"}', b"1", 1), "B")
+
+
+def form(*parts: tuple[str, str]) -> bytes:
+    lines = [f'--B\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n' for name, value in parts]
+    return ("".join(lines) + "--B--\r\n").encode()
+
+
+def test_a_forms_model() -> None:
+    before = form(("file", "RIFF"), ("model", "whisper"), ("x", "model"))
+    assert read_multipart_model(before) == "whisper"
+    assert rename_multipart_model(before, "B") == form(("file", "RIFF"), ("model", "B"), ("x", "model"))

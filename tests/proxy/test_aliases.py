@@ -1,0 +1,144 @@
+"""Names of models that the settings make up, through real sockets."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+from tests.support.aio import run
+from tests.support.endpoint import ScriptedEndpoint, answer
+from tests.support.pool import card
+from tests.support.rig import Rig, post, rig, settings_for
+
+MODELS = "models: {fast: {to: m}, chat: {split: {old: 90, new: 10}}, gone: {to: secret-target}}\n"
+ANSWER = b'{"model":"served-name"}'
+
+
+def serve(it: Rig, **models: str) -> None:
+    """Endpoint e1 serves `e1=` and so on."""
+    for endpoint in it.endpoints:
+        it.runtime.report_models(endpoint.uid, [card(models[endpoint.name])])
+
+
+def test_only_the_models_name_changes() -> None:
+    body = b'{"tools":[{"model":"fast"}], "model" :"x","mod\\u0065l": "fast","metadata":{"model":"fast"}}'
+    sent = b'{"tools":[{"model":"fast"}], "model" :"m","mod\\u0065l": "m","metadata":{"model":"fast"}}'
+
+    async def main() -> None:
+        async with ScriptedEndpoint(answer(ANSWER)) as server, rig(server.url, more=MODELS) as it:
+            reply = await it.ask(post(body))
+            assert (reply.status, reply.body) == (200, ANSWER), "the answer is the endpoint's, name included"
+            (request,) = server.requests
+            assert request.body == sent
+            assert request.field("content-length") == str(len(sent))
+            (record,) = it.records.requests
+            assert (record.model, record.alias) == ("m", "fast")
+
+    run(main())
+
+
+def test_a_forms_model_changes_too() -> None:
+    def form(model: str) -> bytes:
+        return f'--B\r\nContent-Disposition: form-data; name="model"\r\n\r\n{model}\r\n--B--\r\n'.encode()
+
+    async def main() -> None:
+        async with ScriptedEndpoint(answer(ANSWER)) as server, rig(server.url, more=MODELS) as it:
+            head = f"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: lb\r\nContent-Length: {len(form('fast'))}\r\n"
+            kind = "Content-Type: multipart/form-data; boundary=B\r\n\r\n"
+            reply = await it.ask((head + kind).encode() + form("fast"))
+            assert reply.status == 200
+            assert server.requests[0].body == form("m")
+
+    run(main())
+
+
+def test_a_split_over_two_endpoints_keeps_sessions_together() -> None:
+    """Each endpoint gets its model's requests only; a session never changes."""
+
+    async def main() -> None:
+        async with ScriptedEndpoint() as old, ScriptedEndpoint() as new, rig(old.url, new.url, more=MODELS) as it:
+            serve(it, e1="old", e2="new")
+            client = await it.connect()
+            by_session: dict[int, set[str]] = {}
+            for n in range(300):
+                client.send(post(b'{"model":"chat"}', more=f"x-session-id: s{n % 100}\r\n"))
+                reply = await client.reply()
+                assert reply.status == 200
+                by_session.setdefault(n % 100, set()).add(reply.field("x-lbproxy-endpoint") or "")
+            assert {len(one) for one in by_session.values()} == {1}
+            counts = Counter(next(iter(one)) for one in by_session.values())
+            assert 1 <= counts["e2"] <= 22, "10 of 100, within four standard deviations"
+            assert {json.loads(one.body)["model"] for one in old.requests} == {"old"}
+            assert {json.loads(one.body)["model"] for one in new.requests} == {"new"}
+
+    run(main())
+
+
+def test_without_a_session_each_request_is_drawn() -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint() as old, ScriptedEndpoint() as new, rig(old.url, new.url, more=MODELS) as it:
+            serve(it, e1="old", e2="new")
+            client = await it.connect()
+            for n in range(300):
+                client.send(post(b'{"model":"chat"}', more=f"x-request-id: r{n}\r\n"))
+                await client.reply()
+            assert 10 <= len(new.requests) <= 51, "30 of 300, within four standard deviations"
+
+    run(main())
+
+
+def test_a_canary_that_is_gone_takes_no_request_with_it() -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint() as old, rig(old.url, more=MODELS) as it:
+            serve(it, e1="old")
+            for n in range(60):
+                reply = await it.ask(post(b'{"model":"chat"}', more=f"x-session-id: s{n}\r\n"))
+                assert reply.status == 200
+            assert len(old.requests) == 60
+
+    run(main())
+
+
+def test_what_nobody_serves_is_refused_by_the_name_that_the_client_used() -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint() as server, rig(server.url, more=MODELS) as it:
+            for name in ("gone", "never-heard"):
+                reply = await it.ask(post(json.dumps({"model": name}).encode()))
+                assert reply.status == 404
+                error = json.loads(reply.body)["error"]
+                assert error["code"] == "model_not_found"
+                assert f"`{name}`" in error["message"]
+                for secret in (b"secret-target", b"127.0.0.1", b"e1", b"old"):
+                    assert secret not in reply.body
+            assert server.requests == []
+
+    run(main())
+
+
+def test_the_list_of_models_has_what_can_be_asked_for() -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint() as server, rig(server.url, more=MODELS) as it:
+            reply = await it.ask(b"GET /v1/models HTTP/1.1\r\nHost: lb\r\n\r\n")
+            assert [one["id"] for one in json.loads(reply.body)["data"]] == ["m", "fast"]
+            reply = await it.ask(b"GET /v1/models/fast HTTP/1.1\r\nHost: lb\r\n\r\n")
+            assert json.loads(reply.body) == {
+                "id": "fast",
+                "object": "model",
+                "created": 0,
+                "owned_by": "lbproxy",
+                "root": "m",
+            }
+            reply = await it.ask(b"GET /v1/models/gone HTTP/1.1\r\nHost: lb\r\n\r\n")
+            assert reply.status == 404
+
+    run(main())
+
+
+def test_a_reload_takes_other_names() -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint() as server, rig(server.url, more=MODELS) as it:
+            it.front.reconfigure(settings_for([server.url], "models: {other: {to: m}}\n"))
+            assert (await it.ask(post(b'{"model":"fast"}'))).status == 404
+            assert (await it.ask(post(b'{"model":"other"}'))).status == 200
+
+    run(main())
