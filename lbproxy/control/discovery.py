@@ -31,7 +31,8 @@ from typing import TypeAlias
 from lbproxy.config import MAX_ENDPOINTS, Address, ConfigError, EndpointSettings, Settings, leads_to
 from lbproxy.control.prober import JITTER
 from lbproxy.control.resolver import EMPTY, FAILED, NXDOMAIN, OK, Answer, IPAddress, Lookup, Resolver
-from lbproxy.core.types import ApiKey, EndpointSnapshot, EndpointSpec, Health, Tls
+from lbproxy.core.credentials import ApiKey, Tls
+from lbproxy.core.types import EndpointSnapshot, EndpointSpec, Health
 from lbproxy.net.tls import client_context
 from lbproxy.runtime import Runtime
 

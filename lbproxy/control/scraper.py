@@ -28,10 +28,11 @@ from urllib.parse import urlsplit
 
 from lbproxy.config import ScrapeSettings
 from lbproxy.control.prober import JITTER
+from lbproxy.core.credentials import ApiKey
 from lbproxy.core.engines import Engines, Place
 from lbproxy.core.readings import MAX_LORA, PageReader, Reading
 from lbproxy.core.retry import UpstreamError
-from lbproxy.core.types import ApiKey, Endpoint, EndpointSpec, Health, LoadMetrics
+from lbproxy.core.types import Endpoint, EndpointSpec, Health, LoadMetrics
 from lbproxy.net.fetch import fetch
 from lbproxy.net.pool import ConnectionPool, Origin
 from lbproxy.runtime import Runtime

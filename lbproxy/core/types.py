@@ -18,45 +18,13 @@ from typing import TYPE_CHECKING, NamedTuple, NewType
 
 if TYPE_CHECKING:
     from lbproxy.core.breaker import Breaker, Cause
+    from lbproxy.core.credentials import ApiKey, Tls
     from lbproxy.core.estimate import LoadModel
     from lbproxy.core.explain import Decision
     from lbproxy.core.placement import Placement
 
 EndpointUid = NewType("EndpointUid", int)
 """Identifies one endpoint for the life of the process. Never reused; addresses are."""
-
-
-class ApiKey:
-    """A text that nothing shows: neither its repr, nor str(), nor a JSON library. Equal if the texts are."""
-
-    __slots__ = ("_text",)
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def reveal(self) -> str:
-        """The text. For the one place that sends it."""
-        return self._text
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ApiKey) and self._text == other._text
-
-    def __hash__(self) -> int:
-        return hash(self._text)
-
-    def __repr__(self) -> str:
-        return "ApiKey(***)"
-
-
-class Tls(NamedTuple):
-    """How an endpoint's certificate is judged."""
-
-    ca: str | None = None
-    """The certificates (PEM) that may have signed it; None = those that this machine trusts."""
-    verify: bool = True
-    """False: any certificate will do."""
-    server_name: str | None = None
-    """Whose it must be; sent as SNI and in Host. None = the host's of the URL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

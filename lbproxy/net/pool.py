@@ -25,8 +25,8 @@ from functools import lru_cache
 from typing import Protocol, cast
 from urllib.parse import urlsplit
 
+from lbproxy.core.credentials import Tls
 from lbproxy.core.retry import FailureKind, UpstreamError
-from lbproxy.core.types import Tls
 from lbproxy.net.dial import open_socket, reason
 from lbproxy.net.h1 import MAX_HEAD_BYTES, Framing, PayloadWatcher, ProtocolError, ResponseHead, parse_head
 from lbproxy.net.tls import client_context

@@ -10,7 +10,8 @@ import pytest
 from lbproxy.config import ConfigError, parse
 from lbproxy.control.discovery import Discovery, static_endpoints
 from lbproxy.control.resolver import EMPTY, Answer, Lookup, answer
-from lbproxy.core.types import ApiKey, EndpointSpec, Tls
+from lbproxy.core.credentials import ApiKey, Tls
+from lbproxy.core.types import EndpointSpec
 from tests.support.aio import run
 from tests.support.certificates import CA, OTHER_CA
 

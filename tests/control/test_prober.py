@@ -9,8 +9,9 @@ import pytest
 
 from lbproxy.config import HealthSettings
 from lbproxy.control.prober import ask_health, ask_models
+from lbproxy.core.credentials import ApiKey, Tls
 from lbproxy.core.retry import FailureKind, UpstreamError
-from lbproxy.core.types import ApiKey, EndpointSpec, Health, Tls
+from lbproxy.core.types import EndpointSpec, Health
 from lbproxy.net.pool import Connection, ConnectionPool, Origin
 from tests.control.rig import FAST_HEALTH, Rig, model_list, rig, running, spec
 from tests.support.aio import run, until

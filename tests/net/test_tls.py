@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from lbproxy.core.credentials import ApiKey, Tls
 from lbproxy.core.retry import FailureKind, UpstreamError
-from lbproxy.core.types import ApiKey, Tls
 from lbproxy.net.fetch import fetch
 from lbproxy.net.pool import ConnectionPool, Origin
 from lbproxy.net.tls import client_context
