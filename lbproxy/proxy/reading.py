@@ -37,7 +37,8 @@ class Reading:
     ) -> tuple[BodyFacts, bytes]:
         """What the body says, with the model to place by (None: any endpoint), and the body to send.
 
-        `outline`: of the body, if that is JSON and one was made. Notes in `record` what the client called the model, if it used a name of the settings. Raises LbError.
+        `outline`: of the body, if that is JSON and one was made. Notes in `record` what the client called the model, if
+        it used a name of the settings. Raises LbError.
         """
         facts, body = self._read(request, outline)
         name = facts.model
