@@ -26,11 +26,11 @@ from functools import partial
 from typing import NamedTuple
 
 from lbproxy import __version__
-from lbproxy.config import Address, AdminSettings, ConfigError, EndpointSettings, ListenSettings, Settings, leads_to
+from lbproxy.config import Address, AdminSettings, ConfigError, ListenSettings, Settings
 from lbproxy.control.admin import Admin
 from lbproxy.control.api import Api
 from lbproxy.control.credentials import Files
-from lbproxy.control.discovery import Discovery
+from lbproxy.control.discovery import Discovery, warn_of_unverified
 from lbproxy.control.history import History
 from lbproxy.control.memory import Memory
 from lbproxy.control.overlay import Overlay
@@ -135,7 +135,7 @@ class Proxy:
         self.telemetry.watch_load(overload, self.front.listener, runtime.pulse)
         self.scraping = Scraping(self.connections, settings.scrape, Engines(settings.engines), rng)
         self.discovery = Discovery(settings, rng)
-        self.telemetry.watch_names(self.discovery.names)
+        self.telemetry.watch_sources(self.discovery)
         self.history = History(self.telemetry.totals, runtime.snapshot)
         self.overlay = Overlay()
         self._changing = asyncio.Lock()
@@ -182,7 +182,7 @@ class Proxy:
             listening = await self._listen(sockets)
             logger.info(_banner(self.settings, listening, self.front.keys), extra={"event": "start"})
             self._warn_if_open()
-            _warn_of_unverified(self.settings.endpoints)
+            warn_of_unverified(self.settings.endpoints)
             _settle_garbage_collector()
             on_ready(listening)
             self.notifier.ready(self._status())
@@ -313,7 +313,7 @@ class Proxy:
             f"endpoints: {one.url} leads to lbproxy's own {key}, which a reload does not change"
             for one in settings.endpoints
             for key, address in kept.items()
-            if address is not None and leads_to(one.authority, address)
+            if address is not None and one.leads_to(address)
         ]
         if problems:
             raise ConfigError("settings", problems)
@@ -323,7 +323,7 @@ class Proxy:
         self._adopt(settings, discovery)
         self.files.adopt(files)
         self._warn_if_open()
-        _warn_of_unverified(settings.endpoints)
+        warn_of_unverified(settings.endpoints)
         return settings, list(kept)
 
     def _adopt(self, settings: Settings, discovery: Discovery) -> None:
@@ -341,7 +341,7 @@ class Proxy:
             source.cancel()
         self.discovery.replaced_by(discovery)
         self.discovery = discovery
-        self.telemetry.watch_names(discovery.names)
+        self.telemetry.watch_sources(discovery)
         self._publish(discovery.endpoints())
         if (settings.health, settings.scrape, settings.engines) != (old.health, old.scrape, old.engines):
             self.watches.restart()
@@ -475,19 +475,14 @@ def _banner(settings: Settings, listening: Listening, keys: KeyRing | None) -> s
     names = [endpoint.name for endpoint in settings.endpoints]
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     resolved = sum(endpoint.is_name for endpoint in settings.endpoints)
+    files = sum(endpoint.is_file for endpoint in settings.endpoints)
     dns = f" and the addresses of {resolved} DNS names" if resolved else ""
+    dns += f" and what {files} files list" if files else ""
     return (
         f"lbproxy {__version__} listens on {listening.url}, admin on {listening.admin_url or 'nothing'}; "
-        f"balances {len(names) - resolved} endpoints{dns} ({shown}) by {settings.routing.policy}; "
+        f"balances {len(names) - resolved - files} endpoints{dns} ({shown}) by {settings.routing.policy}; "
         + ("no API keys: open to everybody who reaches it" if keys is None else f"asks for one of {len(keys)} API keys")
     )
-
-
-def _warn_of_unverified(endpoints: Sequence[EndpointSettings]) -> None:
-    names = [one.name for one in endpoints if not one.tls.verify]
-    if names:
-        text = "nobody verifies the certificates of %s (tls.verify: false): who is in between reads and changes all"
-        logger.warning(text, ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else ""))
 
 
 def _settle_garbage_collector() -> None:

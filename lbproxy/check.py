@@ -56,6 +56,9 @@ async def check(settings: Settings, console: Console | None = None) -> int:
     for one in found:
         console.print(Text(f"\n{_title(one)}", style="bold"))
         console.print(_table(one))
+    for file in discovery.files:
+        if file.problem is not None:
+            console.print(Text(f"{file.entry.name}: cannot be used: {file.problem}", style="red"))
     for name in discovery.names:
         if name.problem is not None:
             console.print(Text(f"{name.entry.name}: cannot be resolved: {name.problem}", style="red"))

@@ -22,6 +22,7 @@ from lbproxy.config import (
     TlsSettings,
     json_schema,
     parse,
+    parse_endpoints,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -220,7 +221,7 @@ def test_url_is_normalised(written: str, url: str) -> None:
 )
 def test_bad_url(written: str) -> None:
     (problem,) = problems(f'endpoints: [{{url: "{written}"}}]')
-    assert problem.startswith("endpoints[0].url: expected http://host:port or dns+http://name:port (or https; no path)")
+    assert problem.startswith("endpoints[0].url: expected http://host:port, dns+http://name:port, srv+http://name ")
 
 
 def test_password_in_a_url_is_not_repeated() -> None:
@@ -243,11 +244,87 @@ def test_dns_url_is_normalised(written: str, url: str) -> None:
     assert not endpoint("http://vllm:8000").is_name
 
 
+@pytest.mark.parametrize(
+    ("written", "url"),
+    [
+        ("srv+http://_vllm._tcp.Example", "srv+http://_vllm._tcp.example"),
+        ("SRV+HTTPS://vllm.example./", "srv+https://vllm.example."),
+    ],
+)
+def test_srv_url_is_normalised(written: str, url: str) -> None:
+    got = endpoint(written)
+    assert (got.url, got.is_name, got.is_srv, got.name) == (url, True, True, url.rpartition("/")[2])
+    assert not endpoint("dns+http://vllm").is_srv
+
+
+@pytest.mark.parametrize("written", ["_a._tcp.b:80", "10.0.0.1", "[::1]", "a/v1", "", "u@a", "a b"])
+def test_srv_url_says_no_port(written: str) -> None:
+    (problem,) = problems(f'endpoints: [{{url: "srv+http://{written}"}}]')
+    assert problem.startswith("endpoints[0].url: expected http://host:port, dns+http://name:port, srv+http://name")
+
+
+@pytest.mark.parametrize(
+    ("written", "path"),
+    [
+        ("file:gpus.yaml", "/etc/lb/gpus.yaml"),
+        ("file:/srv/gpus.yaml", "/srv/gpus.yaml"),
+        ("file:///a/b.json", "/a/b.json"),
+    ],
+)
+def test_a_file_is_relative_to_the_settings(written: str, path: str) -> None:
+    got = parse(f"endpoints: ['{written}']", environ={}, folder="/etc/lb").endpoints[0]
+    assert (got.path, got.is_file, got.name) == (path, True, path.rpartition("/")[2])
+
+
+def test_a_files_entry_has_no_other_keys() -> None:
+    (problem,) = problems("endpoints: [{url: 'file:a.yaml', name: x, engine: vllm}]")
+    assert problem.startswith(
+        "endpoints[0]: expected only url and name with a file (its entries have keys of their own)"
+    )
+    (problem,) = problems("endpoints: ['file:']")
+    assert problem.startswith("endpoints[0].url: expected a path")
+
+
+def in_file(text: str, settings: str = MINIMAL) -> tuple[EndpointSettings, ...]:
+    return parse_endpoints(text, environ={"K": "v"}, source="gpus.yaml", folder="/f", settings=read(settings))
+
+
+def test_a_files_endpoints_are_written_as_in_the_settings() -> None:
+    text = "- http://a\n- {url: 'https://b', engine: mine, api_key: '${K}', tls: {ca: ca.pem}}\n- dns+http://c\n"
+    first, second, third = in_file(text, MINIMAL + "engines: {mine: {queued: q}}")
+    assert (first.url, third.is_name) == ("http://a:80", True)
+    assert (second.engine, second.tls.ca) == ("mine", "/f/ca.pem")
+    assert second.api_key is not None
+    assert in_file('["http://a", {"url": "http://b"}]')[1].url == "http://b:80", "JSON is YAML"
+    assert in_file("[]") == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "the text: expected a list, got null"),
+        ("endpoints: [http://a]", "the text: expected a list, got a mapping"),
+        ("[gpu-1]", "[0].url: expected http://host:port"),
+        ("[{url: 'http://a', nam: x}]", "[0].nam: unknown key, did you mean name?"),
+        ("[{url: 'http://a', api_key: '${NO}'}]", "[0].api_key: environment variable NO is not set"),
+        ("['http://a', 'http://a']", "[1].url: expected another url than endpoints[0] has"),
+        ("['http://a', 'https://a:80']", "[1].url: expected another url than endpoints[0] has"),
+        ("['http://127.0.0.1:8080']", "[0].url: expected another server than lbproxy's own listen"),
+        ("['file:b.yaml']", "[0].url: expected no file in a file"),
+        ("[", "line 1, column 2: "),
+    ],
+)
+def test_bad_files(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        in_file(text)
+    assert error.value.problems[0].startswith(problem)
+
+
 @pytest.mark.parametrize("written", ["10.0.0.1:8000", "[::1]:8000", "a/v1", ":80", "a:0", "u@a"])
 def test_dns_url_without_a_name_is_refused(written: str) -> None:
     for scheme in ("dns+http://", "dns+https://", "dns+"):
         (problem,) = problems(f'endpoints: [{{url: "{scheme}{written}"}}]')
-        assert problem.startswith("endpoints[0].url: expected http://host:port or dns+http://name:port")
+        assert problem.startswith("endpoints[0].url: expected http://host:port, dns+http://name:port")
 
 
 def test_a_name_has_no_metrics_elsewhere() -> None:

@@ -80,7 +80,7 @@ def test_all_problems_come_at_once_each_with_its_path() -> None:
     text = (FIXTURES / "wrong-everywhere.yaml").read_text()
     with pytest.raises(ConfigError) as error:
         parse(text, environ={}, source="wrong-everywhere.yaml")
-    url = "expected http://host:port or dns+http://name:port (or https; no path)"
+    url = "expected http://host:port, dns+http://name:port, srv+http://name (or https; no path) or file:path"
     duration = "expected a duration (250ms, 2s, 5m, 1h, or seconds)"
     *names, last = (f"'{name}'" for name in get_args(RoutingSettings.model_fields["policy"].annotation))
     policies = f"{', '.join(names)} or {last}"

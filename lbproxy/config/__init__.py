@@ -41,12 +41,13 @@ from lbproxy.config.models import ModelSettings
 from lbproxy.config.routing import AdmissionSettings, RetrySettings, RoutingSettings
 from lbproxy.config.scenario import FaultSettings, Scenario, ServerSettings, WorkloadSettings
 from lbproxy.config.text import ConfigError, Plain, is_secret, join, one_line, read_text
-from lbproxy.config.tree import MAX_ENDPOINTS, DrainSettings, LogSettings, Settings
+from lbproxy.config.tree import MAX_ENDPOINTS, OWN_ADDRESSES, DrainSettings, EndpointList, LogSettings, Settings
 
 __all__ = [
     "parse",
     "with_endpoints",
     "without_secrets",
+    "parse_endpoints",
     "parse_scenario",
     "read_key_file",
     "json_schema",
@@ -100,6 +101,15 @@ def parse(text: str, *, environ: Mapping[str, str], source: str = "settings", fo
     return _read_as(Settings, text, environ, source, folder)
 
 
+def parse_endpoints(
+    text: str, *, environ: Mapping[str, str], source: str, folder: str, settings: Settings
+) -> tuple[EndpointSettings, ...]:
+    """The endpoints that a file lists which `settings` name. Raises `ConfigError` and nothing else, as `parse` does."""
+    own = {key: getattr(settings, key) for key in ("listen", "admin") if getattr(settings, key) is not None}
+    context = {OWN_ENGINES: list(settings.engines), OWN_ADDRESSES: own, FOLDER: folder}
+    return _validated(EndpointList, *read_text(text, environ=environ, source=source), context, source).root
+
+
 def parse_scenario(text: str, *, environ: Mapping[str, str], source: str = "scenario") -> Scenario:
     """The same for what `lbproxy sim` simulates."""
     return _read_as(Scenario, text, environ, source)
@@ -107,22 +117,23 @@ def parse_scenario(text: str, *, environ: Mapping[str, str], source: str = "scen
 
 def _read_as(root: type[Root], text: str, environ: Mapping[str, str], source: str, folder: str = "") -> Root:
     values, problems = read_text(text, environ=environ, source=source)
-    return _validated(root, {} if values is None else values, problems, _own_engines(values), source, folder)
+    context = {OWN_ENGINES: _own_engines(values), FOLDER: folder}
+    return _validated(root, {} if values is None else values, problems, context, source)
 
 
 def with_endpoints(settings: Settings, endpoints: Sequence[object], *, source: str) -> Settings:
     """`settings` with these endpoints instead, each an entry of it or what a file would say. Raises ConfigError."""
     values = dict(settings) | {"endpoints": list(endpoints)}
-    return _validated(Settings, values, {}, list(settings.engines), source)
+    return _validated(Settings, values, {}, {OWN_ENGINES: list(settings.engines)}, source)
 
 
 def _validated(
-    root: type[Root], values: object, problems: dict[str, str], own_engines: list[str], source: str, folder: str = ""
+    root: type[Root], values: object, problems: dict[str, str], context: Mapping[str, object], source: str
 ) -> Root:
-    """`problems`: what could not be read, by path."""
-    settings = None
+    """The tree of these values; `problems` are those with the text. Raises ConfigError with all there are."""
+    tree = None
     try:
-        settings = root.model_validate(values, context={OWN_ENGINES: own_engines, FOLDER: folder})
+        tree = root.model_validate(values, context=dict(context))
     except ValidationError as error:
         unread = frozenset(problems)
         for details in error.errors(include_url=False):
@@ -130,9 +141,9 @@ def _validated(
             # What could not be read is told once, and not again for what its absence means.
             if unread.isdisjoint(_path(loc[:end]) for end in range(1, len(loc) + 1)):
                 problems.setdefault(_path(loc) or "the text", _wrong(details, root))
-    if settings is None or problems:
+    if tree is None or problems:
         raise ConfigError(source, [f"{path}: {wrong}" for path, wrong in problems.items()])
-    return settings
+    return tree
 
 
 def without_secrets(settings: Settings) -> dict[str, object]:
@@ -187,6 +198,7 @@ def _wrong(details: ErrorDetails, root: type[BaseModel]) -> str:
 
 
 def _unknown_key(loc: tuple[int | str, ...], section: type[BaseModel]) -> str:
+    section = EndpointSettings if section is EndpointList else section
     keys = iter(loc[:-1])
     for key in keys:
         if isinstance(key, str):

@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import InitErrorDetails
 
+from lbproxy.config.clients import Address, leads_to
 from lbproxy.config.engines import BUILT_IN_ENGINES
 from lbproxy.config.section import Section, ShortSection
 from lbproxy.config.values import (
@@ -22,6 +23,7 @@ from lbproxy.config.values import (
     read_host,
     read_nameserver,
     read_origin,
+    read_srv_url,
     size,
 )
 
@@ -73,11 +75,12 @@ class EndpointTls(Section):
 
 
 class EndpointSettings(ShortSection):
-    """One model server, or all that a DNS name leads to: a URL, or a mapping."""
+    """One model server, or all that a DNS name or a file leads to: a URL, or a mapping."""
 
     url: str
-    """`http://host:port`, or `dns+http://name:port` = every address of the name; or the same with https. No path. Port
-    80, with https 443, if none is said."""
+    """`http://host:port`; `dns+http://name:port` = every address of the name; `srv+http://name` = every server of its
+    SRV records; or these with https. `file:path` = the endpoints that a file lists. No path. Port 80, with https 443,
+    if none is said."""
     name: str = ""
     """What logs, metrics and clients call it: 1 to 64 of letters, digits and `._:[]-`. Default: the URL's host:port."""
     engine: str = "auto"
@@ -104,17 +107,20 @@ class EndpointSettings(ShortSection):
 
     @field_validator("url", mode="before")
     @classmethod
-    def _normalise_url(cls, value: object) -> str:
-        url = (read_origin(value, root_only=True) or read_dns_url(value)) if isinstance(value, str) else None
-        if url is None:
-            raise expected("http://host:port or dns+http://name:port (or https; no path)")
-        return url
+    def _normalise_url(cls, value: object, info: ValidationInfo) -> str:
+        if isinstance(value, str):
+            if value.startswith("file:"):
+                return "file:" + _absolute(re.sub("^//+", "/", value[5:]), info)
+            url = read_origin(value, root_only=True) or read_dns_url(value) or read_srv_url(value)
+            if url is not None:
+                return url
+        raise expected("http://host:port, dns+http://name:port, srv+http://name (or https; no path) or file:path")
 
     @field_validator("name", mode="before")
     @classmethod
     def _default_name(cls, value: object, info: ValidationInfo) -> object:
         url = info.data.get("url")
-        name = (url.rpartition("/")[2] if url else "unnamed") if value in (None, "") else value
+        name = (url.rpartition("/")[2].removeprefix("file:") if url else "unnamed") if value in (None, "") else value
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9._:\[\]-]{1,64}", name):
             raise expected("1 to 64 letters, digits or any of ._:[]-")
         return name
@@ -172,10 +178,21 @@ class EndpointSettings(ShortSection):
             raise expected("nothing here, since the url is not https")
         return value
 
+    @model_validator(mode="after")
+    def _nothing_beside_a_file(self) -> EndpointSettings:
+        if self.is_file and self.model_fields_set - {"url", "name"}:
+            raise expected("only url and name with a file (its entries have keys of their own)")
+        return self
+
     @property
     def authority(self) -> str:
-        """The URL's `host:port`."""
+        """The URL's `host:port`. Of an SRV name the name."""
         return self.url.rpartition("/")[2]
+
+    @property
+    def path(self) -> str:
+        """Of a file."""
+        return self.url.removeprefix("file:")
 
     @property
     def scheme(self) -> str:
@@ -184,16 +201,30 @@ class EndpointSettings(ShortSection):
 
     @property
     def is_name(self) -> bool:
-        """Whether this stands for every address of a DNS name."""
+        """Whether this stands for what DNS says of a name."""
         return _is_name(self.url)
+
+    @property
+    def is_srv(self) -> bool:
+        """Whether its SRV records."""
+        return self.url.startswith("srv+")
+
+    @property
+    def is_file(self) -> bool:
+        """Whether this stands for the endpoints that a file lists."""
+        return self.url.startswith("file:")
+
+    def leads_to(self, address: Address) -> bool:
+        """Whether it is known to be a listener of ours: of SRV names and files that is seen later."""
+        return not self.is_srv and not self.is_file and leads_to(self.authority, address)
 
 
 def _is_name(url: str) -> bool:
-    return url.startswith("dns+")
+    return url.startswith(("dns+", "srv+"))
 
 
 class DnsSettings(Section):
-    """Resolving the names of `dns+http://` endpoints. Requests never wait for it."""
+    """Resolving the names of `dns+` and `srv+` endpoints. Requests never wait for it."""
 
     nameservers: tuple[str, ...] | None = None
     """A list of `ip` or `ip:port` to ask, at most 8. null = as this machine does: hosts file, then resolv.conf."""

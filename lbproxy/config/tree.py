@@ -7,13 +7,14 @@ itself. Names are not resolved and endpoints are not dialled here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, RootModel, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import InitErrorDetails
 
 from lbproxy.config.access import AdminSettings, AuthSettings, ListenSettings
-from lbproxy.config.clients import LimitSettings, TimeoutSettings, leads_to
+from lbproxy.config.clients import Address, LimitSettings, TimeoutSettings
 from lbproxy.config.endpoints import DnsSettings, EndpointSettings, ScrapeSettings
 from lbproxy.config.engines import MAX_ENGINES, EngineSettings, check_engine_names, check_own_engines
 from lbproxy.config.explain import ExplainSettings
@@ -123,23 +124,47 @@ class Settings(Section):
     @field_validator("endpoints", mode="after")
     @classmethod
     def _distinct(cls, value: tuple[EndpointSettings, ...], info: ValidationInfo) -> tuple[EndpointSettings, ...]:
-        own = [(key, info.data[key]) for key in ("listen", "admin") if info.data.get(key)]
-        urls: dict[str, int] = {}
-        names: dict[str, int] = {}
-        clashes: list[InitErrorDetails] = []
-        for index, endpoint in enumerate(value):
-            for key, address in own:
-                if leads_to(endpoint.authority, address):
-                    clashes.append(_clash(index, "url", f"another server than lbproxy's own {key}", endpoint.url))
-            same_url = urls.setdefault(endpoint.url, index)
-            same_name = names.setdefault(endpoint.name, index)
-            if same_url != index:
-                clashes.append(_clash(index, "url", f"another url than endpoints[{same_url}] has", endpoint.url))
-            elif same_name != index:
-                clashes.append(_clash(index, "name", f"another name than endpoints[{same_name}] has", endpoint.name))
-        if clashes:
-            raise ValidationError.from_exception_data("endpoints", clashes)
-        return value
+        return _check_distinct(value, {key: info.data[key] for key in ("listen", "admin") if info.data.get(key)})
+
+
+OWN_ADDRESSES = "own addresses"
+"""Key of the validation context of an `EndpointList`: the addresses that lbproxy listens on, by the settings' keys."""
+
+
+class EndpointList(RootModel[tuple[EndpointSettings, ...]]):
+    """What a file of endpoints holds: a list of what `endpoints` takes, but no files again. May be empty."""
+
+    @model_validator(mode="after")
+    def _usable(self, info: ValidationInfo) -> EndpointList:
+        files = [
+            _clash(index, "url", "no file in a file", one.url) for index, one in enumerate(self.root) if one.is_file
+        ]
+        if files:
+            raise ValidationError.from_exception_data("endpoints", files)
+        if len(self.root) > MAX_ENDPOINTS:
+            raise expected(f"at most {MAX_ENDPOINTS} endpoints")
+        _check_distinct(self.root, (info.context or {}).get(OWN_ADDRESSES, {}))
+        return self
+
+
+def _check_distinct(value: tuple[EndpointSettings, ...], own: Mapping[str, Address]) -> tuple[EndpointSettings, ...]:
+    """Raise all that is wrong with these endpoints together."""
+    urls: dict[str, int] = {}
+    names: dict[str, int] = {}
+    clashes: list[InitErrorDetails] = []
+    for index, endpoint in enumerate(value):
+        for key, address in own.items():
+            if endpoint.leads_to(address):
+                clashes.append(_clash(index, "url", f"another server than lbproxy's own {key}", endpoint.url))
+        same_url = urls.setdefault(endpoint.url.replace("https:", "http:"), index)  # one port speaks one of the two
+        same_name = names.setdefault(endpoint.name, index)
+        if same_url != index:
+            clashes.append(_clash(index, "url", f"another url than endpoints[{same_url}] has", endpoint.url))
+        elif same_name != index:
+            clashes.append(_clash(index, "name", f"another name than endpoints[{same_name}] has", endpoint.name))
+    if clashes:
+        raise ValidationError.from_exception_data("endpoints", clashes)
+    return value
 
 
 def _clash(index: int, key: str, what: str, value: str) -> InitErrorDetails:

@@ -169,6 +169,13 @@ def read_dns_url(url: str) -> str | None:
     return None if origin is None or read_nameserver(origin.rpartition("/")[2]) else f"dns+{origin}"
 
 
+def read_srv_url(url: str) -> str | None:
+    """The normalised `srv+http://name` (or https) of a URL without a port, which SRV says; None if it is none."""
+    match = re.fullmatch(r"(?i:srv\+(https?))://([^/:\[\]]+)/?", url)
+    host = None if match is None else read_host(match[2])
+    return None if match is None or host is None or read_nameserver(host) else f"srv+{match[1].lower()}://{host}"
+
+
 def read_nameserver(text: str) -> str | None:
     """An IP address with or without a port (IPv6 with a port in brackets) as `ip:port`; port 53 if it says none."""
     match = re.fullmatch(r"([0-9.]+|\[[0-9A-Fa-f:.]+\])(?::([0-9]{1,5}))?", text)

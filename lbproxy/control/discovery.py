@@ -1,18 +1,15 @@
-"""Where the set of endpoints comes from. The only module of the control plane that may read files.
+"""Where the set of endpoints comes from. The only module of the control plane that may read files of settings.
 
 Every source yields complete sets: the Balancer compares them with what it has, so that a source that was restarted, or
-that missed a change, is right again with its next set. The sources are the settings' own addresses, which never change,
-and the names of their `dns+http://` entries, each resolved again and again by a loop of its own.
+that missed a change, is right again with its next set. The sources are the settings' own addresses, which never change;
+the names of `dns+` and `srv+` entries, each resolved again and again by a loop of its own; and the files of `file:`
+entries, each looked at by a loop of its own, in which there may be addresses and names again.
 
-What to believe of an answer is `KnownName`'s, without I/O. The rules:
+What to believe of DNS is `control.known`'s. Of a file:
 
-- An answer with addresses is the name's new set, at once: what it lacks drains, what it adds is probed first.
-- A failure (time-out, SERVFAIL, refusal, garbage) changes nothing: a broken nameserver says nothing about servers.
-- That there are no addresses (an empty answer, or NXDOMAIN) is acted on after three such answers in a row, and even
-  then only against endpoints that their own health checks call down. A nameserver that lost its zone stops nobody.
-- If one family's question fails, what was known of that family stays.
-- Addresses where no model server can stand, or where lbproxy itself listens, are left out.
-- The set is sorted and without duplicates, so that the order of an answer, which rotates, changes nothing.
+- One that cannot be read, or holds anything but a good list of endpoints, changes nothing. It is told once.
+- A new one is taken when it stayed the same from one look to the next: whoever writes in place is then done.
+- An empty list is acted on only against endpoints that are down by their health checks, as with DNS.
 """
 
 from __future__ import annotations
@@ -22,28 +19,33 @@ import contextlib
 import logging
 import os
 import random
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias
 
-from lbproxy.config import MAX_ENDPOINTS, Address, ConfigError, EndpointSettings, Settings, leads_to
+from lbproxy.config import MAX_ENDPOINTS, Address, ConfigError, EndpointSettings, Settings, parse_endpoints
+from lbproxy.control.known import MAX_LOGGED, Known, KnownName, Member, known_of
 from lbproxy.control.prober import JITTER
-from lbproxy.control.resolver import EMPTY, FAILED, NXDOMAIN, OK, Answer, IPAddress, Lookup, Resolver
+from lbproxy.control.resolver import OK, Lookup, Resolver
 from lbproxy.core.credentials import ApiKey, Tls
 from lbproxy.core.types import EndpointSnapshot, EndpointSpec, Health
 from lbproxy.net.tls import client_context
-from lbproxy.runtime import Runtime
+from lbproxy.runtime import Runtime, supervise
 
 logger = logging.getLogger("lbproxy")
 
-EMPTY_UNTIL_BELIEVED = 3
 FIRST_RETRY_S = 1.0
 """Between resolutions at most until the first good one: what starts together with lbproxy may get its name later."""
+TARGETS_AT_ONCE = 16
+"""Targets of an SRV name whose addresses are asked for at the same time."""
+LOOK_S = 0.5
+"""Between two looks at a file of endpoints. A look is one stat, in a thread."""
+MAX_FILE_BYTES = 1 << 20
 MAX_HOSTS_CHARS = 4 << 20
 HOSTS = Path("/etc/hosts")
-MAX_LOGGED = 10
 MAX_CERTIFICATES_CHARS = 4 << 20
 
 Certificates: TypeAlias = Mapping[str, str]
@@ -60,33 +62,29 @@ def read_hosts() -> str:
     return ""
 
 
-def static_endpoints(settings: Settings, certificates: Certificates = NO_CERTIFICATES) -> list[EndpointSpec]:
-    """The endpoints that the settings name by their address, in their order. Names and addresses are distinct."""
-    return [_spec(one, one.name, one.authority, certificates) for one in settings.endpoints if not one.is_name]
-
-
-def _spec(entry: EndpointSettings, name: str, authority: str, certificates: Certificates) -> EndpointSpec:
+def _spec(entry: EndpointSettings, name: str, member: Member | None, certificates: Certificates) -> EndpointSpec:
+    """Of an entry that is an address itself (None), or a member of one that is a name."""
     return EndpointSpec(
         name=name,
-        base_url=f"{entry.scheme}://{authority}",
+        base_url=f"{entry.scheme}://{member.authority if member else entry.authority}",
         engine=entry.engine,
         metrics=entry.metrics,
         health=entry.health,
         models=entry.models,
-        weight=entry.weight,
+        weight=entry.weight * (member.weight if member else 1.0),
         api_key=None if entry.api_key is None else ApiKey(entry.api_key.get_secret_value()),
-        tls=_tls(entry, certificates) if entry.scheme == "https" else None,
+        tls=_tls(entry, member, certificates) if entry.scheme == "https" else None,
     )
 
 
-def _tls(entry: EndpointSettings, certificates: Certificates) -> Tls:
-    """The name of an address is the one that it was found by."""
-    found_by = entry.authority.rpartition(":")[0].rstrip(".") if entry.is_name else None
+def _tls(entry: EndpointSettings, member: Member | None, certificates: Certificates) -> Tls:
     ca = None if entry.tls.ca is None else certificates[entry.tls.ca]
-    return Tls(ca, entry.tls.verify, entry.tls.server_name or found_by)
+    return Tls(ca, entry.tls.verify, entry.tls.server_name or (member and member.found_by.rstrip(".")))
 
 
-def read_certificates(entries: Sequence[EndpointSettings], path: str = "endpoints") -> Certificates:
+def read_certificates(
+    entries: Sequence[EndpointSettings], path: str = "endpoints", source: str = "settings"
+) -> Certificates:
     """The files of certificates that endpoints' `tls.ca` name. Raises ConfigError; `path` is where the entries stand.
 
     Takes up to 20 ms for each different one: what needs them is made here, to know that they are good.
@@ -106,7 +104,7 @@ def read_certificates(entries: Sequence[EndpointSettings], path: str = "endpoint
         if ca in wrong:
             problems.append(f"{path}[{index}].tls.ca: expected a file of certificates, but {wrong[ca]}, got '{ca}'")
     if problems:
-        raise ConfigError("settings", problems)
+        raise ConfigError(source, problems)
     return texts
 
 
@@ -116,7 +114,7 @@ def _read_certificates(path: str) -> str:
         with Path(path).open(encoding="ascii", errors="replace") as file:
             text = file.read(MAX_CERTIFICATES_CHARS + 1)
     except OSError as error:
-        raise ValueError(f"it cannot be read: {os.strerror(error.errno or 0).lower()}") from None
+        raise ValueError(_unreadable(error)) from None
     if len(text) > MAX_CERTIFICATES_CHARS:
         raise ValueError("it is larger than 4 MiB")
     try:
@@ -126,80 +124,86 @@ def _read_certificates(path: str) -> str:
     return text
 
 
-class KnownName:
-    """What is believed of one `dns+http://` entry. Pure: `hear` is told each answer."""
+def _unreadable(error: OSError) -> str:
+    return f"it cannot be read: {os.strerror(error.errno).lower() if error.errno else error}"
 
-    def __init__(self, entry: EndpointSettings, own: Sequence[Address] = ()) -> None:
-        """`own`: where lbproxy listens."""
-        self.entry = entry
-        self.host, _, self._port = entry.authority.rpartition(":")
-        self._own = [one for one in own if str(one.port) == self._port]  # others need no look for each address
-        self._addresses: tuple[IPAddress, ...] = ()
-        self.authorities: list[str] = []
-        """The endpoints' `host:port`: distinct, IPv4 first, ascending, at most MAX_ENDPOINTS."""
-        self._empties = 0
-        """In a row."""
-        self.results: dict[str, int] = {}
-        """Resolutions by result: a word of `control.resolver`. `ok` if one family brought addresses."""
-        self.found = 0
-        """Addresses in the last answer that had some, those beyond MAX_ENDPOINTS too."""
-        self.problem: str | None = None
-        """Why the last resolution brought nothing; None if it brought addresses, and before the first."""
 
-    def hear(self, lookup: Lookup, down: Callable[[], Collection[str]]) -> None:
-        """One resolution's outcome. `down` says which `host:port` are down by their health checks."""
-        heard = {address for answer in lookup for address in answer.usable}
-        fresh = {one for one in heard if self._is_other(one)} if self._own else heard
-        result = _result(lookup, bool(fresh))
+# --- Entries, and files of them ---------------------------------------------------------------------------------------
+
+
+class Entries:
+    """A list of entries, as the settings or a file have it: the addresses, and what is known of the names."""
+
+    def __init__(
+        self,
+        entries: Sequence[EndpointSettings] = (),
+        certificates: Certificates = NO_CERTIFICATES,
+        own: Sequence[Address] = (),
+        names: Iterable[Known] = (),
+    ) -> None:
+        """`own`: where lbproxy listens. `names`: such of which something is known already."""
+        by_entry = {one.entry: one for one in names}
+        self.entries = entries
+        self.certificates = certificates
+        self.addresses = [one for one in entries if not one.is_name and not one.is_file]
+        self.names: list[Known] = [by_entry.get(one) or known_of(one, own) for one in entries if one.is_name]
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def up(self, down: Collection[str]) -> list[EndpointSettings]:
+        """Those that are not known to be down."""
+        gone = {one.entry for one in self.names if down and set(one.authorities) <= set(down)}
+        gone.update(one for one in self.addresses if one.authority in down)
+        return [one for one in self.entries if one not in gone]
+
+
+@dataclass
+class EndpointFile:
+    """What is known of one `file:` entry."""
+
+    entry: EndpointSettings
+    known: Entries = field(default_factory=Entries)
+    """As of the last good one."""
+    results: dict[str, int] = field(default_factory=dict)
+    """Versions that were read, by result: `ok`, `invalid`, `unreadable`."""
+    problem: str | None = None
+    """What is wrong with it as it is now."""
+    empty: bool = False
+    """It is good, and lists nothing."""
+    seen: tuple[int, ...] | None = None
+    """What told the file that the last look saw from others; None: there was none."""
+    read: tuple[int, ...] | None = None
+    """The same of the one that was read last."""
+
+    def note(self, result: str, problem: str | None) -> None:
+        """One version was read."""
+        self.problem = problem
         self.results[result] = self.results.get(result, 0) + 1
-        self._empties = self._empties + 1 if result in {EMPTY, NXDOMAIN} else 0
-        if result == OK:
-            unheard = {version for version, answer in ((4, lookup.v4), (6, lookup.v6)) if not _was_heard(answer)}
-            kept = {one for one in self._addresses if one.version in unheard}
-            ordered = sorted(fresh | kept, key=lambda one: (one.version, int(one)))
-            self.found = len(ordered)
-            self._adopt(tuple(ordered[:MAX_ENDPOINTS]))
-            self.problem = None
-            return
-        if self._empties >= EMPTY_UNTIL_BELIEVED:
-            gone = down()
-            self._adopt(tuple(one for one in self._addresses if self._authority(one) not in gone))
-        self.problem = _reason(lookup)
-
-    def _adopt(self, addresses: tuple[IPAddress, ...]) -> None:
-        if addresses != self._addresses:
-            self._addresses = addresses
-            self.authorities = [self._authority(address) for address in addresses]
-
-    def _authority(self, address: IPAddress) -> str:
-        return f"[{address}]:{self._port}" if address.version == 6 else f"{address}:{self._port}"
-
-    def _is_other(self, address: IPAddress) -> bool:
-        return not any(leads_to(self._authority(address), own) for own in self._own)
 
 
-def _was_heard(answer: Answer) -> bool:
-    return answer.result in {OK, EMPTY, NXDOMAIN}
+def _look(path: str) -> tuple[int, ...] | None:
+    """What tells the file from its other versions; None if it is not there."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
-def _result(lookup: Lookup, any_usable: bool) -> str:
-    """The two answers in one word."""
-    if any_usable:
-        return OK
-    failed = [answer.result for answer in lookup if not _was_heard(answer)]
-    if failed:
-        return failed[0]
-    if any(answer.result == OK for answer in lookup):
-        return FAILED  # it has addresses, none of which is usable
-    return NXDOMAIN if all(answer.result == NXDOMAIN for answer in lookup) else EMPTY
-
-
-def _reason(lookup: Lookup) -> str:
-    """Of the answer that went worse."""
-    worse = min(lookup, key=lambda answer: (_was_heard(answer), answer.result != OK))
-    if worse.result == OK:
-        return f"none of its addresses can be used: {', '.join(worse.addresses[:MAX_LOGGED])}"
-    return worse.detail
+def _read_endpoints(path: str, settings: Settings) -> tuple[Sequence[EndpointSettings], Certificates]:
+    """The endpoints that a file lists, with the certificates that they name. Raises ConfigError, OSError."""
+    with Path(path).open("rb") as file:
+        data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(path, ["it is larger than 1 MiB"])
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(path, [f"not UTF-8: {error.reason} at byte {error.start}"]) from None
+    folder = os.path.dirname(path)
+    entries = parse_endpoints(text, environ=os.environ, source=path, folder=folder, settings=settings)
+    return entries, read_certificates(entries, "", path)
 
 
 class Discovery:
@@ -210,30 +214,37 @@ class Discovery:
         settings: Settings,
         rng: random.Random,
         resolver: Resolver | None = None,
-        known: Sequence[KnownName] = (),
+        before: Discovery | None = None,
         certificates: Certificates | None = None,
     ) -> None:
-        """`known`: names that something is known of already. `certificates`: read already.
+        """`before`: what it knows of names and files stays known. `certificates`: read already.
 
         Raises ConfigError if certificates cannot be read.
         """
-        self._certificates = read_certificates(settings.endpoints) if certificates is None else certificates
         self._settings = settings
         self._rng = rng
         self._resolver = resolver or Resolver(settings.dns, read_hosts)
-        own = [one for one in (settings.listen, settings.admin) if one is not None]
-        by_entry = {one.entry: one for one in known}
-        entries = [entry for entry in settings.endpoints if entry.is_name]
-        self.names = [by_entry.get(entry) or KnownName(entry, own) for entry in entries]
+        self._own = [one for one in (settings.listen, settings.admin) if one is not None]
+        if certificates is None:
+            certificates = read_certificates(settings.endpoints)
+        names = before._root.names if before is not None else []
+        self._root: Entries = Entries(settings.endpoints, certificates, self._own, names)
+        files = {one.entry: one.known for one in before.files} if before is not None else {}
+        self.files: list[EndpointFile] = [
+            EndpointFile(one, files.get(one, Entries())) for one in settings.endpoints if one.is_file
+        ]
+        """Those of the settings, in their order."""
 
     async def under(self, settings: Settings) -> Discovery:
-        """The same under other settings. Names that stay are known as before, others are resolved once: a set without
-        their addresses would empty a pool that only changed how it is written down. Raises ConfigError if certificates
-        cannot be read.
+        """The same under other settings. Names and files that stay are known as before, others are asked once: a set
+        without their addresses would empty a pool that only changed how it is written down. Raises ConfigError if
+        certificates cannot be read.
         """
         resolver = self._resolver if settings.dns == self._settings.dns else None
         certificates = await asyncio.to_thread(read_certificates, settings.endpoints)
-        successor = Discovery(settings, self._rng, resolver, self.names, certificates)
+        successor = Discovery(settings, self._rng, resolver, self, certificates)
+        for file in successor.files:
+            await successor._read(file, tuple)
         await asyncio.gather(*(successor._resolve(name, tuple) for name in successor.names if not name.results))
         return successor
 
@@ -246,42 +257,68 @@ class Discovery:
         """End what still resolves."""
         self._resolver.close()
 
-    def endpoints(self) -> list[EndpointSpec]:
-        """The complete set as far as known: the settings' addresses, then those of its names, each in their order.
+    @property
+    def names(self) -> list[Known]:
+        """The names of the settings and of the files, as of now."""
+        return [name for entries in self._all() for name in entries.names]
 
-        Names and addresses are distinct: of two entries that lead to one address the first counts, and an address that
-        the settings name themselves before all. At most MAX_ENDPOINTS.
+    def _all(self) -> list[Entries]:
+        return [self._root, *(file.known for file in self.files)]
+
+    def endpoints(self) -> list[EndpointSpec]:
+        """The complete set as far as known: the settings' addresses, those of files, then those of names, each in their
+        order.
+
+        Names and addresses are distinct: of two entries that lead to one address the first counts. At most
+        MAX_ENDPOINTS.
         """
-        specs = {spec.base_url: spec for spec in static_endpoints(self._settings, self._certificates)}
-        taken = {spec.name for spec in specs.values()}
-        for known in self.names:
-            for authority in known.authorities:
-                spec = _spec(known.entry, _name(known.entry, authority, taken), authority, self._certificates)
-                if spec.base_url not in specs and len(specs) < MAX_ENDPOINTS:
-                    specs[spec.base_url] = spec
-                    taken.add(spec.name)
+        specs: dict[str, EndpointSpec] = {}
+        taken: set[str] = set()
+
+        def add(entry: EndpointSettings, name: str, member: Member | None, certificates: Certificates) -> None:
+            authority = member.authority if member else entry.authority
+            if authority not in specs and len(specs) < MAX_ENDPOINTS:
+                specs[authority] = _spec(entry, name, member, certificates)
+                taken.add(name)
+
+        for entries in self._all():
+            for entry in entries.addresses:
+                name = entry.name if entry.name not in taken else f"{entry.name}/{entry.authority}"
+                add(entry, name, None, entries.certificates)
+        for entries in self._all():
+            for one in entries.names:
+                for member in one.members:
+                    add(one.entry, _name(one.entry, member.authority, taken), member, entries.certificates)
         return list(specs.values())
 
     async def resolve_once(self) -> None:
-        """Resolve every name, all at the same time."""
+        """Read every file, then resolve every name, all at the same time."""
+        for file in self.files:
+            await self._read(file, tuple)
         await asyncio.gather(*(self._resolve(name, tuple) for name in self.names))
 
     def loops(self, runtime: Runtime, publish: Publish) -> Iterator[tuple[str, Callable[[], Awaitable[None]]]]:
-        """One loop for each name, and what to call it, for `runtime.supervise`."""
-        for name in self.names:
+        """One loop for each name and each file, and what to call it, for `runtime.supervise`."""
+        for name in self._root.names:
             yield f"discovery of {name.entry.name}", partial(self._follow, name, runtime, publish)
+        for file in self.files:
+            yield f"discovery of {file.entry.name}", partial(self._follow_file, file, runtime, publish)
 
-    async def _follow(self, name: KnownName, runtime: Runtime, publish: Publish) -> None:
+    # Names
+
+    async def _follow(self, name: Known, runtime: Runtime, publish: Publish) -> None:
         """Until cancelled."""
         while True:
             began_at = runtime.now()
-            before, was_good = name.authorities, name.problem is None
+            before, was_good = name.members, name.problem is None
             await self._resolve(name, lambda: _down(runtime.snapshot().endpoints))
             if was_good != (name.problem is None):
                 _log_problem(name)
-            if name.authorities != before:
+            if name.members != before:
                 await asyncio.sleep(0)  # both take about 10 ms for 1,000 addresses: requests may go between
-                _log_change(name, before)
+                authorities = [one.authority for one in before]
+                if name.authorities != authorities:  # else only weights are others
+                    _log_change(name.entry, authorities, name.authorities, name.found)
                 publish(self.endpoints())
             interval_s = self._settings.dns.interval
             if OK not in name.results:
@@ -289,8 +326,81 @@ class Discovery:
             due_at = began_at + interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER)
             await asyncio.sleep(max(0.0, due_at - runtime.now()))
 
-    async def _resolve(self, name: KnownName, down: Callable[[], Collection[str]]) -> None:
-        name.hear(await self._resolver.lookup(name.host), down)
+    async def _resolve(self, name: Known, down: Callable[[], Collection[str]]) -> None:
+        if isinstance(name, KnownName):
+            name.hear(await self._resolver.lookup(name.host), down)
+            return
+        services = await self._resolver.services(name.host)
+        few = asyncio.Semaphore(TARGETS_AT_ONCE)
+
+        async def lookup(target: str) -> Lookup:
+            async with few:
+                return await self._resolver.lookup(f"{target}.")  # it is absolute: no search list
+
+        targets = name.targets(services)
+        name.hear(services, dict(zip(targets, await asyncio.gather(*map(lookup, targets)), strict=True)), down)
+
+    # Files
+
+    async def _follow_file(self, file: EndpointFile, runtime: Runtime, publish: Publish) -> None:
+        """Until cancelled, with the loops of the names in it."""
+        followed: dict[int, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as group:
+            while True:
+                before, problem = file.known, file.problem
+                if await self._is_new(file) or file.empty:
+                    await self._read(file, lambda: _down(runtime.snapshot().endpoints))
+                if file.problem != problem:
+                    _log_file_problem(file)
+                if file.known is not before:
+                    _log_change(file.entry, _shown(before), _shown(file.known), len(file.known.entries))
+                    warn_of_unverified(file.known.entries)
+                    publish(self.endpoints())
+                names = {id(name): name for name in file.known.names}
+                for key in followed.keys() - names.keys():
+                    followed.pop(key).cancel()
+                for key, name in names.items():
+                    if key not in followed:
+                        run = partial(self._follow, name, runtime, publish)
+                        loop = supervise(f"discovery of {name.entry.name}", run, self._rng)
+                        followed[key] = group.create_task(loop)
+                await asyncio.sleep(LOOK_S * self._rng.uniform(1 - JITTER, 1 + JITTER))
+
+    async def _is_new(self, file: EndpointFile) -> bool:
+        """Whether another version than the one that was read last is there, and whole."""
+        now = await asyncio.to_thread(_look, file.entry.path)
+        first, settled = not file.results, now == file.seen
+        file.seen = now
+        return first or (settled and now != file.read)
+
+    async def _read(self, file: EndpointFile, down: Callable[[], Collection[str]]) -> None:
+        """Take over what a file says, as far as it is to be believed."""
+        path, again = file.entry.path, file.empty
+        looked = await asyncio.to_thread(_look, path)
+        try:
+            entries, certificates = await asyncio.to_thread(_read_endpoints, path, self._settings)
+        except ConfigError as error:
+            file.note("invalid", "; ".join(error.problems[:MAX_LOGGED]))
+            file.empty = False
+        except OSError as error:
+            file.note("unreadable", _unreadable(error))
+            file.empty = False
+        else:
+            if not (again and not entries):
+                file.note("ok", None)
+            file.empty = not entries
+            if not entries:
+                entries, certificates = file.known.up(down()), file.known.certificates
+            if (entries, certificates) != (file.known.entries, file.known.certificates):
+                known = Entries(entries, certificates, self._own, file.known.names)
+                # As with a reload: without their addresses, names that replace them would empty the pool.
+                await asyncio.gather(*(self._resolve(name, down) for name in known.names if not name.results))
+                file.known = known
+        file.seen = file.read = looked
+
+
+def _shown(entries: Entries) -> list[str]:
+    return [one.url.rpartition("/")[2] for one in entries.entries]
 
 
 def _name(entry: EndpointSettings, authority: str, taken: Collection[str]) -> str:
@@ -308,18 +418,36 @@ def _down(endpoints: Sequence[EndpointSnapshot]) -> set[str]:
     return {authority for authority, verdict in health.items() if verdict is Health.DOWN}
 
 
-def _log_change(name: KnownName, before: list[str]) -> None:
-    now = name.authorities
-    known, wanted = set(before), set(now)
-    added, removed = [one for one in now if one not in known], [one for one in before if one not in wanted]
-    extra = {"event": "discovery", "source": name.entry.name, "endpoints": len(now)}
+def _log_change(entry: EndpointSettings, before: Sequence[str], now: Sequence[str], found: int) -> None:
+    old, new = set(before), set(now)
+    added, removed = [one for one in now if one not in old], [one for one in before if one not in new]
+    extra: dict[str, object] = {"event": "discovery", "source": entry.name, "endpoints": len(now)}
     extra |= {"added": added[:MAX_LOGGED], "removed": removed[:MAX_LOGGED]}
-    text = "%s has %d addresses%s: added %s; removed %s"
-    cut = f" (of {name.found})" if name.found > len(now) else ""
-    logger.info(text, name.entry.name, len(now), cut, _some(added), _some(removed), extra=extra)
+    text = "%s has %d %s%s: added %s; removed %s"
+    what = "endpoints" if entry.is_file else "addresses"
+    cut = f" (of {found})" if found > len(now) else ""
+    logger.info(text, entry.name, len(now), what, cut, _some(added), _some(removed), extra=extra)
 
 
-def _log_problem(name: KnownName) -> None:
+def _log_file_problem(file: EndpointFile) -> None:
+    extra: dict[str, object] = {"event": "discovery", "source": file.entry.name, "endpoints": len(file.known.entries)}
+    if file.problem is None:
+        logger.info("%s can be read again", file.entry.name, extra=extra)
+        return
+    text = "%s is refused, so what is known of it stays (%d endpoints): %s"
+    extra["reason"] = file.problem
+    logger.warning(text, file.entry.name, len(file.known.entries), file.problem, extra=extra)
+
+
+def warn_of_unverified(entries: Sequence[EndpointSettings]) -> None:
+    """A line of the log for those whose certificates nobody looks at, if there are such."""
+    names = [one.name for one in entries if not one.tls.verify]
+    if names:
+        text = "nobody verifies the certificates of %s (tls.verify: false): who is in between reads and changes all"
+        logger.warning(text, _some(names))
+
+
+def _log_problem(name: Known) -> None:
     extra: dict[str, object] = {"event": "discovery", "source": name.entry.name, "endpoints": len(name.authorities)}
     if name.problem is None:
         logger.info("%s can be resolved again", name.entry.name, extra=extra)
@@ -329,6 +457,6 @@ def _log_problem(name: KnownName) -> None:
     logger.warning(text, name.entry.name, len(name.authorities), name.problem, extra=extra)
 
 
-def _some(authorities: list[str]) -> str:
+def _some(authorities: Sequence[str]) -> str:
     more = f" and {len(authorities) - MAX_LOGGED} more" if len(authorities) > MAX_LOGGED else ""
     return (", ".join(authorities[:MAX_LOGGED]) or "none") + more

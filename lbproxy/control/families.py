@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +16,8 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
+
+from lbproxy.config import EndpointSettings
 
 
 class Histogram:
@@ -168,3 +171,53 @@ def load_families(load: Load, door: Door) -> Iterator[Metric]:
     yield gauge("buffered_body_limit_bytes", "Bytes of request bodies that may be held", load.max_held_bytes)
     memory = [((), load.limit_bytes)]
     yield gauges("memory_limit_bytes", "Memory that lbproxy may take, by its settings or its cgroup", (), memory)
+
+
+# --- Where endpoints come from ----------------------------------------------------------------------------------------
+
+
+class Found(Protocol):
+    """What is known of a DNS name."""
+
+    entry: EndpointSettings
+    results: dict[str, int]
+
+    @property
+    def authorities(self) -> list[str]:
+        """The addresses that are believed."""
+        ...
+
+
+class Listed(Protocol):
+    """What is known of a file of endpoints."""
+
+    entry: EndpointSettings
+    results: dict[str, int]
+    problem: str | None
+
+    @property
+    def known(self) -> Sized:
+        """The endpoints that are believed."""
+        ...
+
+
+def source_families(names: Sequence[Found], files: Sequence[Listed]) -> Iterator[Metric]:
+    """How finding endpoints gets on. The settings and a file may have names that are called alike: these are added."""
+    resolutions: Counter[tuple[str, str]] = Counter()
+    addresses: Counter[tuple[str]] = Counter()
+    for one in names:
+        addresses[(one.entry.name,)] += len(one.authorities)
+        resolutions.update({(one.entry.name, word): count for word, count in one.results.items()})
+    if addresses:
+        text = "Resolutions of a dns+ or srv+ name, by result"
+        yield counters("dns_resolutions", text, ("name", "result"), resolutions.items())
+        yield gauges("dns_addresses", "Addresses that are believed of such a name", ("name",), addresses.items())
+    if files:
+        reads = [((one.entry.name, word), count) for one in files for word, count in one.results.items()]
+        text = "Versions of a file of endpoints that were read, by result"
+        yield counters("file_reads", text, ("name", "result"), reads)
+        good = [((one.entry.name,), float(one.problem is None)) for one in files]
+        text = "0 while a file of endpoints cannot be read or is wrong: what is known of it stays"
+        yield gauges("file_valid", text, ("name",), good)
+        sizes = [((one.entry.name,), float(len(one.known))) for one in files]
+        yield gauges("file_endpoints", "Endpoints that are believed of such a file", ("name",), sizes)

@@ -16,8 +16,8 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import dns.asyncresolver
 import dns.exception
@@ -36,6 +36,9 @@ MARGIN_S = 0.5
 """The library's time-out goes by the wall clock, which may jump; this much later the event loop's clock ends it."""
 JOIN_S = 2.0
 MAX_DETAIL_CHARS = 300
+MAX_SERVERS = 1024
+"""SRV records of a name that are read: those that come first by priority."""
+T = TypeVar("T")
 
 
 class Answer(NamedTuple):
@@ -48,6 +51,26 @@ class Answer(NamedTuple):
     """Without: why, for a human."""
     usable: tuple[IPAddress, ...] = ()
     """Those of `addresses` where an endpoint can be. To read them is the dear part, so it is done in the thread."""
+
+
+class Server(NamedTuple):
+    """One SRV record (RFC 2782)."""
+
+    priority: int
+    weight: int
+    port: int
+    target: str
+    """In lower case, without the last dot."""
+
+
+class Services(NamedTuple):
+    """What the question for a name's SRV records brought."""
+
+    result: str
+    servers: tuple[Server, ...] = ()
+    """With `ok`: at least one, ascending, at most MAX_SERVERS."""
+    detail: str = ""
+    """Without: why, for a human."""
 
 
 def answer(addresses: Iterable[str]) -> Answer:
@@ -93,11 +116,18 @@ class Resolver:
 
     async def lookup(self, host: str) -> Lookup:
         """The addresses of `host`. Any number may run at the same time; cancelling ends it."""
+        return await self._in_thread(self._lookup(host))
+
+    async def services(self, name: str) -> Services:
+        """The SRV records of `name`."""
+        return await self._in_thread(self._services(name))
+
+    async def _in_thread(self, question: Coroutine[object, object, T]) -> T:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=_run, args=(self._loop,), name="lbproxy-dns", daemon=True)
             self._thread.start()
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._lookup(host), self._loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(question, self._loop))
 
     def close(self) -> None:
         """End the thread, and what still runs in it."""
@@ -108,7 +138,7 @@ class Resolver:
 
     async def _lookup(self, host: str) -> Lookup:
         if self._settings.nameservers is None:
-            listed = list(addresses_in(self._read_hosts(), host))
+            listed = list(addresses_in(self._read_hosts(), host.rstrip(".")))
             if listed:
                 return Lookup(answer(one for one in listed if ":" not in one), answer(a for a in listed if ":" in a))
         try:
@@ -130,17 +160,44 @@ class Resolver:
         resolver.lifetime = self._settings.timeout
         return resolver
 
+    async def _services(self, name: str) -> Services:
+        try:
+            found = await self._records(self._resolver(), name, "SRV")
+        except _NoRecordsError as failure:
+            return Services(failure.result, detail=failure.detail)
+        except (dns.exception.DNSException, OSError, ValueError) as error:  # resolv.conf is not there, or bad
+            return Services(FAILED, detail=_detail(error))
+        read = {Server(one.priority, one.weight, one.port, one.target.to_text(True).lower()) for one in found}
+        if all(one.target == "." for one in read):  # "the service is decidedly not available at this domain"
+            return Services(EMPTY, detail="the name has no SRV records")
+        return Services(OK, tuple(sorted(one for one in read if one.target != ".")[:MAX_SERVERS]))
+
     async def _ask(self, resolver: dns.asyncresolver.Resolver, host: str, kind: str) -> Answer:
         try:
+            return answer(record.address for record in await self._records(resolver, host, kind))
+        except _NoRecordsError as failure:
+            return Answer(failure.result, detail=failure.detail)
+
+    async def _records(self, resolver: dns.asyncresolver.Resolver, name: str, kind: str) -> dns.resolver.Answer:
+        """The records of one kind, maybe none. Raises _NoRecordsError."""
+        try:
             async with asyncio.timeout(self._settings.timeout + MARGIN_S):
-                found = await resolver.resolve(host, kind, raise_on_no_answer=False)
+                return await resolver.resolve(name, kind, raise_on_no_answer=False)
         except dns.resolver.NXDOMAIN as error:
-            return Answer(NXDOMAIN, detail=_detail(error))
+            raise _NoRecordsError(NXDOMAIN, error) from None
         except (dns.exception.Timeout, TimeoutError) as error:
-            return Answer(TIMEOUT, detail=_detail(error))
+            raise _NoRecordsError(TIMEOUT, error) from None
         except (dns.exception.DNSException, OSError, ValueError) as error:  # refused, SERVFAIL, a loop, too long a name
-            return Answer(FAILED, detail=_detail(error))
-        return answer(record.address for record in found)
+            raise _NoRecordsError(FAILED, error) from None
+
+
+class _NoRecordsError(Exception):
+    """A question that brought no records, and why."""
+
+    def __init__(self, result: str, error: Exception) -> None:
+        super().__init__(result)
+        self.result = result
+        self.detail = _detail(error)
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

@@ -27,7 +27,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from lbproxy import __version__
 from lbproxy.config import LogSettings
-from lbproxy.control.discovery import KnownName
+from lbproxy.control.discovery import Discovery
 from lbproxy.control.families import (
     Door,
     Histogram,
@@ -41,6 +41,7 @@ from lbproxy.control.families import (
     histogram,
     load_families,
     render,
+    source_families,
 )
 from lbproxy.control.log import LEVELS, OUTCOMES, LineWriter, access_line, configure_logging
 from lbproxy.control.scraper import Scraper
@@ -122,7 +123,7 @@ class Telemetry:
         self._clients: Connections | None = None
         self._upstreams: Connections | None = None
         self._scrapers: dict[EndpointUid, Scraper] = {}
-        self._names: Sequence[KnownName] = ()
+        self._sources: Discovery | None = None
 
         self._requests: defaultdict[tuple[str, str, int], int] = defaultdict(int)
         self._by_endpoint: defaultdict[tuple[str, str], int] = defaultdict(int)
@@ -169,9 +170,9 @@ class Telemetry:
         self._write_access = self._writer.write if log.access else None
         self._access_level = logging.getLevelNamesMapping()[log.level.upper()]
 
-    def watch_names(self, names: Sequence[KnownName]) -> None:
-        """Show how resolving these gets on."""
-        self._names = names
+    def watch_sources(self, sources: Discovery) -> None:
+        """Show how finding endpoints gets on."""
+        self._sources = sources
 
     def close(self) -> None:
         """Write what is left of the log, and let go of the process's logging."""
@@ -280,8 +281,8 @@ class Telemetry:
         yield from self._request_families()
         yield from self._endpoint_counters()
         yield from self._scrape_families()
-        if self._names:
-            yield from self._dns_families()
+        if self._sources is not None:
+            yield from source_families(self._sources.names, self._sources.files)
         yield from self._process_families(snapshot)
         if self._load is not None and self._door is not None:
             yield from load_families(self._load, self._door)
@@ -357,12 +358,6 @@ class Telemetry:
         yield gauges("scrape_missing_metrics", text, ("endpoint", "signal"), missing)
         times = [((name,), one.last_duration_s) for name, one in scrapes.items()]
         yield gauges("scrape_duration_seconds", "How long the last scrape took", ("endpoint",), times)
-
-    def _dns_families(self) -> Iterator[Metric]:
-        results = [((one.entry.name, word), n) for one in self._names for word, n in one.results.items()]
-        yield counters("dns_resolutions", "Resolutions of a dns+http name, by result", ("name", "result"), results)
-        addresses = [((one.entry.name,), len(one.authorities)) for one in self._names]
-        yield gauges("dns_addresses", "Addresses that are believed of a dns+http name", ("name",), addresses)
 
     def _process_families(self, snapshot: PoolSnapshot) -> Iterator[Metric]:
         yield gauge("waiting_requests", "Requests in the queue because no endpoint has room", snapshot.waiting)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from lbproxy.config import ConfigError, parse
-from lbproxy.control.discovery import Discovery, static_endpoints
+from lbproxy.control.discovery import Discovery
+from lbproxy.control.known import KnownName
 from lbproxy.control.resolver import EMPTY, Answer, Lookup, answer
 from lbproxy.core.credentials import ApiKey, Tls
 from lbproxy.core.types import EndpointSpec
@@ -24,7 +25,7 @@ endpoints:
 
 
 def test_the_settings_endpoints_keep_their_order_and_every_key() -> None:
-    assert static_endpoints(parse(TEXT, environ={})) == [
+    assert Discovery(parse(TEXT, environ={}), random.Random(1)).endpoints() == [
         EndpointSpec(name="gpu-1:8000", base_url="http://gpu-1:8000", engine="auto", metrics="auto", health="/health"),
         EndpointSpec(
             name="two",
@@ -86,6 +87,7 @@ def test_the_addresses_of_a_name_must_have_its_certificate() -> None:
     text = "endpoints: [{url: 'dns+https://VLLM.test.:8443'}, {url: 'dns+https://b', tls: {server_name: c.test}}]"
     discovery = Discovery(parse(text, environ={}), random.Random(1))
     for name in discovery.names:
+        assert isinstance(name, KnownName)
         name.hear(Lookup(answer(["10.0.0.1"]), Answer(EMPTY)), tuple)
     assert [(one.base_url, one.tls) for one in discovery.endpoints()] == [
         ("https://10.0.0.1:8443", Tls(server_name="vllm.test")),

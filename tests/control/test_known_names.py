@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from lbproxy.config import MAX_ENDPOINTS, EndpointSettings, parse
-from lbproxy.control.discovery import Discovery, KnownName
+from lbproxy.control.discovery import Discovery
+from lbproxy.control.known import KnownName
 from lbproxy.control.resolver import EMPTY, FAILED, NXDOMAIN, OK, TIMEOUT, Answer, Lookup, answer, usable_address
 from lbproxy.core.types import EndpointSpec, Health
 from tests.support.aio import run, until

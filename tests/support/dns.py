@@ -32,6 +32,8 @@ class Says:
     a: Sequence[str] = ()
     """Sent as they are: duplicates too."""
     aaaa: Sequence[str] = ()
+    srv: Sequence[str] = ()
+    """Each as `priority weight port target.`"""
     cname: str | None = None
     rcode: str = "NOERROR"
     v6_rcode: str | None = None
@@ -101,7 +103,7 @@ class DnsServer:
                 response.answer.append(dns.rrset.from_text(question.name, says.ttl, "IN", "CNAME", f"{says.cname}."))
                 question = dns.rrset.RRset(dns.name.from_text(says.cname), question.rdclass, question.rdtype)
                 says = self.zone.get(says.cname, Says())
-            addresses = says.a if kind == "A" else says.aaaa
+            addresses = {"A": says.a, "AAAA": says.aaaa, "SRV": says.srv}.get(kind, ())
             response.answer += [dns.rrset.from_text(question.name, says.ttl, "IN", kind, one) for one in addresses]
             if says.cname is not None:
                 response.answer.append(dns.rrset.from_text(question.name, says.ttl, "IN", "CNAME", f"{says.cname}."))
