@@ -121,7 +121,7 @@ class Api:
             "type": "object",
             "required": ["url"],
             "properties": {
-                "url": {"type": "string", "pattern": r"^(dns\+)?http://[^/]+$"},
+                "url": {"type": "string", "minLength": 1, "description": "and all else that an entry of the file says"},
                 "name": {"type": "string", "pattern": r"^[A-Za-z0-9._:\[\]-]{1,64}$"},
                 "keep": {"type": "boolean", "default": False, "description": "a reload keeps it"},
             },
