@@ -9,7 +9,10 @@ import pytest
 
 from tests.chaos import report
 from tests.chaos.peers import PEERS
-from tests.support.docs import DOCS, ROOT, expect_generated
+from tests.conformance import report as conformance
+from tests.fuzz.__main__ import FUZZERS, RESULTS
+from tests.fuzz.strictness import RULES
+from tests.support.docs import DOCS, ROOT, expect_generated, table
 
 PAGE = DOCS / "reliability.md"
 
@@ -18,7 +21,7 @@ def test_every_test_is_in_the_table() -> None:
     """And in the form that `make chaos` runs, with nothing missed."""
     expect_generated(PAGE, "reliability", report.own_table())
     sources = "".join(file.read_text() for file in (ROOT / "tests/chaos").glob("test_*.py"))
-    written = set(re.findall(r'mark\.chaos\(\s*"(T\d+)"', sources))
+    written = set(re.findall(r'mark\.chaos\(\s*"(T\d+[a-z]?)"', sources))
     kept = report.lines("lbproxy")
     assert set(kept) == written
     assert {line["form"] for line in kept.values()} == {"fast"}
@@ -45,3 +48,23 @@ def test_the_tables_say_what_was_missed(monkeypatch: pytest.MonkeyPatch) -> None
     assert report.verdict(line) == "3 failed of 1,200"
     assert report.verdict(None) == "-"
     assert json.loads(json.dumps(line)) == line
+
+
+def test_http_case_by_case_is_in_tables() -> None:
+    scores = conformance.scores(["lbproxy", *PEERS])
+    expect_generated(PAGE, "http", conformance.by_group(scores))
+    expect_generated(PAGE, "http failures", conformance.failures(scores))
+    assert scores[0]["name"] == "lbproxy"
+    assert scores[0]["failed"] == {}
+
+
+def test_fuzzers_and_what_they_may_find_are_in_tables() -> None:
+    rows = []
+    for name, fuzzer in FUZZERS.items():
+        kept = json.loads((RESULTS / f"{name}.json").read_text())
+        against = (fuzzer.__doc__ or "").partition("\n\n")[0].replace("\n", " ").partition(": ")[2]
+        rows.append([name, against, f"{kept['runs']:,}", str(kept["crashes"]), str(kept["differ"])])
+        assert (kept["crashes"], kept["differ"]) == (0, 0)
+    expect_generated(DOCS / "testing.md", "fuzz", table(["fuzzer", "what", "inputs", "crashes", "differ"], rows))
+    rules = [[rule.fuzzer, rule.name, "laxer" if rule.laxer else "stricter", rule.why] for rule in RULES]
+    expect_generated(DOCS / "testing.md", "strictness", table(["fuzzer", "input", "lbproxy is", "why"], rules))

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import uvloop
@@ -73,8 +74,8 @@ async def upstream_case(case: UpstreamCase, port: int, endpoint: Endpoint, pace:
 
 
 async def recovers(port: int) -> str:
-    """The next requests are answered by their own answers: at the latest the tenth, as breakers may be open."""
-    for _ in range(10):
+    """The next requests are answered by their own answers: at the latest the third, as breakers may be open."""
+    for _ in range(3):
         other = await Talk.open(port)
         await other.say(GOOD, "whole")
         heard = await other.hear(lambda heard: bool(heard.answers) and heard.answers[0].whole, HANGS_S)
@@ -108,7 +109,10 @@ async def gateway(name: str, endpoint: Endpoint) -> AsyncIterator[int]:
             yield it.port
         return
     with tempfile.TemporaryDirectory() as folder:
-        starting = PEERS[name].start([endpoint.url], Path(folder))
+        peer = PEERS[name]
+        if name.endswith("router"):  # one case must not decide the next
+            peer = replace(peer, command=(*peer.command, "--disable-circuit-breaker", "--disable-retries"))
+        starting = peer.start([endpoint.url], Path(folder))
         _, url = await asyncio.to_thread(starting.__enter__)
         try:
             yield int(url.rpartition(":")[2])
