@@ -11,12 +11,9 @@ swapped, in one step without an await. What can take other settings has a `recon
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
 import ipaddress
 import os
 import random
-import resource
 import socket
 import sys
 import time
@@ -25,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from lbproxy import __version__
+from lbproxy import __version__, process
 from lbproxy.config import Address, AdminSettings, ConfigError, ListenSettings, Settings
 from lbproxy.control.admin import Admin
 from lbproxy.control.api import Api
@@ -57,9 +54,6 @@ from lbproxy.runtime import Runtime, logger, supervise
 SUCCESSOR_WAITS_S = 3.0
 """How long a successor waits for its first endpoint before it accepts: its predecessor serves meanwhile."""
 MAX_PROBLEMS_LOGGED = 100
-SWITCH_S = 0.0005
-"""How long another thread may run while the event loop has something to do. Python's 5 ms is paid at each call into
-the kernel: while the resolver read an answer of 1,000 addresses, requests stood still for up to 30 ms."""
 
 
 class Listening(NamedTuple):
@@ -89,8 +83,7 @@ async def serve(settings: Settings, *, orders: Orders, on_ready: Callable[[Liste
 
     Raises OSError if an address cannot be listened on, ConfigError if keys or a certificate cannot be read.
     """
-    _raise_descriptor_limit()
-    sys.setswitchinterval(SWITCH_S)
+    process.prepare()
     Memory.tune()
     inherited = Inherited.from_environment(os.environ)
     proxy = Proxy(settings, Notifier.from_environment(os.environ))
@@ -183,7 +176,7 @@ class Proxy:
             logger.info(_banner(self.settings, listening, self.front.keys), extra={"event": "start"})
             self._warn_if_open()
             warn_of_unverified(self.settings.endpoints)
-            _settle_garbage_collector()
+            process.settle()
             on_ready(listening)
             self.notifier.ready(self._status())
             inherited.ready()
@@ -483,22 +476,3 @@ def _banner(settings: Settings, listening: Listening, keys: KeyRing | None) -> s
         f"balances {len(names) - resolved - files} endpoints{dns} ({shown}) by {settings.routing.policy}; "
         + ("no API keys: open to everybody who reaches it" if keys is None else f"asks for one of {len(keys)} API keys")
     )
-
-
-def _settle_garbage_collector() -> None:
-    """What is there now stays: walking it again and again, mostly modules, is 5 % of the CPU time of a small request.
-
-    A request leaves no cycles behind, so few collections are needed, and the oldest generation holds what lives long:
-    waiting requests, connections, endpoints.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
-
-
-def _raise_descriptor_limit() -> None:
-    """A proxy needs two descriptors for each request; the usual soft limit of 1,024 is for programs that use few."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):  # some systems call the hard limit infinite and mean it not
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
