@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import orjson
 from rich import box
@@ -20,6 +21,7 @@ from rich.table import Table
 
 from lbproxy.config import ConfigError, HealthSettings, RetrySettings, RoutingSettings, Scenario, ScrapeSettings
 from lbproxy.core.policy import make_policy
+from lbproxy.core.pricing import Policy
 from lbproxy.sim import plots
 from lbproxy.sim.catalogue import (
     WORKLOADS,
@@ -32,11 +34,14 @@ from lbproxy.sim.catalogue import (
 )
 from lbproxy.sim.cluster import Fleet
 from lbproxy.sim.fleet import TOKEN_BYTES, Fault, FaultKind, FleetOptions, Served, Server
+from lbproxy.sim.oracle import OracleBalancer, OracleFleet
 from lbproxy.sim.presets import PRESETS
 from lbproxy.sim.replicas import Replica
 from lbproxy.sim.report import Estimate, Summary, as_json, by_phase, cells, headings, markdown, paired, summarise
 from lbproxy.sim.traces import TraceError, TraceRow, read_azure, read_mooncake
 from lbproxy.sim.workload import Workload
+
+AnyReplica = TypeVar("AnyReplica", bound=Replica)
 
 _TRACE_READERS: Mapping[str, Callable[[Iterable[str]], list[TraceRow]]] = {
     "mooncake": read_mooncake,
@@ -53,6 +58,8 @@ class Run:
     seed: int
     rows: tuple[TraceRow, ...] | None = None
     """Of the trace that the workload replays."""
+    oracle: str | None = None
+    """One of `sim.oracle.ORACLES` in place of the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +165,9 @@ def serve_workload(run: Run, workload: Workload) -> list[Served]:
     """What became of each job of a workload, on the fleet and with the policy and the seed of a run."""
     scenario = run.scenario
 
-    def make_balancer(rng: random.Random) -> Replica:
-        return Replica(
-            make_policy(run.routing, rng),
+    def make(policy: Policy, kind: type[AnyReplica], rng: random.Random) -> AnyReplica:
+        return kind(
+            policy,
             admission=scenario.admission,
             health=HealthSettings(),
             scrape=_scraping(scenario.scrape_interval),
@@ -168,7 +175,18 @@ def serve_workload(run: Run, workload: Workload) -> list[Served]:
             rng=rng,
         )
 
-    return Fleet(fleet_options(scenario, run.routing), workload, make_balancer, seed=run.seed).run()
+    if run.oracle is not None:
+        # Keys as for adaptive, for the balancer's own bookkeeping; the oracle reads none of them.
+        options = fleet_options(scenario, RoutingSettings())
+        return OracleFleet(
+            options,
+            workload,
+            lambda oracle, rng: make(oracle, OracleBalancer, rng),
+            form=run.oracle,
+            seed=run.seed,
+        ).run()
+    options = fleet_options(scenario, run.routing)
+    return Fleet(options, workload, lambda rng: make(make_policy(run.routing, rng), Replica, rng), seed=run.seed).run()
 
 
 def _scraping(interval_s: float | None) -> ScrapeSettings:

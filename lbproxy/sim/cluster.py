@@ -159,7 +159,8 @@ class Fleet:
         )
         served = Served(job, self.now, front.number, streamed)
         self._served.append(served)
-        self._submit(front, Flight(served, hashes, request), frozenset())
+        work = SimRequest(job.id, prompt_tokens, job.answer.tokens, hashes, job.model)
+        self._submit(front, Flight(served, work, request), frozenset())
         self._poll(front)
 
     # Balancers
@@ -238,9 +239,8 @@ class Fleet:
         if server.failing:
             self._heap.at(self.now + ERROR_S, self._refuse, flight)
             return
-        work = SimRequest(job.id, job.prompt_tokens, job.answer.tokens, flight.hashes, job.model)
         try:
-            server.engine.add(work, now=self.now)
+            server.engine.add(flight.work, now=self.now)
         except RequestTooLong:
             # The proxy relays a 400 like any answer.
             self._close(flight, Outcome.COMPLETED)

@@ -34,7 +34,7 @@ from collections import OrderedDict, deque
 from lbproxy.sim.kv_cache import BlockPool
 from lbproxy.sim.lora_slots import LoraSlots
 from lbproxy.sim.presets import BLOCK_TOKENS, Preset
-from lbproxy.sim.sequence import FirstToken, Gauges, Phase, RequestTooLong, Running, SimRequest, StepDone
+from lbproxy.sim.sequence import FirstToken, Gauges, Outlook, Phase, RequestTooLong, Running, SimRequest, StepDone
 
 __all__ = ["Engine", "SimRequest", "RequestTooLong", "StepDone", "FirstToken", "Gauges", "JITTER_SIGMA"]
 
@@ -193,6 +193,23 @@ class Engine:
     def gauges(self) -> Gauges:
         """As of the latest step that `advance`, `add` or `abort` came past."""
         return self._gauges
+
+    def outlook(self) -> Outlook:
+        """All that is to come, if nothing more is added. Cheap; valid until the next call that changes something."""
+        return Outlook(
+            self._preset,
+            self._seconds_per_ms,
+            self._pool,
+            self._lora,
+            self._step_ends_at,
+            self._steps_done,
+            self._context,
+            self._decoding,
+            self._finishing,
+            self._prefills,
+            self._partial,
+            [*self._waiting.values(), *self._arriving],
+        )
 
     def _run(self, now: float) -> None:
         while True:

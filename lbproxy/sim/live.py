@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lbproxy.core.retry import FailureKind
 from lbproxy.core.types import EndpointUid, InferenceRequest, LoadMetrics, LoraMetrics, Ticket
-from lbproxy.sim.engine import Engine
+from lbproxy.sim.engine import Engine, SimRequest
 from lbproxy.sim.fleet import Served, Server
 from lbproxy.sim.presets import BLOCK_TOKENS
 from lbproxy.sim.replicas import Echo, Replica
@@ -18,7 +18,7 @@ class Flight:
     """A job that has not ended."""
 
     served: Served
-    hashes: list[int]
+    work: SimRequest
     request: InferenceRequest
     ticket: Ticket | None = None
     server: LiveServer | None = None

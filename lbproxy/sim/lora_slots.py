@@ -62,6 +62,12 @@ class LoraSlots:
         """Whether a request with this adapter can run beside those that do."""
         return adapter is None or adapter in self._running or len(self._running) < self._slots
 
+    def load_ms(self, adapter: str | None) -> float:
+        """What loading it would take now, on average."""
+        if adapter is None or adapter in self._loaded:
+            return 0.0
+        return sum(HOST_LOAD_MS if adapter in self._seen else DISK_LOAD_MS) / 2
+
     def queued(self, adapter: str | None) -> None:
         """A request began to wait."""
         if adapter is not None:

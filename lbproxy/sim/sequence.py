@@ -5,10 +5,14 @@ Values only, and one mutable record for each request inside. What changes them, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
+
+from lbproxy.sim.kv_cache import BlockPool
+from lbproxy.sim.lora_slots import LoraSlots
+from lbproxy.sim.presets import Preset
 
 
 class RequestTooLong(ValueError):  # noqa: N818 - it is a refusal, named as the client will read it
@@ -111,3 +115,26 @@ class Running:
     def known_tokens(self) -> int:
         """The prompt and what was generated: what a prefill, or one after a preemption, has to compute."""
         return self.request.prompt_tokens + self.generated
+
+
+class Outlook(NamedTuple):
+    """The engine's own state, for who has to foresee what it will do; not to be changed."""
+
+    preset: Preset
+    seconds_per_ms: float
+    pool: BlockPool
+    lora: LoraSlots
+    step_ends_at: float | None
+    """Of the step in flight; None = idle."""
+    steps_done: int
+    context: int
+    """Computed tokens of all decodes together."""
+    decoding: Mapping[str, Running]
+    finishing: Mapping[int, Sequence[Running]]
+    """By how many steps will be done then; an entry counts if the sequence's `finishes_at` says the same."""
+    prefills: Sequence[Running]
+    """Those with a chunk in the step in flight."""
+    partial: Running | None
+    """The one whose prefill goes on after that."""
+    queue: Sequence[Running]
+    """Not begun, in the order in which they will; some may be GONE."""
