@@ -19,6 +19,9 @@ AGEING_S = 10.0
 """A request that has waited so long counts as half its work, after twice that as a third: nobody starves."""
 WORK_S = 0.5
 """How long a waiting request's least work is believed: caches change."""
+LOOKUPS = 512
+"""And how many are asked for anew in one plan, the oldest first, so that 10,000 that wait do not hold up the loop:
+at a plan each 10 ms, 25,000 are as fresh as `WORK_S` says."""
 
 
 class WaitingQueue:
@@ -126,10 +129,16 @@ class WaitingQueue:
 
 
 def least_work(uncached: Callable[[InferenceRequest], float], now: float) -> Callable[[Ticket], float]:
-    """How much prefill work a ticket is at least, as of lately. `uncached`: asked where nothing of late is known."""
+    """How much prefill work a ticket is at least, as of lately. `uncached`: asked where nothing of late is known, and
+    of no more than `LOOKUPS` about which something older is.
+    """
+    left = LOOKUPS
+    unknown = float("-inf")
 
     def work(ticket: Ticket) -> float:
-        if now - ticket.work_at >= WORK_S:
+        nonlocal left
+        if now - ticket.work_at >= WORK_S and (left > 0 or ticket.work_at == unknown):
+            left -= 1
             ticket.work_tokens = uncached(ticket.request)
             ticket.work_at = now
         return ticket.work_tokens

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from lbproxy.config import AdmissionSettings
+from lbproxy.core.admission import LOOKUPS, WaitingQueue, least_work
 from lbproxy.core.balancer import PLAN_S, PLANNED, Balancer
 from lbproxy.core.choice import HOLD_MS
 from lbproxy.core.pricing import Prices
@@ -359,3 +360,23 @@ def test_the_same_seed_decides_the_same() -> None:
 
 def test_the_threshold_is_what_the_docs_say() -> None:
     assert (HOLD_MS, PLAN_S) == (1000.0, 0.01)
+
+
+def test_a_plan_looks_up_few_of_many_and_the_oldest_first() -> None:
+    """10,000 that wait must not hold up the loop because half a second has passed; who is new is always looked up."""
+    asked: list[str] = []
+
+    def uncached(request: InferenceRequest) -> float:
+        asked.append(request.id)
+        return 1.0
+
+    queue = WaitingQueue(AdmissionSettings(queue_requests=100_000))
+    for number in range(LOOKUPS + 100):
+        queue.push(Ticket(InferenceRequest(str(number), None), 0.0, 60.0, frozenset()))
+    queue.in_order(least_work(uncached, 0.0), 0.0)
+    assert len(asked) == LOOKUPS + 100
+    asked.clear()
+    queue.in_order(least_work(uncached, 1.0), 1.0)
+    assert asked == [str(number) for number in range(LOOKUPS)]
+    queue.in_order(least_work(uncached, 1.01), 1.01)
+    assert asked[LOOKUPS:] == [str(LOOKUPS + number) for number in range(100)]
