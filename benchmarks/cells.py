@@ -8,7 +8,7 @@ The short form has one variant of each kind, cut in time but not in load.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,11 @@ DISTURBED: dict[str, dict[str, object]] = {
 }
 """What is wrong with what the balancer is told."""
 ROBUSTNESS: dict[str, dict[str, Cell]] = {
-    name: {how: Cell(cell.workload, cell.parameters, speeds=cell.speeds, more=more) for how, more in DISTURBED.items()}
+    name: {how: replace(cell, more=more) for how, more in DISTURBED.items()}
     for name, cell in {
-        "b2b ladder to 30/s": Cell("ladder", {"last_rate": 30}),
-        "agents, 80 users": CELLS["agents, 80 users"],
-        "half at half speed": CELLS["half at half speed"],
+        "b2b ladder, 20 to 30/s": Cell("ladder", {"first_rate": 20, "last_rate": 30, "step_s": 15}),
+        "agents, 80 users": Cell("agents", {"users": 80, "duration_s": 120}),
+        "half at half speed": Cell("own", {**MIX, "rate": 35, "duration_s": 90}, speeds={1.0: 4, 0.5: 4}),
     }.items()
 }
 """Some cells, each undisturbed and disturbed."""

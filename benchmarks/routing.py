@@ -8,10 +8,12 @@ policy, and the simulation is deterministic, so a figure can be had again, digit
     python -m benchmarks.routing --gates              # does the simulated fleet behave like published ones?
     python -m benchmarks.routing --robustness         # what wrong sizes and late gauges cost
     python -m benchmarks.routing --lora               # adapters: loads, and what affinity is worth
+    python -m benchmarks.routing --targets            # what routing has to reach, and what it does
 
 Without the traces (paths by option) the replays run on stand-ins with their statistics, and the tables say so. Writes
-`results/routing-short.json` or `-full.json` and the tables to `ROUTING.md`; --robustness `ROBUSTNESS.md` alone, --lora
-`LORA.md` alone.
+`results/routing-short.json` or `-full.json` and the tables to `ROUTING.md`; --lora `LORA.md` alone. --targets and
+--robustness write `results/targets.json` and `TARGETS.md`, `results/robustness.json` and `ROBUSTNESS.md`; they run in
+one process, keep every run as it is done, and go on where they were stopped.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import os
 import platform
 import resource
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +34,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks.cells import CELLS, GIE_LORA, LORA, LORA_CAPACITY, ROBUSTNESS, Cell
+from benchmarks.targets import Kept, Runner, chosen_parts, found_of, run_parts
+from benchmarks.verdicts import page
 from lbproxy import __version__
 from lbproxy.config import Scenario
 from lbproxy.core.policy import POLICIES
@@ -166,21 +171,21 @@ def run_gates(args: argparse.Namespace) -> int:
 
 
 def run_robustness(args: argparse.Namespace) -> int:
-    """A table of every disturbed cell against the same one undisturbed."""
-    policies = args.policies or ["gie", "llm-d", OURS]
-    seeds = args.seeds or FULL_SEEDS
+    """A table of every disturbed cell against the same one undisturbed. Goes on where it was stopped."""
+    policies = args.policies or [OURS]
+    seeds = args.seeds or 3
+    runner = _runner(args, "robustness")
     rows = [["cell", "what is wrong", *(f"{policy}: TTFT, goodput" for policy in policies)]]
     for name, variants in ROBUSTNESS.items():
-        chosen = {
-            how: Scenario.model_validate(cell.scenario(policies, seeds, short=args.short, trace=None))
+        found = {
+            (how, policy): [runner.run(f"{name}, {how}", cell, policy, seed).summary for seed in range(1, seeds + 1)]
             for how, cell in variants.items()
+            for policy in policies
         }
-        found = execute(plan(chosen), args.processes)
-        base = found[next(iter(variants))]
         for how in variants:
             row = [name, how]
             for policy in policies:
-                now, before = ([r.summary for r in runs] for runs in (found[how][policy], base[policy]))
+                now, before = found[how, policy], found[next(iter(variants)), policy]
                 ttft_s = _mean(now, "ttft_mean")
                 ratio = ttft_s / _mean(before, "ttft_mean")
                 row.append(f"{ttft_s:.3f} s ({ratio:.2f}x), {_mean(now, 'goodput'):.2f}")
@@ -263,6 +268,36 @@ def _adapter_table(runs: Mapping[str, Sequence[Summary]]) -> str:
     return _table(rows)
 
 
+# Targets
+
+
+def run_targets(args: argparse.Namespace) -> int:
+    """All runs that are not kept yet, then the page."""
+    runner = _runner(args, "targets")
+    parts, seeds = chosen_parts(args.cells), args.seeds or FULL_SEEDS
+    if not args.render:
+        run_parts(parts, runner, seeds)
+    text = page(found_of(parts, runner, seeds), seeds=seeds, replays=_replays(args))
+    print(text)
+    if not args.cells:
+        (HERE / "TARGETS.md").write_text(text, "utf-8")
+    return 0
+
+
+def _runner(args: argparse.Namespace, name: str) -> Runner:
+    """Runs kept in the file of that name."""
+    (HERE / "results").mkdir(exist_ok=True)
+    traces = {"mooncake": args.mooncake, "azure": args.azure}
+    kept = Kept(HERE / "results" / f"{name}.json")
+    return Runner(kept, traces, lambda line: print(time.strftime("%T"), line, file=sys.stderr, flush=True))
+
+
+def _replays(args: argparse.Namespace) -> str:
+    """What stands for the traces."""
+    stand_ins = [name for name in ("mooncake", "azure") if getattr(args, name) is None]
+    return f"stand-ins instead of the traces of {' and '.join(stand_ins)}" if stand_ins else "the published traces"
+
+
 # The command
 
 
@@ -280,7 +315,7 @@ def write(tables: Sequence[Table], args: argparse.Namespace, *, cpu_s: float) ->
     (HERE / "results").mkdir(exist_ok=True)
     data = {"about": about, "cells": {table.name: as_json(table.runs) for table in tables}}
     (HERE / "results" / f"routing-{form}.json").write_bytes(orjson.dumps(data))
-    traces = f"stand-ins instead of the traces of {' and '.join(stand_ins)}" if stand_ins else "the published traces"
+    traces = _replays(args)
     command = f"python -m benchmarks.routing{' --short' if args.short else ''}"
     title = f"`{command}`, lbproxy {__version__}, {about['seeds']} seeds a cell, {traces};"
     title += f" {cpu_s / 60:.0f} minutes of CPU.\n"
@@ -306,6 +341,8 @@ def main() -> int:
     parser.add_argument("--gates", action="store_true", help="the acceptance of the fleet simulation instead")
     parser.add_argument("--robustness", action="store_true", help="some cells with wrong sizes and late gauges instead")
     parser.add_argument("--lora", action="store_true", help="what affinity to adapters is worth instead")
+    parser.add_argument("--targets", action="store_true", help="what routing has to reach, in one process")
+    parser.add_argument("--render", action="store_true", help="with --targets: the page of the runs that there are")
     parser.add_argument(
         "--cells", nargs="+", metavar="WORD", help="only cells with one of these in their names; writes nothing"
     )
@@ -317,6 +354,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.gates:
         return run_gates(args)
+    if args.targets:
+        return run_targets(args)
     if args.robustness:
         return run_robustness(args)
     if args.lora:
