@@ -214,6 +214,11 @@ class EndpointSettings(ShortSection):
         """Whether this stands for the endpoints that a file lists."""
         return self.url.startswith("file:")
 
+    @property
+    def names_files(self) -> bool:
+        """Whether lbproxy reads a file of this machine for it."""
+        return self.is_file or (self.tls is not None and self.tls.ca is not None)
+
     def leads_to(self, address: Address) -> bool:
         """Whether it is known to be a listener of ours: of SRV names and files that is seen later."""
         return not self.is_srv and not self.is_file and leads_to(self.authority, address)

@@ -32,6 +32,8 @@ class Overlay:
         except ConfigError as error:
             last = f"endpoints[{len(settings.endpoints)}]"
             raise ConfigError(SOURCE, [_own_path(one, last) for one in error.problems]) from None
+        if changed.endpoints[-1].names_files:
+            raise ConfigError(SOURCE, ["endpoint: expected no files, which only the settings file may name"])
         return Overlay({**self.added, changed.endpoints[-1].name: keep}), changed
 
     def remove(self, settings: Settings, name: str) -> tuple[Overlay, Settings]:

@@ -410,6 +410,16 @@ def test_what_is_added_lies_over_the_file_as_far_as_it_is_to_be_kept() -> None:
     assert [problem.partition(":")[0] for problem in error.value.problems] == ["health"]
 
 
+@pytest.mark.parametrize(
+    "entry", [{"url": "file:/etc/shadow"}, {"url": "https://10.0.0.3:8000", "tls": {"ca": "/etc/shadow"}}]
+)
+def test_who_may_call_the_api_may_not_have_files_read(entry: dict[str, object]) -> None:
+    """What is wrong with a file would be told, and so what is in it."""
+    with pytest.raises(ConfigError) as error:
+        Overlay().add(parse(SETTINGS, environ={}), entry, keep=False)
+    assert error.value.problems == ("endpoint: expected no files, which only the settings file may name",)
+
+
 def test_secrets_are_not_shown() -> None:
     token = "0123456789abcdef0123"
     text = f"admin: {{host: 127.0.0.1, port: 9901, token: {token}}}\n{SETTINGS}"
