@@ -1,12 +1,13 @@
 # run: the demo on simulated servers · test: everything · check: fast, while you write · chaos: every fault, with figures
-# lock: after a change of dependencies
+# lock: after a change of dependencies · test-tools: a browser and promtool from Debian's packages, for tests that are
+# skipped without them
 PYTHON ?= python3
 VENV := .venv
 BENCH := .bench
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: run test chaos soak test-real check format lint types lock clean bench-overhead profile bench-routing \
+.PHONY: run test test-tools chaos soak test-real check format lint types lock clean bench-dashboard bench-overhead profile bench-routing \
         bench-routing-http
 
 run: $(VENV)/.run
@@ -14,6 +15,10 @@ run: $(VENV)/.run
 
 test: $(VENV)/.dev lint types
 	$(BIN)/python -m pytest
+
+test-tools:
+	command -v chromium > /dev/null && command -v promtool > /dev/null && exit 0; apt-get update -qq; \
+	    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium prometheus > /dev/null
 
 check: $(VENV)/.dev format lint types
 	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_config.py tests/test_config_text.py tests/core tests/sim tests/net
@@ -42,6 +47,10 @@ soak: $(VENV)/.dev
 
 bench-overhead: $(VENV)/.run $(BENCH)/venv/.peers
 	$(BIN)/python -m benchmarks.overhead
+
+# What the dashboard costs; with PICTURES=folder what it looks like. ENDPOINTS=100
+bench-dashboard: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.dashboard $(if $(ENDPOINTS),--endpoints $(ENDPOINTS)) $(if $(PICTURES),--pictures $(PICTURES))
 
 bench-routing: $(VENV)/.run
 	$(BIN)/python -m benchmarks.routing --short

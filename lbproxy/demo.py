@@ -51,4 +51,5 @@ or, with OpenAI's SDK (.venv/bin/python has it after `make test`; else pip insta
         model="{MODEL}", max_tokens=20, messages=[{{"role": "user", "content": "Hello, who are you?"}}])
     print(answer.headers["x-lbproxy-endpoint"], "said:", answer.parse().choices[0].message.content)
 
+See it work in a browser: {at.admin_url}/dashboard
 Its metrics, and those of its view of the servers: curl -s {at.admin_url}/metrics"""

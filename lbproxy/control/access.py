@@ -3,7 +3,8 @@
 With a token set, that is who sends it, wherever from. Without one it is who calls from this machine: a program of the
 operator's, and neither a proxy that passes on what others ask (it says so in a header) nor a web page that the
 operator's browser runs (the browser says where it is from, and which name it took us for). Invariant: a path is closed
-unless it is one of `OPEN`; so is one that does not exist, and one that is added later.
+unless it is one of `OPEN` or, where there is a token to ask for, of `PAGE`; so is one that does not exist, and one that
+is added later.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from lbproxy.config import Secret
 from lbproxy.core.types import LbError, Outcome
 
 OPEN = frozenset({"/healthz", "/readyz", "/metrics"})
+PAGE = frozenset({"/", "/dashboard"})
+"""The dashboard before it has asked for anything: open once there is a token, which a browser can send only from it."""
 _PASSED_ON = ("Forwarded", "X-Forwarded-For", "X-Real-IP")
 _NOT_FROM_HERE = "Without admin.token in the settings, this answers only to programs on lbproxy's own machine."
 
@@ -33,7 +36,8 @@ class AdminAccess:
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Lets through who may. Raises LbError UNAUTHORIZED or FORBIDDEN, before anything of a body was read."""
-        if request.path not in OPEN:
+        is_page = self.token is not None and request.path in PAGE and request.method in {"GET", "HEAD"}
+        if request.path not in OPEN and not is_page:
             require(request, self.token)
         return await handler(request)
 

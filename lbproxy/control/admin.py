@@ -1,5 +1,5 @@
-"""The admin listener: /healthz, /readyz, /metrics, and the API under /admin/. A port of its own, so that it answers
-while clients fill the other.
+"""The admin listener: /healthz, /readyz, /metrics, the API under /admin/ and the dashboard. A port of its own, so that
+it answers while clients fill the other.
 
 Whoever reaches the port may read the first three; everything else is for who may (control/access.py).
 """
@@ -18,6 +18,7 @@ from aiohttp import web
 from lbproxy.config import Secret
 from lbproxy.control.access import AdminAccess
 from lbproxy.control.api import Api, ApiError
+from lbproxy.control.dashboard import Dashboard
 from lbproxy.core.openai import error_body
 from lbproxy.core.types import Health, LbError, Outcome
 from lbproxy.net.listener import Listener, bind
@@ -78,6 +79,7 @@ class Admin:
             app.router.add_get(path, handler)
         if api is not None:
             api.add_to(app.router)
+            Dashboard().add_to(app.router)
         self._runner = web.AppRunner(
             app,
             access_log=None,

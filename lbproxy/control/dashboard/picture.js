@@ -1,0 +1,260 @@
+/* Everything else that one frame shows, and the start. The last of the files. */
+"use strict";
+
+const WINDOW_MS = 600000;  // of the small charts, at most and at least
+const MIN_WINDOW_MS = 60000;
+const GAP_MS = 16000;      // points come each 5 s; a line is broken where some are missing
+
+// --- At a glance ---------------------------------------------------------------------------------------------------
+
+const perSecond = (name) => (point) => point[name] / point.seconds;
+const TILES = [
+  { head: "Requests per second", lines: [["ended", perSecond("requests")]], value: (point) => figure(perSecond("requests")(point)) },
+  { head: "First byte", lines: [["p50", (point) => point.first_byte_ms.p50], ["p95", (point) => point.first_byte_ms.p95]], value: (point) => firstBytes(point.first_byte_ms) },
+  { head: "In flight, and waiting", lines: [["in flight", (point) => point.in_flight], ["waiting", (point) => point.waiting]],
+    value: (_, frame) => `${number(frame.endpoints.reduce((sum, one) => sum + one.in_flight, 0))} / ${number(frame.queue.waiting)}` },
+  { head: "Errors, refusals per second", lines: [["errors", perSecond("errors")], ["refused", perSecond("rejected")]],
+    value: (point) => `${figure(perSecond("errors")(point))} / ${figure(perSecond("rejected")(point))}` },
+  { head: "Answer tokens per second", lines: [["tokens", perSecond("completion_tokens")]], value: (point) => figure(perSecond("completion_tokens")(point)) },
+];
+function firstBytes({ p50, p95 }) {
+  return p95 >= 1000 ? `${figure(p50 / 1000)} / ${figure(p95 / 1000)} s` : `${number(p50)} / ${number(p95)} ms`;
+}
+const SVG = "http://www.w3.org/2000/svg";
+let points = new Map();  // the newest ten minutes by their stamp, also those from before a restart
+let newest = null;
+
+function makeTiles() {
+  for (const tile of TILES) {
+    tile.figure = node("p", { class: "figure" }, "–");
+    tile.picture = document.createElementNS(SVG, "svg");
+    for (const [name, value] of Object.entries({ viewBox: "0 0 300 50", preserveAspectRatio: "none", role: "img" })) tile.picture.setAttribute(name, value);
+    for (const kind of ["floor", "area", "first", "second"]) {
+      const path = document.createElementNS(SVG, "path");
+      path.setAttribute("class", kind);
+      tile.picture.append(path);
+    }
+    tile.picture.children[0].setAttribute("d", "M0 49.5H300");
+    tile.span = node("span");
+    tile.top = node("span");
+    const keys = tile.lines.length > 1 ? tile.lines.map(([name], index) => node("span", { class: index ? "key second" : "key" }, name)) : [];
+    at("tiles").append(node("article", { class: "tile" }, node("h3", {}, tile.head), tile.figure, tile.picture, node("p", { class: "foot" }, ...(keys.length ? keys : [tile.span]), tile.top)));
+  }
+}
+
+/** A round number not below `value`. */
+function ceiling(value) {
+  if (!(value > 0)) return 1;
+  const unit = 10 ** Math.floor(Math.log10(value));
+  return [1, 1.5, 2, 3, 5, 7.5, 10].map((one) => one * unit).find((one) => one >= value);
+}
+function pathOf(values, from, to, top, closed) {
+  let path = "";
+  let before = null;
+  let start = 0;
+  for (const [time, value] of [...values, [Infinity, null]]) {
+    const goesOn = before !== null && value !== null && time - before[0] <= GAP_MS;
+    if (before !== null && !goesOn) path += closed ? `L${before[1]} 49.5L${start} 49.5Z` : "h0.01";
+    before = null;
+    if (value === null) continue;
+    const x = ((300 * (time - from)) / (to - from)).toFixed(1);
+    if (!goesOn) start = x;
+    path += `${goesOn ? "L" : "M"}${x} ${(49.5 - (46 * value) / top).toFixed(1)}`;
+    before = [time, x];
+  }
+  return path;
+}
+function drawTiles(frame) {
+  for (const point of frame.history) points.set(point.at, { ...point, time: Date.parse(point.at) });
+  const to = Date.parse(frame.at);
+  points = new Map([...points].filter(([, point]) => point.time > to - WINDOW_MS && point.time <= to + 1000));
+  const list = [...points.values()].sort((a, b) => a.time - b.time);
+  const point = list.at(-1) ?? null;
+  const from = to - Math.min(WINDOW_MS, Math.max(MIN_WINDOW_MS, point ? to - list[0].time : 0));
+  for (const tile of TILES) {
+    const value = point || tile.value.length > 1 ? tile.value(point, frame) : "–";
+    put(tile.figure, value);
+    if (point?.at === newest) continue;  // the lines change each five seconds only
+    const lines = tile.lines.map(([, read]) => list.map((one) => [one.time, read(one)]));
+    const highest = Math.max(0, ...lines.flat().map(([, value]) => value ?? 0));
+    const top = ceiling(highest);
+    tile.picture.children[1].setAttribute("d", pathOf(lines[0], from, to, top, true));
+    lines.forEach((line, index) => tile.picture.children[2 + index].setAttribute("d", pathOf(line, from, to, top, false)));
+    put(tile.span, `${Math.round((to - from) / 60000)} min`);
+    put(tile.top, `top ${figure(top)}`);
+    set(tile.picture, "aria-label", `${tile.head}, last ${tile.span.textContent}: now ${value}, at most ${figure(highest)}`);
+  }
+  newest = point?.at ?? null;
+}
+function drawUp(frame) {
+  const members = frame.endpoints.filter((one) => !one.leaving);
+  const up = members.filter(isServing).length;
+  put(at("up"), `${number(up)} of ${number(members.length)}`);
+  set(at("up"), "class", `figure ${up === members.length ? "" : up ? "warn" : "bad"}`);
+  const most = Math.max(1, ...frame.endpoints.map((one) => one.in_flight));
+  put(at("bars-top"), `at most ${number(most)}`);
+  at("bars").classList.toggle("dense", frame.endpoints.length > 60);
+  keep(at("bars"), frame.endpoints, (one) => one.name, () => node("i"), (bar, one) => {
+    bar.style.setProperty("--share", `${Math.round((100 * one.in_flight) / most)}%`);
+    const tone = STATES[stateOf(one)]?.[1];
+    set(bar, "class", `${tone === "bad" || tone === "warn" ? tone : ""} ${frame.endpoints.length < 40 ? "few" : ""}`.trim());
+    set(bar, "title", `${plain(one.name)}: ${number(one.in_flight)} in flight, ${words(stateOf(one))}`);
+  });
+}
+function drawFacts(frame) {
+  put(at("version"), plain(frame.version));
+  put(at("facts"), `${plain(frame.policy)} · up ${duration(frame.uptime_s)} · ${count(frame.running, "request")} running · ${count(frame.client_connections, "client connection")}`);
+  const warnings = [];
+  if (frame.stopping) warnings.push("Stopping: it takes no new connections soon.");
+  if (!frame.settings.accepted) warnings.push("The newest settings were refused; the old ones hold.");
+  put(at("warnings"), warnings.join(" "));
+  const counts = new Map();
+  for (const one of frame.endpoints) counts.set(stateOf(one), (counts.get(stateOf(one)) ?? 0) + 1);
+  keep(at("states"), [...counts], ([state]) => state, () => node("span"), (span, [state, many]) => {
+    const [symbol, tone] = STATES[state] ?? ["?", ""];
+    set(span, "class", tone);
+    put(span, `${symbol} ${number(many)} ${words(state)} \u00a0 `);
+  });
+}
+
+// --- Queue, changes, what was learned ------------------------------------------------------------------------------
+
+const GROUPS = [["by_reason", "why"], ["by_flow", "flow"], ["by_model", "model"], ["by_priority", "priority"]];
+
+function drawQueue({ queue }) {
+  const oldest = queue.oldest_s === null ? "" : `, the oldest for ${figure(queue.oldest_s)} s`;
+  put(at("waiting"), queue.waiting ? `${count(queue.waiting, "request")} of ${size(queue.bytes)}${oldest}.` : "Nobody waits: every request found room at once.");
+  set(at("waiting"), "class", queue.waiting ? "warn" : "dim");
+  const groups = GROUPS.filter(([key]) => Object.keys(queue[key] ?? {}).length);
+  keep(at("groups"), groups, ([key]) => key, ([, head]) => node("table", {}, node("caption", {}, head), node("tbody")), (table, [key]) => {
+    const rows = Object.entries(queue[key]).sort((a, b) => b[1] - a[1]);
+    keep(table.tBodies[0], rows, ([name]) => name, () => node("tr", {}, node("th", { scope: "row" }, node("bdi", { class: "clip" })), node("td", { class: "number" })), (row, [name, many]) => {
+      put(row.cells[0].firstChild, words(name));
+      put(row.cells[1], number(many));
+    });
+  });
+}
+function drawChanges(frame) {
+  at("no-transitions").hidden = frame.transitions.length > 0;
+  const shown = frame.transitions.slice(0, 8);
+  keep(at("transitions"), shown, (one) => `${one.at} ${one.endpoint} ${one.to}`, () => node("li", {}, node("time", { class: "dim" }), " ", node("bdi"), " ", node("span"), " ", node("span", { class: "dim" })), (item, one) => {
+    const [symbol, tone] = STATES[one.to] ?? ["?", ""];
+    put(item.children[0], clock(one.at));
+    put(item.children[1], plain(one.endpoint));
+    put(item.children[2], `${symbol} ${words(one.to)}`);
+    set(item.children[2], "class", tone);
+    put(item.children[3], plain(one.reason));
+  });
+}
+function drawLearned({ learned }) {
+  const rows = learned === null ? [] : [
+    ["prompt tokens expected in a cache", percent(learned.hit_ratio)],
+    ["prefill of 1,000 tokens, ms", figure(1000 * learned.prefill_ms_per_token)],
+    ["first token of an empty prompt, ms", figure(learned.base_ms)],
+    ["tokens of an answer, mean", figure(learned.answer_tokens)],
+    ["bytes of a prompt token", figure(learned.bytes_per_token)],
+    ["loading a LoRA adapter, ms", figure(learned.adapter_load_ms)],
+  ];
+  at("learned").closest("section").hidden = learned === null;
+  keep(at("learned"), rows.flatMap(([head, value]) => [["dt", head, head], ["dd", head, value]]), ([tag, head]) => tag + head, ([tag]) => node(tag), (element, [, , text]) => put(element, text));
+}
+
+// --- Recent requests, and one explained ----------------------------------------------------------------------------
+
+const isGood = (one) => one.outcome === "completed" && (one.status ?? 0) < 400;
+const DECISIONS = [
+  { head: "ended", show: (one) => clock(Date.parse(one.at) + one.duration_ms), text: true },
+  { head: "request", text: true },
+  { head: "model", show: (one) => plain(one.model), text: true },
+  { head: "endpoint", show: (one) => plain(one.endpoint), text: true },
+  { head: "outcome", show: (one) => `${isGood(one) ? "✓" : "✕"} ${words(one.outcome)}${isGood(one) ? "" : `, ${plain(one.status)}`}`, text: true },
+  { head: "attempts", show: (one) => number(one.attempts) },
+  { head: "waited, ms", show: (one) => figure(one.queue_ms) },
+  { head: "observed", group: "first byte, ms", show: (one) => figure(one.observed.first_byte_ms) },
+  { head: "predicted", group: "first byte, ms", show: (one) => figure(one.predicted.first_byte_ms) },
+  { head: "all", group: "prompt tokens", show: (one) => number(one.observed.prompt_tokens) },
+  { head: "cached", group: "prompt tokens", show: (one) => number(one.observed.cached_tokens) },
+  { head: "predicted", group: "prompt tokens", show: (one) => number(one.predicted.cached_tokens) },
+  { head: "took, ms", show: (one) => figure(one.duration_ms) },
+];
+
+function makeDecisions() {
+  at("decisions").tHead.append(groupsOf(DECISIONS), node("tr", {}, ...DECISIONS.map((one) => node("th", { scope: "col", class: one.text ? "" : "number" }, one.head))));
+}
+function makeDecision(one) {
+  const button = node("button", { type: "button", class: "id", title: plain(one.id), "aria-haspopup": "dialog" }, plain(one.id));
+  button.addEventListener("click", () => explain(one.id));
+  return node("tr", {}, ...DECISIONS.map((column) => {
+    if (!column.show) return node("th", { scope: "row" }, button);
+    const text = column.show(one);
+    const cell = node("td", { class: column.text ? "" : "number" }, column.text ? node("bdi", { class: "clip", title: text }, text) : text);
+    if (column.head === "outcome") cell.firstChild.classList.add(isGood(one) ? "good" : "bad");
+    return cell;
+  }));
+}
+function drawDecisions(frame) {
+  at("no-decisions").hidden = frame.decisions.length > 0;
+  keep(at("decisions").tBodies[0], frame.decisions, (one) => `${one.id} ${one.at} ${one.duration_ms}`, makeDecision, () => {});
+}
+
+async function explain(id) {
+  const body = at("explanation");
+  put(at("explain-title"), plain(id));
+  body.replaceChildren(node("p", { class: "dim" }, "Asking"));
+  at("explain").showModal();
+  try {
+    body.replaceChildren(...explanation(await (await ask(`decisions/${encodeURIComponent(id)}`)).json()));
+  } catch (error) {
+    body.replaceChildren(node("p", { class: "bad" }, error instanceof Refused ? error.message : "lbproxy does not answer."));
+  }
+}
+function* explanation(found) {
+  const where = found.endpoint ? `on ${plain(found.endpoint)}` : "on no endpoint";
+  yield node("p", {}, `${words(found.outcome)}, status ${plain(found.status)}, after ${figure(found.duration_ms)} ms, ${where}, ${count(found.attempts, "attempt")}. ${plain(found.method)} ${plain(found.path)}, model ${plain(found.model)}.`);
+  if (found.waited) yield node("p", {}, `It waited ${figure(found.queue_ms)} ms: ${plain(found.waited.meaning)}.`);
+  for (const one of found.failed) yield node("p", { class: "warn" }, `An attempt at ${plain(one.endpoint)} failed: ${words(one.failure)}.`);
+  if (found.error) yield node("p", { class: "warn" }, plain(found.error));
+  let attempt = 0;
+  for (const made of found.decisions) yield* decision(made, (attempt += 1));
+  if (!found.decisions.length) return;
+  const rows = [["first byte, ms", "first_byte_ms"], [`cached prompt tokens${found.observed.prompt_tokens === null ? "" : ` of ${number(found.observed.prompt_tokens)}`}`, "cached_tokens"]];
+  yield scrolled(["", "predicted", "observed"], rows.map(([head, key]) => [head, number(found.predicted[key], 1), number(found.observed[key], 1)]));
+}
+function* decision(made, attempt) {
+  yield node("p", {}, node("strong", {}, `Attempt ${attempt}: ${plain(made.endpoint)}`), `, by ${plain(made.policy)}: ${plain(made.because)}.`);
+  if (made.shown.length) {
+    const names = Object.keys(made.shown[0].parts).filter((name) => made.shown.some((one) => Math.abs(one.parts[name] ?? 0) >= 0.05));
+    const rows = made.shown.map((one) => [`${one.chosen ? "✓ " : ""}${plain(one.endpoint)}`, number(one.cost, 1), ...names.map((name) => number(one.parts[name], 1))]);
+    yield scrolled(["candidate", "cost", ...names.map(words)], rows, made.shown.findIndex((one) => one.chosen));
+  }
+  const more = made.candidates - made.shown.length;
+  if (made.shown.length && more > 0) yield node("p", { class: "dim" }, `And ${number(more)} more, which cost more.`);
+  if (made.left_out.length) yield node("p", { class: "dim" }, `Not asked: ${made.left_out.map((one) => `${plain(one.endpoint)} (${words(one.why)})`).join(", ")}.`);
+}
+function scrolled(heads, rows, chosen = -1) {
+  const head = node("tr", {}, ...heads.map((text, index) => node("th", { scope: "col", class: index ? "number" : "" }, text)));
+  const body = rows.map((cells, number) => node("tr", number === chosen ? { class: "chosen" } : {}, ...cells.map((text, index) => (index ? node("td", { class: "number" }, text) : node("th", { scope: "row" }, text)))));
+  return node("div", { class: "scroll", tabindex: "0" }, node("table", {}, node("thead", {}, head), node("tbody", {}, ...body)));
+}
+
+// --- All together --------------------------------------------------------------------------------------------------
+
+function draw(frame) {
+  if (last !== null && frame.uptime_s < last.uptime_s) say("lbproxy was restarted.");
+  last = frame;
+  drawnAt = performance.now();
+  trouble = null;
+  for (const part of [drawFacts, drawUp, drawTiles, drawFleet, drawQueue, drawChanges, drawLearned, drawDecisions]) part(frame);
+  tell();
+}
+
+makeHead();
+makeTiles();
+makeDecisions();
+at("forget").hidden = token === null;
+at("forget").addEventListener("click", () => { setToken(null); location.reload(); });
+at("filter").addEventListener("input", () => last && drawFleet(last, true));
+at("attention").addEventListener("change", () => last && drawFleet(last, true));
+new ResizeObserver(([bar]) => document.body.style.setProperty("--bar", `${bar.target.offsetHeight}px`)).observe(document.querySelector("header"));
+setInterval(tell, 500);
+live();

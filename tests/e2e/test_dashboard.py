@@ -1,0 +1,320 @@
+"""The dashboard in a real browser: seen, live, steered, honest while lbproxy is away, deaf to what names say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp import web
+
+from lbproxy.control.dashboard import Dashboard
+from tests.support.aio import run
+from tests.support.browser import needs_browser, page
+from tests.support.fleet import MODEL, fleet
+from tests.support.process import Process, lbproxy
+
+pytestmark = [needs_browser, pytest.mark.timeout(300)]
+
+JSON = {"content-type": "application/json"}
+TOKEN = "0123456789abcdef0123"
+ROW = "[...document.querySelectorAll('#endpoints tbody tr')].find((row) => row.cells[0].innerText.startsWith('{}'))"
+LIVE = "document.getElementById('connection-text').textContent === 'Live'"
+STALE = "document.getElementById('connection-text').textContent.startsWith('Stale')"
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[str]]:
+    with fleet(3, speed=20) as urls:
+        yield urls
+
+
+def named(urls: list[str]) -> list[str]:
+    return [f"{{url: '{url}', name: gpu-{n}}}" for n, url in enumerate(urls, 1)]
+
+
+def state_is(name: str, state: str) -> str:
+    return f"{ROW.format(name)}.cells[1].innerText.includes('{state}')"
+
+
+async def ask(client: httpx.AsyncClient, url: str, request_id: str, model: str = MODEL) -> None:
+    body = {"model": model, "prompt": "Say something nice.", "max_tokens": 5, "stream": True}
+    answer = await client.post(f"{url}/v1/completions", json=body, headers={"x-request-id": request_id}, timeout=60)
+    assert answer.status_code in {200, 404}
+
+
+async def drained(client: httpx.AsyncClient, admin: str, name: str) -> bool:
+    return bool((await client.get(f"{admin}/admin/endpoints/{name}")).json()["draining"])
+
+
+def test_it_shows_the_fleet_and_keeps_up_with_it(servers: list[str], tmp_path: Path) -> None:
+    """What changes is on the page within two seconds of the admin API's own word, by the page's clock."""
+
+    async def main() -> None:
+        with lbproxy(tmp_path, named(servers)) as (_, url, admin):
+            async with page() as tab, httpx.AsyncClient() as client:
+                await tab.visit(f"{admin}/")
+                await tab.until(LIVE)
+                assert await tab.js("location.pathname") == "/dashboard"
+                for name in ("gpu-1", "gpu-2", "gpu-3"):
+                    await tab.until(state_is(name, "up"))
+                assert await tab.js("document.getElementById('up').textContent") == "3 of 3"
+                await client.post(f"{admin}/admin/endpoints/gpu-2/drain", headers=JSON)
+                took_ms = await tab.js(f"""new Promise((done) => {{
+                    const began = performance.now();
+                    const watch = setInterval(() => {{
+                        if (!({state_is("gpu-2", "draining")})) return;
+                        clearInterval(watch);
+                        done(performance.now() - began);
+                    }}, 10);
+                }})""")
+                print(f"on the page after {took_ms:.0f} ms")
+                await tab.until("document.title.startsWith('2/3 up')")
+
+                await ask(client, url, "seen-1")
+                shown = "[...document.querySelectorAll('#decisions tbody tr')].map((row) => row.innerText).join()"
+                await tab.until(f"{shown}.includes('seen-1') && {shown}.includes('completed')")
+                await tab.js("document.querySelector('button.id').click()")
+                explained = "document.getElementById('explanation').innerText"
+                await tab.until(f"{explained}.includes('Attempt 1: gpu-') && {explained}.includes('gpu-2 (draining)')")
+                assert tab.complaints == []
+
+    run(main(), timeout_s=240)
+
+
+def test_it_says_when_it_is_stale_and_comes_back_by_itself(servers: list[str], tmp_path: Path) -> None:
+    async def main() -> None:
+        with lbproxy(tmp_path, named(servers)) as (process, _, admin):
+            config = tmp_path / "cfg.yaml"
+            fixed = config.read_text().replace("admin: 127.0.0.1:0", f"admin: {admin.removeprefix('http://')}")
+            async with page() as tab:
+                await tab.visit(f"{admin}/dashboard")
+                await tab.until(f"{LIVE} && {state_is('gpu-1', 'up')}")
+                process.stop()
+                await tab.until(STALE)
+                assert await tab.js("document.querySelectorAll('#endpoints tbody tr').length") == 3, "the last picture"
+                assert await tab.js("document.title.startsWith('stale')")
+                config.write_text(fixed)
+                with Process("--config", str(config)) as again:
+                    again.wait_for("listens on")
+                    await tab.until(f"{LIVE} && {state_is('gpu-1', 'up')}")
+                    assert not await tab.js("document.body.classList.contains('stale')")
+
+    run(main(), timeout_s=240)
+
+
+def test_endpoints_are_drained_by_keyboard_and_not_the_last_by_mistake(servers: list[str], tmp_path: Path) -> None:
+    async def main() -> None:
+        with lbproxy(tmp_path, named(servers[:2])) as (_, _, admin):
+            async with page() as tab, httpx.AsyncClient() as client:
+                await tab.visit(f"{admin}/dashboard")
+                await tab.until(f"{LIVE} && {state_is('gpu-1', 'up')} && {state_is('gpu-2', 'up')}")
+                await tab.js("document.querySelector('#endpoints tbody button').focus()")
+                label = "document.activeElement.getAttribute('aria-label')"
+                assert await tab.js(label) == "Drain gpu-1"
+                await tab.press("Enter", 13, "\r")
+                await tab.until(state_is("gpu-1", "draining"))
+                assert await drained(client, admin, "gpu-1")
+                await tab.until(f"{label} === 'Undrain gpu-1'")  # the focus stayed where it was
+                assert "gpu-1 gets no new requests" in await tab.js("document.getElementById('message').textContent")
+
+                await tab.press("Tab", 9)
+                assert await tab.js(label) == "Drain gpu-2"
+                await tab.press("Enter", 13, "\r")
+                await tab.until("document.getElementById('confirm').open")
+                assert await tab.js("document.activeElement.innerText") == "Cancel"
+                await tab.press("Escape", 27)
+                await tab.until("!document.getElementById('confirm').open")
+                assert not await drained(client, admin, "gpu-2"), "nothing was confirmed"
+
+                await tab.js(f"{ROW.format('gpu-1')}.querySelector('button').click()")
+                await tab.until(state_is("gpu-1", "up"))
+                assert not await drained(client, admin, "gpu-1")
+                assert tab.complaints == []
+
+    run(main(), timeout_s=240)
+
+
+def test_with_a_token_the_page_asks_for_it_and_keeps_it_in_the_tab(servers: list[str], tmp_path: Path) -> None:
+    async def main() -> None:
+        with lbproxy(tmp_path, named(servers[:1])) as (process, _, _):
+            process.stop()
+        config = tmp_path / "cfg.yaml"
+        guarded = f"admin: {{host: 127.0.0.1, port: 0, token: '{TOKEN}'}}"
+        config.write_text(config.read_text().replace("admin: 127.0.0.1:0", guarded))
+        with Process("--config", str(config)) as process:
+            admin = process.wait_for(r"admin on (http://[\w.:]+)")[1]
+            async with page() as tab:
+                await tab.visit(f"{admin}/dashboard")
+                await tab.until("document.getElementById('token').open")
+                assert not await tab.js("document.querySelectorAll('#endpoints tbody tr').length")
+                for text in ("wrong-wrong-wrong", TOKEN):
+                    await tab.js("document.getElementById('token-text').focus()")
+                    await tab.type(text)
+                    await tab.js("document.querySelector('#token .primary').click()")
+                    if text != TOKEN:
+                        await tab.until(
+                            "document.getElementById('token').open"
+                            " && document.getElementById('token-why').textContent.includes('not its token')"
+                        )
+                await tab.until(f"{LIVE} && {state_is('gpu-1', 'up')}")
+                await tab.js(f"{ROW.format('gpu-1')}.querySelector('button').click()")
+                await tab.until("document.getElementById('confirm').open")
+                await tab.js("document.getElementById('confirm-yes').click()")
+                await tab.until(state_is("gpu-1", "draining"))
+                assert await tab.js("localStorage.length + document.cookie.length") == 0
+                await tab.js("location.reload()")
+                await tab.until(f"document.readyState === 'complete' && {LIVE}")
+                assert TOKEN not in await tab.js("document.documentElement.outerHTML")
+                await tab.js("document.getElementById('forget').click()")
+                await tab.until("document.readyState === 'complete' && document.getElementById('token').open")
+                assert await tab.js("sessionStorage.length") == 0
+
+    run(main(), timeout_s=240)
+
+
+HOSTILE = [
+    "<img src=x onerror=document.title='owned'>",
+    "</script><script>document.title='owned'</script>",
+    "\u202e\u0000\u200bnosj\x1b[2J",
+    "x" * 5000,
+    "__proto__",
+    "constructor",
+]
+
+
+def hostile_frame(state: dict[str, Any]) -> dict[str, Any]:
+    """A frame in which every text is such a name: more than lbproxy itself would let through."""
+    made = iter(range(10**9))
+
+    def spoil(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            if key.startswith("by_"):
+                return dict.fromkeys(HOSTILE, 3)
+            return {name: spoil(one, name) for name, one in value.items()}
+        if isinstance(value, list):
+            return [spoil(one, key) for one in value]
+        return HOSTILE[next(made) % len(HOSTILE)] if isinstance(value, str) and key != "at" else value
+
+    state["queue"]["waiting"] = 3
+    state["endpoints"] *= 2
+    return dict(spoil(state))
+
+
+@asynccontextmanager
+async def spoilt(frame: dict[str, Any]) -> AsyncIterator[str]:
+    """An admin listener that shows this frame for ever."""
+
+    async def events(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        with suppress(ConnectionError):
+            while True:
+                await response.write(b"event: state\ndata: %b\n\n" % json.dumps(frame).encode())
+                await asyncio.sleep(0.5)
+        return response
+
+    app = web.Application()
+    Dashboard().add_to(app.router)
+    app.router.add_get("/admin/events", events)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def test_hostile_names_are_shown_as_text(servers: list[str], tmp_path: Path) -> None:
+    """Clients choose ids and models, servers models and reasons; none of them may write on the operator's page."""
+
+    async def main() -> None:
+        with lbproxy(tmp_path, named(servers)) as (_, url, admin):
+            async with page() as tab, httpx.AsyncClient(base_url=admin) as client:
+                await ask(client, url, "hostile", "<img src=x onerror=alert(1)>&amp;")
+                await tab.visit(f"{admin}/dashboard")
+                shown = "document.querySelector('#decisions tbody').innerText"
+                await tab.until(f"{LIVE} && {shown}.includes('<img src=x onerror=alert(1)>&amp;')")
+
+                state = (await client.get("/admin/state")).json()
+                history = (await client.get("/admin/history")).json()["points"]
+                decisions = (await client.get("/admin/decisions")).json()["decisions"]
+                frame = hostile_frame(state | {"history": history, "decisions": decisions})
+                async with spoilt(frame) as elsewhere:
+                    await tab.visit(f"{elsewhere}/dashboard")
+                    await tab.until(
+                        f"{LIVE} && document.querySelector('main').textContent.includes('onerror=document.title')"
+                    )
+                    assert await tab.js("document.querySelectorAll('#endpoints tbody tr').length") == 6
+                    assert "owned" not in await tab.js("document.title")
+                    assert await tab.js("document.querySelectorAll('main img, main script, main b').length") == 0
+                    text = await tab.js("document.documentElement.innerText")
+                    assert not set(text) & {"\u202e", "\u200b", "\x00", "\x1b"}
+                    assert len(text) < 100_000, "and none fills the page"
+                    assert await tab.js("document.documentElement.scrollWidth") <= await tab.js("innerWidth")
+                assert [one for one in tab.complaints if "ERR_" not in one] == []
+
+    run(main(), timeout_s=240)
+
+
+def test_nothing_can_become_html_and_nothing_leads_elsewhere(servers: list[str], tmp_path: Path) -> None:
+    """The policy is the browser's, not only our care: it refuses what a defect of the page might try."""
+
+    async def main() -> None:
+        with lbproxy(tmp_path, named(servers[:1])) as (_, _, admin):
+            async with page() as tab:
+                await tab.visit(f"{admin}/dashboard")
+                await tab.until(LIVE)
+                tried = "document.body.innerHTML = '<b>x</b>'; return 'done'"
+                assert await tab.js(f"(() => {{ try {{ {tried} }} catch (e) {{ return e.name }} }})()") == "TypeError"
+                sent = "fetch('http://127.0.0.1:9/').then(() => 'sent', () => 'refused')"
+                assert await tab.js(sent) == "refused"
+                assert any("Content Security Policy" in one for one in tab.complaints)
+
+    run(main(), timeout_s=240)
+
+
+def test_screen_readers_find_tables_names_and_states(servers: list[str], tmp_path: Path) -> None:
+    """As the browser hands the page to them."""
+
+    async def main() -> None:
+        with lbproxy(tmp_path, named(servers)) as (_, _, admin):
+            async with page() as tab:
+                await tab.visit(f"{admin}/dashboard")
+                await tab.until(f"{LIVE} && {state_is('gpu-3', 'up')}")
+                nodes = (await tab.call("Accessibility.getFullAXTree"))["nodes"]
+                found = {
+                    (one["role"]["value"], one.get("name", {}).get("value", "")) for one in nodes if not one["ignored"]
+                }
+                assert ("button", "Drain gpu-1") in found
+                assert any(role == "rowheader" and name.startswith("gpu-1") for role, name in found)
+                assert any(role == "table" and name.startswith("Endpoints") for role, name in found)
+                assert ("columnheader", "in flight") in found
+                assert any(
+                    role in {"image", "img"} and name.startswith("Requests per second, last") for role, name in found
+                )
+                live = await tab.js("document.querySelectorAll('[aria-live], [role=status], [role=alert]').length")
+                assert live == 2, "the connection and what was done; no number that changes each second"
+
+    run(main(), timeout_s=240)
+
+
+def test_a_tab_that_nobody_sees_asks_for_nothing(servers: list[str], tmp_path: Path) -> None:
+    async def main() -> None:
+        with lbproxy(tmp_path, named(servers[:1])) as (_, _, admin):
+            async with page() as tab:
+                await tab.visit(f"{admin}/dashboard")
+                await tab.until(LIVE)
+                await tab.js("Object.defineProperty(document, 'hidden', {value: true, configurable: true})")
+                connections = "document.getElementById('connection-text').textContent"
+                await tab.until(f"{connections} !== 'Live'", within_s=60)
+                await tab.js("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
+                await tab.until(LIVE)
+
+    run(main(), timeout_s=240)
