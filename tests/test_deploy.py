@@ -189,7 +189,7 @@ def test_only_lbproxy_and_prometheus_are_published_and_to_this_machine_alone(fil
     services = project(*files).services
     admin = settings().admin
     assert admin is not None
-    assert {name for name, one in services.items() if one.ports} == {"lbproxy", "prometheus"}
+    assert {name for name, one in services.items() if one.ports} == {"lbproxy", "prometheus", "grafana"}
     assert set(services["lbproxy"].published) == {settings().listen.port, admin.port}
     assert {host for one in services.values() for host, _ in one.published.values()} == {"127.0.0.1"}
     assert (settings().listen.host, admin.host) == ("0.0.0.0", "0.0.0.0"), "else Docker's ports lead to nobody"

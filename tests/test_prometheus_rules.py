@@ -58,7 +58,7 @@ def in_words(summary: str) -> str:
     return re.sub(r"{{ \$(?:labels\.)?(\w+)[^}]*}}", lambda match: f"*{shown.get(match[1], match[1])}*", summary)
 
 
-@pytest.mark.skipif(PROMTOOL is None, reason="NOT TESTED here: no promtool (Debian: prometheus) on this machine")
+@pytest.mark.skipif(PROMTOOL is None, reason="no promtool: alerts NOT tested; `make test-tools`")
 def test_promtool_finds_the_rules_right_and_each_alert_fires_when_it_should(tmp_path: Path) -> None:
     assert PROMTOOL is not None
     for arguments in (["check", "rules", "lbproxy.rules.yml"], ["test", "rules", "lbproxy.test.yml"]):
