@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.chaos.load import how_many, needless, silent, told
-from tests.chaos.rig import Rig, Server
+from tests.chaos.rig import QUICK, Rig, Server
 from tests.chaos.verdict import pick
 
 SEED = int(os.environ.get("LBPROXY_CHAOS_SEED", "1"))
@@ -73,7 +73,8 @@ def test_t40_soak(rig: Rig) -> None:
     case = rig.case
     rng = random.Random(SEED)
     memory = Memory([], [])
-    with rig.proxy() as proxy:
+    # A small memory of requests, so that it is full before the slope counts.
+    with rig.proxy(f"{QUICK}\nexplain: {{requests: 100}}\n") as proxy:
         with (
             rig.load(proxy, workers=8, tokens=20, streams=0.7) as load,
             rig.load(proxy, workers=4, rate=10.0, tokens=3, streams=0.3, keep_alive=False) as short,

@@ -14,7 +14,8 @@ PATH = "/v1/completions"
 
 
 def head(endpoint: Endpoint, *fields: tuple[bytes, bytes]) -> list[str]:
-    request = ClientRequest("POST", PATH, find_route("POST", PATH), read_request_fields(fields), b"{}")
+    read = read_request_fields([(b"Host", b"lb"), *fields])
+    request = ClientRequest("POST", PATH, find_route("POST", PATH), read, b"{}", read.credentials)
     return request.head_for(endpoint, "id-1").decode().split("\r\n")
 
 
@@ -35,9 +36,9 @@ def test_without_a_key_the_clients_credentials_go_on() -> None:
     lines = head(endpoint(), *CLIENT)
     assert lines[:3] == ["POST /v1/completions HTTP/1.1", "Host: 10.0.0.1:8000", "Content-Length: 2"]
     assert [line for line in lines if "uthorization" in line.lower()] == [
+        "x-authorization: 2",
         "AUTHORIZATION: Bearer client",
         "authorization: Basic x",
-        "x-authorization: 2",
     ]
 
 
