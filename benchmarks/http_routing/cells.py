@@ -51,22 +51,22 @@ class Cell:
 
 CELLS: dict[str, Cell] = {
     "b2b": Cell(
-        "llm-d's prefix benchmark: 75 system prompts of 6,000 tokens, 5 questions each, answers of 150 tokens",
+        "llm-d's prefix benchmark: 75 system prompts of 6,000 tokens, 5 questions each, answers of 100 tokens",
         "ladder",
         4,
         # Ten a second on four servers are its step 20 on eight, where load-only routing begins to collapse. At the next
-        # step it has so many streams that the servers cannot write their tokens in time; hence, too, a seventh of its
+        # step it has so many streams that the servers cannot write their tokens in time; hence, too, a tenth of its
         # answers' length.
-        {"groups": 75, "warm_up_s": 30, "step_s": 60, "first_rate": 10, "last_rate": 10, "output_tokens": 150},
+        {"groups": 75, "warm_up_s": 20, "step_s": 30, "first_rate": 10, "last_rate": 10, "output_tokens": 100},
         {"warm_up_s": 20, "step_s": 20},
     ),
     "mooncake": Cell(
         "Mooncake's conversations, 1.28 requests/s and server (as x1.5 on eight)",
         "mooncake",
-        4,
-        {"speedup": 1, "duration_s": 180},
+        3,
+        {"speedup": 1, "duration_s": 80},
         {"speedup": 1, "duration_s": 45},
-        share=0.75,
+        share=0.5625,
         warm_up_s=30,
     ),
     "mooncake, saturated": Cell(

@@ -257,7 +257,8 @@ class Client:
         tasks: list[asyncio.Task[Call]] = []
         async with asyncio.TaskGroup() as group:
             for at, job, asked in phase:
-                await asyncio.sleep(max(0.0, begin + at - time.monotonic()))
+                while (early := begin + at - time.monotonic()) > 0.0:  # noqa: ASYNC110 - uvloop wakes up to 1 ms early
+                    await asyncio.sleep(early)
                 tasks.append(group.create_task(self._call(job, asked, begin + at)))
         return [task.result() for task in tasks]
 

@@ -105,6 +105,14 @@ def test_one_long_standstill_refuses_nobody_but_a_loop_that_stays_late_does() ->
     assert late(4.2, 0.3) is None, "the next time it takes a second again"
 
 
+def test_who_got_no_cpu_for_seconds_refuses_nobody() -> None:
+    """Twice in a row, and longer than a second: nothing of it was our own load."""
+    overload = made()
+    for now, lag_s in ((0.0, 0.3), (4.2, 4.1), (4.25, 0.0), (5.0, 0.4), (7.0, 1.9), (7.05, 0.0)):
+        overload.judge_lag(lag_s, now=now)
+        assert overload.refuses is None
+
+
 def test_bodies_take_their_room_and_give_it_back() -> None:
     overload = made(buffered_bodies=MIB)
     one, two = Request(), Request()
