@@ -3,7 +3,7 @@
 Three things can run out. *Memory*: of what we may have (the cgroup's limit, the machine's, or a setting), from 85 % on
 connections are not kept alive, from 92 % on new requests get 503, and from 97 % on the largest request is ended, one
 every quarter of a second: being killed would end all. *Time*: if the event loop is more than 250 ms late for a second,
-and three times in a row, new requests get 503 until it has kept up for a second. *Bodies*: those that are held are
+by our own doing, new requests get 503 until it has kept up for a second. *Bodies*: those that are held are
 counted, and one that would exceed their limit gets 503. (The shares are those of Envoy's overload manager, as it is
 usually configured.)
 
@@ -32,9 +32,9 @@ RELIEVE_MARK = 0.5
 RELIEVE_EVERY_S = 5.0
 LATE_S, IN_TIME_S = 0.25, 0.125
 LAG_FOR_S = 1.0
-LATE_TICKS = 3
-"""In a row, and for so long: who lacks a CPU for seconds, because another program or machine has it, is late once or
-twice, and then could serve all who wait."""
+BUSY = 0.2
+"""Who is late and computed less than so much of the time was not given a CPU: another program or machine had it. To
+refuse would not bring it back, and a moment later all who wait can be served."""
 MAX_BODIES_BYTES = 512 << 20
 BODIES_SHARE = 4
 """The bodies that are held may take one such part of memory: each is held two or three times while it is read."""
@@ -96,7 +96,7 @@ class Overload:
         self._read_at = self._relieve_at = float("-inf")
         self._lagging = False
         self._late_since: float | None = None
-        self._late_ticks = 0
+        self._ticked_at, self._computed_s = time.monotonic(), time.thread_time()
         self._in_time_since: float | None = None
         self.reconfigure(limits)
 
@@ -132,28 +132,31 @@ class Overload:
 
     def tick(self, lag_s: float) -> None:
         """The event loop was so late. Called about every 50 ms; reads memory at every fifth call."""
-        now = time.monotonic()
-        self.judge_lag(lag_s, now=now)
+        now, computed_s = time.monotonic(), time.thread_time()
+        self.judge_lag(lag_s, (computed_s - self._computed_s) / max(0.001, now - self._ticked_at), now=now)
+        self._ticked_at, self._computed_s = now, computed_s
         if now >= self._read_at:
             self._read_at = now + MEMORY_EVERY_S
             self.judge_memory(now=now)
 
-    def judge_lag(self, lag_s: float, *, now: float) -> None:
-        """One observation. A long standstill or two are none: by the next tick they are over."""
-        if lag_s > LATE_S:
+    def judge_lag(self, lag_s: float, busy: float, *, now: float) -> None:
+        """One observation. A single long standstill is none: by the next tick it is over.
+
+        `busy`: the share of the time since the last one in which our thread computed.
+        """
+        if lag_s > LATE_S and (busy >= BUSY or self._lagging):
             self._in_time_since = None
-            self._late_ticks += 1
             if self._late_since is None:
                 self._late_since = now
-            elif not self._lagging and self._late_ticks >= LATE_TICKS and now - self._late_since >= LAG_FOR_S:
+            elif not self._lagging and now - self._late_since >= LAG_FOR_S:
                 self._lagging = True
                 self._changed("new requests are refused: the event loop is %.2f s late", lag_s, began=True)
         elif not self._lagging:
-            self._late_since, self._late_ticks = None, 0
+            self._late_since = None
         elif lag_s > IN_TIME_S or self._in_time_since is None:
             self._in_time_since = None if lag_s > IN_TIME_S else now
         elif now - self._in_time_since >= LAG_FOR_S:
-            self._lagging, self._late_since, self._in_time_since, self._late_ticks = False, None, None, 0
+            self._lagging, self._late_since, self._in_time_since = False, None, None
             self._changed("the event loop keeps up again", began=False)
 
     def judge_memory(self, *, now: float) -> None:
