@@ -160,6 +160,8 @@ class Retries:
             and not (rule.only_first and earlier)
             and (rule.free or elsewhere)
         )
+        if not again and rule.free and not elsewhere:
+            return Verdict(False, Outcome.NO_ENDPOINTS)  # whether its attempts ran out first, or the endpoints
         if not again or rule.free:
             return Verdict(again, rule.outcome)
         if self.budget(now=now) < 1.0:

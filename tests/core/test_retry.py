@@ -59,6 +59,13 @@ def test_only_a_failed_connect_is_tried_again_at_once_and_for_free() -> None:
     assert (verdict.again, verdict.outcome) == (False, Outcome.UPSTREAM_RESET)
 
 
+def test_who_can_connect_to_nobody_is_told_that_there_is_nobody() -> None:
+    """503 with Retry-After, as when there was nobody to try; that it had attempts left, or not, is chance."""
+    it, tried = retries(), (K.CONNECT, K.CONNECT)
+    assert it.decide(K.CONNECT, tried, elsewhere=False, now=0.0).outcome is Outcome.NO_ENDPOINTS
+    assert it.decide(K.CONNECT, tried, elsewhere=True, now=0.0).outcome is Outcome.CONNECT_FAILED
+
+
 def test_the_budget_is_a_share_of_recent_requests_and_a_rate() -> None:
     it = retries(budget_ratio=0.2, budget_per_second=1)
     for _ in range(100):
