@@ -102,7 +102,8 @@ def test_t13_fail_fast(rig: Rig) -> None:
         case.expect("UF", needless(results), at_most=0)
         case.expect("SF", silent(results), at_most=0)
         if PROXY == "lbproxy":
-            case.expect("landed on it", landed, at_most=5 + 0.01 * len(results))
+            # It is tried anew by the clock, and a busy machine answers fewer requests meanwhile.
+            case.expect("landed on it", landed, at_most=pick(10, 5, 5) + 0.01 * len(results))
         print(told(results))
 
 
