@@ -40,7 +40,8 @@ from lbproxy.control.watch import Loops, Watches
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.engines import Engines
 from lbproxy.core.policy import make_policy
-from lbproxy.core.types import Endpoint, EndpointSpec, RequestRecord
+from lbproxy.core.record import RequestRecord
+from lbproxy.core.types import Endpoint, EndpointSpec
 from lbproxy.net.inherit import Inherited, start_successor
 from lbproxy.net.listener import bind
 from lbproxy.net.notify import Notifier

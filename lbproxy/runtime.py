@@ -22,6 +22,7 @@ from lbproxy.core.learned import EndpointLearned, PoolLearned, QueueSnapshot
 from lbproxy.core.orca import LoadReport
 from lbproxy.core.pricing import Policy
 from lbproxy.core.progress import CHECK_S
+from lbproxy.core.record import RequestRecord
 from lbproxy.core.retry import FailureKind, UpstreamError, Verdict
 from lbproxy.core.types import (
     EndpointSpec,
@@ -32,7 +33,6 @@ from lbproxy.core.types import (
     ModelCard,
     Outcome,
     PoolSnapshot,
-    RequestRecord,
     Ticket,
     TicketState,
     Transition,

@@ -22,7 +22,8 @@ from collections import deque
 
 import orjson
 
-from lbproxy.core.types import Outcome, RequestRecord
+from lbproxy.core.record import RequestRecord
+from lbproxy.core.types import Outcome
 
 MAX_LINES = 16_384
 """Lines that may wait for the thread: 1.6 s of 10,000 requests a second, in about 8 MB."""

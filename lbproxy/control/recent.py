@@ -16,7 +16,8 @@ from typing import TypeAlias
 
 from lbproxy.control.log import MAX_PATH_CHARS, OUTCOMES, stamp
 from lbproxy.core.explain import Decision
-from lbproxy.core.types import Outcome, RequestRecord, Transition, Wait
+from lbproxy.core.record import RequestRecord
+from lbproxy.core.types import Outcome, Transition, Wait
 
 Fields: TypeAlias = dict[str, object]
 """A JSON object."""

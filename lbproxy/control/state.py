@@ -17,7 +17,8 @@ from lbproxy.control.families import Loads
 from lbproxy.control.log import stamp
 from lbproxy.control.recent import Fields, Recent
 from lbproxy.core.learned import EndpointLearned, QueueSnapshot
-from lbproxy.core.types import EndpointSnapshot, RequestRecord
+from lbproxy.core.record import RequestRecord
+from lbproxy.core.types import EndpointSnapshot
 from lbproxy.runtime import Runtime
 
 RECENT_TRANSITIONS = 20

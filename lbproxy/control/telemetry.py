@@ -46,13 +46,13 @@ from lbproxy.control.families import (
 from lbproxy.control.log import LEVELS, OUTCOMES, LineWriter, access_line, configure_logging
 from lbproxy.control.scraper import Scraper
 from lbproxy.core.breaker import Cause
+from lbproxy.core.record import RequestRecord
 from lbproxy.core.types import (
     EndpointSnapshot,
     EndpointUid,
     Health,
     Outcome,
     PoolSnapshot,
-    RequestRecord,
     Transition,
     Usage,
 )

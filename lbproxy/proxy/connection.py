@@ -21,7 +21,8 @@ from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 from aiohttp.streams import StreamReader
 
-from lbproxy.core.types import EndpointUid, LbError, Outcome, RequestRecord
+from lbproxy.core.record import RequestRecord
+from lbproxy.core.types import EndpointUid, LbError, Outcome
 from lbproxy.proxy.deadlines import Deadlines
 from lbproxy.proxy.linger import Linger
 from lbproxy.proxy.plain import read_plain

@@ -22,6 +22,7 @@ from typing import TypeVarTuple
 from lbproxy.config import Settings
 from lbproxy.core.explain import compact
 from lbproxy.core.orca import read_field
+from lbproxy.core.record import RequestRecord
 from lbproxy.core.retry import STATUS_FAILURES, FailureKind, UpstreamError
 from lbproxy.core.sse import read_usage
 from lbproxy.core.types import (
@@ -29,7 +30,6 @@ from lbproxy.core.types import (
     InferenceRequest,
     LbError,
     Outcome,
-    RequestRecord,
     Ticket,
     TicketState,
     Usage,

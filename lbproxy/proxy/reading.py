@@ -14,7 +14,8 @@ from lbproxy.core.openai import (
     rename_multipart_model,
     with_model,
 )
-from lbproxy.core.types import ModelCard, RequestRecord
+from lbproxy.core.record import RequestRecord
+from lbproxy.core.types import ModelCard
 from lbproxy.proxy.request import ClientRequest
 from lbproxy.proxy.routes import Body
 from lbproxy.runtime import Runtime

@@ -21,9 +21,10 @@ import struct
 from typing import Protocol
 
 from lbproxy.core.openai import error_event
+from lbproxy.core.record import RequestRecord
 from lbproxy.core.retry import FailureKind, UpstreamError
 from lbproxy.core.sse import EventScanner, JsonWatcher, UsageScanner
-from lbproxy.core.types import LbError, Outcome, RequestRecord, Ticket, Usage
+from lbproxy.core.types import LbError, Outcome, Ticket, Usage
 from lbproxy.net.h1 import ResponseHead
 from lbproxy.net.pool import Connection
 from lbproxy.proxy.headers import client_head

@@ -23,7 +23,8 @@ from lbproxy.config import Settings
 from lbproxy.core.openai import BodyFacts, model_list
 from lbproxy.core.outline import WHOLE_BYTES
 from lbproxy.core.prefix import flatten, hash_prompt
-from lbproxy.core.types import EndpointUid, InferenceRequest, LbError, Outcome, RequestRecord
+from lbproxy.core.record import RequestRecord
+from lbproxy.core.types import EndpointUid, InferenceRequest, LbError, Outcome
 from lbproxy.net.listener import Listener, bind, connections_within
 from lbproxy.net.vanished import find_vanished
 from lbproxy.proxy.adapters import AdapterCalls

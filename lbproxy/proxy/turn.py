@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lbproxy.core.types import LbError, Outcome, RequestRecord
+from lbproxy.core.record import RequestRecord
+from lbproxy.core.types import LbError, Outcome
 from lbproxy.proxy.answers import json_answer
 from lbproxy.proxy.connection import ClientConnection
 from lbproxy.proxy.exchange import Exchange

@@ -22,6 +22,7 @@ from lbproxy.control.overlay import Overlay, UnknownEntryError
 from lbproxy.control.recent import MAX_TRANSITIONS, Recent
 from lbproxy.control.state import State
 from lbproxy.control.telemetry import FIRST_BYTE_BUCKETS
+from lbproxy.core.record import RequestRecord
 from lbproxy.core.types import (
     Endpoint,
     EndpointSpec,
@@ -29,7 +30,6 @@ from lbproxy.core.types import (
     Health,
     InferenceRequest,
     Outcome,
-    RequestRecord,
     TicketState,
     Transition,
     Usage,

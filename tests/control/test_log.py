@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lbproxy.control.log import MAX_LINES, LineHandler, LineWriter, access_line, configure_logging, plain, stamp
-from lbproxy.core.types import Outcome, RequestRecord
+from lbproxy.core.record import RequestRecord
+from lbproxy.core.types import Outcome
 
 HOSTILE = [
     'quote " backslash \\ line\nfeed\r\n{"event":"request"}',

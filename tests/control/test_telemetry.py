@@ -19,6 +19,7 @@ from lbproxy.config import LogSettings
 from lbproxy.control.log import LineWriter
 from lbproxy.control.telemetry import DURATION_BUCKETS, FIRST_BYTE_BUCKETS, QUEUE_BUCKETS, Telemetry
 from lbproxy.core.breaker import Cause
+from lbproxy.core.record import RequestRecord
 from lbproxy.core.types import (
     Endpoint,
     EndpointSnapshot,
@@ -27,7 +28,6 @@ from lbproxy.core.types import (
     LoadMetrics,
     Outcome,
     PoolSnapshot,
-    RequestRecord,
     Transition,
     Usage,
 )

@@ -15,6 +15,7 @@ from lbproxy.config import (
 )
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.policy import make_policy
+from lbproxy.core.record import RequestRecord
 from lbproxy.core.types import (
     Endpoint,
     EndpointSnapshot,
@@ -23,7 +24,6 @@ from lbproxy.core.types import (
     InferenceRequest,
     LoadMetrics,
     ModelCard,
-    RequestRecord,
     Transition,
 )
 from lbproxy.net.pool import ConnectionPool

@@ -1,0 +1,59 @@
+"""What is known of one request, whatever happened to it: the one thing that everything that is observed is made of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lbproxy.core.types import Outcome, Usage, Wait
+
+if TYPE_CHECKING:
+    from lbproxy.core.explain import Decision
+
+
+class RequestRecord:
+    """One request, whatever happened. Access log, metrics and (later) traces and reports are sinks of it.
+
+    Filled in as the request goes along, emitted once, never changed after that. Times are monotonic seconds. What has
+    a default lives in the class until it is set: one is made for every request.
+    """
+
+    route: str = "other"
+    """The route's bounded name, for labels; `path` is for the log only."""
+    model: str | None = None
+    alias: str | None = None
+    """What the client called it, if that is a name of the settings' `models`."""
+    stream: bool = False
+    endpoint: str | None = None
+    attempts: int = 0
+    status: int = 0
+    outcome: Outcome = Outcome.INTERNAL_ERROR
+    failed: tuple[tuple[str, str], ...] = ()
+    """The attempts that failed before an answer: the endpoint's name, and the outcome's code."""
+    error: str | None = None
+    """What went wrong, for the log; may name addresses, so it never goes to a client."""
+    request_bytes: int = 0
+    response_bytes: int = 0
+    events: int = 0
+    """SSE events relayed."""
+    usage: Usage | None = None
+    """What the endpoint said that the request used."""
+    predicted_cached_tokens: float | None = None
+    """How much of the prompt was expected in the endpoint's cache; None = the policy expects nothing."""
+    key: str | None = None
+    """The name of the API key that it came with."""
+    queue_s: float = 0.0
+    """Waited for a place, all attempts together."""
+    placed_at: float | None = None
+    first_byte_at: float | None = None
+    ended_at: float = 0.0
+    decisions: tuple[Decision, ...] = ()
+    """One for each attempt, if they are wanted: see `core.explain`."""
+    wait: Wait | None = None
+    """Why it waited for a place, the last time that it did."""
+
+    def __init__(self, id: str, method: str, path: str, client: str, started_at: float) -> None:  # noqa: A002
+        self.id = id
+        self.method = method
+        self.path = path
+        self.client = client
+        self.started_at = started_at
