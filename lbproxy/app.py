@@ -112,6 +112,7 @@ class Proxy:
             retry=settings.retry,
             rng=rng,
             breaker=settings.breaker,
+            flows=settings.flows,
         )
         balancer.explain(settings.explain.wanted)
         self.recent = Recent(settings.explain.requests, self._now, self._running_records)

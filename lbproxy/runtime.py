@@ -160,6 +160,7 @@ class Runtime:
             breaker=settings.breaker,
             scrape=settings.scrape,
             retry=settings.retry,
+            flows=settings.flows,
             now=self.now(),
         )
         self._balancer.explain(settings.explain.wanted)

@@ -1,9 +1,9 @@
 """Settings: `parse` turns the text of a settings file into a frozen `Settings`, or says everything that is wrong.
 
 It reads no file, no environment but the mapping it is given, no clock and no network. Its modules: `text` (YAML and
-`${ENV}` to plain values), `tree` (which keys there are) with `clients`, `endpoints`, `models`, `routing`, `health`,
-`engines` and `explain` (its sections, by subject), `values` (numbers with units, hosts, URLs). This one joins them and
-words the report: all problems at once, each with its path. Nothing else in lbproxy imports yaml or pydantic.
+`${ENV}` to plain values), `tree` (which keys there are) with `clients`, `endpoints`, `models`, `routing`, `flows`,
+`health`, `engines` and `explain` (its sections, by subject), `values` (numbers with units, hosts, URLs). This one joins
+them and words the report: all problems at once, each with its path. Nothing else in lbproxy imports yaml or pydantic.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from lbproxy.config.endpoints import (
 )
 from lbproxy.config.engines import BUILT_IN_ENGINES, EngineSettings, MetricRatio, MetricSpec, Signal
 from lbproxy.config.explain import ExplainSettings
+from lbproxy.config.flows import FlowSettings, FlowsSettings
 from lbproxy.config.health import BreakerSettings, HealthSettings
 from lbproxy.config.models import ModelSettings
 from lbproxy.config.routing import AdmissionSettings, RetrySettings, RoutingSettings
@@ -72,6 +73,8 @@ __all__ = [
     "Signal",
     "RoutingSettings",
     "AdmissionSettings",
+    "FlowSettings",
+    "FlowsSettings",
     "RetrySettings",
     "HealthSettings",
     "BreakerSettings",

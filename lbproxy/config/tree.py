@@ -18,6 +18,7 @@ from lbproxy.config.clients import Address, LimitSettings, TimeoutSettings
 from lbproxy.config.endpoints import DnsSettings, EndpointSettings, ScrapeSettings
 from lbproxy.config.engines import MAX_ENGINES, EngineSettings, check_engine_names, check_own_engines
 from lbproxy.config.explain import ExplainSettings
+from lbproxy.config.flows import FlowsSettings
 from lbproxy.config.health import BreakerSettings, HealthSettings
 from lbproxy.config.models import MAX_ALIASES, ModelSettings, check_aliases
 from lbproxy.config.routing import AdmissionSettings, RetrySettings, RoutingSettings
@@ -64,6 +65,8 @@ class Settings(Section):
     """Which endpoint a request goes to."""
     admission: AdmissionSettings = AdmissionSettings()
     """The queue of requests that no endpoint has room for."""
+    flows: FlowsSettings = FlowsSettings()
+    """Whose requests they are, and what share each gets."""
     retry: RetrySettings = RetrySettings()
     """What happens when an endpoint fails before the first byte of its answer."""
     health: HealthSettings = HealthSettings()

@@ -52,7 +52,7 @@ class Quantity:
     def _number(self, value: object) -> float | None:
         number: float
         if isinstance(value, str):
-            match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([A-Za-z]*)", value.strip())
+            match = re.fullmatch(r"(-?[0-9]{1,18}(?:\.[0-9]{1,9})?) ?([A-Za-z]*)", value.strip())
             factor = match and dict(self.units, **{"": "1"}).get(match[2])
             if not match or not factor:
                 return None
@@ -75,6 +75,7 @@ class Quantity:
         written = "[0-9]+" if self.whole else r"[0-9]+(\.[0-9]+)?"
         if self.units:
             written = rf"[0-9]+(\.[0-9]+)? ?({'|'.join(unit for unit, _ in self.units)})?"
+        sign = "-?" if self._bound(self.at_least) < 0 else ""
         return {
             "anyOf": [
                 {
@@ -82,7 +83,7 @@ class Quantity:
                     "minimum": self._bound(self.at_least),
                     "maximum": self._bound(self.at_most),
                 },
-                {"type": "string", "pattern": rf"^{written}$|\$\{{"},
+                {"type": "string", "pattern": rf"^{sign}{written}$|\$\{{"},
             ]
         }
 

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from lbproxy.config import EndpointSettings
+from lbproxy.core.flows import OTHERS, FlowSnapshot
 
 
 class Histogram:
@@ -174,6 +175,25 @@ def load_families(load: Load, door: Door) -> Iterator[Metric]:
 
 
 # --- Where endpoints come from ----------------------------------------------------------------------------------------
+
+
+MAX_FLOW_LABELS = 100
+
+
+def flow_families(flows: Sequence[FlowSnapshot]) -> Iterator[Metric]:
+    """What each flow has and had. Those after the first `MAX_FLOW_LABELS` are one, `others`."""
+    rows: dict[str, list[float]] = {}
+    for number, one in enumerate(flows):
+        row = rows.setdefault(one.name if number < MAX_FLOW_LABELS else OTHERS, [0.0] * 4)
+        for n, value in enumerate((one.waiting, one.in_flight, one.served_tokens, one.refused)):
+            row[n] += value
+    columns = [[((name,), row[n]) for name, row in rows.items()] for n in range(4)]
+    yield gauges("flow_waiting_requests", "Requests in the queue, by flow", ("flow",), columns[0])
+    yield gauges("flow_in_flight", "Requests at endpoints, by flow", ("flow",), columns[1])
+    text = "What a flow was charged: tokens of prompts that were not cached, and twice those of answers"
+    yield counters("flow_served_tokens", text, ("flow",), columns[2])
+    text = "Requests refused because their flow's limit of requests or tokens per minute was reached"
+    yield counters("flow_refused", text, ("flow",), columns[3])
 
 
 class Found(Protocol):

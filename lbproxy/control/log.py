@@ -22,6 +22,7 @@ from collections import deque
 
 import orjson
 
+from lbproxy.core.flows import ANONYMOUS
 from lbproxy.core.record import RequestRecord
 from lbproxy.core.types import Outcome
 
@@ -158,6 +159,8 @@ def access_line(record: RequestRecord) -> bytes:
     ttfb = "null" if first_byte_at is None else f"{1e3 * (first_byte_at - started_at):.3f}"
     error = "" if record.error is None else f',"error":{_quoted(record.error, MAX_ERROR_CHARS)}'
     key = "" if record.key is None else f',"key":{_quoted(record.key, MAX_FIELD_CHARS)}'
+    if record.flow is not None and record.flow not in (record.key, ANONYMOUS):
+        key += f',"flow":{_quoted(record.flow, MAX_FIELD_CHARS)}'
     alias = "" if record.alias is None else f',"alias":{_quoted(record.alias, MAX_FIELD_CHARS)}'
     return (
         f'{{"time":"{stamp(time.time())}","level":"{_LEVEL_NAMES[record.outcome]}","event":"request",'

@@ -153,6 +153,7 @@ def _queue(queue: QueueSnapshot) -> Fields:
         "oldest_s": None if queue.oldest_s is None else round(queue.oldest_s, 3),
         "by_priority": {str(priority): count for priority, count in queue.by_priority.items()},
         "by_model": {model or "": count for model, count in queue.by_model.items()},
+        "by_flow": queue.by_flow,
         "by_reason": queue.by_reason,
     }
 

@@ -6,7 +6,8 @@ the Balancer's snapshot at that moment. Invariants:
 
 - Names and labels are an interface: dashboards depend on them.
 - Labels are bounded: routes, outcomes and endpoints by design, status codes to registered ones and our own, models to
-  the first 100 that endpoints say they serve. Whatever else a client writes into `model` is `other`.
+  the first 100 that endpoints say they serve, flows to the 100 that got most. Whatever else a client writes into
+  `model` is `other`.
 - What an engine did not say, or said too long ago, has no sample. It is never 0.
 - Series of an endpoint or model that is gone vanish.
 """
@@ -36,6 +37,7 @@ from lbproxy.control.families import (
     Totals,
     counter,
     counters,
+    flow_families,
     gauge,
     gauges,
     histogram,
@@ -362,6 +364,7 @@ class Telemetry:
     def _process_families(self, snapshot: PoolSnapshot) -> Iterator[Metric]:
         yield gauge("waiting_requests", "Requests in the queue because no endpoint has room", snapshot.waiting)
         yield gauge("waiting_bytes", "Bytes of their bodies", snapshot.waiting_bytes)
+        yield from flow_families(snapshot.flows)
         if self._clients is not None:
             yield gauge("client_connections", "Open connections from clients", self._clients.open_connections)
         if self._upstreams is not None:

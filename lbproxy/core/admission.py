@@ -3,16 +3,22 @@
 They wait because every endpoint is full, because none is judged yet, or because the policy holds them back: an endpoint
 that has a second of prefill before it gains nothing from one more request, while here the request can still go to
 whichever is free first. Bounded in requests and in body bytes; each wait has a deadline; a full queue gives the place
-of the least important request to a more important one. It decides nothing about endpoints.
+of the least important request to a more important one, or one of the flow that has most here to another's. It decides
+nothing about endpoints, and whose turn it is, `core.flows` knows.
 
-Invariant: a ticket is in the queue exactly while its state is WAITING.
+Invariants: a ticket is in the queue exactly while its state is WAITING; it is parked while its flow has as many
+requests as it may have, and then in nobody's way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import chain
+from math import exp
 
 from lbproxy.config import AdmissionSettings
+from lbproxy.core.flows import Flow, Flows
 from lbproxy.core.types import InferenceRequest, Ticket
 
 AGEING_S = 10.0
@@ -23,16 +29,65 @@ LOOKUPS = 512
 """And how many are asked for anew in one plan, the oldest first, so that 10,000 that wait do not hold up the loop:
 at a plan each 10 ms, 25,000 are as fresh as `WORK_S` says."""
 
+FAIR = 256
+"""Tickets of a priority that take turns by their flows; a plan never gets so far."""
+PACE_S = 5.0
+"""Over which time the queue's pace is averaged."""
+
+
+class _Pace:
+    """How many tickets leave in a second, of late."""
+
+    __slots__ = ("_at", "_level")
+
+    def __init__(self) -> None:
+        self._level = 0.0
+        self._at = 0.0
+
+    def count(self, now: float) -> None:
+        """One more leaves."""
+        self._level = 1.0 + self._level * exp((self._at - now) / PACE_S)
+        self._at = now
+
+    def rate(self, now: float) -> float:
+        """A second."""
+        return self._level * exp((self._at - now) / PACE_S) / PACE_S
+
+
+class _Line:
+    """One flow's waiting tickets of one priority, each in the order in which they came."""
+
+    __slots__ = ("parked", "ready")
+
+    def __init__(self) -> None:
+        self.ready: dict[int, Ticket] = {}
+        self.parked: dict[int, Ticket] = {}
+        """They wait for their own flow, not for an endpoint."""
+
+    def __len__(self) -> int:
+        return len(self.ready) + len(self.parked)
+
+    def youngest(self) -> Iterator[Ticket]:
+        """The youngest first, and first those that are parked: they are the last to be served."""
+        yield from reversed(self.parked.values())
+        yield from reversed(self.ready.values())
+
 
 class WaitingQueue:
-    """Waiting tickets. Push, remove and the first deadline are O(1), but for a push into a full queue."""
+    """Waiting tickets. Push, remove and the first deadline are O(1), or O(log n) where a ticket has its own deadline,
+    but for a push into a full queue.
+    """
 
     def __init__(self, settings: AdmissionSettings) -> None:
         self._take_limits(settings)
         self._tickets: dict[int, Ticket] = {}
-        self._lanes: dict[int, dict[int, Ticket]] = {}
-        """By priority; each in the order in which they came, and none of them empty."""
+        self._lanes: dict[int, dict[Flow, _Line]] = {}
+        """By priority and flow; none of them empty."""
+        self._early: list[tuple[float, int, Ticket]] = []
+        """A heap of those whose deadline is their own, some of which are gone."""
         self._bytes = 0
+        self._ready = 0
+        self._pace = _Pace()
 
     def _take_limits(self, settings: AdmissionSettings) -> None:
         self._max_requests = settings.queue_requests
@@ -45,6 +100,8 @@ class WaitingQueue:
         self._take_limits(settings)
         for ticket in self._tickets.values():
             ticket.deadline = min(ticket.deadline, now + settings.queue_timeout)
+        self._early = [(ticket.deadline, key, ticket) for _, key, ticket in self._early]
+        heapify(self._early)
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -54,25 +111,47 @@ class WaitingQueue:
         return iter(list(self._tickets.values()))
 
     @property
+    def ready(self) -> int:
+        """How many wait for an endpoint; the others wait for their own flow."""
+        return self._ready
+
+    @property
     def bytes(self) -> int:
         """Body bytes of all waiting requests."""
         return self._bytes
 
-    def push(self, ticket: Ticket) -> list[Ticket]:
+    def by_flow(self) -> dict[Flow, int]:
+        """How many wait of each flow that has some here."""
+        counts: dict[Flow, int] = {}
+        for lane in self._lanes.values():
+            for flow, line in lane.items():
+                counts[flow] = counts.get(flow, 0) + len(line)
+        return counts
+
+    def push(self, ticket: Ticket, *, parked: bool = False) -> list[Ticket]:
         """Take a ticket in. Returns those that have no place any more: none, itself, or less important ones.
 
-        When there is no room, those of the lowest priority go, the youngest first, as far as they are below the
-        newcomer's. If that is not enough, nobody goes but the newcomer.
+        When there is no room, those of the lowest priority go, of the flow that has the most waiting for its weight,
+        the youngest first, as far as they are below the newcomer's priority; then, at its own priority, those of a flow
+        that has more waiting than the newcomer's. If that is not enough, nobody goes but the newcomer. Who goes is
+        still in: whoever ends it, removes it.
         """
-        size = ticket.request.body_bytes
-        shed = self._shed_for(ticket) if not self._fits(len(self._tickets), self._bytes + size) else []
+        request = ticket.request
+        fits = self._fits(len(self._tickets), self._bytes + request.body_bytes)
+        shed = [] if fits else self._shed_for(ticket)
         if shed is None:
             return [ticket]
-        for victim in shed:
-            self.remove(victim)
-        self._tickets[id(ticket)] = ticket
-        self._lanes.setdefault(ticket.request.priority, {})[id(ticket)] = ticket
-        self._bytes += size
+        key = id(ticket)
+        self._tickets[key] = ticket
+        line = self._lanes.setdefault(request.priority, {}).setdefault(_flow(ticket), _Line())
+        if parked:
+            line.parked[key] = ticket
+        else:
+            line.ready[key] = ticket
+            self._ready += 1
+        self._bytes += request.body_bytes
+        if request.deadline is not None:
+            heappush(self._early, (ticket.deadline, key, ticket))
         return shed
 
     def _fits(self, others: int, size: int) -> bool:
@@ -81,51 +160,149 @@ class WaitingQueue:
     def _shed_for(self, ticket: Ticket) -> list[Ticket] | None:
         count, size = len(self._tickets), self._bytes + ticket.request.body_bytes
         shed = []
-        for priority in sorted(self._lanes):
-            if priority >= ticket.request.priority:
-                break
-            for victim in reversed(self._lanes[priority].values()):
-                shed.append(victim)
-                count -= 1
-                size -= victim.request.body_bytes
-                if self._fits(count, size):
-                    return shed
+        for victim in self._victims(ticket):
+            shed.append(victim)
+            count -= 1
+            size -= victim.request.body_bytes
+            if self._fits(count, size):
+                return shed
         return None
+
+    def _victims(self, ticket: Ticket) -> Iterator[Ticket]:
+        """Who goes before `ticket` does, in this order."""
+        flow = _flow(ticket)
+        for priority in sorted(self._lanes):
+            if priority > ticket.request.priority:
+                return
+            lane = self._lanes[priority]
+            least = 0.0
+            if priority == ticket.request.priority:
+                least = ((len(lane[flow]) if flow in lane else 0) + 1) / flow.weight
+            longest = [(-len(line) / one.weight, n, one, line.youngest()) for n, (one, line) in enumerate(lane.items())]
+            heapify(longest)
+            while longest:
+                length, n, one, youngest = longest[0]
+                if least and (one is flow or -length <= least):
+                    break
+                victim = next(youngest, None)
+                if victim is None:
+                    heappop(longest)
+                    continue
+                heapreplace(longest, (length + 1 / one.weight, n, one, youngest))
+                yield victim
 
     def remove(self, ticket: Ticket) -> None:
         """Take out a ticket that was placed or closed; no-op if it is not in."""
-        if self._tickets.pop(id(ticket), None) is not None:
-            self._bytes -= ticket.request.body_bytes
-            lane = self._lanes[ticket.request.priority]
-            del lane[id(ticket)]
+        key, request = id(ticket), ticket.request
+        if self._tickets.pop(key, None) is None:
+            return
+        self._bytes -= request.body_bytes
+        flow = _flow(ticket)
+        lane = self._lanes[request.priority]
+        line = lane[flow]
+        if line.parked.pop(key, None) is None:
+            del line.ready[key]
+            self._ready -= 1
+        if not line:
+            del lane[flow]
             if not lane:
-                del self._lanes[ticket.request.priority]
+                del self._lanes[request.priority]
 
-    def in_order(self, work: Callable[[Ticket], float] | None, now: float) -> list[Ticket]:
-        """All, in the order of service: by priority, then the least work first, discounted by age; or, without `work`,
-        first come, first served. O(n log n).
-        """
-        ordered: list[Ticket] = []
+    def left(self, ticket: Ticket, now: float) -> None:
+        """Take out one that was served by its turn."""
+        self.remove(ticket)
+        self._pace.count(now)
+
+    def unpark(self, flow: Flow) -> Ticket | None:
+        """Let the flow's next parked ticket wait for an endpoint. None = none is parked."""
         for priority in sorted(self._lanes, reverse=True):
-            lane = self._lanes[priority].values()
-            if work is None:
-                ordered += lane
+            line = self._lanes[priority].get(flow)
+            if line is not None and line.parked:
+                key = next(iter(line.parked))
+                line.ready[key] = ticket = line.parked.pop(key)
+                self._ready += 1
+                return ticket
+        return None
+
+    def in_order(self, work: Callable[[Ticket], float] | None, flows: Flows, now: float) -> Iterator[Ticket]:
+        """Those that are ready, in the order of service: by priority; then the flow whose turn it is; then the least
+        work first, discounted by age, or, without `work`, first come, first served. O(n log n). Who comes after the
+        first `FAIR` of a priority comes flow by flow. Tickets may be removed meanwhile.
+        """
+        for priority in sorted(self._lanes, reverse=True):
+            lines = [
+                (flow, _sorted(line.ready.values(), work, now)) for flow, line in self._lanes.get(priority, {}).items()
+            ]
+            if len(lines) == 1:
+                yield from lines[0][1]
             else:
-                ordered += sorted(lane, key=lambda t: work(t) / (1.0 + (now - t.submitted_at) / AGEING_S))
-        return ordered
+                yield from _in_turn(lines, flows, now)
+
+    def expected_wait_s(self, ticket: Ticket, now: float) -> float:
+        """How long a newcomer will wait, by how many are before it and how fast they left of late; 0 = no idea."""
+        rate = self._pace.rate(now)
+        if not self._ready or rate <= 0.0:
+            return 0.0
+        before = 0
+        for priority, lane in self._lanes.items():
+            size = sum(len(line.ready) for line in lane.values())
+            if priority > ticket.request.priority:
+                before += size
+            elif priority == ticket.request.priority:
+                own = lane.get(_flow(ticket))
+                turns = (len(own.ready) if own else 0) + 1
+                before += min(size, turns * len(lane))
+        return before / rate
 
     def expired(self, now: float) -> list[Ticket]:
-        """Those whose wait is over. No wait ends before an older one's, so they are the oldest."""
+        """Those whose wait is over. But for those with a deadline of their own no wait ends before an older one's."""
         expired = []
+        while self._early and self._early[0][0] <= now:
+            ticket = heappop(self._early)[2]
+            if id(ticket) in self._tickets:
+                expired.append(ticket)
         for ticket in self._tickets.values():
-            if ticket.deadline > now:
-                break
-            expired.append(ticket)
+            if ticket.request.deadline is None:
+                if ticket.deadline > now:
+                    break
+                expired.append(ticket)
         return expired
 
     def first_deadline(self) -> float | None:
         """When the first wait ends."""
-        return next((ticket.deadline for ticket in self._tickets.values()), None)
+        while self._early and id(self._early[0][2]) not in self._tickets:
+            heappop(self._early)
+        first = next((ticket.deadline for ticket in self._tickets.values()), None)
+        return first if first is None or not self._early else min(first, self._early[0][0])
+
+
+def _flow(ticket: Ticket) -> Flow:
+    flow = ticket.flow
+    assert flow is not None, "a ticket has a flow before it waits"
+    return flow
+
+
+def _sorted(tickets: Iterable[Ticket], work: Callable[[Ticket], float] | None, now: float) -> list[Ticket]:
+    if work is None:
+        return list(tickets)
+    return sorted(tickets, key=lambda ticket: work(ticket) / (1.0 + (now - ticket.submitted_at) / AGEING_S))
+
+
+def _in_turn(lines: list[tuple[Flow, list[Ticket]]], flows: Flows, now: float) -> Iterator[Ticket]:
+    """The next ticket of the flow whose turn it is, as if each was placed when it is yielded."""
+    turns = [(flows.start_of(flow, now), n, iter(tickets)) for n, (flow, tickets) in enumerate(lines)]
+    heapify(turns)
+    left = FAIR
+    while turns and left:
+        start, n, tickets = turns[0]
+        ticket = next(tickets, None)
+        if ticket is None:
+            heappop(turns)
+        else:
+            left -= 1
+            heapreplace(turns, (start + flows.cost_of(ticket), n, tickets))
+            yield ticket
+    yield from chain.from_iterable(tickets for _, _, tickets in sorted(turns, key=lambda turn: turn[1]))
 
 
 def least_work(uncached: Callable[[InferenceRequest], float], now: float) -> Callable[[Ticket], float]:

@@ -26,12 +26,20 @@ import random
 from collections.abc import Iterable, Sequence
 from math import inf
 
-from lbproxy.config import AdmissionSettings, BreakerSettings, HealthSettings, RetrySettings, ScrapeSettings
+from lbproxy.config import (
+    AdmissionSettings,
+    BreakerSettings,
+    FlowsSettings,
+    HealthSettings,
+    RetrySettings,
+    ScrapeSettings,
+)
 from lbproxy.core.admission import WaitingQueue, least_work
 from lbproxy.core.backpressure import Backpressure
 from lbproxy.core.choice import HOLD_MS, Choice
 from lbproxy.core.endpoints import EndpointChanges, EndpointSet
 from lbproxy.core.estimate import model_for
+from lbproxy.core.flows import Flow, Flows
 from lbproxy.core.learned import EndpointLearned, PoolLearned, QueueSnapshot, of_endpoint, of_pool, of_queue
 from lbproxy.core.orca import LoadReport
 from lbproxy.core.pricing import Plan, Policy
@@ -54,6 +62,7 @@ from lbproxy.core.types import (
 )
 
 DEFAULT_BREAKER = BreakerSettings()
+DEFAULT_FLOWS = FlowsSettings()
 PLAN_S = 0.01
 """While requests wait, work gets done that nothing tells of; so the queue is planned at least this often."""
 PLANNED = 32
@@ -74,6 +83,7 @@ class Balancer:
         retry: RetrySettings,
         rng: random.Random,
         breaker: BreakerSettings = DEFAULT_BREAKER,
+        flows: FlowsSettings = DEFAULT_FLOWS,
     ) -> None:
         self._retries = Retries(retry, rng)
         self._backpressure = Backpressure()
@@ -82,6 +92,7 @@ class Balancer:
         self._judge = self._endpoints.judge
         self._choice = Choice(policy, admission, endpoints=self._endpoints, backpressure=self._backpressure, rng=rng)
         self._queue = WaitingQueue(admission)
+        self._flows = Flows(flows)
         self._adopt(admission)
         self._plan_at = inf
         """When the queue is to be planned; a time that is past when something happened since the last plan."""
@@ -104,6 +115,7 @@ class Balancer:
         breaker: BreakerSettings,
         scrape: ScrapeSettings,
         retry: RetrySettings,
+        flows: FlowsSettings,
         now: float,
     ) -> None:
         """Other settings, from now on. What is known of the endpoints stays, and who has a place keeps it.
@@ -119,6 +131,9 @@ class Balancer:
         self._retries.reconfigure(retry)
         self._endpoints.reconfigure(health, scrape, breaker)
         self._queue.reconfigure(admission, now=now)
+        self._flows.reconfigure(flows, now)
+        for flow in self._flows:
+            self._unpark(flow)
         self._choice.adopt(policy, admission)
         self._adopt(admission)
         self._plan_at = -inf
@@ -139,14 +154,33 @@ class Balancer:
         `avoid`: endpoints that failed this request already. If only such ones are left, NO_ENDPOINTS. `accused`: that
         of them that answered it 500, if one did.
         """
-        if not avoid:
-            self._retries.requested(now=now)
         ticket = Ticket(request, now, now + self._queue_timeout_s, avoid)
+        ticket.flow = flow = self._flows.of(request.flow, now)
         if accused is not None:
             ticket.accused = accused
-        if self._hold and self._queue:
+        if request.deadline is not None:
+            ticket.deadline = min(ticket.deadline, request.deadline)
+        if not avoid:
+            self._retries.requested(now=now)
+            ticket.retry_after_s = self._flows.admit(flow, request, now)
+            if ticket.retry_after_s is not None:
+                self._end(ticket, Outcome.RATE_LIMITED)
+                return ticket
+        if flow.is_full:
+            ticket.wait = Wait.FLOW
+            hopeless = self._choice.hopeless(ticket, now=now)
+            if hopeless is None:
+                self._wait(ticket, now, parked=True)
+            else:
+                self._end(ticket, hopeless)
+            return ticket
+        flow.active += 1
+        ticket.counted = True
+        if self._queue.ready and (self._hold or self._plan_at <= now):
             self._plan_at = now  # others wait: the plan says whose turn it is
             ticket.wait = Wait.BEHIND
+            if request.deadline is not None and now + self._queue.expected_wait_s(ticket, now) > request.deadline:
+                self._end(ticket, Outcome.TOO_LATE)
         else:
             self._consider(ticket, now, None)
         if ticket.state is TicketState.WAITING:
@@ -157,11 +191,12 @@ class Balancer:
         """The tickets that stopped waiting: shed for another, placed now, or closed with the reason."""
         changed, self._changed = self._changed, []
         if self._queue:
-            if now >= self._plan_at:
+            if self._queue.ready and now >= self._plan_at:
                 self._plan(now, changed)
             for ticket in self._queue.expired(now):
-                self._end(ticket, Outcome.EXPIRED if self._endpoints.any_up() else Outcome.NO_ENDPOINTS)
-                self._queue.remove(ticket)
+                deadline = ticket.request.deadline
+                too_late = Outcome.EXPIRED if deadline is None or now < deadline else Outcome.TOO_LATE
+                self._end(ticket, too_late if self._endpoints.any_up() else Outcome.NO_ENDPOINTS)
                 changed.append(ticket)
         return changed
 
@@ -169,7 +204,7 @@ class Balancer:
         """The first byte of a good answer's body came. Later calls for the same ticket are no-ops."""
         if ticket.state is TicketState.PLACED and ticket.first_byte_at is None:
             ticket.first_byte_at = now
-            state = _placed_on(ticket)
+            state = ticket.where
             state.awaiting_first_byte -= 1
             state.progress_at = now
             state.breaker.good += 1
@@ -185,9 +220,11 @@ class Balancer:
     def progress(self, ticket: Ticket, tokens: int, *, now: float) -> None:
         """More came, `tokens` as far as is known. At most every 250 ms per stream, never per chunk."""
         if ticket.state is TicketState.PLACED:
-            state = _placed_on(ticket)
+            state = ticket.where
             state.tokens_streamed += tokens
             state.progress_at = now
+            if tokens:
+                self._flows.progress(ticket, tokens, now)
             if ticket.placement is not None:
                 ticket.placement.load.progress(ticket.placement, tokens, now)
 
@@ -198,10 +235,8 @@ class Balancer:
         """
         if ticket.state is TicketState.CLOSED:
             return
-        if ticket.state is TicketState.WAITING:
-            self._queue.remove(ticket)
-        else:
-            state = _placed_on(ticket)
+        if ticket.state is TicketState.PLACED:
+            state = ticket.where
             state.in_flight -= 1
             if ticket.first_byte_at is None:
                 state.awaiting_first_byte -= 1
@@ -211,6 +246,8 @@ class Balancer:
                 self._judge.broke(state, now=now)
             if ticket.trial:
                 self._judge.trial_ended(state, outcome, now=now)
+            served = ticket.first_byte_at is not None or (outcome is Outcome.COMPLETED and usage is not None)
+            self._flows.ended(ticket, usage, now, served=served)
             if ticket.placement is not None:
                 ticket.placement.load.end(ticket.placement, usage, now)
             self._endpoints.released(state)
@@ -224,7 +261,7 @@ class Balancer:
 
         `earlier`: why the same request's earlier attempts failed; `detail` is for the log. Does not close the ticket.
         """
-        state = _placed_on(ticket)
+        state = ticket.where
         stranded = kind is FailureKind.STRANDED
         self._backpressure.refused(state, kind, now=now)
         tried = {state.endpoint.uid, *ticket.avoid}
@@ -245,7 +282,7 @@ class Balancer:
         if self._changed:
             return self._plan_at
         deadline = self._queue.first_deadline()
-        return None if deadline is None else min(deadline, self._plan_at)
+        return deadline if deadline is None or not self._queue.ready else min(deadline, self._plan_at)
 
     # Endpoints
 
@@ -297,7 +334,7 @@ class Balancer:
 
     def report_load(self, ticket: Ticket, report: LoadReport | None, *, now: float) -> None:
         """A load report came with a placed request's answer; None = it was malformed."""
-        self._endpoints.report_load(_placed_on(ticket), report, answered=ticket.first_byte_at is not None, now=now)
+        self._endpoints.report_load(ticket.where, report, answered=ticket.first_byte_at is not None, now=now)
 
     def report_restart(self, uid: EndpointUid) -> None:
         """An endpoint is another process than before: its caches are empty. A scrape with `started_at` says it too."""
@@ -345,7 +382,9 @@ class Balancer:
 
     def snapshot(self, *, now: float) -> PoolSnapshot:
         """Everything, at this moment."""
-        return PoolSnapshot(self._endpoints.snapshot(now=now), len(self._queue), self._queue.bytes)
+        queue = self._queue
+        flows = self._flows.snapshot(queue.by_flow())
+        return PoolSnapshot(self._endpoints.snapshot(now=now), len(queue), queue.bytes, flows)
 
     def learned(self, *, now: float) -> tuple[PoolLearned, dict[EndpointUid, EndpointLearned]] | None:
         """What was learned of speeds and caches; None under policies that learn nothing."""
@@ -389,25 +428,34 @@ class Balancer:
             self._judge.tried(state, ticket, now=now)
         if self._pool is not None:
             ticket.placement = state.load.place(ticket.request, now)
+        self._flows.placed(ticket, now)
 
     # Waiting
 
-    def _wait(self, ticket: Ticket, now: float) -> None:
+    def _wait(self, ticket: Ticket, now: float, *, parked: bool = False) -> None:
         """Into the queue; whoever has no place in it any more is told."""
-        if not self._queue:
-            self._plan_at = inf  # this one was considered just now
-        for shed in self._queue.push(ticket):
+        if not parked:
+            if not self._queue.ready:
+                self._plan_at = inf  # this one was considered just now
+            if self._hold:
+                self._plan_at = min(self._plan_at, now + PLAN_S)
+        for shed in self._queue.push(ticket, parked=parked):
             self._end(shed, Outcome.SATURATED)
             if shed is not ticket:
                 self._changed.append(shed)
                 self._plan_at = min(self._plan_at, now)
-        if self._hold:
-            self._plan_at = min(self._plan_at, now + PLAN_S)
+
+    def _unpark(self, flow: Flow) -> None:
+        """As many of the flow's requests as it may have wait for an endpoint now."""
+        while not flow.is_full and (ticket := self._queue.unpark(flow)) is not None:
+            flow.active += 1
+            ticket.counted = True
+            self._plan_at = -inf
 
     def _plan(self, now: float, changed: list[Ticket]) -> None:
         """Consider the waiting in the order of service; those that stop waiting are appended to `changed`."""
         self._plan_at = now + PLAN_S if self._hold else inf
-        budget, plan = len(self._queue), None
+        budget, plan = self._queue.ready, None
         if self._hold and self._pool is not None:
             serving = self._endpoints.candidates(None, now=now)
             if self._pool.any_room(serving, HOLD_MS, now):
@@ -420,7 +468,7 @@ class Balancer:
         self._planned_version = self._endpoints.version
         stuck: set[tuple[str | None, frozenset[EndpointUid]]] = set()
         work = least_work(self._pool.uncached, now) if self._by_work and budget and self._pool is not None else None
-        for ticket in self._queue.in_order(work, now):
+        for ticket in self._queue.in_order(work, self._flows, now):
             key = (ticket.request.model, ticket.avoid)
             if key in stuck:
                 continue
@@ -435,16 +483,17 @@ class Balancer:
                     stuck.add(key)
             if ticket.state is not TicketState.WAITING:
                 stuck.discard(key)
-                self._queue.remove(ticket)
+                self._queue.left(ticket, now)
                 changed.append(ticket)
 
-    @staticmethod
-    def _end(ticket: Ticket, outcome: Outcome) -> None:
+    def _end(self, ticket: Ticket, outcome: Outcome) -> None:
+        if ticket.state is TicketState.WAITING:
+            self._queue.remove(ticket)
         ticket.state = TicketState.CLOSED
         ticket.outcome = outcome
-
-
-def _placed_on(ticket: Ticket) -> EndpointState:
-    state = ticket.placed_on
-    assert state is not None, "a placed ticket has an endpoint"
-    return state
+        flow = ticket.flow
+        if ticket.counted and flow is not None:
+            ticket.counted = False
+            flow.active -= 1
+            if flow.limit is not None:
+                self._unpark(flow)

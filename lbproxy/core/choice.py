@@ -17,7 +17,7 @@ from lbproxy.config import AdmissionSettings
 from lbproxy.core.backpressure import Backpressure
 from lbproxy.core.endpoints import EndpointSet
 from lbproxy.core.explain import MAX_SHOWN, Decision, Explainer
-from lbproxy.core.pricing import Plan, Policy
+from lbproxy.core.pricing import Plan, Policy, Prices
 from lbproxy.core.types import EndpointState, Outcome, Ticket, Wait
 
 HOLD_MS = 1000.0
@@ -142,6 +142,12 @@ class Choice:
         index = self._lowest(prices.costs, candidates)
         if prices.costs[index] == inf:
             return Outcome.SATURATED
+        if ticket.request.deadline is not None and prices.waits_ms is not None:
+            in_time = self._in_time(ticket.request.deadline, candidates, prices, now)
+            if not in_time:
+                return Outcome.TOO_LATE
+            if index not in in_time:
+                index = in_time[self._lowest([prices.costs[n] for n in in_time], [candidates[n] for n in in_time])]
         if self.holds and prices.waits_ms is not None and prices.waits_ms[index] > HOLD_MS:
             if plan is not None and prices.uncached_tokens is not None:
                 plan[candidates[index].load.slot] += prices.uncached_tokens[index]
@@ -150,6 +156,20 @@ class Choice:
             ticket.decision = self._decision(candidates[index], candidates, prices.costs, now)
             ticket.decision.take_down(ticket, prices)
         return candidates[index]
+
+    @staticmethod
+    def _in_time(deadline: float, candidates: Sequence[EndpointState], prices: Prices, now: float) -> list[int]:
+        """The indices of those that are expected to bring the first token by then."""
+        left_ms = 1000.0 * (deadline - now)
+        assert prices.waits_ms is not None
+        assert prices.uncached_tokens is not None
+        return [
+            n
+            for n, (state, wait, uncached) in enumerate(
+                zip(candidates, prices.waits_ms, prices.uncached_tokens, strict=True)
+            )
+            if prices.costs[n] < inf and state.load.first_byte_ms(wait, uncached, now) <= left_ms
+        ]
 
     def _lowest(self, costs: list[float], candidates: Sequence[EndpointState]) -> int:
         """The index of the lowest cost; among those as good, the endpoint chosen longest ago, or any never chosen."""

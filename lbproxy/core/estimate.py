@@ -195,6 +195,11 @@ class LoadModel:
 
     # Reading
 
+    def first_byte_ms(self, wait_ms: float, uncached_tokens: float, now: float) -> float:
+        """Until the first token of a request with so much prefill work, after a queue that takes `wait_ms`."""
+        base = self.base_ms if self.base_until > now else self.pool.base_ms
+        return base + wait_ms + uncached_tokens * self.pool.token_ms * self.speed
+
     def backlog_tokens(self, now: float) -> float:
         """Prefill work before a request that is placed now: all pending, less what is done of the first of them."""
         if self.due_at <= now:

@@ -10,7 +10,7 @@ from lbproxy.core.estimate import LoadModel, PoolModel
 from lbproxy.core.types import Ticket
 
 MAX_GROUPS = 20
-"""Models, and priorities, that the queue is told apart by."""
+"""Models, priorities and flows that the queue is told apart by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,7 @@ class QueueSnapshot:
     by_priority: dict[int, int] = field(default_factory=dict)
     by_model: dict[str | None, int] = field(default_factory=dict)
     """Each the most frequent `MAX_GROUPS`."""
+    by_flow: dict[str, int] = field(default_factory=dict)
     by_reason: dict[str, int] = field(default_factory=dict)
 
 
@@ -96,5 +97,6 @@ def of_queue(tickets: Iterable[Ticket], size: int, *, now: float) -> QueueSnapsh
         now - waiting[0].submitted_at if waiting else None,
         dict(Counter(one.request.priority for one in waiting).most_common(MAX_GROUPS)),
         dict(Counter(one.request.model for one in waiting).most_common(MAX_GROUPS)),
+        dict(Counter(one.request.flow for one in waiting).most_common(MAX_GROUPS)),
         dict(Counter("unknown" if one.wait is None else one.wait.value for one in waiting)),
     )

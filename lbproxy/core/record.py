@@ -41,6 +41,8 @@ class RequestRecord:
     """How much of the prompt was expected in the endpoint's cache; None = the policy expects nothing."""
     key: str | None = None
     """The name of the API key that it came with."""
+    flow: str | None = None
+    """Whose it is: see `core.flows`. None until it is asked for a place."""
     queue_s: float = 0.0
     """Waited for a place, all attempts together."""
     placed_at: float | None = None

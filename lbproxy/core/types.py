@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lbproxy.core.credentials import ApiKey, Tls
     from lbproxy.core.estimate import LoadModel
     from lbproxy.core.explain import Decision
+    from lbproxy.core.flows import Flow, FlowSnapshot
     from lbproxy.core.placement import Placement
 
 EndpointUid = NewType("EndpointUid", int)
@@ -218,6 +219,10 @@ class InferenceRequest(NamedTuple):
     """What the client calls the conversation that this belongs to."""
     explain: bool = False
     """The client would like to know why it went where it went."""
+    flow: str = "anonymous"
+    """Whose it is: see `core.flows`."""
+    deadline: float | None = None
+    """When the client must have its first token, or else wants none."""
 
 
 class Usage(NamedTuple):
@@ -248,6 +253,8 @@ class Wait(Enum):
     """Every endpoint has as many requests as it may have, or there is none yet."""
     BEHIND = "behind"
     """Others wait, and the order of service says whose turn it is."""
+    FLOW = "flow"
+    """Its flow has as many requests as it may have."""
 
 
 class Ticket:
@@ -268,6 +275,16 @@ class Ticket:
     work_tokens: float = 0.0
     """While WAITING: the least prefill work that any endpoint would have with it, as of `work_at`."""
     work_at: float = float("-inf")
+    flow: Flow | None = None
+    """Set by the Balancer at once."""
+    counted = False
+    """It counts in `flow.active`."""
+    prompt_cost = charged = billed = 0.0
+    """While PLACED: what its prompt cost, what its flow was charged, and the tokens that count for its limit."""
+    answered = 0
+    """Tokens of the answer so far."""
+    retry_after_s: float | None = None
+    """If it closed because of a limit: when it would not have."""
     trial: bool = False
     """It tries an endpoint that is half open or down."""
     accused: EndpointUid | None = None
@@ -286,6 +303,12 @@ class Ticket:
         """When waiting ends with `Outcome.EXPIRED`."""
         self.avoid = avoid
         """Endpoints that already failed this request."""
+
+    @property
+    def where(self) -> EndpointState:
+        """Of a placed ticket: its endpoint."""
+        assert self.placed_on is not None
+        return self.placed_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +377,8 @@ class Outcome(Enum):
 
     SATURATED = _busy("rejected_saturated", 429, "All model servers are busy and the queue is full.")
     EXPIRED = _busy("rejected_ttl_expired", 429, "No model server had room in time.")
+    RATE_LIMITED = _busy("rate_limit_exceeded", 429, "The limit of requests or tokens per minute is reached.")
+    TOO_LATE = _busy("rejected_slo", 429, "The first token would come later than the request wants it.")
     NO_ENDPOINTS = _busy("no_endpoints", 503, "No model server is available.")
     DRAINING = _busy("lb_draining", 503, "The load balancer is shutting down.", close=True)
     OVERLOADED = _busy("lb_overloaded", 503, "The load balancer is out of resources.", close=True)
@@ -378,16 +403,23 @@ class LbError(Exception):
     """A request that lbproxy itself answers. The only exception that crosses layers.
 
     `message` is for the client: it never holds an upstream address, a traceback or bytes of the request's body.
-    `allow` is the Allow header of a 405.
+    `allow` is the Allow header of a 405, `retry_after_s` when it would go well, if that is known.
     """
 
     def __init__(
-        self, outcome: Outcome, message: str | None = None, *, param: str | None = None, allow: str | None = None
+        self,
+        outcome: Outcome,
+        message: str | None = None,
+        *,
+        param: str | None = None,
+        allow: str | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         self.outcome = outcome
         self.message = outcome.value.message if message is None else message
         self.param = param
         self.allow = allow
+        self.retry_after_s = retry_after_s
         super().__init__(self.message)
 
 
@@ -442,3 +474,4 @@ class PoolSnapshot:
     endpoints: list[EndpointSnapshot] = field(default_factory=list)
     waiting: int = 0
     waiting_bytes: int = 0
+    flows: list[FlowSnapshot] = field(default_factory=list)

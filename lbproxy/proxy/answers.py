@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from math import ceil
 
 from lbproxy.core.openai import error_body
 from lbproxy.core.types import LbError, Outcome
@@ -13,6 +14,7 @@ _DROPPED_REASONS = {
     Outcome.SATURATED: "rejected-saturated",
     Outcome.NO_ENDPOINTS: "rejected-no-endpoints",
     Outcome.EXPIRED: "rejected-ttl-expired",
+    Outcome.TOO_LATE: "rejected-ttl-expired",
     Outcome.DRAINING: "rejected-shutting-down",
 }
 RETRY_AFTER_S = (1, 5)
@@ -26,7 +28,8 @@ def error_answer(error: LbError, request_id: str, *, attempts: int, keep_alive: 
     if attempts:
         fields["x-lbproxy-attempts"] = str(attempts)
     if facts.retry_after:
-        fields["retry-after"] = str(rng.randint(*RETRY_AFTER_S))
+        spread = rng.randint(*RETRY_AFTER_S)
+        fields["retry-after"] = str(spread if error.retry_after_s is None else ceil(error.retry_after_s))
     if facts.status in {429, 502, 503, 504}:
         fields["x-lbproxy-reason"] = facts.code
     if error.outcome in _DROPPED_REASONS:

@@ -445,7 +445,7 @@ class Exchange(ABC):
             return model_not_found(self.record.alias or self.placed.model)
         if outcome is Outcome.NO_ENDPOINTS and self._last is not Outcome.COMPLETED and self._shared.runtime.any_up():
             return LbError(self._last)  # a live pool broke this request
-        return LbError(outcome)
+        return LbError(outcome, retry_after_s=None if self._ticket is None else self._ticket.retry_after_s)
 
     def _own_fields(self) -> str:
         record = self.record

@@ -38,7 +38,16 @@ NOT_FORWARDED = _HOP_BY_HOP | {
 CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 """What a client proves by who it is: OpenAI's way, and that of Anthropic's SDK."""
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
-HINTS = frozenset({b"x-lbproxy-priority", b"x-session-id", b"x-lbproxy-explain", b"endpoint-load-metrics-format"})
+HINTS = frozenset(
+    {
+        b"x-lbproxy-priority",
+        b"x-lbproxy-flow",
+        b"x-lbproxy-slo-ttft-ms",
+        b"x-session-id",
+        b"x-lbproxy-explain",
+        b"endpoint-load-metrics-format",
+    }
+)
 """What a client says about its request beside the body. Passed on: another lbproxy may come."""
 MAX_SESSION_BYTES = 128
 MAX_HEAD_BYTES = 64 << 10
@@ -46,6 +55,8 @@ MAX_HEAD_BYTES = 64 << 10
 HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9\-._~!$&'()*+;=]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?")
 """RFC 3986, section 3.2.2, and a port. Without the comma, which makes one of two."""
 _PRIORITY = re.compile(rb"-?[0-9]{1,3}")
+_MILLISECONDS = re.compile(rb"[0-9]{1,9}")
+_FLOW = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _TARGET = re.compile(r"/[!\"$-~]*")  # ASCII without white space and fragments
 
 _PHRASES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
@@ -70,8 +81,12 @@ class RequestFields:
     content_length: int | None = None
     chunked: bool = False
     expects_continue: bool = False
-    priority: int = 0
-    """x-lbproxy-priority, -999 to 999; what is no such number counts as 0."""
+    priority: int | None = None
+    """x-lbproxy-priority, -999 to 999; None: it is not there, or no such number."""
+    flow: str | None = None
+    """x-lbproxy-flow; None: it is not there, or no name that `core.flows` takes."""
+    slo_ttft_s: float | None = None
+    """x-lbproxy-slo-ttft-ms, but in seconds; None: it is not there, or no number of milliseconds."""
     session: str | None = None
     """x-session-id: what the client calls the conversation that this belongs to."""
     wants_load_report: bool = False
@@ -87,8 +102,12 @@ class RequestFields:
             self.wants_load_report = True
         elif key == b"x-lbproxy-explain":
             self.explain = value == b"1"
+        elif key == b"x-lbproxy-flow":
+            self.flow = value.decode("ascii") if _FLOW.fullmatch(value) else None
+        elif key == b"x-lbproxy-slo-ttft-ms":
+            self.slo_ttft_s = int(value) / 1000.0 if _MILLISECONDS.fullmatch(value) else None
         else:
-            self.priority = int(value) if _PRIORITY.fullmatch(value) else 0
+            self.priority = int(value) if _PRIORITY.fullmatch(value) else None
 
 
 def read_request_fields(raw: Iterable[tuple[bytes, bytes]], *, http10: bool = False) -> RequestFields:

@@ -20,6 +20,7 @@ from urllib.parse import unquote
 from aiohttp import web
 
 from lbproxy.config import Settings
+from lbproxy.core.flows import FlowRules
 from lbproxy.core.openai import BodyFacts, model_list
 from lbproxy.core.outline import WHOLE_BYTES
 from lbproxy.core.prefix import flatten, hash_prompt
@@ -84,6 +85,7 @@ class FrontEnd(web.Server):
         self.keys: KeyRing | None = None
         """Each request must carry one of these; None = it need not. Kept by who reads them."""
         self._reading = Reading(settings.models, runtime)
+        self._flow_rules = FlowRules(settings.flows)
         self.deadlines = Deadlines(runtime, settings.timeouts)
         self._max_connections = settings.limits.connections
         self._client_stall_s = settings.timeouts.client_stall
@@ -124,6 +126,7 @@ class FrontEnd(web.Server):
         """Other settings for requests, bodies and connections that begin from now on."""
         self.exchanger = self.exchanger.under(settings)
         self._reading = Reading(settings.models, self._runtime)
+        self._flow_rules = FlowRules(settings.flows)
         self.overload.reconfigure(settings.limits)
         self.max_plain_body_bytes = min(settings.limits.json_body, WHOLE_BYTES)
         self._max_connections = settings.limits.connections
@@ -360,13 +363,13 @@ class FrontEnd(web.Server):
         if body is not request.body:
             request = request._replace(body=body)
         record.model, record.stream = facts.model, facts.stream
-        turn.start(request, self._placed(record.id, request, facts))
+        turn.start(request, self._placed(record, request, facts))
 
     def _refusal(self) -> LbError:
         """What a request is told while no new ones are taken."""
         return LbError(Outcome.DRAINING) if self._draining else self.overload.refusal()
 
-    def _placed(self, request_id: str, request: ClientRequest, facts: BodyFacts) -> InferenceRequest:
+    def _placed(self, record: RequestRecord, request: ClientRequest, facts: BodyFacts) -> InferenceRequest:
         """The request as the balancer sees it."""
         block_bytes, model, fields = self._runtime.block_bytes, facts.model, request.fields
         prompt_bytes, keys = 0, cast(Sequence[int], ())
@@ -375,17 +378,21 @@ class FrontEnd(web.Server):
             prompt_bytes = len(prompt)
             keys = hash_prompt(prompt, model=model, salt=facts.cache_salt, block_bytes=block_bytes)
         size = len(request.body)
+        record.flow = flow = self._flow_rules.flow_of(record.key, fields.flow)
+        slo_s = fields.slo_ttft_s
         return InferenceRequest(
-            request_id,
+            record.id,
             model,
             facts.stream,
             size,
             prompt_bytes,
             keys,
             facts.max_tokens,
-            fields.priority,
+            self._flow_rules.priority_of(flow, fields.priority, record.key),
             fields.session,
             fields.explain,
+            flow,
+            None if slo_s is None else record.started_at + slo_s,
         )
 
     def _list_models(self, turn: Turn) -> None:

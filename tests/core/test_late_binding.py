@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import pytest
 
-from lbproxy.config import AdmissionSettings
+from lbproxy.config import AdmissionSettings, FlowsSettings
 from lbproxy.core.admission import LOOKUPS, WaitingQueue, least_work
 from lbproxy.core.balancer import PLAN_S, PLANNED, Balancer
 from lbproxy.core.choice import HOLD_MS
+from lbproxy.core.flows import Flows
 from lbproxy.core.pricing import Prices
 from lbproxy.core.types import (
     Endpoint,
@@ -370,13 +371,15 @@ def test_a_plan_looks_up_few_of_many_and_the_oldest_first() -> None:
         asked.append(request.id)
         return 1.0
 
-    queue = WaitingQueue(AdmissionSettings(queue_requests=100_000))
+    queue, flows = WaitingQueue(AdmissionSettings(queue_requests=100_000)), Flows(FlowsSettings())
     for number in range(LOOKUPS + 100):
-        queue.push(Ticket(InferenceRequest(str(number), None), 0.0, 60.0, frozenset()))
-    queue.in_order(least_work(uncached, 0.0), 0.0)
+        ticket = Ticket(InferenceRequest(str(number), None), 0.0, 60.0, frozenset())
+        ticket.flow = flows.of("one", 0.0)
+        queue.push(ticket)
+    list(queue.in_order(least_work(uncached, 0.0), flows, 0.0))
     assert len(asked) == LOOKUPS + 100
     asked.clear()
-    queue.in_order(least_work(uncached, 1.0), 1.0)
+    list(queue.in_order(least_work(uncached, 1.0), flows, 1.0))
     assert asked == [str(number) for number in range(LOOKUPS)]
-    queue.in_order(least_work(uncached, 1.01), 1.01)
+    list(queue.in_order(least_work(uncached, 1.01), flows, 1.01))
     assert asked[LOOKUPS:] == [str(LOOKUPS + number) for number in range(100)]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from lbproxy.config import (
     AdmissionSettings,
     BreakerSettings,
+    FlowsSettings,
     HealthSettings,
     RetrySettings,
     RoutingSettings,
@@ -34,6 +35,7 @@ def reconfigure(
         breaker=BreakerSettings.model_validate(sections.get("breaker", {})),
         scrape=ScrapeSettings.model_validate(sections.get("scrape", {})),
         retry=RetrySettings.model_validate(sections.get("retry", {})),
+        flows=FlowsSettings.model_validate(sections.get("flows", {})),
         now=now,
     )
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from lbproxy.config import (
     AdmissionSettings,
     BreakerSettings,
+    FlowsSettings,
     HealthSettings,
     RetrySettings,
     RoutingSettings,
@@ -53,6 +54,7 @@ def make_balancer(
     retry: RetrySettings | None = None,
     breaker: BreakerSettings | None = None,
     scorers: dict[str, float] | None = None,
+    flows: FlowsSettings | None = None,
     seed: int = 0,
 ) -> Balancer:
     routing = RoutingSettings.model_validate({"policy": policy, "scorers": scorers})
@@ -64,6 +66,7 @@ def make_balancer(
         retry=retry or RetrySettings(),
         rng=random.Random(seed),
         breaker=breaker or BreakerSettings(),
+        flows=flows or FlowsSettings(),
     )
 
 

@@ -1,0 +1,328 @@
+"""Flows: whose requests are whose, who is served next while several wait, and what each may use.
+
+A flow is an API key, or whatever a header says (see `flow_of`); requests without either are one flow together. While
+requests of several flows wait at one priority, they are served by start-time fair queueing (Goyal, Vin and Cheng,
+1996), in tokens: each flow has the virtual time at which the service that it got so far is over (`paid_until`); whoever
+has the earliest is next, and is charged what its request costs by its weight. A flow that was away begins at the
+virtual time of now: it has saved nothing up and owes nothing but what it still has in flight. What it owes halves every
+`half_life`, so that nobody does penance for an hour. A cost is an uncached prompt token, and `OUTPUT_COST` for each
+token of the answer (as in VTC: Sheng et al., 2024): guessed when a request is placed, put right as it goes along.
+
+The limits: requests at endpoints at a time (more of them wait, parked by the queue), requests and tokens a minute (a
+bucket each; who finds it empty is refused).
+
+Invariants: `active` counts a flow's tickets that are in the queue's order or placed; virtual time never goes back; what
+a request was charged in advance and did not use is given back when it ends. Bounded: `MAX_FLOWS`, then the strangers
+share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import exp2
+
+from lbproxy.config import FlowSettings, FlowsSettings
+from lbproxy.core.types import InferenceRequest, Ticket, Usage
+
+MAX_FLOWS = 1024
+"""Besides those that the settings name."""
+ANONYMOUS = "anonymous"
+"""The flow of requests that say nothing of theirs."""
+OTHERS = "others"
+"""The flow of those that find no room in the table."""
+OUTPUT_COST = 2.0
+"""Of a token of the answer, beside one of the prompt that is not cached."""
+BYTES_PER_TOKEN = 4.0
+"""Where nobody looks at prompts."""
+FIRST_GUESS_TOKENS = 200.0
+"""Of an answer, before a flow had any."""
+MINUTE_S = 60.0
+MAX_RETRY_AFTER_S = 60.0
+
+
+class Bucket:
+    """What may be used in a minute, and was not yet. `level` may be below 0: what was used is known afterwards."""
+
+    __slots__ = ("_at", "_level", "_size")
+
+    def __init__(self, size: float, now: float) -> None:
+        self._size = self._level = size
+        self._at = now
+
+    def resize(self, size: float) -> None:
+        """Another size; what was used stays used."""
+        self._level += size - self._size
+        self._size = size
+
+    def wait_s(self, needed: float, now: float) -> float:
+        """In how many seconds `needed` is there, at most all that ever is; 0 = now."""
+        self._level = min(self._size, self._level + self._size * (now - self._at) / MINUTE_S)
+        self._at = now
+        missing = min(needed, self._size) - self._level
+        return missing * MINUTE_S / self._size if missing > 0 else 0.0
+
+    def take(self, amount: float) -> None:
+        """Use it, there or not. Below 0 it is given back."""
+        self._level -= amount
+
+
+class Flow:
+    """One flow. Written by `Flows` and, as to `active`, by the Balancer."""
+
+    __slots__ = (
+        "active",
+        "answer_tokens",
+        "in_flight",
+        "limit",
+        "name",
+        "paid_at",
+        "paid_until",
+        "refused",
+        "requests",
+        "served_tokens",
+        "tokens",
+        "weight",
+    )
+
+    def __init__(self, name: str, now: float) -> None:
+        self.name = name
+        self.weight = 1.0
+        self.limit: int | None = None
+        """Of `active`."""
+        self.requests: Bucket | None = None
+        self.tokens: Bucket | None = None
+        self.active = 0
+        """Tickets that are placed, or wait and are not parked."""
+        self.in_flight = 0
+        """Of these, placed."""
+        self.paid_until = 0.0
+        """Virtual time at which what it was charged is over, as of `paid_at`."""
+        self.paid_at = now
+        self.answer_tokens = FIRST_GUESS_TOKENS
+        """Mean length of its answers."""
+        self.served_tokens = 0.0
+        """All that it was charged, ever."""
+        self.refused = 0
+        """Requests, for one of the limits of a minute."""
+
+    @property
+    def is_full(self) -> bool:
+        """One more has to be parked."""
+        return self.limit is not None and self.active >= self.limit
+
+    def adopt(self, rule: FlowSettings, now: float) -> None:
+        """Live by this rule from now on."""
+        self.weight, self.limit = rule.weight, rule.in_flight
+        self.requests = _bucket(self.requests, rule.requests_per_minute, now)
+        self.tokens = _bucket(self.tokens, rule.tokens_per_minute, now)
+
+
+def _bucket(bucket: Bucket | None, size: int | None, now: float) -> Bucket | None:
+    if size is None:
+        return None
+    if bucket is None:
+        return Bucket(size, now)
+    bucket.resize(size)
+    return bucket
+
+
+@dataclass(frozen=True, slots=True)
+class FlowSnapshot:
+    """One flow at one moment."""
+
+    name: str
+    weight: float
+    waiting: int
+    in_flight: int
+    served_tokens: float
+    """Since it is known: prompt tokens that were not cached, and answer tokens times `OUTPUT_COST`."""
+    refused: int
+
+
+class Flows:
+    """The table of flows and the virtual time."""
+
+    def __init__(self, settings: FlowsSettings) -> None:
+        self._flows: dict[str, Flow] = {}
+        self._virtual = 0.0
+        """When the last placed request began, in virtual time."""
+        self._all_busy_until = 0.0
+        """Nobody in the table can be forgotten before."""
+        self._take(settings)
+
+    def _take(self, settings: FlowsSettings) -> None:
+        self._half_life_s = settings.half_life
+        self._rules: Mapping[str, FlowSettings] = settings.rules
+        self._default = settings.default
+
+    def reconfigure(self, settings: FlowsSettings, now: float) -> None:
+        """Other rules, from now on. Who is above a new limit keeps what it has."""
+        self._take(settings)
+        for flow in self._flows.values():
+            flow.adopt(self._rule(flow.name), now)
+
+    def _rule(self, name: str) -> FlowSettings:
+        return self._rules.get(name, self._default)
+
+    def __iter__(self) -> Iterator[Flow]:
+        """Those that there are, the longest known first."""
+        return iter(list(self._flows.values()))
+
+    def snapshot(self, waiting: Mapping[Flow, int]) -> list[FlowSnapshot]:
+        """All, those first that got most. `waiting`: how many of each wait; who is missing has none."""
+        shown = [
+            FlowSnapshot(one.name, one.weight, waiting.get(one, 0), one.in_flight, one.served_tokens, one.refused)
+            for one in self._flows.values()
+        ]
+        return sorted(shown, key=lambda one: -one.served_tokens)
+
+    def of(self, name: str, now: float) -> Flow:
+        """The flow that is called so."""
+        flow = self._flows.get(name)
+        if flow is None:
+            if len(self._flows) >= MAX_FLOWS + len(self._rules) and name not in self._rules and not self._forget(now):
+                name = OTHERS
+                if name in self._flows:
+                    return self._flows[name]
+            flow = self._flows[name] = Flow(name, now)
+            flow.adopt(self._rule(name), now)
+        return flow
+
+    def _forget(self, now: float) -> bool:
+        """One flow of those that have nothing here, owe nothing and have used nothing for a minute."""
+        if now < self._all_busy_until:
+            return False
+        for name, flow in self._flows.items():
+            idle = not flow.active and now - flow.paid_at > MINUTE_S and flow.paid_until <= self._virtual
+            if idle and name not in self._rules:
+                del self._flows[name]
+                return True
+        self._all_busy_until = now + 1.0  # to look at all of them takes a while
+        return False
+
+    # Limits
+
+    def admit(self, flow: Flow, request: InferenceRequest, now: float) -> float | None:
+        """None: the request may come, and counts. Else the seconds after which it may."""
+        if flow.requests is None and flow.tokens is None:
+            return None
+        wait_s = 0.0 if flow.requests is None else flow.requests.wait_s(1.0, now)
+        if flow.tokens is not None:
+            wait_s = max(wait_s, flow.tokens.wait_s(1.0, now))
+        if wait_s:
+            flow.refused += 1
+            return min(wait_s, MAX_RETRY_AFTER_S)
+        if flow.requests is not None:
+            flow.requests.take(1.0)
+        return None
+
+    # Service
+
+    def start_of(self, flow: Flow, now: float) -> float:
+        """The virtual time at which the flow's next request would begin: the earliest goes first."""
+        owed = flow.paid_until - self._virtual
+        if owed <= 0.0:
+            return self._virtual
+        return self._virtual + owed * exp2((flow.paid_at - now) / self._half_life_s)
+
+    def cost_of(self, ticket: Ticket) -> float:
+        """What a waiting ticket will be charged, about, by its flow's weight: virtual time."""
+        request, flow = ticket.request, ticket.flow
+        assert flow is not None
+        prompt = ticket.work_tokens or _prompt_tokens(request)
+        return (prompt + OUTPUT_COST * _answer_guess(flow, request)) / flow.weight
+
+    def placed(self, ticket: Ticket, now: float) -> None:
+        """The ticket was placed: charge what it will cost, as far as one can tell."""
+        request, flow, placement = ticket.request, ticket.flow, ticket.placement
+        assert flow is not None
+        start = self._virtual
+        if flow.paid_until > start:  # `start_of`, written out
+            start += (flow.paid_until - start) * exp2((flow.paid_at - now) / self._half_life_s)
+        self._virtual = start
+        ticket.prompt_cost = prompt = _prompt_tokens(request) if placement is None else placement.uncached
+        ticket.charged = cost = prompt + OUTPUT_COST * _answer_guess(flow, request)
+        flow.paid_until = start + cost / flow.weight
+        flow.paid_at = now
+        flow.served_tokens += cost
+        flow.in_flight += 1
+        if flow.tokens is not None:
+            ticket.billed = _prompt_tokens(request)
+            flow.tokens.take(ticket.billed)
+
+    def progress(self, ticket: Ticket, tokens: int, now: float) -> None:
+        """So many more tokens of the answer came: those beyond the guess are charged as they come."""
+        ticket.answered += tokens
+        flow = ticket.flow
+        assert flow is not None
+        over = ticket.prompt_cost + OUTPUT_COST * ticket.answered - ticket.charged
+        if over > 0.0:
+            self._charge(flow, ticket, over, now)
+        if flow.tokens is not None:
+            ticket.billed += tokens
+            flow.tokens.take(tokens)
+
+    def ended(self, ticket: Ticket, usage: Usage | None, now: float, *, served: bool) -> None:
+        """A placed ticket is over; what it cost is known now. `served`: the endpoint worked for it."""
+        flow = ticket.flow
+        assert flow is not None
+        flow.in_flight -= 1
+        prompt, answer, billed = ticket.prompt_cost, float(ticket.answered), ticket.billed
+        if not served:
+            prompt = answer = billed = 0.0
+        elif usage is not None:
+            if usage.completion_tokens is not None:
+                answer = usage.completion_tokens
+                flow.answer_tokens += 0.1 * (answer - flow.answer_tokens)
+            if usage.prompt_tokens is not None:
+                billed = usage.prompt_tokens + answer
+                if usage.cached_tokens is not None:
+                    prompt = max(0, usage.prompt_tokens - usage.cached_tokens)
+        self._charge(flow, ticket, prompt + OUTPUT_COST * answer - ticket.charged, now)
+        if flow.tokens is not None:
+            flow.tokens.take(billed - ticket.billed)
+
+    def _charge(self, flow: Flow, ticket: Ticket, more: float, now: float) -> None:
+        if more > 0.0:  # it is used now, whatever was paid for before
+            flow.paid_until = self.start_of(flow, now)
+            flow.paid_at = now
+        flow.paid_until += more / flow.weight
+        flow.served_tokens += more
+        ticket.charged += more
+
+
+def _prompt_tokens(request: InferenceRequest) -> float:
+    return (request.prompt_bytes or request.body_bytes) / BYTES_PER_TOKEN
+
+
+def _answer_guess(flow: Flow, request: InferenceRequest) -> float:
+    limit = request.max_tokens
+    return flow.answer_tokens if limit is None or limit > flow.answer_tokens else limit
+
+
+class FlowRules:
+    """What the settings say of a request's flow and priority. Immutable.
+
+    `key`, always: the name of the API key that the request came with; None: it needed none.
+    """
+
+    def __init__(self, settings: FlowsSettings) -> None:
+        self._header = settings.header
+        self._rules, self._default = settings.rules, settings.default
+
+    def flow_of(self, key: str | None, header: str | None) -> str:
+        """Of a request with this in `x-lbproxy-flow`, which is a flow's name."""
+        if header is not None and (key is None if self._header is None else self._header):
+            return header
+        return key or ANONYMOUS
+
+    def priority_of(self, flow: str, asked: int | None, key: str | None) -> int:
+        """Of a request of this flow that asks for a priority (None: it does not)."""
+        rule = self._rules.get(flow, self._default) if self._rules else self._default
+        if asked is None:
+            return rule.priority
+        highest = rule.max_priority
+        if highest is None and key is not None:
+            highest = rule.priority
+        return asked if highest is None or asked < highest else highest
