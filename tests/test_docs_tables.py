@@ -24,6 +24,7 @@ from lbproxy.config import (
     AdminSettings,
     EndpointSettings,
     EndpointTls,
+    FlowSettings,
     EngineSettings,
     KeySettings,
     ListenSettings,
@@ -81,7 +82,7 @@ def takes(field: FieldInfo) -> str:
     """What may be written there."""
     unit = quantity(field)
     words = [str(word) for part in parts(field.annotation) if get_origin(part) is Literal for word in get_args(part)]
-    if {EngineSettings, ModelSettings} & {part for part in parts(field.annotation) if isinstance(part, type)}:
+    if {EngineSettings, ModelSettings, FlowSettings} & {part for part in parts(field.annotation) if isinstance(part, type)}:
         text = "mapping of names to mappings"
     elif SignalForm in map(type, parts(field.annotation)) or SignalForm in map(type, field.metadata):
         text = "metric, list of metrics"
@@ -130,6 +131,7 @@ SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
     "endpoint tls": (EndpointTls, "tls."),
     "engines": (EngineSettings, ""),
     "models": (ModelSettings, ""),
+    "flow": (FlowSettings, ""),
     **{
         name: (field.annotation, f"{name}.")
         for name, field in Settings.model_fields.items()
