@@ -24,8 +24,8 @@ from lbproxy.config import (
     AdminSettings,
     EndpointSettings,
     EndpointTls,
-    FlowSettings,
     EngineSettings,
+    FlowSettings,
     KeySettings,
     ListenSettings,
     ModelSettings,
@@ -82,7 +82,9 @@ def takes(field: FieldInfo) -> str:
     """What may be written there."""
     unit = quantity(field)
     words = [str(word) for part in parts(field.annotation) if get_origin(part) is Literal for word in get_args(part)]
-    if {EngineSettings, ModelSettings, FlowSettings} & {part for part in parts(field.annotation) if isinstance(part, type)}:
+    if {EngineSettings, ModelSettings, FlowSettings} & {
+        part for part in parts(field.annotation) if isinstance(part, type)
+    }:
         text = "mapping of names to mappings"
     elif SignalForm in map(type, parts(field.annotation)) or SignalForm in map(type, field.metadata):
         text = "metric, list of metrics"

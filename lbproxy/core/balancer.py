@@ -162,11 +162,12 @@ class Balancer:
             ticket.deadline = min(ticket.deadline, request.deadline)
         if not avoid:
             self._retries.requested(now=now)
-            ticket.retry_after_s = self._flows.admit(flow, request, now)
-            if ticket.retry_after_s is not None:
-                self._end(ticket, Outcome.RATE_LIMITED)
-                return ticket
-        if flow.is_full:
+            if flow.limited:
+                ticket.retry_after_s = self._flows.admit(flow, request, now)
+                if ticket.retry_after_s is not None:
+                    self._end(ticket, Outcome.RATE_LIMITED)
+                    return ticket
+        if flow.limited and flow.is_full:
             ticket.wait = Wait.FLOW
             hopeless = self._choice.hopeless(ticket, now=now)
             if hopeless is None:
@@ -495,5 +496,5 @@ class Balancer:
         if ticket.counted and flow is not None:
             ticket.counted = False
             flow.active -= 1
-            if flow.limit is not None:
+            if flow.limited:
                 self._unpark(flow)

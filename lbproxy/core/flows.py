@@ -75,6 +75,7 @@ class Flow:
         "answer_tokens",
         "in_flight",
         "limit",
+        "limited",
         "name",
         "paid_at",
         "paid_until",
@@ -92,6 +93,8 @@ class Flow:
         """Of `active`."""
         self.requests: Bucket | None = None
         self.tokens: Bucket | None = None
+        self.limited = False
+        """It has any of these."""
         self.active = 0
         """Tickets that are placed, or wait and are not parked."""
         self.in_flight = 0
@@ -116,6 +119,7 @@ class Flow:
         self.weight, self.limit = rule.weight, rule.in_flight
         self.requests = _bucket(self.requests, rule.requests_per_minute, now)
         self.tokens = _bucket(self.tokens, rule.tokens_per_minute, now)
+        self.limited = any(one is not None for one in (self.limit, self.requests, self.tokens))
 
 
 def _bucket(bucket: Bucket | None, size: int | None, now: float) -> Bucket | None:
@@ -149,6 +153,8 @@ class Flows:
         """When the last placed request began, in virtual time."""
         self._all_busy_until = 0.0
         """Nobody in the table can be forgotten before."""
+        self._alone = True
+        """There is one flow at most: nothing is charged in advance. That saves 1 µs a request."""
         self._take(settings)
 
     def _take(self, settings: FlowsSettings) -> None:
@@ -187,6 +193,7 @@ class Flows:
                     return self._flows[name]
             flow = self._flows[name] = Flow(name, now)
             flow.adopt(self._rule(name), now)
+            self._alone = len(self._flows) == 1
         return flow
 
     def _forget(self, now: float) -> bool:
@@ -205,8 +212,6 @@ class Flows:
 
     def admit(self, flow: Flow, request: InferenceRequest, now: float) -> float | None:
         """None: the request may come, and counts. Else the seconds after which it may."""
-        if flow.requests is None and flow.tokens is None:
-            return None
         wait_s = 0.0 if flow.requests is None else flow.requests.wait_s(1.0, now)
         if flow.tokens is not None:
             wait_s = max(wait_s, flow.tokens.wait_s(1.0, now))
@@ -235,30 +240,32 @@ class Flows:
 
     def placed(self, ticket: Ticket, now: float) -> None:
         """The ticket was placed: charge what it will cost, as far as one can tell."""
-        request, flow, placement = ticket.request, ticket.flow, ticket.placement
+        request, flow = ticket.request, ticket.flow
         assert flow is not None
-        start = self._virtual
-        if flow.paid_until > start:  # `start_of`, written out
-            start += (flow.paid_until - start) * exp2((flow.paid_at - now) / self._half_life_s)
-        self._virtual = start
-        ticket.prompt_cost = prompt = _prompt_tokens(request) if placement is None else placement.uncached
-        ticket.charged = cost = prompt + OUTPUT_COST * _answer_guess(flow, request)
-        flow.paid_until = start + cost / flow.weight
-        flow.paid_at = now
-        flow.served_tokens += cost
         flow.in_flight += 1
         if flow.tokens is not None:
             ticket.billed = _prompt_tokens(request)
             flow.tokens.take(ticket.billed)
+        if self._alone:
+            return
+        start = self._virtual
+        if flow.paid_until > start:  # `start_of`, written out
+            start += (flow.paid_until - start) * exp2((flow.paid_at - now) / self._half_life_s)
+        self._virtual = start
+        ticket.charged = cost = _prompt_cost(ticket) + OUTPUT_COST * _answer_guess(flow, request)
+        flow.paid_until = start + cost / flow.weight
+        flow.paid_at = now
+        flow.served_tokens += cost
 
     def progress(self, ticket: Ticket, tokens: int, now: float) -> None:
         """So many more tokens of the answer came: those beyond the guess are charged as they come."""
         ticket.answered += tokens
         flow = ticket.flow
         assert flow is not None
-        over = ticket.prompt_cost + OUTPUT_COST * ticket.answered - ticket.charged
-        if over > 0.0:
-            self._charge(flow, ticket, over, now)
+        if ticket.charged:
+            over = _prompt_cost(ticket) + OUTPUT_COST * ticket.answered - ticket.charged
+            if over > 0.0:
+                self._charge(flow, ticket, over, now)
         if flow.tokens is not None:
             ticket.billed += tokens
             flow.tokens.take(tokens)
@@ -268,10 +275,11 @@ class Flows:
         flow = ticket.flow
         assert flow is not None
         flow.in_flight -= 1
-        prompt, answer, billed = ticket.prompt_cost, float(ticket.answered), ticket.billed
         if not served:
             prompt = answer = billed = 0.0
-        elif usage is not None:
+        else:
+            prompt, answer, billed = _prompt_cost(ticket), float(ticket.answered), ticket.billed
+        if served and usage is not None:
             if usage.completion_tokens is not None:
                 answer = usage.completion_tokens
                 flow.answer_tokens += 0.1 * (answer - flow.answer_tokens)
@@ -279,7 +287,11 @@ class Flows:
                 billed = usage.prompt_tokens + answer
                 if usage.cached_tokens is not None:
                     prompt = max(0, usage.prompt_tokens - usage.cached_tokens)
-        self._charge(flow, ticket, prompt + OUTPUT_COST * answer - ticket.charged, now)
+        more = prompt + OUTPUT_COST * answer - ticket.charged
+        if self._alone and more >= 0.0:
+            flow.served_tokens += more
+        else:
+            self._charge(flow, ticket, more, now)
         if flow.tokens is not None:
             flow.tokens.take(billed - ticket.billed)
 
@@ -290,6 +302,11 @@ class Flows:
         flow.paid_until += more / flow.weight
         flow.served_tokens += more
         ticket.charged += more
+
+
+def _prompt_cost(ticket: Ticket) -> float:
+    """Of a placed one."""
+    return _prompt_tokens(ticket.request) if ticket.placement is None else ticket.placement.uncached
 
 
 def _prompt_tokens(request: InferenceRequest) -> float:

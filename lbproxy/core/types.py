@@ -279,8 +279,8 @@ class Ticket:
     """Set by the Balancer at once."""
     counted = False
     """It counts in `flow.active`."""
-    prompt_cost = charged = billed = 0.0
-    """While PLACED: what its prompt cost, what its flow was charged, and the tokens that count for its limit."""
+    charged = billed = 0.0
+    """While PLACED: what its flow was charged, and the tokens that count for its limit."""
     answered = 0
     """Tokens of the answer so far."""
     retry_after_s: float | None = None

@@ -37,6 +37,13 @@ def one_at_a_time(flows: FlowsSettings | None = None, **admission: object) -> Ba
     return balancer
 
 
+def pool_with_another(**options: object) -> Balancer:
+    """An endpoint, and two flows: of one alone nothing is charged in advance."""
+    balancer, _ = pool_of(1, **options)
+    balancer._flows.of("another", 0.0)
+    return balancer
+
+
 def serve(
     balancer: Balancer, tickets: list[Ticket], count: int, *, usage: Usage | None = None, now: float = 1.0
 ) -> list[str]:
@@ -97,7 +104,7 @@ def test_long_answers_are_paid_for() -> None:
 
 
 def test_what_streams_beyond_the_guess_is_charged_as_it_comes() -> None:
-    balancer, _ = pool_of(1)
+    balancer = pool_with_another()
     ticket = balancer.submit(ask("one"), now=0.0)
     flow = ticket.flow
     assert flow is not None
@@ -112,7 +119,7 @@ def test_what_streams_beyond_the_guess_is_charged_as_it_comes() -> None:
 
 
 def test_what_was_not_done_is_given_back() -> None:
-    balancer, _ = pool_of(1)
+    balancer = pool_with_another()
     ticket = balancer.submit(ask("one"), now=0.0)
     balancer.close(ticket, Outcome.CONNECT_FAILED, now=0.1)
     assert ticket.flow is not None
@@ -124,8 +131,9 @@ def test_what_was_not_done_is_given_back() -> None:
     )
 
 
-def test_cached_tokens_are_free() -> None:
-    balancer, _ = pool_of(1)
+@pytest.mark.parametrize("alone", [False, True])
+def test_cached_tokens_are_free(alone: bool) -> None:
+    balancer = pool_of(1)[0] if alone else pool_with_another()
     ticket = balancer.submit(ask("one"), now=0.0)
     balancer.first_byte(ticket, now=0.1)
     balancer.close(ticket, Outcome.COMPLETED, now=0.2, usage=Usage(TOKENS, 90, 10))
@@ -254,7 +262,7 @@ def test_requests_a_minute() -> None:
     assert balancer.submit(ask("one"), now=0.5).outcome is Outcome.RATE_LIMITED
     assert balancer.submit(ask("one"), now=1.01).outcome is None
     assert balancer.submit(ask("other"), now=1.01).outcome is None, "each flow has its own"
-    assert balancer.snapshot(now=1.0).flows[0].refused == 2
+    assert {one.name: one.refused for one in balancer.snapshot(now=1.0).flows} == {"one": 2, "other": 0}
 
 
 def test_another_attempt_is_not_another_request() -> None:
