@@ -22,13 +22,23 @@ from lbproxy.core.types import Outcome, Transition, Wait
 Fields: TypeAlias = dict[str, object]
 """A JSON object."""
 
-REFUSED = frozenset({Outcome.SATURATED, Outcome.EXPIRED, Outcome.NO_ENDPOINTS, Outcome.MODEL_NOT_FOUND})
+REFUSED = frozenset(
+    {
+        Outcome.SATURATED,
+        Outcome.EXPIRED,
+        Outcome.RATE_LIMITED,
+        Outcome.TOO_LATE,
+        Outcome.NO_ENDPOINTS,
+        Outcome.MODEL_NOT_FOUND,
+    }
+)
 """What the balancer says of requests that it does not place."""
 WAITS: dict[Wait, str] = {
     Wait.HELD: "the endpoint that is cheapest for it had a second of prefill queued",
     Wait.BUSY: "every endpoint had a second of prefill queued",
     Wait.FULL: "every endpoint had as many requests as it may have, or none was judged yet",
     Wait.BEHIND: "others waited, and it was their turn",
+    Wait.FLOW: "its flow had as many requests as it may have",
 }
 MAX_SUMMARIES = 1000
 """Requests that one answer lists."""
@@ -157,6 +167,7 @@ def _explained(record: RequestRecord, offset: float, *, running: bool) -> Fields
         "route": record.route,
         "stream": record.stream,
         "client": record.client,
+        "flow": record.flow,
         "error": record.error,
         "waited": waited,
         "failed": [{"endpoint": endpoint, "failure": failure} for endpoint, failure in record.failed],

@@ -19,7 +19,7 @@ from lbproxy.control.api import Api
 from lbproxy.control.families import Loads, Totals
 from lbproxy.control.history import STEPS, History, quantile_ms
 from lbproxy.control.overlay import Overlay, UnknownEntryError
-from lbproxy.control.recent import MAX_TRANSITIONS, Recent
+from lbproxy.control.recent import MAX_TRANSITIONS, REFUSED, WAITS, Recent
 from lbproxy.control.state import State
 from lbproxy.control.telemetry import FIRST_BYTE_BUCKETS
 from lbproxy.core.record import RequestRecord
@@ -446,3 +446,9 @@ def test_a_waiting_request_is_part_of_the_queue_that_is_shown() -> None:
                 runtime.close(one, Outcome.CLIENT_CLOSED)
 
     run(main())
+
+
+def test_every_reason_to_wait_has_a_meaning_and_every_refusal_is_remembered() -> None:
+    assert set(WAITS) == set(Wait)
+    busy = {one for one in Outcome if one.value.status == 429}
+    assert busy <= REFUSED
