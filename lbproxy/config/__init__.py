@@ -52,6 +52,7 @@ __all__ = [
     "parse_scenario",
     "read_key_file",
     "json_schema",
+    "endpoint_schema",
     "leads_to",
     "ConfigError",
     "MAX_ENDPOINTS",
@@ -170,6 +171,16 @@ def _redacted(key: str, value: object) -> object:
 def json_schema() -> dict[str, object]:
     """The JSON schema of a settings file, for editors. Laxer than `parse`: it knows no checks between keys."""
     return Settings.model_json_schema()
+
+
+def endpoint_schema(ref_template: str) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
+    """The JSON schema of each key of an endpoint that is said as a mapping, and what these refer to, by name.
+
+    `ref_template`: how it does that, with `{model}` for the name.
+    """
+    made = EndpointSettings.model_json_schema(ref_template=ref_template)
+    (mapping,) = (one for one in made["anyOf"] if one["type"] == "object")
+    return mapping["properties"], made["$defs"]
 
 
 def _own_engines(values: Plain) -> list[str]:

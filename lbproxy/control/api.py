@@ -19,7 +19,7 @@ from aiohttp import web
 from lbproxy.config import ConfigError, Settings, without_secrets
 from lbproxy.control.feed import Feed
 from lbproxy.control.history import History
-from lbproxy.control.openapi import document
+from lbproxy.control.openapi import ENTRY, EVENTS, document
 from lbproxy.control.overlay import UnknownEntryError
 from lbproxy.control.recent import MAX_SUMMARIES, Fields
 from lbproxy.control.state import State, drain_progress
@@ -73,6 +73,8 @@ class Route:
     path: str
     handler: Handler
     summary: str
+    shows: str
+    """What a success looks like: one of `control.schemas`, or EVENTS."""
     statuses: tuple[int, ...] = (200,)
     """Those of its own; what every path may answer comes on top."""
     query: Mapping[str, Fields] = field(default_factory=dict)
@@ -117,15 +119,6 @@ class Api:
 
     def _make_routes(self) -> list[Route]:
         limit: Fields = {"type": "integer", "minimum": 1, "maximum": MAX_SUMMARIES, "default": 100}
-        entry: Fields = {
-            "type": "object",
-            "required": ["url"],
-            "properties": {
-                "url": {"type": "string", "minLength": 1, "description": "and all else that an entry of the file says"},
-                "name": {"type": "string", "pattern": r"^[A-Za-z0-9._:\[\]-]{1,64}$"},
-                "keep": {"type": "boolean", "default": False, "description": "a reload keeps it"},
-            },
-        }
         level: Fields = {
             "type": "object",
             "required": ["level"],
@@ -133,35 +126,63 @@ class Api:
         }
         one = "/admin/endpoints/{name}"
         return [
-            Route("GET", "/admin/state", self._get_state, "Everything at a glance"),
-            Route("GET", "/admin/history", self._get_history, "The last ten minutes in steps of five seconds"),
-            Route("GET", "/admin/events", self._events, "The state once a second, as server-sent events", (200, 503)),
-            Route("GET", "/admin/endpoints", self._get_endpoints, "All endpoints"),
-            Route("POST", "/admin/endpoints", self._add, "Add an endpoint", (201, 422), body=entry),
-            Route("GET", one, self._get_endpoint, "One endpoint", (200, 404)),
-            Route("DELETE", one, self._remove, "Remove an endpoint; its requests finish", (200, 404, 409)),
-            Route("POST", f"{one}/drain", self._drain, "Give it no new requests", (200, 404), body={}),
-            Route("POST", f"{one}/undrain", self._undrain, "Give it requests again", (200, 404), body={}),
+            Route("GET", "/admin/state", self._get_state, "Everything at a glance", "State"),
+            Route(
+                "GET", "/admin/history", self._get_history, "The last ten minutes in steps of five seconds", "History"
+            ),
+            Route(
+                "GET",
+                "/admin/events",
+                self._events,
+                "The state once a second, as server-sent events",
+                EVENTS,
+                (200, 503),
+            ),
+            Route("GET", "/admin/endpoints", self._get_endpoints, "All endpoints", "Endpoints"),
+            Route("POST", "/admin/endpoints", self._add, "Add an endpoint", "Added", (201, 422), body=ENTRY),
+            Route("GET", one, self._get_endpoint, "One endpoint", "Endpoint", (200, 404)),
+            Route("DELETE", one, self._remove, "Remove an endpoint; its requests finish", "Removed", (200, 404, 409)),
+            Route("POST", f"{one}/drain", self._drain, "Give it no new requests", "Drain", (200, 404), body={}),
+            Route("POST", f"{one}/undrain", self._undrain, "Give it requests again", "Drain", (200, 404), body={}),
             Route(
                 "GET",
                 "/admin/decisions",
                 self._get_decisions,
                 "Recent requests, the newest first",
+                "Requests",
                 query={"limit": limit, "endpoint": {"type": "string"}},
             ),
-            Route("GET", "/admin/decisions/{id}", self._explain, "Why a request went where it went", (200, 404)),
-            Route("GET", "/admin/config", self._get_config, "The settings in force, without secrets"),
+            Route(
+                "GET",
+                "/admin/decisions/{id}",
+                self._explain,
+                "Why a request went where it went",
+                "Explained",
+                (200, 404),
+            ),
+            Route("GET", "/admin/config", self._get_config, "The settings in force, without secrets", "Settings"),
             Route(
                 "POST",
                 "/admin/reload",
                 self._reload,
                 "Read the settings again",
+                "Reloaded",
                 (200, 409, 422),
                 body={},
             ),
-            Route("GET", "/admin/log-level", self._get_log_level, "The least severe lines that are written"),
-            Route("PUT", "/admin/log-level", self._put_log_level, "Change it until a reload", (200, 422), body=level),
-            Route("GET", "/admin/openapi.json", self._openapi, "This document"),
+            Route(
+                "GET", "/admin/log-level", self._get_log_level, "The least severe lines that are written", "LogLevel"
+            ),
+            Route(
+                "PUT",
+                "/admin/log-level",
+                self._put_log_level,
+                "Change it until a reload",
+                "LogLevel",
+                (200, 422),
+                body=level,
+            ),
+            Route("GET", "/admin/openapi.json", self._openapi, "This document", "Document"),
         ]
 
     # Reading

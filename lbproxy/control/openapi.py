@@ -8,28 +8,26 @@ from http import HTTPStatus
 from typing import Protocol
 
 from lbproxy import __version__
+from lbproxy.config import endpoint_schema
+from lbproxy.control.schemas import COMPONENTS, FLAG, Schema, ref
 
 ALWAYS = (400, 401, 403, 500)
 """What every path may answer besides."""
 WITH_BODY = (408, 413, 415)
+EVENTS = "text/event-stream"
 
-_ERROR = {
+_KEYS, _ENTRY_PARTS = endpoint_schema("#/components/schemas/{model}")
+ENTRY: Schema = {
     "type": "object",
-    "required": ["error"],
+    "required": ["url"],
+    "additionalProperties": False,
     "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": "string"},
-                "problems": {"type": "array", "items": {"type": "string"}},
-            },
-        }
+        **_KEYS,
+        "name": {"type": "string", "pattern": r"^[A-Za-z0-9._:\[\]-]{1,64}$"},
+        "keep": FLAG | {"default": False, "description": "A reload keeps it."},
     },
 }
+"""An endpoint as the settings file says it. Laxer than what reads it, which answers 422."""
 
 
 class Described(Protocol):
@@ -45,13 +43,16 @@ class Described(Protocol):
     def summary(self) -> str: ...  # noqa: D102
 
     @property
+    def shows(self) -> str: ...  # noqa: D102
+
+    @property
     def statuses(self) -> tuple[int, ...]: ...  # noqa: D102
 
     @property
-    def query(self) -> Mapping[str, dict[str, object]]: ...  # noqa: D102
+    def query(self) -> Mapping[str, Schema]: ...  # noqa: D102
 
     @property
-    def body(self) -> dict[str, object] | None: ...  # noqa: D102
+    def body(self) -> Schema | None: ...  # noqa: D102
 
 
 def document(routes: Iterable[Described]) -> dict[str, object]:
@@ -63,7 +64,7 @@ def document(routes: Iterable[Described]) -> dict[str, object]:
         "openapi": "3.1.0",
         "info": {"title": "lbproxy admin API", "version": __version__},
         "paths": paths,
-        "components": {"schemas": {"Error": _ERROR}},
+        "components": {"schemas": {**COMPONENTS, **_ENTRY_PARTS}},
     }
 
 
@@ -73,25 +74,23 @@ def _operation(route: Described) -> dict[str, object]:
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}} for name in names
     ]
     parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in route.query.items()]
-    statuses = [*route.statuses, *ALWAYS, *(WITH_BODY if route.body is not None else ())]
+    statuses = {*route.statuses, *ALWAYS, *(WITH_BODY if route.body is not None else ())}
     operation: dict[str, object] = {
         "operationId": re.sub(r"\W+", "_", f"{route.method} {route.path}".lower()).strip("_"),
         "summary": route.summary,
-        "responses": {str(status): _response(status, route.path) for status in sorted(set(statuses))},
+        "responses": {
+            str(status): _response(status, "Error" if status >= 400 else route.shows) for status in sorted(statuses)
+        },
     }
     if parameters:
         operation["parameters"] = parameters
     if route.body is not None:
-        required = "required" in route.body
-        operation["requestBody"] = {"required": required, "content": {"application/json": {"schema": route.body}}}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": route.body}}}
     return operation
 
 
-def _response(status: int, path: str) -> dict[str, object]:
-    if status >= 400:
-        schema: dict[str, object] = {"$ref": "#/components/schemas/Error"}
-    else:
-        schema = {"type": "object"}
-    kind = "text/event-stream" if path == "/admin/events" and status == 200 else "application/json"
-    content = {kind: {"schema": schema} if kind == "application/json" else {}}
-    return {"description": HTTPStatus(status).phrase, "content": content}
+def _response(status: int, shows: str) -> dict[str, object]:
+    phrase = HTTPStatus(status).phrase
+    if shows == EVENTS:
+        return {"description": f"{phrase}. The data of each event is a Frame.", "content": {EVENTS: {}}}
+    return {"description": phrase, "content": {"application/json": {"schema": ref(shows)}}}
