@@ -62,7 +62,7 @@ class Recent:
 
     def request(self, record: RequestRecord) -> None:
         """See runtime.Sink."""
-        if record.decisions or record.attempts > 1 or record.wait is not None or _failed(record):
+        if record.attempts or record.wait is not None or record.outcome in REFUSED:  # it came to the balancer
             if len(record.path) > MAX_PATH_CHARS:
                 record = copy(record)
                 record.path = record.path[:MAX_PATH_CHARS]
@@ -107,12 +107,6 @@ class Recent:
             if record.endpoint is not None and record.placed_at is not None:
                 groups[record.endpoint].append(record)
         return {name: _digest(records) for name, records in groups.items()}
-
-
-def _failed(record: RequestRecord) -> bool:
-    """An endpoint failed it, or the balancer refused it."""
-    outcome = record.outcome
-    return outcome is not Outcome.COMPLETED and (record.attempts > 0 or outcome in REFUSED)
 
 
 def _digest(records: list[RequestRecord]) -> Fields:

@@ -11,7 +11,7 @@ of a step-level simulation of vLLM; docs/routing.md says what each is worth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from lbproxy.core.estimate import LoadModel, PoolModel, freed_per_ms
@@ -29,6 +29,20 @@ MAX_SPACE_WAIT_MS = 60_000.0
 MIN_FREED_PER_MS = 0.05
 
 
+class _Notes(NamedTuple):
+    """What prices were added up from. It is made for each request, so it keeps numbers that exist anyway."""
+
+    seen: list[tuple[float, ...]]
+    """For each candidate, in the order of `_parts`."""
+    token_ms: float
+    output: float
+    prompt: float
+    block: float
+    space: float
+    adapters: list[float] | None
+    """What the request waits for its adapter, if it is one."""
+
+
 class Adaptive(Policy):
     """The default policy; see the module."""
 
@@ -37,13 +51,10 @@ class Adaptive(Policy):
     tolerance = 1.0
     first_byte_parts = frozenset({"base", "wait", "prefill", "space_wait", "adapter"})
 
-    def price(
+    def price(  # noqa: PLR0915 - a call costs more than a statement
         self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
     ) -> Prices:
-        """Milliseconds; the waits are the prefill work ahead, the uncached tokens those of the request there.
-
-        One loop with nothing but local floats: about 0.6 µs a candidate.
-        """
+        """Milliseconds; the waits are the prefill work ahead, the uncached tokens those of the request there."""
         loads = [state.load for state in candidates]
         pool = loads[0].pool
         token_ms, output, base = pool.token_ms, pool.output_tokens, pool.base_ms
@@ -56,6 +67,7 @@ class Adaptive(Policy):
         space = SPACE * token_ms * pool.hit_ratio * (1.0 + STALL * mean_load)
         decode = DECODE * output
         costs, waits, uncached_tokens = [], [], []
+        seen: list[tuple[float, ...]] | None = [] if self.explains else None
         for load in loads:
             if load.due_at <= now:
                 load.expire(now)
@@ -80,168 +92,94 @@ class Adaptive(Policy):
                 backlog += plan[load.slot]
             wait = backlog * rate
             # Decode: a gap grows with the context that the batch reads in each step.
-            gap, slope = (load.gap_ms, load.gap_per_token_ms) if load.gap_until > now else pool_gap
-            gap += slope * (load.context_tokens + prompt)
+            own_gap, slope = (load.gap_ms, load.gap_per_token_ms) if load.gap_until > now else pool_gap
+            gap = own_gap + slope * (load.context_tokens + prompt)
             # Cache space: more is taken where more is full, and it matters more where more is reused. What is evicted
             # may be computed anew on any endpoint, so this is at the pool's speed: at its own, slow ones looked far too
             # dear (half the servers at half speed: goodput .46 instead of .75).
             cache, live, capacity = load.cache, load.live_tokens, load.capacity_tokens
             fill = (cache.size * block + live) / capacity
-            cost = (
-                (load.base_ms if load.base_until > now else base)
-                + wait
-                + prefill * (1.0 + STALL * streams)
-                + decode * (gap + streams * slope * prompt)
-                + space * fill * uncached
-            )
+            first = load.base_ms if load.base_until > now else base
+            cost = first + wait + prefill * (1.0 + STALL * streams) + decode * (gap + streams * slope * prompt)
+            cost += space * fill * uncached
             # Space for this request and for what those in flight will still say, as far as it is not there.
             growth = in_flight * output - live
             over = cache.pinned * block + (growth if growth > live else live) + blocks - cached + output - capacity
-            if over > 0.0:
-                cost += space_wait_ms(load, over, now)
+            late = space_wait_ms(load, over, now) if over > 0.0 else 0.0
+            cost += late
+            if seen is not None:
+                context, depth = load.context_tokens, depths[load.slot]
+                seen.append(
+                    (load.speed, context, depth, cache.size, first, wait, streams, own_gap, slope, live, capacity, late)
+                )
             costs.append(cost)
             waits.append(wait)
             uncached_tokens.append(uncached)
-        if pool.adapters and request.model in pool.adapters:
-            _add_adapter(costs, loads, request.model, pool, now)
-        return Prices(costs, waits, uncached_tokens, (space, depths))
+        adapters = _adapter_ms(loads, request.model, pool, now)
+        if adapters is not None:
+            costs = [cost + adapter for cost, adapter in zip(costs, adapters, strict=True)]
+        notes = None if seen is None else _Notes(seen, token_ms, output, prompt, block, space, adapters)
+        return Prices(costs, waits, uncached_tokens, notes)
 
-    def explain(
-        self,
-        request: InferenceRequest,
-        candidates: Sequence[EndpointState],
-        prices: Prices,
-        *,
-        shown: Sequence[int],
-        now: float,
-    ) -> Callable[[], list[dict[str, float]]]:
-        """The terms of the module's docstring, in milliseconds. 0.5 µs a candidate, until somebody asks."""
-        loads = [candidates[index].load for index in shown]
-        pool = loads[0].pool
-        assert isinstance(prices.notes, tuple)
-        space, depths = prices.notes
-        # Written out, since an attribute by its name takes 3 ns here and 25 ns by `attrgetter`.
-        seen = [
-            (
-                load.slot,
-                load.speed,
-                load.in_flight,
-                load.others if now <= load.others_until else 0.0,
-                load.base_ms if load.base_until > now else pool.base_ms,
-                load.gap_ms if load.gap_until > now else pool.gap_ms,
-                load.gap_per_token_ms if load.gap_until > now else pool.gap_per_token_ms,
-                load.mean_gap_ms,
-                load.context_tokens,
-                load.live_tokens,
-                load.capacity_tokens,
-                load.cache.size,
-                load.cache.pinned,
-                load.freed,
-            )
-            for load in loads
-        ]
-        adapters = None
-        if pool.adapters and request.model in pool.adapters:
-            _add_adapter(adapters := [0.0] * len(loads), loads, request.model, pool, now)
-        taken_down = (
-            now,
-            pool.token_ms,
-            pool.output_tokens,
-            max(1.0, request.prompt_bytes / pool.bytes_per_token),
-            pool.index.block_bytes / pool.bytes_per_token,
-            len(request.block_keys),
-            space,
-        )
-        if len(shown) < len(candidates):
-            depths = {load.slot: depths[load.slot] for load in loads}
-            prices = prices.only(shown)
-        return lambda: _parts(_Priced(*taken_down), map(_View._make, seen), depths, prices, adapters)
+    def explain(self, notes: object, *, shown: Sequence[int]) -> list[dict[str, float]]:
+        """The terms of the module's docstring, in milliseconds, if `price` was to note them."""
+        if notes is None:
+            return []
+        assert isinstance(notes, _Notes)
+        parts = [_parts(notes, *notes.seen[n]) for n in shown]
+        if notes.adapters is not None:
+            for one, n in zip(parts, shown, strict=True):
+                one["adapter"] = notes.adapters[n]
+        return parts
 
 
-class _View(NamedTuple):
-    """What a price reads of a `LoadModel`, as it was."""
-
-    slot: int
-    speed: float
-    in_flight: int
-    others: float
-    base_ms: float
-    gap_ms: float
-    gap_per_token_ms: float
-    mean_gap_ms: float
-    context_tokens: float
-    live_tokens: float
-    capacity_tokens: float
-    cached_blocks: int
-    pinned_blocks: int
-    freed: tuple[float, float]
-
-
-class _Priced(NamedTuple):
-    """What a price reads of the pool and of the request, as it was."""
-
-    now: float
-    token_ms: float
-    output: float
-    prompt: float
-    block: float
-    keys: int
-    space: float
-
-    def parts(self, view: _View, depth: int, wait: float, uncached: float) -> dict[str, float]:
-        """The terms that `Adaptive.price` adds up for one candidate. `depth`: of its match, in blocks."""
-        block, streams = self.block, view.in_flight + view.others
-        prefill = uncached * self.token_ms * view.speed
-        gap = view.gap_ms + view.gap_per_token_ms * (view.context_tokens + self.prompt)
-        fill = (view.cached_blocks * block + view.live_tokens) / view.capacity_tokens
-        growth = max(view.in_flight * self.output - view.live_tokens, view.live_tokens)
-        new = (view.pinned_blocks + self.keys - depth) * block + self.output
-        over = new + growth - view.capacity_tokens
-        return {
-            "base": view.base_ms,
-            "wait": wait,
-            "prefill": prefill,
-            "stall": prefill * STALL * streams,
-            "decode": DECODE * self.output * gap,
-            "slow_down": DECODE * self.output * streams * view.gap_per_token_ms * self.prompt,
-            "cache_space": self.space * fill * uncached,
-            "space_wait": space_wait_ms(view, over, self.now) if over > 0.0 else 0.0,
-        }
+def _parts(  # noqa: PLR0913, PLR0917 - they are one row of `_Notes.seen`
+    notes: _Notes,
+    speed: float,
+    context: float,
+    depth: float,
+    size: float,
+    base: float,
+    wait: float,
+    streams: float,
+    gap: float,
+    slope: float,
+    live: float,
+    capacity: float,
+    space_wait: float,
+) -> dict[str, float]:
+    """The terms that `Adaptive.price` adds up for one candidate."""
+    uncached = max(1.0, notes.prompt - depth * notes.block)
+    prefill = uncached * notes.token_ms * speed
+    return {
+        "base": base,
+        "wait": wait,
+        "prefill": prefill,
+        "stall": prefill * STALL * streams,
+        "decode": DECODE * notes.output * (gap + slope * (context + notes.prompt)),
+        "slow_down": DECODE * notes.output * streams * slope * notes.prompt,
+        "cache_space": notes.space * (size * notes.block + live) / capacity * uncached,
+        "space_wait": space_wait,
+    }
 
 
-def _parts(
-    priced: _Priced,
-    views: Iterable[_View],
-    depths: Mapping[int, int] | Sequence[int],
-    prices: Prices,
-    adapters: list[float] | None,
-) -> list[dict[str, float]]:
-    """For each view its parts, in order."""
-    waits, uncached = prices.waits_ms, prices.uncached_tokens
-    assert waits is not None
-    assert uncached is not None
-    parts = [
-        priced.parts(view, depths[view.slot], wait, tokens)
-        for view, wait, tokens in zip(views, waits, uncached, strict=True)
-    ]
-    for one, adapter in zip(parts, adapters or (), strict=False):
-        one["adapter"] = adapter
-    return parts
-
-
-def space_wait_ms(load: LoadModel | _View, over_tokens: float, now: float) -> float:
+def space_wait_ms(load: LoadModel, over_tokens: float, now: float) -> float:
     """How long until `over_tokens` of cache space become free: at the rate of late, or a fifth of what decode makes."""
     rate = max(freed_per_ms(load.freed, now), 0.2 * load.in_flight / max(5.0, load.mean_gap_ms), MIN_FREED_PER_MS)
     return min(MAX_SPACE_WAIT_MS, over_tokens / rate)
 
 
-def _add_adapter(costs: list[float], loads: Sequence[LoadModel], adapter: str, pool: PoolModel, now: float) -> None:
-    """Add what the request waits for its adapter on each endpoint."""
-    for index, load in enumerate(loads):
-        costs[index] += load.adapters.price_ms(
+def _adapter_ms(loads: Sequence[LoadModel], adapter: str | None, pool: PoolModel, now: float) -> list[float] | None:
+    """What a request waits for its adapter on each endpoint. None: its model is none."""
+    if adapter is None or adapter not in pool.adapters:
+        return None
+    return [
+        load.adapters.price_ms(
             adapter,
             times=pool.load_times,
             in_flight=load.in_flight,
             answer_ms=pool.output_tokens * (load.gap_ms + load.gap_per_token_ms * load.context_tokens),
             now=now,
         )
+        for load in loads
+    ]

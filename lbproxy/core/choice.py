@@ -35,7 +35,7 @@ class Choice:
     holds: bool
     """Requests wait while their cheapest endpoint has more than `HOLD_MS` queued."""
     explains = False
-    """Tickets that are placed say why, as far as `core.explain` wants it: `Ticket.decision`."""
+    """Tickets that are placed say why: `Ticket.decision`."""
 
     def __init__(
         self,
@@ -84,7 +84,8 @@ class Choice:
         made = ticket.decision
         if made is not None and made.candidates < len(members):
             left_out = ((state.endpoint, self._why_not(state, now)) for state in members)
-            made.left_out = [(endpoint, why) for endpoint, why in left_out if why is not None][:MAX_SHOWN]
+            told = [(endpoint, why) for endpoint, why in left_out if why is not None][:MAX_SHOWN]
+            ticket.decision = made._replace(left_out=told)
         return chosen
 
     def hopeless(self, ticket: Ticket, *, now: float) -> Outcome | None:
@@ -135,9 +136,11 @@ class Choice:
     def _cheapest(self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, plan: Plan | None) -> Chosen:
         """The cheapest of `candidates`, if it has not enough to do."""
         if self._skip_price and len(candidates) == 1:
-            if self.explains and self._explainer.wants(ticket, now):
-                ticket.decision = self._decision(candidates[0], candidates, (), now)
+            if self.explains:
+                ticket.decision = self._decision(candidates[0], candidates, (), None, now)
             return candidates[0]
+        small = len(candidates) <= MAX_SHOWN
+        self.policy.explains = noted = self.explains and (small or self._explainer.in_full(ticket, now))
         prices = self.policy.price(ticket.request, candidates, plan=plan, now=now)
         index = self._lowest(prices.costs, candidates)
         if prices.costs[index] == inf:
@@ -152,9 +155,9 @@ class Choice:
             if plan is not None and prices.uncached_tokens is not None:
                 plan[candidates[index].load.slot] += prices.uncached_tokens[index]
             return Wait.HELD if min(prices.waits_ms) <= HOLD_MS else Wait.BUSY
-        if self.explains and self._explainer.wants(ticket, now):
-            ticket.decision = self._decision(candidates[index], candidates, prices.costs, now)
-            ticket.decision.take_down(ticket, prices)
+        if self.explains:
+            made = self._decision(candidates[index], candidates, prices.costs, prices.notes, now)
+            ticket.decision = made if small else made.cut(in_full=noted)
         return candidates[index]
 
     @staticmethod
@@ -184,9 +187,15 @@ class Choice:
         return self._rng.choice([index for index in good if candidates[index].placed_seq == oldest])
 
     def _decision(
-        self, chosen: EndpointState, candidates: Sequence[EndpointState], costs: Sequence[float], now: float
+        self,
+        chosen: EndpointState,
+        candidates: Sequence[EndpointState],
+        costs: Sequence[float],
+        notes: object,
+        now: float,
     ) -> Decision:
-        return Decision(self.policy, now, chosen, candidates, costs, self._endpoints.absent())
+        count, absent = len(candidates), self._endpoints.absent()
+        return Decision._make((self.policy, now, chosen, candidates, count, costs, notes, None, absent, ()))
 
     def _why_not(self, state: EndpointState, now: float) -> str | None:
         if now < state.backing_off_until:

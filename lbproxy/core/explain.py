@@ -1,66 +1,60 @@
 """What is kept of a decision so that it can be explained later: who was asked, what each costs, who was left out.
 
-A `Decision` is made in the same breath as the choice, from lists that are there anyway; what the costs consist of is
-worked out when somebody asks. What that needs is copied at the decision (`Policy.explain`), which takes some µs, and
-what is remembered has left the processor's caches when it is forgotten. So at most `EXPLAINED_PER_S` are made a second
-about requests that nothing is special about; one that waited, that is tried again, or whose client asks, always has its
-own. Bounded: of a large fleet the cheapest `MAX_SHOWN` candidates are kept, and as many of each kind that was left out.
+A `Decision` is made of every request, in the same breath as the choice, from lists that are there anyway; what the
+costs consist of is worked out when somebody asks. Bounded: of more than `MAX_SHOWN` candidates the cheapest so many are
+kept, and as many of each kind that was left out. That selection grows with the fleet, so it is made for `IN_FULL_PER_S`
+requests a second and for those that something is special about: that waited, that are tried again, or whose clients
+ask. Of the others, in such a fleet, the chosen candidate and the next are kept, with their costs alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from math import inf
+from typing import NamedTuple
 
-from lbproxy.core.pricing import Policy, Prices
+from lbproxy.core.pricing import Policy
 from lbproxy.core.types import Endpoint, EndpointState, Ticket
 
 MAX_SHOWN = 16
-EXPLAINED_PER_S = 500
-"""Half a percent of a core; and of more a second nobody could look at the one that he means before it is forgotten."""
+IN_FULL_PER_S = 500
+"""In a fleet of more than `MAX_SHOWN`."""
 
 
-class Decision:
-    """One placement."""
+class Decision(NamedTuple):
+    """One placement. It is made for each request, so it is what was there; what it says is worked out when asked."""
 
-    left_out: Sequence[tuple[Endpoint, str]] = ()
-    """Endpoints that take requests and got no turn, and why: at most MAX_SHOWN."""
-    parts: Callable[[], list[dict[str, float]]] = list
+    policy: Policy
+    at: float
+    chosen_state: EndpointState
+    shown_states: Sequence[EndpointState]
+    candidates: int
+    """How many could be asked."""
+    costs: Sequence[float]
+    """Of `shown`. Empty: there was nobody to compare with, and the policy was not asked."""
+    notes: object
     """See `Policy.explain`."""
-
-    def __init__(
-        self,
-        policy: Policy,
-        at: float,
-        chosen: EndpointState,
-        candidates: Sequence[EndpointState],
-        costs: Sequence[float],
-        absent: Sequence[tuple[Endpoint, str]],
-    ) -> None:
-        self.policy = policy
-        self.at = at
-        self._chosen = chosen
-        self.candidates = len(candidates)
-        """How many could be asked."""
-        self._shown = candidates
-        self.costs = costs
-        """Of `shown`. Empty: there was nobody to compare with, and the policy was not asked."""
-        self.absent = absent
-        """Endpoints that took no requests at all, and why: at most MAX_SHOWN."""
+    parts: list[dict[str, float]] | None
+    """Of `shown`, if they are worked out already."""
+    absent: Sequence[tuple[Endpoint, str]]
+    """Endpoints that took no requests at all, and why: at most MAX_SHOWN."""
+    left_out: Sequence[tuple[Endpoint, str]]
+    """Endpoints that take requests and got no turn, and why: at most MAX_SHOWN."""
 
     @property
     def chosen(self) -> Endpoint:
         """The endpoint that got it."""
-        return self._chosen.endpoint
+        return self.chosen_state.endpoint
 
     @property
     def shown(self) -> list[Endpoint]:
         """The cheapest candidates. The chosen one is among them; the first, if they are not all."""
-        return [state.endpoint for state in self._shown]
+        return [state.endpoint for state in self.shown_states]
 
     @property
     def place(self) -> int:
         """Of the chosen one in `shown`."""
-        return self._shown.index(self._chosen)
+        return self.shown_states.index(self.chosen_state)
 
     @property
     def cost(self) -> float | None:
@@ -69,46 +63,56 @@ class Decision:
 
     def breakdown(self) -> list[dict[str, float]]:
         """For each of `shown` what its cost consists of; the values of one add up to its cost."""
-        return self.parts() or [{"cost": cost} for cost in self.costs]
+        return self._known_parts() or [{"cost": cost} for cost in self.costs]
+
+    def _known_parts(self) -> list[dict[str, float]]:
+        if self.parts is not None or not self.costs:
+            return self.parts or []
+        return self.policy.explain(self.notes, shown=range(len(self.costs)))
 
     def first_byte_ms(self) -> float | None:
         """How long the first byte was expected to take from here; None if the policy expects nothing."""
         wanted = self.policy.first_byte_parts
-        if not wanted or not self.costs:
-            return None
-        return sum(value for name, value in self.breakdown()[self.place].items() if name in wanted)
+        parts = self._known_parts() if wanted else []
+        return sum(value for name, value in parts[self.place].items() if name in wanted) if parts else None
 
-    def take_down(self, ticket: Ticket, prices: Prices) -> None:
-        """Keep what the costs consist of. Call it before anything changes."""
-        candidates, costs = self._shown, prices.costs
-        kept: Sequence[int] = range(len(candidates))
-        if len(candidates) > MAX_SHOWN:
-            kept = cheapest(costs, candidates.index(self._chosen))
-            self._shown = [candidates[index] for index in kept]
-            self.costs = [costs[index] for index in kept]
-        self.parts = self.policy.explain(ticket.request, candidates, prices, shown=kept, now=self.at)
+    def cut(self, *, in_full: bool) -> Decision:
+        """The same with the cheapest candidates alone, whose costs' parts are worked out, or not."""
+        kept = cheapest(self.costs, self.place, MAX_SHOWN if in_full else 2)
+        return self._replace(
+            shown_states=[self.shown_states[index] for index in kept],
+            costs=[self.costs[index] for index in kept],
+            notes=None,
+            parts=self.policy.explain(self.notes, shown=kept) if in_full else [],
+        )
 
 
-def cheapest(costs: Sequence[float], index: int) -> list[int]:
-    """Of many: `index`, and the cheapest of the others; MAX_SHOWN in all."""
-    most = sorted(costs)[MAX_SHOWN - 1]
-    return [index, *[n for n, cost in enumerate(costs) if cost <= most and n != index][: MAX_SHOWN - 1]]
+def cheapest(costs: Sequence[float], index: int, count: int) -> list[int]:
+    """Of many: `index`, and the cheapest of the others; `count` in all."""
+    if count == 2:
+        others = [*costs]
+        others[index] = inf
+        return [index, others.index(min(others))]
+    most = sorted(costs)[count - 1]
+    return [index, *[n for n, cost in enumerate(costs) if cost <= most and n != index][: count - 1]]
 
 
 class Explainer:
-    """Says which decisions are explained."""
+    """Says which decisions are explained in full."""
 
     def __init__(self) -> None:
         self._left = 0
         self._since = float("-inf")
 
-    def wants(self, ticket: Ticket, now: float) -> bool:
-        """Whether the decision about `ticket` is to be explained."""
+    def in_full(self, ticket: Ticket, now: float) -> bool:
+        """Whether the decision about `ticket` is to have its parts, in a fleet of more than MAX_SHOWN."""
+        if ticket.wait is not None or bool(ticket.avoid) or ticket.request.explain:
+            return True
         if now - self._since >= 1.0:
             self._since = now
-            self._left = EXPLAINED_PER_S
+            self._left = IN_FULL_PER_S
         self._left -= 1
-        return self._left >= 0 or ticket.wait is not None or bool(ticket.avoid) or ticket.request.explain
+        return self._left >= 0
 
 
 def compact(made: Decision) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias, cast
 
 from lbproxy.config import RoutingSettings
 from lbproxy.core.adaptive import Adaptive
@@ -41,23 +42,20 @@ class LeastRequest(Policy):
         self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
     ) -> Prices:
         """Requests that each endpoint would have, by its weight."""
-        return Prices([(_requests(state, now) + 1.0) / state.endpoint.weight for state in candidates])
+        if not self.explains:
+            return Prices([(_requests(state, now) + 1.0) / state.endpoint.weight for state in candidates])
+        seen = [(state.in_flight, _requests(state, now), state.endpoint.weight) for state in candidates]
+        return Prices([(both + 1.0) / weight for _, both, weight in seen], notes=seen)
 
-    def explain(
-        self,
-        request: InferenceRequest,
-        candidates: Sequence[EndpointState],
-        prices: Prices,
-        *,
-        shown: Sequence[int],
-        now: float,
-    ) -> Callable[[], list[dict[str, float]]]:
+    def explain(self, notes: object, *, shown: Sequence[int]) -> list[dict[str, float]]:
         """Ours, others', and this one, all by the weight."""
-        seen = [(one.in_flight, _requests(one, now), one.endpoint.weight) for one in map(candidates.__getitem__, shown)]
-        return lambda: [
+        return [
             {"in_flight": ours / weight, "others": (both - ours) / weight, "this_one": 1.0 / weight}
-            for ours, both, weight in seen
+            for ours, both, weight in map(cast(_Counts, notes).__getitem__, shown)
         ]
+
+
+_Counts: TypeAlias = list[tuple[int, float, float]]
 
 
 def _requests(state: EndpointState, now: float) -> float:
@@ -110,23 +108,12 @@ class Weighted(Policy):
             costs = [cost - weight * score for cost, score in zip(costs, scores, strict=True)]
         return Prices(costs, notes=notes)
 
-    def explain(
-        self,
-        request: InferenceRequest,
-        candidates: Sequence[EndpointState],
-        prices: Prices,
-        *,
-        shown: Sequence[int],
-        now: float,
-    ) -> Callable[[], list[dict[str, float]]]:
+    def explain(self, notes: object, *, shown: Sequence[int]) -> list[dict[str, float]]:
         """Each scorer's share."""
-        assert isinstance(prices.notes, list)
-        scored = [
-            (name, weight, [scores[index] for index in shown])
-            for (name, _, weight), scores in zip(self._scorers, prices.notes, strict=True)
-        ]
-        return lambda: [
-            {name: -weight * scores[place] for name, weight, scores in scored} for place in range(len(shown))
+        assert isinstance(notes, list)
+        return [
+            {name: -weight * scores[n] for (name, _, weight), scores in zip(self._scorers, notes, strict=True)}
+            for n in shown
         ]
 
 

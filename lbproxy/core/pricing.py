@@ -8,7 +8,7 @@ name is in `core.policy`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 from lbproxy.core.prefix import MAX_ENTRIES
@@ -28,16 +28,7 @@ class Prices(NamedTuple):
     uncached_tokens: list[float] | None = None
     """What the request would add to that queue. Given whenever `waits_ms` is."""
     notes: object = None
-    """What `Policy.explain` wants to know of the price besides."""
-
-    def only(self, indices: Sequence[int]) -> Prices:
-        """Of these candidates, in this order. The notes are left out."""
-        waits, uncached = self.waits_ms, self.uncached_tokens
-        return Prices(
-            [self.costs[n] for n in indices],
-            None if waits is None else [waits[n] for n in indices],
-            None if uncached is None else [uncached[n] for n in indices],
-        )
+    """What `Policy.explain` wants to know of the price besides. Numbers and lists that nobody changes any more."""
 
 
 class Policy(Protocol):
@@ -55,6 +46,8 @@ class Policy(Protocol):
     was a little unlucky must not be left out for it. Of such candidates the one chosen longest ago is taken."""
     refuses: bool = False
     """Its costs may be infinite, so that it has to be asked even about a single candidate."""
+    explains: bool = False
+    """What a price consists of is to be noted in it. Set anew before each price."""
     name: str = ""
     """What the settings call it."""
     first_byte_parts: frozenset[str] = frozenset()
@@ -66,18 +59,10 @@ class Policy(Protocol):
         """What placing `request` on each candidate (at least one) costs. `plan`: None when nothing is planned."""
         ...
 
-    def explain(
-        self,
-        request: InferenceRequest,
-        candidates: Sequence[EndpointState],
-        prices: Prices,
-        *,
-        shown: Sequence[int],
-        now: float,
-    ) -> Callable[[], list[dict[str, float]]]:
-        """Take down what the costs consist of that `price` just said, for those candidates whose indices are `shown`.
+    def explain(self, notes: object, *, shown: Sequence[int]) -> list[dict[str, float]]:
+        """What costs consist of, from the notes of the price that said them, at any later time.
 
-        It runs for each request, so it copies only what changes; what it returns does the work, at any later time: for
-        each of `shown` its cost's parts by name, which add up to the cost. An empty list: there are no parts.
+        For each candidate whose index is in `shown`, in this order, its cost's parts by name, which add up to the cost.
+        An empty list: there are no parts.
         """
-        return list
+        return []

@@ -314,7 +314,7 @@ def test_the_last_so_many_are_kept_the_newest_first() -> None:
     assert ids(recent) == []
 
 
-def test_what_is_special_is_kept_and_what_never_came_to_the_balancer_is_not() -> None:
+def test_what_never_came_to_the_balancer_is_not_kept() -> None:
     recent = Recent(10, lambda: 20.0, list)
     recent.request(record("404", attempts=0, wait=None, outcome=Outcome.UNKNOWN_URL))
     recent.request(record("429", attempts=0, wait=None, outcome=Outcome.SATURATED))
@@ -323,7 +323,7 @@ def test_what_is_special_is_kept_and_what_never_came_to_the_balancer_is_not() ->
     recent.request(record("again", wait=None, attempts=2))
     long = record("long", path="/v1/" + "x" * 60_000)
     recent.request(long)
-    assert ids(recent) == ["long", "again", "broke", "429"]
+    assert ids(recent) == ["long", "again", "broke", "of many", "429"]
     found = recent.explain("long")
     assert found is not None
     assert len(str(found["path"])) == 512

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lbproxy.config import AdmissionSettings, HealthSettings
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.explain import EXPLAINED_PER_S, MAX_SHOWN, Decision
+from lbproxy.core.explain import IN_FULL_PER_S, MAX_SHOWN, Decision
 from lbproxy.core.policy import POLICIES
 from lbproxy.core.retry import FailureKind
 from lbproxy.core.types import Endpoint, InferenceRequest, LoadMetrics, LoraMetrics, Outcome, Ticket, TicketState, Wait
@@ -111,26 +111,35 @@ def test_of_a_large_fleet_the_cheapest_are_kept() -> None:
             assert sum(one.values()) == pytest.approx(cost)
 
 
-def test_of_very_many_a_second_those_are_explained_that_something_is_special_about() -> None:
-    """What takes some microseconds must not be done ten thousand times a second for nobody."""
-    balancer = explained("adaptive", 3)
+@pytest.mark.parametrize("count", [3, 2 * MAX_SHOWN])
+def test_every_request_is_explained_but_of_very_many_in_a_large_fleet_in_brief(count: int) -> None:
+    """The request that somebody asks about is any; what grows with the fleet must not be done for nobody."""
+    balancer = explained("adaptive", count)
 
-    def placed(now: float, avoid: Sequence[Endpoint] = (), **more: object) -> Decision | None:
+    def placed(now: float, avoid: Sequence[Endpoint] = (), **more: object) -> Decision:
         uids = frozenset(one.uid for one in avoid)
         ticket = balancer.submit(request()._replace(**more), now=now, avoid=uids)  # type: ignore[arg-type]
         balancer.first_byte(ticket, now=now)
         balancer.close(ticket, Outcome.COMPLETED, now=now)
+        assert ticket.decision is not None
         return ticket.decision
 
+    def full(made: Decision) -> bool:
+        return "prefill" in made.breakdown()[made.place]
+
     first = placed(10.0)
-    assert first is not None
-    for _ in range(EXPLAINED_PER_S - 1):
-        assert placed(10.0) is not None
-    assert placed(10.0) is None
-    assert placed(10.9) is None
-    assert placed(10.9, explain=True) is not None, "its client asks"
-    assert placed(10.9, avoid=[first.chosen]) is not None, "it is tried again"
-    assert placed(11.0) is not None
+    for _ in range(IN_FULL_PER_S - 1):
+        assert full(placed(10.0))
+    small = count <= MAX_SHOWN
+    late = placed(10.9)
+    assert full(late) is small
+    assert late.candidates == count
+    assert len(late.shown) == len(late.costs) == (count if small else 2)
+    assert late.cost == sum(late.breakdown()[late.place].values()) or small
+    assert (late.first_byte_ms() is not None) is small
+    assert full(placed(10.9, explain=True)), "its client asks"
+    assert full(placed(10.9, avoid=[first.chosen])), "it is tried again"
+    assert full(placed(11.0))
 
 
 def test_nothing_is_kept_unless_somebody_wants_it() -> None:
