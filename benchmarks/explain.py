@@ -17,7 +17,8 @@ from collections import deque
 
 from benchmarks.decision import fill, fleet, prompt_of, table
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.types import InferenceRequest, Outcome, RequestRecord
+from lbproxy.core.record import RequestRecord
+from lbproxy.core.types import InferenceRequest, Outcome
 
 POLICIES = ("adaptive", "least-request")
 ENDPOINTS = (3, 16, 100)
