@@ -26,6 +26,7 @@ def settle() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()  # see cli
     gc.set_threshold(20_000, 20, 50)
 
 

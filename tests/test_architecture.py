@@ -45,7 +45,7 @@ ONLY_IN = {
     "rich": {"check.py", "sim_cli.py", "cli.py", "terminal/"},
     "httpx": {"terminal/"},
     "matplotlib": {"sim/plots.py"},
-    "dns": {"control/resolver.py"},
+    "dns": {"control/nameservers.py"},
 }
 READS_FILES = {
     *("app.py", "cli.py", "control/credentials.py", "control/dashboard/__init__.py", "control/discovery.py"),

@@ -24,6 +24,7 @@ from lbproxy.config import (
     parse,
     parse_endpoints,
 )
+from lbproxy.config.descriptions import descriptions
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = (ROOT / "config.example.yaml").read_text()
@@ -88,8 +89,8 @@ def test_example_has_every_key_in_the_order_of_the_tree_with_a_comment() -> None
 
 def test_every_key_has_a_description() -> None:
     def fields(section: type[BaseModel]) -> Iterator[tuple[str, str | None]]:
-        for name, field in section.model_fields.items():
-            yield f"{section.__name__}.{name}", field.description
+        for name in section.model_fields:
+            yield f"{section.__name__}.{name}", descriptions(section).get(name)
 
     sections: set[type[BaseModel]] = {type(value) for _, value in read(MINIMAL) if isinstance(value, BaseModel)}
     sections |= {Settings, EndpointSettings, EndpointTls, KeySettings, TlsSettings}

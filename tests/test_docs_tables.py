@@ -32,6 +32,7 @@ from lbproxy.config import (
     Settings,
     TlsSettings,
 )
+from lbproxy.config.descriptions import descriptions
 from lbproxy.config.engines import SignalForm
 from lbproxy.config.values import Quantity
 from lbproxy.core.health import TABLE, Event
@@ -117,9 +118,9 @@ def settings_table(section: type[BaseModel], prefix: str = "") -> str:
     for name, field in section.model_fields.items():
         if is_section(field):
             continue
-        assert field.description, f"{prefix}{name} has no docstring"
+        assert name in descriptions(section), f"{prefix}{name} has no docstring"
         default = written(field.default, quantity(field))
-        rows.append([f"`{prefix}{name}`", default, takes(field), " ".join(field.description.split())])
+        rows.append([f"`{prefix}{name}`", default, takes(field), " ".join(descriptions(section)[name].split())])
     return table(["key", "default", "takes", "what and why"], rows)
 
 

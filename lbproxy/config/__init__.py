@@ -2,8 +2,9 @@
 
 It reads no file, no environment but the mapping it is given, no clock and no network. Its modules: `text` (YAML and
 `${ENV}` to plain values), `tree` (which keys there are) with `clients`, `endpoints`, `models`, `routing`, `flows`,
-`health`, `engines` and `explain` (its sections, by subject), `values` (numbers with units, hosts, URLs). This one joins
-them and words the report: all problems at once, each with its path. Nothing else in lbproxy imports yaml or pydantic.
+`health`, `engines` and `explain` (its sections, by subject), `values` (numbers with units, hosts, URLs), `descriptions`
+(what each key is for). This one joins them and words the report: all problems at once, each with its path. Nothing else
+in lbproxy imports yaml or pydantic.
 """
 
 from __future__ import annotations
@@ -170,7 +171,9 @@ def _redacted(key: str, value: object) -> object:
 
 def json_schema() -> dict[str, object]:
     """The JSON schema of a settings file, for editors. Laxer than `parse`: it knows no checks between keys."""
-    return Settings.model_json_schema()
+    from lbproxy.config.descriptions import Described  # noqa: PLC0415 - reads sources, which no start needs
+
+    return Settings.model_json_schema(schema_generator=Described)
 
 
 def endpoint_schema(ref_template: str) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
@@ -178,7 +181,9 @@ def endpoint_schema(ref_template: str) -> tuple[dict[str, object], dict[str, dic
 
     `ref_template`: how it does that, with `{model}` for the name.
     """
-    made = EndpointSettings.model_json_schema(ref_template=ref_template)
+    from lbproxy.config.descriptions import Described  # noqa: PLC0415 - as above
+
+    made = EndpointSettings.model_json_schema(ref_template=ref_template, schema_generator=Described)
     (mapping,) = (one for one in made["anyOf"] if one["type"] == "object")
     return mapping["properties"], made["$defs"]
 

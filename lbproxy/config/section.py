@@ -13,7 +13,6 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
-        use_attribute_docstrings=True,
         validate_default=True,  # so that a check between keys also sees the key that was not written
         hide_input_in_errors=True,
     )

@@ -1,4 +1,4 @@
-"""Asks which addresses a name has: the hosts file and DNS. The only module that knows a DNS library (dnspython).
+"""Asks which addresses a name has: the hosts file, and DNS by way of `nameservers`.
 
 It says what was answered; what of it to believe is discovery's. Invariants:
 
@@ -17,23 +17,17 @@ import asyncio
 import ipaddress
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from typing import NamedTuple, TypeAlias, TypeVar
-
-import dns.asyncresolver
-import dns.exception
-import dns.nameserver
-import dns.resolver
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from lbproxy.config import DnsSettings
+
+if TYPE_CHECKING:
+    from lbproxy.control.nameservers import Nameservers
 
 IPAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 OK, EMPTY, NXDOMAIN, TIMEOUT, FAILED = "ok", "empty", "nxdomain", "timeout", "failed"
 """What a question can bring: addresses; the name exists without any; it does not exist; silence; anything else."""
-TRIES = 2
-"""Of each nameserver within the time-out: one UDP packet may get lost."""
-MARGIN_S = 0.5
-"""The library's time-out goes by the wall clock, which may jump; this much later the event loop's clock ends it."""
 JOIN_S = 2.0
 MAX_DETAIL_CHARS = 300
 MAX_SERVERS = 1024
@@ -71,6 +65,15 @@ class Services(NamedTuple):
     """With `ok`: at least one, ascending, at most MAX_SERVERS."""
     detail: str = ""
     """Without: why, for a human."""
+
+
+class NoRecordsError(Exception):
+    """A question that brought no records, and why."""
+
+    def __init__(self, result: str, error: Exception) -> None:
+        super().__init__(result)
+        self.result = result
+        self.detail = (str(error) or type(error).__name__)[:MAX_DETAIL_CHARS]
 
 
 def answer(addresses: Iterable[str]) -> Answer:
@@ -142,62 +145,34 @@ class Resolver:
             if listed:
                 return Lookup(answer(one for one in listed if ":" not in one), answer(a for a in listed if ":" in a))
         try:
-            resolver = self._resolver()
-        except (dns.exception.DNSException, OSError, ValueError) as error:  # resolv.conf is not there, or bad
-            failed = Answer(FAILED, detail=_detail(error))
+            nameservers = self._nameservers()
+        except NoRecordsError as failure:
+            failed = Answer(failure.result, detail=failure.detail)
             return Lookup(failed, failed)
-        v4, v6 = await asyncio.gather(*(self._ask(resolver, host, kind) for kind in ("A", "AAAA")))
+        v4, v6 = await asyncio.gather(*(self._ask(nameservers, host, kind) for kind in ("A", "AAAA")))
         return Lookup(v4, v6)
 
-    def _resolver(self) -> dns.asyncresolver.Resolver:
-        """A fresh one costs 0.1 ms and has no cache: nameservers keep one, by the TTL."""
-        addresses = self._settings.nameservers
-        resolver = dns.asyncresolver.Resolver(configure=addresses is None)
-        if addresses is not None:
-            resolver.nameservers = [_nameserver(one) for one in addresses]
-        resolver.use_search_by_default = addresses is None
-        resolver.timeout = self._settings.timeout / (TRIES * len(resolver.nameservers))
-        resolver.lifetime = self._settings.timeout
-        return resolver
+    def _nameservers(self) -> Nameservers:
+        """Raises NoRecordsError. Imported here, in the thread: who has no names does not wait for dnspython."""
+        from lbproxy.control.nameservers import Nameservers  # noqa: PLC0415
+
+        return Nameservers(self._settings)
 
     async def _services(self, name: str) -> Services:
         try:
-            found = await self._records(self._resolver(), name, "SRV")
-        except _NoRecordsError as failure:
+            found = await self._nameservers().records(name, "SRV")
+        except NoRecordsError as failure:
             return Services(failure.result, detail=failure.detail)
-        except (dns.exception.DNSException, OSError, ValueError) as error:  # resolv.conf is not there, or bad
-            return Services(FAILED, detail=_detail(error))
         read = {Server(one.priority, one.weight, one.port, one.target.to_text(True).lower()) for one in found}
         if all(one.target == "." for one in read):  # "the service is decidedly not available at this domain"
             return Services(EMPTY, detail="the name has no SRV records")
         return Services(OK, tuple(sorted(one for one in read if one.target != ".")[:MAX_SERVERS]))
 
-    async def _ask(self, resolver: dns.asyncresolver.Resolver, host: str, kind: str) -> Answer:
+    async def _ask(self, nameservers: Nameservers, host: str, kind: str) -> Answer:
         try:
-            return answer(record.address for record in await self._records(resolver, host, kind))
-        except _NoRecordsError as failure:
+            return answer(record.address for record in await nameservers.records(host, kind))
+        except NoRecordsError as failure:
             return Answer(failure.result, detail=failure.detail)
-
-    async def _records(self, resolver: dns.asyncresolver.Resolver, name: str, kind: str) -> dns.resolver.Answer:
-        """The records of one kind, maybe none. Raises _NoRecordsError."""
-        try:
-            async with asyncio.timeout(self._settings.timeout + MARGIN_S):
-                return await resolver.resolve(name, kind, raise_on_no_answer=False)
-        except dns.resolver.NXDOMAIN as error:
-            raise _NoRecordsError(NXDOMAIN, error) from None
-        except (dns.exception.Timeout, TimeoutError) as error:
-            raise _NoRecordsError(TIMEOUT, error) from None
-        except (dns.exception.DNSException, OSError, ValueError) as error:  # refused, SERVFAIL, a loop, too long a name
-            raise _NoRecordsError(FAILED, error) from None
-
-
-class _NoRecordsError(Exception):
-    """A question that brought no records, and why."""
-
-    def __init__(self, result: str, error: Exception) -> None:
-        super().__init__(result)
-        self.result = result
-        self.detail = _detail(error)
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
@@ -213,16 +188,6 @@ async def _end() -> None:
     for task in left:
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)
-
-
-def _nameserver(address: str) -> dns.nameserver.Nameserver:
-    """From the settings' `ip:port`."""
-    host, _, port = address.rpartition(":")
-    return dns.nameserver.Do53Nameserver(host.strip("[]"), int(port))
-
-
-def _detail(error: Exception) -> str:
-    return (str(error) or type(error).__name__)[:MAX_DETAIL_CHARS]
 
 
 def addresses_in(hosts: str, host: str) -> Iterator[str]:

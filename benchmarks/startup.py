@@ -1,0 +1,146 @@
+"""How long lbproxy takes from its start to the first answer that it relays.
+
+    .venv/bin/python -m benchmarks.startup [--rounds 15] [--json] [--lbproxy PATH]
+
+Each round starts `python -c pass`, which is what Python itself takes, and then `lbproxy --config FILE` with its
+defaults before one endpoint; a client asks until it gets 200. Time is from the start of the process to the answer's
+last byte, CPU is user and system time of the process up to then. Bytecode is compiled beforehand, as an installation
+does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import compileall
+import contextlib
+import http.client
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from benchmarks.overhead.process import cpu_s, free_port
+
+ROOT = Path(__file__).parents[1]
+GIVE_UP_S = 30.0
+BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]})
+ANSWER = json.dumps({"object": "list", "data": [{"id": "m", "object": "model"}]}).encode()
+
+
+class Took(NamedTuple):
+    """One start, in milliseconds."""
+
+    wall_ms: float
+    cpu_ms: float
+
+
+class _Endpoint(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.do_POST()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        # In one write: Nagle's algorithm would hold a second one back for 40 ms.
+        self.wfile.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(ANSWER), ANSWER)
+        )
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class calls it so
+        pass
+
+
+@contextmanager
+def endpoint() -> Iterator[int]:
+    """A server that says 200 to everything: its port."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Endpoint) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+def bare() -> Took:
+    """Python alone."""
+    began = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    _, _, used = os.wait4(process.pid, 0)
+    process.returncode = 0
+    return Took((time.perf_counter() - began) * 1e3, (used.ru_utime + used.ru_stime) * 1e3)
+
+
+def start(folder: Path, server_port: int, where: Path) -> Took:
+    """lbproxy, up to the first 200. Raises AssertionError if it does not come."""
+    port, config, log = free_port(), folder / "cfg.yaml", folder / "log"
+    config.write_text(
+        f"listen: 127.0.0.1:{port}\nadmin: 127.0.0.1:{free_port()}\nendpoints: ['http://127.0.0.1:{server_port}']\n"
+    )
+    with log.open("wb") as out:
+        began = time.perf_counter()
+        command = [sys.executable, "-m", "lbproxy", "--config", str(config)]
+        with subprocess.Popen(command, stdout=out, stderr=out, cwd=where) as process:
+            try:
+                while not _answers(port):
+                    assert process.poll() is None, log.read_text()
+                    assert time.perf_counter() - began < GIVE_UP_S, log.read_text()
+                    time.sleep(0.002)
+                return Took((time.perf_counter() - began) * 1e3, cpu_s([process.pid]) * 1e3)
+            finally:
+                process.kill()
+
+
+def _answers(port: int) -> bool:
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        with contextlib.closing(connection):
+            connection.request("POST", "/v1/chat/completions", BODY, {"content-type": "application/json"})
+            answer = connection.getresponse()
+            answer.read()
+            return answer.status == 200
+    return False
+
+
+def measure(rounds: int, places: dict[str, Path]) -> dict[str, list[Took]]:
+    """All starts, by who was started. The kinds take turns, and each has one start before that is not kept."""
+    found: dict[str, list[Took]] = {"python -c pass": [], **{name: [] for name in places}}
+    for where in places.values():
+        compileall.compile_dir(str(where / "lbproxy"), quiet=1)
+    with TemporaryDirectory() as name, endpoint() as port:
+        for number in range(-1, rounds):
+            for kind, took in found.items():
+                one = start(Path(name), port, places[kind]) if kind in places else bare()
+                if number >= 0:
+                    took.append(one)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", action="store_true", help="nothing but the milliseconds of each start")
+    parser.add_argument("--lbproxy", action="append", type=Path, default=[], metavar="CHECKOUT", help="this one too")
+    args = parser.parse_args()
+    places = {"lbproxy": ROOT, **{f"lbproxy ({path.name})": path.absolute() for path in args.lbproxy}}
+    found = measure(args.rounds, places)
+    if args.json:
+        print(json.dumps(found))
+        return
+    print("| started | first answer, ms: median | least | most | CPU, ms: median | least |\n|---|---|---|---|---|---|")
+    for name, took in found.items():
+        walls, used = [one.wall_ms for one in took], [one.cpu_ms for one in took]
+        figures = (statistics.median(walls), min(walls), max(walls), statistics.median(used), min(used))
+        print(f"| {name} | {' | '.join(f'{value:.0f}' for value in figures)} |")
+
+
+if __name__ == "__main__":
+    main()
