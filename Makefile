@@ -45,8 +45,9 @@ chaos: $(VENV)/.dev
 soak: $(VENV)/.dev
 	$(BIN)/python -m tests.chaos --soak
 
-bench-overhead: $(VENV)/.run $(BENCH)/venv/.peers
-	$(BIN)/python -m benchmarks.overhead
+# Half an hour, at most; writes benchmarks/RESULTS.md. RESUME=1 goes on with a run that was stopped.
+bench-overhead: $(VENV)/.dev $(BENCH)/venv/.peers $(BENCH)/litellm/.peer
+	$(BIN)/python -m benchmarks.overhead $(if $(RESUME),--resume)
 
 # What the dashboard costs; with PICTURES=folder what it looks like. ENDPOINTS=100
 bench-dashboard: $(VENV)/.dev

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import multiprocessing
 import os
 import re
@@ -168,19 +169,56 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--repeat", type=int, default=200, help="pages in each round")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each window of the fleet")
+    parser.add_argument("--json", action="store_true", help="nothing but vLLM's page before a fleet, as a JSON object")
     args = parser.parse_args()
+    if args.json:
+        with fleet() as ports:
+            print_target(ports, args.seconds)
+        return
     print("CPU time in us, median of rounds (best round)\n\n| page | KB | parse | read |\n|---|---|---|---|")
     for name, took in measure_pages(args.rounds, args.repeat).items():
         cells = [f"{statistics.median(values):.0f} ({min(values):.0f})" for values in took.values()]
         size = (PAGES / f"{name}.prom").stat().st_size / 1000
         print(f"| {name} | {size:.0f} | {' | '.join(cells)} |", flush=True)
+    with fleet() as ports:
+        print_fleets(ports, args.seconds)
+
+
+@contextmanager
+def fleet() -> Iterator[list[int]]:
+    """The model servers' ports."""
     ours, theirs = multiprocessing.Pipe()
     server = multiprocessing.Process(target=serve, args=(theirs,), daemon=True)
     server.start()
     try:
-        print_fleets(ours.recv(), args.seconds)
+        yield ours.recv()
     finally:
         server.terminate()
+
+
+class Share(NamedTuple):
+    """What scraping a page costs."""
+
+    seen: Fleet
+    each_s: float
+    """CPU time of a scrape."""
+    cores: float
+    """All of lbproxy at exactly ENDPOINTS / INTERVAL_S scrapes a second."""
+
+
+def share_of(name: str, ports: list[int], alone_share: float, seconds: float) -> Share:
+    """The fleet with this page."""
+    httpx.post(f"http://127.0.0.1:{ports[0]}/{name}")
+    seen = measure_fleet(ports, scraped=True, seconds=seconds)
+    each_s = (seen.cpu_s - alone_share * seen.wall_s) / seen.scrapes
+    return Share(seen, each_s, alone_share + each_s * ENDPOINTS / INTERVAL_S)
+
+
+def print_target(ports: list[int], seconds: float) -> None:
+    alone = measure_fleet(ports, scraped=False, seconds=seconds)
+    share = share_of(next(iter(MEASURED)), ports, alone.cpu_s / alone.wall_s, seconds)
+    figures = {"cores": share.cores, "each_us": share.each_s * 1e6, "scrapes_per_s": share.seen.scrapes / seconds}
+    print(json.dumps(figures))
 
 
 def print_fleets(ports: list[int], seconds: float) -> None:
@@ -190,15 +228,12 @@ def print_fleets(ports: list[int], seconds: float) -> None:
     alone_share = alone.cpu_s / alone.wall_s
     print(f"| not scraped | 0 | | {alone_share:.1%} | |", flush=True)
     for name in MEASURED:
-        httpx.post(f"http://127.0.0.1:{ports[0]}/{name}")
-        seen = measure_fleet(ports, scraped=True, seconds=seconds)
-        each_s = (seen.cpu_s - alone_share * seen.wall_s) / seen.scrapes
-        share = alone_share + each_s * ENDPOINTS / INTERVAL_S
+        seen, each_s, cores = share_of(name, ports, alone_share, seconds)
         cells = [
             f"{seen.scrapes / seen.wall_s:.0f}",
             f"{each_s * 1e6:.0f} us",
             f"{seen.cpu_s / seen.wall_s:.1%}",
-            f"{share:.1%}",
+            f"{cores:.1%}",
         ]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 

@@ -7,6 +7,9 @@
  * reads the answer to its end and does it again, all in one thread. EVENTS above 0 says that answers are event streams
  * with so many events in front of [DONE]; then the connections open one by one over the first half of WARM_S.
  *
+ * MARK in the body, if it is there, becomes the request's number, so that from there on no two prompts are alike. All
+ * connections send from one buffer: a request that the kernel took in part may go on with a later one's number.
+ *
  * What counts is what happens in the SECONDS after WARM_S. When they begin, the line "begin" is printed, when they have
  * passed, one line of JSON; so whoever reads both can look at the proxy's CPU at the same two moments, with the load
  * still running. It goes on for GO_ON_MS after that, lest closing connections be measured, and ends in the midst of
@@ -37,6 +40,7 @@ enum {
     GO_ON_MS = 50,
     READ = 1 << 18,
     READY = 1024,              /* events of one epoll_wait */
+    DIGITS = 8,                /* of a request's number */
     STEPS = 32,                /* of a histogram, in each power of two: 3 % */
 };
 
@@ -69,7 +73,8 @@ struct connection {
 
 static int epoll, port, measuring;
 static long expected_events, errors, requests, events;
-static char *request;
+static const char MARK[] = "########"; /* as long as DIGITS */
+static char *request, *mark;   /* mark: where the number stands; NULL: nowhere */
 static size_t request_size;
 static long long now;          /* CLOCK_MONOTONIC in ns, read before each group of ready connections and each read */
 static struct histogram latency, ttft, delay, gap;
@@ -256,8 +261,17 @@ static void send_request(struct connection *c)
     }
 }
 
+static void number_request(void)
+{
+    static unsigned long number;
+    unsigned long rest = ++number;
+    for (int i = DIGITS; mark && i--; rest /= 10)
+        mark[i] = '0' + rest % 10;
+}
+
 static void begin_request(struct connection *c)
 {
+    number_request();
     c->sent = c->framing.size = c->text.size = 0;
     c->place = STATUS;
     c->chunked = c->closes = c->done = 0;
@@ -309,6 +323,7 @@ static void read_request(const char *path)
                            "Content-Type: application/json\r\nContent-Length: %zu\r\n\r\n", port, size);
     memcpy(request + request_size, body, size);
     request_size += size;
+    mark = memmem(request, request_size, MARK, DIGITS);
 }
 
 static double cpu_s(void)

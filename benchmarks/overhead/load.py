@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 from benchmarks.overhead.process import LOAD_CORE, Usage, busy_s, cpu_s
 
@@ -27,12 +27,19 @@ SAMPLE_S = 0.2
 """Time between two looks at a proxy's memory."""
 
 
+MARK = "########"
+"""In a prompt: load.c writes each request's number there."""
+Kind = Literal["requests", "events", "memory", "ttft"]
+"""What its table shows: CPU per request, CPU per event, memory and delays of many streams, times to first events."""
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """What the load does. With `events` at 0, requests in a closed loop; else streams of so many events."""
 
     key: str
     title: str
+    kind: Kind
     connections: int
     body_bytes: int
     """Of the whole body, about."""
@@ -44,28 +51,39 @@ class Workload:
     @property
     def unit(self) -> str:
         """What CPU is counted per."""
-        return "event" if self.events else "request"
+        return "event" if self.kind in ("events", "memory") else "request"
 
     @property
     def events_per_s(self) -> float:
         """How many come if nobody falls behind; 0 if nothing sets a pace."""
-        return self.connections * 1000 / self.beat_ms if self.events else 0.0
+        return self.connections * 1000 / self.beat_ms if self.unit == "event" else 0.0
 
     def body(self) -> bytes:
-        """The body of every request. The server takes the number of events and the beat from it."""
-        words = "a word or " * max(1, (self.body_bytes - 120) // 10)
+        """The body of every request: the first half of the prompt is everybody's, the second half its own.
+
+        The server takes the number of events and the beat from it.
+        """
+        half = "a word or " * max(1, (self.body_bytes - 130) // 20)
         streamed = {"stream": True, "max_tokens": self.events, "seed": self.beat_ms}
         options = streamed if self.events else {"max_tokens": 6}
-        return json.dumps({"model": "m", **options, "messages": [{"role": "user", "content": words}]}).encode()
+        prompt = f"{half}{MARK} {half}"
+        return json.dumps({"model": "m", **options, "messages": [{"role": "user", "content": prompt}]}).encode()
 
 
-# sse: streams longer than the window, so that it holds events and nothing else. streams: shorter ones, which end and
-# begin anew, so that whole streams and times to first events are seen too.
+LONG = 220 * 1024
+# sse, held: streams longer than the window, so that it holds events and nothing else. streams: shorter ones, which end
+# and begin anew, so that whole streams and times to first events are seen too.
 WORKLOADS = (
-    Workload("1k", "1 KB request", 64, 1024),
-    Workload("32k", "32 KB request", 64, 32 * 1024),
-    Workload("sse", "Event of a stream, 500 streams x 20 ms", 500, 1024, events=400, beat_ms=20, warm_s=1.5),
-    Workload("streams", "2,000 streams x 50 ms", 2000, 1024, events=100, beat_ms=50, warm_s=3),
+    Workload("1k", "1 KB request", "requests", 64, 1024),
+    Workload("32k", "32 KB request", "requests", 64, 32 * 1024),
+    Workload("sse", "Event of a stream, 500 streams x 20 ms", "events", 500, 1024, events=400, warm_s=1.5),
+    Workload("ttft", "Time to the first event at low load", "ttft", 4, 1024, events=3, beat_ms=10),
+    Workload("streams", "2,000 streams x 50 ms", "memory", 2000, 1024, events=100, beat_ms=50, warm_s=3),
+    *(
+        Workload(f"220k-{n}", f"220 KB prompts, {n} streams at a time", "ttft", n, LONG, events=5, beat_ms=1, warm_s=1)
+        for n in (20, 100, 200)
+    ),
+    Workload("held", "8,900 streams x 1 s", "memory", 8900, 1024, events=60, beat_ms=1000, warm_s=12),
 )
 
 

@@ -1,4 +1,4 @@
-"""Who is measured with what, in which order; collects the raw figures.
+"""One workload, measured: who is asked in which order; collects the raw figures.
 
 For each workload every proxy is started afresh (so that memory is of this workload), warmed up and paused. Then rounds:
 in each, every subject has one window, and every second round goes backwards, so that nobody is always first after a
@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypedDict
 
-from benchmarks.overhead.load import BENCH, Figures, LoadError, Workload, run_load, server
+from benchmarks.overhead.load import BENCH, Figures, Kind, LoadError, Workload, run_load, server
 from benchmarks.overhead.process import Proxy, StartError
 from benchmarks.overhead.subjects import Subject
 
@@ -41,7 +41,6 @@ class Stage:
 class Round(TypedDict):
     """One window of one subject."""
 
-    workload: str
     subject: str
     number: int
     figures: Figures
@@ -54,48 +53,53 @@ class AboutSubject(TypedDict):
     note: str
 
 
-class AboutStage(TypedDict):
-    """A stage, for the report: from the workload and the plan."""
+class Section(TypedDict):
+    """All of one workload: what it was, on what, and what was seen."""
 
-    workload: str
     title: str
+    kind: Kind
     unit: str
     connections: int
     events_per_s: float
     body_bytes: int
-    rounds: int
+    planned: int
+    """Rounds."""
     seconds: float
-
-
-class Results(TypedDict):
-    """All of a run; what benchmarks/results/overhead.json holds."""
-
+    """Of each window."""
     date: str
     command: str
     machine: str
     load_average: list[float]
-    """Before the run: what else the machine did."""
-    stages: list[AboutStage]
+    """Before it began: what else the machine did."""
     subjects: dict[str, AboutSubject]
     missing: dict[str, str]
     """Why a peer was not measured at all."""
     failed: dict[str, str]
-    """Why a subject was not measured to the end, by "workload: subject"."""
+    """Why a subject was not measured to the end."""
     idle_rss_bytes: dict[str, int]
-    """By "workload: subject": after the start and the warm-up."""
+    """By subject: after the start and the warm-up."""
     rounds: list[Round]
 
 
-def run(stages: Sequence[Stage], subjects: Sequence[Subject], *, command: str) -> Results:
-    """Measure. Raises LoadError if the programs do not compile."""
-    missing = {one.name: why for one in subjects if (why := one.missing())}
-    there = [one for one in subjects if one.name not in missing]
-    results: Results = {
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+def measure(stage: Stage, subjects: Sequence[Subject], *, command: str) -> Section:
+    """One section, with those of the subjects that take part in it. Raises LoadError if nothing can be measured."""
+    load = stage.workload
+    takers = [one for one in subjects if one.sections is None or load.key in one.sections]
+    missing = {one.name: why for one in takers if (why := one.missing())}
+    there = [one for one in takers if one.name not in missing]
+    section: Section = {
+        "title": load.title,
+        "kind": load.kind,
+        "unit": load.unit,
+        "connections": load.connections,
+        "events_per_s": load.events_per_s,
+        "body_bytes": len(load.body()),
+        "planned": stage.rounds,
+        "seconds": stage.seconds,
+        "date": today(),
         "command": command,
         "machine": machine(),
         "load_average": list(os.getloadavg()),
-        "stages": [describe(stage) for stage in stages],
         "subjects": {
             DIRECT: {"version": "", "note": "no proxy: what the load and the server do by themselves"},
             **{one.name: {"version": one.version(), "note": one.note} for one in there},
@@ -105,27 +109,13 @@ def run(stages: Sequence[Stage], subjects: Sequence[Subject], *, command: str) -
         "idle_rss_bytes": {},
         "rounds": [],
     }
-    for stage in stages:
-        _run_stage(stage, there, results)
-    return results
+    for name, why in missing.items():
+        say(f"{load.key} {name} is left out: {why}")
+    _run(stage, there, section)
+    return section
 
 
-def describe(stage: Stage) -> AboutStage:
-    """What the report must know of a stage."""
-    load = stage.workload
-    return {
-        "workload": load.key,
-        "title": load.title,
-        "unit": load.unit,
-        "connections": load.connections,
-        "events_per_s": load.events_per_s,
-        "body_bytes": len(load.body()),
-        "rounds": stage.rounds,
-        "seconds": stage.seconds,
-    }
-
-
-def _run_stage(stage: Stage, subjects: Sequence[Subject], results: Results) -> None:
+def _run(stage: Stage, subjects: Sequence[Subject], section: Section) -> None:
     load = stage.workload
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=BENCH)))
@@ -134,29 +124,29 @@ def _run_stage(stage: Stage, subjects: Sequence[Subject], results: Results) -> N
         running: dict[str, Proxy | None] = {DIRECT: None}
         for name, proxy in started.items():
             try:
-                _get_ready(name, proxy, load, results)
+                _get_ready(name, proxy, section)
                 running[name] = proxy
             except StartError as e:
-                _fail(results, load, name, str(e))
+                _fail(section, load, name, str(e))
         for number in range(stage.rounds):
             for name in list(running)[:: -1 if number % 2 else 1]:
                 target = running[name]
                 try:
                     figures = _window(stage, port, server_pid, target)
                 except LoadError as e:
-                    _fail(results, load, name, f"{e} {target.last_words() if target else ''}".strip())
+                    _fail(section, load, name, f"{e} {target.last_words() if target else ''}".strip())
                     del running[name]
                     continue
-                results["rounds"].append({"workload": load.key, "subject": name, "number": number, "figures": figures})
+                section["rounds"].append({"subject": name, "number": number, "figures": figures})
                 say(f"{load.key} {number + 1}/{stage.rounds} {name}: {summary(load, figures)}")
 
 
-def _get_ready(name: str, proxy: Proxy, load: Workload, results: Results) -> None:
+def _get_ready(name: str, proxy: Proxy, section: Section) -> None:
     # What everybody can answer at once: the workload's own requests may be long streams.
-    proxy.warm_up(Workload("warm", "", 1, 1024).body())
+    proxy.warm_up(Workload("warm", "", "requests", 1, 1024).body())
     usage = proxy.usage()
-    results["idle_rss_bytes"][f"{load.key}: {name}"] = usage.rss_bytes()
-    about = results["subjects"][name]
+    section["idle_rss_bytes"][name] = usage.rss_bytes()
+    about = section["subjects"][name]
     if name.startswith("lbproxy") and "Python" not in about["version"]:
         about["version"] += f", {python_of(usage.pids)}"
     proxy.pause()
@@ -172,8 +162,8 @@ def _window(stage: Stage, server_port: int, server_pid: int, proxy: Proxy | None
         proxy.pause()
 
 
-def _fail(results: Results, load: Workload, name: str, why: str) -> None:
-    results["failed"][f"{load.key}: {name}"] = why
+def _fail(section: Section, load: Workload, name: str, why: str) -> None:
+    section["failed"][name] = why
     say(f"{load.key} {name} FAILED: {why}")
 
 
@@ -184,13 +174,18 @@ def say(line: str) -> None:
 
 def summary(load: Workload, figures: Figures) -> str:
     """One window in one line."""
-    count = figures["events"] if load.events else figures["requests"]
+    count = figures["events"] if load.unit == "event" else figures["requests"]
     rate = f"{count / figures['seconds']:,.0f} {load.unit}s/s"
     cpu = figures["proxy_cpu_s"]
     return rate if cpu is None or not count else f"{cpu / count * 1e6:.1f} us per {load.unit}, {rate}"
 
 
 # --- What it ran on ---------------------------------------------------------------------------------------------------
+
+
+def today() -> str:
+    """In UTC."""
+    return f"{datetime.now(UTC):%Y-%m-%d}"
 
 
 def machine() -> str:

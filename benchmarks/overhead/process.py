@@ -18,7 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-PROXY_CORE, LOAD_CORE = "0", "1"
+CORES = sorted(os.sched_getaffinity(0))
+PROXY_CORE, LOAD_CORE = str(CORES[0]), str(CORES[-1])
+"""The same one if there is but one: then only CPU per request means something."""
 READY_S = 60.0
 """How long a proxy may take until it relays a request."""
 WARM_REQUESTS = 100

@@ -2,8 +2,9 @@
 
 Everyone has one endpoint, one worker or thread, no limit of its own that the load would meet, and timeouts that it does
 not reach. Apart from that everyone runs with its defaults, but for two things that favour the others: they are asked
-for no access log and for warnings only, while lbproxy writes its access log to a file, as installed, with metrics and
-admin listener on; and the routers run round_robin, which is cheaper than policies that look at prompts.
+for no access log and for warnings only, while lbproxy writes its access log to a file, with metrics, admin listener,
+retries and timeouts on; and the routers run round_robin, which is cheaper than policies that look at prompts, while
+lbproxy runs adaptive, its default, which looks at them.
 
 In commands and files, $port is where to listen, $spare a second free port (metrics), $server the model server's port,
 $folder a folder of the proxy's own, in which its files lie.
@@ -16,7 +17,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import Template
 
@@ -40,23 +41,28 @@ class Subject:
     """On PyPI; None: it is a program of the system, which prints its version for `version_option`."""
     version_option: str = "-v"
     cwd: Path | None = None
+    home: Path = VENV
+    """The environment that the package is in."""
+    sections: tuple[str, ...] | None = None
+    """The only workloads that it takes part in; None: all."""
 
     def program(self) -> str | None:
         """The program's path; None: it is not installed."""
-        return shutil.which(self.command[0], path=f"{VENV / 'bin'}") or shutil.which(self.command[0])
+        return shutil.which(self.command[0], path=f"{self.home / 'bin'}") or shutil.which(self.command[0])
 
     def missing(self) -> str | None:
         """Why it cannot be measured; None: it can."""
         if self.program() is not None:
             return None
         if self.package:
-            return f"{self.package} is not in .bench/venv: see what `make bench-overhead` said when it installed it"
+            where = self.home.relative_to(BENCH.parent)
+            return f"{self.package} is not in {where}: see what `make bench-overhead` said when it installed it"
         return f"no {self.command[0]} on the path: apt-get install {self.command[0]}"
 
     def version(self) -> str:
         """What is installed. Only if nothing is missing."""
         if self.package:
-            found = VENV.glob(f"lib/python3*/site-packages/{self.package.replace('-', '_')}-*.dist-info")
+            found = self.home.glob(f"lib/python3*/site-packages/{self.package.replace('-', '_')}-*.dist-info")
             return next(found).name.split("-")[1].removesuffix(".dist")
         ran = subprocess.run(
             [self.program() or "", *self.command[1 : self._prefix()], self.version_option],
@@ -85,7 +91,7 @@ class Subject:
 
 NGINX = """\
 worker_processes 1; daemon off; pid $folder/pid; error_log $folder/error.log error;
-events { worker_connections 16000; }
+events { worker_connections 18000; }
 http {
   access_log off; keepalive_requests 1000000000; client_max_body_size 64m; client_body_buffer_size 1m;
   upstream servers { server 127.0.0.1:$server; keepalive 4096; keepalive_requests 1000000000; }
@@ -149,17 +155,26 @@ static_resources:
 
 ENVOY = ENVOY.replace("$types", "type.googleapis.com/envoy.extensions.filters")
 
+LITELLM = """\
+model_list:
+  - model_name: m
+    litellm_params: {model: hosted_vllm/m, api_base: "http://127.0.0.1:$server/v1", api_key: none}
+litellm_settings: {request_timeout: 600, telemetry: false}
+general_settings: {dangerously_permit_weak_or_unset_master_key: true}
+"""
+
 LBPROXY = """\
 listen: 127.0.0.1:$port
 admin: 127.0.0.1:$spare
 endpoints: ["http://127.0.0.1:$server"]
 """
+LEAST = f"{LBPROXY}routing: {{policy: least-request}}\n"
 
 _WORKER = (
     *("--host", "127.0.0.1", "--port", "$port", "--worker-urls", "http://127.0.0.1:$server"),
     *("--prometheus-host", "127.0.0.1", "--prometheus-port", "$spare", "--policy", "round_robin"),
 )
-"""The options that the Rust routers have inherited from one another. The policy looks at no prompt, like lbproxy's."""
+"""The options that the Rust routers have inherited from one another. The policy looks at no prompt."""
 
 PEERS = (
     Subject("nginx", ("nginx", "-c", "$folder/cfg"), "keep-alive, unbuffered; looks at no body", {"cfg": NGINX}),
@@ -186,6 +201,16 @@ PEERS = (
         "policy round_robin; parses bodies",
         package="vllm-router",
     ),
+    # A hundred times slower than the others: requests alone, since streams at their pace are more than it can do.
+    Subject(
+        "litellm",
+        ("litellm", "--config", "$folder/cfg.yaml", "--host", "127.0.0.1", "--port", "$port", "--num_workers", "1"),
+        "one worker; parses bodies",
+        {"cfg.yaml": LITELLM},
+        package="litellm",
+        home=BENCH / "litellm",
+        sections=("1k",),
+    ),
 )
 
 
@@ -200,7 +225,18 @@ def lbproxy(name: str, where: Path | None) -> Subject:
     else:
         own = where and where.absolute() / ".venv/bin/python"
         command, cwd = (str(own) if own and own.exists() else sys.executable, "-m", "lbproxy"), where
-    note = "as installed: policy least-request, scraping, probing, metrics, access log to a file"
+    note = "its defaults: policy adaptive, scraping, probing, retries, timeouts, metrics, access log to a file"
     return Subject(
         name, (*command, "--config", "$folder/cfg.yaml"), note, {"cfg.yaml": LBPROXY}, None, "--version", cwd
+    )
+
+
+def least_request(subject: Subject) -> Subject:
+    """The same lbproxy with a policy that looks at no prompt."""
+    return replace(
+        subject,
+        name=f"{subject.name} least-request",
+        note="the same, policy least-request",
+        files={"cfg.yaml": LEAST},
+        sections=("1k", "32k", "sse"),
     )

