@@ -1,6 +1,6 @@
 # run: the demo on simulated servers · test: everything · check: fast, while you write · chaos: every fault, with figures
-# lock: after a change of dependencies · test-tools: a browser and promtool from Debian's packages, for tests that are
-# skipped without them
+# lock: after a change of dependencies · test-tools: a browser, promtool and nginx from Debian's packages, for tests that
+# are skipped without them
 PYTHON ?= python3
 VENV := .venv
 BENCH := .bench
@@ -17,8 +17,9 @@ test: $(VENV)/.dev lint types
 	$(BIN)/python -m pytest
 
 test-tools:
-	command -v chromium > /dev/null && command -v promtool > /dev/null && exit 0; apt-get update -qq; \
-	    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium prometheus > /dev/null
+	command -v chromium > /dev/null && command -v promtool > /dev/null && command -v nginx > /dev/null && exit 0; \
+	    apt-get update -qq; DEBIAN_FRONTEND=noninteractive \
+	    apt-get install -qq -y --no-install-recommends chromium prometheus nginx-light > /dev/null
 
 check: $(VENV)/.dev format lint types
 	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_config.py tests/test_config_text.py tests/core tests/sim tests/net

@@ -1,4 +1,4 @@
-"""What one routing decision costs: hashing a prompt, matching and pricing it, and all of the Balancer's part in it.
+"""What the core costs: a routing decision, hashing a prompt, remembering it, scrapes, planning the queue; and memory.
 
     .venv/bin/python -m benchmarks.decision [--policy adaptive] [--write]
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import platform
 import random
 import time
@@ -19,24 +20,38 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from benchmarks.growth import Series, growth_rows, statement
 from lbproxy import __version__
 from lbproxy.config import AdmissionSettings, HealthSettings, RetrySettings, RoutingSettings, ScrapeSettings
 from lbproxy.core.admission import WORK_S
 from lbproxy.core.balancer import Balancer
+from lbproxy.core.engines import ENGINES
 from lbproxy.core.estimate import PoolModel
 from lbproxy.core.policy import make_policy
-from lbproxy.core.prefix import PrefixIndex, hash_prompt
-from lbproxy.core.types import EndpointSpec, InferenceRequest, LoadMetrics, Outcome, Ticket
+from lbproxy.core.prefix import EndpointCache, PrefixIndex, hash_prompt
+from lbproxy.core.readings import PageReader
+from lbproxy.core.types import EndpointSpec, EndpointUid, InferenceRequest, LoadMetrics, Outcome, Ticket
 
-ENDPOINTS = (8, 32, 100, 1000)
+ENDPOINTS = (10, 100, 1000)
 SIZES = {"1 KB": 1 << 10, "8 KB": 8 << 10, "32 KB": 32 << 10, "128 KB": 128 << 10, "1 MB": 1 << 20}
 BLOCKS = 1200
 """Of 256 tokens: the cache of a 32B model on two H100."""
+INDEXED = (1_000, 10_000, 100_000, 1_000_000)
+LIMITS_MIB = (8, 16, 24, 30, 48)
+PAGE = Path(__file__).parents[1] / "tests/fixtures/metrics/vllm-0.32.0-load-lora-t0.prom"
 CACHED = (120, 1_200, 12_000, 120_000)
 WAITING = (1, 10, 100, 1_000, 10_000)
 ABOUT = """\
 Microseconds of CPU on one core, the least of many rounds. First figure: the price of all candidates; second: all of
 the Balancer's part in a request (submit with placement, first byte, end).
+"""
+ABOUT_UPDATES = """\
+All blocks of the prompt are new, and the index is full: each of them takes an old one's place. The time to make up
+random keys is in it, and stands for the hashing.
+"""
+ABOUT_SCRAPES = """\
+From the page's bytes to the endpoint's state, for every endpoint once. In lbproxy each endpoint has its own time, so
+that the event loop has other turns between two of them.
 """
 ABOUT_PLANS = """\
 A plan goes over the queue after each arrival, first byte and end, at most once per turn of the event loop. It ends at
@@ -101,7 +116,7 @@ def decide(balancer: Balancer, request: InferenceRequest) -> None:
     balancer.close(ticket, Outcome.COMPLETED, now=1e6)
 
 
-def cell(balancer: Balancer, size: int, rng: random.Random) -> str:
+def cell(balancer: Balancer, size: int, rng: random.Random) -> tuple[float, float]:
     """What a prompt of `size` bytes costs: pricing, and everything."""
     candidates = balancer._endpoints.candidates(None, now=0.0)
     block_bytes = balancer.block_bytes or 1024
@@ -114,108 +129,219 @@ def cell(balancer: Balancer, size: int, rng: random.Random) -> str:
     request = prompt_of([*shared, *new], block_bytes)
     price = partial(balancer._choice.policy.price, request, candidates, plan=None, now=1e6)
     rounds = 40 if len(candidates) < 1000 else 10
-    return f"{micros(price, rounds):.1f}, {micros(partial(decide, balancer, request), rounds):.1f}"
+    return micros(price, rounds), micros(partial(decide, balancer, request), rounds)
 
 
-def decisions(policy: str) -> str:
-    rows = [["endpoints", *SIZES]]
+def decisions(policy: str) -> tuple[str, list[Series]]:
+    """By endpoints and size of the prompt."""
+    found: dict[tuple[int, str], tuple[float, float]] = {}
     for count in ENDPOINTS:
         rng = random.Random(1)
         balancer = fleet(policy, count, rng)
         fill(balancer, count, balancer.block_bytes or 1024, rng)
-        rows.append([f"{count:,}", *(cell(balancer, size, rng) for size in SIZES.values())])
-    return table(rows)
+        found |= {(count, name): cell(balancer, size, rng) for name, size in SIZES.items()}
+    rows = [[f"{count:,}", *(pair(found[count, name]) for name in SIZES)] for count in ENDPOINTS]
+    series = []
+    for part, what in enumerate(("price of all candidates", "submit, first byte and end")):
+        by_count = [(count, found[count, "32 KB"][part]) for count in ENDPOINTS]
+        by_size = [(size, found[100, name][part]) for name, size in SIZES.items()]
+        series.append(Series(f"{what}, 32 KB", "endpoints", by_count))
+        series.append(Series(f"{what}, 100 endpoints", "bytes of prompt", by_size))
+    return table([["endpoints", *SIZES], *rows]), series
 
 
-def hashing() -> str:
+def target(policy: str) -> dict[str, float]:
+    """Microseconds of one decision over 100 endpoints with a prompt of 32 KB: hashing and the Balancer's part."""
+    rng = random.Random(1)
+    balancer = fleet(policy, 100, rng)
+    fill(balancer, 100, balancer.block_bytes or 1024, rng)
+    price, whole = cell(balancer, 32 << 10, rng)
+    hashed = micros(partial(hash_prompt, rng.randbytes(32 << 10), model="m"), 40)
+    return {"us": hashed + whole, "hashing_us": hashed, "price_us": price, "balancer_us": whole}
+
+
+def hashing() -> tuple[str, list[Series]]:
     times = [
-        f"{micros(partial(hash_prompt, random.Random(2).randbytes(size), model='m'), 40):.1f}"
-        for size in SIZES.values()
+        (size, micros(partial(hash_prompt, random.Random(2).randbytes(size), model="m"), 40)) for size in SIZES.values()
     ]
-    return table([["", *SIZES], ["hashing", *times]])
+    text = table([["", *SIZES], ["hashing", *(f"{value:.1f}" for _, value in times)]])
+    return text, [Series("hashing", "bytes of prompt", times)]
 
 
-def caches(policy: str) -> str:
+def index_updates() -> tuple[str, list[Series]]:
+    """What it takes to remember a new prompt and to forget an old one for it, in a full index."""
+    rng, found = random.Random(6), {}
+    for blocks in INDEXED:
+        index = PrefixIndex(max_entries=blocks)
+        cache = index.join()
+        for _ in range(blocks // 100 + 1):
+            keys = [rng.getrandbits(64) for _ in range(100)]
+            cache.unpin(keys, cache.pin(keys)[1])
+        assert index.entries == blocks
+        for name, size in SIZES.items():
+            if size >> 10 <= blocks:
+                found[blocks, name] = micros(partial(_remember, cache, size >> 10, rng), 20)
+    rows = [
+        [f"{blocks:,}", *(f"{found[blocks, name]:.1f}" if (blocks, name) in found else "" for name in SIZES)]
+        for blocks in INDEXED
+    ]
+    most = INDEXED[-1]
+    by_size = [(size, found[most, name]) for name, size in SIZES.items()]
+    by_blocks = [(blocks, found[blocks, "32 KB"]) for blocks in INDEXED]
+    return table([["blocks in the index", *SIZES], *rows]), [
+        Series(f"a new prompt into {most:,} blocks", "bytes of prompt", by_size),
+        Series("a new prompt of 32 KB into the index", "blocks in the index", by_blocks),
+    ]
+
+
+def _remember(cache: EndpointCache, blocks: int, rng: random.Random) -> None:
+    keys = [rng.getrandbits(64) for _ in range(blocks)]
+    cache.unpin(keys, cache.pin(keys)[1])
+
+
+def scraping(policy: str) -> tuple[str, list[Series]]:
+    """One scrape of each endpoint: from the page's bytes to the endpoint's state."""
+    page = PAGE.read_bytes()
+    times = []
+    for count in ENDPOINTS:
+        balancer = fleet(policy, count, random.Random(7))
+        states = balancer._endpoints.candidates(None, now=0.0)
+        readers = [(state.endpoint.uid, PageReader(ENGINES["vllm"], keep_s=2.0)) for state in states]
+        times.append((count, micros(partial(_sweep, balancer, readers, page), 5, calls=1)))
+    head = ["", *(f"{count:,} endpoints" for count in ENDPOINTS)]
+    text = table([head, [f"a page of {len(page) / 1000:.0f} KB from each", *(f"{value:.0f}" for _, value in times)]])
+    return text, [Series("scrapes of all endpoints", "endpoints", times, is_one_turn=False)]
+
+
+def _sweep(balancer: Balancer, readers: list[tuple[EndpointUid, PageReader]], page: bytes) -> None:
+    for uid, reader in readers:
+        metrics = reader.read(page, scraped_at=1.0, wall_time=1.0).metrics
+        assert metrics is not None
+        balancer.report_scrape(uid, metrics)
+
+
+def caches(policy: str) -> tuple[str, list[Series]]:
     """The same decision beside caches of other sizes."""
-    rows = [["cached blocks on each of 8 endpoints", "in all", "32 KB"]]
+    rows, times = [["cached blocks on each of 8 endpoints", "in all", "32 KB"]], []
     for blocks in CACHED:
         rng = random.Random(4)
         balancer = fleet(policy, 8, rng, blocks)
         fill(balancer, 8, balancer.block_bytes or 1024, rng, blocks)
         states = balancer._endpoints.candidates(None, now=0.0)
         held = sum(state.load.cache.size for state in states) if balancer._pool is not None else 0
-        rows.append([f"{blocks:,}", f"{held:,}", cell(balancer, 32 << 10, rng)])
-    return table(rows)
+        took = cell(balancer, 32 << 10, rng)
+        rows.append([f"{blocks:,}", f"{held:,}", pair(took)])
+        times.append((blocks, took[1]))
+    return table(rows), [Series("submit, first byte and end, 32 KB, 8 endpoints", "cached blocks on each", times)]
 
 
-def queues(policy: str) -> str:
+def queues(policy: str) -> tuple[str, list[Series]]:
     """What each event costs while so many requests wait."""
-    rows = [
-        ["waiting", "endpoints", "one comes and leaves", "plan, no room", "plan, places", "the same, nothing known"]
-    ]
-    for count in (8, 100):
-        rows += [[f"{waiting:,}", str(count), *queued(policy, count, waiting)] for waiting in WAITING]
-    return table(rows)
+    heads = ("one comes and leaves", "plan, no room", "plan, places", "the same, nothing known")
+    rows, series = [["waiting", "endpoints", *heads]], []
+    for count in ENDPOINTS:
+        queue = Queue(policy, count)
+        found = {waiting: queue.measure(waiting) for waiting in WAITING}
+        rows += [[f"{waiting:,}", f"{count:,}", *(f"{one:.1f}" for one in found[waiting])] for waiting in WAITING]
+        for place, what in enumerate(heads):
+            times = [(waiting, found[waiting][place]) for waiting in WAITING]
+            series.append(Series(f"{what}, {count:,} endpoints", "requests that wait", times))
+    for place, what in enumerate(heads):
+        times = [(int(row[1].replace(",", "")), float(row[2 + place])) for row in rows[1:] if row[0] == "1,000"]
+        series.append(Series(f"{what}, 1,000 waiting", "endpoints", times))
+    return table(rows), series
 
 
-def queued(policy: str, count: int, waiting: int) -> list[str]:
-    rng = random.Random(5)
-    balancer = fleet(policy, count, rng)
-    balancer._queue.reconfigure(UNBOUNDED, now=0.0)
-    block_bytes = balancer.block_bytes or 1024
-    pending: list[Ticket] = []
-    now = 1.0
+class Queue:
+    """A fleet that is full, and a queue before it."""
 
-    def submit() -> Ticket:
-        ticket = balancer.submit(prompt_of([rng.getrandbits(64) for _ in range(32)], block_bytes), now=now)
+    def __init__(self, policy: str, count: int) -> None:
+        self.rng = random.Random(5)
+        self.balancer = fleet(policy, count, self.rng)
+        self.balancer._queue.reconfigure(UNBOUNDED, now=0.0)
+        self.block_bytes = self.balancer.block_bytes or 1024
+        self.pending: list[Ticket] = []
+        self.now = 1.0
+        while not self.balancer._queue:
+            self._submit()
+
+    def _submit(self) -> Ticket:
+        keys = [self.rng.getrandbits(64) for _ in range(32)]
+        ticket = self.balancer.submit(prompt_of(keys, self.block_bytes), now=self.now)
         if ticket.placed_on is not None:
-            pending.append(ticket)
+            self.pending.append(ticket)
         return ticket
 
-    def plan() -> float:
+    def _plan(self) -> float:
         begin = time.process_time_ns()
-        pending.extend(ticket for ticket in balancer.poll(now=now) if ticket.placed_on is not None)
-        return (time.process_time_ns() - begin) / 1000
+        placed = self.balancer.poll(now=self.now)
+        took = (time.process_time_ns() - begin) / 1000
+        self.pending.extend(ticket for ticket in placed if ticket.placed_on is not None)
+        return took
 
-    def come_and_go() -> None:
-        balancer.close(submit(), Outcome.CLIENT_CLOSED, now=now)
+    def _come_and_go(self) -> None:
+        self.balancer.close(self._submit(), Outcome.CLIENT_CLOSED, now=self.now)
 
-    while not balancer._queue:
-        submit()
-    times: dict[str, list[float]] = {"no room": [], "places": [], "anew": []}
-    for kind, step_s in (("no room", 0.0), ("places", 1e-4), ("anew", 2 * WORK_S)) * 6:
-        while len(balancer._queue) < waiting:
-            submit()
-        now += step_s
-        if step_s:
-            # One endpoint gets through with all it had.
-            chosen = pending[0].placed_on
-            done = [ticket for ticket in pending if ticket.placed_on is chosen]
-            pending[:] = [ticket for ticket in pending if ticket.placed_on is not chosen]
-            for ticket in done:
-                balancer.first_byte(ticket, now=now)
-        balancer._plan_at = now
-        times[kind].append(plan())
-    arrival = micros(come_and_go, 40)
-    return [f"{arrival:.1f}", *(f"{min(times[kind]):.1f}" for kind in ("no room", "places", "anew"))]
+    def measure(self, waiting: int) -> list[float]:
+        """An arrival, and the plans: no room, places, places with nothing known."""
+        times: dict[str, list[float]] = {"no room": [], "places": [], "anew": []}
+        for kind, step_s in (("no room", 0.0), ("places", 1e-4), ("anew", 2 * WORK_S)) * 6:
+            while len(self.balancer._queue) < waiting:
+                self._submit()
+            self.now += step_s
+            if step_s:
+                # One endpoint gets through with all it had.
+                chosen = self.pending[0].placed_on
+                done = [ticket for ticket in self.pending if ticket.placed_on is chosen]
+                self.pending[:] = [ticket for ticket in self.pending if ticket.placed_on is not chosen]
+                for ticket in done:
+                    self.balancer.first_byte(ticket, now=self.now)
+            self.balancer._plan_at = self.now
+            times[kind].append(self._plan())
+        arrival = micros(self._come_and_go, 40)
+        return [arrival, *(min(times[kind]) for kind in ("no room", "places", "anew"))]
 
 
 def memory() -> str:
+    """What an endpoint and a block take, and whether the setting holds."""
     gc.collect()
     tracemalloc.start()
     pool = PoolModel(1024)
     before = tracemalloc.get_traced_memory()[0]
     loads = [pool.join() for _ in range(200)]
     each = (tracemalloc.get_traced_memory()[0] - before) / len(loads)
-    index, rng = PrefixIndex(), random.Random(3)
+    tracemalloc.stop()
+    del loads
+    rows = [["routing.prefix_memory, MiB", "blocks that came", "remembered", "MiB taken", "bytes a block"]]
+    taken = [_fill(mib << 20) for mib in LIMITS_MIB]
+    for mib, (came, held, took) in zip(LIMITS_MIB, taken, strict=True):
+        rows.append([str(mib), f"{came:,}", f"{held:,}", f"{took / 2**20:.1f}", f"{took / held:.0f}"])
+    kept = all(took <= mib << 20 for mib, (_, _, took) in zip(LIMITS_MIB, taken, strict=True))
+    default = RoutingSettings().prefix_memory >> 20
+    verdict = f"is {'never' if kept else '**sometimes**'} exceeded"
+    about = f"the setting, {default} MiB by default, {verdict}; what a block takes depends on how far hash tables grew"
+    return f"{each:.0f} bytes an endpoint. Of prompts, {about}:\n\n{table(rows)}"
+
+
+def _fill(limit_bytes: int) -> tuple[int, int, int]:
+    """Blocks that came, blocks that are remembered, and their bytes: with four times what fits."""
+    entries = make_policy(RoutingSettings(prefix_memory=limit_bytes)).index_entries
+    rng, index = random.Random(3), PrefixIndex(max_entries=entries)
     cache = index.join()
-    before = tracemalloc.get_traced_memory()[0]
-    for _ in range(200):
+    gc.collect()
+    tracemalloc.start()
+    for _ in range(4 * entries // 100):
         keys = [rng.getrandbits(64) for _ in range(100)]
         cache.unpin(keys, cache.pin(keys)[1])
-    block = (tracemalloc.get_traced_memory()[0] - before) / 20_000
+    del keys
+    took = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    return f"{each:.0f} bytes an endpoint, {block:.0f} bytes a cached block on one endpoint.\n"
+    return 4 * entries // 100 * 100, index.entries, took
+
+
+def pair(values: tuple[float, float]) -> str:
+    """Both figures of a cell."""
+    return f"{values[0]:.1f}, {values[1]:.1f}"
 
 
 def table(rows: list[list[str]]) -> str:
@@ -224,20 +350,36 @@ def table(rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [rows[0], rule, *rows[1:]]) + "\n"
 
 
+def page(policy: str, command: str) -> str:
+    """All of it."""
+    about = f"lbproxy {__version__}, policy {policy}, Python {platform.python_version()}, {processor()}"
+    series: list[Series] = []
+    parts = [f"\n## Memory\n\n{memory()}"]
+    for title, text, measured in (
+        ("By endpoints and size of the prompt", "", partial(decisions, policy)),
+        ("Hashing a prompt, to be added once a request", "", hashing),
+        ("Remembering a prompt", ABOUT_UPDATES, index_updates),
+        ("By what is remembered", "", partial(caches, policy)),
+        ("Scrapes", ABOUT_SCRAPES, partial(scraping, policy)),
+        ("By how many wait", ABOUT_PLANS, partial(queues, policy)),
+    ):
+        made, found = measured()
+        series += found
+        parts.insert(-1, f"\n## {title}\n\n{text}{text and chr(10)}{made}")
+    verdict = f"\n## How it grows\n\n{statement(series)}\n{table(growth_rows(series))}"
+    return "".join([f"# What a decision costs\n\n`{command}`, {about}.\n{ABOUT}", verdict, *parts])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--policy", default="adaptive")
     parser.add_argument("--write", action="store_true", help="into benchmarks/DECISIONS.md as well")
+    parser.add_argument("--json", action="store_true", help="nothing but the one decision that has a target")
     args = parser.parse_args()
-    command = "python -m benchmarks.decision" + (" --write" if args.write else "")
-    about = f"lbproxy {__version__}, policy {args.policy}, Python {platform.python_version()}, {processor()}"
-    parts = [f"# What a decision costs\n\n`{command}`, {about}.\n{ABOUT}"]
-    parts += ["\n## By endpoints and size of the prompt\n\n", decisions(args.policy)]
-    parts += ["\nTo be added, once a request:\n\n", hashing()]
-    parts += ["\n## By what is remembered\n\n", caches(args.policy)]
-    parts += [f"\n## By how many wait\n\n{ABOUT_PLANS}\n", queues(args.policy)]
-    parts += ["\n## Memory\n\n", memory()]
-    text = "".join(parts)
+    if args.json:
+        print(json.dumps(target(args.policy)))
+        return
+    text = page(args.policy, "python -m benchmarks.decision" + (" --write" if args.write else ""))
     print(text)
     if args.write:
         (Path(__file__).parent / "DECISIONS.md").write_text(text, "utf-8")

@@ -68,7 +68,9 @@ def options() -> argparse.ArgumentParser:
     )
     text = "put these sections into RESULTS.md and overhead.json, which a run does by itself if nothing was left out"
     parser.add_argument("--write", action="store_true", help=text)
-    parser.add_argument("--profile", action="store_true", help="no comparison: where lbproxy's time goes, by py-spy")
+    parser.add_argument(
+        "--profile", action="store_true", help="no comparison: where lbproxy's time goes under one section's load"
+    )
     parser.add_argument("--render", type=Path, metavar="FILE", help="nothing but the tables of an earlier run's JSON")
     return parser
 
@@ -154,8 +156,9 @@ def main() -> None:
     try:
         prepare()
         if args.profile:
+            (load,) = [one for one in WORKLOADS if one.key == (args.sections or "1k")] or [WORKLOADS[0]]
             for subject in candidates(args.lbproxy):
-                print(f"{subject.name}: {profile(subject, seconds=args.seconds or 8)}\n")
+                print(f"{subject.name}, {load.title}: {profile(subject, load, seconds=args.seconds or 8)}\n")
         else:
             run(args)
     except LoadError as e:

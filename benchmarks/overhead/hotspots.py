@@ -1,4 +1,4 @@
-"""Where lbproxy's time goes under the load of 1 KB requests: py-spy's samples as two tables, functions and lines.
+"""Where lbproxy's time goes under a load: py-spy's samples as two tables, functions and lines.
 
 py-spy looks at the Python stack only: what C code does (uvloop, the parsers, the kernel) is counted for the line that
 called it, or for the event loop's own frame. It pauses the process for each sample, so rates meanwhile mean nothing.
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.overhead.load import BENCH, WORKLOADS, LoadError, run_load, server
+from benchmarks.overhead.load import BENCH, LoadError, Workload, run_load, server
 from benchmarks.overhead.process import LOAD_CORE
 from benchmarks.overhead.report import table
 from benchmarks.overhead.subjects import VENV, Subject
@@ -22,16 +22,15 @@ TOP = 10
 SAMPLES_PER_S = 250
 
 
-def profile(subject: Subject, *, seconds: float) -> str:
+def profile(subject: Subject, load: Workload, *, seconds: float) -> str:
     """Load it and sample it; the tables. Raises LoadError, also if py-spy is missing or may not look."""
     spy = VENV / "bin/py-spy"
     if not spy.exists():
         raise LoadError("py-spy is not in .bench/venv: make profile installs it")
-    load = WORKLOADS[0]
     with tempfile.TemporaryDirectory(dir=BENCH) as name, server() as (port, server_pid):
         samples = Path(name) / "samples"
         with subject.start(port, Path(name) / "proxy") as proxy:
-            proxy.warm_up(load.body())
+            proxy.warm_up(Workload("warm", "", "requests", 1, 1024).body())
             pid = str(proxy.usage().pids[0])
             options = [
                 "--format",

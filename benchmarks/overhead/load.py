@@ -47,6 +47,8 @@ class Workload:
     beat_ms: int = 20
     """Between two events of a stream."""
     warm_s: float = 0.5
+    peers: tuple[str, ...] | None = None
+    """The only ones that take part, besides lbproxy; None: all."""
 
     @property
     def unit(self) -> str:
@@ -83,7 +85,10 @@ WORKLOADS = (
         Workload(f"220k-{n}", f"220 KB prompts, {n} streams at a time", "ttft", n, LONG, events=5, beat_ms=1, warm_s=1)
         for n in (20, 100, 200)
     ),
-    Workload("held", "8,900 streams x 1 s", "memory", 8900, 1024, events=60, beat_ms=1000, warm_s=12),
+    Workload(
+        *("held", "8,900 streams x 1 s", "memory", 8900, 1024, 60, 1000, 20),
+        peers=("nginx", "haproxy", "envoy"),
+    ),
 )
 
 

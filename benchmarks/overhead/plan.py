@@ -84,7 +84,7 @@ class Section(TypedDict):
 def measure(stage: Stage, subjects: Sequence[Subject], *, command: str) -> Section:
     """One section, with those of the subjects that take part in it. Raises LoadError if nothing can be measured."""
     load = stage.workload
-    takers = [one for one in subjects if one.sections is None or load.key in one.sections]
+    takers = [one for one in subjects if _takes_part(one, load)]
     missing = {one.name: why for one in takers if (why := one.missing())}
     there = [one for one in takers if one.name not in missing]
     section: Section = {
@@ -113,6 +113,11 @@ def measure(stage: Stage, subjects: Sequence[Subject], *, command: str) -> Secti
         say(f"{load.key} {name} is left out: {why}")
     _run(stage, there, section)
     return section
+
+
+def _takes_part(subject: Subject, load: Workload) -> bool:
+    wanted = load.peers is None or subject.name in load.peers or subject.name.startswith("lbproxy")
+    return wanted and (subject.sections is None or load.key in subject.sections)
 
 
 def _run(stage: Stage, subjects: Sequence[Subject], section: Section) -> None:

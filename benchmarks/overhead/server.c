@@ -166,6 +166,8 @@ static void open_connection(int fd)
     if (!c)
         die("calloc");
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &(int){1}, sizeof(int));
+    /* The proxy's port is not left waiting for stray segments: after thousands of connections they would run out. */
+    setsockopt(fd, SOL_SOCKET, SO_LINGER, &(struct linger){1, 0}, sizeof(struct linger));
     c->fd = fd;
     watch(c, EPOLL_CTL_ADD);
 }

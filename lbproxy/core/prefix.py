@@ -33,10 +33,11 @@ MAX_PROMPT_BYTES = 8 << 20
 """How much of a prompt is flattened and hashed: about 2 million tokens, more than engines take."""
 MAX_PIECES = 50_000
 """How many messages, parts and strings of a prompt are looked at: bounds the time (about 1 µs each)."""
-ENTRY_BYTES = 140
-"""Memory of a block in one cache, about (`python -m benchmarks.decision`)."""
+ENTRY_BYTES = 360
+"""Memory of a block in one cache, at most: 150 while blocks only come, and where they come and go, up to 360, by how
+far the hash tables have grown (`python -m benchmarks.decision`)."""
 MAX_ENTRIES = 600 * 1024**2 // ENTRY_BYTES
-"""Blocks in all caches together, if the settings do not say: 4,500 on each of 1,000 endpoints."""
+"""Blocks in all caches together, if the settings do not say: 1,700 on each of 1,000 endpoints."""
 
 _hash = xxhash.xxh3_64_intdigest
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lbproxy.core import prefix
-from lbproxy.core.prefix import EndpointCache, PrefixIndex, flatten, hash_prompt
+from lbproxy.core.prefix import ENTRY_BYTES, EndpointCache, PrefixIndex, flatten, hash_prompt
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("\ud800"),
@@ -224,6 +226,21 @@ def test_free_slots_are_filled_from_the_bottom() -> None:
     for slot in (4, 1, 3):
         index.leave(caches[slot])
     assert [index.join().slot for _ in range(4)] == [1, 3, 4, 6]
+
+
+@pytest.mark.parametrize("entries", [20_000, 22_000, 30_000])
+def test_a_full_index_takes_no_more_memory_than_the_setting_says(entries: int) -> None:
+    """`routing.prefix_memory` is divided by ENTRY_BYTES; hash tables in which keys come and go take most."""
+    rng, index = random.Random(3), PrefixIndex(max_entries=entries)
+    cache = index.join()
+    tracemalloc.start()
+    for _ in range(4 * entries // 100):
+        keys = [rng.getrandbits(64) for _ in range(100)]
+        cache.unpin(keys, cache.pin(keys)[1])
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert index.entries == entries
+    assert ENTRY_BYTES / 3 < taken / entries < ENTRY_BYTES
 
 
 def test_the_index_has_a_hard_cap() -> None:
