@@ -27,7 +27,7 @@ def draw(results: Results, path: Path) -> str:
     except ImportError:
         return "no picture: it needs matplotlib (pip install 'lbproxy[plots]')"
     figure = Figure(figsize=(4.2 * min(3, len(panels)), 3.4 * -(-len(panels) // 3)), layout="constrained")
-    places = figure.subplots(-(-len(panels) // 3), min(3, len(panels)), squeeze=False).flat
+    places = list(figure.subplots(-(-len(panels) // 3), min(3, len(panels)), squeeze=False).flat)
     for axes in places:
         axes.set_axis_off()
     for axes, (title, bars) in zip(places, panels.items(), strict=False):
@@ -39,10 +39,10 @@ def draw(results: Results, path: Path) -> str:
         axes.barh(names, [bars[name][0] for name in names], xerr=errors, color=colours, ecolor="#444", height=0.65)
         for row, name in enumerate(names):
             value, _, above = bars[name]
-            end = min(value + above, 0.8 * limit if value > limit else limit)
-            axes.text(
-                end + 0.02 * limit, row, f"{value:,.3g}" if value < 1000 else f"{value:,.0f}", va="center", size=8
-            )
+            is_cut = value > limit
+            end = 0.7 * limit if is_cut else min(value + above, limit)
+            text = f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+            axes.text(end + 0.02 * limit, row, text + " (cut)" * is_cut, va="center", size=8)
         axes.set_xlim(0, limit * 1.05)
         axes.invert_yaxis()
         axes.set_title(title, fontsize=10)

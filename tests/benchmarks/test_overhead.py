@@ -358,6 +358,7 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     some = canned({"1k": section(WINDOWS), "ttft": section(WINDOWS, "ttft"), "streams": section(WINDOWS, "memory")})
     assert draw(some, tmp_path / "a.png") == "drew a.png"
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "a.png").stat().st_size > 10_000, "an empty one of this size takes 4,000"
     assert draw(canned(), tmp_path / "b.png").startswith("no picture")
 
 
