@@ -91,7 +91,7 @@ class Subject:
 
 NGINX = """\
 worker_processes 1; daemon off; pid $folder/pid; error_log $folder/error.log error;
-events { worker_connections 18000; }
+events { worker_connections 20000; }
 http {
   access_log off; keepalive_requests 1000000000; client_max_body_size 64m; client_body_buffer_size 1m;
   upstream servers { server 127.0.0.1:$server; keepalive 4096; keepalive_requests 1000000000; }
