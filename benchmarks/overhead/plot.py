@@ -33,7 +33,7 @@ def draw(results: Results, path: Path) -> str:
     for axes, (title, bars) in zip(places, panels.items(), strict=False):
         axes.set_axis_on()
         names = list(bars)
-        limit = 1.25 * min(max(one[0] + one[2] for one in bars.values()), MUCH * bars.get(OURS, (1e9,))[0])
+        limit = 1.25 * min(max(one[0] + one[2] for one in bars.values()), MUCH * bars.get(OURS, (1e9,))[0]) or 1.0
         colours = ["#c44e52" if name.startswith(OURS) else "#8c9bb0" for name in names]
         errors = [[bars[name][side] for name in names] for side in (1, 2)]
         axes.barh(names, [bars[name][0] for name in names], xerr=errors, color=colours, ecolor="#444", height=0.65)

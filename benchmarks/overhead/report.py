@@ -42,10 +42,10 @@ def render(results: Results) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def insert(page: str, section: str) -> str:
+def insert(page: str, section: str, mark: str = BEGIN) -> str:
     """The page with the section between its marks; at its end if it has no marks."""
-    block = f"{BEGIN}\n{section}{END}\n"
-    before, begin, rest = page.partition(BEGIN)
+    block = f"{mark}\n{section}{END}\n"
+    before, begin, rest = page.partition(mark)
     if not begin:
         return f"{page.rstrip()}\n\n{block}".lstrip()
     after = rest.partition(END)[2].removeprefix("\n")
