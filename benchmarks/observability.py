@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.overhead.__main__ import PAGE, prepare
-from benchmarks.overhead.load import BENCH, WORKLOADS, Figures, LoadError, Workload, run_load, server
+from benchmarks.overhead.load import BENCH, WARM, WORKLOADS, Figures, LoadError, Workload, run_load, server
 from benchmarks.overhead.plan import machine, python_of, say
 from benchmarks.overhead.process import Proxy, StartError, free_port
 from benchmarks.overhead.report import table
@@ -144,7 +144,7 @@ def run(load: Workload, wanted: Mapping[str, Observed], rounds: int, seconds: fl
             settings = COMMON.replace("ENDPOINTS", urls).replace("$spare", str(spare)) + observed.settings
             subject = replace(lbproxy(name, None), files={"cfg.yaml": settings})
             proxy = stack.enter_context(subject.start(servers[0][0], folder / str(number)))
-            proxy.warm_up(Workload("warm", "", 1, 1024).body())
+            proxy.warm_up(WARM.body())
             python = python_of(proxy.usage().pids)
             proxy.pause()
             sides[name] = Side(proxy, spare, observed)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.overhead.load import BENCH, LoadError, Workload, run_load, server
+from benchmarks.overhead.load import BENCH, WARM, LoadError, Workload, run_load, server
 from benchmarks.overhead.process import LOAD_CORE
 from benchmarks.overhead.report import table
 from benchmarks.overhead.subjects import VENV, Subject
@@ -30,7 +30,7 @@ def profile(subject: Subject, load: Workload, *, seconds: float) -> str:
     with tempfile.TemporaryDirectory(dir=BENCH) as name, server() as (port, server_pid):
         samples = Path(name) / "samples"
         with subject.start(port, Path(name) / "proxy") as proxy:
-            proxy.warm_up(Workload("warm", "", "requests", 1, 1024).body())
+            proxy.warm_up(WARM.body())
             pid = str(proxy.usage().pids[0])
             options = [
                 "--format",

@@ -72,6 +72,8 @@ class Workload:
         return json.dumps({"model": "m", **options, "messages": [{"role": "user", "content": prompt}]}).encode()
 
 
+WARM = Workload("warm", "", "requests", 1, 1024)
+"""What everybody can answer at once, to warm up with: other workloads may be long streams."""
 LONG = 220 * 1024
 # sse, held: streams longer than the window, so that it holds events and nothing else. streams: shorter ones, which end
 # and begin anew, so that whole streams and times to first events are seen too.

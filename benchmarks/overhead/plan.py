@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypedDict
 
-from benchmarks.overhead.load import BENCH, Figures, Kind, LoadError, Workload, run_load, server
+from benchmarks.overhead.load import BENCH, WARM, Figures, Kind, LoadError, Workload, run_load, server
 from benchmarks.overhead.process import Proxy, StartError
 from benchmarks.overhead.subjects import Subject
 
@@ -147,8 +147,7 @@ def _run(stage: Stage, subjects: Sequence[Subject], section: Section) -> None:
 
 
 def _get_ready(name: str, proxy: Proxy, section: Section) -> None:
-    # What everybody can answer at once: the workload's own requests may be long streams.
-    proxy.warm_up(Workload("warm", "", "requests", 1, 1024).body())
+    proxy.warm_up(WARM.body())
     usage = proxy.usage()
     section["idle_rss_bytes"][name] = usage.rss_bytes()
     about = section["subjects"][name]

@@ -109,7 +109,8 @@ class Api:
         self._steering = steering
         self.feed = Feed(self._frame)
         self.routes = self._make_routes()
-        self._document = document(self.routes)
+        self._document: dict[str, object] | None = None
+        """Made when it is first asked for."""
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         """All routes. A path that ends in a name takes what is percent-encoded too."""
@@ -232,6 +233,8 @@ class Api:
         return _json({"level": self._steering.settings.log.level})
 
     async def _openapi(self, _: web.Request) -> web.Response:
+        if self._document is None:
+            self._document = await asyncio.to_thread(document, self.routes)
         return _json(self._document)
 
     # Changing
