@@ -42,6 +42,7 @@ from lbproxy.core.engines import Engines
 from lbproxy.core.policy import make_policy
 from lbproxy.core.record import RequestRecord
 from lbproxy.core.types import Endpoint, EndpointSpec
+from lbproxy.extras import Tracing
 from lbproxy.net.inherit import Inherited, start_successor
 from lbproxy.net.listener import bind
 from lbproxy.net.notify import Notifier
@@ -50,7 +51,7 @@ from lbproxy.proxy.exchange import Exchanger
 from lbproxy.proxy.keys import KeyRing
 from lbproxy.proxy.overload import Overload
 from lbproxy.proxy.server import FrontEnd
-from lbproxy.runtime import Runtime, logger, supervise
+from lbproxy.runtime import Runtime, Sink, logger, supervise
 
 SUCCESSOR_WAITS_S = 3.0
 """How long a successor waits for its first endpoint before it accepts: its predecessor serves meanwhile."""
@@ -82,7 +83,8 @@ class Orders:
 async def serve(settings: Settings, *, orders: Orders, on_ready: Callable[[Listening], None]) -> None:
     """Run until `orders.stop` is set. `on_ready` is called once, when both listeners accept.
 
-    Raises OSError if an address cannot be listened on, ConfigError if keys or a certificate cannot be read.
+    Raises OSError if an address cannot be listened on, ConfigError if keys or a certificate cannot be read, or a
+    package that the settings need is missing.
     """
     process.prepare()
     Memory.tune()
@@ -116,7 +118,8 @@ class Proxy:
         )
         balancer.explain(settings.explain.wanted)
         self.recent = Recent(settings.explain.requests, self._now, self._running_records)
-        self.runtime = runtime = Runtime(balancer, [self.telemetry, self.recent])
+        sinks: list[Sink] = [self.telemetry, self.recent]
+        self.runtime = runtime = Runtime(balancer, sinks)
         self.connections = ConnectionPool(runtime.pulse)
         self.memory = Memory()
         overload = Overload(settings.limits, self.memory)
@@ -126,7 +129,9 @@ class Proxy:
         exchanger = Exchanger(settings, runtime, self.connections)
         self.front = FrontEnd(settings, runtime, exchanger, rng, overload)
         runtime.move_stranded = self.front.move_stranded
+        self.tracing = Tracing(self.front, sinks, rng)
         self.telemetry.watch(runtime, self.front, self.connections)
+        self.telemetry.watch_traces(self.tracing)
         self.telemetry.watch_load(overload, self.front.listener, runtime.pulse)
         self.scraping = Scraping(self.connections, settings.scrape, Engines(settings.engines), rng)
         self.discovery = Discovery(settings, rng)
@@ -163,6 +168,7 @@ class Proxy:
     async def run(self, inherited: Inherited, orders: Orders, on_ready: Callable[[Listening], None]) -> None:
         """Until it is told to stop, and has."""
         self.files.adopt(await self.files.read(self.settings))
+        self.tracing.adopt(self.settings, await self.tracing.under(self.settings))
         self.runtime.pulse.start()
         self._read_settings = orders.read_settings
         first = self.runtime.set_endpoints(self.discovery.endpoints())
@@ -205,6 +211,7 @@ class Proxy:
             await self.admin.close()
         self.connections.close()
         self.memory.close()
+        await self.tracing.close()
         self.telemetry.close()
 
     # Listening
@@ -315,7 +322,9 @@ class Proxy:
         settings = settings.model_copy(update=kept)
         files = await self.files.read(settings)
         discovery = await self.discovery.under(settings)
+        traces = await self.tracing.under(settings)
         self._adopt(settings, discovery)
+        self.tracing.adopt(settings, traces)
         self.files.adopt(files)
         self._warn_if_open()
         warn_of_unverified(settings.endpoints)

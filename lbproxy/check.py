@@ -16,6 +16,7 @@ from lbproxy.control.discovery import Discovery
 from lbproxy.control.inspect import Inspection, inspect
 from lbproxy.core.engines import Engines
 from lbproxy.core.readings import MAX_LORA
+from lbproxy.extras import find_traces
 from lbproxy.net.pool import ConnectionPool
 
 COSTS = {
@@ -36,9 +37,10 @@ MAX_NAMES_SHOWN = 10
 async def check(settings: Settings, console: Console | None = None) -> int:
     """Dial every endpoint and print what was found. Returns 0 if at least one endpoint can be used, else 1.
 
-    Raises ConfigError if the files that the settings name cannot be used.
+    Raises ConfigError if the files that the settings name cannot be used, or a package that they need is missing.
     """
     credentials = await asyncio.to_thread(read_credentials, settings)
+    await asyncio.to_thread(find_traces, settings)
     connections = ConnectionPool()
     discovery = Discovery(settings, random.Random())  # noqa: S311 - nothing is random in one resolution
     engines = Engines(settings.engines)

@@ -46,6 +46,7 @@ ONLY_IN = {
     "httpx": {"terminal/"},
     "matplotlib": {"sim/plots.py"},
     "dns": {"control/nameservers.py"},
+    "opentelemetry": {"extras/spans.py", "extras/traces.py"},
 }
 READS_FILES = {
     *("app.py", "cli.py", "control/credentials.py", "control/dashboard/__init__.py", "control/discovery.py"),

@@ -14,7 +14,7 @@ from typing import Literal, get_args, get_origin
 import httpx2  # what the openai SDK judges a response by
 import pytest
 from openai import OpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -89,6 +89,8 @@ def takes(field: FieldInfo) -> str:
         text = "mapping of names to mappings"
     elif SignalForm in map(type, parts(field.annotation)) or SignalForm in map(type, field.metadata):
         text = "metric, list of metrics"
+    elif SecretStr in parts(field.annotation) and get_origin(field.annotation) is dict:
+        text = "mapping of names to text"
     elif dict in {get_origin(part) for part in parts(field.annotation)}:
         text = f"mapping of {', '.join(words) or 'models'} to weights"
     elif words:

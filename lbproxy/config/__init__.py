@@ -2,9 +2,9 @@
 
 It reads no file, no environment but the mapping it is given, no clock and no network. Its modules: `text` (YAML and
 `${ENV}` to plain values), `tree` (which keys there are) with `clients`, `endpoints`, `models`, `routing`, `flows`,
-`health`, `engines` and `explain` (its sections, by subject), `values` (numbers with units, hosts, URLs), `descriptions`
-(what each key is for). This one joins them and words the report: all problems at once, each with its path. Nothing else
-in lbproxy imports yaml or pydantic.
+`health`, `engines`, `explain` and `traces` (its sections, by subject), `values` (numbers with units, hosts, URLs),
+`descriptions` (what each key is for). This one joins them and words the report: all problems at once, each with its
+path. Nothing else in lbproxy imports yaml or pydantic.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from lbproxy.config.models import ModelSettings
 from lbproxy.config.routing import AdmissionSettings, RetrySettings, RoutingSettings
 from lbproxy.config.scenario import FaultSettings, Scenario, ServerSettings, WorkloadSettings
 from lbproxy.config.text import ConfigError, Plain, is_secret, join, one_line, read_text
+from lbproxy.config.traces import TraceSettings
 from lbproxy.config.tree import MAX_ENDPOINTS, OWN_ADDRESSES, DrainSettings, EndpointList, LogSettings, Settings
 
 __all__ = [
@@ -87,6 +88,7 @@ __all__ = [
     "DrainSettings",
     "LogSettings",
     "ExplainSettings",
+    "TraceSettings",
     "Scenario",
     "ServerSettings",
     "FaultSettings",

@@ -23,6 +23,7 @@ from lbproxy.config.health import BreakerSettings, HealthSettings
 from lbproxy.config.models import MAX_ALIASES, ModelSettings, check_aliases
 from lbproxy.config.routing import AdmissionSettings, RetrySettings, RoutingSettings
 from lbproxy.config.section import Section
+from lbproxy.config.traces import TraceSettings
 from lbproxy.config.values import Timeout, duration, expected, hosts_overlap
 
 MAX_ENDPOINTS = 1024
@@ -93,6 +94,8 @@ class Settings(Section):
     """JSON lines on standard output."""
     explain: ExplainSettings = ExplainSettings()
     """Why requests went where they went."""
+    traces: TraceSettings = TraceSettings()
+    """Spans of each request, sent to an OpenTelemetry collector."""
 
     @field_validator("admin", mode="after")
     @classmethod

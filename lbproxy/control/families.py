@@ -241,3 +241,28 @@ def source_families(names: Sequence[Found], files: Sequence[Listed]) -> Iterator
         yield gauges("file_valid", text, ("name",), good)
         sizes = [((one.entry.name,), float(len(one.known))) for one in files]
         yield gauges("file_endpoints", "Endpoints that are believed of such a file", ("name",), sizes)
+
+
+class Traced(Protocol):
+    """What sends traces: extras.traces.Traces."""
+
+    @property
+    def results(self) -> dict[str, int]:
+        """How many requests' traces became what."""
+        ...
+
+
+class Tracing(Protocol):
+    """Who has it: extras.Tracing."""
+
+    @property
+    def traces(self) -> Traced | None:
+        """None while requests are not traced."""
+        ...
+
+
+def trace_family(traces: Traced) -> Metric:
+    """What becomes of traces."""
+    rows = [((word,), count) for word, count in traces.results.items()]
+    text = "Requests that were traced, by what became of their spans: dropped, as too many waited, and failed are lost"
+    return counters("traces", text, ("result",), rows)

@@ -162,11 +162,12 @@ def access_line(record: RequestRecord) -> bytes:
     if record.flow is not None and record.flow not in (record.key, ANONYMOUS):
         key += f',"flow":{_quoted(record.flow, MAX_FIELD_CHARS)}'
     alias = "" if record.alias is None else f',"alias":{_quoted(record.alias, MAX_FIELD_CHARS)}'
+    trace = "" if record.trace is None else f',"trace_id":"{record.trace.trace_id:032x}"'
     return (
         f'{{"time":"{stamp(time.time())}","level":"{_LEVEL_NAMES[record.outcome]}","event":"request",'
         f'"id":{_quoted(record.id, MAX_FIELD_CHARS)},{facts},"request_bytes":{record.request_bytes},'
         f'"response_bytes":{record.response_bytes},"events":{record.events},"queue_ms":{queue},"ttfb_ms":{ttfb},'
-        f'"duration_ms":{1e3 * (record.ended_at - started_at):.3f}{key}{alias}{error}}}\n'
+        f'"duration_ms":{1e3 * (record.ended_at - started_at):.3f}{key}{alias}{trace}{error}}}\n'
     ).encode("ascii")
 
 

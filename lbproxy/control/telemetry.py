@@ -35,6 +35,7 @@ from lbproxy.control.families import (
     Load,
     Loads,
     Totals,
+    Tracing,
     counter,
     counters,
     flow_families,
@@ -44,6 +45,7 @@ from lbproxy.control.families import (
     load_families,
     render,
     source_families,
+    trace_family,
 )
 from lbproxy.control.log import LEVELS, OUTCOMES, LineWriter, access_line, configure_logging
 from lbproxy.control.scraper import Scraper
@@ -126,6 +128,7 @@ class Telemetry:
         self._upstreams: Connections | None = None
         self._scrapers: dict[EndpointUid, Scraper] = {}
         self._sources: Discovery | None = None
+        self._tracing: Tracing | None = None
 
         self._requests: defaultdict[tuple[str, str, int], int] = defaultdict(int)
         self._by_endpoint: defaultdict[tuple[str, str], int] = defaultdict(int)
@@ -175,6 +178,10 @@ class Telemetry:
     def watch_sources(self, sources: Discovery) -> None:
         """Show how finding endpoints gets on."""
         self._sources = sources
+
+    def watch_traces(self, tracing: Tracing) -> None:
+        """Show what becomes of traces, while there are any."""
+        self._tracing = tracing
 
     def close(self) -> None:
         """Write what is left of the log, and let go of the process's logging."""
@@ -286,6 +293,8 @@ class Telemetry:
         if self._sources is not None:
             yield from source_families(self._sources.names, self._sources.files)
         yield from self._process_families(snapshot)
+        if self._tracing is not None and self._tracing.traces is not None:
+            yield trace_family(self._tracing.traces)
         if self._load is not None and self._door is not None:
             yield from load_families(self._load, self._door)
         yield from self._process.collect()

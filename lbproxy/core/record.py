@@ -8,10 +8,11 @@ from lbproxy.core.types import Outcome, Usage, Wait
 
 if TYPE_CHECKING:
     from lbproxy.core.explain import Decision
+    from lbproxy.core.trace import Trace
 
 
 class RequestRecord:
-    """One request, whatever happened. Access log, metrics and (later) traces and reports are sinks of it.
+    """One request, whatever happened. Access log, metrics and traces are sinks of it.
 
     Filled in as the request goes along, emitted once, never changed after that. Times are monotonic seconds. What has
     a default lives in the class until it is set: one is made for every request.
@@ -52,6 +53,8 @@ class RequestRecord:
     """One for each attempt, if they are wanted: see `core.explain`."""
     wait: Wait | None = None
     """Why it waited for a place, the last time that it did."""
+    trace: Trace | None = None
+    """Its ids and its attempts, if it is traced."""
 
     def __init__(self, id: str, method: str, path: str, client: str, started_at: float) -> None:  # noqa: A002
         self.id = id

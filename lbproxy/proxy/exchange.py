@@ -189,6 +189,8 @@ class Exchange(ABC):
         self._ticket = ticket
         if ticket.state is not TicketState.WAITING:
             self._settled(ticket)
+        elif self.record.trace is not None:
+            self.record.trace.waiting_since = ticket.submitted_at
 
     def _settled_later(self, ticket: Ticket) -> None:
         self._guarded(self._settled, ticket)
@@ -207,6 +209,8 @@ class Exchange(ABC):
         record.endpoint = endpoint.name
         record.placed_at = ticket.placed_at
         record.queue_s += ticket.placed_at - ticket.submitted_at
+        if record.trace is not None:
+            record.trace.placed(endpoint, ticket.submitted_at, ticket.placed_at)
         if ticket.decision is not None:
             record.decisions += (ticket.decision,)
             if ticket.placement is not None:
@@ -238,7 +242,8 @@ class Exchange(ABC):
         assert ticket.placed_on is not None
         request = self.request
         state = ticket.placed_on
-        head = request.head_for(state.endpoint, self.record.id, ask_load=state.asks_load)
+        record = self.record
+        head = request.head_for(state.endpoint, record.id, ask_load=state.asks_load, trace=record.trace)
         connection.send(request.method, head, request.body, self, self._shared.timeouts.first_byte)
 
     # net.pool.Receiver, until an answer is taken
@@ -412,6 +417,8 @@ class Exchange(ABC):
         if kind is FailureKind.ERROR:
             self._accused = endpoint.uid
         self.record.failed += ((endpoint.name, label),)
+        if self.record.trace is not None:
+            self.record.trace.failed(label, self._shared.runtime.now())
 
     def _again(self, delay_s: float) -> None:
         if delay_s:

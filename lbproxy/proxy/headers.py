@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
 
+from lbproxy.core.trace import TRACE_FIELDS
 from lbproxy.core.types import LbError, Outcome
 from lbproxy.net.h1 import ResponseHead
 
@@ -72,9 +73,11 @@ class RequestFields:
     """A client's header fields, read once."""
 
     forward: bytes = b""
-    """The field lines that the endpoint gets, in order, each with its CRLF, but for those of `CREDENTIALS`."""
+    """The field lines that the endpoint gets, in order, each with its CRLF, but for the next two kinds."""
     credentials: bytes = b""
     """The field lines of `CREDENTIALS`, in order, each with its CRLF."""
+    trace: bytes = b""
+    """Those of `TRACE_FIELDS`, likewise."""
     request_id: str | None = None
     """The client's own x-request-id, if it is harmless."""
     content_type: bytes = b""
@@ -115,6 +118,7 @@ def read_request_fields(raw: Iterable[tuple[bytes, bytes]], *, http10: bool = Fa
     fields = RequestFields()
     forward: list[bytes] = []
     credentials: list[bytes] = []
+    trace: list[bytes] = []
     nominated: set[bytes] = set()
     hosts = size = 0
     for name, value in raw:
@@ -126,6 +130,9 @@ def read_request_fields(raw: Iterable[tuple[bytes, bytes]], *, http10: bool = Fa
             continue
         if key in CREDENTIALS:
             credentials += (name, b": ", value, b"\r\n")
+            continue
+        if key in TRACE_FIELDS:
+            trace += (name, b": ", value, b"\r\n")
             continue
         forward += (name, b": ", value, b"\r\n")
         if key == b"content-type":
@@ -143,8 +150,8 @@ def read_request_fields(raw: Iterable[tuple[bytes, bytes]], *, http10: bool = Fa
     elif hosts != 1:
         raise LbError(Outcome.BAD_REQUEST, "There must be one Host.")
     if nominated - {b"close", b"keep-alive", b""}:
-        forward, credentials = _without(nominated, forward), _without(nominated, credentials)
-    fields.forward, fields.credentials = b"".join(forward), b"".join(credentials)
+        forward, credentials, trace = (_without(nominated, parts) for parts in (forward, credentials, trace))
+    fields.forward, fields.credentials, fields.trace = b"".join(forward), b"".join(credentials), b"".join(trace)
     return fields
 
 

@@ -14,6 +14,7 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
+from lbproxy.core.trace import TRACE_FIELDS
 from lbproxy.net.h1 import LENGTH_LINE, split_field
 from lbproxy.proxy.headers import CREDENTIALS, HINTS, HOST, NOT_FORWARDED, REQUEST_ID, RequestFields
 from lbproxy.proxy.request import ClientRequest
@@ -24,7 +25,7 @@ MAX_PLAIN_FIELDS = 64
 _REQUEST_LINE = re.compile(rb"POST (/v1/(?:chat/)?completions) HTTP/1\.1\r\n")
 _TEXT = bytes({*range(0x20, 0x7F), 0x09})
 """ASCII only: what else may stand in a head is left to aiohttp."""
-_SPECIAL = NOT_FORWARDED | HINTS | CREDENTIALS | {b"content-type", b"content-encoding"}
+_SPECIAL = NOT_FORWARDED | HINTS | CREDENTIALS | TRACE_FIELDS | {b"content-type", b"content-encoding"}
 
 
 def read_plain(data: bytes, max_body_bytes: int) -> ClientRequest | None:
@@ -42,7 +43,8 @@ def read_plain(data: bytes, max_body_bytes: int) -> ClientRequest | None:
     plain = _read_head_cached(head) if len(head) <= _CACHED_HEAD_BYTES else _read_head(head)
     if plain is None:
         return None
-    return ClientRequest("POST", plain.path, plain.route, plain.fields, data[start:], plain.fields.credentials)
+    fields = plain.fields
+    return ClientRequest("POST", plain.path, plain.route, fields, data[start:], fields.credentials, False, fields.trace)
 
 
 class _Head(NamedTuple):
@@ -73,10 +75,10 @@ _CACHED_HEAD_BYTES = 2 << 10
 _read_head_cached = lru_cache(maxsize=1024)(_read_head)
 
 
-def _read_fields(lines: list[bytes]) -> RequestFields | None:
+def _read_fields(lines: list[bytes]) -> RequestFields | None:  # noqa: PLR0912 - a branch for each kind of field
     fields = RequestFields()
     forward = []
-    credentials = b""
+    credentials = trace = b""
     seen: set[bytes] = set()
     for line in lines:
         split = split_field(line)
@@ -97,6 +99,8 @@ def _read_fields(lines: list[bytes]) -> RequestFields | None:
             fields.read_hint(name, value)
         elif name in CREDENTIALS:
             credentials += line + b"\r\n"
+        elif name in TRACE_FIELDS:
+            trace += line + b"\r\n"
         elif name == b"x-request-id":
             fields.request_id = value.decode("ascii") if REQUEST_ID.fullmatch(value) else None
         elif name == b"connection":
@@ -107,5 +111,5 @@ def _read_fields(lines: list[bytes]) -> RequestFields | None:
     if b"host" not in seen:
         return None
     forward.append(b"")
-    fields.forward, fields.credentials = b"\r\n".join(forward), credentials
+    fields.forward, fields.credentials, fields.trace = b"\r\n".join(forward), credentials, trace
     return fields

@@ -25,6 +25,7 @@ from lbproxy.core.openai import BodyFacts, model_list
 from lbproxy.core.outline import WHOLE_BYTES
 from lbproxy.core.prefix import flatten, hash_prompt
 from lbproxy.core.record import RequestRecord
+from lbproxy.core.trace import Sampling
 from lbproxy.core.types import EndpointUid, InferenceRequest, LbError, Outcome
 from lbproxy.net.listener import Listener, bind, connections_within
 from lbproxy.net.vanished import find_vanished
@@ -84,6 +85,8 @@ class FrontEnd(web.Server):
         self.max_plain_body_bytes = min(settings.limits.json_body, WHOLE_BYTES)
         self.keys: KeyRing | None = None
         """Each request must carry one of these; None = it need not. Kept by who reads them."""
+        self.sampling: Sampling | None = None
+        """Which requests are traced; None = none, and what they say of traces goes on as it came. Kept as `keys`."""
         self._reading = Reading(settings.models, runtime)
         self._flow_rules = FlowRules(settings.flows)
         self.deadlines = Deadlines(runtime, settings.timeouts)
@@ -286,6 +289,9 @@ class FrontEnd(web.Server):
             self, client, record, client.lane_ended, keep_alive=not (self._last_requests or self.overload.tight)
         )
         try:
+            if self.sampling is not None:
+                record.trace, trace = self.sampling.begin(plain.trace)
+                plain = plain._replace(trace=trace)
             if self.keys is not None:
                 record.key = self.keys.name_of(plain.credentials)
                 plain = plain._replace(credentials=b"")
@@ -318,7 +324,9 @@ class FrontEnd(web.Server):
         record.id = fields.request_id or record.id
         target = origin_form(request.raw_path)
         record.path = target.partition("?")[0]
-        credentials = fields.credentials
+        credentials, trace = fields.credentials, fields.trace
+        if self.sampling is not None:
+            record.trace, trace = self.sampling.begin(trace)
         if self.keys is not None:  # before anything is said or read
             record.key, credentials = self.keys.name_of(credentials), b""
         settings = turn.settings
@@ -331,7 +339,7 @@ class FrontEnd(web.Server):
             raise self._refusal()
         body = await read_body(request, fields, route, turn, self.overload)
         http10 = request.version == (1, 0)
-        read = ClientRequest(request.method, target, route, fields, body, credentials, http10)
+        read = ClientRequest(request.method, target, route, fields, body, credentials, http10, trace)
         if route is ADAPTERS:
             await self._change_adapters(read, turn)
         elif not has_json(read) or len(body) <= WHOLE_BYTES:

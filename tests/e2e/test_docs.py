@@ -6,6 +6,7 @@ The word in `<!-- test: WORD -->` above a fence:
   with 0 and print something.
 - `faults` (sh): the same before a running `lbproxy mock`.
 - `lora` (sh): before two simulated servers that take adapters, and an lbproxy that lets clients load them.
+- `traces` (sh): before an lbproxy that sends traces to a collector.
 - `refused` (yaml): settings that are wrong; the next block of the page is exactly what is said about them.
 - `other` (yaml): not lbproxy's settings.
 - `log` (json): one log line in each line, with the keys that a live one has.
@@ -32,6 +33,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from lbproxy.config import ConfigError, parse
 from tests.support.aio import run, until
 from tests.support.docs import DOCS, PAGES, ROOT, Block, all_blocks, blocks, expect_generated, table
+from tests.support.otlp import Collector
 from tests.support.process import Process, lbproxy, mock
 
 LISTEN, ADMIN = "127.0.0.1:8080", "127.0.0.1:9901"
@@ -45,6 +47,7 @@ REFUSED = [block for block in BLOCKS if block.mark == "refused"]
 DEMO = [block for block in BLOCKS if block.mark == "demo"]
 LORA = [block for block in BLOCKS if block.mark == "lora"]
 FAULTS = [block for block in BLOCKS if block.mark == "faults"]
+TRACES = [block for block in BLOCKS if block.mark == "traces"]
 LOG = [block for block in BLOCKS if block.mark == "log"]
 
 
@@ -56,6 +59,7 @@ def test_marks_are_known_and_used() -> None:
         ("demo", "python"),
         ("faults", "sh"),
         ("lora", "sh"),
+        ("traces", "sh"),
         ("refused", "yaml"),
         ("other", "yaml"),
         ("log", "json"),
@@ -151,6 +155,21 @@ def test_adapters_come_and_go_as_the_page_says(block: Block, tmp_path: Path) -> 
     assert '"model":"sql"' in text
 
 
+@pytest.mark.parametrize("block", TRACES, ids=str)
+def test_a_request_is_traced_as_the_page_says(block: Block, tmp_path: Path) -> None:
+    with (
+        Collector() as collector,
+        mock() as (_, server),
+        lbproxy(tmp_path, [server], f"traces: {{endpoint: '{collector.url}'}}") as (process, url, admin),
+    ):
+        process.wait_for("serves sim")
+        text = printed("sh", block.text.replace(f"http://{LISTEN}", url).replace(f"http://{ADMIN}", admin), tmp_path)
+        assert '"text_completion"' in text
+        assert 'lbproxy_traces_total{result="sent"}' in text
+        spans = run(collector.has(2))
+        assert {span.trace_id for span in spans} <= set(re.findall("[0-9a-f]{32}", block.text))
+
+
 # --- What it shows ----------------------------------------------------------------------------------------------------
 
 
@@ -158,7 +177,8 @@ def live_page(folder: Path) -> str:
     """The metrics of an lbproxy to which everything happened that makes a series."""
     with mock("--model", "m") as (_, url):
         endpoints = [f"'{url}'", "{url: 'http://127.0.0.1:9', name: dead, health: null}"]
-        with lbproxy(folder, endpoints, "routing: {policy: round-robin}") as (process, listen, admin):
+        more = "routing: {policy: round-robin}\ntraces: {endpoint: 'http://127.0.0.1:9'}"
+        with lbproxy(folder, endpoints, more) as (process, listen, admin):
             process.wait_for("serves m")
             for _ in range(4):
                 body = {"model": "m", "prompt": "x", "max_tokens": 1}
@@ -213,9 +233,13 @@ def test_log_lines_have_the_keys_of_live_ones(tmp_path: Path) -> None:
             config = tmp_path / "cfg.yaml"
             keys = tmp_path / "keys"
             keys.write_text("0123456789abcdef\n")
-            config.write_text(config.read_text() + f"routing: {{policy: adaptive}}\nauth: {{file: {keys}}}\n")
+            traces = "traces: {endpoint: 'http://127.0.0.1:9', timeout: 100ms}"
+            more = f"routing: {{policy: adaptive}}\nauth: {{file: {keys}}}\n{traces}\n"
+            config.write_text(config.read_text() + more)
             process.process.send_signal(signal.SIGHUP)
             process.wait_for("settings reloaded")
+            httpx.get(f"{listen}/v1/models")
+            process.wait_for('"event":"traces"')
             keys.write_text("team-b: fedcba9876543210\n")
             process.wait_for("API keys read again")
             config.write_text("endpoints: []\n")

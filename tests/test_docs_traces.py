@@ -1,0 +1,66 @@
+"""docs/traces.md says what spans say: the example and the table of attributes are made of real ones."""
+
+from __future__ import annotations
+
+from lbproxy.core.types import Outcome, Usage, Wait
+from tests.extras.test_spans import ONE, OTHER, decision, place, request, spans_of
+from tests.support.docs import DOCS, cells, expect_generated, generated, table
+from tests.support.otlp import SERVER, Span
+
+PAGE = DOCS / "traces.md"
+KINDS = {"queue": "queue", "POST": "attempt"}
+
+
+def example() -> list[Span]:
+    """The request that the page speaks of."""
+    record, trace = request(
+        stream=True,
+        usage=Usage(1200, 1024, 180),
+        events=182,
+        wait=Wait.FULL,
+        key="team-a",
+        flow="user-7",
+        alias="fast",
+        failed=(("gpu-1", "upstream_503"),),
+        predicted_cached_tokens=1024.0,
+    )
+    place(record, trace, ONE, 100.0, 100.0)
+    trace.failed("upstream_503", 100.02)
+    place(record, trace, OTHER, 100.02, 100.31)
+    record.first_byte_at = 100.5
+    record.decisions = (decision(100.31, cost=210.0),)
+    return spans_of(record)
+
+
+def word(span: Span) -> str:
+    return KINDS.get(span.name, "request")
+
+
+def test_the_example_is_what_comes_out() -> None:
+    spans = example()
+    start = spans[0].begin_ns
+    lines = []
+    for span in sorted(spans, key=lambda one: (one.begin_ns, -one.end_ns)):
+        begin, end = ((at - start) / 1e9 for at in (span.begin_ns, span.end_ns))
+        name = span.name if span.kind == SERVER else f"  {span.name}"
+        facts = [str(span.attributes[key]) for key in ("lbproxy.endpoint", "error.type") if key in span.attributes]
+        facts += [f"{event} at {(at - start) / 1e9:.2f} s" for event, at in span.events.items()]
+        lines.append(f"{name:28}{begin:5.2f} - {end:5.2f} s   {', '.join(facts)}".rstrip() + "\n")
+    expect_generated(PAGE, "example", f"```\n{''.join(lines)}```\n")
+
+
+def test_the_page_has_every_attribute() -> None:
+    """The last column is a human's."""
+    refused, _ = request(method="BREW", outcome=Outcome.UPSTREAM_BROKE)
+    found: dict[str, tuple[dict[str, None], object]] = {}
+    for span in [*example(), *spans_of(refused)]:
+        for name, value in span.attributes.items():
+            words, _ = found.setdefault(name, ({}, value))
+            words[word(span) if span.kind != SERVER else "request"] = None
+    kept = {row[0]: row[-1] for row in cells(generated(PAGE, "attributes"))}
+    rows = [
+        [f"`{name}`", ", ".join(words), f"`{value}`", kept.get(f"`{name}`", "")]
+        for name, (words, value) in sorted(found.items())
+    ]
+    expect_generated(PAGE, "attributes", table(["attribute", "span", "such as", "is"], rows))
+    assert all(row[-1] for row in rows), "an attribute without a word about it"
