@@ -319,8 +319,10 @@ def memory() -> str:
     kept = all(took <= mib << 20 for mib, (_, _, took) in zip(LIMITS_MIB, taken, strict=True))
     default = RoutingSettings().prefix_memory >> 20
     verdict = f"is {'never' if kept else '**sometimes**'} exceeded"
-    about = f"the setting, {default} MiB by default, {verdict}; what a block takes depends on how far hash tables grew"
-    return f"{each:.0f} bytes an endpoint. Of prompts, {about}:\n\n{table(rows)}"
+    return (
+        f"{each:.0f} bytes an endpoint. What is remembered of prompts is bounded by a setting, {default} MiB by default, "
+        f"which {verdict}.\nWhat a block takes depends on how far hash tables have grown:\n\n{table(rows)}"
+    )
 
 
 def _fill(limit_bytes: int) -> tuple[int, int, int]:

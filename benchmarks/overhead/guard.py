@@ -5,7 +5,9 @@
 
 It is made for machines that have other work. CPU time counts, not time; both proxies take turns; and of each the best
 round counts, since what others do can only add to it. What is compared is the ratio, so that a machine that is slower
-for all does not matter. Needs nginx and a C compiler, and two cores, or else the ratio is that of another load.
+for all does not matter. But one that is full of other work takes the caches away, of which Python needs more: the ratio
+was seen to rise from 7.3 to 9.4. Then only much more than was recorded says something, and what lies between says
+nothing. Needs nginx and a C compiler, and two cores, or else the ratio is that of another load.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import TypedDict
 
@@ -28,6 +32,8 @@ from benchmarks.overhead.subjects import PEERS, lbproxy
 RECORDED = Path(__file__).with_name("guard.json")
 WORSE = 1.5
 """By what factor the ratio may exceed the recorded one."""
+BUSY, WORSE_IF_BUSY = 0.2, 2.5
+"""Others' share of the machine from which on that factor proves nothing; and the one that does."""
 ROUNDS, RECORD_ROUNDS, SECONDS = 5, 15, 0.6
 LOAD = replace(WORKLOADS[0], warm_s=0.3)
 
@@ -41,12 +47,22 @@ class Record(TypedDict):
     python: str
 
 
+class Verdict(Enum):
+    """Whether lbproxy became slower."""
+
+    GOOD = "no"
+    SLOWER = "yes"
+    TOO_BUSY = "the machine was too busy to tell"
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Microseconds of CPU per request, one figure a round."""
 
     nginx_us: list[float]
     lbproxy_us: list[float]
+    others: float
+    """The share of the machine that others had, the median of the windows."""
     python: str
 
     @property
@@ -54,9 +70,18 @@ class Measured:
         """Of the best rounds."""
         return min(self.lbproxy_us) / min(self.nginx_us)
 
+    def verdict(self, recorded: float) -> Verdict:
+        """By the recorded ratio."""
+        if self.ratio <= WORSE * recorded:
+            return Verdict.GOOD
+        if self.others > BUSY and self.ratio <= WORSE_IF_BUSY * recorded:
+            return Verdict.TOO_BUSY
+        return Verdict.SLOWER
+
     def __str__(self) -> str:
         ours, theirs = (", ".join(f"{one:.1f}" for one in sorted(some)) for some in (self.lbproxy_us, self.nginx_us))
-        return f"{self.ratio:.2f} times nginx's CPU per request: {ours} us; nginx {theirs} us"
+        busy = f"others had {self.others:.0%} of the machine"
+        return f"{self.ratio:.2f} times nginx's CPU per request: {ours} us; nginx {theirs} us; {busy}"
 
 
 def missing() -> str | None:
@@ -81,6 +106,7 @@ def measure(rounds: int) -> Measured:
 def _measure(rounds: int) -> Measured:
     (nginx,) = [peer for peer in PEERS if peer.name == "nginx"]
     found: dict[str, list[float]] = {"nginx": [], "lbproxy": []}
+    others = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=BENCH)))
         port, server_pid = stack.enter_context(server())
@@ -100,7 +126,8 @@ def _measure(rounds: int) -> Measured:
                 figures = run_load(LOAD, proxy.port, SECONDS, server_pid=server_pid, proxy=proxy.usage())
                 proxy.pause()
                 found[name].append((figures["proxy_cpu_s"] or 0.0) / max(1, figures["requests"]) * 1e6)
-    return Measured(found["nginx"], found["lbproxy"], python)
+                others.append(figures["others_cpu_s"] / figures["seconds"] / (os.cpu_count() or 1))
+    return Measured(found["nginx"], found["lbproxy"], statistics.median(others), python)
 
 
 def recorded() -> Record:
@@ -125,8 +152,11 @@ def main() -> None:
             "python": found.python,
         }
         RECORDED.write_text(json.dumps(record, indent=1) + "\n")
-    elif found.ratio > (limit := WORSE * recorded()["ratio"]):
-        raise SystemExit(f"more than {limit:.2f}, {WORSE:g} times what was recorded")
+        return
+    verdict = found.verdict(recorded()["ratio"])
+    print(f"recorded: {recorded()['ratio']:.2f}; slower than {WORSE:g} times that: {verdict.value}")
+    if verdict is Verdict.SLOWER:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
