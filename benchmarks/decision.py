@@ -320,8 +320,8 @@ def memory() -> str:
     default = RoutingSettings().prefix_memory >> 20
     verdict = f"is {'never' if kept else '**sometimes**'} exceeded"
     return (
-        f"{each:.0f} bytes an endpoint. What is remembered of prompts is bounded by a setting, {default} MiB by default, "
-        f"which {verdict}.\nWhat a block takes depends on how far hash tables have grown:\n\n{table(rows)}"
+        f"{each:.0f} bytes an endpoint. What is remembered of prompts is bounded by a setting, "
+        f"{default} MiB by default, which {verdict}.\nWhat a block takes depends on how far hash tables have grown:\n\n{table(rows)}"
     )
 
 
