@@ -1,0 +1,225 @@
+"""No example of the documentation is without a test: every fence is run, compared with something live, or named here.
+
+Most of the tests are in tests/e2e/test_docs.py. Here are those of commands that cannot be run to their end (they serve,
+take minutes, or need root), whose programs, modules, targets and options must exist, and of answers in JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import re
+import shlex
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from lbproxy.cli import _parser
+from lbproxy.config import read_key_file
+from lbproxy.control.schemas import COMPONENTS
+from tests.support.docs import ROOT, Block, all_blocks
+from tests.support.process import lbproxy, mock
+
+BLOCKS = all_blocks()
+ANSWERS = {
+    ("admin.md", '{"name":"gpu-2","draining":true'),
+    ("operations.md", '{"ready":true'),
+    ("failures.md", '{"error":{"message":"The model `nope`'),
+    ("failures.md", "HTTP/1.1 429"),
+    ("failures.md", 'data: {"error"'),
+    ("lora.md", '{"object": "list"'),
+    ("configuration.md", "# who may"),
+}
+"""What a test below holds against a live one: the page, and how it begins."""
+ELSEWHERE = {
+    ("discovery.md", '{"time"'): "tests/e2e/test_dns.py",
+    ("engines.md", "# TYPE requests gauge"): "tests/test_docs_engines.py",
+    ("engines.md", "cfg.yaml: 3 problems"): "tests/e2e/test_docs.py, with the refused settings before it",
+    ("engines.md", "endpoint-load-metrics:"): "tests/proxy/test_load_reports.py",
+    ("configuration.md", "cfg.yaml: 6 problems"): "tests/e2e/test_docs.py, with the refused settings before it",
+    ("docker.md", "docker compose"): "tests/test_deploy.py: its files and services exist",
+    ("docker.md", "MODEL="): "tests/test_deploy.py: its files and services exist",
+    ("docker.md", "docker build"): "tests/test_deploy.py: hadolint reads the Dockerfile; there is no docker here",
+    ("operations.md", "python3 -m venv /opt"): "tests/test_deploy.py: the unit; the rest needs root and systemd",
+}
+"""How a block begins, and what looks at the same thing."""
+PICTURES = {
+    ("README.md", "┌"),
+    ("architecture.md", "lbproxy/"),
+    ("architecture.md", "config <-"),
+    ("routing.md", "request ──▶"),
+    ("failures.md", "stateDiagram"),
+    ("admin.md", "lbproxy 0.1.0"),  # what `lbproxy status` drew: tests/test_terminal.py
+}
+COMMAND = re.compile(r"^(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\S*/)?(make|lbproxy|python) ", re.MULTILINE)
+RUN = {("sh", "demo"), ("python", "demo"), ("sh", "faults"), ("sh", "lora"), ("json", "log"), ("yaml", "refused")}
+"""By tests/e2e/test_docs.py, as are settings and promql."""
+
+
+def begins(block: Block, known: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    return {(page, text) for page, text in known if block.page.name == page and block.text.lstrip().startswith(text)}
+
+
+def is_command(block: Block) -> bool:
+    return (
+        not block.mark
+        and not begins(block, PICTURES)
+        and block.language in {"", "sh"}
+        and COMMAND.match(block.text) is not None
+    )
+
+
+COMMANDS = [block for block in BLOCKS if is_command(block)]
+
+
+def test_every_block_is_run_or_named_here() -> None:
+    named = {*ELSEWHERE, *PICTURES, *ANSWERS}
+    used, alone = set[tuple[str, str]](), list[str]()
+    for block in BLOCKS:
+        if block.language in {"yaml", "promql"} or (block.language, block.mark) in RUN:
+            continue
+        found = begins(block, named)
+        used |= found
+        if not found and not is_command(block):
+            alone.append(f"{block}: {block.text[:60]!r}")
+    assert not alone, "nothing runs these: give them a mark, or name what looks at them"
+    assert used == named, f"no such blocks: {named - used}"
+    for where in ELSEWHERE.values():
+        for file in re.findall(r"tests/\S+\.py", where):
+            assert (ROOT / file).exists(), file
+
+
+# --- Commands ---------------------------------------------------------------------------------------------------------
+
+
+def lines(block: Block) -> list[list[str]]:
+    """Its commands, in words: what begins with `$ `, if anything does; continued lines in one."""
+    text = block.text.replace("\\\n", " ")
+    prompted = re.findall(r"^\$ (.*)$", text, re.MULTILINE)
+    found = [shlex.split(line, comments=True) for line in prompted or text.splitlines()]
+    return [words for line in found for words in split(line) if words]
+
+
+def split(words: list[str]) -> list[list[str]]:
+    """At `&&`; without `exec` and settings of the environment."""
+    if "&&" in words:
+        at = words.index("&&")
+        return [*split(words[:at]), *split(words[at + 1 :])]
+    while words and (words[0] == "exec" or re.match("[A-Z_]+=", words[0])):
+        words = words[1:]
+    return [words]
+
+
+@pytest.mark.parametrize("block", COMMANDS, ids=str)
+def test_commands_exist(block: Block) -> None:
+    """What cannot be run to its end here is at least spelt right."""
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for program, *arguments in lines(block):
+        name = Path(program).name
+        if name == "make":
+            assert {word for word in arguments if "=" not in word} <= targets, arguments
+        elif name.startswith("python"):
+            assert arguments[0] == "-m"
+            assert importlib.util.find_spec(arguments[1]) is not None, arguments[1]
+            assert_options(arguments[1], arguments[2:])
+        elif name == "lbproxy":
+            _parser().parse_args([word for word in arguments if word != "..."])
+        else:
+            assert name in {"curl", "kill", "rm", "cp", "source"}, f"{name}: what is that?"
+
+
+def assert_options(module: str, arguments: list[str]) -> None:
+    """Those of our own modules stand in the module's text."""
+    if module == "pytest":
+        return
+    found = importlib.util.find_spec(module)
+    assert found is not None
+    assert found.origin is not None
+    package = found.submodule_search_locations is not None
+    files = Path(found.origin).parent.glob("*.py") if package else [Path(found.origin)]
+    text = "".join(file.read_text() for file in files)
+    for word in arguments:
+        if word.startswith("--"):
+            assert f'"{word.partition("=")[0]}"' in text, f"{module} has no {word}"
+
+
+def test_a_command_that_is_spelt_wrong_is_seen() -> None:
+    wrong = Block(Path("x.md"), 1, "sh", "", "$ .venv/bin/python -m benchmarks.explain --nothing\n")
+    with pytest.raises(AssertionError, match="has no --nothing"):
+        test_commands_exist(wrong)
+    with pytest.raises(SystemExit):
+        test_commands_exist(wrong._replace(text="lbproxy mock --nothing\n"))
+
+
+# --- Answers ----------------------------------------------------------------------------------------------------------
+
+
+def documented(page: str, beginning: str) -> str:
+    assert (page, beginning) in ANSWERS
+    (found,) = (one for one in BLOCKS if begins(one, {(page, beginning)}))
+    return found.text
+
+
+def test_states_and_errors_are_as_shown(tmp_path: Path) -> None:
+    with mock() as (_, url), lbproxy(tmp_path, [url]) as (process, listen, admin):
+        process.wait_for("serves sim")
+        ready = httpx.get(f"{admin}/readyz").json()
+        unknown = httpx.post(f"{listen}/v1/completions", json={"model": "nope", "prompt": "x"}).json()
+    shown = json.loads(documented("operations.md", '{"ready":true'))
+    assert [*shown] == [*ready]
+    assert [*shown["endpoints"]] == [*ready["endpoints"]]
+    assert json.loads(documented("failures.md", '{"error":{"message":"The model `nope`')) == unknown
+    assert [*json.loads(documented("admin.md", '{"name":"gpu-2","draining":true'))] == COMPONENTS["Drain"]["required"]
+
+
+def test_a_stream_that_breaks_ends_as_shown(tmp_path: Path) -> None:
+    fault = ("--fault", "break at=event events=5")
+    with mock(*fault) as (_, url), lbproxy(tmp_path, [url]) as (process, listen, _):
+        process.wait_for("serves sim")
+        body = {"model": "sim", "prompt": "x", "max_tokens": 50, "stream": True}
+        seen = ""
+        with (
+            contextlib.suppress(httpx.RemoteProtocolError),
+            httpx.stream("POST", f"{listen}/v1/completions", json=body, timeout=60) as answer,
+        ):
+            for piece in answer.iter_text():
+                seen += piece
+    numbers = re.compile(r"\d+ events")
+    last = next(line for line in reversed(seen.splitlines()) if line)
+    assert numbers.sub("N events", last) == numbers.sub("N events", documented("failures.md", 'data: {"error"').strip())
+
+
+def test_a_refusal_is_as_shown(tmp_path: Path) -> None:
+    full = "admission: {queue_requests: 0, max_in_flight_per_endpoint: 1}"
+    with mock("--speed", "0.2") as (_, url), lbproxy(tmp_path, [url], full) as (process, listen, _):
+        process.wait_for("serves sim")
+        body = {"model": "sim", "prompt": "x", "max_tokens": 500, "stream": True}
+        with httpx.stream("POST", f"{listen}/v1/completions", json=body, timeout=60) as first:
+            assert first.status_code == 200
+            refused = httpx.post(f"{listen}/v1/completions", json=body, timeout=60)
+    head, _, text = documented("failures.md", "HTTP/1.1 429").partition("\n\n")
+    shown = dict(line.split(": ", 1) for line in head.splitlines()[1:])
+    assert (refused.status_code, refused.text) == (429, text.strip())
+    assert {name for name in refused.headers if name not in {"date", "connection", "x-should-retry"}} == {*shown}
+    assert all(refused.headers[name] == shown[name] for name in shown if name not in {"x-request-id", "retry-after"})
+
+
+def test_what_servers_said_of_an_adapter_is_as_shown(tmp_path: Path) -> None:
+    dead = "{url: 'http://127.0.0.1:9', name: gpu-2, models: [sim]}"
+    with ExitStack() as stack:
+        _, url = stack.enter_context(mock("--lora-updates"))
+        endpoints = [f"{{url: '{url}', name: gpu-1}}", dead]
+        process, listen, _ = stack.enter_context(lbproxy(tmp_path, endpoints, "lora_management: true"))
+        process.wait_for("gpu-1 serves sim")
+        process.wait_for("gpu-2 is down")
+        body = {"lora_name": "sql", "lora_path": "/adapters/sql"}
+        answer = httpx.post(f"{listen}/v1/load_lora_adapter", json=body, timeout=60)
+    assert answer.json() == json.loads(documented("lora.md", '{"object": "list"'))
+
+
+def test_a_file_of_keys_is_as_shown() -> None:
+    keys = read_key_file(documented("configuration.md", "# who may"), source="keys")
+    assert [one.name for one in keys] == ["team-b", "team-c"]
