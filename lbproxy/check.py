@@ -55,6 +55,7 @@ async def check(settings: Settings, console: Console | None = None) -> int:
     console = console or Console(highlight=False, soft_wrap=True)
     console.print("The settings are valid.")
     console.print(_asked_for(credentials))
+    console.print(_rules(settings))
     for one in found:
         console.print(Text(f"\n{_title(one)}", style="bold"))
         console.print(_table(one))
@@ -64,6 +65,8 @@ async def check(settings: Settings, console: Console | None = None) -> int:
     for name in discovery.names:
         if name.problem is not None:
             console.print(Text(f"{name.entry.name}: cannot be resolved: {name.problem}", style="red"))
+    for warning in (*_unverified(settings), *_unserved(settings, found)):
+        console.print(Text(f"\n{warning}", style="yellow"))
     usable = sum(one.usable for one in found)
     console.print(f"\n{usable} of {len(found)} endpoints can be used.")
     return 0 if usable else 1
@@ -72,9 +75,42 @@ async def check(settings: Settings, console: Console | None = None) -> int:
 def _asked_for(credentials: Credentials) -> str:
     """Of clients. Names only; the keys themselves are not known any more."""
     names = sorted(set(credentials.keys.values()))
-    listed = ", ".join(names[:MAX_NAMES_SHOWN]) + (", ..." if len(names) > MAX_NAMES_SHOWN else "")
-    keys = f"API keys: {len(credentials.keys)} ({listed})" if names else "API keys: none, open to everybody"
+    keys = f"API keys: {len(credentials.keys)} ({_some(names)})" if names else "API keys: none, open to everybody"
     return f"{'HTTPS' if credentials.tls else 'HTTP'}; {keys}."
+
+
+def _rules(settings: Settings) -> str:
+    """What happens to an endpoint that fails, and to one that comes back."""
+    breaker, slow_start = settings.breaker, settings.health.slow_start
+    failures = f"{breaker.consecutive_failures} failures in a row" if breaker.consecutive_failures else ""
+    rate = f"less than {breaker.success_rate:.0%} good answers" if breaker.success_rate else ""
+    why = " or ".join(filter(None, (failures, rate)))
+    times = f"for {breaker.ejection:g} s, then longer, {breaker.max_ejection:g} s at most"
+    ejected = f"{why} eject an endpoint {times}" if why else "no endpoint is ejected for its failures"
+    back = f"its share grows for {slow_start:g} s" if slow_start else "it has its whole share at once"
+    return f"Routing by {settings.routing.policy}; {ejected}; when it comes back {back}."
+
+
+def _unverified(settings: Settings) -> Iterator[str]:
+    names = [one.name for one in settings.endpoints if not one.tls.verify]
+    if names:
+        yield f"Nobody verifies the certificates of {_some(names)} (tls.verify: false)."
+
+
+def _unserved(settings: Settings, found: Sequence[Inspection]) -> Iterator[str]:
+    """Names of the settings' `models` that lead to what no endpoint says that it serves."""
+    if any(one.usable and one.models is None for one in found) or not any(one.usable for one in found):
+        return  # it may serve them
+    served = {name for one in found for name in one.models or ()}
+    served |= {name for one in found for names in one.adapters.values() for name in names}
+    for name, alias in settings.models.items():
+        missing = [target for target, share in alias.shares.items() if share and target not in served]
+        if missing:
+            yield f"models.{_plain(name)}: nobody serves {_plain(_some(missing))}, so its requests are answered 404."
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:MAX_NAMES_SHOWN]) + (", ..." if len(names) > MAX_NAMES_SHOWN else "")
 
 
 def _title(one: Inspection) -> str:

@@ -17,15 +17,19 @@ from tests.support.endpoint import NOT_FOUND, OK, Script, ScriptedEndpoint, answ
 FIXTURES = Path(__file__).parent / "fixtures" / "metrics"
 
 
-def checked(scripts: dict[str, Script], more: str = "", engines: str = "{}", width: int = 200) -> tuple[int, str]:
+def checked(
+    scripts: dict[str, Script], more: str = "", engines: str = "{}", width: int = 200, settings: str = ""
+) -> tuple[int, str]:
     """Exit code and output of checking one server and one that is not there."""
     console = Console(width=width, record=True, quiet=False, file=None, highlight=False, force_terminal=False)
 
     async def main() -> int:
-        async with ScriptedEndpoint() as gone:
-            pass
         async with ScriptedEndpoint(scripts) as server:
-            text = f"endpoints: [{{url: '{server.url}', name: gpu-1{more}}}, '{gone.url}']\nengines: {engines}"
+            async with ScriptedEndpoint() as gone:  # while the other is there: a port that is free may come again
+                pass
+            text = (
+                f"endpoints: [{{url: '{server.url}', name: gpu-1{more}}}, '{gone.url}']\nengines: {engines}\n{settings}"
+            )
             return await check(parse(text, environ={}), console)
 
     code = run(main())
@@ -78,6 +82,49 @@ def test_no_metrics() -> None:
     assert f"  missing    all of its load: {NO_LOAD}" in output
     _, output = checked({"/health": OK}, ", metrics: null")
     assert "  engine     not asked" in output
+
+
+ALIASES = """
+models:
+  good: {to: base}
+  typo: {to: bsae}
+  canary: {split: {base: 9, sql: 1}}
+  half: {split: {base: 1, gone: 1, off: 0}}
+"""
+
+
+def test_names_that_lead_to_nobody() -> None:
+    """The first request would be answered 404, and nobody would know why."""
+    scripts: dict[str, Script] = {"/health": OK, "/v1/models": model_list("base", "sql", parent="base")}
+    code, output = checked(scripts, ", metrics: null", settings=ALIASES)
+    assert code == 0
+    warnings = [line for line in output.splitlines() if "nobody serves" in line]
+    assert warnings == [
+        "models.typo: nobody serves bsae, so its requests are answered 404.",
+        "models.half: nobody serves gone, so its requests are answered 404.",
+    ]
+    _, output = checked({"/health": OK}, ", metrics: null", settings=ALIASES)
+    assert "nobody serves" not in output, "a server that does not say may serve anything"
+
+
+def test_certificates_that_nobody_verifies() -> None:
+    _, output = checked({"/health": OK}, ", metrics: null")
+    assert "certificates" not in output
+    unsafe = "endpoints: [{url: 'https://127.0.0.1:9', name: gpu-9, tls: {verify: false}}]"
+    console = Console(width=200, record=True, quiet=False, file=None, highlight=False, force_terminal=False)
+    assert run(check(parse(unsafe, environ={}), console)) == 1
+    assert "Nobody verifies the certificates of gpu-9 (tls.verify: false)." in console.export_text()
+
+
+def test_what_happens_to_an_endpoint_that_fails() -> None:
+    _, output = checked({"/health": OK})
+    assert (
+        "Routing by adaptive; 5 failures in a row or less than 80% good answers eject an endpoint for 1 s, "
+        "then longer, 60 s at most; when it comes back its share grows for 30 s." in output
+    )
+    off = "breaker: {consecutive_failures: null, success_rate: 0}\nhealth: {slow_start: null}"
+    _, output = checked({"/health": OK}, settings=off)
+    assert "no endpoint is ejected for its failures; when it comes back it has its whole share at once." in output
 
 
 def test_names_from_servers_cannot_steer_the_terminal() -> None:
