@@ -1,6 +1,6 @@
 # run: the demo on simulated servers · test: everything · check: fast, while you write · chaos: every fault, with figures
-# lock: after a change of dependencies · test-tools: a browser, promtool and nginx from Debian's packages, for tests that
-# are skipped without them
+# lock: after a change of dependencies · test-tools: a browser, promtool, nginx and docker-compose from Debian's packages,
+# for tests that are skipped without them
 PYTHON ?= python3
 VENV := .venv
 BENCH := .bench
@@ -17,9 +17,10 @@ test: $(VENV)/.dev lint types
 	$(BIN)/python -m pytest
 
 test-tools:
-	command -v chromium > /dev/null && command -v promtool > /dev/null && command -v nginx > /dev/null && exit 0; \
+	command -v chromium > /dev/null && command -v promtool > /dev/null && command -v nginx > /dev/null && \
+	    command -v docker-compose > /dev/null && exit 0; \
 	    apt-get update -qq; DEBIAN_FRONTEND=noninteractive \
-	    apt-get install -qq -y --no-install-recommends chromium prometheus nginx-light > /dev/null
+	    apt-get install -qq -y --no-install-recommends chromium prometheus nginx-light docker-compose > /dev/null
 
 check: $(VENV)/.dev format lint types
 	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_config.py tests/test_config_text.py tests/core tests/sim tests/net

@@ -41,6 +41,7 @@ from tests.support.compose import (
 from tests.support.docs import DOCS, ROOT, blocks
 from tests.support.process import LBPROXY
 
+COMPOSE = shutil.which("docker-compose")
 PROJECTS = pytest.mark.parametrize("files", [(BASE,), (BASE, GPU)], ids=["mock", "gpu"])
 
 
@@ -81,6 +82,21 @@ def test_the_specification_is_asked(tmp_path: Path) -> None:
     done = follows_compose_spec(file)
     assert done.returncode == 1
     assert "cap_dropp" in done.stdout
+
+
+@pytest.mark.skipif(COMPOSE is None, reason="no docker-compose: not read by its own program; `make test-tools`")
+@PROJECTS
+def test_docker_compose_itself_takes_the_files(files: tuple[Path, ...], tmp_path: Path) -> None:
+    def config(*said: Path) -> subprocess.CompletedProcess[str]:
+        named = [word for file in said for word in ("-f", str(file))]
+        command = [COMPOSE or "", "--project-directory", str(ROOT), *named, "config", "--quiet"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    done = config(*files)
+    assert done.returncode == 0, done.stderr
+    wrong = tmp_path / "docker-compose.yml"
+    wrong.write_text(BASE.read_text().replace("cap_drop:", "cap_dropp:"))
+    assert "cap_dropp" in config(wrong, *files[1:]).stderr
 
 
 def test_the_dockerfile_is_without_a_finding() -> None:
