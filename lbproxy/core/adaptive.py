@@ -65,6 +65,7 @@ class Adaptive(Policy):
         depths = pool.index.match(request.block_keys)
         mean_load = sum([load.in_flight for load in loads]) / len(loads)
         space = SPACE * token_ms * pool.hit_ratio * (1.0 + STALL * mean_load)
+        space_tokens = pool.size.space_tokens
         decode = DECODE * output
         costs, waits, uncached_tokens = [], [], []
         seen: list[tuple[float, ...]] | None = [] if self.explains else None
@@ -98,7 +99,8 @@ class Adaptive(Policy):
             # may be computed anew on any endpoint, so this is at the pool's speed: at its own, slow ones looked far too
             # dear (half the servers at half speed: goodput .46 instead of .75).
             cache, live, capacity = load.cache, load.live_tokens, load.capacity_tokens
-            fill = (cache.size * block + live) / capacity
+            room = load.told_tokens or space_tokens
+            fill = (cache.size * block + live) / room
             first = load.base_ms if load.base_until > now else base
             cost = first + wait + prefill * (1.0 + STALL * streams) + decode * (gap + streams * slope * prompt)
             cost += space * fill * uncached
@@ -110,7 +112,7 @@ class Adaptive(Policy):
             if seen is not None:
                 context, depth = load.context_tokens, depths[load.slot]
                 seen.append(
-                    (load.speed, context, depth, cache.size, first, wait, streams, own_gap, slope, live, capacity, late)
+                    (load.speed, context, depth, cache.size, first, wait, streams, own_gap, slope, live, room, late)
                 )
             costs.append(cost)
             waits.append(wait)
@@ -145,7 +147,7 @@ def _parts(  # noqa: PLR0913, PLR0917 - they are one row of `_Notes.seen`
     gap: float,
     slope: float,
     live: float,
-    capacity: float,
+    room: float,
     space_wait: float,
 ) -> dict[str, float]:
     """The terms that `Adaptive.price` adds up for one candidate."""
@@ -158,7 +160,7 @@ def _parts(  # noqa: PLR0913, PLR0917 - they are one row of `_Notes.seen`
         "stall": prefill * STALL * streams,
         "decode": DECODE * notes.output * (gap + slope * (context + notes.prompt)),
         "slow_down": DECODE * notes.output * streams * slope * notes.prompt,
-        "cache_space": notes.space * (size * notes.block + live) / capacity * uncached,
+        "cache_space": notes.space * (size * notes.block + live) / room * uncached,
         "space_wait": space_wait,
     }
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from lbproxy.core.capacity import CapacityLearner, Size
 from lbproxy.core.lora import AdapterTable, Arrival, LoadTimes
 from lbproxy.core.placement import NEVER, Placement
 from lbproxy.core.prefix import MAX_ENTRIES, PrefixIndex
@@ -32,8 +33,6 @@ FREED_S = 15.0
 """Over which time freed cache space is averaged."""
 RECENT_S = 180.0
 """The time constant of `LoadModel.recent_tokens`."""
-GUESSED_CAPACITY_TOKENS = 2_000_000
-"""Of a KV cache whose size the engine does not say. High: half the true size was found to cost far more than twice."""
 OWN_BASE = 0.5
 """An endpoint's fixed time is taken for its own, not for noise, if it is off the pool's by more than this, in ln."""
 OWN_S = 30.0
@@ -67,6 +66,9 @@ class PoolModel:
         self.gap_ms = 15.0
         self.gap_per_token_ms = 1e-4
         """Inter-token gap of the endpoint that last learned its own: what others without samples are taken to have."""
+        self.size = Size()
+        """Of the KV caches whose size is not told, as if all were alike: what their space is priced by. An endpoint of
+        which more is known than of another must not look cheaper for that."""
         self._seen_bytes = 8000.0
         self._seen_tokens = 2000.0
 
@@ -90,7 +92,7 @@ class PoolModel:
     def learn_usage(self, request: InferenceRequest, usage: Usage) -> None:
         """What the endpoint counted: how many bytes make a token."""
         tokens = usage.prompt_tokens or 0
-        if tokens > 0 and 0.5 <= request.prompt_bytes / tokens <= 16.0:  # outside: images, or a wrong word
+        if request.is_text(tokens):
             self._seen_bytes = 0.98 * self._seen_bytes + request.prompt_bytes
             self._seen_tokens = 0.98 * self._seen_tokens + tokens
             self.bytes_per_token = self._seen_bytes / self._seen_tokens
@@ -124,6 +126,7 @@ class LoadModel:
         "gap_until",
         "head_tokens",
         "in_flight",
+        "learner",
         "live_tokens",
         "mean_gap_ms",
         "others",
@@ -137,6 +140,7 @@ class LoadModel:
         "slot",
         "speed",
         "started_at",
+        "told_tokens",
     )
 
     def __init__(self, pool: PoolModel) -> None:
@@ -144,7 +148,10 @@ class LoadModel:
         self.cache = pool.index.join()
         self.slot = self.cache.slot
         self.adapters = AdapterTable()
-        self.capacity_tokens = float(GUESSED_CAPACITY_TOKENS)
+        self.learner: CapacityLearner | None = CapacityLearner(pool.size)
+        """Of the KV cache's size; None once the engine said it."""
+        self.capacity_tokens, self.told_tokens = self.learner.size.tokens, 0.0
+        """That size, told, or learned, or a guess; and the same if it is told, else 0."""
         self.started_at: float | None = None
         # Work
         self.pending: dict[Placement, None] = {}
@@ -164,8 +171,7 @@ class LoadModel:
         """Streamed tokens of all in flight."""
         self.freed = (0.0, 0.0)
         """Cache space that became free of late, in tokens, and as of when."""
-        self._recent = 0.0
-        self._recent_at = 0.0
+        self._recent = self._recent_at = 0.0
         # What other balancers place here
         self.others = 0.0
         """Requests of others in flight."""
@@ -182,8 +188,7 @@ class LoadModel:
         """The endpoint's own T0; the pool's counts after `base_until`, and until it is clearly another."""
         self.base_until = -NEVER
         self._group: list[Placement] = []
-        self._group_at = -NEVER
-        self._group_since = 0.0
+        self._group_at, self._group_since = -NEVER, 0.0
         # Inter-token gap = gap_ms + gap_per_token_ms * context tokens
         self.gap_ms = pool.gap_ms
         self.gap_per_token_ms = pool.gap_per_token_ms
@@ -234,6 +239,8 @@ class LoadModel:
         matched = 0
         block_tokens = pool.index.block_bytes / pool.bytes_per_token
         if keys:
+            if self.learner is not None:
+                self.learner.placed(placement)
             matched, placement.held = cache.pin(keys)
             room = (self.capacity_tokens - self.live_tokens) / block_tokens
             if cache.size > room or cache.size > pool.index.fair_share:
@@ -304,6 +311,7 @@ class LoadModel:
             return
         placement.ended = True
         pool = self.pool
+        prefilled = usage is not None or (placement.request.stream and placement not in self.pending)
         if placement in self.pending:  # it failed, was given up, or did not stream
             is_head = placement is next(iter(self.pending))
             self._prefilled((placement,), now if is_head else self.since_at)
@@ -321,6 +329,9 @@ class LoadModel:
         if output:
             pool.output_tokens += 0.02 * (output - pool.output_tokens)
         freed = placement.cache.unpin(placement.request.block_keys, placement.held)
+        if self.learner is not None and prefilled:
+            self.learner.ended(placement, usage, output)
+            self.capacity_tokens = self.learner.size.tokens
         freed_tokens = freed * pool.index.block_bytes / pool.bytes_per_token + output
         before, at = self.freed
         self.freed = before * math.exp((at - now) / FREED_S) + freed_tokens, now
@@ -424,7 +435,8 @@ class LoadModel:
         the rest when two scrapes in a row say so; but a queue that was `reported` with an answer is of this moment.
         """
         if metrics.kv_blocks and metrics.block_size_tokens:
-            self.capacity_tokens = float(metrics.kv_blocks * metrics.block_size_tokens)
+            self.capacity_tokens = self.told_tokens = float(metrics.kv_blocks * metrics.block_size_tokens)
+            self.learner = None
         if metrics.started_at is not None:
             if self.started_at is not None and metrics.started_at != self.started_at:
                 self.restarted()
@@ -443,6 +455,8 @@ class LoadModel:
         """The endpoint lost what it had cached and loaded."""
         self.cache = self.pool.index.renew(self.cache)
         self.adapters.forget()
+        if self.learner is not None:
+            self.learner.forget()
 
 
 def freed_per_ms(freed: tuple[float, float], now: float) -> float:

@@ -8,6 +8,7 @@ from lbproxy.core.lora import Arrival
 from lbproxy.core.types import InferenceRequest
 
 if TYPE_CHECKING:
+    from lbproxy.core.capacity import Step
     from lbproxy.core.estimate import LoadModel
 
 NEVER = float("inf")
@@ -28,6 +29,7 @@ class Placement:
         "prompt_tokens",
         "reported_at",
         "request",
+        "steps",
         "streamed",
         "uncached",
     )
@@ -41,6 +43,8 @@ class Placement:
         self.uncached = 1.0
         self.held = 0
         """How many of the block keys are pinned in `cache`."""
+        self.steps: tuple[Step, ...] = ()
+        """How far the blocks were that the endpoint may have; empty if nobody wants to know."""
         self.due_at = NEVER
         """When a request that does not stream counts as prefilled; NEVER for streams, which say so."""
         self.streamed = 0

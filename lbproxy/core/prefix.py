@@ -21,7 +21,7 @@ import heapq
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import cast
 
 import orjson
@@ -286,6 +286,11 @@ class EndpointCache:
         """Blocks, pinned and idle."""
         self.pinned = 0
         """Blocks that requests in flight use."""
+
+    @property
+    def pins(self) -> Container[int]:
+        """Their keys."""
+        return self._pins
 
     def pin(self, keys: Sequence[int]) -> tuple[int, int]:
         """A request with these keys starts: they are there now, and stay until `unpin`.

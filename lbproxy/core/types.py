@@ -224,6 +224,10 @@ class InferenceRequest(NamedTuple):
     deadline: float | None = None
     """When the client must have its first token, or else wants none."""
 
+    def is_text(self, tokens: int) -> bool:
+        """Whether so many tokens can be the prompt's text. If not, there are images in it, or somebody is wrong."""
+        return tokens > 0 and 0.5 <= self.prompt_bytes / tokens <= 16.0
+
 
 class Usage(NamedTuple):
     """What the endpoint said that a request used. None = it did not say."""

@@ -102,7 +102,7 @@ def test_space_is_dearer_where_the_cache_is_full() -> None:
     """20 * .3 * fill * prefill * (1 + .3 * mean in flight)."""
     pool, (empty, full) = pool_of(2)
     for state in (empty, full):
-        state.load.capacity_tokens = 102_400.0
+        state.load.capacity_tokens = state.load.told_tokens = 102_400.0
     full.load.end(full.load.place(prompt(51_200, list(range(200))), 0.0), None, 0.0)
     pool.hit_ratio = 0.3
     prices = price(prompt(1000), [empty, full])
@@ -117,7 +117,7 @@ def test_a_request_that_does_not_fit_waits_for_space() -> None:
     """Over by 1,000 pinned + 200 still to come + 1,024 new + 200 - 2,000 tokens, at .2 * 1 / 15 a millisecond."""
     pool, (full,) = pool_of(1)
     pool.hit_ratio = 0.0
-    full.load.capacity_tokens = 2000.0
+    full.load.capacity_tokens = full.load.told_tokens = 2000.0
     full.load.first_byte(full.load.place(prompt(1024, [1, 2, 3, 4]), 0.0), 0.0)
     pool.hit_ratio = 0.0
     request = prompt(1024, [5, 6, 7, 8])
@@ -132,7 +132,7 @@ def test_a_request_that_does_not_fit_waits_for_space() -> None:
 def test_the_wait_for_space_is_a_minute_at_most() -> None:
     pool, (full,) = pool_of(1)
     pool.hit_ratio = 0.0
-    full.load.capacity_tokens = 16.0
+    full.load.capacity_tokens = full.load.told_tokens = 16.0
     assert price(prompt(100_000, list(range(390))), [full]).costs == pytest.approx([BASE + 10_000 + DECODE + 60_000])
 
 
@@ -179,7 +179,7 @@ def test_the_price_of_a_random_state_is_the_formula() -> None:
     rng = random.Random(7)
     pool, states = pool_of(6)
     for state in states:
-        state.load.capacity_tokens = 40_000.0
+        state.load.capacity_tokens = state.load.told_tokens = 40_000.0
         state.load.gap_per_token_ms = rng.uniform(0, 1e-3)
         state.load.speed = rng.choice([1.0, 2.0, 0.5])
         for n in range(rng.randrange(9)):
@@ -197,7 +197,7 @@ def test_the_price_of_a_random_state_is_the_formula() -> None:
         rate = pool.token_ms * e.speed
         prefill = max(1.0, 2000 - matched) * rate
         backlog = max(0.0, e.pending_tokens - min(1000 * (now - e.since_at) / rate, e.head_tokens))
-        fill = (e.cache.size * block + e.live_tokens) / e.capacity_tokens
+        fill = (e.cache.size * block + e.live_tokens) / e.told_tokens
         context = e.context_tokens
         g = e.live_tokens / max(1, d)
         over = e.cache.pinned * block + d * max(g, output - g) + 7 * block - matched + output - e.capacity_tokens
