@@ -120,11 +120,12 @@ class CapacityLearner:
     def ended(self, placement: Placement, usage: Usage | None, output_tokens: int) -> None:
         """A request that was prefilled is over, and counted no more."""
         request, pool = placement.request, placement.load.pool
-        if usage is not None and usage.cached_tokens is not None and usage.prompt_tokens:
-            self.listens = True
+        if usage is not None and usage.prompt_tokens:
+            self.listens = self.listens or usage.cached_tokens is not None
             count = len(request.block_keys)
             if placement.steps and count >= FEW_KEYS and request.is_text(usage.prompt_tokens):
-                self.learn(placement.steps, usage.cached_tokens / usage.prompt_tokens * (count + 0.5))
+                # vLLM says nothing where the others say 0.
+                self.learn(placement.steps, (usage.cached_tokens or 0) / usage.prompt_tokens * (count + 0.5))
         if self.listens and placement.cache is placement.load.cache:
             index = pool.index
             block_tokens = index.block_bytes / pool.bytes_per_token

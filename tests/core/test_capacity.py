@@ -185,16 +185,19 @@ def answer(load: LoadModel, keys: range, cached: int | None, *, started: bool = 
         load.end(placement, None, 1.2)
 
 
-def thrash(load: LoadModel) -> None:
+def thrash(load: LoadModel, cached: int | None = 0) -> None:
     """64 prompts of 64 blocks, each twice and never cached: in between a million tokens."""
     for _ in range(2):
         for first in range(0, 6400, 100):
-            answer(load, range(first, first + 64), 0)
+            answer(load, range(first, first + 64), cached)
 
 
-def test_an_endpoint_without_gauges_is_measured_by_its_answers() -> None:
+@pytest.mark.parametrize("none", [0, None])
+def test_an_endpoint_without_gauges_is_measured_by_its_answers(none: int | None) -> None:
+    """Where answers say what was cached, vLLM's do not if it is nothing."""
     load = PoolModel(1024).join()
-    thrash(load)
+    answer(load, range(10_000, 10_064), 0)
+    thrash(load, none)
     assert load.capacity_tokens == pytest.approx(63.5 * 64 * 256 + 64 * 128, rel=0.02), "of 2 million"
     assert load.cache.size * 256 <= load.capacity_tokens
     assert SMALLEST_TOKENS < load.pool.size.space_tokens < load.capacity_tokens
@@ -212,9 +215,7 @@ def test_a_size_that_the_engine_says_is_never_overruled() -> None:
 
 def test_answers_that_do_not_say_what_was_cached_cost_and_teach_nothing() -> None:
     load = PoolModel(1024).join()
-    for _ in range(2):
-        for first in range(0, 6400, 100):
-            answer(load, range(first, first + 64), None)
+    thrash(load, None)
     assert load.capacity_tokens == GUESSED_TOKENS
     assert load.pool.size.space_tokens == Size().space_tokens
     assert load.learner is not None

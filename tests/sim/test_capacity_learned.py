@@ -1,0 +1,65 @@
+"""Without metrics, in virtual time: what the answers say of caches is enough to know how large they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+import pytest
+
+from lbproxy.core.capacity import GUESSED_TOKENS
+from lbproxy.core.types import Outcome, Ticket, Usage
+from lbproxy.sim.catalogue import make_workload
+from lbproxy.sim.cluster import Fleet
+from lbproxy.sim.fleet import FleetOptions, Server
+from lbproxy.sim.replicas import Replica
+from tests.sim.test_cluster import QWEN, replicas
+
+
+class Silent(Replica):
+    """Its servers do not say what was cached."""
+
+    def close(self, ticket: Ticket, outcome: Outcome, *, now: float, usage: Usage | None = None) -> None:
+        super().close(ticket, outcome, now=now, usage=usage and usage._replace(cached_tokens=None))
+
+
+def sized(kv_tokens: int) -> Server:
+    return Server(dataclasses.replace(QWEN.preset, kv_tokens=kv_tokens))
+
+
+def sizes(
+    servers: tuple[Server, ...], *, scraped: bool = False, kind: type[Replica] = Replica, stream_share: float = 1.0
+) -> list[float]:
+    """What is believed of each server's cache, after 100 s in which 120 prefixes of 3,000 tokens came and went."""
+    made: list[Replica] = []
+    make: Callable[[random.Random], Replica] = replicas("adaptive", kind)
+
+    def keep(rng: random.Random) -> Replica:
+        made.append(make(rng))
+        return made[-1]
+
+    options = FleetOptions(
+        servers=servers, scrape_interval_s=0.2 if scraped else None, size_error=0.3, stream_share=stream_share
+    )
+    mix = {"prompt_tokens": 3400, "shared_tokens": 3000, "groups": 120, "output_tokens": 60, "rate": 8}
+    fleet = Fleet(options, make_workload("own", {**mix, "duration_s": 100}, seed=3), keep, seed=1)
+    assert all(one.outcome is Outcome.COMPLETED for one in fleet.run())
+    learned = made[0].learned(now=fleet.now)
+    assert learned is not None
+    return [one.capacity_tokens for one in learned[1].values()]
+
+
+@pytest.mark.parametrize("stream_share", [1.0, 0.0])
+def test_the_size_of_each_cache_is_learned_within_15_per_cent(stream_share: float) -> None:
+    """Though sizes of prompts are wrong by up to 30 %, and one server has twice the cache of the other."""
+    believed = sizes((sized(60_000), sized(120_000)), stream_share=stream_share)
+    assert believed == pytest.approx([60_000, 120_000], rel=0.15)
+
+
+def test_a_size_that_is_told_is_taken_to_the_token() -> None:
+    assert sizes((sized(60_000), sized(120_000)), scraped=True) == [60_000, 120_000]
+
+
+def test_nothing_is_learned_from_answers_that_do_not_say_what_was_cached() -> None:
+    assert sizes((sized(60_000), sized(120_000)), kind=Silent) == [GUESSED_TOKENS] * 2
