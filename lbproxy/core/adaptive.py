@@ -65,8 +65,7 @@ class Adaptive(Policy):
         depths = pool.index.match(request.block_keys)
         mean_load = sum([load.in_flight for load in loads]) / len(loads)
         space = SPACE * token_ms * pool.hit_ratio * (1.0 + STALL * mean_load)
-        space_tokens = pool.size.space_tokens
-        decode = DECODE * output
+        space_tokens, decode = pool.size.space_tokens, DECODE * output
         costs, waits, uncached_tokens = [], [], []
         seen: list[tuple[float, ...]] | None = [] if self.explains else None
         for load in loads:
@@ -100,10 +99,9 @@ class Adaptive(Policy):
             # dear (half the servers at half speed: goodput .46 instead of .75).
             cache, live, capacity = load.cache, load.live_tokens, load.capacity_tokens
             room = load.told_tokens or space_tokens
-            fill = (cache.size * block + live) / room
             first = load.base_ms if load.base_until > now else base
             cost = first + wait + prefill * (1.0 + STALL * streams) + decode * (gap + streams * slope * prompt)
-            cost += space * fill * uncached
+            cost += space * ((cache.size * block + live) / room) * uncached
             # Space for this request and for what those in flight will still say, as far as it is not there.
             growth = in_flight * output - live
             over = cache.pinned * block + (growth if growth > live else live) + blocks - cached + output - capacity
