@@ -321,7 +321,8 @@ def memory() -> str:
     verdict = f"is {'never' if kept else '**sometimes**'} exceeded"
     return (
         f"{each:.0f} bytes an endpoint. What is remembered of prompts is bounded by a setting, "
-        f"{default} MiB by default, which {verdict}.\nWhat a block takes depends on how far hash tables have grown:\n\n{table(rows)}"
+        f"{default} MiB by default, which {verdict}.\n"
+        f"What a block takes depends on how far hash tables have grown:\n\n{table(rows)}"
     )
 
 
