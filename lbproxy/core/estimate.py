@@ -272,10 +272,11 @@ class LoadModel:
         return placement
 
     def first_byte(self, placement: Placement, now: float) -> None:
-        """The answer to a placed request begins. Of one that does not stream this is the end, and says nothing."""
+        """The answer to a placed request begins. Of one that does not stream this is the end."""
         if placement not in self.pending:
             return
         if not placement.request.stream:
+            self._learn_sooner(placement, now)
             self._prefilled((placement,), now)
             return
         if now - self._group_at > GROUP_S:
@@ -313,6 +314,8 @@ class LoadModel:
         pool = self.pool
         prefilled = usage is not None or (placement.request.stream and placement not in self.pending)
         if placement in self.pending:  # it failed, was given up, or did not stream
+            if usage is not None:
+                self._learn_sooner(placement, now)
             is_head = placement is next(iter(self.pending))
             self._prefilled((placement,), now if is_head else self.since_at)
         if self._group and now - self._group_at > GROUP_S:
@@ -398,12 +401,25 @@ class LoadModel:
             is_own = abs(math.log(self.base_ms / pool.base_ms)) > OWN_BASE
             self.base_until = self._group_at + OWN_S if is_own else -NEVER
         elif tokens >= MANY_TOKENS:
-            expected = pool.token_ms * math.exp(self._ln_speed) * tokens
-            step = _clip(math.log(max(1.0, took_ms - self.base_ms / 2.0) / expected), -0.7, 0.7)
-            rate = pool.token_ms * math.exp(0.2 * step / max(1, pool.index.members))
-            pool.token_ms = _clip(rate, 1e-5, 100.0)
-            self._ln_speed = (self._ln_speed + 0.05 * step) * (1.0 - 0.005)
-            self.speed = math.exp(self._ln_speed) if abs(self._ln_speed) > 0.25 else 1.0
+            expected_ms = pool.token_ms * math.exp(self._ln_speed) * tokens
+            self._learn_rate(math.log(max(1.0, took_ms - self.base_ms / 2.0) / expected_ms))
+
+    def _learn_sooner(self, placement: Placement, now: float) -> None:
+        """A whole answer came before its prefill was due: prefill is faster than believed. Where nobody streams, nothing
+        else says so, and requests were held before servers that had nothing to do.
+        """
+        if placement.uncached >= MANY_TOKENS and placement.request.prompt_bytes and placement.due_at < NEVER:
+            took_ms = 1000.0 * (now - placement.placed_at)
+            expected_ms = 1000.0 * (placement.due_at - placement.placed_at) - self.base_ms
+            if 0.0 < took_ms < expected_ms:
+                self._learn_rate(math.log(max(1.0, took_ms - self.base_ms / 2.0) / expected_ms))
+
+    def _learn_rate(self, off: float) -> None:
+        """A prefill took e^`off` times what was expected."""
+        pool, step = self.pool, _clip(off, -0.7, 0.7)
+        pool.token_ms = _clip(pool.token_ms * math.exp(0.2 * step / max(1, pool.index.members)), 1e-5, 100.0)
+        self._ln_speed = (self._ln_speed + 0.05 * step) * (1.0 - 0.005)
+        self.speed = math.exp(self._ln_speed) if abs(self._ln_speed) > 0.25 else 1.0
 
     def _learn_gap(self, gap_ms: float) -> None:
         """The line of gaps over context tokens, from exponentially weighted moments."""

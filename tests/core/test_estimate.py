@@ -78,6 +78,40 @@ def test_a_request_that_does_not_stream_is_prefilled_when_it_should_be() -> None
     assert (load.pool.token_ms, load.base_ms) == (0.1, 40.0), "it is no sample"
 
 
+@pytest.mark.parametrize("by", ["first byte", "end"])
+def test_where_nobody_streams_answers_that_come_too_soon_say_how_fast_prefill_is(by: str) -> None:
+    """A pool believes in .1 ms a token, 800 ms for these; they take 40 ms, answer included."""
+    pool = PoolModel(KIB)
+    load = pool.join()
+    for n in range(60):
+        placement = load.place(prompt(8000, stream=False), float(n))
+        if by == "first byte":
+            load.first_byte(placement, n + 0.04)
+        load.end(placement, Usage(8000, 0, 1), n + 0.04)
+    assert pool.token_ms * load.speed * 8000 < 80.0
+    assert load.wait_ms(60.0) == 0.0
+
+
+def test_an_answer_that_comes_late_does_not_say_that_prefill_is_slow() -> None:
+    """It may have been long."""
+    pool = PoolModel(KIB)
+    load = pool.join()
+    for n in range(60):
+        placement = load.place(prompt(8000, stream=False), 10.0 * n)
+        load.expire(10.0 * n + 5.0)
+        load.first_byte(placement, 10.0 * n + 9.0)
+        load.end(placement, Usage(8000, 0, 300), 10.0 * n + 9.0)
+    assert (pool.token_ms, load.speed) == (0.1, 1.0)
+
+
+def test_a_request_that_failed_soon_says_nothing_of_speed() -> None:
+    pool = PoolModel(KIB)
+    load = pool.join()
+    for n in range(60):
+        load.end(load.place(prompt(8000, stream=False), float(n)), None, n + 0.01)
+    assert (pool.token_ms, load.speed) == (0.1, 1.0)
+
+
 def test_a_stream_that_begins_proves_that_what_came_before_is_prefilled() -> None:
     load = PoolModel(KIB).join()
     silent = load.place(prompt(50_000, stream=False), 0.0)
