@@ -11,6 +11,7 @@ import importlib.util
 import json
 import re
 import shlex
+import tomllib
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -51,16 +52,19 @@ PICTURES = {
     ("architecture.md", "lbproxy/"),
     ("architecture.md", "config <-"),
     ("routing.md", "request ──▶"),
-    ("failures.md", "stateDiagram"),
     ("admin.md", "lbproxy 0.1.0"),  # what `lbproxy status` drew: tests/test_terminal.py
 }
-COMMAND = re.compile(r"^(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\S*/)?(make|lbproxy|python) ", re.MULTILINE)
-RUN = {("sh", "demo"), ("python", "demo"), ("sh", "faults"), ("sh", "lora"), ("json", "log"), ("yaml", "refused")}
-"""By tests/e2e/test_docs.py, as are settings and promql."""
+COMMAND = re.compile(r"^(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\S*/)?(make|lbproxy|python|pip) ", re.MULTILINE)
 
 
 def begins(block: Block, known: set[tuple[str, str]]) -> set[tuple[str, str]]:
     return {(page, text) for page, text in known if block.page.name == page and block.text.lstrip().startswith(text)}
+
+
+def is_generated(block: Block) -> bool:
+    """Whether a test writes it, and so compares it."""
+    before = "\n".join(block.page.read_text().splitlines()[: block.line - 1])
+    return before.rfind("<!-- generated: ") > before.rfind("<!-- end -->")
 
 
 def is_command(block: Block) -> bool:
@@ -79,7 +83,8 @@ def test_every_block_is_run_or_named_here() -> None:
     named = {*ELSEWHERE, *PICTURES, *ANSWERS}
     used, alone = set[tuple[str, str]](), list[str]()
     for block in BLOCKS:
-        if block.language in {"yaml", "promql"} or (block.language, block.mark) in RUN:
+        # Marked ones, settings and queries are those of tests/e2e/test_docs.py, which knows all marks.
+        if block.mark or block.language in {"yaml", "promql"} or is_generated(block):
             continue
         found = begins(block, named)
         used |= found
@@ -125,6 +130,12 @@ def test_commands_exist(block: Block) -> None:
             assert arguments[0] == "-m"
             assert importlib.util.find_spec(arguments[1]) is not None, arguments[1]
             assert_options(arguments[1], arguments[2:])
+        elif name == "pip":
+            extras = re.findall(r"lbproxy\[(\w+)\]", " ".join(arguments))
+            assert extras, arguments
+            assert {*extras} <= {
+                *tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            }
         elif name == "lbproxy":
             _parser().parse_args([word for word in arguments if word != "..."])
         else:
