@@ -405,8 +405,8 @@ class LoadModel:
             self._learn_rate(math.log(max(1.0, took_ms - self.base_ms / 2.0) / expected_ms))
 
     def _learn_sooner(self, placement: Placement, now: float) -> None:
-        """A whole answer came before its prefill was due: prefill is faster than believed. Where nobody streams, nothing
-        else says so, and requests were held before servers that had nothing to do.
+        """A whole answer came before its prefill was due: prefill is faster than believed. Where nobody streams,
+        nothing else says so, and requests were held before servers that had nothing to do.
         """
         if placement.uncached >= MANY_TOKENS and placement.request.prompt_bytes and placement.due_at < NEVER:
             took_ms = 1000.0 * (now - placement.placed_at)
