@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .PHONY: run test test-tools chaos soak test-real check format lint types lock clean bench-dashboard bench-overhead profile bench-routing \
-        bench-routing-http
+        bench-routing-http recording night
 
 run: $(VENV)/.run
 	$(BIN)/lbproxy demo
@@ -46,6 +46,15 @@ chaos: $(VENV)/.dev
 
 soak: $(VENV)/.dev
 	$(BIN)/python -m tests.chaos --soak
+
+# The README's picture: `lbproxy demo --traffic` from begin to end, in the time that it takes.
+recording: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.recording
+
+# One night for docs/operations.md: eight minutes, with a real Prometheus (make test-tools).
+night: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.night
+	LBPROXY_WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/test_docs_night.py
 
 # Half an hour, at most; writes benchmarks/RESULTS.md. RESUME=1 goes on with a run that was stopped.
 bench-overhead: $(VENV)/.dev $(BENCH)/venv/.peers $(BENCH)/litellm/.peer

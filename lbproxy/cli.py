@@ -60,6 +60,11 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="three simulated vLLM servers and lbproxy before them; no GPU needed")
     demo.add_argument("--listen", default="127.0.0.1:8080", metavar="HOST:PORT", help="default: 127.0.0.1:8080")
     demo.add_argument("--admin", default="127.0.0.1:9901", metavar="HOST:PORT", help="default: 127.0.0.1:9901")
+    what = "six servers with everyday traffic, of which one slows down, one is killed, and a third is drained"
+    demo.add_argument("--traffic", action="store_true", help=what)
+    demo.add_argument("--duration", type=float, metavar="SECONDS", default=150.0, help="of --traffic (default: 150)")
+    demo.add_argument("--rate", type=float, metavar="N", default=12.0, help="its requests a second (default: 12)")
+    demo.add_argument("--seed", type=int, default=1, metavar="N", help="another seed, other requests (default: 1)")
 
     mock = commands.add_parser("mock", help="one simulated vLLM server")
     mock.add_argument("--host", default="127.0.0.1", help="where it listens (default: 127.0.0.1)")
@@ -151,9 +156,43 @@ def _completion(args: argparse.Namespace) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from lbproxy.demo import run_demo  # noqa: PLC0415
+    if args.traffic:
+        return _demo_traffic(args)
+    from lbproxy.demo.first import run_demo  # noqa: PLC0415
 
     _run_until_signal(lambda stop, _: run_demo(args.listen, args.admin, stop))
+    return 0
+
+
+def _demo_traffic(args: argparse.Namespace) -> int:
+    from rich.console import Console  # noqa: PLC0415
+
+    from lbproxy.demo import show, traffic  # noqa: PLC0415
+    from lbproxy.demo.fleet import FleetError  # noqa: PLC0415
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    try:
+        options = traffic.Options(
+            listen=args.listen, admin=args.admin, duration_s=args.duration, seed=args.seed, rate=args.rate
+        )
+    except ValueError as error:
+        print(f"lbproxy demo: {error}", file=sys.stderr)
+        return 2
+    last: traffic.View | None = None
+
+    async def night(stop: asyncio.Event, _: asyncio.Event) -> None:
+        nonlocal last
+        with show.Drawn(console) if console.is_terminal else show.Printed() as shown:
+            last = await traffic.run_traffic(options, stop, shown)
+
+    print("Six simulated servers and lbproxy are started ...", flush=True)
+    try:
+        _run_until_signal(night)
+    except FleetError as error:
+        print(f"lbproxy demo: {error}", file=sys.stderr)
+        return 1
+    if last is not None:
+        show.summary(last, console)
     return 0
 
 

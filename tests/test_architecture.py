@@ -42,7 +42,7 @@ ONLY_IN = {
     "pydantic": {"config/"},
     "pydantic_core": {"config/"},
     "uvloop": {"cli.py"},
-    "rich": {"check.py", "sim_cli.py", "cli.py", "terminal/"},
+    "rich": {"check.py", "sim_cli.py", "cli.py", "terminal/", "demo/show.py"},
     "httpx": {"terminal/"},
     "matplotlib": {"sim/plots.py"},
     "dns": {"control/nameservers.py"},

@@ -1,0 +1,1 @@
+"""`lbproxy demo`: simulated servers and lbproxy before them; with `--traffic` also clients, and a bad night."""

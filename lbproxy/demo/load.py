@@ -1,0 +1,120 @@
+"""Clients that send everyday traffic, open loop, and note what became of each request.
+
+Only what the wire shows is believed: an answer is good if its status was 200 and it is whole, a stream's with `[DONE]`.
+Times count from when a request was due, so that a client that is late does not make the fleet look fast.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import aiohttp
+
+from lbproxy.sim.mix import Ask, body
+
+TIMEOUT_S = 300.0
+"""For one answer: a patient client's."""
+DONE = b"data: [DONE]"
+ERROR = b'data: {"error"'
+
+
+@dataclass(slots=True)
+class Seen:
+    """One request, as its client saw it."""
+
+    id: str
+    at_s: float
+    """When it was due, since the begin."""
+    kind: str
+    stream: bool
+    endpoint: str | None = None
+    """Who answered it."""
+    attempts: int = 0
+    first_s: float | None = None
+    """From `at_s` to the first byte of a stream; None = none came, or it is no stream."""
+    ended_s: float = 0.0
+    """When it had ended, since the begin."""
+    wrong: str | None = None
+    """What was wrong with it; None = nothing."""
+
+    @property
+    def cut(self) -> bool:
+        """It failed after its client had some of it: nobody could have tried it again."""
+        return self.wrong is not None and self.first_s is not None
+
+    @property
+    def failed(self) -> bool:
+        """It failed before its client had anything."""
+        return self.wrong is not None and self.first_s is None
+
+
+class Load:
+    """One run of it."""
+
+    def __init__(self, url: str, model: str, asks: Sequence[Ask]) -> None:
+        """`asks` in order of time."""
+        self.seen: list[Seen] = []
+        """Those that have ended."""
+        self.heads: deque[tuple[float, str]] = deque(maxlen=1000)
+        """The last answers that began: when, since the begin, and from whom. A stream's head comes at once."""
+        self.running = 0
+        self._url = url
+        self._model = model
+        self._asks = asks
+        self._began_at: float | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the begin; 0 before."""
+        return 0.0 if self._began_at is None else time.monotonic() - self._began_at
+
+    async def run(self) -> None:
+        """Send everything when it is due, and wait for the last answer. Cancel it to leave at once."""
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http, asyncio.TaskGroup() as group:
+            self._began_at = time.monotonic()
+            for ask in self._asks:
+                # Made before it is due: the text of a long prompt takes a millisecond.
+                asked = body(ask, self._model)
+                await asyncio.sleep(max(0.0, ask.at_s - self.elapsed_s))
+                group.create_task(self._call(http, ask, asked))
+
+    async def _call(self, http: aiohttp.ClientSession, ask: Ask, asked: bytes) -> None:
+        seen = Seen(ask.job.id, ask.at_s, ask.kind, ask.stream)
+        headers = {"Content-Type": "application/json", "X-Request-Id": seen.id}
+        if ask.job.session is not None:
+            headers["X-Session-Id"] = f"{ask.kind}-{ask.job.session}"
+        self.running += 1
+        try:
+            async with http.post(f"{self._url}/v1/chat/completions", data=asked, headers=headers) as answer:
+                seen.endpoint = answer.headers.get("x-lbproxy-endpoint")
+                seen.attempts = int(answer.headers.get("x-lbproxy-attempts", "0"))
+                if seen.endpoint is not None:
+                    self.heads.append((self.elapsed_s, seen.endpoint))
+                await self._read(answer, seen)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            seen.wrong = f"{type(error).__name__}: {error}"
+        finally:
+            self.running -= 1
+        seen.ended_s = self.elapsed_s
+        self.seen.append(seen)
+
+    async def _read(self, answer: aiohttp.ClientResponse, seen: Seen) -> None:
+        if answer.status != 200:
+            seen.wrong = f"status {answer.status}: {(await answer.read())[:200]!r}"
+            return
+        if not seen.stream:
+            await answer.read()
+            return
+        tail = b""
+        async for chunk in answer.content.iter_any():
+            if seen.first_s is None:
+                seen.first_s = self.elapsed_s - seen.at_s
+            tail = (tail + chunk)[-2048:]
+        if ERROR in tail or DONE not in tail:
+            seen.wrong = f"cut: {tail[-200:]!r}"
