@@ -25,7 +25,7 @@ from lbproxy.demo.show import EIGHTHS, picture, summary
 from lbproxy.demo.traffic import Options, View, run_traffic
 
 OUT = Path(__file__).parents[1] / "docs" / "images" / "demo.gif"
-COLUMNS, ROWS = 80, 23
+COLUMNS, ROWS = 80, 21
 EVERY_S = 2.0
 """Of the demo, from frame to frame."""
 FRAME_MS, LAST_MS = 500, 6000
@@ -109,6 +109,15 @@ async def record(seed: int) -> tuple[list[Image.Image], View]:
     return frames, end
 
 
+def colours(frames: list[Image.Image]) -> Image.Image:
+    """A palette that has what stands in any of some frames: not every colour is in each."""
+    some = frames[:: max(1, len(frames) // 12)]
+    together = Image.new("RGB", (some[0].width, some[0].height * len(some)))
+    for number, frame in enumerate(some):
+        together.paste(frame, (0, number * frame.height))
+    return together.quantize(40, dither=Image.Dither.NONE)
+
+
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -116,7 +125,7 @@ def main() -> None:
     parser.add_argument("--frames", type=Path, metavar="FOLDER", help="write some as PNG, to look at")
     options = parser.parse_args()
     frames, end = uvloop.run(record(options.seed))
-    palette = frames[len(frames) // 2].quantize(32, dither=Image.Dither.NONE)
+    palette = colours(frames)
     flat = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     durations = [FRAME_MS] * (len(flat) - 1) + [LAST_MS]
     flat[0].save(OUT, save_all=True, append_images=flat[1:], duration=durations, loop=0, optimize=True)

@@ -119,7 +119,8 @@ def _servers(view: View) -> Table:
     heads = ("server", "", "share of the last 10 s", "in flight", "ms per token")
     shown.add_row(*(Text(head, style="dim") for head in heads))
     for row in view.rows:
-        style = "green" if row.good else "yellow" if row.gap_ms is not None else "red"
+        meant = row.gap_ms is not None or row.state.startswith("drain")
+        style = "green" if row.good else "yellow" if meant else "red"
         gap = Text("-" if row.gap_ms is None else f"{row.gap_ms:.0f}", style="" if row.good else style)
         shown.add_row(row.name, Text(row.state, style=style), _bar(row, style), str(row.in_flight), gap)
     return shown
