@@ -115,7 +115,7 @@ def test_of_too_many_those_that_need_a_look_come_first() -> None:
 
 def test_what_is_unknown_is_a_dash_and_never_0() -> None:
     unknown = endpoint("new", waiting=None, running=None, kv_utilization=None, learned=None, recent=None, in_flight=0)
-    assert drawn(fleet([unknown]))[1].split() == ["new", "up", "0", "-", "-", "-", "-", "-", "-", "-"]
+    assert drawn(fleet([unknown]))[1].split() == ["new", "up", "0", *"--------"]
 
 
 def test_nothing_from_outside_moves_the_cursor() -> None:

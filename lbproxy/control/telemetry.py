@@ -463,6 +463,13 @@ def _endpoint_families(
     text = "Times that the breaker took an endpoint out, by why"
     keys = [(one.endpoint.name, cause.value) for one in endpoints for cause in Cause]
     yield counters("endpoint_ejections", text, ("endpoint", "cause"), [(key, ejections.get(key, 0)) for key in keys])
+    text = "Tokens of streams that came from the endpoint, as far as is known, counted four times a second"
+    yield counters(
+        "endpoint_streamed_tokens",
+        text,
+        ("endpoint",),
+        [((one.endpoint.name,), one.tokens_streamed) for one in endpoints],
+    )
     text = "Load reports in the headers of an endpoint's answers, by whether they could be read"
     reports = [
         ((one.endpoint.name, word), count)

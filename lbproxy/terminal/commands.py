@@ -44,7 +44,8 @@ def drain(client: AdminClient, console: Console, name: str, *, wait: bool, timeo
     while True:
         left = progress["in_flight"]
         if left != said:
-            console.print(f"{shown} is {'drained' if not left else f'draining: {left} requests left'}", markup=False)
+            so_far = "drained" if not left else f"draining: {left} {'request' if left == 1 else 'requests'} left"
+            console.print(f"{shown} is {so_far}", markup=False)
             said = left
         if not left or not wait:
             return 0

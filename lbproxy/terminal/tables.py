@@ -54,7 +54,7 @@ def fleet(endpoints: Sequence[Fields], limit: int | None = None) -> Table:
     table = Table(box=None, padding=(0, 0, 0, 1), header_style="dim", pad_edge=False)
     table.add_column("endpoint", no_wrap=True, max_width=MAX_NAME)
     table.add_column("health", no_wrap=True)
-    for head in ("flight", "wait", "run", "kv", "first B", "hit", "queue", "ms/kt"):
+    for head in ("flight", "wait", "run", "kv", "first B", "hit", "queue", "ms/kt", "ms/t"):
         table.add_column(head, justify="right", no_wrap=True)
     shown = list(endpoints)
     if limit is not None and len(shown) > limit:
@@ -80,6 +80,7 @@ def _row(one: Fields) -> Iterator[RenderableType]:
     yield _percent(recent.get("hit_ratio"))
     yield _number(learned.get("prefill_queue_ms"))
     yield _number(None if speed is None else 1000.0 * speed)
+    yield _number(learned.get("gap_ms"))
 
 
 def _health(one: Fields) -> Text:
@@ -96,7 +97,8 @@ def _health(one: Fields) -> Text:
 
 LEGEND = (
     "flight: our requests there · wait, run, kv: the engine's own word · first B: median ms to the first byte · "
-    "hit: of prompts in its cache · queue: ms of prefill queued · ms/kt: prefill, 1,000 tokens"
+    "hit: of prompts in its cache · queue: ms of prefill queued · ms/kt: prefill, 1,000 tokens · "
+    "ms/t: from token to token of an answer"
 )
 
 

@@ -249,6 +249,11 @@ def test_status_codes_are_bounded() -> None:
     assert len(codes) < 80
 
 
+def test_streamed_tokens_are_counted_by_endpoint() -> None:
+    with telemetry(seen(1), seen(2, tokens_streamed=7)) as (made, _):
+        assert read(made)["lbproxy_endpoint_streamed_tokens_total"] == {("e1",): 100, ("e2",): 7}
+
+
 def test_unknown_and_stale_signals_have_no_sample() -> None:
     """A gauge of 0 would read as idle."""
     fresh = LoadMetrics(scraped_at=1.0, running=5.0, kv_utilization=0.25)
