@@ -16,7 +16,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 import uvloop
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageColor, ImageDraw, ImageFont
 from rich.console import Console
 from rich.segment import Segment
 from rich.style import Style
@@ -40,6 +40,8 @@ COLOURS = {
     "cyan": "#79c0ff",
     "dim": "#8b949e",
 }
+STEPS = 6
+"""Mixtures of an ink with the background."""
 LIGHTS = ("#ff5f57", "#febc2e", "#28c840")
 
 
@@ -109,13 +111,17 @@ async def record(seed: int) -> tuple[list[Image.Image], View]:
     return frames, end
 
 
-def colours(frames: list[Image.Image]) -> Image.Image:
-    """A palette that has what stands in any of some frames: not every colour is in each."""
-    some = frames[:: max(1, len(frames) // 12)]
-    together = Image.new("RGB", (some[0].width, some[0].height * len(some)))
-    for number, frame in enumerate(some):
-        together.paste(frame, (0, number * frame.height))
-    return together.quantize(40, dither=Image.Dither.NONE)
+def palette() -> Image.Image:
+    """Every ink in a few mixtures with the background, for the edges of letters."""
+    inks = [INK, *COLOURS.values(), *LIGHTS]
+    back = ImageColor.getrgb(BACK)
+    values = [*back, *ImageColor.getrgb(HEAD)]
+    for ink in map(ImageColor.getrgb, inks):
+        for step in range(1, STEPS + 1):
+            values += [round(b + (i - b) * step / STEPS) for b, i in zip(back, ink, strict=True)]
+    image = Image.new("P", (1, 1))
+    image.putpalette(values)
+    return image
 
 
 def main() -> None:
@@ -125,8 +131,8 @@ def main() -> None:
     parser.add_argument("--frames", type=Path, metavar="FOLDER", help="write some as PNG, to look at")
     options = parser.parse_args()
     frames, end = uvloop.run(record(options.seed))
-    palette = colours(frames)
-    flat = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
+    few = palette()
+    flat = [frame.quantize(palette=few, dither=Image.Dither.NONE) for frame in frames]
     durations = [FRAME_MS] * (len(flat) - 1) + [LAST_MS]
     flat[0].save(OUT, save_all=True, append_images=flat[1:], duration=durations, loop=0, optimize=True)
     if options.frames is not None:
