@@ -27,6 +27,8 @@ CYCLES_S = {"chat": 12.0, "agents": 6.0}
 """From one turn of a user to the next, thinking included."""
 ANSWER_S = 4.0
 """How long an answer is taken to take."""
+MAX_PROMPT = 32_000
+"""A turn whose prompt is longer is not sent: the model could not take it."""
 MAX_ANSWER = 400
 """Tokens of an answer at most, so that a server that is drained is soon empty."""
 STREAMS = 0.75
@@ -65,7 +67,7 @@ def everyday(seed: int, *, rate: float, duration_s: float) -> list[Ask]:
     for number, (kind, given) in enumerate(parameters.items()):
         workload = make_workload(kind, {**given, "duration_s": length_s}, seed=seed)
         for at, job in _opened(workload):
-            if at >= RUN_IN_S:
+            if at >= RUN_IN_S and job.prompt_tokens <= MAX_PROMPT:
                 found.append(Ask(at - RUN_IN_S, kind, _own(job, kind, number), rng.random() < STREAMS))
     return sorted(found, key=lambda ask: (ask.at_s, ask.job.id))
 
