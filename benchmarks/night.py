@@ -154,7 +154,7 @@ class Night:
             await self._ask(0, "status")
             await self._step(1)
             await self._until(50.0)
-            await self._explain(1, lambda one: _cached_at(one, slow) and one["endpoint"] != slow)
+            await self._explain(1, lambda one: one["stream"] and _cached_at(one, slow) and one["endpoint"] != slow)
             await self._until(235.0)
             await self._ask(1, "status")
             await self._step(2)
@@ -229,7 +229,8 @@ class Night:
         while self._load.elapsed_s < patience_s:
             async with self._http.get(f"{self._fleet.admin_url}/admin/decisions?limit=1000") as answer:
                 recent = [one["id"] for one in (await answer.json())["decisions"]]
-            ours = {one.id for one in self._load.seen if one.at_s >= begin_s or one.wrong is not None}
+            ended = [one for one in self._load.seen if one.ended_s >= begin_s]
+            ours = {one.id for one in ended if one.at_s >= begin_s or one.attempts > 1 or one.wrong is not None}
             for request in recent:
                 if request in ours and wanted(await self._decision(request)):
                     await self._ask(number, "explain", request)
