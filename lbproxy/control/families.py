@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -91,6 +91,16 @@ def histogram(name: str, text: str, labels: Sequence[str] = ("route",)) -> Histo
 def render(family: Metric) -> bytes:
     """One family as text."""
     return generate_latest(_Single(family))
+
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+def keep(series: MutableMapping[Key, Value], wanted: Callable[[Key], bool]) -> None:
+    """Forget the others."""
+    for key in [key for key in series if not wanted(key)]:
+        del series[key]
 
 
 class _Single(Collector):

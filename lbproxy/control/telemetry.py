@@ -17,10 +17,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
@@ -42,6 +42,7 @@ from lbproxy.control.families import (
     gauge,
     gauges,
     histogram,
+    keep,
     load_families,
     render,
     source_families,
@@ -306,17 +307,17 @@ class Telemetry:
         """Drop the series of endpoints and models that are no more, and learn the models that are."""
         uids = {one.endpoint.uid for one in snapshot.endpoints}
         names = {one.endpoint.name for one in snapshot.endpoints}
-        _keep(self._scrapers, lambda uid: uid in uids)
-        _keep(self._by_endpoint, lambda key: key[0] in names)
-        _keep(self._failed, lambda key: key[0] in names)
-        _keep(self._transitions, lambda key: key[0] in names)
-        _keep(self._ejections, lambda key: key[0] in names)
+        keep(self._scrapers, lambda uid: uid in uids)
+        keep(self._by_endpoint, lambda key: key[0] in names)
+        keep(self._failed, lambda key: key[0] in names)
+        keep(self._transitions, lambda key: key[0] in names)
+        keep(self._ejections, lambda key: key[0] in names)
         served = dict.fromkeys(model for one in snapshot.endpoints for model in one.models or ())
         kept = [model for model in self._model_labels if model in served]
         new = [model for model in served if model not in self._model_labels]
         self._model_labels = {model: model[:MAX_LABEL_CHARS] for model in [*kept, *new][:MAX_MODEL_LABELS]}
         labels = {OTHER, *self._model_labels.values()}
-        _keep(self._by_model, lambda key: key[0] in labels)
+        keep(self._by_model, lambda key: key[0] in labels)
 
     def _request_families(self) -> Iterator[Metric]:
         requests: defaultdict[tuple[str, str, str], int] = defaultdict(int)
@@ -491,12 +492,3 @@ def _one_per_name(endpoints: Iterable[EndpointSnapshot]) -> list[EndpointSnapsho
             one = replace(first, in_flight=in_flight, awaiting_first_byte=awaiting)  # noqa: PLW2901
         by_name[one.endpoint.name] = one
     return list(by_name.values())
-
-
-Key = TypeVar("Key")
-Value = TypeVar("Value")
-
-
-def _keep(series: MutableMapping[Key, Value], wanted: Callable[[Key], bool]) -> None:
-    for key in [key for key in series if not wanted(key)]:
-        del series[key]
