@@ -1,0 +1,252 @@
+"""How many instructions a request takes in lbproxy, counted by valgrind: as many on a busy machine as on an idle one.
+
+`python -m benchmarks.instructions` needs valgrind and cc (`apt-get install valgrind gcc`). The whole product runs as
+installed, with metrics, decisions kept and the access log, but between transports that lead nowhere: no sockets, no
+kernel, no event loop. So it says what a change of our code saves, and nothing about system calls. The clock goes on as
+if some 10,000 requests came a second. Loads: `1k` and `32k` are requests with a whole answer, `sse` is one event of a
+stream, `stream` a request whose answer has ten.
+
+`--part lbproxy.core.adaptive:Adaptive.price` counts only what happens within that function, with all that it calls.
+`--checkout PATH` runs the lbproxy of another checkout under this page's load, for a before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import functools
+import importlib
+import itertools
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import uvloop
+
+from lbproxy import process
+from lbproxy.app import Proxy
+from lbproxy.config import parse
+from lbproxy.control import log
+from lbproxy.core.types import LoadMetrics, ModelCard
+from lbproxy.net.notify import Notifier
+from lbproxy.net.pool import Connection, Origin
+
+ROOT = Path(__file__).parents[1]
+LOADS = ("1k", "32k", "sse", "stream")
+LIBRARY = ROOT / ".bench/valgrind.so"
+WARM, COUNTED = 600, 500
+"""Requests, or events of streams."""
+READS_A_SECOND = 100_000
+"""The clock goes on by so much each time it is read: as if some 10,000 requests came a second."""
+
+ANSWER = (
+    b'{"id":"chatcmpl-0","object":"chat.completion","created":1700000000,"model":"m","choices":[{"index":0,'
+    b'"message":{"role":"assistant","content":" a few words of an answer"},"finish_reason":"length"}],'
+    b'"usage":{"prompt_tokens":250,"completion_tokens":6,"total_tokens":256}}'
+)
+WHOLE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(ANSWER), ANSWER)
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+DATA = (
+    b'data: {"id":"chatcmpl-0","object":"chat.completion.chunk","created":1700000000,"model":"m",'
+    b'"choices":[{"index":0,"delta":{"content":" t=00000001700000000000 "},"finish_reason":null}]}\n\n'
+)
+EVENT = b"%x\r\n%s\r\n" % (len(DATA), DATA)
+LAST = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+
+
+def request(body_bytes: int, *, stream: bool = False) -> bytes:
+    """A plain request, as clients send it."""
+    options = b'"stream":true' if stream else b'"max_tokens":6'
+    body = b'{"model":"m",%s,"messages":[{"role":"user","content":"%s"}]}' % (
+        options,
+        b"a word or " * (body_bytes // 10),
+    )
+    return (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:8080\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+    )
+
+
+class Nowhere(asyncio.Transport):
+    """Takes bytes and remembers the last."""
+
+    last = b""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.last = data  # type: ignore[assignment]
+
+    def writelines(self, list_of_data: Any) -> None:
+        self.last = list_of_data[-1]
+
+    def is_closing(self) -> bool:
+        return False
+
+    def abort(self) -> None:
+        pass
+
+    close = resume_reading = pause_reading = abort
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+
+class Wiring:
+    """A client's connection, so many endpoints, and all of lbproxy between them."""
+
+    def __init__(self, policy: str, endpoints: int) -> None:
+        urls = "\n".join(f"  - http://127.0.0.1:{port}" for port in range(1, endpoints + 1))
+        settings = parse(f"routing: {{policy: {policy}}}\nendpoints:\n{urls}", environ={})
+
+        self.proxy = proxy = Proxy(settings, Notifier.from_environment({}))
+        runtime = proxy.runtime
+        self.connections = []
+        for endpoint in runtime.set_endpoints(proxy.discovery.endpoints()).added:
+            runtime.report_models(endpoint.uid, [ModelCard("m", b'{"id":"m"}')])
+            runtime.report_health(endpoint.uid, True, "")
+            fresh = LoadMetrics(scraped_at=runtime.now() + 3600, waiting=0.0, running=0.0, kv_utilization=0.1)
+            runtime.report_scrape(endpoint.uid, fresh)
+            for _ in range(4):
+                connection = Connection(proxy.connections, Origin.parse(endpoint.base_url))
+                connection.connection_made(Nowhere())
+                proxy.connections.keep(connection, idle=True)
+                self.connections.append(connection)
+        self.clock = itertools.count(runtime.now(), 1.0 / READS_A_SECOND)
+        runtime.now = lambda: next(self.clock)
+        wall = itertools.count(time.time(), 10.0 / READS_A_SECOND)
+        vars(log)["time"] = SimpleNamespace(**{**vars(time), "time": lambda: next(wall)})
+        self.client, self.transport = proxy.front(), Nowhere()
+        self.client.connection_made(self.transport)
+        self.client.address = "127.0.0.1"
+
+    def answering(self) -> Connection:
+        """The connection on which a request is."""
+        return next(one for one in self.connections if one._receiver is not None)
+
+
+def whole(wiring: Wiring, sent: bytes, rounds: int) -> None:
+    """Requests and their answers, one after the other."""
+    client, connections = wiring.client, wiring.connections
+    for _ in range(rounds):
+        client.data_received(sent)
+        for connection in connections:
+            if connection._receiver is not None:
+                connection.data_received(WHOLE)
+
+
+def events(connection: Connection, rounds: int) -> None:
+    """Of one stream."""
+    for _ in range(rounds):
+        connection.data_received(EVENT)
+
+
+def streams(wiring: Wiring, sent: bytes, rounds: int) -> None:
+    """Streams of ten events."""
+    client, connections = wiring.client, wiring.connections
+    for _ in range(rounds):
+        client.data_received(sent)
+        for connection in connections:
+            if connection._receiver is not None:
+                connection.data_received(STREAM + EVENT)
+                for _ in range(9):
+                    connection.data_received(EVENT)
+                connection.data_received(LAST)
+
+
+async def count(load: str, policy: str, endpoints: int, part: str | None) -> None:
+    """One load, under valgrind."""
+    library = ctypes.CDLL(str(LIBRARY))
+    wiring = Wiring(policy, endpoints)
+    if load == "sse":
+        wiring.client.data_received(request(1000, stream=True))
+        connection = wiring.answering()
+        connection.data_received(STREAM + EVENT)
+        run: Callable[[int], None] = functools.partial(events, connection)
+    elif load == "stream":
+        run = functools.partial(streams, wiring, request(960, stream=True))
+    else:
+        run = functools.partial(whole, wiring, request(960 if load == "1k" else 32_600))
+    if part is not None:
+        _toggled(part, library.toggle)
+    process.settle()
+    run(WARM)
+    library.start()
+    if part is None:
+        library.toggle()
+    run(COUNTED)
+    if part is None:
+        library.toggle()
+    library.stop()
+    last = wiring.transport.last
+    assert (b"data: {" if load == "sse" else b"[DONE]" if load == "stream" else b'"usage"') in last
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _toggled(part: str, toggle: Callable[[], object]) -> None:
+    """Have a function counted."""
+    module, _, path = part.partition(":")
+    owner: Any = importlib.import_module(module)
+    *outer, name = path.split(".")
+    for one in outer:
+        owner = getattr(owner, one)
+    inner = getattr(owner, name)
+
+    def counted(*args: Any, **named: Any) -> Any:
+        toggle()
+        try:
+            return inner(*args, **named)
+        finally:
+            toggle()
+
+    setattr(owner, name, counted)
+
+
+def measured(args: argparse.Namespace, load: str) -> float:
+    """Instructions for each request or event, of a run in a process of its own. Ends the program if that fails."""
+    path = str(args.checkout.resolve())
+    run = f"import runpy, sys; sys.path[:0] = [{path!r}]; runpy.run_path({__file__!r}, run_name='__main__')"
+    valgrind = ["--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no", "--callgrind-out-file=/dev/null"]
+    command = ["valgrind", *valgrind, sys.executable, "-P", "-c", run, "--child", "--load", load]
+    command += ["--policy", args.policy, "--endpoints", str(args.endpoints)]
+    if args.part:
+        command += ["--part", args.part]
+    seeded = {**os.environ, "PYTHONHASHSEED": "0"}
+    made = subprocess.run(command, capture_output=True, text=True, check=False, cwd=path, env=seeded)
+    found = re.search(r"Collected : (\d+)", made.stderr)
+    if found is None:
+        raise SystemExit(made.stderr[-3000:])
+    return int(found[1]) / COUNTED
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--load", action="append", choices=LOADS, help="may be said several times; default: all")
+    parser.add_argument("--policy", default="adaptive")
+    parser.add_argument("--endpoints", type=int, default=1)
+    parser.add_argument("--part", metavar="MODULE:FUNCTION")
+    parser.add_argument("--checkout", type=Path, default=ROOT)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        uvloop.run(count(args.load[0], args.policy, args.endpoints, args.part))
+        return
+    LIBRARY.parent.mkdir(exist_ok=True)
+    source = str(ROOT / "benchmarks/valgrind.c")
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(LIBRARY), source], check=True)
+    for load in args.load or LOADS:
+        print(f"{load}: {measured(args, load):,.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
