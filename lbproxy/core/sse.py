@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import re
 
+import orjson
+
 from lbproxy.core.types import Usage
 
 _ENDS = (b"\n\n", b"\n\r\n")
@@ -92,6 +94,7 @@ _COUNTS = {
     b"output_tokens": 2,
 }
 """Where in `Usage` each stands: the names of OpenAI's two APIs, and of Anthropic's."""
+_TOO_MANY = 1_000_000_000
 
 
 class UsageScanner:
@@ -130,12 +133,34 @@ class UsageScanner:
     @property
     def usage(self) -> Usage | None:
         """What it says; None if it says nothing."""
-        counts: list[int | None] = [None, None, None]
-        if self._tail.startswith(_USAGE):
-            for name, count in _COUNT.findall(self._tail):
-                if counts[_COUNTS[name]] is None:
-                    counts[_COUNTS[name]] = int(count)
-        return None if counts == [None, None, None] else Usage(*counts)
+        return _read_counts(self._tail) if self._tail else None
+
+
+def _read_counts(tail: bytes) -> Usage | None:
+    """What a payload says from its last `"usage"` on.
+
+    Where an object follows at once it is parsed, up to the brace that should end it: half of what a search costs.
+    What is no such object, was cut, or says something odd, is searched.
+    """
+    text, brace, _ = tail[8 if tail[7:9] == b":{" else 9 :].partition(b"}")
+    try:
+        said = orjson.loads(text + brace)
+    except orjson.JSONDecodeError:
+        return _search_counts(tail)
+    if type(said) is dict and "cached_tokens" not in said:
+        prompt, completion = said.get("prompt_tokens"), said.get("completion_tokens")
+        if type(prompt) is int and type(completion) is int and 0 <= prompt < _TOO_MANY and 0 <= completion < _TOO_MANY:
+            return tuple.__new__(Usage, (prompt, None, completion))  # past a wrapper that takes as long as the rest
+    return _search_counts(tail)
+
+
+def _search_counts(tail: bytes) -> Usage | None:
+    counts: list[int | None] = [None, None, None]
+    if tail.startswith(_USAGE):
+        for name, count in _COUNT.findall(tail):
+            if counts[_COUNTS[name]] is None:
+                counts[_COUNTS[name]] = int(count)
+    return None if counts == [None, None, None] else Usage(*counts)
 
 
 def _beginning(data: bytes, start: int, end: int) -> bytes:
@@ -145,9 +170,8 @@ def _beginning(data: bytes, start: int, end: int) -> bytes:
 
 def read_usage(body: bytes) -> Usage | None:
     """The usage of an answer that came in one piece."""
-    scanner = UsageScanner()
-    scanner.feed(body, 0, len(body))
-    return scanner.usage
+    at = body.rfind(_USAGE)
+    return None if at < 0 else _read_counts(body[at : at + _USAGE_BYTES])
 
 
 class JsonWatcher:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lbproxy.core import sse
 from lbproxy.core.sse import EventScanner, JsonWatcher, UsageScanner, read_usage
 from lbproxy.core.types import Usage
 
@@ -100,6 +102,21 @@ def test_usage_is_found_however_it_is_cut(payload: bytes, usage: Usage | None, s
         scanner.feed(piece, 3, len(piece) - 2)
     assert scanner.usage == usage
     assert read_usage(payload) == usage
+
+
+@given(
+    counts=st.dictionaries(
+        st.sampled_from(
+            ["prompt_tokens", "completion_tokens", "total_tokens", "cached_tokens", "prompt_tokens_details"]
+        ),
+        st.none() | st.integers(-5, 10**10) | st.booleans() | st.just({"cached_tokens": 3}),
+    ),
+    spaced=st.booleans(),
+)
+def test_usage_that_is_parsed_says_what_a_search_finds(counts: dict[str, object], spaced: bool) -> None:
+    """The short way is for the usual object only, and must not read another meaning into it."""
+    body = json.dumps({"usage": counts}, separators=None if spaced else (",", ":")).encode()
+    assert read_usage(body) == sse._search_counts(body[body.rfind(b'"usage"') :])
 
 
 @given(noise=st.binary(max_size=3000), data=st.data())
