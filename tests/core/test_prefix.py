@@ -53,6 +53,15 @@ def test_any_json_can_be_flattened(body: dict[str, object], messages: list[objec
     assert isinstance(flatten(body), bytes)
 
 
+@given(messages=st.lists(MESSAGE, max_size=6))
+def test_messages_of_plain_texts_take_a_short_way_to_the_same_bytes(messages: list[Any]) -> None:
+    """Otherwise one and the same conversation would have two beginnings."""
+    short = flatten({"messages": messages})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix, "FEW_MESSAGES", -1)
+        assert flatten({"messages": messages}) == short
+
+
 def test_nothing_that_came_through_json_is_too_strange() -> None:
     deep: object = 1
     for _ in range(900):
