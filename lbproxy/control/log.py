@@ -46,6 +46,8 @@ class LineWriter:
         self._lines: deque[bytes] = deque()
         self._wake = threading.Event()
         self._closing = threading.Event()
+        self._closed = False
+        """The same, for a look that costs nothing."""
         # Two counts, since += is not atomic: the first is written by the loop, the second by the thread.
         self._refused = 0
         self._failed = 0
@@ -59,15 +61,17 @@ class LineWriter:
 
     def write(self, line: bytes) -> None:
         """Queue a line, which ends with a line feed. Never blocks; drops the line if the queue is full."""
-        if len(self._lines) >= MAX_LINES or self._closing.is_set():
+        lines = self._lines
+        if len(lines) >= MAX_LINES or self._closed:
             self._refused += 1
             return
-        self._lines.append(line)
-        if not self._wake.is_set():
+        lines.append(line)
+        if len(lines) == 1:  # else the thread, which looks again after each batch, has not come to those before it
             self._wake.set()
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Write what is queued, but wait no longer than this for a reader that takes nothing. The descriptor stays."""
+        self._closed = True
         self._closing.set()
         self._wake.set()
         self._thread.join(timeout_s)
@@ -98,9 +102,15 @@ def _second(at: int) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at))
 
 
+@functools.lru_cache(maxsize=4)
+def _millisecond(at: int) -> str:
+    """Of 10,000 requests in a second ten have the same."""
+    return f"{_second(at // 1000)}.{at % 1000:03d}Z"
+
+
 def stamp(at: float) -> str:
     """Wall time (seconds since the epoch) by RFC 3339: UTC, milliseconds."""
-    return f"{_second(int(at))}.{int(at * 1000) % 1000:03d}Z"
+    return _millisecond(int(at * 1000))
 
 
 def plain(text: str, limit: int) -> str:
@@ -136,6 +146,11 @@ LEVELS: dict[Outcome, int] = {
 _LEVEL_NAMES = {one: logging.getLevelName(level).lower() for one, level in LEVELS.items()}
 
 
+_WORDS = {one: (*OUTCOMES[one], _LEVEL_NAMES[one]) for one in Outcome}
+_LINE = (
+    '{"time":"%s","level":"%s","event":"request","id":"%s",%s,"request_bytes":%d,"response_bytes":%d,"events":%d,'
+    '"queue_ms":%s,"ttfb_ms":%s,"duration_ms":%.3f%s}\n'
+)
 _HARMLESS = re.compile(r"[A-Za-z0-9._:/+=@-]{0,128}").fullmatch
 """What needs no escapes: every request id that is ours, or that we took from a client."""
 
@@ -143,7 +158,7 @@ _HARMLESS = re.compile(r"[A-Za-z0-9._:/+=@-]{0,128}").fullmatch
 def access_line(record: RequestRecord) -> bytes:
     """The access log's line of a request, line feed included. 2 µs: most of it is as in a line before."""
     placed_at, first_byte_at, started_at = record.placed_at, record.first_byte_at, record.started_at
-    outcome, status = OUTCOMES[record.outcome]
+    outcome, status, level = _WORDS[record.outcome]
     facts = _facts(
         record.client,
         record.method,
@@ -155,20 +170,34 @@ def access_line(record: RequestRecord) -> bytes:
         outcome,
         record.attempts,
     )
-    queue = "null" if placed_at is None else f"{1e3 * record.queue_s:.3f}"
+    queue_s = record.queue_s
+    queue = "null" if placed_at is None else f"{1e3 * queue_s:.3f}" if queue_s else "0.000"
     ttfb = "null" if first_byte_at is None else f"{1e3 * (first_byte_at - started_at):.3f}"
-    error = "" if record.error is None else f',"error":{_quoted(record.error, MAX_ERROR_CHARS)}'
-    key = "" if record.key is None else f',"key":{_quoted(record.key, MAX_FIELD_CHARS)}'
+    more = "" if record.key is None else f',"key":{_quoted(record.key, MAX_FIELD_CHARS)}'
     if record.flow is not None and record.flow not in (record.key, ANONYMOUS):
-        key += f',"flow":{_quoted(record.flow, MAX_FIELD_CHARS)}'
-    alias = "" if record.alias is None else f',"alias":{_quoted(record.alias, MAX_FIELD_CHARS)}'
-    trace = "" if record.trace is None else f',"trace_id":"{record.trace.trace_id:032x}"'
-    return (
-        f'{{"time":"{stamp(time.time())}","level":"{_LEVEL_NAMES[record.outcome]}","event":"request",'
-        f'"id":{_quoted(record.id, MAX_FIELD_CHARS)},{facts},"request_bytes":{record.request_bytes},'
-        f'"response_bytes":{record.response_bytes},"events":{record.events},"queue_ms":{queue},"ttfb_ms":{ttfb},'
-        f'"duration_ms":{1e3 * (record.ended_at - started_at):.3f}{key}{alias}{trace}{error}}}\n'
-    ).encode("ascii")
+        more += f',"flow":{_quoted(record.flow, MAX_FIELD_CHARS)}'
+    if record.alias is not None:
+        more += f',"alias":{_quoted(record.alias, MAX_FIELD_CHARS)}'
+    if record.trace is not None:
+        more += f',"trace_id":"{record.trace.trace_id:032x}"'
+    if record.error is not None:
+        more += f',"error":{_quoted(record.error, MAX_ERROR_CHARS)}'
+    request_id = record.id if _HARMLESS(record.id) else _quoted(record.id, MAX_FIELD_CHARS)[1:-1]
+    # By %, which takes two thirds of what an f-string of so many pieces does.
+    line = _LINE % (
+        _millisecond(int(time.time() * 1000)),
+        level,
+        request_id,
+        facts,
+        record.request_bytes,
+        record.response_bytes,
+        record.events,
+        queue,
+        ttfb,
+        1e3 * (record.ended_at - started_at),
+        more,
+    )
+    return line.encode("ascii")
 
 
 @functools.lru_cache(maxsize=1024)

@@ -194,20 +194,23 @@ class Telemetry:
     def request(self, record: RequestRecord) -> None:
         """See runtime.Sink. 5 µs, the access log's line included."""
         outcome, status = OUTCOMES[record.outcome]
-        started_at, placed_at, first_byte_at = record.started_at, record.placed_at, record.first_byte_at
-        self._requests[record.route, outcome, record.status or status] += 1
-        if placed_at is not None:
+        started_at, first_byte_at, route = record.started_at, record.first_byte_at, record.route
+        self._requests[route, outcome, record.status or status] += 1
+        if record.placed_at is not None:
             # Refusals take no time and would hide how long the real ones take.
-            times = self._times[record.route]
+            times = self._times[route]
             times.duration.observe(record.ended_at - started_at)
             if first_byte_at is not None:
                 times.first_byte[record.stream].observe(first_byte_at - started_at)
             self._queue_wait.observe(record.queue_s)
-            self._attempts += record.attempts
-            self._retries += record.attempts - 1
+            attempts = record.attempts
+            self._attempts += attempts
+            if attempts > 1:
+                self._retries += attempts - 1
             self._by_endpoint[record.endpoint or "", outcome] += 1
-        for failure in record.failed:
-            self._failed[failure] += 1
+        if record.failed:
+            for failure in record.failed:
+                self._failed[failure] += 1
         if record.usage is not None:
             self._count_tokens(record.usage, record.predicted_cached_tokens)
         self._request_bytes += record.request_bytes
