@@ -60,13 +60,11 @@ def read_json_body(body: bytes, text: bytes | None = None) -> BodyFacts:
         check_model_name(model)
     limit = fields.get("max_completion_tokens", fields.get("max_tokens"))
     salt = fields.get("cache_salt")
-    return BodyFacts(
-        model,
-        fields.get("stream") is True,
-        limit if isinstance(limit, int) and limit is not True and 0 < limit < MAX_TOKENS else None,
-        salt if isinstance(salt, str) else None,
-        fields,
-    )
+    if limit is not None and (not isinstance(limit, int) or limit is True or not 0 < limit < MAX_TOKENS):
+        limit = None
+    stream = fields.get("stream") is True
+    # Past a NamedTuple's own constructor, which takes as long again: one is made for every request.
+    return tuple.__new__(BodyFacts, (model, stream, limit, salt if isinstance(salt, str) else None, fields))
 
 
 def check_model_name(model: object) -> None:

@@ -200,10 +200,12 @@ def client_head(head: ResponseHead, own: str, *, chunked: bool, keep_alive: bool
 
     `chunked`: the client gets the body chunked. A body that the endpoint ends by closing is ended so for the client.
     """
+    status, announced = head.status, head.announced
     if chunked:
-        own += "Transfer-Encoding: chunked\r\n"
-    elif head.announced is not None and head.status != 204:
-        own += f"Content-Length: {head.announced.decode('ascii')}\r\n"
-    if not keep_alive:
-        own += "Connection: close\r\n"
-    return status_line(head.status) + head.end_to_end + own.encode("ascii") + b"\r\n"
+        framing = b"Transfer-Encoding: chunked\r\n"
+    elif announced is not None and status != 204:
+        framing = b"Content-Length: %b\r\n" % announced
+    else:
+        framing = b""
+    end = b"\r\n" if keep_alive else b"Connection: close\r\n\r\n"
+    return (_PHRASES.get(status) or status_line(status)) + head.end_to_end + own.encode("ascii") + framing + end

@@ -20,6 +20,8 @@ from lbproxy.proxy.headers import CREDENTIALS, HINTS, HOST, NOT_FORWARDED, REQUE
 from lbproxy.proxy.request import ClientRequest
 from lbproxy.proxy.routes import Route, find_route
 
+_new = tuple.__new__
+"""What a NamedTuple's own constructor calls, in half the time: one is made for every request."""
 MAX_PLAIN_HEAD_BYTES = 8 << 10
 MAX_PLAIN_FIELDS = 64
 _REQUEST_LINE = re.compile(rb"POST (/v1/(?:chat/)?completions) HTTP/1\.1\r\n")
@@ -34,17 +36,18 @@ def read_plain(data: bytes, max_body_bytes: int) -> ClientRequest | None:
     length = LENGTH_LINE.search(data, 0, end + 2)
     if end < 0 or length is None:
         return None
-    start = end + 4
+    body = data[end + 4 :]
     size = int(length[1])
-    if len(data) - start != size or size > max_body_bytes:
+    if len(body) != size or size > max_body_bytes:
         return None
     # What is left is the same for each request of most clients, and read once.
-    head = data[: length.start()] + data[length.end() : end]
+    first, last = length.span()
+    head = data[:first] + data[last:end]
     plain = _read_head_cached(head) if len(head) <= _CACHED_HEAD_BYTES else _read_head(head)
     if plain is None:
         return None
-    fields = plain.fields
-    return ClientRequest("POST", plain.path, plain.route, fields, data[start:], fields.credentials, False, fields.trace)
+    path, route, fields = plain
+    return _new(ClientRequest, ("POST", path, route, fields, body, fields.credentials, False, fields.trace))
 
 
 class _Head(NamedTuple):

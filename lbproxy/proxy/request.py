@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
+from lbproxy.core.credentials import ApiKey, Tls
 from lbproxy.core.orca import REQUEST_HEADER
 from lbproxy.core.trace import Trace
 from lbproxy.core.types import Endpoint
@@ -38,13 +40,24 @@ class ClientRequest(NamedTuple):
         """The head that `endpoint` gets, with the fields of ours. `ask_load`: it shall say its load with the answer,
         and how is not the client's choice. `trace`: if the request is traced.
         """
-        authority = endpoint.authority
-        asked = _ASK_LOAD if ask_load and not self.fields.wants_load_report else ""
-        own = f"x-request-id: {request_id}\r\nx-gateway-destination-endpoint: {authority}\r\n{asked}"
-        key, tls = endpoint.api_key, endpoint.tls
-        credentials = self.credentials if key is None else bearer(key)
-        if tls is not None and tls.server_name is not None:  # where the name and Host differ, servers answer 421
-            authority = f"{tls.server_name}:{authority.rpartition(':')[2]}"
-        traced = self.trace if trace is None else trace.fields
-        fields = self.fields.forward + credentials + traced + own.encode("ascii")
-        return request_head(self.method, self.target, authority, fields, len(self.body))
+        method, target, _, fields, body, credentials, _, traced = self
+        host, named, key = _addressed(endpoint.base_url, endpoint.api_key, endpoint.tls)
+        if key is not None:
+            credentials = key
+        if ask_load and not fields.wants_load_report:
+            named = _ASK_LOAD + named
+        if trace is not None:
+            traced = trace.fields
+        own = f"{named}x-request-id: {request_id}\r\n".encode("ascii")
+        return request_head(method, target, host, fields.forward + credentials + traced + own, len(body))
+
+
+@lru_cache(maxsize=4096)  # once per request; URLs come from settings and discovery only
+def _addressed(base_url: str, api_key: ApiKey | None, tls: Tls | None) -> tuple[str, str, bytes | None]:
+    """What stands in Host, the field that names the endpoint, and the one with its own key."""
+    authority = base_url.rpartition("/")[2]
+    host = authority
+    if tls is not None and tls.server_name is not None:  # where the name and Host differ, servers answer 421
+        host = f"{tls.server_name}:{authority.rpartition(':')[2]}"
+    named = f"x-gateway-destination-endpoint: {authority}\r\n"
+    return host, named, None if api_key is None else bearer(api_key)

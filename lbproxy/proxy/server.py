@@ -379,23 +379,25 @@ class FrontEnd(web.Server):
 
     def _placed(self, record: RequestRecord, request: ClientRequest, facts: BodyFacts) -> InferenceRequest:
         """The request as the balancer sees it."""
-        block_bytes, model, fields = self._runtime.block_bytes, facts.model, request.fields
+        block_bytes, fields = self._runtime.block_bytes, request.fields
+        model, stream, max_tokens, cache_salt, read = facts
         prompt_bytes, keys = 0, cast(Sequence[int], ())
         if block_bytes is not None and request.route.has_prompt:
-            prompt = flatten(facts.fields)
+            prompt = flatten(read)
             prompt_bytes = len(prompt)
-            keys = hash_prompt(prompt, model=model, salt=facts.cache_salt, block_bytes=block_bytes)
+            if prompt_bytes >= block_bytes:
+                keys = hash_prompt(prompt, model=model, salt=cache_salt, block_bytes=block_bytes)
         size = len(request.body)
         record.flow = flow = self._flow_rules.flow_of(record.key, fields.flow)
         slo_s = fields.slo_ttft_s
         return InferenceRequest(
             record.id,
             model,
-            facts.stream,
+            stream,
             size,
             prompt_bytes,
             keys,
-            facts.max_tokens,
+            max_tokens,
             self._flow_rules.priority_of(flow, fields.priority, record.key),
             fields.session,
             fields.explain,
