@@ -209,11 +209,15 @@ class LoadModel:
         """Prefill work before a request that is placed now: all pending, less what is done of the first of them."""
         if self.due_at <= now:
             self.expire(now)
-        done = 1000.0 * (now - self.since_at) / (self.pool.token_ms * self.speed)
-        backlog = self.pending_tokens - min(done, self.head_tokens)
+        # Conditions instead of max() and min() here and in `place`: each takes a quarter of a microsecond.
+        backlog = 0.0
+        if self.pending:
+            done = 1000.0 * (now - self.since_at) / (self.pool.token_ms * self.speed)
+            head = self.head_tokens
+            backlog = self.pending_tokens - (done if done < head else head)
         if self.others_tokens and now <= self.others_until:
             backlog += self.others_tokens
-        return max(0.0, backlog)
+        return backlog if backlog > 0.0 else 0.0
 
     def wait_ms(self, now: float) -> float:
         """How long that work takes."""
@@ -235,7 +239,9 @@ class LoadModel:
         pool, cache = self.pool, self.cache
         placement = Placement(self, request, now)
         keys = request.block_keys
-        prompt = max(1.0, request.prompt_bytes / pool.bytes_per_token)
+        prompt = request.prompt_bytes / pool.bytes_per_token
+        if prompt < 1.0:  # noqa: PLR1730
+            prompt = 1.0
         matched = 0
         block_tokens = pool.index.block_bytes / pool.bytes_per_token
         if keys:
@@ -245,8 +251,10 @@ class LoadModel:
             room = (self.capacity_tokens - self.live_tokens) / block_tokens
             if cache.size > room or cache.size > pool.index.fair_share:
                 cache.trim(min(room, pool.index.fair_share))
-        cached = min(prompt, matched * block_tokens)
-        uncached = max(1.0, prompt - cached)
+        cached = min(prompt, matched * block_tokens) if matched else 0.0
+        uncached = prompt - cached
+        if uncached < 1.0:  # noqa: PLR1730
+            uncached = 1.0
         placement.prompt_tokens = prompt
         placement.uncached = uncached
         if request.prompt_bytes:
@@ -255,8 +263,9 @@ class LoadModel:
         if not request.stream:
             work = self.backlog_tokens(now) + uncached
             base_ms = self.base_ms if self.base_until > now else pool.base_ms
-            placement.due_at = now + (base_ms + work * pool.token_ms * self.speed) / 1000.0
-            self.due_at = min(self.due_at, placement.due_at)
+            due_at = placement.due_at = now + (base_ms + work * pool.token_ms * self.speed) / 1000.0
+            if due_at < self.due_at:  # noqa: PLR1730
+                self.due_at = due_at
         if not self.pending:
             self.since_at = now
             self.head_tokens = uncached
