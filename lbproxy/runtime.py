@@ -138,6 +138,17 @@ class Runtime:
             self._waiters.pop(id(ticket), None)
             self._pump_soon()
 
+    def answered(self, ticket: Ticket, outcome: Outcome, usage: Usage | None, *, began: bool, now: float) -> None:
+        """A whole answer came at once: its first byte, if it `began` well, and its end, in one step."""
+        balancer = self._balancer
+        if began:
+            balancer.first_byte(ticket, now=now)
+        balancer.close(ticket, outcome, now=now, usage=usage)
+        if self._transitions:
+            self._tell()
+        if self._waiters:
+            self._pump_soon()
+
     def emit(self, record: RequestRecord) -> None:
         """A request is over: once per request."""
         for sink in self._sinks:

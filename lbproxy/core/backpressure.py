@@ -28,7 +28,7 @@ class Backpressure:
     """Who is left alone until when. The state itself is in `EndpointState`: `refusals` and `backing_off_until`."""
 
     def __init__(self) -> None:
-        self._until = float("-inf")
+        self.until = float("-inf")
         """When the last backing-off ends: mostly past, so that a decision pays one comparison."""
 
     def refused(self, state: EndpointState, kind: FailureKind, *, now: float) -> None:
@@ -39,7 +39,7 @@ class Backpressure:
         over = state.refusals - (1 if kind in _SAYS_SO else SUSPECT_AFTER)
         if over >= 0:
             state.backing_off_until = now + min(MAX_S, FIRST_S * 2.0 ** min(over, 10))
-            self._until = max(self._until, state.backing_off_until)
+            self.until = max(self.until, state.backing_off_until)
 
     def answered(self, state: EndpointState) -> None:
         """`state` gave a good answer."""
@@ -47,6 +47,6 @@ class Backpressure:
 
     def willing(self, candidates: Sequence[EndpointState], *, now: float) -> Sequence[EndpointState]:
         """Those that are not backing off; all, if there are none."""
-        if now >= self._until:
+        if now >= self.until:
             return candidates
         return [state for state in candidates if state.backing_off_until <= now] or candidates

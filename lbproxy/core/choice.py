@@ -71,7 +71,9 @@ class Choice:
         members = self._members(ticket, True, now)
         if not members:
             return self._why_nobody(ticket) or Wait.FULL
-        candidates = self._backpressure.willing(members, now=now)
+        candidates = members
+        if now < self._backpressure.until:
+            candidates = self._backpressure.willing(members, now=now)
         limit = self._max_in_flight
         if limit is not None:
             candidates = [state for state in candidates if state.in_flight < limit]
@@ -176,6 +178,8 @@ class Choice:
 
     def _lowest(self, costs: list[float], candidates: Sequence[EndpointState]) -> int:
         """The index of the lowest cost; among those as good, the endpoint chosen longest ago, or any never chosen."""
+        if len(costs) == 1:
+            return 0
         best = min(costs)
         limit = best + self._tolerance
         good = [index for index, cost in enumerate(costs) if cost <= limit]

@@ -273,17 +273,6 @@ class Connection(asyncio.Protocol):
         if receiver is not None:
             receiver.broke(error)
 
-    def taken(self) -> None:
-        """Told by the pool that the next exchange begins on this kept connection."""
-        self.reused = True
-        self._buffer = b""
-        self._framing = None
-
-    def resume_if_paused(self) -> None:
-        """Told by the pool that the connection is kept: it must be read, to see it close."""
-        self.resume()
-        self.deadline = _NEVER
-
 
 class Origin(tuple[str, int, Tls | None]):
     """Where a connection leads to: host, port, and how its certificate is judged (None: it speaks no TLS)."""
@@ -344,7 +333,9 @@ class ConnectionPool:
         if not idle:
             return None
         connection, _ = idle.popitem()
-        connection.taken()
+        connection.reused = True
+        connection._buffer = b""
+        connection._framing = None
         self._busy.add(connection)
         return connection
 
@@ -413,7 +404,9 @@ class ConnectionPool:
         kept = self._idle[connection.origin]
         if idle and len(kept) < MAX_IDLE_PER_ORIGIN:
             kept[connection] = self.loop.time()
-            connection.resume_if_paused()
+            if connection._paused:  # it must be read, to see it close
+                connection.resume()
+                connection.deadline = _NEVER
         else:
             connection.abort()
 

@@ -262,14 +262,17 @@ class Exchange(ABC):
         record.status = head.status
         record.outcome = Outcome.COMPLETED
         record.response_bytes = len(answer)
+        now = runtime.now()
         if body:
-            record.first_byte_at = runtime.now()
-            if head.status < 300:  # how soon an error came says nothing about the endpoint's speed
-                runtime.first_byte(ticket)
+            record.first_byte_at = now
         transport = self.client.transport
         if transport is not None and not transport.is_closing():
             transport.write(answer)
-        self._close(ticket, Outcome.COMPLETED, read_usage(body) if is_json(head) else None)
+        usage = read_usage(body) if is_json(head) else None
+        if usage is not None:
+            self._used(ticket, usage)
+        # How soon an error came says nothing about the endpoint's speed.
+        runtime.answered(ticket, Outcome.COMPLETED, usage, began=bool(body) and head.status < 300, now=now)
         self.over(reusable)
 
     def head(self, head: ResponseHead) -> None:
@@ -352,10 +355,13 @@ class Exchange(ABC):
     def _close(self, ticket: Ticket, outcome: Outcome, usage: Usage | None) -> None:
         """The attempt brought an answer."""
         if usage is not None:
-            self.record.usage = usage
-            if ticket.placement is not None:
-                self.record.predicted_cached_tokens = ticket.placement.cached_tokens
+            self._used(ticket, usage)
         self._shared.runtime.close(ticket, outcome, usage)
+
+    def _used(self, ticket: Ticket, usage: Usage) -> None:
+        self.record.usage = usage
+        if ticket.placement is not None:
+            self.record.predicted_cached_tokens = ticket.placement.cached_tokens
 
     # Another attempt
 
@@ -455,11 +461,18 @@ class Exchange(ABC):
         return LbError(outcome, retry_after_s=None if self._ticket is None else self._ticket.retry_after_s)
 
     def _own_fields(self) -> str:
-        record = self.record
-        exposed = f"x-lbproxy-endpoint: {record.endpoint}\r\n" if self._shared.expose_endpoint else ""
-        if self.request.fields.explain and self._shared.explain_header and record.decisions:
-            exposed += f"x-lbproxy-explain: {compact(record.decisions[-1])}; queue_ms={1000.0 * record.queue_s:.1f}\r\n"
-        return f"x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n{exposed}"
+        record, shared = self.record, self._shared
+        if not shared.expose_endpoint:
+            return f"x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n"
+        explained = ""
+        if record.decisions and shared.explain_header and self.request.fields.explain:
+            explained = (
+                f"x-lbproxy-explain: {compact(record.decisions[-1])}; queue_ms={1000.0 * record.queue_s:.1f}\r\n"
+            )
+        return (
+            f"x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n"
+            f"x-lbproxy-endpoint: {record.endpoint}\r\n{explained}"
+        )
 
 
 def model_not_found(model: str | None) -> LbError:

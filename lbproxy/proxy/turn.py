@@ -32,7 +32,7 @@ class Turn(Exchange):
         keep_alive: bool,
     ) -> None:
         """`ended` is told, once, whether the connection lives on."""
-        super().__init__(front.exchanger, client, record, keep_alive=keep_alive)
+        Exchange.__init__(self, front.exchanger, client, record, keep_alive=keep_alive)  # super() costs as much again
         self._front = front
         self._told = ended
         client.turn = self
