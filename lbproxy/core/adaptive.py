@@ -58,9 +58,7 @@ class Adaptive(Policy):
         loads = [state.load for state in candidates]
         pool = loads[0].pool
         token_ms, output, base = pool.token_ms, pool.output_tokens, pool.base_ms
-        prompt = request.prompt_bytes / pool.bytes_per_token
-        if prompt < 1.0:  # noqa: PLR1730 - max() takes four times as long
-            prompt = 1.0
+        prompt = max(1.0, request.prompt_bytes / pool.bytes_per_token)
         pool_gap = pool.gap_ms, pool.gap_per_token_ms
         block = pool.index.block_bytes / pool.bytes_per_token
         blocks = len(request.block_keys) * block
@@ -83,8 +81,7 @@ class Adaptive(Policy):
             backlog = 0.0
             if load.pending:
                 done = 1000.0 * (now - load.since_at) / rate
-                head = load.head_tokens
-                backlog = load.pending_tokens - (done if done < head else head)
+                backlog = load.pending_tokens - (done if done < load.head_tokens else load.head_tokens)
             in_flight = load.in_flight
             streams: float = in_flight
             if load.others and now <= load.others_until:

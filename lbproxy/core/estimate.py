@@ -209,12 +209,10 @@ class LoadModel:
         """Prefill work before a request that is placed now: all pending, less what is done of the first of them."""
         if self.due_at <= now:
             self.expire(now)
-        # Conditions instead of max() and min() here and in `place`: each takes a quarter of a microsecond.
         backlog = 0.0
         if self.pending:
             done = 1000.0 * (now - self.since_at) / (self.pool.token_ms * self.speed)
-            head = self.head_tokens
-            backlog = self.pending_tokens - (done if done < head else head)
+            backlog = self.pending_tokens - min(done, self.head_tokens)
         if self.others_tokens and now <= self.others_until:
             backlog += self.others_tokens
         return backlog if backlog > 0.0 else 0.0
@@ -252,9 +250,7 @@ class LoadModel:
             if cache.size > room or cache.size > pool.index.fair_share:
                 cache.trim(min(room, pool.index.fair_share))
         cached = min(prompt, matched * block_tokens) if matched else 0.0
-        uncached = prompt - cached
-        if uncached < 1.0:  # noqa: PLR1730
-            uncached = 1.0
+        uncached = max(1.0, prompt - cached)
         placement.prompt_tokens = prompt
         placement.uncached = uncached
         if request.prompt_bytes:
@@ -263,9 +259,8 @@ class LoadModel:
         if not request.stream:
             work = self.backlog_tokens(now) + uncached
             base_ms = self.base_ms if self.base_until > now else pool.base_ms
-            due_at = placement.due_at = now + (base_ms + work * pool.token_ms * self.speed) / 1000.0
-            if due_at < self.due_at:  # noqa: PLR1730
-                self.due_at = due_at
+            placement.due_at = now + (base_ms + work * pool.token_ms * self.speed) / 1000.0
+            self.due_at = min(self.due_at, placement.due_at)
         if not self.pending:
             self.since_at = now
             self.head_tokens = uncached
