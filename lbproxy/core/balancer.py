@@ -210,8 +210,7 @@ class Balancer:
             state.progress_at = now
             state.breaker.good += 1
             state.breaker.in_row = 0
-            if state.refusals:
-                self._backpressure.answered(state)
+            self._backpressure.answered(state)
             if ticket.trial or ticket.accused is not None:
                 accused = None if ticket.accused is None else self._endpoints.get(ticket.accused)
                 self._judge.answered(ticket, state, accused, now=now)
@@ -252,8 +251,7 @@ class Balancer:
             self._flows.ended(ticket, usage, now, served=served)
             if ticket.placement is not None:
                 ticket.placement.load.end(ticket.placement, usage, now)
-            if state.left:
-                self._endpoints.released(state)
+            self._endpoints.released(state)
             self._plan_at = now
         self._end(ticket, outcome)
 
