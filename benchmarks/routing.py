@@ -76,16 +76,18 @@ def scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
 
 def plan(chosen: Mapping[str, Scenario]) -> list[tuple[str, Run]]:
     """All simulations, the cells that take longest first, so that no process is left with them at the end."""
-    lines = {
-        path: Path(path).read_text("utf-8").splitlines() for path in {s.workload.trace for s in chosen.values()} if path
-    }
+    lines = {path: Path(path).read_text("utf-8").splitlines() for path in {_trace(s) for s in chosen.values()} if path}
     runs = [
         (name, run)
         for name, scenario in chosen.items()
-        for run in runs_of(scenario, source=name, trace=lines.get(scenario.workload.trace or ""))
+        for run in runs_of(scenario, source=name, trace=lines.get(_trace(scenario) or ""))
     ]
     heavy = ("ladder", "mooncake")
-    return sorted(runs, key=lambda pair: pair[1].scenario.workload.name not in heavy)
+    return sorted(runs, key=lambda pair: pair[1].scenario.sources[0].name not in heavy)
+
+
+def _trace(scenario: Scenario) -> str | None:
+    return scenario.sources[0].trace
 
 
 def execute(runs: Sequence[tuple[str, Run]], processes: int) -> dict[str, dict[str, list[Result]]]:

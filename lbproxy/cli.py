@@ -231,7 +231,7 @@ def _sim(args: argparse.Namespace) -> int:
         print(f"lbproxy sim: {problem}", file=sys.stderr)
         return 2
     scenario = parse_scenario(_read_text(args.scenario), environ=os.environ, source=args.scenario)
-    trace = scenario.workload.trace
+    trace = next((one.trace for one in scenario.sources if one.trace), None)
     lines = None if trace is None else Path(trace).read_text("utf-8").splitlines()
     runs = sim_cli.runs_of(scenario, source=args.scenario, trace=lines)
     comparison = sim_cli.compare(runs, processes=args.processes, console=console)

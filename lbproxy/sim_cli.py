@@ -19,10 +19,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lbproxy.config import ConfigError, HealthSettings, RetrySettings, RoutingSettings, Scenario, ScrapeSettings
+from lbproxy.config import (
+    ConfigError,
+    HealthSettings,
+    RetrySettings,
+    RoutingSettings,
+    Scenario,
+    ScrapeSettings,
+    WorkloadSettings,
+)
+from lbproxy.core.flows import FlowRules
 from lbproxy.core.policy import make_policy
 from lbproxy.core.pricing import Policy
-from lbproxy.sim import plots
+from lbproxy.sim import plots, sharing
 from lbproxy.sim.catalogue import (
     WORKLOADS,
     UnknownWorkload,
@@ -32,12 +41,25 @@ from lbproxy.sim.catalogue import (
     takes_trace,
     workload_parameters,
 )
+from lbproxy.sim.clients import Clients, Source
 from lbproxy.sim.cluster import Fleet
 from lbproxy.sim.fleet import TOKEN_BYTES, Fault, FaultKind, FleetOptions, Served, Server
 from lbproxy.sim.oracle import OracleBalancer, OracleFleet
 from lbproxy.sim.presets import PRESETS
 from lbproxy.sim.replicas import Replica
-from lbproxy.sim.report import Estimate, Summary, as_json, by_phase, cells, headings, markdown, paired, summarise
+from lbproxy.sim.report import (
+    Estimate,
+    Summary,
+    as_json,
+    as_table,
+    by_phase,
+    cells,
+    headings,
+    markdown,
+    paired,
+    summarise,
+)
+from lbproxy.sim.sharing import Share, by_flow
 from lbproxy.sim.traces import TraceError, TraceRow, read_azure, read_mooncake
 from lbproxy.sim.workload import Workload
 
@@ -68,6 +90,7 @@ class Result:
 
     summary: Summary
     phases: dict[str, Summary]
+    flows: dict[str, Share]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +112,18 @@ class Comparison:
             for name in names
         }
 
+    def flows(self) -> dict[str, list[dict[str, Share]]]:
+        """What each flow got: by policy, in the order of the seeds. Empty if there is but one flow."""
+        several = any(len(result.flows) > 1 for results in self.results.values() for result in results)
+        return {policy: [result.flows for result in results] for policy, results in self.results.items() if several}
+
     def json(self) -> bytes:
         """Everything, for a program."""
         found: dict[str, object] = {
             "scenario": self.scenario.model_dump(mode="json"),
             "whole": as_json(self.summaries()),
             "phases": {name: as_json(phase) for name, phase in self.phases().items()},
+            "flows": sharing.as_json(self.flows()),
         }
         return orjson.dumps(found, option=orjson.OPT_INDENT_2)
 
@@ -104,12 +133,14 @@ class Comparison:
         parts = [markdown(self.summaries())]
         if len(phases) > 1:
             parts += [f"\n{name}\n\n{markdown(phase)}" for name, phase in phases.items()]
+        if flows := self.flows():
+            parts.append(f"\n{as_table(sharing.headings(), sharing.rows(flows), left=2)}")
         return "".join(parts).encode()
 
     def plot(self, form: str) -> bytes:
         """A picture. Raises ImportError without the extra `plots`."""
         found = {policy: [result.phases for result in results] for policy, results in self.results.items()}
-        return plots.plot(found, title=self.scenario.workload.name, form=form)
+        return plots.plot(found, title=title_of(self.scenario), form=form)
 
 
 def unusable(*, scenario: str | None, processes: int, plot: str | None) -> str | None:
@@ -125,25 +156,32 @@ def unusable(*, scenario: str | None, processes: int, plot: str | None) -> str |
     return None
 
 
+def title_of(scenario: Scenario) -> str:
+    """What a scenario is called: its workloads."""
+    return " + ".join(dict.fromkeys(source.name for source in scenario.sources))
+
+
 # Running
 
 
 def runs_of(scenario: Scenario, *, source: str, trace: Iterable[str] | None = None) -> list[Run]:
     """Every policy with every seed. `trace`: the lines of the scenario's trace. Raises ConfigError."""
-    workload = scenario.workload
-    try:
-        checked(workload.name, workload.parameters)
-    except UnknownWorkload as error:
-        key = "parameters." if workload.name in WORKLOADS else "name: "
-        raise ConfigError(source, [f"workload.{key}{error}"]) from None
     rows = None
-    if trace is not None:
+    for number, workload in enumerate(scenario.sources):
+        path = "workload" if scenario.workload is not None else f"workloads[{number}]"
+        try:
+            checked(workload.name, workload.parameters)
+        except UnknownWorkload as error:
+            key = "parameters." if workload.name in WORKLOADS else "name: "
+            raise ConfigError(source, [f"{path}.{key}{error}"]) from None
+        if trace is None or (workload.trace is None and len(scenario.sources) > 1):
+            continue
         if not takes_trace(workload.name):
-            raise ConfigError(source, [f"workload.trace: {workload.name} replays none"])
+            raise ConfigError(source, [f"{path}.trace: {workload.name} replays none"])
         try:
             rows = tuple(_TRACE_READERS[workload.name](trace))
         except TraceError as error:
-            raise ConfigError(source, [f"workload.trace: {error}"]) from None
+            raise ConfigError(source, [f"{path}.trace: {error}"]) from None
     seeds = range(1, scenario.seeds + 1)
     return [Run(scenario, routing, seed, rows) for routing in scenario.policies for seed in seeds]
 
@@ -152,13 +190,38 @@ def simulate(run: Run) -> Result:
     """One simulation, from begin to end. Deterministic."""
     served = serve(run)
     servers = sum(group.count for group in run.scenario.fleet)
-    return Result(summarise(served, servers), by_phase(served, servers))
+    return Result(summarise(served, servers), by_phase(served, servers), by_flow(served, servers))
 
 
 def serve(run: Run) -> list[Served]:
     """What became of each job of a run."""
-    named = run.scenario.workload
-    return serve_workload(run, make_workload(named.name, named.parameters, seed=run.seed, rows=run.rows))
+    return serve_workload(run, workload_of(run))
+
+
+SEEDS_APART = 1_000_003
+"""Between the seeds of one client and the next."""
+
+
+def workload_of(run: Run) -> Workload:
+    """All that the clients of a run send."""
+    clients: list[Source] = []
+    for one in run.scenario.sources:
+        rows = run.rows if one.trace is not None or run.scenario.workload is not None else None
+        for copy in range(1, one.copies + 1):
+            seed = run.seed + SEEDS_APART * len(clients)
+            workload = make_workload(one.name, one.parameters, seed=seed, rows=rows)
+            flow = one.flow if one.copies == 1 else f"{one.flow}-{copy}"
+            clients.append(Source(workload, flow, one.priority, one.slo_ttft))
+    return (
+        Clients(clients)
+        if run.scenario.workload is None or _says_something(run.scenario.workload)
+        else clients[0].workload
+    )
+
+
+def _says_something(workload: WorkloadSettings) -> bool:
+    """Its requests have something that those of a workload by itself have not."""
+    return bool(workload.model_fields_set & {"flow", "copies", "priority", "slo_ttft"})
 
 
 def serve_workload(run: Run, workload: Workload) -> list[Served]:
@@ -173,6 +236,7 @@ def serve_workload(run: Run, workload: Workload) -> list[Served]:
             scrape=_scraping(scenario.scrape_interval),
             retry=RetrySettings(),
             rng=rng,
+            flows=scenario.flows,
         )
 
     if run.oracle is not None:
@@ -200,7 +264,7 @@ def _scraping(interval_s: float | None) -> ScrapeSettings:
 def fleet_options(scenario: Scenario, routing: RoutingSettings) -> FleetOptions:
     """A scenario's fleet, in the simulation's own words."""
     block_bytes = make_policy(routing).block_bytes
-    adapters = workload_parameters(scenario.workload.name).get("adapters", 0)
+    adapters = max(_adapters(one) for one in scenario.sources)
     servers = []
     for group in scenario.fleet:
         preset = PRESETS[group.preset]
@@ -223,7 +287,7 @@ def fleet_options(scenario: Scenario, routing: RoutingSettings) -> FleetOptions:
             )
             for fault in scenario.faults
         ),
-        adapters=tuple(adapter_names(int(scenario.workload.parameters.get("adapters", adapters)))),
+        adapters=tuple(adapter_names(adapters)),
         adapters_known=scenario.adapters_known,
         scrape_interval_s=scenario.scrape_interval,
         scrape_delay_s=scenario.scrape_delay,
@@ -233,7 +297,14 @@ def fleet_options(scenario: Scenario, routing: RoutingSettings) -> FleetOptions:
         block_tokens=0 if block_bytes is None else block_bytes // TOKEN_BYTES,
         balancers=scenario.balancers,
         exchange_s=scenario.exchange_delay,
+        flow_rules=FlowRules(scenario.flows),
+        fair=scenario.fair,
     )
+
+
+def _adapters(workload: WorkloadSettings) -> int:
+    """How many of `adapter_names` a workload asks for."""
+    return int(workload.parameters.get("adapters", workload_parameters(workload.name).get("adapters", 0)))
 
 
 def run_all(runs: Sequence[Run], *, processes: int, on_done: Callable[[], None]) -> list[Result]:
@@ -299,9 +370,7 @@ def show(comparison: Comparison, console: Console) -> None:
     servers = sum(group.count for group in scenario.fleet)
     seeds = "1 seed" if scenario.seeds == 1 else f"mean of {scenario.seeds} seeds"
     summaries = comparison.summaries()
-    table = Table(
-        box=box.SIMPLE_HEAD, title=f"{scenario.workload.name}, {servers} servers, {seeds}", title_justify="left"
-    )
+    table = Table(box=box.SIMPLE_HEAD, title=f"{title_of(scenario)}, {servers} servers, {seeds}", title_justify="left")
     for number, heading in enumerate(headings(SHOWN)):
         table.add_column(heading, justify="right" if number else "left", no_wrap=True)
     for policy, runs in summaries.items():
@@ -314,6 +383,13 @@ def show(comparison: Comparison, console: Console) -> None:
             for name, figure in (("TTFT", "ttft_mean"), ("E2E", "e2e_mean"), ("tokens/s", "output_tokens_s"))
         )
         console.print(f"{policy} against {first}: {changes}", soft_wrap=True)
+    if flows := comparison.flows():
+        shares = Table(box=box.SIMPLE_HEAD)
+        for number, heading in enumerate(sharing.headings()):
+            shares.add_column(heading, justify="right" if number > 1 else "left", no_wrap=True)
+        for row in sharing.rows(flows):
+            shares.add_row(*row)
+        console.print(shares)
 
 
 def _change(found: Estimate) -> str:

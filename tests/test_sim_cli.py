@@ -10,7 +10,15 @@ import pytest
 from pydantic import BaseModel
 
 from lbproxy.cli import main
-from lbproxy.config import ConfigError, FaultSettings, Scenario, ServerSettings, parse_scenario
+from lbproxy.config import (
+    ConfigError,
+    FaultSettings,
+    FlowsSettings,
+    Scenario,
+    ServerSettings,
+    WorkloadSettings,
+    parse_scenario,
+)
 from lbproxy.config.scenario import PresetName
 from lbproxy.sim.catalogue import WORKLOADS, workload_parameters
 from lbproxy.sim.plots import can_plot
@@ -78,7 +86,13 @@ policies: [adaptive, {policy: weighted, scorers: {queue: 1}}]
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("policies: [random]", "workload: required, but not there"),
+        ("policies: [random]", "workloads: expected a list of at least one, unless there is `workload`"),
+        ("workload: {name: own}\nworkloads: [{name: own}]\npolicies: [random]", "workloads: expected a list of at"),
+        ("workloads: [{name: own}, {name: owl}]\npolicies: [random]", "workloads[1].name: expected one of own, "),
+        (
+            "workloads: [{name: azure, trace: x}, {name: azure, trace: y}]\npolicies: [random]",
+            "workloads: expected at most one trace",
+        ),
         ("workload: {name: own}\npolicies: []", "policies: expected at least one policy"),
         ("workload: {name: own}\npolicies: [random, random]", "policies[1]: expected another policy"),
         ("workload: {name: own}\npolicies: [fastest]", "policies[0].policy: expected 'adaptive'"),
@@ -199,16 +213,26 @@ def test_documentation_has_every_workload() -> None:
     expect_generated(DOCS / "simulator.md", "workloads", table(heads, rows))
 
 
+SCENARIO_SECTIONS = (
+    ("", Scenario),
+    ("fleet[].", ServerSettings),
+    ("faults[].", FaultSettings),
+    ("workload.", WorkloadSettings),
+)
+
+
 def test_documentation_has_every_key_of_a_scenario() -> None:
     rows = []
-    for prefix, section in (("", Scenario), ("fleet[].", ServerSettings), ("faults[].", FaultSettings)):
+    for prefix, section in SCENARIO_SECTIONS:
         for name, field in section.model_fields.items():
-            default = "required" if field.is_required() else _written(field.default)
+            default = "required" if field.is_required() else _written(field.get_default(call_default_factory=True))
             rows.append([f"`{prefix}{name}`", default, " ".join((field.description or "").split())])
     expect_generated(DOCS / "simulator.md", "scenario keys", table(["key", "default", "what"], rows))
 
 
 def _written(value: object) -> str:
+    if isinstance(value, FlowsSettings):
+        return "one for all"
     if isinstance(value, tuple | BaseModel):
         return "8 servers" if value and isinstance(value, tuple) else "none" if value == () else "nobody is refused"
     return "`null`" if value is None else f"`{value}`"

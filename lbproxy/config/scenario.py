@@ -12,11 +12,13 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import InitErrorDetails
 
+from lbproxy.config.flows import FlowsSettings, Priority
 from lbproxy.config.routing import AdmissionSettings, RoutingSettings
 from lbproxy.config.section import Section
 from lbproxy.config.values import Quantity, count, duration, expected
 
 MAX_SERVERS = 256
+MAX_WORKLOADS = 32
 PresetName: TypeAlias = Literal["llama-8b-h100", "qwen-32b-2xh100", "qwen-32b-4xh100", "llama-70b-fp8-4xh100"]
 """Keys of `sim.presets.PRESETS` (a test holds the two together)."""
 Servers: TypeAlias = Annotated[int, count("1", "256")]
@@ -71,6 +73,14 @@ class WorkloadSettings(Section):
     """Those that shall differ from the workload's defaults."""
     trace: str | None = None
     """The file of the trace that a workload replays; null = a stand-in with its statistics."""
+    flow: Annotated[str, Field(pattern="^[A-Za-z0-9._-]{1,48}$")] = "anonymous"
+    """Whose requests these are, as an API key or `x-lbproxy-flow` would say."""
+    copies: Annotated[int, count("1", "256")] = 1
+    """So many clients that each send such a workload; with more than one, flows of their own: light-1, light-2."""
+    priority: Priority | None = None
+    """What they ask for by `x-lbproxy-priority`. null = nothing: the flow's own."""
+    slo_ttft: Annotated[float, duration("1ms", "1h")] | None = None
+    """When the first token must be there, as by `x-lbproxy-slo-ttft-ms`; null = nobody says."""
 
 
 class Scenario(Section):
@@ -80,8 +90,10 @@ class Scenario(Section):
     """The servers."""
     faults: tuple[FaultSettings, ...] = ()
     """What happens to them."""
-    workload: WorkloadSettings
+    workload: WorkloadSettings | None = None
     """What clients send."""
+    workloads: tuple[WorkloadSettings, ...] = ()
+    """The same as a list, of clients that send at the same time."""
     policies: tuple[RoutingSettings, ...]
     """The policies to compare, each a name or a mapping as `routing` in the settings. Others are compared with the
     first."""
@@ -108,6 +120,26 @@ class Scenario(Section):
         queue_requests=1_000_000, queue_bytes=1024 * 1024**3, queue_timeout=86_400
     )
     """The balancer's queue. Unlike in the settings nobody is refused unless you say so: what is refused is not slow."""
+    flows: FlowsSettings = FlowsSettings()
+    """Weights, priorities and limits of the flows, as in the settings."""
+    fair: bool = True
+    """false = all requests are of one flow for the balancer, whatever the workloads say: to see what flows change."""
+
+    @property
+    def sources(self) -> tuple[WorkloadSettings, ...]:
+        """All that clients send: at least one, of which at most one replays a trace."""
+        return self.workloads if self.workload is None else (self.workload,)
+
+    @field_validator("workloads", mode="after")
+    @classmethod
+    def _one_or_many(cls, value: tuple[WorkloadSettings, ...], info: ValidationInfo) -> tuple[WorkloadSettings, ...]:
+        if "workload" in info.data and (info.data["workload"] is None) != bool(value):
+            raise expected("a list of at least one, unless there is `workload`")
+        if len(value) > MAX_WORKLOADS or sum(one.copies for one in value) > MAX_SERVERS:
+            raise expected(f"at most {MAX_WORKLOADS} workloads and {MAX_SERVERS} copies")
+        if sum(one.trace is not None for one in value) > 1:
+            raise expected("at most one trace")
+        return value
 
     @field_validator("policies", mode="before")
     @classmethod

@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lbproxy.core.estimate import LoadModel, PoolModel, freed_per_ms
+from lbproxy.core.estimate import LoadModel, PoolModel
+from lbproxy.core.placement import freed_per_ms
 from lbproxy.core.prefix import BLOCK_BYTES
 from lbproxy.core.pricing import Plan, Policy, Prices
 from lbproxy.core.types import EndpointState, InferenceRequest

@@ -116,6 +116,11 @@ class WaitingQueue:
         return self._ready
 
     @property
+    def is_contested(self) -> bool:
+        """Whether several flows or priorities wait."""
+        return len(self._lanes) > 1 or any(len(lane) > 1 for lane in self._lanes.values())
+
+    @property
     def bytes(self) -> int:
         """Body bytes of all waiting requests."""
         return self._bytes

@@ -10,10 +10,9 @@ is driven by the asyncio runtime, by the simulation and by tests alike. The cont
 5. Take away `transitions` now and then: what endpoints became, for a log.
 
 Late binding: under a policy that knows how long each endpoint's prefill queue is, a request whose cheapest endpoint has
-more than `HOLD_MS` of it stays here, and so do those that come after it. The whole queue is planned anew after every
-arrival, first byte and end, and every `PLAN_S`: in the order of service each takes its cheapest endpoint if that has
-room, and otherwise reserves its work there, in this plan only, so that the next one sees what is spoken for. While
-nobody waits, a request is placed in the call in which it comes.
+enough of it (`Choice.holds`) stays here, and so do those after it. The whole queue is planned anew after every arrival,
+first byte and end, and every `PLAN_S`: in the order of service each takes its cheapest endpoint if that has room, and
+otherwise reserves its work there, in this plan only. While nobody waits, a request is placed at once.
 
 Invariants: an endpoint's in-flight count is the number of its PLACED tickets; a ticket closes once (a second `close` is
 a no-op); choosing and counting happen without anything in between, so two requests are never placed on one stale
@@ -36,7 +35,7 @@ from lbproxy.config import (
 )
 from lbproxy.core.admission import WaitingQueue, least_work
 from lbproxy.core.backpressure import Backpressure
-from lbproxy.core.choice import HOLD_MS, Choice
+from lbproxy.core.choice import Choice
 from lbproxy.core.endpoints import EndpointChanges, EndpointSet
 from lbproxy.core.estimate import model_for
 from lbproxy.core.flows import Flow, Flows
@@ -90,9 +89,8 @@ class Balancer:
         self._pool = model_for(policy)
         self._endpoints = EndpointSet(health, scrape, breaker, self._pool, rng)
         self._judge = self._endpoints.judge
-        self._choice = Choice(policy, admission, endpoints=self._endpoints, backpressure=self._backpressure, rng=rng)
-        self._queue = WaitingQueue(admission)
-        self._flows = Flows(flows)
+        self._flows, self._queue = Flows(flows), WaitingQueue(admission)
+        self._choice = Choice(policy, admission, self._endpoints, self._backpressure, self._flows, self._queue, rng)
         self._adopt(admission)
         self._plan_at = inf
         """When the queue is to be planned; a time that is past when something happened since the last plan."""
@@ -155,7 +153,7 @@ class Balancer:
         of them that answered it 500, if one did.
         """
         ticket = Ticket(request, now, now + self._queue_timeout_s, avoid)
-        ticket.flow = flow = self._flows.of(request.flow, now)
+        ticket.flow = flow = self._flows.came(request, now)
         if accused is not None:
             ticket.accused = accused
         if request.deadline is not None:
@@ -459,7 +457,7 @@ class Balancer:
         budget, plan = self._queue.ready, None
         if self._hold and self._pool is not None:
             serving = self._endpoints.candidates(None, now=now)
-            if self._pool.any_room(serving, HOLD_MS, now):
+            if self._choice.any_room(self._pool, serving, now):
                 budget = max(4, min(PLANNED, PLANNED * PLANNED_ENDPOINTS // max(1, len(serving))))
                 plan = [0.0] * self._pool.index.width
             elif self._planned_version == self._endpoints.version:

@@ -14,14 +14,20 @@ from math import inf
 from typing import TypeAlias
 
 from lbproxy.config import AdmissionSettings
+from lbproxy.core.admission import WaitingQueue
 from lbproxy.core.backpressure import Backpressure
 from lbproxy.core.endpoints import EndpointSet
+from lbproxy.core.estimate import LoadModel, PoolModel
 from lbproxy.core.explain import MAX_SHOWN, Decision, Explainer
+from lbproxy.core.flows import Flows
 from lbproxy.core.pricing import Plan, Policy, Prices
 from lbproxy.core.types import EndpointState, Outcome, Ticket, Wait
 
 HOLD_MS = 1000.0
 """An endpoint with more prefill work than this gets no more. Less starves the engines, more binds too early."""
+SHARED_HOLD_MS = 250.0
+"""The same where several flows or priorities share the endpoints: all that is placed before a request goes before it,
+whosever turn it is. Engines are as busy with it (benchmarks/FAIRNESS.md)."""
 
 
 Chosen: TypeAlias = EndpointState | Outcome | Wait
@@ -33,19 +39,23 @@ class Choice:
 
     policy: Policy
     holds: bool
-    """Requests wait while their cheapest endpoint has more than `HOLD_MS` queued."""
+    """Requests wait while their cheapest endpoint has more than `HOLD_MS` queued; where flows or priorities share the
+    endpoints, more than `SHARED_HOLD_MS`, or is full."""
     explains = False
     """Tickets that are placed say why: `Ticket.decision`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - the parts of the Balancer that it reads
         self,
         policy: Policy,
         admission: AdmissionSettings,
-        *,
         endpoints: EndpointSet,
         backpressure: Backpressure,
+        flows: Flows,
+        queue: WaitingQueue,
         rng: random.Random,
     ) -> None:
+        self._flows = flows
+        self._queue = queue
         self._endpoints = endpoints
         self._backpressure = backpressure
         self._slow_start = endpoints.judge.slow_start
@@ -97,6 +107,12 @@ class Choice:
     def takes(self, state: EndpointState) -> bool:
         """Whether `state` has room for one more."""
         return self._max_in_flight is None or state.in_flight < self._max_in_flight
+
+    def any_room(self, pool: PoolModel, serving: Sequence[EndpointState], now: float) -> bool:
+        """Whether, under a policy by which requests are held back, one of `serving` might get one more."""
+        if not self._flows.is_shared(now):
+            return pool.any_room(serving, HOLD_MS, now)
+        return pool.any_room([state for state in serving if not _is_full(state.load, now)], SHARED_HOLD_MS, now)
 
     # Who may be asked
 
@@ -152,15 +168,47 @@ class Choice:
             if not in_time:
                 return Outcome.TOO_LATE
             if index not in in_time:
-                index = in_time[self._lowest([prices.costs[n] for n in in_time], [candidates[n] for n in in_time])]
-        if self.holds and prices.waits_ms is not None and prices.waits_ms[index] > HOLD_MS:
-            if plan is not None and prices.uncached_tokens is not None:
-                plan[candidates[index].load.slot] += prices.uncached_tokens[index]
-            return Wait.HELD if min(prices.waits_ms) <= HOLD_MS else Wait.BUSY
+                index = self._lowest_of(in_time, candidates, prices)
+        if self.holds and prices.waits_ms is not None:
+            is_shared = self._flows.is_shared(now)
+            limit_ms, load = SHARED_HOLD_MS if is_shared else HOLD_MS, candidates[index].load
+            is_busy = prices.waits_ms[index] > limit_ms
+            held = is_busy or (is_shared and _is_full(load, now))
+            if held and is_shared and self._queue.is_contested:
+                sooner = self._sooner(index, candidates, prices, now)
+                held, index = not sooner, self._lowest_of(sooner or [index], candidates, prices)
+            if held:
+                if plan is not None and prices.uncached_tokens is not None:
+                    plan[load.slot] += prices.uncached_tokens[index]
+                return Wait.BUSY if is_busy and min(prices.waits_ms) > limit_ms else Wait.HELD
         if self.explains:
             made = self._decision(candidates[index], candidates, prices.costs, prices.notes, now)
             ticket.decision = made if small else made.cut(in_full=noted)
         return candidates[index]
+
+    def _lowest_of(self, indices: list[int], candidates: Sequence[EndpointState], prices: Prices) -> int:
+        """The cheapest of these."""
+        return indices[self._lowest([prices.costs[n] for n in indices], [candidates[n] for n in indices])]
+
+    @staticmethod
+    def _sooner(index: int, candidates: Sequence[EndpointState], prices: Prices, now: float) -> list[int]:
+        """The indices of those that have room and bring the first token sooner than the cheapest, which has none.
+
+        Who waits for the cheapest does it for the good of all: elsewhere it would hold up more. Where others wait whose
+        turn is later, they would go there meanwhile, and it would have waited for them.
+        """
+        waits, uncached = prices.waits_ms, prices.uncached_tokens
+        assert waits is not None
+        assert uncached is not None
+        bound = candidates[index].load.first_byte_ms(waits[index], uncached[index], now)
+        return [
+            n
+            for n, state in enumerate(candidates)
+            if waits[n] <= SHARED_HOLD_MS
+            and prices.costs[n] < inf
+            and not _is_full(state.load, now)
+            and state.load.first_byte_ms(waits[n], uncached[n], now) < bound
+        ]
 
     @staticmethod
     def _in_time(deadline: float, candidates: Sequence[EndpointState], prices: Prices, now: float) -> list[int]:
@@ -207,3 +255,9 @@ class Choice:
         if not self.takes(state):
             return "full"
         return "slow start" if state.slow_since is not None and state.slow_credit < 1.0 else None
+
+
+def _is_full(load: LoadModel, now: float) -> bool:
+    """Whether enough requests wait there for others to end."""
+    pending = load.pending
+    return bool(pending) and load.window.is_full(len(pending), next(iter(pending)).late_at, now)

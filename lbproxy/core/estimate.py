@@ -22,15 +22,14 @@ from collections.abc import Iterable, Sequence
 
 from lbproxy.core.capacity import CapacityLearner, Size
 from lbproxy.core.lora import AdapterTable, Arrival, LoadTimes
-from lbproxy.core.placement import NEVER, Placement
+from lbproxy.core.placement import FREED_S, NEVER, Placement
 from lbproxy.core.prefix import MAX_ENTRIES, PrefixIndex
 from lbproxy.core.pricing import Policy
 from lbproxy.core.types import EndpointState, InferenceRequest, LoadMetrics, Usage
+from lbproxy.core.window import LATE_S, Window
 
 GROUP_S = 0.001
 """First bytes of one endpoint that are no further apart left the same prefill step."""
-FREED_S = 15.0
-"""Over which time freed cache space is averaged."""
 RECENT_S = 180.0
 """The time constant of `LoadModel.recent_tokens`."""
 OWN_BASE = 0.5
@@ -141,6 +140,7 @@ class LoadModel:
         "speed",
         "started_at",
         "told_tokens",
+        "window",
     )
 
     def __init__(self, pool: PoolModel) -> None:
@@ -172,6 +172,7 @@ class LoadModel:
         self.freed = (0.0, 0.0)
         """Cache space that became free of late, in tokens, and as of when."""
         self._recent = self._recent_at = 0.0
+        self.window = Window()
         # What other balancers place here
         self.others = 0.0
         """Requests of others in flight."""
@@ -256,11 +257,11 @@ class LoadModel:
         if request.prompt_bytes:
             pool.hit_ratio += 0.01 * (cached / prompt - pool.hit_ratio)
             pool.uncached_tokens += 0.01 * (uncached - pool.uncached_tokens)
+        work = self.backlog_tokens(now) + uncached
+        placement.late_at = (due_at := now + self.first_byte_ms(0.0, work, now) / 1000.0) + LATE_S
         if not request.stream:
-            work = self.backlog_tokens(now) + uncached
-            base_ms = self.base_ms if self.base_until > now else pool.base_ms
-            placement.due_at = now + (base_ms + work * pool.token_ms * self.speed) / 1000.0
-            self.due_at = min(self.due_at, placement.due_at)
+            placement.late_at, placement.due_at = NEVER, due_at
+            self.due_at = min(self.due_at, due_at)
         if not self.pending:
             self.since_at = now
             self.head_tokens = uncached
@@ -283,6 +284,7 @@ class LoadModel:
             self._learn_sooner(placement, now)
             self._prefilled((placement,), now)
             return
+        self.window.started(placement.late_at, now)
         if now - self._group_at > GROUP_S:
             self._learn_group()
             self._group_at = now
@@ -477,12 +479,6 @@ class LoadModel:
         self.adapters.forget()
         if self.learner is not None:
             self.learner.forget()
-
-
-def freed_per_ms(freed: tuple[float, float], now: float) -> float:
-    """Tokens of cache space that became free, per millisecond, of late: from a `LoadModel.freed`."""
-    tokens, at = freed
-    return tokens * math.exp((at - now) / FREED_S) / (1000.0 * FREED_S)
 
 
 def model_for(policy: Policy) -> PoolModel | None:

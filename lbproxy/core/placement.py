@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import exp
 from typing import TYPE_CHECKING
 
 from lbproxy.core.lora import Arrival
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from lbproxy.core.estimate import LoadModel
 
 NEVER = float("inf")
+FREED_S = 15.0
+"""Over which time freed cache space is averaged."""
 
 
 class Placement:
@@ -24,6 +27,7 @@ class Placement:
         "due_at",
         "ended",
         "held",
+        "late_at",
         "load",
         "placed_at",
         "prompt_tokens",
@@ -47,6 +51,8 @@ class Placement:
         """How far the blocks were that the endpoint may have; empty if nobody wants to know."""
         self.due_at = NEVER
         """When a request that does not stream counts as prefilled; NEVER for streams, which say so."""
+        self.late_at = NEVER
+        """Of streams: by when the first byte is so late that it was not the prefills before it that took so long."""
         self.streamed = 0
         self.reported_at = NEVER
         """When its last progress came; NEVER = none yet."""
@@ -60,3 +66,9 @@ class Placement:
     def cached_tokens(self) -> float:
         """How much of the prompt is expected in the endpoint's cache."""
         return max(0.0, self.prompt_tokens - self.uncached)
+
+
+def freed_per_ms(freed: tuple[float, float], now: float) -> float:
+    """Tokens of cache space that became free, per millisecond, of late: from a `LoadModel.freed`."""
+    tokens, at = freed
+    return tokens * exp((at - now) / FREED_S) / (1000.0 * FREED_S)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from lbproxy.core.flows import ANONYMOUS
 from lbproxy.core.progress import CHECK_S
 from lbproxy.core.retry import FailureKind
 from lbproxy.core.types import (
@@ -148,6 +149,7 @@ class Fleet:
         prompt_tokens = job.prompt_tokens
         hashes = block_hashes((*job.prompt, job.answer), job.model)
         prompt_bytes = round(prompt_tokens * TOKEN_BYTES * (1 + rng.uniform(-options.size_error, options.size_error)))
+        flow, rules, priority = job.flow if options.fair else ANONYMOUS, options.flow_rules, job.priority or 0
         request = InferenceRequest(
             id=job.id,
             model=job.model or BASE_MODEL,
@@ -156,6 +158,9 @@ class Fleet:
             prompt_bytes=prompt_bytes,
             block_keys=routing_keys(hashes, prompt_tokens, options.block_tokens) if options.block_tokens else (),
             session=job.session,
+            priority=priority if rules is None else rules.priority_of(flow, job.priority, None),
+            flow=flow,
+            deadline=None if job.slo_ttft_s is None else self.now + job.slo_ttft_s,
         )
         served = Served(job, self.now, front.number, streamed)
         self._served.append(served)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from lbproxy.core.flows import FlowRules
 from lbproxy.core.types import Outcome
 from lbproxy.sim.presets import Preset
 from lbproxy.sim.workload import Job
@@ -72,6 +73,10 @@ class FleetOptions:
     """Each request comes to one of so many, at random."""
     exchange_s: float | None = None
     """How late each balancer hears of the others' requests; None = never."""
+    flow_rules: FlowRules | None = None
+    """What becomes of the priorities that clients ask for; None = as they say."""
+    fair: bool = True
+    """The balancers are told of which flow a request is."""
     jitter: bool = True
     """Whether steps vary by 3 %."""
 

@@ -25,6 +25,7 @@ class Replica(Balancer):
         if state is None:
             return None
         ticket = Ticket(request, now, now, frozenset())
+        ticket.flow = self._flows.of(request.flow, now)
         self._place(ticket, state, now)
         return ticket
 

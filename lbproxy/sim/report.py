@@ -220,8 +220,13 @@ def markdown(results: Mapping[str, Sequence[Summary]]) -> str:
     for policy, runs in results.items():
         change = paired(runs, base, "ttft_mean")
         rows.append([*cells(policy, runs), f"{change.mean:+.0%} [{change.low:+.0%}, {change.high:+.0%}]"])
-    rule = ["---"] + ["---:"] * (len(rows[0]) - 1)
-    return "\n".join("| " + " | ".join(row) + " |" for row in [rows[0], rule, *rows[1:]]) + "\n"
+    return as_table(rows[0], rows[1:])
+
+
+def as_table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
+    """In Markdown; the first `left` columns are text, the others figures."""
+    rule = ["---"] * left + ["---:"] * (len(heads) - left)
+    return "\n".join("| " + " | ".join(row) + " |" for row in [heads, rule, *rows]) + "\n"
 
 
 def as_json(results: Mapping[str, Sequence[Summary]]) -> dict[str, object]:

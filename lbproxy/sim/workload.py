@@ -33,6 +33,12 @@ class Job:
     session: str | None = None
     phase: str = ""
     """Which part of the workload it belongs to, for the report; phases that start with `warm-up` are left out of it."""
+    flow: str = "anonymous"
+    """Whose it is."""
+    priority: int | None = None
+    """What it asks for; None = nothing."""
+    slo_ttft_s: float | None = None
+    """How long after its arrival its client wants the first token, or none."""
 
     @property
     def prompt_tokens(self) -> int:

@@ -11,7 +11,8 @@ import random
 import pytest
 
 from lbproxy.core.adaptive import Adaptive
-from lbproxy.core.estimate import PoolModel, freed_per_ms
+from lbproxy.core.estimate import PoolModel
+from lbproxy.core.placement import freed_per_ms
 from lbproxy.core.pricing import Plan, Prices
 from lbproxy.core.types import Endpoint, EndpointState, EndpointUid, InferenceRequest, LoadMetrics
 

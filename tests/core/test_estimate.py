@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from lbproxy.core.estimate import FREED_S, LoadModel, PoolModel, freed_per_ms
+from lbproxy.core.estimate import LoadModel, PoolModel
 from lbproxy.core.lora import LoadTimes
-from lbproxy.core.placement import Placement
+from lbproxy.core.placement import FREED_S, Placement, freed_per_ms
 from lbproxy.core.types import InferenceRequest, LoadMetrics, LoraMetrics, Usage
 
 KIB = 1024

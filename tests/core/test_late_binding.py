@@ -141,9 +141,35 @@ def test_priority_goes_first_and_is_not_bought_by_being_short() -> None:
     (running,) = fill(balancer, 1)
     low = balancer.submit(ask(100, priority=-1), now=0.0)
     plain = balancer.submit(ask(200), now=0.0)
-    high = balancer.submit(ask(9000, priority=5), now=0.0)
+    high = balancer.submit(ask(1000, priority=5), now=0.0)
     balancer.close(running, Outcome.COMPLETED, now=0.1)
     assert balancer.poll(now=0.1) == [high, plain, low]
+
+
+def test_nobody_is_passed_over_while_it_waits_for_the_good_of_all() -> None:
+    """One endpoint has prefill queued, the other eight streams, which a long prompt would hold up: so that one waits
+    for the first. But then a lower priority would take the second.
+    """
+
+    def crowded() -> tuple[Balancer, EndpointUid, EndpointUid]:
+        balancer, (busy, streaming) = adaptive(2)
+        for _ in range(8):
+            ticket = balancer.submit(ask(10), now=0.0, avoid=frozenset({busy.uid}))
+            balancer.first_byte(ticket, now=0.04)
+        balancer.submit(ask(6000), now=0.1, avoid=frozenset({streaming.uid}))
+        return balancer, busy.uid, streaming.uid
+
+    balancer, busy, streaming = crowded()
+    blocker = balancer.submit(ask(20_000, name="blocker"), now=0.1)
+    assert blocker.where.endpoint.uid == busy, "cheapest, as nobody else waits"
+    balancer, busy, streaming = crowded()
+    filled = [balancer.submit(ask(12_000, name="fill"), now=0.1, avoid=frozenset({uid})) for uid in (busy, streaming)]
+    high, low = balancer.submit(ask(3000, priority=1), now=0.1), balancer.submit(ask(100, priority=-1), now=0.1)
+    assert states([high, low]) == "ww"
+    on_streaming = next(ticket for ticket in filled if ticket.where.endpoint.uid == streaming)
+    balancer.first_byte(on_streaming, now=0.2)
+    assert balancer.poll(now=0.2)[0] is high
+    assert high.where.endpoint.uid == streaming
 
 
 def test_a_full_queue_sheds_the_least_important_and_among_those_the_youngest() -> None:

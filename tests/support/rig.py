@@ -36,6 +36,7 @@ class Rig(Pool):
             retry=settings.retry,
             rng=rng,
             breaker=settings.breaker,
+            flows=settings.flows,
         )
         super().__init__(balancer, [EndpointSpec(name=e.name, base_url=e.url) for e in settings.endpoints])
         self.front = FrontEnd(settings, self.runtime, Exchanger(settings, self.runtime, self.connections), rng)

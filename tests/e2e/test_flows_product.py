@@ -1,0 +1,80 @@
+"""Flows in lbproxy as installed: what a client of OpenAI's SDK sees, the metrics, the log and the admin state."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.support.process import lbproxy, mock
+
+SETTINGS = """
+auth: {keys: [{name: team-a, key: sk-aaaaaaaaaaaaaaaaaaaa}, {name: team-b, key: sk-bbbbbbbbbbbbbbbbbbbb}]}
+admission: {max_in_flight_per_endpoint: 1}
+flows:
+  named:
+    team-b: {requests_per_minute: 2, weight: 2}
+"""
+BODY = {"model": "m", "prompt": "x", "max_tokens": 1}
+
+
+def key(name: str) -> str:
+    return f"sk-{name * 20}"
+
+
+def test_flows_of_keys_from_the_client_to_the_dashboard(tmp_path: Path) -> None:
+    with mock("--model", "m") as (_, url), lbproxy(tmp_path, [url], SETTINGS) as (process, listen, admin):
+        process.wait_for("serves m")
+        httpx.put(f"{admin}/admin/log-level", json={"level": "info"})
+        client = openai.OpenAI(base_url=f"{listen}/v1", api_key=key("b"), max_retries=0)
+        for _ in range(2):
+            assert client.completions.create(model="m", prompt="x", max_tokens=1).choices
+        with pytest.raises(openai.RateLimitError) as error:
+            client.completions.create(model="m", prompt="x", max_tokens=1)
+        assert (error.value.code, error.value.type) == ("rate_limit_exceeded", "rate_limit_error")
+        assert 1 <= int(error.value.response.headers["retry-after"]) <= 30
+        # A long answer takes the only place; another waits, and the state says whose it is.
+        long = {**BODY, "max_tokens": 4000, "stream": True, "ignore_eos": True}
+        headers = {"Authorization": f"Bearer {key('a')}"}
+        with (
+            httpx.Client(timeout=30) as http,
+            http.stream("POST", f"{listen}/v1/completions", json=long, headers=headers) as first,
+        ):
+            assert first.status_code == 200
+            pieces = first.iter_bytes()
+            next(pieces)
+            with httpx.Client(timeout=60) as other:
+                thread = threading.Thread(
+                    target=lambda: other.post(f"{listen}/v1/completions", json=BODY, headers=headers)
+                )
+                thread.start()
+                by_flow: dict[str, int] = {}
+                end = time.monotonic() + 20
+                while not by_flow:
+                    assert time.monotonic() < end
+                    by_flow = httpx.get(f"{admin}/admin/state").json()["queue"]["by_flow"]
+                assert by_flow == {"team-a": 1}
+                page = httpx.get(f"{admin}/metrics").text
+                assert 'lbproxy_flow_waiting_requests{flow="team-a"} 1.0' in page
+                assert 'lbproxy_flow_in_flight{flow="team-a"} 1.0' in page
+                assert 'lbproxy_flow_refused_total{flow="team-b"} 1.0' in page
+                assert 'lbproxy_flow_served_tokens_total{flow="team-b"}' in page
+                pieces.close()  # type: ignore[attr-defined]
+                first.close()
+                thread.join(30)
+                assert not thread.is_alive()
+        keys = [json.loads(line).get("key") for line in process.read().splitlines() if '"event":"request"' in line]
+        assert "team-b" in keys
+
+
+def test_the_header_is_in_the_log_where_it_is_not_the_key(tmp_path: Path) -> None:
+    with mock("--model", "m") as (_, url), lbproxy(tmp_path, [url]) as (process, listen, _):
+        process.wait_for("serves m")
+        reply = httpx.post(f"{listen}/v1/completions", json=BODY, headers={"x-lbproxy-flow": "user-7"})
+        assert reply.status_code == 200
+        process.wait_for('"flow":"user-7"')

@@ -1,0 +1,182 @@
+"""Flows through real sockets, on both ways in: whose a request is, what its flow may have, what clients are told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from hashlib import sha256
+
+import pytest
+
+from lbproxy.core.types import Outcome
+from lbproxy.proxy.keys import KeyRing
+from tests.support.aio import run, until
+from tests.support.endpoint import LAST, OK, STREAM_HEAD, Received, ScriptedEndpoint, Wire, event
+from tests.support.rig import Rig, post, rig
+
+KEYS = {"team-a": "sk-team-a-0123456789abcdef", "team-b": "sk-team-b-fedcba9876543210"}
+
+
+def flow(name: str, more: str = "") -> bytes:
+    return post(more=f"x-lbproxy-flow: {name}\r\n{more}")
+
+
+def keyed(name: str, more: str = "") -> bytes:
+    return post(more=f"Authorization: Bearer {KEYS[name]}\r\n{more}")
+
+
+def guard(it: Rig) -> None:
+    it.front.keys = KeyRing({sha256(key.encode()).digest(): name for name, key in KEYS.items()})
+
+
+class Held:
+    """An endpoint that answers when the test says so."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+
+    async def __call__(self, wire: Wire, _: Received) -> None:
+        await self.go.wait()
+        await wire.send(OK)
+
+
+def test_a_header_names_the_flow_while_no_key_is_needed() -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint, rig(endpoint.url) as it:
+            for line in ("x-lbproxy-flow: team-a\r\n", "", "x-lbproxy-flow: no such name!\r\n"):
+                assert (await it.ask(post(more=line))).status == 200
+            assert [record.flow for record in it.records.requests] == ["team-a", "anonymous", "anonymous"]
+
+    run(main())
+
+
+@pytest.mark.parametrize(("header", "expected"), [("", "team-a"), ("flows: {header: true}", "user-7")])
+def test_the_key_is_the_flow_unless_its_bearer_may_say(header: str, expected: str) -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint, rig(endpoint.url, more=header) as it:
+            guard(it)
+            assert (await it.ask(keyed("team-a", "x-lbproxy-flow: user-7\r\n"))).status == 200
+            assert it.records.requests[0].flow == expected
+
+    run(main())
+
+
+def test_more_than_a_flow_may_have_at_a_time_waits_and_is_in_nobodys_way() -> None:
+    held = Held()
+
+    async def main() -> None:
+        more = "flows: {named: {batch: {in_flight: 1}}}"
+        async with ScriptedEndpoint(held) as endpoint, rig(endpoint.url, more=more) as it:
+            first = asyncio.create_task(it.ask(flow("batch")))
+            await until(lambda: len(endpoint.requests) == 1, "the first is there")
+            second = asyncio.create_task(it.ask(flow("batch")))
+            await until(lambda: waiting(it) == 1, "the second waits")
+            other = asyncio.create_task(it.ask(flow("chat")))
+            await until(lambda: len(endpoint.requests) == 2, "another flow's is there")
+            assert (waiting(it), it.in_flight()) == (1, 2)
+            held.go.set()
+            assert [(await task).status for task in (first, second, other)] == [200] * 3
+
+    run(main())
+
+
+def waiting(it: Rig) -> int:
+    return it.runtime.snapshot().waiting
+
+
+def test_more_requests_a_minute_than_allowed_are_told_when_to_come_back() -> None:
+    async def main() -> None:
+        more = "flows: {default: {requests_per_minute: 6}}"
+        async with ScriptedEndpoint() as endpoint, rig(endpoint.url, more=more) as it:
+            assert [(await it.ask(flow("one"))).status for _ in range(6)] == [200] * 6
+            reply = await it.ask(flow("one"))
+            assert reply.status == 429
+            error = json.loads(reply.body)["error"]
+            assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
+            assert 1 <= int(reply.field("retry-after") or 0) <= 10, "one comes each ten seconds"
+            assert reply.field("x-lbproxy-reason") == "rate_limit_exceeded"
+            assert (await it.ask(flow("other"))).status == 200, "each has its own"
+            assert len(endpoint.requests) == 7
+            assert it.records.requests[6].outcome is Outcome.RATE_LIMITED
+
+    run(main())
+
+
+def test_tokens_a_minute_are_those_that_the_stream_says_at_its_end() -> None:
+    usage = '{"choices":[],"usage":{"prompt_tokens":900,"completion_tokens":300,"total_tokens":1200}}'
+
+    async def script(wire: Wire, _: Received) -> None:
+        await wire.send(STREAM_HEAD + event('{"choices":[{"delta":{"content":"x"}}]}') + event(usage))
+        await wire.send(event("[DONE]") + LAST)
+
+    body = b'{"model":"m","stream":true,"stream_options":{"include_usage":true},"prompt":"x"}'
+
+    async def main() -> None:
+        more = "flows: {default: {tokens_per_minute: 1000}}"
+        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url, more=more) as it:
+            assert (await it.ask(post(body, "/v1/completions"))).status == 200
+            reply = await it.ask(post(body, "/v1/completions"))
+            assert reply.status == 429
+            # 200 too many at 1,000 a minute; the prompt's guess was put right by what the endpoint counted.
+            assert 10 <= int(reply.field("retry-after") or 0) <= 13
+            assert len(endpoint.requests) == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "least-request"])
+def test_who_would_be_too_late_is_refused_and_told_so(policy: str) -> None:
+    """Nobody has room within what the client gives."""
+    held = Held()
+
+    async def main() -> None:
+        more = f"admission: {{max_in_flight_per_endpoint: 1}}\nrouting: {{policy: {policy}}}"
+        async with ScriptedEndpoint(held) as endpoint, rig(endpoint.url, more=more) as it:
+            first = asyncio.create_task(it.ask(post()))
+            await until(lambda: len(endpoint.requests) == 1, "it is there")
+            reply = await it.ask(post(more="x-lbproxy-slo-ttft-ms: 50\r\n"))
+            assert (reply.status, json.loads(reply.body)["error"]["code"]) == (429, "rejected_slo")
+            assert reply.field("retry-after") is not None
+            assert reply.field("x-lbproxy-reason") == "rejected_slo"
+            held.go.set()
+            assert (await first).status == 200
+            assert (await it.ask(post(more="x-lbproxy-slo-ttft-ms: 600000\r\n"))).status == 200
+
+    run(main())
+
+
+@asynccontextmanager
+async def one_busy(more: str) -> AsyncIterator[tuple[Held, ScriptedEndpoint, Rig]]:
+    """An endpoint that takes one at a time, and has it."""
+    held = Held()
+    async with (
+        ScriptedEndpoint(held) as endpoint,
+        rig(endpoint.url, more=f"admission: {{max_in_flight_per_endpoint: 1}}\n{more}") as it,
+    ):
+        guard(it)
+        yield held, endpoint, it
+
+
+@pytest.mark.parametrize(
+    ("more", "order"),
+    [
+        ("", ["first", "asks-nothing", "asks-9"]),
+        ("flows: {named: {team-b: {max_priority: 5}}}", ["first", "asks-9", "asks-nothing"]),
+    ],
+)
+def test_who_has_a_key_cannot_put_itself_first_unless_it_may(more: str, order: list[str]) -> None:
+    async def main() -> None:
+        async with one_busy(more) as (held, endpoint, it):
+            tasks = []
+            for n, (name, line) in enumerate(
+                [("team-a", "first"), ("team-b", "asks-nothing"), ("team-b", "asks-9\r\nx-lbproxy-priority: 9")]
+            ):
+                tasks.append(asyncio.create_task(it.ask(keyed(name, f"x-who: {line}\r\n"))))
+                await until(lambda n=n: len(endpoint.requests) + waiting(it) == n + 1, "it is there")  # type: ignore[misc]
+            held.go.set()
+            assert [(await task).status for task in tasks] == [200] * 3
+            assert [one.field("x-who") for one in endpoint.requests] == order
+
+    run(main())
