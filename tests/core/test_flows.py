@@ -302,7 +302,7 @@ def test_a_bucket_says_truly_when_it_will_be_full_enough(size: int, steps: list[
         now += passed
         wait = bucket.wait_s(1.0, now)
         assert wait >= 0.0
-        if wait:
+        if wait > 1e-6:  # less is lost beside the time of day
             assert bucket.wait_s(1.0, now + 0.99 * wait) > 0.0
             assert bucket.wait_s(1.0, now + wait) <= 1e-6
             now += wait
