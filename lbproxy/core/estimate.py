@@ -414,10 +414,10 @@ class LoadModel:
         """A whole answer came before its prefill was due: prefill is faster than believed. Where nobody streams,
         nothing else says so, and requests were held before servers that had nothing to do.
         """
-        if placement.uncached >= MANY_TOKENS and placement.request.prompt_bytes and placement.due_at < NEVER:
+        if placement.request.prompt_bytes and placement.due_at < NEVER:
             took_ms = 1000.0 * (now - placement.placed_at)
-            expected_ms = 1000.0 * (placement.due_at - placement.placed_at) - self.base_ms
-            if 0.0 < took_ms < expected_ms:
+            expected_ms = 1000.0 * (placement.due_at - placement.placed_at) - self.base_ms  # with what was before it
+            if took_ms < expected_ms and expected_ms >= MANY_TOKENS * self.pool.token_ms * self.speed:
                 self._learn_rate(math.log(max(1.0, took_ms - self.base_ms / 2.0) / expected_ms))
 
     def _learn_rate(self, off: float) -> None:

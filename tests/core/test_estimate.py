@@ -92,6 +92,18 @@ def test_where_nobody_streams_answers_that_come_too_soon_say_how_fast_prefill_is
     assert load.wait_ms(60.0) == 0.0
 
 
+def test_many_small_prompts_at_once_say_it_too() -> None:
+    """100 of 250 tokens: .1 ms a token would take them 2.5 s, and all are answered after 20 ms."""
+    pool = PoolModel(KIB)
+    load = pool.join()
+    for n in range(5):
+        batch = [load.place(prompt(250, stream=False), float(n)) for _ in range(100)]
+        for placement in batch:
+            load.first_byte(placement, n + 0.02)
+            load.end(placement, Usage(250, 0, 1), n + 0.02)
+    assert pool.token_ms * load.speed * 25_000 < 100.0
+
+
 def test_an_answer_that_comes_late_does_not_say_that_prefill_is_slow() -> None:
     """It may have been long."""
     pool = PoolModel(KIB)
