@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 
 from lbproxy.core.credentials import Tls
 from lbproxy.core.retry import FailureKind, UpstreamError
+from lbproxy.net.corked import Cork, Corked
 from lbproxy.net.dial import open_socket, reason
 from lbproxy.net.h1 import MAX_HEAD_BYTES, Framing, PayloadWatcher, ProtocolError, ResponseHead, parse_head
 from lbproxy.net.tls import client_context
@@ -165,7 +166,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio.Protocol."""
-        self._transport = cast(asyncio.Transport, transport)
+        self._transport = Corked(cast(asyncio.Transport, transport), self._pool.cork)
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
@@ -315,6 +316,7 @@ class ConnectionPool:
         """`pulse` tells when silence was our own."""
         self.loop = asyncio.get_running_loop()
         self.pulse = pulse or Pulse()
+        self.cork = Cork(self.loop)
         self._stalled_s = 0.0
         """By how much the limits of all connections were prolonged so far."""
         self._idle: defaultdict[Origin, dict[Connection, float]] = defaultdict(dict)

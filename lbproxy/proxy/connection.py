@@ -23,6 +23,7 @@ from aiohttp.streams import StreamReader
 
 from lbproxy.core.record import RequestRecord
 from lbproxy.core.types import EndpointUid, LbError, Outcome
+from lbproxy.net.corked import Cork, Corked
 from lbproxy.proxy.deadlines import Deadlines
 from lbproxy.proxy.linger import Linger
 from lbproxy.proxy.plain import read_plain
@@ -94,6 +95,7 @@ class Front(Protocol):
 
     max_plain_body_bytes: int
     deadlines: Deadlines
+    cork: Cork
 
     def serve_plain(self, plain: ClientRequest, client: ClientConnection) -> None:
         """Answer a plain request; `client.lane_ended` is called when the answer is out, maybe before this returns."""
@@ -161,8 +163,9 @@ class ClientConnection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio.Protocol."""
-        cast(asyncio.Transport, transport).set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
-        super().connection_made(transport)
+        corked = Corked(cast(asyncio.Transport, transport), self._front.cork)
+        corked.set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
+        super().connection_made(corked)
         peer = self.peername
         self.address = peer[0] if isinstance(peer, tuple) else ""
         if not self._front.connected():

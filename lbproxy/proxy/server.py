@@ -27,6 +27,7 @@ from lbproxy.core.prefix import flatten, hash_prompt
 from lbproxy.core.record import RequestRecord
 from lbproxy.core.trace import Sampling
 from lbproxy.core.types import EndpointUid, InferenceRequest, LbError, Outcome
+from lbproxy.net.corked import Cork
 from lbproxy.net.listener import Listener, bind, connections_within
 from lbproxy.net.vanished import find_vanished
 from lbproxy.proxy.adapters import AdapterCalls
@@ -83,6 +84,7 @@ class FrontEnd(web.Server):
         self.overload = overload or Overload(settings.limits, Unmetered())
         self.overload.end_largest = self._end_largest
         self.max_plain_body_bytes = min(settings.limits.json_body, WHOLE_BYTES)
+        self.cork = Cork(asyncio.get_running_loop())
         self.keys: KeyRing | None = None
         """Each request must carry one of these; None = it need not. Kept by who reads them."""
         self.sampling: Sampling | None = None
