@@ -1,8 +1,8 @@
 """What flows, priorities and deadlines change on a simulated fleet, in virtual time: `python -m benchmarks.fairness`.
 
 Each experiment is a scenario as `lbproxy sim` reads it, in variants that differ in one setting; equal seeds are equal
-arrivals in each. Writes `results/fairness.json`, `results/fairness.svg` and the tables of `FAIRNESS.md`. On two cores
-about two minutes.
+arrivals in each. Writes `results/fairness.json`, `results/fairness.svg` and the tables of `FAIRNESS.md`, but for those
+of `benchmarks.fairness_http`. On two cores about two minutes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from lbproxy.sim.sharing import REFUSED, by_flow
 from lbproxy.sim_cli import runs_of, serve
 
 HERE = Path(__file__).parent
+PAGE = HERE / "FAIRNESS.md"
+BEGIN, END = "<!-- generated: over HTTP -->", "<!-- end -->"
+"""Around the page's last part, which is `benchmarks.fairness_http`'s."""
 SECONDS = 45
 QUEUE = {"queue_requests": 1024, "queue_timeout": 30}
 """The balancer's defaults, which a scenario would leave out."""
@@ -123,7 +126,11 @@ def run_one(task: tuple[str, int]) -> tuple[str, int, Figures]:
     """One experiment with one seed, in whichever process."""
     name, seed = task
     found = Scenario.model_validate({**EXPERIMENTS[name], "seeds": seed})
-    served = serve(runs_of(found, source=name)[seed - 1])
+    return name, seed, figures_of(serve(runs_of(found, source=name)[seed - 1]))
+
+
+def figures_of(served: Sequence[Served]) -> Figures:
+    """What the requests of a run say."""
     flows: dict[str, dict[str, float]] = {}
     groups: dict[str, list[Served]] = {}
     for one in served:
@@ -144,13 +151,14 @@ def run_one(task: tuple[str, int]) -> tuple[str, int, Figures]:
             "done_s": len(done) / until,
         }
     good = [one.first_at is not None and one.first_at - one.submitted_at <= SLO_S for one in served]
-    return name, seed, Figures(flows, inversions(served), longest_queue(served), fmean(good))
+    return Figures(flows, inversions(served), longest_queue(served), fmean(good))
 
 
-def inversions(served: Sequence[Served]) -> int:
+def inversions(served: Sequence[Served], apart_s: float = 0.0) -> int:
     """From the log of decisions: how often a request was placed though another of a higher priority waited that any
     endpoint could have served (all serve the same model, nothing is shared). One that waits by the policy's choice for
-    an endpoint that is busy, while another is free, counts as well.
+    an endpoint that is busy, while another is free, counts as well. `apart_s`: so much before the placement the other
+    must have come, where times are not exact.
     """
     count = 0
     for one in served:
@@ -159,7 +167,7 @@ def inversions(served: Sequence[Served]) -> int:
         priority = one.job.priority or 0
         count += any(
             (other.job.priority or 0) > priority
-            and other.submitted_at < one.placed_at
+            and other.submitted_at + apart_s < one.placed_at
             and (other.ended_at if other.placed_at is None else other.placed_at) > one.placed_at + GRACE_S
             for other in served
         )
@@ -192,8 +200,8 @@ def cell(runs: Sequence[Figures], of: str, figure: str, form: str = ".2f") -> st
 def page(results: Mapping[str, Sequence[Figures]], seeds: int) -> str:
     """FAIRNESS.md."""
     head = (
-        f"# Fairness, simulated\n\n`python -m benchmarks.fairness`, lbproxy {__version__}, {seeds} seeds, 95 % "
-        "bootstrap intervals over them. Two simulated\nservers (Qwen3-32B, two H100 each), "
+        f"# Fairness, simulated and over HTTP\n\n`python -m benchmarks.fairness`, lbproxy {__version__}, {seeds} "
+        "seeds, 95 % bootstrap intervals over them. Two simulated\nservers (Qwen3-32B, two H100 each), "
         f"{SECONDS} s of Poisson arrivals, lengths lognormal. TTFT in seconds, of those that were\nserved; p99 is the "
         "worst of the nine light flows' own. *refused*: share answered 429. *heavy/s*: requests of the heavy\nflow "
         "that were done in a second.\n"
@@ -279,7 +287,8 @@ def main() -> int:
     data["results"] = {name: [asdict(run) for run in runs] for name, runs in results.items()}
     (HERE / "results" / "fairness.json").write_bytes(orjson.dumps(data, option=orjson.OPT_INDENT_2))
     text = page(results, args.seeds)
-    (HERE / "FAIRNESS.md").write_text(text, "utf-8")
+    kept = "".join(PAGE.read_text("utf-8").partition(BEGIN)[1:])
+    PAGE.write_text(f"{text}\n{kept}" if kept else text, "utf-8")
     plot(results, HERE / "results" / "fairness.svg")
     print(text)
     return 0

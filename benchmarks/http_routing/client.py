@@ -219,8 +219,7 @@ class Client:
 
     async def run(self) -> Answer:
         """All phases, each after the one before has drained."""
-        request = self._request
-        phases = _phases(request)
+        phases = self.phases()
         asked = [[(at, job, body(job)) for at, job in phase] for phase in phases]
         gc.collect()
         gc.freeze()
@@ -251,6 +250,16 @@ class Client:
             client_lag_s=percentile(sorted(self._ticks_s), 99),
             client_cpu_s=time.process_time(),
         )
+
+    def phases(self) -> list[list[Arrival]]:
+        """What to ask, each phase with times from its begin."""
+        trace = self._request["trace"]
+        rows = None if trace is None else read_mooncake(Path(trace).read_text("utf-8").splitlines())
+        return arrivals(CELLS[self._request["cell"]], self._request["seed"], rows, short=self._request["short"])
+
+    def headers(self, job: Job) -> str:
+        """A request's own, each with its line's end."""
+        return f"X-Session-ID: {job.session}\r\n"
 
     async def _replay(self, phase: Sequence[tuple[float, Job, bytes]]) -> list[Call]:
         begin = time.monotonic() + LEAD_S
@@ -290,7 +299,7 @@ class Client:
     def _head(self, job: Job, asked: bytes) -> bytes:
         return (
             f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{self._request['port']}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(asked)}\r\nX-Session-ID: {job.session}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(asked)}\r\n{self.headers(job)}"
             "Connection: close\r\n\r\n"
         ).encode()
 
@@ -317,12 +326,6 @@ class Client:
             assert late is not None, "a simulated server says how late it was"
             self._server_lag_s = max(self._server_lag_s, float(late[1]))
         return found
-
-
-def _phases(request: Request) -> list[list[Arrival]]:
-    trace = request["trace"]
-    rows = None if trace is None else read_mooncake(Path(trace).read_text("utf-8").splitlines())
-    return arrivals(CELLS[request["cell"]], request["seed"], rows, short=request["short"])
 
 
 async def main() -> None:

@@ -73,7 +73,11 @@ class TrialError(Exception):
 
 def late(trial: Trial) -> str | None:
     """Why a run is not believed; None: it is."""
-    answer = trial["answer"]
+    return lateness(trial["answer"])
+
+
+def lateness(answer: Answer) -> str | None:
+    """Who was too late in a replay; None: nobody."""
     sides = (("servers", answer["server_lag_s"]), ("client", answer["client_lag_s"]))
     found = [f"{who} {lag_s * 1000:.1f} ms late" for who, lag_s in sides if lag_s > MAX_LAG_S]
     return ", ".join(found) or None
@@ -94,15 +98,15 @@ def order(cells: Sequence[str], seeds: int, names: Sequence[str]) -> list[Task]:
 def run(task: Task, *, short: bool, trace: str | None) -> Trial:
     """Do it once. Raises TrialError, StartError."""
     BENCH.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=BENCH) as name, _servers(CELLS[task.cell].servers, task.seed) as running:
-        ports, servers = running
+    with tempfile.TemporaryDirectory(dir=BENCH) as name, servers(CELLS[task.cell].servers, task.seed) as running:
+        ports, process = running
         (router,) = [one for one in routers(ports) if one.name == task.router]
         with router.subject.start(0, Path(name) / "router") as proxy:
             _get_ready(proxy, ports)
             request = Request(
                 cell=task.cell, seed=task.seed, short=short, trace=trace, port=proxy.port, servers=list(ports)
             )
-            return _replay(task, request, proxy, servers)
+            return _replay(task, request, proxy, process)
 
 
 def _replay(task: Task, request: Request, proxy: Proxy, servers: subprocess.Popen[str]) -> Trial:
@@ -158,8 +162,8 @@ def _python(module: str, *arguments: str) -> list[str]:
 
 
 @contextmanager
-def _servers(count: int, seed: int) -> Iterator[tuple[list[int], subprocess.Popen[str]]]:
-    """The servers' ports and their process."""
+def servers(count: int, seed: int) -> Iterator[tuple[list[int], subprocess.Popen[str]]]:
+    """Simulated servers: their ports and their process. Raises TrialError."""
     command = _python("servers", str(count), str(seed))
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
