@@ -11,7 +11,7 @@ import select
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +243,12 @@ def terminal(*arguments: str) -> Iterator[Callable[[str], None]]:
     try:
         yield wait_for
         os.write(ours, b"q")
-        assert process.wait(20) == 0
+        end = time.monotonic() + 20
+        while process.poll() is None and time.monotonic() < end:
+            if select.select([ours], [], [], 0.05)[0]:  # it restores its terminal once we took what it showed
+                with suppress(OSError):
+                    os.read(ours, 1 << 16)
+        assert process.wait(1) == 0
     finally:
         process.kill()
         process.wait()
