@@ -62,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--admin", default="127.0.0.1:9901", metavar="HOST:PORT", help="default: 127.0.0.1:9901")
     what = "six servers with everyday traffic, of which one slows down, one is killed, and a third is drained"
     demo.add_argument("--traffic", action="store_true", help=what)
-    demo.add_argument("--duration", type=float, metavar="SECONDS", default=150.0, help="of --traffic (default: 150)")
+    demo.add_argument(
+        "--duration", type=float, metavar="SECONDS", default=150.0, help="of --traffic: 30 to 3600 (default: 150)"
+    )
     demo.add_argument("--rate", type=float, metavar="N", default=12.0, help="its requests a second (default: 12)")
     demo.add_argument("--seed", type=int, default=1, metavar="N", help="another seed, other requests (default: 1)")
 

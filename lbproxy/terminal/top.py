@@ -30,7 +30,11 @@ OWN_LINES = 6
 
 
 def top(client: AdminClient, console: Console, *, frames: int | None = None) -> int:
-    """Until somebody ends it, or after so many frames. Raises AdminError if there is nobody at the start."""
+    """Until somebody ends it, or after so many frames; once, if nobody sees it live. Raises AdminError if there is
+    nobody at the start.
+    """
+    if frames is None and not console.is_terminal:
+        frames = 1
     state = client.get("state") | {"history": client.get("history")["points"], "decisions": []}
     screen = Live(console=console, screen=console.is_terminal, auto_refresh=False)
     with _quits_on_q(), screen as live, contextlib.suppress(KeyboardInterrupt):
