@@ -76,7 +76,7 @@ def written(value: object, unit: Quantity | None) -> str:
             if value >= factor and (name not in "hm" or value >= 2 * 3600) and (value / factor).is_integer():
                 return f"`{value / factor:g}{name}`"
         return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
-    return f"`{value}`" if str(value) else "url's `host:port`"
+    return f"`{value}`" if str(value) else "see there"
 
 
 def takes(field: FieldInfo) -> str:
