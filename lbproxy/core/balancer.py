@@ -161,8 +161,8 @@ class Balancer:
         if not avoid:
             self._retries.requested(now=now)
             if flow.limited:
-                ticket.retry_after_s = self._flows.admit(flow, request, now)
-                if ticket.retry_after_s is not None:
+                ticket.refusal = self._flows.admit(flow, request, now)
+                if ticket.refusal is not None:
                     self._end(ticket, Outcome.RATE_LIMITED)
                     return ticket
         if flow.limited and flow.is_full:
@@ -496,3 +496,5 @@ class Balancer:
             flow.active -= 1
             if flow.limited:
                 self._unpark(flow)
+        elif ticket.wait is Wait.FLOW and flow is not None:
+            ticket.refusal = flow.crowded()

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import exp2, inf
+from math import ceil, exp2, inf
+from typing import NamedTuple
 
 from lbproxy.config import FlowSettings, FlowsSettings
 from lbproxy.core.types import InferenceRequest, Ticket, Usage
@@ -46,27 +47,43 @@ MAX_RETRY_AFTER_S = 60.0
 class Bucket:
     """What may be used in a minute, and was not yet. `level` may be below 0: what was used is known afterwards."""
 
-    __slots__ = ("_at", "_level", "_size")
+    __slots__ = ("_at", "_level", "size")
 
     def __init__(self, size: float, now: float) -> None:
-        self._size = self._level = size
+        self.size = self._level = size
         self._at = now
 
     def resize(self, size: float) -> None:
         """Another size; what was used stays used."""
-        self._level += size - self._size
-        self._size = size
+        self._level += size - self.size
+        self.size = size
 
     def wait_s(self, needed: float, now: float) -> float:
         """In how many seconds `needed` is there, at most all that ever is; 0 = now."""
-        self._level = min(self._size, self._level + self._size * (now - self._at) / MINUTE_S)
+        self._level = min(self.size, self._level + self.size * (now - self._at) / MINUTE_S)
         self._at = now
-        missing = min(needed, self._size) - self._level
-        return missing * MINUTE_S / self._size if missing > 0 else 0.0
+        missing = min(needed, self.size) - self._level
+        return missing * MINUTE_S / self.size if missing > 0 else 0.0
 
     def take(self, amount: float) -> None:
         """Use it, there or not. Below 0 it is given back."""
         self._level -= amount
+
+
+class Refusal(NamedTuple):
+    """Which limit of its flow kept a request from being served."""
+
+    flow: str
+    limit: str
+    """In words, its value and its key in the settings among them."""
+    retry_after_s: float | None
+    """When it would not have; None: that depends on when others end."""
+
+    @property
+    def message(self) -> str:
+        """For the client. It names the flow, whose name is never the key."""
+        text = f"Flow `{self.flow}` has reached its limit of {self.limit}."
+        return text if self.retry_after_s is None else f"{text} Try again in {ceil(self.retry_after_s)} s."
 
 
 class Flow:
@@ -115,6 +132,12 @@ class Flow:
     def is_full(self) -> bool:
         """One more has to be parked."""
         return self.limit is not None and self.active >= self.limit
+
+    def crowded(self) -> Refusal:
+        """Of a request that was parked until it had to end."""
+        return Refusal(
+            self.name, f"requests at a time, {self.limit} (`in_flight`), and this one could wait no longer", None
+        )
 
     def adopt(self, rule: FlowSettings, now: float) -> None:
         """Live by this rule from now on."""
@@ -225,14 +248,15 @@ class Flows:
 
     # Limits
 
-    def admit(self, flow: Flow, request: InferenceRequest, now: float) -> float | None:
-        """None: the request may come, and counts. Else the seconds after which it may."""
-        wait_s = 0.0 if flow.requests is None else flow.requests.wait_s(1.0, now)
-        if flow.tokens is not None:
-            wait_s = max(wait_s, flow.tokens.wait_s(1.0, now))
+    def admit(self, flow: Flow, request: InferenceRequest, now: float) -> Refusal | None:
+        """None: the request may come, and counts. Else the limit that keeps it out: of two, for longest."""
+        buckets = ((flow.requests, "requests"), (flow.tokens, "tokens"))
+        waits = [(bucket.wait_s(1.0, now), bucket.size, unit) for bucket, unit in buckets if bucket is not None]
+        wait_s, size, unit = max(waits, default=(0.0, 0.0, ""))
         if wait_s:
             flow.refused += 1
-            return min(wait_s, MAX_RETRY_AFTER_S)
+            limit = f"{unit} a minute, {size:.0f} (`{unit}_per_minute`)"
+            return Refusal(flow.name, limit, min(wait_s, MAX_RETRY_AFTER_S))
         if flow.requests is not None:
             flow.requests.take(1.0)
         return None

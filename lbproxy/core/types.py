@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lbproxy.core.credentials import ApiKey, Tls
     from lbproxy.core.estimate import LoadModel
     from lbproxy.core.explain import Decision
-    from lbproxy.core.flows import Flow, FlowSnapshot
+    from lbproxy.core.flows import Flow, FlowSnapshot, Refusal
     from lbproxy.core.placement import Placement
 
 EndpointUid = NewType("EndpointUid", int)
@@ -287,8 +287,8 @@ class Ticket:
     """While PLACED: what its flow was charged, and the tokens that count for its limit."""
     answered = 0
     """Tokens of the answer so far."""
-    retry_after_s: float | None = None
-    """If it closed because of a limit: when it would not have."""
+    refusal: Refusal | None = None
+    """If it closed because of its flow's limit: which."""
     trial: bool = False
     """It tries an endpoint that is half open or down."""
     accused: EndpointUid | None = None

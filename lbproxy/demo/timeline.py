@@ -81,9 +81,8 @@ def names(count: int) -> list[str]:
 
 
 def bad_night(servers: Sequence[str]) -> Timeline:
-    """Two and a half minutes in which a server slows down, another dies and comes back, and a deploy takes a third.
-
-    At least six servers.
+    """Two and a half minutes in which a server slows down, another dies and comes back, and a deploy takes a third of
+    the fleet: two of six. At least six servers.
     """
     slow, dead, third = servers[2], servers[4], tuple(servers[: len(servers) // 3])
     drained = f"{', '.join(third[:-1])} and {third[-1]}"

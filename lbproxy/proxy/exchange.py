@@ -17,6 +17,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import TypeVarTuple
 
 from lbproxy.config import Settings
@@ -458,7 +459,10 @@ class Exchange(ABC):
             return model_not_found(self.record.alias or self.placed.model)
         if outcome is Outcome.NO_ENDPOINTS and self._last is not Outcome.COMPLETED and self._shared.runtime.any_up():
             return LbError(self._last)  # a live pool broke this request
-        return LbError(outcome, retry_after_s=None if self._ticket is None else self._ticket.retry_after_s)
+        limit = None if self._ticket is None else self._ticket.refusal
+        if limit is not None and outcome.value.status == HTTPStatus.TOO_MANY_REQUESTS:
+            return LbError(outcome, limit.message, retry_after_s=limit.retry_after_s)
+        return LbError(outcome)
 
     def _own_fields(self) -> str:
         record, shared = self.record, self._shared

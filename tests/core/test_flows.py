@@ -258,7 +258,12 @@ def test_requests_a_minute() -> None:
     balancer, _ = pool_of(1, flows=rules(default={"requests_per_minute": 60}))
     at_once = [balancer.submit(ask("one"), now=0.0) for _ in range(61)]
     assert [ticket.outcome for ticket in at_once] == [None] * 60 + [Outcome.RATE_LIMITED]
-    assert at_once[-1].retry_after_s == pytest.approx(1.0)
+    refusal = at_once[-1].refusal
+    assert refusal is not None
+    assert refusal.retry_after_s == pytest.approx(1.0)
+    assert refusal.message == (
+        "Flow `one` has reached its limit of requests a minute, 60 (`requests_per_minute`). Try again in 1 s."
+    )
     assert balancer.submit(ask("one"), now=0.5).outcome is Outcome.RATE_LIMITED
     assert balancer.submit(ask("one"), now=1.01).outcome is None
     assert balancer.submit(ask("other"), now=1.01).outcome is None, "each flow has its own"
@@ -284,8 +289,51 @@ def test_tokens_a_minute_are_known_afterwards() -> None:
     balancer.close(ticket, Outcome.COMPLETED, now=0.0, usage=Usage(5000, 4000, 4000))
     refused = balancer.submit(ask("one"), now=0.0)
     assert refused.outcome is Outcome.RATE_LIMITED
-    assert refused.retry_after_s == pytest.approx(30.0, abs=0.1), "3,000 are missing, 100 come in a second"
+    assert refused.refusal is not None
+    assert refused.refusal.retry_after_s == pytest.approx(30.0, abs=0.1), "3,000 are missing, 100 come in a second"
+    assert refused.refusal.limit == "tokens a minute, 6000 (`tokens_per_minute`)"
     assert balancer.submit(ask("one"), now=30.1).outcome is None
+
+
+def test_of_two_limits_the_one_is_named_that_keeps_it_out_longest() -> None:
+    balancer, _ = pool_of(1, flows=rules(default={"requests_per_minute": 1, "tokens_per_minute": 6000}))
+    ticket = balancer.submit(ask("one"), now=0.0)
+    balancer.close(ticket, Outcome.COMPLETED, now=0.0, usage=Usage(5000, 0, 1500))
+    said: list[object] = []
+    for now in (0.0, 59.0, 61.0):
+        refusal = balancer.submit(ask("one"), now=now).refusal
+        said.append(None if refusal is None else (refusal.limit, refusal.retry_after_s))
+    assert said == [
+        ("requests a minute, 1 (`requests_per_minute`)", pytest.approx(60.0)),
+        ("requests a minute, 1 (`requests_per_minute`)", pytest.approx(1.0)),
+        None,
+    ]
+    balancer = pool_of(1, flows=rules(default={"requests_per_minute": 600, "tokens_per_minute": 6000}))[0]
+    ticket = balancer.submit(ask("one"), now=0.0)
+    balancer.close(ticket, Outcome.COMPLETED, now=0.0, usage=Usage(9000, 0, 1000))
+    refusal = balancer.submit(ask("one"), now=0.0).refusal
+    assert refusal is not None
+    assert "tokens_per_minute" in refusal.limit
+
+
+def test_who_was_parked_to_the_end_is_told_of_the_limit_and_others_are_not() -> None:
+    balancer, _ = pool_of(
+        1, flows=rules(named={"batch": {"in_flight": 1}}), admission=AdmissionSettings(max_in_flight_per_endpoint=2)
+    )
+    tickets = [balancer.submit(ask(name), now=0.0) for name in ("batch", "batch", "chat", "chat")]
+    assert [ticket.state for ticket in tickets] == [
+        TicketState.PLACED,
+        TicketState.WAITING,
+        TicketState.PLACED,
+        TicketState.WAITING,
+    ]
+    over = balancer.poll(now=1000.0)
+    assert [(one.request.flow, one.outcome) for one in over] == [("batch", Outcome.EXPIRED), ("chat", Outcome.EXPIRED)]
+    assert over[0].refusal is not None
+    assert over[0].refusal.message == (
+        "Flow `batch` has reached its limit of requests at a time, 1 (`in_flight`), and this one could wait no longer."
+    )
+    assert over[1].refusal is None
 
 
 def test_a_failed_attempt_costs_no_tokens() -> None:

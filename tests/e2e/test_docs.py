@@ -6,6 +6,7 @@ The word in `<!-- test: WORD -->` above a fence:
   with 0 and print something.
 - `faults` (sh): the same before a running `lbproxy mock`.
 - `lora` (sh): before two simulated servers that take adapters, and an lbproxy that lets clients load them.
+- `keys` (sh): before an lbproxy with the settings above it (tests/e2e/test_docs_examples.py).
 - `traces` (sh): before an lbproxy that sends traces to a collector.
 - `refused` (yaml): settings that are wrong; the next block of the page is exactly what is said about them.
 - `other` (yaml): not lbproxy's settings.
@@ -58,6 +59,7 @@ def test_marks_are_known_and_used() -> None:
         ("demo", "sh"),
         ("demo", "python"),
         ("faults", "sh"),
+        ("keys", "sh"),
         ("lora", "sh"),
         ("traces", "sh"),
         ("refused", "yaml"),

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import re
 import shlex
+import subprocess
 import tomllib
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,6 +32,7 @@ ANSWERS = {
     ("failures.md", '{"error":{"message":"The model `nope`'),
     ("failures.md", "HTTP/1.1 429"),
     ("failures.md", 'data: {"error"'),
+    ("fairness.md", "HTTP/1.1 429"),
     ("lora.md", '{"object": "list"'),
     ("configuration.md", "# who may"),
 }
@@ -41,7 +43,6 @@ ELSEWHERE = {
     ("engines.md", "cfg.yaml: 3 problems"): "tests/e2e/test_docs.py, with the refused settings before it",
     ("engines.md", "endpoint-load-metrics:"): "tests/proxy/test_load_reports.py",
     ("configuration.md", "cfg.yaml: 6 problems"): "tests/e2e/test_docs.py, with the refused settings before it",
-    ("fairness.md", "HTTP/1.1 429"): "tests/proxy/test_flow_requests.py",
     ("docker.md", "docker compose"): "tests/test_deploy.py: its files and services exist",
     ("docker.md", "MODEL="): "tests/test_deploy.py: its files and services exist",
     ("docker.md", "docker build"): "tests/test_deploy.py: hadolint reads the Dockerfile; there is no docker here",
@@ -217,6 +218,23 @@ def test_a_refusal_is_as_shown(tmp_path: Path) -> None:
     assert (refused.status_code, refused.text) == (429, text.strip())
     assert {name for name in refused.headers if name not in {"date", "connection", "x-should-retry"}} == {*shown}
     assert all(refused.headers[name] == shown[name] for name in shown if name not in {"x-request-id", "retry-after"})
+
+
+def test_a_flow_with_a_key_is_refused_as_shown(tmp_path: Path) -> None:
+    (commands,) = (one for one in BLOCKS if one.mark == "keys")
+    above = [one for one in BLOCKS if one.page == commands.page and one.line < commands.line][-1]
+    settings = above.text.replace("endpoints: [http://127.0.0.1:8000]\n", "")
+    assert settings != above.text
+    with mock() as (_, url), lbproxy(tmp_path, [url], settings) as (process, listen, _):
+        process.wait_for("serves sim")
+        script = commands.text.replace("http://127.0.0.1:8080", listen)
+        done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, timeout=60, check=True)
+    replies = [f"HTTP/1.1{one}" for one in done.stdout.replace("\r\n", "\n").split("HTTP/1.1")[1:]]
+    assert [reply.split()[1] for reply in replies] == ["200", "200", "429", "200"]
+    seconds = re.compile(r"(?<=retry-after: )\d+|\d+(?= s\.)")
+    shown, said = (seconds.sub("N", text).strip() for text in (documented("fairness.md", "HTTP/1.1 429"), replies[2]))
+    assert "sk-batch" not in done.stdout
+    assert {*shown.splitlines()} <= {*said.splitlines()}
 
 
 def test_what_servers_said_of_an_adapter_is_as_shown(tmp_path: Path) -> None:

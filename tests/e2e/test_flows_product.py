@@ -37,6 +37,7 @@ def test_flows_of_keys_from_the_client_to_the_dashboard(tmp_path: Path) -> None:
         with pytest.raises(openai.RateLimitError) as error:
             client.completions.create(model="m", prompt="x", max_tokens=1)
         assert (error.value.code, error.value.type) == ("rate_limit_exceeded", "rate_limit_error")
+        assert "Flow `team-b` has reached its limit of requests a minute, 2" in error.value.message
         assert 1 <= int(error.value.response.headers["retry-after"]) <= 30
         # A long answer takes the only place; another waits, and the state says whose it is.
         long = {**BODY, "max_tokens": 4000, "stream": True, "ignore_eos": True}

@@ -82,6 +82,62 @@ def test_more_than_a_flow_may_have_at_a_time_waits_and_is_in_nobodys_way() -> No
     run(main())
 
 
+def test_what_counts_as_a_request() -> None:
+    """docs/fairness.md says it: each once that asks for a place, and nothing else."""
+    listing = b"GET /v1/models HTTP/1.1\r\nHost: lb\r\n\r\n"
+    tried = 0
+
+    async def script(wire: Wire, _: Received) -> None:
+        nonlocal tried
+        tried += 1
+        await wire.send(b"HTTP/1.1 503 No\r\nContent-Length: 0\r\n\r\n" if tried == 1 else OK)
+
+    async def main() -> None:
+        more = "flows: {default: {requests_per_minute: 3}}"
+        async with (
+            ScriptedEndpoint(script) as one,
+            ScriptedEndpoint(script) as two,
+            rig(one.url, two.url, more=more) as it,
+        ):
+            guard(it)
+
+            async def status(request: bytes) -> int:
+                return (await it.ask(request)).status
+
+            key = f"Authorization: Bearer {KEYS['team-a']}\r\n"
+            assert await status(keyed("team-a")) == 200, "tried twice, counted once"
+            assert tried == 2
+            assert await status(listing.replace(b"\r\n\r\n", f"\r\n{key}\r\n".encode())) == 200
+            assert await status(post(b"{", more=key)) == 400
+            assert await status(post(more="Authorization: Bearer sk-nobody\r\n")) == 401
+            assert await status(post(b'{"model":"nobody\'s"}', more=key)) == 404, "it counts"
+            assert await status(post(b'{"model":"m"}', "/v1/embeddings", more=key)) == 200, "so does this"
+            assert [await status(keyed("team-a")) for _ in range(2)] == [429, 429]
+            (flow,) = it.runtime.snapshot().flows
+            assert (flow.name, flow.refused) == ("team-a", 2)
+
+    run(main())
+
+
+def test_who_waited_in_vain_for_its_own_flow_is_told_so_by_name_and_never_by_key() -> None:
+    async def main() -> None:
+        more = "flows: {named: {team-b: {in_flight: 1}}}\nadmission: {queue_timeout: 100ms}"
+        held = Held()
+        async with ScriptedEndpoint(held) as endpoint, rig(endpoint.url, more=more) as it:
+            guard(it)
+            first = asyncio.create_task(it.ask(keyed("team-b")))
+            await until(lambda: len(endpoint.requests) == 1, "the first is there")
+            reply = await it.ask(keyed("team-b"))
+            error = json.loads(reply.body)["error"]
+            assert (reply.status, error["code"]) == (429, "rejected_ttl_expired")
+            assert error["message"].startswith("Flow `team-b` has reached its limit of requests at a time, 1")
+            assert KEYS["team-b"].encode() not in reply.body
+            held.go.set()
+            assert (await first).status == 200
+
+    run(main())
+
+
 def waiting(it: Rig) -> int:
     return it.runtime.snapshot().waiting
 
@@ -97,6 +153,11 @@ def test_more_requests_a_minute_than_allowed_are_told_when_to_come_back() -> Non
             assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
             assert 1 <= int(reply.field("retry-after") or 0) <= 10, "one comes each ten seconds"
             assert reply.field("x-lbproxy-reason") == "rate_limit_exceeded"
+            wait = reply.field("retry-after")
+            assert error["message"] == (
+                "Flow `one` has reached its limit of requests a minute, 6 (`requests_per_minute`)."
+                f" Try again in {wait} s."
+            )
             assert (await it.ask(flow("other"))).status == 200, "each has its own"
             assert len(endpoint.requests) == 7
             assert it.records.requests[6].outcome is Outcome.RATE_LIMITED
