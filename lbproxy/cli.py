@@ -19,6 +19,7 @@ from typing import TypeAlias, TypeVar
 
 from lbproxy import __version__
 from lbproxy.config import ConfigError, Settings, json_schema, parse, parse_scenario
+from lbproxy.terminal import address
 
 MAX_SETTINGS_BYTES = 1 << 20
 T = TypeVar("T")
@@ -58,9 +59,11 @@ def _parser() -> argparse.ArgumentParser:
     completion.add_argument("shell", choices=["bash", "zsh", "tcsh"])
 
     demo = commands.add_parser("demo", help="three simulated vLLM servers and lbproxy before them; no GPU needed")
-    demo.add_argument("--listen", default="127.0.0.1:8080", metavar="HOST:PORT", help="default: 127.0.0.1:8080")
-    demo.add_argument("--admin", default="127.0.0.1:9901", metavar="HOST:PORT", help="default: 127.0.0.1:9901")
-    what = "six servers with everyday traffic, of which one slows down, one is killed, and a third is drained"
+    at, own = "HOST:PORT", f"where {{}} listens: {address.FORMS} (default: %(default)s)"
+    demo.add_argument("--listen", type=address.listener, default=address.LISTEN, metavar=at, help=own.format("it"))
+    what = own.format("its admin")
+    demo.add_argument("--admin", type=address.listener, default=address.ADMIN, metavar=at, help=what)
+    what = "six servers with everyday traffic, of which one slows down, one is killed, and two are drained"
     demo.add_argument("--traffic", action="store_true", help=what)
     demo.add_argument(
         "--duration", type=float, metavar="SECONDS", default=150.0, help="of --traffic: 30 to 3600 (default: 150)"
@@ -101,8 +104,8 @@ def _parser() -> argparse.ArgumentParser:
 def _add_admin_commands(commands: Subparsers) -> None:
     """Those that speak to a running lbproxy."""
     remote = argparse.ArgumentParser(add_help=False)
-    text = "its admin listener (default: http://127.0.0.1:9901); LBPROXY_ADMIN_TOKEN holds the token, if it wants one"
-    remote.add_argument("--admin", metavar="URL", default="http://127.0.0.1:9901", help=text)
+    text = f"its admin listener: {address.FORMS} (default: %(default)s); the token: in LBPROXY_ADMIN_TOKEN"
+    remote.add_argument("--admin", type=address.url, metavar="HOST:PORT", default=address.ADMIN, help=text)
     status = commands.add_parser("status", parents=[remote], help="the state of a running lbproxy and its endpoints")
     status.add_argument("--json", action="store_true", help="all of it, as JSON")
     commands.add_parser("top", parents=[remote], help="the same, live; q ends it")

@@ -10,6 +10,7 @@ import re
 import select
 import subprocess
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,8 +20,8 @@ import httpx
 import pytest
 from rich.console import Console
 
-from lbproxy.cli import main
-from lbproxy.terminal import commands
+from lbproxy.cli import _parser, main
+from lbproxy.terminal import address, commands
 from lbproxy.terminal.client import AdminClient, AdminError
 from lbproxy.terminal.tables import explanation, fleet, summary
 from lbproxy.terminal.top import picture
@@ -146,9 +147,15 @@ def test_nothing_from_outside_moves_the_cursor() -> None:
         "observed": {"first_byte_ms": None, "cached_tokens": None, "prompt_tokens": None},
     }
     text = "\n".join([*lines, *drawn(explanation(request))])
+    assert "costs in" not in text, "they have no unit"
+    assert any(line.startswith("costs in ms cost") for line in drawn(explanation(request | in_ms(decision))))
     assert "\x1b" not in text
     assert "\x07" not in text
     assert "[2Jx" in text
+
+
+def in_ms(decision: dict[str, Any]) -> dict[str, Any]:
+    return {"decisions": [decision | {"unit": "ms"}]}
 
 
 def test_the_summary_says_what_is_wrong() -> None:
@@ -202,6 +209,10 @@ def test_a_drain_waits_for_the_last_request_or_for_the_time() -> None:
     [
         (httpx.Response(401, json={"error": {"message": "This needs a token."}}), "LBPROXY_ADMIN_TOKEN"),
         (httpx.Response(422, json={"error": {"message": "No.", "problems": ["a: b", "c: d"]}}), "No.\n  a: b\n  c: d"),
+        (
+            httpx.Response(404, json={"error": {"message": "There are: a.", "code": "unknown_endpoint"}}),
+            "There are: a. `lbproxy status` shows them.",
+        ),
         (httpx.Response(200, text="<html>"), "is no lbproxy"),
         (httpx.Response(200, json=[1]), "is no lbproxy"),
         (httpx.Response(500, json={}), "answered 500"),
@@ -216,7 +227,57 @@ def test_what_goes_wrong_is_said_in_a_line(answer: httpx.Response, said: str) ->
 def test_nobody_there_is_an_exit_with_1(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--admin", "http://127.0.0.1:9"]) == 1
     assert "nobody answers at http://127.0.0.1:9" in capsys.readouterr().err
-    assert main([*command, "--admin", "127.0.0.1"]) == 1
+    assert main([*command, "--admin", "127.0.0.1:9"]) == 1
+    assert "nobody answers at http://127.0.0.1:9" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "--admin", "127.0.0.1"])
+    assert "expected HOST:PORT or http://HOST:PORT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:1", "[::1]:1", "gpu-1.example:80", "localhost:0"])
+def test_an_address_and_its_url_are_the_same_to_every_command(text: str) -> None:
+    for form in (text, f"http://{text}", f"HTTP://{text}/"):
+        assert address.listener(form) == text
+        assert address.url(form).lower().rstrip("/") == f"http://{text}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "127.0.0.1",
+        ":1",
+        "a:b",
+        "a:99999",
+        "a:1 b",
+        "http://",
+        "ftp://a:1",
+        "http://u:p@a:1",
+        "a:1/x",
+        "a:1?q",
+        "a:1\n",
+    ],
+)
+def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
+    for read in (address.listener, address.url):
+        with pytest.raises(ArgumentTypeError, match=f"expected {address.FORMS}, such as "):
+            read(text)
+
+
+def test_a_url_may_lead_through_something_else_and_a_listener_may_not() -> None:
+    for text in ("https://lb.example/lbproxy", "http://lb.example"):
+        assert address.url(text) == text
+        with pytest.raises(ArgumentTypeError):
+            address.listener(text)
+
+
+def test_every_command_takes_both_forms() -> None:
+    """By one parser; its default is one of them."""
+    for words in (["demo"], ["status"], ["top"], ["drain", "x"], ["undrain", "x"], ["explain", "x"]):
+        both = [_parser().parse_args([*words, "--admin", form]).admin for form in ("h:1", "http://h:1")]
+        assert both[0] == both[1]
+        default = _parser().parse_args(words).admin
+        assert default == (address.ADMIN if words == ["demo"] else f"http://{address.ADMIN}")
 
 
 # --- A running one ----------------------------------------------------------------------------------------------------

@@ -30,6 +30,8 @@ logger = logging.getLogger("lbproxy")
 
 BODY_S = 10.0
 """In which a request's body must come."""
+MAX_NAMED = 10
+"""Endpoints that are named to whoever named one that is not there."""
 LEVELS = ("debug", "info", "warning", "error")
 DECISIONS_SHOWN = 20
 """In each frame of the feed."""
@@ -267,10 +269,9 @@ class Api:
         running = 0 if left is None else left.in_flight
         return _json({"name": name, "removed": True, "in_flight": running, "note": BACK if returns else None})
 
-    @staticmethod
-    def _not_an_entry(name: str, found: EndpointSnapshot | None) -> NoReturn:
+    def _not_an_entry(self, name: str, found: EndpointSnapshot | None) -> NoReturn:
         if found is None:
-            raise ApiError(404, "unknown_endpoint", f"There is no endpoint {name}.")
+            raise self._unknown(name)
         if found.left:
             raise ApiError(409, "leaving", f"{name} was removed already; {found.in_flight} requests finish there.")
         raise ApiError(409, "discovered", f"{name} is one address of a name: drain it, or remove the name.")
@@ -313,8 +314,14 @@ class Api:
         name = request.match_info["name"]
         found = self._state.find(name)
         if found is None:
-            raise ApiError(404, "unknown_endpoint", f"There is no endpoint {name}; GET /admin/endpoints lists them.")
+            raise self._unknown(name)
         return found
+
+    def _unknown(self, name: str) -> ApiError:
+        names = [one.endpoint.name for one in self._runtime.snapshot().endpoints]
+        listed = ", ".join(names[:MAX_NAMED]) or "none"
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        return ApiError(404, "unknown_endpoint", f"There is no endpoint {name}. There are: {listed}{more}.")
 
     def _shown(self, name: str) -> Fields:
         found = self._state.endpoint(name)

@@ -184,6 +184,7 @@ def _decision(made: Decision, offset: float) -> Fields:
         "endpoint": made.chosen.name,
         "because": _because(made),
         "cost": _rounded(made.cost),
+        "unit": made.policy.unit,
         "candidates": made.candidates,
         "shown": shown,
         "left_out": [{"endpoint": one.name, "why": why} for one, why in (*made.left_out, *made.absent)],
@@ -193,11 +194,16 @@ def _decision(made: Decision, offset: float) -> Fields:
 def _because(made: Decision) -> str:
     if made.cost is None:
         return "it was the only candidate"
-    cheaper = sum(cost < made.cost for cost in made.costs)
-    alike = sum(cost <= min(made.costs) + made.policy.tolerance for cost in made.costs)
-    if alike > 1:
-        return f"of {alike} that cost as good as the same it was chosen longest ago, or drawn"
-    return "it was the cheapest" if not cheaper else "it was drawn"
+    limit = min(made.costs) + made.policy.tolerance
+    if made.cost > limit:
+        return "what would cost less would begin it later"
+    alike = sum(cost <= limit for cost in made.costs)
+    if alike == 1:
+        return "it was the cheapest"
+    many = f"{alike} or more" if alike == len(made.costs) < made.candidates else str(alike)
+    if made.policy.tolerance:
+        return f"{many} cost about the same, and its last request was the longest ago"
+    return f"{many} cost the same, and it was drawn of these"
 
 
 def _predicted(record: RequestRecord) -> Fields:

@@ -154,6 +154,7 @@ _DECISION = record(
     endpoint=TEXT,
     because=TEXT,
     cost=_maybe(NUMBER),
+    unit=_maybe(TEXT),
     candidates=COUNT,
     shown=_list(_CANDIDATE),
     left_out=_list(record(endpoint=TEXT, why=TEXT)),

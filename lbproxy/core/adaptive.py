@@ -50,6 +50,7 @@ class Adaptive(Policy):
     block_bytes = BLOCK_BYTES
     holds = True
     tolerance = 1.0
+    unit = "ms"
     first_byte_parts = frozenset({"base", "wait", "prefill", "space_wait", "adapter"})
 
     def price(  # noqa: PLR0915 - a call costs more than a statement

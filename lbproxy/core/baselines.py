@@ -242,6 +242,7 @@ class MinTtft(Policy):
     """The earliest first token, whatever it costs others: the first term of the adaptive price alone."""
 
     block_bytes = BASELINE_BLOCK_BYTES
+    unit = "ms"
 
     def price(
         self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float

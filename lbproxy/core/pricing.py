@@ -50,6 +50,8 @@ class Policy(Protocol):
     """What a price consists of is to be noted in it. Set anew before each price."""
     name: str = ""
     """What the settings call it."""
+    unit: str | None = None
+    """Of its costs and their parts; None: they have none that has a name."""
     first_byte_parts: frozenset[str] = frozenset()
     """Those parts of its costs that together are the milliseconds to the first byte that it expects."""
 

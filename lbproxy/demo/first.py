@@ -6,6 +6,7 @@ import asyncio
 
 from lbproxy import app
 from lbproxy.config import parse
+from lbproxy.demo.taken import in_options
 from lbproxy.sim.http import MockOptions, MockServer
 
 SERVERS = 3
@@ -24,7 +25,10 @@ async def run_demo(listen: str, admin: str, stop: asyncio.Event) -> None:
             f"drain: {{lame_duck: 0s}}\nendpoints:\n{endpoints}\n"
         )
         settings = parse(text, environ={}, source="demo")
-        await app.serve(settings, orders=app.Orders(stop), on_ready=_invite)
+        try:
+            await app.serve(settings, orders=app.Orders(stop), on_ready=_invite)
+        except OSError as error:
+            raise OSError(in_options(str(error))) from error
     finally:
         for server in servers:
             await server.close()

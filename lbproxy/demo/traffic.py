@@ -16,6 +16,7 @@ import aiohttp
 from lbproxy.demo.figures import Figures, of_all, of_phase, shares
 from lbproxy.demo.fleet import Fields, Fleet, FleetError
 from lbproxy.demo.load import Load
+from lbproxy.demo.taken import in_options
 from lbproxy.demo.timeline import SLOWNESS, Timeline, Verb, bad_night, names
 from lbproxy.sim.mix import ADAPTERS, everyday
 
@@ -100,7 +101,7 @@ async def run_traffic(options: Options, stop: asyncio.Event, show: Callable[[Vie
             night.cancel()
             stopping.cancel()
     except* FleetError as group:
-        raise _first(group) from None
+        raise FleetError(in_options(str(_first(group)))) from None
     return None if night.cancelled() else night.result()
 
 

@@ -71,7 +71,7 @@ class AdminClient:
             raise AdminError(f"{self.url}: expected http://host:port") from None
         except (httpx.ConnectError, httpx.ConnectTimeout):
             text = f"nobody answers at {self.url}: does lbproxy run there, and is that its `admin`?"
-            raise AdminError(f"{text} --admin URL says another") from None
+            raise AdminError(f"{text} --admin HOST:PORT says another") from None
         except (httpx.HTTPError, ValueError) as error:
             raise AdminError(f"{self.url}: {error or type(error).__name__}") from None
 
@@ -88,6 +88,8 @@ class AdminClient:
         if not isinstance(error, dict):
             raise AdminError(f"{self.url} answered {answer.status_code}")
         hint = " (LBPROXY_ADMIN_TOKEN holds it)" if answer.status_code == httpx.codes.UNAUTHORIZED else ""
+        if error.get("code") == "unknown_endpoint":
+            hint = " `lbproxy status` shows them."
         problems = [f"\n  {one}" for one in error.get("problems") or ()]
         raise AdminError(f"{error.get('message')}{hint}{''.join(problems)}")
 

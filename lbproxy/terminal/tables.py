@@ -176,7 +176,7 @@ def _decision(made: Fields, number: int) -> Iterator[RenderableType]:
     shown = made["shown"]
     if shown:
         table = Table(box=None, padding=(0, 0, 0, 1), header_style="dim", pad_edge=False)
-        table.add_column("", no_wrap=True)
+        table.add_column(f"costs in {plain(made['unit'])}" if made.get("unit") else "", no_wrap=True)
         table.add_column("cost", justify="right", no_wrap=True)
         names = [name for name in shown[0]["parts"] if any(round(one["parts"][name] or 0.0, 1) for one in shown)]
         for name in names:

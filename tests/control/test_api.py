@@ -158,6 +158,8 @@ def test_what_is_wrong_is_said_in_one_shape() -> None:
             assert code(await client.get("/admin/endpoints/no")) == (404, "unknown_endpoint")
             assert code(await client.post("/admin/endpoints/no/drain", headers=JSON)) == (404, "unknown_endpoint")
             assert code(await client.delete("/admin/endpoints/no")) == (404, "unknown_endpoint")
+            said = (await client.post("/admin/endpoints/no/drain", headers=JSON)).json()["error"]["message"]
+            assert said == "There is no endpoint no. There are: e1, e2."
             assert code(await client.get("/admin/decisions/no")) == (404, "unknown_request")
             assert code(await client.get("/admin/nothing")) == (404, "unknown_url")
             assert code(await client.post("/admin/state", headers=JSON)) == (405, "method_not_allowed")

@@ -225,7 +225,7 @@ function* decision(made, attempt) {
   if (made.shown.length) {
     const names = Object.keys(made.shown[0].parts).filter((name) => made.shown.some((one) => Math.abs(one.parts[name] ?? 0) >= 0.05));
     const rows = made.shown.map((one) => [`${one.chosen ? "✓ " : ""}${plain(one.endpoint)}`, number(one.cost, 1), ...names.map((name) => number(one.parts[name], 1))]);
-    yield scrolled(["candidate", "cost", ...names.map(words)], rows, made.shown.findIndex((one) => one.chosen));
+    yield scrolled([made.unit ? `costs in ${plain(made.unit)}` : "candidate", "cost", ...names.map(words)], rows, made.shown.findIndex((one) => one.chosen));
   }
   const more = made.candidates - made.shown.length;
   if (made.shown.length && more > 0) yield node("p", { class: "dim" }, `And ${number(more)} more, which cost more.`);
