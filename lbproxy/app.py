@@ -233,6 +233,7 @@ class Proxy:
         """Accept on both."""
         listen, admin = self.settings.listen, self.settings.admin
         url = _url(listen, await self.front.listen(listen.host, listen.port, sockets["listen"]))
+        self.front.url = url
         if self.admin is None or admin is None:
             return Listening(url, None)
         return Listening(url, _url(admin, await self.admin.start(admin.host, admin.port, sockets["admin"])))

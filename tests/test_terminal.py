@@ -23,7 +23,7 @@ from rich.console import Console
 from lbproxy.cli import _parser, main
 from lbproxy.terminal import address, commands
 from lbproxy.terminal.client import AdminClient, AdminError
-from lbproxy.terminal.tables import explanation, fleet, summary
+from lbproxy.terminal.tables import explanation, fleet, offer, summary
 from lbproxy.terminal.top import picture
 from tests.support.process import LBPROXY, lbproxy, mock
 
@@ -32,6 +32,7 @@ def endpoint(name: str, **more: object) -> dict[str, Any]:
     found: dict[str, Any] = {
         "name": name,
         "health": "up",
+        "models": ["m"],
         "draining": False,
         "leaving": False,
         "backing_off": False,
@@ -122,7 +123,8 @@ def test_what_is_unknown_is_a_dash_and_never_0() -> None:
 def test_nothing_from_outside_moves_the_cursor() -> None:
     """A client chooses its request id's neighbours: the model, the path. A server words its errors."""
     evil = "\x1b[2Jx\r\n\x07"
-    lines = drawn(picture(state([endpoint(evil)], version=evil, policy=evil), height=24))
+    spoilt = state([endpoint(evil, health="down", models=[evil])], version=evil, policy=evil, listen=evil)
+    lines = drawn(picture(spoilt, height=24)) + drawn(offer(spoilt))
     found = {"endpoint": evil, "parts": {}, "chosen": True, "cost": 1.0}
     decision = {
         "endpoint": evil,
@@ -152,6 +154,45 @@ def test_nothing_from_outside_moves_the_cursor() -> None:
     assert "\x1b" not in text
     assert "\x07" not in text
     assert "[2Jx" in text
+
+
+def test_what_is_only_assumed_is_a_dash_until_it_was_learned() -> None:
+    speeds = {"prefill_ms_per_token": 0.1, "prefill_queue_ms": 12.0, "gap_ms": 15.0}
+    ends = [
+        drawn(fleet([endpoint("a", learned=speeds | {"samples": samples})]))[1].split()[-3:]
+        for samples in (
+            {"prefill_ms_per_token": 0, "gap_ms": 0},
+            {"prefill_ms_per_token": 0, "gap_ms": 3},
+            {"prefill_ms_per_token": 1, "gap_ms": 3},
+        )
+    ]
+    assert ends == [["12", "-", "-"], ["12", "-", "15"], ["12", "100", "15"]]
+
+
+def test_status_says_from_the_first_second_where_it_is_and_what_it_serves() -> None:
+    found = state(
+        [
+            endpoint("a", models=["llama", "sql"]),
+            endpoint("b", models=None, health="starting"),
+            endpoint("c", models=[]),
+        ],
+        listen="http://127.0.0.1:8080",
+        history=[],
+    )
+    assert drawn(offer(found)) == ["http://127.0.0.1:8080 serves llama, sql"]
+    found["endpoints"] = [endpoint(f"gpu-{n}", models=[f"m{n}"], health="down") for n in range(9)]
+    found["transitions"] = [{"at": "", "endpoint": "gpu-1", "from": "up", "to": "down", "reason": "refused"}]
+    assert drawn(offer(found)) == [
+        "http://127.0.0.1:8080 serves m0, m1, m2, m3, m4, m5 and 3 more",
+        "gpu-0 is down",
+        "gpu-1 is down: refused",
+        "gpu-2 is down",
+        "and 6 more",
+    ]
+    assert "not ready" in " ".join(drawn(summary(found)))
+    found["endpoints"] = [endpoint("b", models=None, health="starting")]
+    assert drawn(offer(found)) == ["http://127.0.0.1:8080 knows of no model yet"]
+    assert "0 of 1 endpoints up  starting" in " ".join(drawn(summary(found)))
 
 
 def in_ms(decision: dict[str, Any]) -> dict[str, Any]:

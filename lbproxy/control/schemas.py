@@ -58,6 +58,11 @@ def _joined(one: Schema, **more: Schema) -> Schema:
     return record(**{**properties, **more})
 
 
+def _learned(shown: type[EndpointLearned | PoolLearned]) -> Schema:
+    """Numbers, and of how many samples each is: 0 = it is assumed."""
+    return record(**{one.name: _each(COUNT) if one.name == "samples" else NUMBER for one in fields(shown)})
+
+
 _HEALTH = _one_of(one.value for one in Health)
 _WAIT = _one_of(one.value for one in Wait)
 
@@ -85,13 +90,14 @@ _ENDPOINT = record(
     kv_utilization=_maybe(NUMBER),
     metrics_age_s=_maybe(NUMBER),
     models=_maybe(_list(TEXT)),
-    learned=_maybe(record(**{one.name: NUMBER for one in fields(EndpointLearned)})),
+    learned=_maybe(_learned(EndpointLearned)),
     recent=_maybe(record(requests=COUNT, failed=COUNT, first_byte_ms=_maybe(NUMBER), hit_ratio=_maybe(NUMBER))),
 )
 
 _STATE = record(
     version=TEXT,
     at=STAMP,
+    listen=_maybe(TEXT),
     uptime_s=NUMBER,
     policy=TEXT,
     stopping=FLAG,
@@ -108,7 +114,7 @@ _STATE = record(
         by_flow=_each(COUNT),
         by_reason=_each(COUNT),
     ),
-    learned=_maybe(record(**{one.name: NUMBER for one in fields(PoolLearned)})),
+    learned=_maybe(_learned(PoolLearned)),
     transitions=_list(record(at=STAMP, endpoint=TEXT, from_=_HEALTH, to=_HEALTH, reason=TEXT)),
 )
 

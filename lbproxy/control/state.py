@@ -27,6 +27,9 @@ RECENT_TRANSITIONS = 20
 class Front(Protocol):
     """The listener for clients, which stops taking requests before it ends."""
 
+    url: str | None
+    """Where clients reach it; None: it does not listen yet."""
+
     @property
     def draining(self) -> bool:
         """It takes no more."""
@@ -76,6 +79,7 @@ class State:
         return {
             "version": __version__,
             "at": stamp(time.time()),
+            "listen": self._front.url,
             "uptime_s": round(time.monotonic() - self._started_at, 1),
             "policy": self._settings().routing.policy,
             "stopping": self._front.draining,
@@ -158,5 +162,5 @@ def _queue(queue: QueueSnapshot) -> Fields:
     }
 
 
-def _rounded(values: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, 4) for name, value in values.items()}
+def _rounded(values: Fields) -> Fields:
+    return {name: round(value, 4) if isinstance(value, float) else value for name, value in values.items()}

@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from lbproxy.core.capacity import CapacityLearner, Size
+from lbproxy.core.learning import Samples, clip, step
 from lbproxy.core.lora import AdapterTable, Arrival, LoadTimes
 from lbproxy.core.placement import FREED_S, NEVER, Placement
 from lbproxy.core.prefix import MAX_ENTRIES, PrefixIndex
@@ -68,6 +70,7 @@ class PoolModel:
         self.size = Size()
         """Of the KV caches whose size is not told, as if all were alike: what their space is priced by. An endpoint of
         which more is known than of another must not look cheaper for that."""
+        self.samples = Samples()
         self._seen_bytes = 8000.0
         self._seen_tokens = 2000.0
 
@@ -95,6 +98,7 @@ class PoolModel:
             self._seen_bytes = 0.98 * self._seen_bytes + request.prompt_bytes
             self._seen_tokens = 0.98 * self._seen_tokens + tokens
             self.bytes_per_token = self._seen_bytes / self._seen_tokens
+            self.samples.bytes_per_token += 1
 
 
 class LoadModel:
@@ -102,7 +106,6 @@ class LoadModel:
 
     __slots__ = (
         "_cov",
-        "_gaps",
         "_group",
         "_group_at",
         "_group_since",
@@ -135,6 +138,7 @@ class LoadModel:
         "pending",
         "pending_tokens",
         "pool",
+        "samples",
         "since_at",
         "slot",
         "speed",
@@ -196,7 +200,7 @@ class LoadModel:
         self.mean_gap_ms = pool.gap_ms
         self.gap_until = -NEVER
         """Until when these are the endpoint's own; then the pool's count."""
-        self._gaps = self._reports = 0
+        self.samples, self._reports = Samples(), 0
         self._mean_context = self._square = self._cov = 0.0
 
     # Reading
@@ -257,6 +261,7 @@ class LoadModel:
         if request.prompt_bytes:
             pool.hit_ratio += 0.01 * (cached / prompt - pool.hit_ratio)
             pool.uncached_tokens += 0.01 * (uncached - pool.uncached_tokens)
+            pool.samples.hit_ratio += 1
         work = self.backlog_tokens(now) + uncached
         placement.late_at = (due_at := now + self.first_byte_ms(0.0, work, now) / 1000.0) + LATE_S
         if not request.stream:
@@ -337,6 +342,7 @@ class LoadModel:
             pool.learn_usage(placement.request, usage)
         if output:
             pool.output_tokens += 0.02 * (output - pool.output_tokens)
+            pool.samples.answer_tokens += 1
         freed = placement.cache.unpin(placement.request.block_keys, placement.held)
         if self.learner is not None and prefilled:
             self.learner.ended(placement, usage, output)
@@ -358,13 +364,8 @@ class LoadModel:
         return first if first < NEVER else min(one.due_at for one in self.pending)
 
     def _silent_before(self, placement: Placement) -> list[Placement]:
-        silent = []
-        for one in self.pending:
-            if one is placement:
-                break
-            if one.due_at < NEVER:
-                silent.append(one)
-        return silent
+        before = takewhile(lambda one: one is not placement, self.pending)
+        return [one for one in before if one.due_at < NEVER]
 
     def _prefilled(self, placements: Sequence[Placement], now: float) -> None:
         """They leave `pending`; the first of those that remain is being prefilled from now."""
@@ -401,9 +402,12 @@ class LoadModel:
             arrival = Arrival.FIRST if Arrival.FIRST in arrivals else Arrival.LOADS
             sample = took_ms - self.base_ms - tokens * pool.token_ms * self.speed
             pool.load_times = pool.load_times.learned(arrival, sample)
+            pool.samples.adapter_load_ms += arrival is Arrival.LOADS
         elif tokens < FEW_TOKENS:
-            self.base_ms = _step(self.base_ms, took_ms)
-            pool.base_ms = _step(pool.base_ms, took_ms)
+            self.base_ms = step(self.base_ms, took_ms)
+            pool.base_ms = step(pool.base_ms, took_ms)
+            self.samples.base_ms += 1
+            pool.samples.base_ms += 1
             is_own = abs(math.log(self.base_ms / pool.base_ms)) > OWN_BASE
             self.base_until = self._group_at + OWN_S if is_own else -NEVER
         elif tokens >= MANY_TOKENS:
@@ -422,18 +426,20 @@ class LoadModel:
 
     def _learn_rate(self, off: float) -> None:
         """A prefill took e^`off` times what was expected."""
-        pool, step = self.pool, _clip(off, -0.7, 0.7)
-        pool.token_ms = _clip(pool.token_ms * math.exp(0.2 * step / max(1, pool.index.members)), 1e-5, 100.0)
-        self._ln_speed = (self._ln_speed + 0.05 * step) * (1.0 - 0.005)
+        pool, off = self.pool, clip(off, -0.7, 0.7)
+        pool.token_ms = clip(pool.token_ms * math.exp(0.2 * off / max(1, pool.index.members)), 1e-5, 100.0)
+        self.samples.prefill_ms_per_token += 1
+        pool.samples.prefill_ms_per_token += 1
+        self._ln_speed = (self._ln_speed + 0.05 * off) * (1.0 - 0.005)
         self.speed = math.exp(self._ln_speed) if abs(self._ln_speed) > 0.25 else 1.0
 
     def _learn_gap(self, gap_ms: float) -> None:
         """The line of gaps over context tokens, from exponentially weighted moments."""
-        self._gaps += 1
-        weight = max(0.001, 1.0 / self._gaps)
+        self.samples.gap_ms += 1
+        weight = max(0.001, 1.0 / self.samples.gap_ms)
         context = self.context_tokens
         off_context, off_gap = context - self._mean_context, gap_ms - self.mean_gap_ms
-        if self._gaps == 1:
+        if self.samples.gap_ms == 1:
             self._mean_context, self.mean_gap_ms = context, gap_ms
         else:
             self._mean_context += weight * off_context
@@ -442,7 +448,7 @@ class LoadModel:
             self._cov = (1.0 - weight) * (self._cov + weight * off_context * off_gap)
         ratio = self.mean_gap_ms / max(1.0, self._mean_context)
         slope = self._cov / self._square if self._square > 0.0 else 0.0
-        self.gap_per_token_ms = _clip(slope, 0.2 * ratio, ratio)
+        self.gap_per_token_ms = clip(slope, 0.2 * ratio, ratio)
         self.gap_ms = max(0.0, self.mean_gap_ms - self.gap_per_token_ms * self._mean_context)
         self.pool.gap_ms, self.pool.gap_per_token_ms = self.gap_ms, self.gap_per_token_ms
 
@@ -484,12 +490,3 @@ class LoadModel:
 def model_for(policy: Policy) -> PoolModel | None:
     """What `policy` needs, empty; None if it needs nothing."""
     return None if policy.block_bytes is None else PoolModel(policy.block_bytes, policy.index_entries)
-
-
-def _step(base_ms: float, took_ms: float) -> float:
-    """A fixed time, 3 % nearer to a sample."""
-    return _clip(base_ms * math.exp(math.copysign(0.03, took_ms - base_ms)), 0.5, 10_000.0)
-
-
-def _clip(value: float, low: float, high: float) -> float:
-    return min(high, max(low, value))

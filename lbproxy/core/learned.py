@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from lbproxy.core.estimate import LoadModel, PoolModel
+from lbproxy.core.learning import Samples
 from lbproxy.core.types import Ticket
 
 MAX_GROUPS = 20
@@ -29,6 +30,8 @@ class EndpointLearned:
     capacity_tokens: float
     context_tokens: float
     """Prompts and answers of all in flight."""
+    samples: dict[str, int]
+    """From how many samples of its own a speed was learned, by its name here. 0: it is the others', or assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ class PoolLearned:
     """Share of prompt tokens that was expected to be cached."""
     adapter_load_ms: float
     """Loaded on the same endpoint before; the first time takes longer."""
+    samples: dict[str, int]
+    """From how many samples each of these was learned, by its name. 0: it is assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ def of_endpoint(load: LoadModel, *, now: float) -> EndpointLearned:
         cached_tokens=load.cache.size * pool.index.block_bytes / pool.bytes_per_token,
         capacity_tokens=load.capacity_tokens,
         context_tokens=load.context_tokens,
+        samples=_counts(load.samples, EndpointLearned),
     )
 
 
@@ -85,7 +91,13 @@ def of_pool(pool: PoolModel) -> PoolLearned:
         answer_tokens=pool.output_tokens,
         hit_ratio=pool.hit_ratio,
         adapter_load_ms=pool.load_times.again,
+        samples=_counts(pool.samples, PoolLearned),
     )
+
+
+def _counts(samples: Samples, shown: type[EndpointLearned | PoolLearned]) -> dict[str, int]:
+    """Those of the values that are shown."""
+    return {name: count for name, count in asdict(samples).items() if name in shown.__slots__}
 
 
 def of_queue(tickets: Iterable[Ticket], size: int, *, now: float) -> QueueSnapshot:

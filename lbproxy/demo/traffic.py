@@ -59,7 +59,7 @@ class Row:
     share: float
     in_flight: int
     gap_ms: float | None
-    """Between two tokens there, as lbproxy has learned; None = it takes no requests."""
+    """Between two tokens there, as lbproxy has learned; None = it has not yet, or it takes no requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def _row(one: Fields, share: Mapping[str, float], doing: Mapping[str, Verb]) -> 
     name = one["name"]
     words, good = _state(one, doing.get(name))
     takes = one["health"] == "up" and not one["draining"]
-    gap_ms = one["learned"]["gap_ms"] if takes and one["learned"] else None
+    gap_ms = one["learned"]["gap_ms"] if takes and one["learned"] and one["learned"]["samples"]["gap_ms"] else None
     return Row(name, words, good, share[name], one["in_flight"], gap_ms)
 
 

@@ -60,6 +60,9 @@ MAX_FIELDS = 128
 class FrontEnd(web.Server):
     """Serves clients. `listen`, then `lame_duck` and `stop`."""
 
+    url: str | None = None
+    """Where clients reach it; None: it does not listen yet. Set by who knows the scheme."""
+
     def __init__(
         self,
         settings: Settings,

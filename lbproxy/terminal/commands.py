@@ -8,19 +8,20 @@ import time
 from rich.console import Console
 
 from lbproxy.terminal.client import AdminClient
-from lbproxy.terminal.tables import LEGEND, explanation, fleet, plain, summary
+from lbproxy.terminal.tables import LEGEND, explanation, fleet, offer, plain, summary
 
 POLL_S = 0.25
 
 
 def status(client: AdminClient, console: Console, *, as_json: bool) -> int:
-    """The fleet, once."""
+    """The fleet, once, and what is there to know of it before any request came."""
     state = client.get("state")
     if as_json:
         console.print_json(json.dumps(state))
         return 0
     history = client.get("history")["points"]
     console.print(summary(state | {"history": history}))
+    console.print(offer(state))
     console.print(fleet(state["endpoints"]))
     console.print(LEGEND, style="dim")
     return 0

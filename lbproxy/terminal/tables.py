@@ -16,6 +16,8 @@ from rich.text import Text
 from lbproxy.terminal.client import Fields
 
 MAX_NAME = 24
+MAX_MODELS = 6
+MAX_AILING = 3
 HEALTH_STYLES = {"up": "green", "starting": "cyan", "half_open": "yellow", "ejected": "red", "down": "red"}
 
 
@@ -33,6 +35,9 @@ def summary(state: Fields) -> Text:
     text.append(f"  {plain(state['policy'])}  up {_duration(state['uptime_s'])}  ")
     members = sum(not one["leaving"] for one in state["endpoints"])
     text.append(f"{up} of {members} endpoints up", style="green" if up == members else "red" if not up else "yellow")
+    if not up and not state["stopping"]:
+        starting = any(one["health"] == "starting" for one in state["endpoints"])
+        text.append("  starting" if starting else "  not ready", style="yellow" if starting else "red")
     if state["stopping"]:
         text.append("  stopping", style="yellow")
     if not state["settings"]["accepted"]:
@@ -46,6 +51,24 @@ def summary(state: Fields) -> Text:
         text.append(f"  {point['errors']} errors", style="red" if point["errors"] else "dim")
         text.append(f"  {point['rejected']} rejected", style="yellow" if point["rejected"] else "dim")
         text.append(f"  first byte {_number(first_byte['p50'])} / {_number(first_byte['p95'])} ms")
+    return text
+
+
+def offer(state: Fields) -> Text:
+    """What clients find and where; of endpoints that take nothing, why. A line each, `MAX_AILING` at most of these."""
+    models = dict.fromkeys(name for one in state["endpoints"] for name in one["models"] or ())
+    listed = ", ".join(_short(plain(name)) for name in [*models][:MAX_MODELS])
+    more = f" and {len(models) - MAX_MODELS} more" if len(models) > MAX_MODELS else ""
+    what = f"serves {listed}{more}" if models else "knows of no model yet"
+    text = Text(f"{plain(state['listen'])} {what}" if state.get("listen") else what)
+    reasons = {one["endpoint"]: one for one in reversed(state["transitions"])}
+    ailing = [one for one in state["endpoints"] if one["health"] not in {"up", "starting"} and not one["leaving"]]
+    for one in ailing[:MAX_AILING]:
+        found = reasons.get(one["name"])
+        why = f": {plain(found['reason'])}" if found and found["to"] == one["health"] else ""
+        text.append(f"\n{plain(one['name'])} is {plain(one['health']).replace('_', ' ')}{why}", style="red")
+    if len(ailing) > MAX_AILING:
+        text.append(f"\nand {len(ailing) - MAX_AILING} more", style="red")
     return text
 
 
@@ -69,7 +92,7 @@ def fleet(endpoints: Sequence[Fields], limit: int | None = None) -> Table:
 
 def _row(one: Fields) -> Iterator[RenderableType]:
     learned, recent = one["learned"] or {}, one["recent"] or {}
-    speed = learned.get("prefill_ms_per_token")
+    speed = _known(learned, "prefill_ms_per_token")
     yield Text(_short(plain(one["name"])))
     yield _health(one)
     yield str(one["in_flight"])
@@ -80,7 +103,12 @@ def _row(one: Fields) -> Iterator[RenderableType]:
     yield _percent(recent.get("hit_ratio"))
     yield _number(learned.get("prefill_queue_ms"))
     yield _number(None if speed is None else 1000.0 * speed)
-    yield _number(learned.get("gap_ms"))
+    yield _number(_known(learned, "gap_ms"))
+
+
+def _known(learned: Fields, name: str) -> Any:
+    """A learned value; None while it is only assumed."""
+    return learned.get(name) if learned.get("samples", {}).get(name, 1) else None
 
 
 def _health(one: Fields) -> Text:
@@ -98,7 +126,7 @@ def _health(one: Fields) -> Text:
 LEGEND = (
     "flight: our requests there · wait, run, kv: the engine's own word · first B: median ms to the first byte · "
     "hit: of prompts in its cache · queue: ms of prefill queued · ms/kt: prefill, 1,000 tokens · "
-    "ms/t: from token to token of an answer"
+    "ms/t: from token to token of an answer · -: not known, or not learned yet"
 )
 
 

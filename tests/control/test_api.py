@@ -43,6 +43,7 @@ SETTINGS = "endpoints: [{url: http://10.0.0.1:8000, name: e1}, {url: http://10.0
 
 
 class FakeFront:
+    url: str | None = "http://127.0.0.1:8080"
     draining = False
     running = 0
     open_connections = 0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import fields
 
 import pytest
 
 from lbproxy.core.estimate import LoadModel, PoolModel
+from lbproxy.core.learned import PoolLearned, of_endpoint, of_pool
 from lbproxy.core.lora import LoadTimes
 from lbproxy.core.placement import FREED_S, Placement, freed_per_ms
 from lbproxy.core.types import InferenceRequest, LoadMetrics, LoraMetrics, Usage
@@ -320,6 +322,40 @@ def test_a_prompt_that_nobody_could_read_teaches_nothing() -> None:
     load.end(placement, None, 31.0)
     pool = load.pool
     assert (load.base_ms, pool.token_ms, pool.hit_ratio, pool.output_tokens) == (40.0, 0.1, 0.3, 200.0)
+
+
+def test_what_was_learned_says_from_how_many_samples() -> None:
+    """None: it is assumed, or another endpoint's, and nobody may show it as a finding."""
+    pool = PoolModel(KIB)
+    load, other = pool.join(), pool.join()
+
+    def counts() -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+        return of_endpoint(load, now=9.0).samples, of_endpoint(other, now=9.0).samples, of_pool(pool).samples
+
+    own, others, all_ = counts()
+    assert {*own.values(), *others.values(), *all_.values()} == {0}
+    assert {*own} == {"prefill_ms_per_token", "base_ms", "gap_ms"}
+    assert {*all_} == {field.name for field in fields(PoolLearned)} - {"samples"}
+    placement = load.place(prompt(100), 0.0)
+    load.first_byte(placement, 0.05)
+    load.progress(placement, 4, 0.1)
+    load.progress(placement, 4, 0.2)
+    load.end(placement, Usage(100, None, 20), 1.0)
+    own, others, all_ = counts()
+    assert own == {"prefill_ms_per_token": 0, "base_ms": 1, "gap_ms": 1}
+    assert {*others.values()} == {0}
+    assert all_ == {
+        "prefill_ms_per_token": 0,
+        "base_ms": 1,
+        "bytes_per_token": 1,
+        "answer_tokens": 1,
+        "hit_ratio": 1,
+        "adapter_load_ms": 0,
+    }
+    placement = load.place(prompt(4000), 2.0)
+    load.first_byte(placement, 2.5)
+    load.end(placement, None, 3.0)
+    assert counts()[0]["prefill_ms_per_token"] == counts()[2]["prefill_ms_per_token"] == 1
 
 
 def test_gaps_are_learned_as_a_line_over_the_context() -> None:

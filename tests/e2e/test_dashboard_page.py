@@ -22,6 +22,7 @@ from tests.support.process import Process, lbproxy
 pytestmark = [needs_browser, pytest.mark.timeout(300)]
 
 JSON = {"content-type": "application/json"}
+DASH = "\u2013"
 TOKEN = "0123456789abcdef0123"
 ROW = "[...document.querySelectorAll('#endpoints tbody tr')].find((row) => row.cells[0].innerText.startsWith('{}'))"
 LIVE = "document.getElementById('connection-text').textContent === 'Live'"
@@ -82,6 +83,46 @@ def test_it_shows_the_fleet_and_keeps_up_with_it(servers: list[str], tmp_path: P
                 await tab.js("document.querySelector('button.id').click()")
                 explained = "document.getElementById('explanation').innerText"
                 await tab.until(f"{explained}.includes('Attempt 1: gpu-') && {explained}.includes('gpu-2 (draining)')")
+                assert tab.complaints == []
+
+    run(main(), timeout_s=240)
+
+
+def test_six_tiles_are_a_row_where_six_fit_and_no_figure_is_cut_off(servers: list[str], tmp_path: Path) -> None:
+    tops = "[...document.querySelectorAll('.tile')].map((one) => Math.round(one.getBoundingClientRect().top))"
+    cut = "[...document.querySelectorAll('.figure')].filter((one) => one.scrollWidth > one.clientWidth).length"
+    fill = "[...document.querySelectorAll('.figure')].forEach((one) => { one.textContent = '1.23 / 45.6 s'; })"
+
+    async def main() -> None:
+        with lbproxy(tmp_path, named(servers)) as (_, _, admin):
+            async with page() as tab:
+                await tab.look(1200, 900)
+                await tab.visit(f"{admin}/dashboard")
+                await tab.until(f"{LIVE} && {state_is('gpu-3', 'up')}")
+                for width, rows in ((1200, 1), (1300, 1), (1680, 1), (900, 2), (1100, 2)):
+                    await tab.look(width, 900)
+                    await tab.until(f"innerWidth === {width}")
+                    assert len({*await tab.js(tops)}) == rows, width
+                    assert await tab.js(f"{fill}, {cut}") == 0, width
+                    assert await tab.js("document.documentElement.scrollWidth") <= width
+                assert tab.complaints == []
+
+    run(main(), timeout_s=240)
+
+
+def test_what_nobody_learned_yet_is_a_dash(servers: list[str], tmp_path: Path) -> None:
+    async def main() -> None:
+        with lbproxy(tmp_path, named(servers)) as (_, url, admin):
+            async with page() as tab, httpx.AsyncClient() as client:
+                await tab.visit(f"{admin}/dashboard")
+                await tab.until(f"{LIVE} && {state_is('gpu-1', 'up')}")
+                learned = "[...document.querySelectorAll('#learned dd')].map((one) => one.textContent)"
+                assert await tab.js(learned) == [DASH] * 6
+                gap = f"[...{ROW.format('gpu-1')}.cells].slice(-3, -1).map((one) => one.textContent)"
+                assert await tab.js(gap) == [DASH, DASH]
+                await ask(client, url, "teaches")
+                await tab.until(f"{learned}[3] !== '{DASH}'")  # tokens of an answer
+                assert (await tab.js(learned))[5] == DASH, "no adapter was loaded"
                 assert tab.complaints == []
 
     run(main(), timeout_s=240)

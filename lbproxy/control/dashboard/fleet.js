@@ -27,6 +27,10 @@ function notesOf(one) {
   return notes.join(", ");
 }
 
+/** What was learned; null while it is only assumed. */
+const learned = (found, name) => (found === null || found.samples?.[name] === 0 ? null : found[name]);
+const thousand = (value) => (value === null ? null : 1000 * value);
+
 const COLUMNS = [
   { key: "name", head: "endpoint", value: (one) => one.name, text: true },
   { key: "state", head: "state", value: (one) => Object.keys(STATES).indexOf(stateOf(one)), text: true },
@@ -39,8 +43,8 @@ const COLUMNS = [
   { key: "first", head: "first byte, ms", group: "recent requests", value: (one) => one.recent?.first_byte_ms ?? null, show: figure, hint: "median time from placing to a stream's first byte" },
   { key: "hits", head: "cache hits", group: "recent requests", value: (one) => one.recent?.hit_ratio ?? null, show: percent, hint: "share of prompt tokens that the answers' usage said were cached" },
   { key: "queued", head: "queued, ms", group: "learned", value: (one) => one.learned?.prefill_queue_ms ?? null, show: figure, hint: "time that the prefill queued there is believed to take" },
-  { key: "prefill", head: "ms / 1,000 tok", group: "learned", value: (one) => (one.learned ? 1000 * one.learned.prefill_ms_per_token : null), show: figure, hint: "time to prefill 1,000 prompt tokens" },
-  { key: "gap", head: "ms / token", group: "learned", value: (one) => one.learned?.gap_ms ?? null, show: figure, hint: "time between two tokens of an answer, under its load of now" },
+  { key: "prefill", head: "ms / 1,000 tok", group: "learned", value: (one) => thousand(learned(one.learned, "prefill_ms_per_token")), show: figure, hint: "time to prefill 1,000 prompt tokens; a dash until it was learned there" },
+  { key: "gap", head: "ms / token", group: "learned", value: (one) => learned(one.learned, "gap_ms"), show: figure, hint: "time between two tokens of an answer, under its load of now; a dash until it was learned there" },
 ];
 let order = { key: null, up: false };
 

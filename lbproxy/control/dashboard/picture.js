@@ -146,16 +146,16 @@ function drawChanges(frame) {
     put(item.children[3], plain(one.reason));
   });
 }
-function drawLearned({ learned }) {
-  const rows = learned === null ? [] : [
-    ["prompt tokens expected in a cache", percent(learned.hit_ratio)],
-    ["prefill of 1,000 tokens, ms", figure(1000 * learned.prefill_ms_per_token)],
-    ["first token of an empty prompt, ms", figure(learned.base_ms)],
-    ["tokens of an answer, mean", figure(learned.answer_tokens)],
-    ["bytes of a prompt token", figure(learned.bytes_per_token)],
-    ["loading a LoRA adapter, ms", figure(learned.adapter_load_ms)],
+function drawLearned({ learned: found }) {
+  const rows = found === null ? [] : [
+    ["prompt tokens expected in a cache", percent(learned(found, "hit_ratio"))],
+    ["prefill of 1,000 tokens, ms", figure(thousand(learned(found, "prefill_ms_per_token")))],
+    ["first token of an empty prompt, ms", figure(learned(found, "base_ms"))],
+    ["tokens of an answer, mean", figure(learned(found, "answer_tokens"))],
+    ["bytes of a prompt token", figure(learned(found, "bytes_per_token"))],
+    ["loading a LoRA adapter, ms", figure(learned(found, "adapter_load_ms"))],
   ];
-  at("learned").closest("section").hidden = learned === null;
+  at("learned").closest("section").hidden = found === null;
   keep(at("learned"), rows.flatMap(([head, value]) => [["dt", head, head], ["dd", head, value]]), ([tag, head]) => tag + head, ([tag]) => node(tag), (element, [, , text]) => put(element, text));
 }
 
