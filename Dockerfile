@@ -1,15 +1,18 @@
 # lbproxy in a container: `docker build -t lbproxy .`; docs/docker.md says how to run it.
 #
-# Everything comes from requirements.lock, hash by hash, and as wheels, so that neither stage needs a compiler. The final
-# image is the base plus one folder: a virtual environment without pip. Python 3.11 is what the tests run on; both stages
-# must name the same base, because an environment points at the Python that made it.
+# Everything comes from requirements.lock, or with `--build-arg EXTRAS=otel`, which traces need, from requirements-otel.lock
+# (12 MB more); hash by hash, and as wheels, so that neither stage needs a compiler. The final image is the base plus one
+# folder: a virtual environment without pip. Python 3.11 is what the tests run on; both stages must name the same base,
+# because an environment points at the Python that made it.
 
 FROM python:3.11-slim-bookworm AS build
 WORKDIR /src
 RUN python -m venv --without-pip /opt/lbproxy
-COPY requirements.lock ./
+COPY requirements.lock requirements-otel.lock ./
+# Nothing, or otel.
+ARG EXTRAS=
 RUN pip --python /opt/lbproxy/bin/python --disable-pip-version-check install \
-        --no-cache-dir --only-binary :all: --require-hashes -r requirements.lock
+        --no-cache-dir --only-binary :all: --require-hashes -r "requirements${EXTRAS:+-$EXTRAS}.lock"
 COPY pyproject.toml README.md ./
 COPY lbproxy lbproxy
 RUN pip --python /opt/lbproxy/bin/python --disable-pip-version-check install \

@@ -113,6 +113,7 @@ COMPILE := $(BIN)/uv pip compile pyproject.toml --universal --python-version 3.1
 lock: $(VENV)/.dev
 	$(COMPILE) --group build -o requirements.lock
 	$(COMPILE) --group dev -o requirements-dev.lock
+	$(COMPILE) --group build --extra otel -c requirements-dev.lock -o requirements-otel.lock
 
 clean:
 	rm -rf $(VENV) $(BENCH) .mypy_cache .ruff_cache .pytest_cache .hypothesis

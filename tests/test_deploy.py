@@ -160,9 +160,33 @@ def test_the_image_installs_the_locked_wheels_alone() -> None:
         if re.search(r"\binstall\b", step)
     ]
     locked, own = installs
-    assert {"--require-hashes", "--only-binary", ":all:", "requirements.lock"} <= set(locked)
+    assert {"--require-hashes", "--only-binary", ":all:"} <= set(locked)
     assert {"--no-deps", "--no-build-isolation", "."} <= set(own)
     assert all("--no-cache-dir" in one for one in installs)
+
+
+@pytest.mark.parametrize(("extras", "lock"), [("", "requirements.lock"), ("otel", "requirements-otel.lock")])
+def test_a_build_argument_says_which_lock_is_installed(extras: str, lock: str) -> None:
+    """By default the one without extras; as the build's own shell reads it."""
+    (argument,) = (one.text for one in stages()[0] if one.name == "ARG")
+    assert argument == "EXTRAS="
+    (wanted,) = re.findall(r'-r ("requirements\S+)', " ".join(one.text for one in stages()[0]))
+    said = subprocess.run(["sh", "-c", f"EXTRAS={extras}; echo {wanted}"], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == lock
+    assert lock in copied()
+
+
+def pins(lock: str) -> set[str]:
+    return set(re.findall(r"^([\w.-]+==[^ ;\\]+)", (ROOT / lock).read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def test_the_locks_agree() -> None:
+    """What the tests run on is what both images have, and the extra's packages are those that it names."""
+    plain, otel, dev = pins("requirements.lock"), pins("requirements-otel.lock"), pins("requirements-dev.lock")
+    assert plain < otel < dev
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {re.split(r"[<>=]", one)[0] for one in extras["otel"]}
+    assert named <= {one.partition("==")[0] for one in otel - plain}
 
 
 def test_both_stages_have_the_python_that_the_environment_was_made_for() -> None:

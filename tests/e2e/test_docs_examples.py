@@ -46,6 +46,7 @@ ELSEWHERE = {
     ("docker.md", "docker compose"): "tests/test_deploy.py: its files and services exist",
     ("docker.md", "MODEL="): "tests/test_deploy.py: its files and services exist",
     ("docker.md", "docker build"): "tests/test_deploy.py: hadolint reads the Dockerfile; there is no docker here",
+    ("traces.md", "docker build"): "tests/test_deploy.py: which lock that argument installs",
     ("operations.md", "python3 -m venv /opt"): "tests/test_deploy.py: the unit; the rest needs root and systemd",
 }
 """How a block begins, and what looks at the same thing."""
