@@ -202,7 +202,7 @@ def _because(made: Decision) -> str:
         return "it was the cheapest"
     many = f"{alike} or more" if alike == len(made.costs) < made.candidates else str(alike)
     if made.policy.tolerance:
-        return f"{many} cost about the same, and its last request was the longest ago"
+        return f"{many} cost about the same, and it had gone longest without a request"
     return f"{many} cost the same, and it was drawn of these"
 
 

@@ -38,8 +38,8 @@ def explained(policy: str, costs: list[float], candidates: int | None = None) ->
     [
         ("adaptive", [5.0], 1, "it was the only candidate"),
         ("adaptive", [50.0, 5.0, 7.0], 3, "it was the cheapest"),
-        ("adaptive", [5.0, 5.9, 7.0], 3, "2 cost about the same, and its last request was the longest ago"),
-        ("adaptive", [5.0, 5.0], 9, "2 or more cost about the same, and its last request was the longest ago"),
+        ("adaptive", [5.0, 5.9, 7.0], 3, "2 cost about the same, and it had gone longest without a request"),
+        ("adaptive", [5.0, 5.0], 9, "2 or more cost about the same, and it had gone longest without a request"),
         ("adaptive", [5.0, 90.0, 91.0], 3, "what would cost less would begin it later"),
         ("least-request", [1.0, 1.0, 1.0], 3, "3 cost the same, and it was drawn of these"),
     ],
