@@ -289,6 +289,7 @@ def fleet_options(scenario: Scenario, routing: RoutingSettings) -> FleetOptions:
         ),
         adapters=tuple(adapter_names(adapters)),
         adapters_known=scenario.adapters_known,
+        sizes_declared=scenario.sizes_declared,
         scrape_interval_s=scenario.scrape_interval,
         scrape_delay_s=scenario.scrape_delay,
         network_s=scenario.network_delay,

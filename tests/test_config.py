@@ -460,6 +460,9 @@ def test_tls_of_an_endpoint() -> None:
         ("url: 'https://a', tls: {ca: ''}", "tls.ca: expected a path"),
         ("url: 'https://a', tls: {cert: x}", "tls.cert: unknown key"),
         ("url: 'https://a', weight: 0", "weight: expected a number from 0.001 to 100000"),
+        ("url: 'http://a', kv_cache_tokens: 0", "kv_cache_tokens: expected a whole number from 1000 to 1000000000"),
+        ("url: 'http://a', kv_cache_tokens: 19.2", "kv_cache_tokens: expected a whole number from 1000 to"),
+        ("url: 'http://a', kv_cache_tokens: 64GiB", "kv_cache_tokens: expected a whole number from 1000 to"),
     ],
 )
 def test_bad_keys_of_an_endpoint(more: str, problem: str) -> None:

@@ -18,6 +18,7 @@ from lbproxy.config.values import (
     Quantity,
     Timeout,
     check_model_name,
+    count,
     expected,
     read_dns_url,
     read_host,
@@ -95,6 +96,9 @@ class EndpointSettings(ShortSection):
     """A list of models: it serves exactly these, and is not asked. null = what its /v1/models says."""
     weight: Annotated[float, Quantity("0.001", "100000", "a number", whole=False)] = 1.0
     """Its capacity beside the others', for policies that do not measure it: least-request, p2c and random."""
+    kv_cache_tokens: Annotated[int, count("1000", "1000000000")] | None = None
+    """How many tokens its KV cache holds, as vLLM prints at its start: `GPU KV cache size: 307,200 tokens`. Counts more
+    than what its metrics say. null = what they say, else learned."""
     api_key: SecretStr | None = None
     """Sent to it as `Authorization: Bearer`, instead of what the client sent. Write ${NAME} rather than the key."""
     tls: EndpointTls = EndpointTls()

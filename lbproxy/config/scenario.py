@@ -106,6 +106,8 @@ class Scenario(Section):
     adapters_known: bool = True
     """Whether the servers' model lists say which models are LoRA adapters. false = the balancer takes them for
     models of their own."""
+    sizes_declared: bool = False
+    """Whether the endpoints' settings say how large their KV caches are (`kv_cache_tokens`), and say it right."""
     scrape_interval: Annotated[float, duration("10ms", "1h")] | None = 0.2
     """Seconds between two scrapes of a server; null = nobody scrapes."""
     scrape_delay: Annotated[float, duration("0s", "1m")] = 0.005

@@ -72,6 +72,7 @@ def _spec(entry: EndpointSettings, name: str, member: Member | None, certificate
         health=entry.health,
         models=entry.models,
         weight=entry.weight * (member.weight if member else 1.0),
+        kv_cache_tokens=entry.kv_cache_tokens,
         api_key=None if entry.api_key is None else ApiKey(entry.api_key.get_secret_value()),
         tls=_tls(entry, member, certificates) if entry.scheme == "https" else None,
     )

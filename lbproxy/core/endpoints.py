@@ -104,7 +104,7 @@ class EndpointSet:
         self.judge.progress.has_loads = pool is not None
         for state in self._states.values():
             if pool is not None:
-                state.load = pool.join()
+                state.load = pool.join(state.endpoint.kv_cache_tokens)
         self._reindex()
 
     def remember(self, blocks: int) -> None:
@@ -133,6 +133,8 @@ class EndpointSet:
                 before, state.endpoint = state.endpoint, _identified(spec, state.endpoint.uid)
                 if spec.models != before.models:
                     state.models = _declared(spec)
+                if self._pool is not None and spec.kv_cache_tokens != before.kv_cache_tokens:
+                    state.load.declare(spec.kv_cache_tokens)
                 if spec.health is None:
                     self.judge.unprobed(state, now=now)
                 changed.append(state.endpoint)
@@ -152,7 +154,7 @@ class EndpointSet:
         self._last_uid += 1
         state = EndpointState(_identified(spec, EndpointUid(self._last_uid)), models=_declared(spec))
         if self._pool is not None:
-            state.load = self._pool.join()
+            state.load = self._pool.join(spec.kv_cache_tokens)
         self.judge.joined(state, now=now)
         return state
 

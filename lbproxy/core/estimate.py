@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from lbproxy.core.capacity import CapacityLearner, Size
+from lbproxy.core.capacity import GUESSED_TOKENS, CapacityLearner, Size
 from lbproxy.core.learning import Samples, clip, step
 from lbproxy.core.lora import AdapterTable, Arrival, LoadTimes
 from lbproxy.core.placement import FREED_S, NEVER, Placement
@@ -71,12 +71,11 @@ class PoolModel:
         """Of the KV caches whose size is not told, as if all were alike: what their space is priced by. An endpoint of
         which more is known than of another must not look cheaper for that."""
         self.samples = Samples()
-        self._seen_bytes = 8000.0
-        self._seen_tokens = 2000.0
+        self._seen_bytes, self._seen_tokens = 8000.0, 2000.0
 
-    def join(self) -> LoadModel:
-        """The model of a new endpoint."""
-        return LoadModel(self)
+    def join(self, kv_cache_tokens: int | None = None) -> LoadModel:
+        """The model of a new endpoint. `kv_cache_tokens`: what the settings say of its cache."""
+        return LoadModel(self, kv_cache_tokens)
 
     def leave(self, load: LoadModel) -> None:
         """An endpoint left. What is placed there still ends against its model."""
@@ -121,6 +120,7 @@ class LoadModel:
         "cache",
         "capacity_tokens",
         "context_tokens",
+        "declared",
         "due_at",
         "freed",
         "gap_ms",
@@ -147,15 +147,15 @@ class LoadModel:
         "window",
     )
 
-    def __init__(self, pool: PoolModel) -> None:
+    def __init__(self, pool: PoolModel, kv_cache_tokens: int | None = None) -> None:
         self.pool = pool
         self.cache = pool.index.join()
         self.slot = self.cache.slot
         self.adapters = AdapterTable()
-        self.learner: CapacityLearner | None = CapacityLearner(pool.size)
-        """Of the KV cache's size; None once the engine said it."""
-        self.capacity_tokens, self.told_tokens = self.learner.size.tokens, 0.0
-        """That size, told, or learned, or a guess; and the same if it is told, else 0."""
+        self.learner: CapacityLearner | None = None
+        """Of the KV cache's size, unless that is told."""
+        self.capacity_tokens, self.told_tokens, self.declared = 0.0, 0.0, False
+        """That size, told, or learned, or a guess; the same if it is told, else 0; whether the settings told it."""
         self.started_at: float | None = None
         # Work
         self.pending: dict[Placement, None] = {}
@@ -188,7 +188,6 @@ class LoadModel:
         # Speed
         self.speed = 1.0
         """Prefill time relative to the pool's; 1 unless it is clearly another (phi)."""
-        self._ln_speed = 0.0
         self.base_ms = pool.base_ms
         """The endpoint's own T0; the pool's counts after `base_until`, and until it is clearly another."""
         self.base_until = -NEVER
@@ -201,7 +200,8 @@ class LoadModel:
         self.gap_until = -NEVER
         """Until when these are the endpoint's own; then the pool's count."""
         self.samples, self._reports = Samples(), 0
-        self._mean_context = self._square = self._cov = 0.0
+        self._ln_speed = self._mean_context = self._square = self._cov = 0.0
+        self.declare(kv_cache_tokens)
 
     # Reading
 
@@ -452,7 +452,14 @@ class LoadModel:
         self.gap_ms = max(0.0, self.mean_gap_ms - self.gap_per_token_ms * self._mean_context)
         self.pool.gap_ms, self.pool.gap_per_token_ms = self.gap_ms, self.gap_per_token_ms
 
-    # What the endpoint says
+    # What the endpoint says, or the settings
+
+    def declare(self, kv_cache_tokens: int | None) -> None:
+        """What the settings say of the cache's size counts more than what the engine says. None: they do not say it."""
+        self.declared = kv_cache_tokens is not None
+        self.learner = None if self.declared else CapacityLearner(self.pool.size)
+        self.told_tokens = float(kv_cache_tokens or 0)
+        self.capacity_tokens = self.told_tokens or float(GUESSED_TOKENS)
 
     def scraped(
         self, metrics: LoadMetrics, *, others: float | None, queued: float, fresh_until: float, reported: bool = False
@@ -462,7 +469,7 @@ class LoadModel:
         Gauges lag behind our own counts, and what lags looks like others' load: a little of it is not believed, and
         the rest when two scrapes in a row say so; but a queue that was `reported` with an answer is of this moment.
         """
-        if metrics.kv_blocks and metrics.block_size_tokens:
+        if metrics.kv_blocks and metrics.block_size_tokens and not self.declared:
             self.capacity_tokens = self.told_tokens = float(metrics.kv_blocks * metrics.block_size_tokens)
             self.learner = None
         if metrics.started_at is not None:

@@ -46,6 +46,8 @@ class EndpointSpec:
     """What it serves, all of it; None = it is asked."""
     weight: float = 1.0
     """Capacity beside the others'."""
+    kv_cache_tokens: int | None = None
+    """How much its KV cache holds; None = it says so itself, or it is learned."""
     api_key: ApiKey | None = None
     """Sent instead of the client's own credentials."""
     tls: Tls | None = None

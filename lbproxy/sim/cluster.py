@@ -93,7 +93,14 @@ class Fleet:
 
     def _build_servers(self) -> list[LiveServer]:
         options = self._options
-        specs = [EndpointSpec(name=f"s{n}", base_url=f"http://s{n}:80") for n in range(len(options.servers))]
+        specs = [
+            EndpointSpec(
+                name=f"s{n}",
+                base_url=f"http://s{n}:80",
+                kv_cache_tokens=server.preset.kv_tokens if options.sizes_declared else None,
+            )
+            for n, server in enumerate(options.servers)
+        ]
         uids = [[e.uid for e in front.balancer.set_endpoints(specs, now=0.0).added] for front in self._fronts]
         base = ModelCard(BASE_MODEL, b"{}")
         parent = BASE_MODEL if options.adapters_known else None

@@ -57,6 +57,8 @@ class FleetOptions:
     """LoRA adapters that every server with `max_loras` serves."""
     adapters_known: bool = True
     """Whether the servers' lists of models say which of them are adapters."""
+    sizes_declared: bool = False
+    """Whether the balancers' settings say how large each server's KV cache is."""
     scrape_interval_s: float | None = 0.2
     """None = nobody scrapes."""
     scrape_delay_s: float = 0.005

@@ -19,7 +19,8 @@ from tests.support.certificates import CA, OTHER_CA
 TEXT = """
 endpoints:
   - http://gpu-1:8000
-  - {url: "http://gpu-2:8000", name: two, engine: vllm, metrics: /load, health: null, weight: 2.5, api_key: sk-1}
+  - {url: "http://gpu-2:8000", name: two, engine: vllm, metrics: /load, health: null, weight: 2.5, api_key: sk-1,
+     kv_cache_tokens: 307200}
   - {url: "https://gpu-3", models: [a, b], tls: {server_name: three.test}}
 """
 
@@ -34,6 +35,7 @@ def test_the_settings_endpoints_keep_their_order_and_every_key() -> None:
             metrics="/load",
             health=None,
             weight=2.5,
+            kv_cache_tokens=307_200,
             api_key=ApiKey("sk-1"),
         ),
         EndpointSpec(

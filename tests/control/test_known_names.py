@@ -171,10 +171,10 @@ def test_each_address_is_an_endpoint_with_the_keys_of_its_entry() -> None:
     specs = complete(
         Answers(vllm=says("10.0.0.3", "fd00::3")),
         "http://gpu-1:8000",
-        "{url: 'dns+http://vllm:8000', engine: vllm, metrics: /m, health: null}",
+        "{url: 'dns+http://vllm:8000', engine: vllm, metrics: /m, health: null, kv_cache_tokens: 99000}",
     )
     assert specs[1:] == [
-        EndpointSpec(name=at, base_url=f"http://{at}", engine="vllm", metrics="/m", health=None)
+        EndpointSpec(name=at, base_url=f"http://{at}", engine="vllm", metrics="/m", health=None, kv_cache_tokens=99_000)
         for at in ("10.0.0.3:8000", "[fd00::3]:8000")
     ]
 

@@ -12,7 +12,7 @@ from lbproxy.core.capacity import GUESSED_TOKENS
 from lbproxy.core.types import Outcome, Ticket, Usage
 from lbproxy.sim.catalogue import make_workload
 from lbproxy.sim.cluster import Fleet
-from lbproxy.sim.fleet import FleetOptions, Server
+from lbproxy.sim.fleet import FleetOptions, Server, decisions
 from lbproxy.sim.replicas import Replica
 from tests.sim.test_cluster import QWEN, replicas
 
@@ -55,6 +55,25 @@ def test_the_size_of_each_cache_is_learned_within_15_per_cent(stream_share: floa
     """Though sizes of prompts are wrong by up to 30 %, and one server has twice the cache of the other."""
     believed = sizes((sized(60_000), sized(120_000)), stream_share=stream_share)
     assert believed == pytest.approx([60_000, 120_000], rel=0.15)
+
+
+def placements(*, scraped: bool, declared: bool) -> list[tuple[float | None, str, int | None]]:
+    """Where and when each request went, of 40 s in which three caches of different sizes overflow."""
+    options = FleetOptions(
+        servers=(sized(30_000), sized(60_000), sized(90_000)),
+        scrape_interval_s=0.2 if scraped else None,
+        sizes_declared=declared,
+    )
+    mix = {"prompt_tokens": 3400, "shared_tokens": 3000, "groups": 90, "output_tokens": 60, "rate": 8, "duration_s": 40}
+    return decisions(Fleet(options, make_workload("own", mix, seed=3), replicas("adaptive"), seed=1).run())
+
+
+def test_with_the_sizes_in_the_settings_every_decision_is_as_with_metrics() -> None:
+    """Of all that metrics say, one balancer that places everything misses nothing else."""
+    with_metrics = placements(scraped=True, declared=False)
+    assert len(with_metrics) > 200
+    assert placements(scraped=False, declared=True) == with_metrics
+    assert placements(scraped=False, declared=False) != with_metrics, "or sizes do not matter here"
 
 
 def test_a_size_that_is_told_is_taken_to_the_token() -> None:

@@ -1,0 +1,129 @@
+"""The size of a KV cache that the settings say (`kv_cache_tokens`): it holds from the first request on, whatever the
+engine says, until the settings say another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lbproxy.config import (
+    AdmissionSettings,
+    BreakerSettings,
+    FlowsSettings,
+    HealthSettings,
+    RetrySettings,
+    RoutingSettings,
+    ScrapeSettings,
+)
+from lbproxy.core.balancer import Balancer
+from lbproxy.core.capacity import GUESSED_TOKENS
+from lbproxy.core.estimate import LoadModel, PoolModel
+from lbproxy.core.policy import make_policy
+from lbproxy.core.types import EndpointUid, InferenceRequest, LoadMetrics, Outcome, Usage
+from tests.support.pool import bring_up, make_balancer, spec
+
+SAID = 307_200
+
+
+def pool(*sizes: int | None, policy: str = "adaptive") -> Balancer:
+    balancer = make_balancer(policy=policy)
+    endpoints(balancer, *sizes)
+    return balancer
+
+
+def endpoints(balancer: Balancer, *sizes: int | None) -> None:
+    """Endpoints at the same addresses, with these sizes in the settings."""
+    specs = [replace(spec(n), kv_cache_tokens=size) for n, size in enumerate(sizes, 1)]
+    bring_up(balancer, balancer.set_endpoints(specs, now=0.0).added)
+
+
+def believed(balancer: Balancer) -> list[float]:
+    """What each cache is taken to hold."""
+    learned = balancer.learned(now=0.0)
+    assert learned is not None
+    return [one.capacity_tokens for one in learned[1].values()]
+
+
+def scraped(balancer: Balancer, number: int, blocks: int | None, *, started_at: float = 1.0) -> None:
+    metrics = LoadMetrics(scraped_at=0.0, kv_blocks=blocks, block_size_tokens=16, started_at=started_at)
+    balancer.report_scrape(EndpointUid(number), metrics)
+
+
+def test_it_holds_from_the_begin_for_the_endpoint_that_has_it() -> None:
+    assert believed(pool(SAID, None, 600_000)) == [SAID, GUESSED_TOKENS, 600_000]
+
+
+def test_it_counts_more_than_what_the_engine_says() -> None:
+    """Blocks times tokens in a block is too much where groups of layers share blocks."""
+    balancer = pool(SAID, None)
+    for number in (1, 2):
+        scraped(balancer, number, 50_000)
+    assert believed(balancer) == [SAID, 800_000]
+
+
+def test_it_stays_when_the_endpoint_restarts() -> None:
+    balancer = pool(SAID)
+    scraped(balancer, 1, None, started_at=1.0)
+    scraped(balancer, 1, None, started_at=2.0)
+    assert believed(balancer) == [SAID]
+
+
+def test_it_stays_when_the_policy_changes() -> None:
+    balancer = pool(SAID, None, policy="least-request")
+    assert balancer.learned(now=0.0) is None
+    balancer.reconfigure(
+        make_policy(RoutingSettings()),
+        admission=AdmissionSettings(),
+        health=HealthSettings(),
+        scrape=ScrapeSettings(),
+        breaker=BreakerSettings(),
+        retry=RetrySettings(),
+        flows=FlowsSettings(),
+        now=0.0,
+    )
+    assert believed(balancer) == [SAID, GUESSED_TOKENS]
+
+
+def test_another_value_counts_at_once_and_what_runs_goes_on() -> None:
+    balancer = pool(SAID, None)
+    ticket = balancer.submit(InferenceRequest("r", "m", True, 4096, 4096, range(4)), now=0.0)
+    endpoints(balancer, 200_000, 100_000)
+    assert believed(balancer) == [200_000, 100_000]
+    assert sum(one.in_flight for one in balancer.snapshot(now=0.0).endpoints) == 1
+    balancer.close(ticket, Outcome.COMPLETED, now=1.0, usage=Usage(1024, 0, 1))
+    assert believed(balancer) == [200_000, 100_000]
+    assert sum(one.in_flight for one in balancer.snapshot(now=1.0).endpoints) == 0
+
+
+def test_without_it_again_the_engine_says_it_or_it_is_learned() -> None:
+    balancer = pool(SAID, SAID)
+    endpoints(balancer, None, None)
+    scraped(balancer, 1, 50_000)
+    assert believed(balancer) == [800_000, GUESSED_TOKENS]
+
+
+def test_a_reload_that_does_not_change_it_forgets_nothing_that_the_engine_said() -> None:
+    balancer = pool(None)
+    scraped(balancer, 1, 50_000)
+    changed = replace(spec(1), weight=2.0)
+    assert len(balancer.set_endpoints([changed], now=0.0).changed) == 1
+    assert believed(balancer) == [800_000]
+
+
+def test_policies_without_a_model_of_caches_take_no_notice() -> None:
+    balancer = pool(SAID, policy="least-request")
+    endpoints(balancer, 100_000)
+    scraped(balancer, 1, 50_000)
+    assert balancer.submit(InferenceRequest("r", "m", True, 100), now=0.0).placed_on is not None
+
+
+def test_answers_teach_nothing_about_it() -> None:
+    """100 prompts that come back and are never found."""
+    load: LoadModel = PoolModel(1024).join(SAID)
+    for first in (*range(0, 6400, 64), *range(0, 6400, 64)):
+        keys = range(first, first + 64)
+        placement = load.place(InferenceRequest("r", "m", True, 65_536, 65_536, keys), 1.0)
+        load.first_byte(placement, 1.1)
+        load.end(placement, Usage(256 * 64, 0, 0), 1.2)
+    assert load.capacity_tokens == load.told_tokens == SAID
+    assert load.cache.size * 256 <= SAID
