@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -105,6 +106,30 @@ def test_a_removed_endpoint_s_streams_finish_and_it_gets_no_more(fleet: list[str
             *_, last = stream.parse()
             assert last.choices[0].finish_reason == "length"
         run(until(lambda: len(gauge(admin, "lbproxy_endpoint_up{")) == 1, "it is forgotten"))
+
+
+def test_a_size_in_the_settings_counts_more_than_metrics_until_a_reload_takes_it_away(
+    fleet: list[str], tmp_path: Path
+) -> None:
+    """The size of an endpoint's KV cache: said, said anew, said no more."""
+
+    def shown() -> dict[str, Any]:
+        found: dict[str, Any] = httpx.get(f"{admin}/admin/state").json()["endpoints"][0]
+        return found
+
+    def believed() -> object:
+        return shown()["learned"]["capacity_tokens"]
+
+    sized = "{url: '%s', kv_cache_tokens: %d}"
+    with lbproxy(tmp_path, [sized % (fleet[0], 99_000)]) as (process, _, admin):
+        run(until(lambda: shown()["metrics_age_s"] is not None, "scraped"))
+        assert believed() == 99_000
+        settings(tmp_path, [sized % (fleet[0], 55_000)])
+        process.process.send_signal(signal.SIGHUP)
+        run(until(lambda: believed() == 55_000, "reloaded"))
+        settings(tmp_path, fleet[:1])
+        process.process.send_signal(signal.SIGHUP)
+        run(until(lambda: believed() == 432_000, "what the server's metrics say"))
 
 
 def test_what_a_reload_cannot_change_is_said_once_and_the_rest_is_changed(fleet: list[str], tmp_path: Path) -> None:
