@@ -175,7 +175,8 @@ def run_gates(args: argparse.Namespace) -> int:
 ROBUST_POLICIES = [OURS, "gie", "llm-d"]
 ABOUT_ROBUSTNESS = """mean TTFT, that
 beside the undisturbed with a 95 % bootstrap interval (paired over seeds), and goodput. As it is: sizes wrong by up to
-15 %, gauges every 0.2 s and 5 ms old. No gauges: from the first request on, by balancers that begin knowing nothing.
+15 %, gauges every 0.2 s and 5 ms old. No gauges: from the first request on, by balancers that begin knowing nothing,
+or nothing but what `kv_cache_tokens` says of each server's cache, which is true.
 """
 
 
