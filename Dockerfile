@@ -1,9 +1,22 @@
 # lbproxy in a container: `docker build -t lbproxy .`; docs/docker.md says how to run it.
 #
 # Everything comes from requirements.lock, or with `--build-arg EXTRAS=otel`, which traces need, from requirements-otel.lock
-# (12 MB more); hash by hash, and as wheels, so that neither stage needs a compiler. The final image is the base plus one
-# folder: a virtual environment without pip. Python 3.11 is what the tests run on; both stages must name the same base,
-# because an environment points at the Python that made it.
+# (12 MB more); hash by hash, and as wheels: only lbproxy itself is compiled, in a stage of its own. The final image is the
+# base plus one folder: a virtual environment without pip. Python 3.11 is what the tests run on; all stages must name the
+# same base, because an environment points at the Python that made it.
+
+FROM python:3.11-slim-bookworm AS wheel
+WORKDIR /src
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+COPY requirements-compile.lock ./
+RUN pip --disable-pip-version-check install \
+        --no-cache-dir --only-binary :all: --require-hashes -r requirements-compile.lock
+COPY pyproject.toml setup.py README.md ./
+COPY lbproxy lbproxy
+RUN pip --disable-pip-version-check wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
 
 FROM python:3.11-slim-bookworm AS build
 WORKDIR /src
@@ -13,11 +26,9 @@ COPY requirements.lock requirements-otel.lock ./
 ARG EXTRAS=
 RUN pip --python /opt/lbproxy/bin/python --disable-pip-version-check install \
         --no-cache-dir --only-binary :all: --require-hashes -r "requirements${EXTRAS:+-$EXTRAS}.lock"
-COPY pyproject.toml README.md ./
-COPY lbproxy lbproxy
-RUN pip --python /opt/lbproxy/bin/python --disable-pip-version-check install \
-        --no-cache-dir --no-deps --no-build-isolation . \
-    && pip --python /opt/lbproxy/bin/python --disable-pip-version-check uninstall --yes flit_core
+COPY --from=wheel /wheels /wheels
+RUN pip --python /opt/lbproxy/bin/python --disable-pip-version-check install --no-cache-dir --no-deps /wheels/*.whl \
+    && pip --python /opt/lbproxy/bin/python --disable-pip-version-check uninstall --yes setuptools
 
 FROM python:3.11-slim-bookworm
 COPY --from=build /opt/lbproxy /opt/lbproxy

@@ -5,22 +5,27 @@ PYTHON ?= python3
 VENV := .venv
 BENCH := .bench
 BIN := $(VENV)/bin
+BUILT := build/compiled
+THROUGH_SOCKETS := tests/e2e tests/chaos tests/proxy tests/benchmarks
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: run test test-tools chaos soak test-real check format lint types lock clean bench-dashboard bench-overhead profile bench-routing \
+.PHONY: run test test-tools chaos soak test-real check format lint types lock clean compiled bench-dashboard bench-overhead profile bench-routing \
         bench-routing-http recording night
 
 run: $(VENV)/.run
 	$(BIN)/lbproxy demo
 
-test: $(VENV)/.dev lint types
-	$(BIN)/python -m pytest
+# What users run, they run compiled; so that is what is tested through sockets. All else is tested as it is written, and
+# core and net both ways.
+test: $(VENV)/.dev lint types $(BUILT)/.made
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(THROUGH_SOCKETS))
+	cd $(BUILT) && ../../$(BIN)/python -m pytest -p no:cacheprovider tests/core tests/net $(THROUGH_SOCKETS)
 
 test-tools:
 	command -v chromium > /dev/null && command -v promtool > /dev/null && command -v nginx > /dev/null && \
-	    command -v docker-compose > /dev/null && exit 0; \
+	    command -v docker-compose > /dev/null && command -v gcc > /dev/null && exit 0; \
 	    apt-get update -qq; DEBIAN_FRONTEND=noninteractive \
-	    apt-get install -qq -y --no-install-recommends chromium prometheus nginx-light docker-compose > /dev/null
+	    apt-get install -qq -y --no-install-recommends chromium prometheus nginx-light docker-compose gcc libc6-dev > /dev/null
 
 check: $(VENV)/.dev format lint types
 	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_config.py tests/test_config_text.py tests/core tests/sim tests/net
@@ -57,8 +62,8 @@ night: $(VENV)/.dev
 	LBPROXY_WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/test_docs_night.py
 
 # Half an hour, at most; writes benchmarks/RESULTS.md. RESUME=1 goes on with a run that was stopped.
-bench-overhead: $(VENV)/.dev $(BENCH)/venv/.peers $(BENCH)/litellm/.peer
-	$(BIN)/python -m benchmarks.overhead $(if $(RESUME),--resume)
+bench-overhead: $(BUILT)/.made $(BENCH)/venv/.peers $(BENCH)/litellm/.peer
+	cd $(BUILT) && ../../$(BIN)/python -m benchmarks.overhead $(if $(RESUME),--resume)
 
 # What the dashboard costs; with PICTURES=folder what it looks like. ENDPOINTS=100
 bench-dashboard: $(VENV)/.dev
@@ -109,11 +114,22 @@ $(VENV)/.dev: requirements-dev.lock pyproject.toml | $(VENV)/bin/python
 	$(PIP) --no-deps --no-build-isolation -e .
 	touch $@ $(VENV)/.run
 
-COMPILE := $(BIN)/uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes --no-header --quiet
+LOCK := $(BIN)/uv pip compile --universal --python-version 3.11 --generate-hashes --no-header --quiet
 lock: $(VENV)/.dev
-	$(COMPILE) --group build -o requirements.lock
-	$(COMPILE) --group dev -o requirements-dev.lock
-	$(COMPILE) --group build --extra otel -c requirements-dev.lock -o requirements-otel.lock
+	$(LOCK) pyproject.toml --group build -o requirements.lock
+	$(LOCK) pyproject.toml --group dev -o requirements-dev.lock
+	$(LOCK) pyproject.toml --group build --extra otel -c requirements-dev.lock -o requirements-otel.lock
+	$(LOCK) --group compile -c requirements-dev.lock -o requirements-compile.lock
+
+# The project as it is when installed: with the hot path compiled (setup.py). Every command works there as it does here.
+compiled: $(BUILT)/.made
+$(BUILT)/.made: setup.py pyproject.toml $(shell find lbproxy -name '*.py') | $(VENV)/.dev
+	rm -rf build
+	$(PIP) --no-deps --no-build-isolation --target $(BUILT) .
+	rm -rf $(BUILT)/*.dist-info $(BUILT)/bin
+	cd $(BUILT) && for one in ../../* ../../.venv ../../.bench; do \
+	    case $$one in */lbproxy|*/build|*.egg-info) ;; *) ln -s $$one . ;; esac; done
+	touch $@
 
 clean:
-	rm -rf $(VENV) $(BENCH) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build $(BENCH) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -33,10 +33,11 @@ import uvloop
 from lbproxy import process
 from lbproxy.app import Proxy
 from lbproxy.config import parse
-from lbproxy.control import log
+from lbproxy.control import line
 from lbproxy.core.types import LoadMetrics, ModelCard
 from lbproxy.net.notify import Notifier
-from lbproxy.net.pool import Connection, Origin
+from lbproxy.net.origin import Origin
+from lbproxy.net.pool import Connection
 
 ROOT = Path(__file__).parents[1]
 LOADS = ("1k", "32k", "sse", "stream")
@@ -103,9 +104,9 @@ class Nowhere(asyncio.Transport):
 class Wiring:
     """A client's connection, so many endpoints, and all of lbproxy between them."""
 
-    def __init__(self, policy: str, endpoints: int) -> None:
+    def __init__(self, policy: str, endpoints: int, more: str = "") -> None:
         urls = "\n".join(f"  - http://127.0.0.1:{port}" for port in range(1, endpoints + 1))
-        settings = parse(f"routing: {{policy: {policy}}}\nendpoints:\n{urls}", environ={})
+        settings = parse(f"{more}\nrouting: {{policy: {policy}}}\nendpoints:\n{urls}", environ={})
 
         self.proxy = proxy = Proxy(settings, Notifier.from_environment({}))
         runtime = proxy.runtime
@@ -123,10 +124,15 @@ class Wiring:
         self.clock = itertools.count(runtime.now(), 1.0 / READS_A_SECOND)
         runtime.now = lambda: next(self.clock)
         wall = itertools.count(time.time(), 10.0 / READS_A_SECOND)
-        vars(log)["time"] = SimpleNamespace(**{**vars(time), "time": lambda: next(wall)})
+        vars(line)["time"] = SimpleNamespace(**{**vars(time), "time": lambda: next(wall)})
         self.client, self.transport = proxy.front(), Nowhere()
         self.client.connection_made(self.transport)
         self.client.address = "127.0.0.1"
+
+    def turn(self) -> None:
+        """What the loop would do at the end of its turn."""
+        self.proxy.connections.cork.flush()
+        self.proxy.runtime.hand_out()
 
     def answering(self) -> Connection:
         """The connection on which a request is."""
@@ -138,15 +144,18 @@ def whole(wiring: Wiring, sent: bytes, rounds: int) -> None:
     client, connections = wiring.client, wiring.connections
     for _ in range(rounds):
         client.data_received(sent)
+        wiring.turn()
         for connection in connections:
             if connection._receiver is not None:
                 connection.data_received(WHOLE)
+        wiring.turn()
 
 
-def events(connection: Connection, rounds: int) -> None:
+def events(wiring: Wiring, connection: Connection, rounds: int) -> None:
     """Of one stream."""
     for _ in range(rounds):
         connection.data_received(EVENT)
+        wiring.turn()
 
 
 def streams(wiring: Wiring, sent: bytes, rounds: int) -> None:
@@ -154,23 +163,27 @@ def streams(wiring: Wiring, sent: bytes, rounds: int) -> None:
     client, connections = wiring.client, wiring.connections
     for _ in range(rounds):
         client.data_received(sent)
+        wiring.turn()
         for connection in connections:
             if connection._receiver is not None:
                 connection.data_received(STREAM + EVENT)
                 for _ in range(9):
                     connection.data_received(EVENT)
+                    wiring.turn()
                 connection.data_received(LAST)
+        wiring.turn()
 
 
-async def count(load: str, policy: str, endpoints: int, part: str | None) -> None:
+async def count(load: str, policy: str, endpoints: int, part: str | None, more: str) -> None:
     """One load, under valgrind."""
     library = ctypes.CDLL(str(LIBRARY))
-    wiring = Wiring(policy, endpoints)
+    wiring = Wiring(policy, endpoints, more)
     if load == "sse":
         wiring.client.data_received(request(1000, stream=True))
+        wiring.turn()
         connection = wiring.answering()
         connection.data_received(STREAM + EVENT)
-        run: Callable[[int], None] = functools.partial(events, connection)
+        run: Callable[[int], None] = functools.partial(events, wiring, connection)
     elif load == "stream":
         run = functools.partial(streams, wiring, request(960, stream=True))
     else:
@@ -188,6 +201,8 @@ async def count(load: str, policy: str, endpoints: int, part: str | None) -> Non
     library.stop()
     last = wiring.transport.last
     assert (b"data: {" if load == "sse" else b"[DONE]" if load == "stream" else b'"usage"') in last
+    ended = wiring.proxy.telemetry.totals().requests
+    assert load == "sse" or ended == WARM + COUNTED, f"{ended} requests ended"
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -219,6 +234,7 @@ def measured(args: argparse.Namespace, load: str) -> float:
     valgrind = ["--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no", "--callgrind-out-file=/dev/null"]
     command = ["valgrind", *valgrind, sys.executable, "-P", "-c", run, "--child", "--load", load]
     command += ["--policy", args.policy, "--endpoints", str(args.endpoints)]
+    command += ["--settings", args.settings]
     if args.part:
         command += ["--part", args.part]
     seeded = {**os.environ, "PYTHONHASHSEED": "0"}
@@ -234,12 +250,13 @@ def main() -> None:
     parser.add_argument("--load", action="append", choices=LOADS, help="may be said several times; default: all")
     parser.add_argument("--policy", default="adaptive")
     parser.add_argument("--endpoints", type=int, default=1)
+    parser.add_argument("--settings", default="", metavar="YAML", help="more of them: 'explain: {requests: 0}'")
     parser.add_argument("--part", metavar="MODULE:FUNCTION")
     parser.add_argument("--checkout", type=Path, default=ROOT)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        uvloop.run(count(args.load[0], args.policy, args.endpoints, args.part))
+        uvloop.run(count(args.load[0], args.policy, args.endpoints, args.part, args.settings))
         return
     LIBRARY.parent.mkdir(exist_ok=True)
     source = str(ROOT / "benchmarks/valgrind.c")

@@ -19,7 +19,8 @@ from lbproxy.config import parse
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.policy import make_policy
 from lbproxy.core.types import EndpointSpec, LoadMetrics, ModelCard
-from lbproxy.net.pool import Connection, ConnectionPool, Origin
+from lbproxy.net.origin import Origin
+from lbproxy.net.pool import Connection, ConnectionPool
 from lbproxy.proxy.exchange import Exchanger
 from lbproxy.proxy.server import FrontEnd
 from lbproxy.runtime import Runtime

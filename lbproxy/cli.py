@@ -17,9 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from lbproxy import __version__
-from lbproxy.config import ConfigError, Settings, json_schema, parse, parse_scenario
-from lbproxy.terminal import address
+from lbproxy import __version__, process
+from lbproxy.config import ConfigError, Settings, addresses, json_schema, parse, parse_scenario
 
 MAX_SETTINGS_BYTES = 1 << 20
 T = TypeVar("T")
@@ -46,7 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lbproxy", description="Load balancer for LLM servers. `lbproxy --config FILE` runs it."
     )
-    parser.add_argument("--version", action="version", version=f"lbproxy {__version__}")
+    version = f"lbproxy {__version__}{', compiled' if process.is_compiled() else ''}"
+    parser.add_argument("--version", action="version", version=version)
     parser.add_argument("--config", metavar="FILE", help="settings (YAML); config.example.yaml explains every key")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
@@ -59,10 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     completion.add_argument("shell", choices=["bash", "zsh", "tcsh"])
 
     demo = commands.add_parser("demo", help="three simulated vLLM servers and lbproxy before them; no GPU needed")
-    at, own = "HOST:PORT", f"where {{}} listens: {address.FORMS} (default: %(default)s)"
-    demo.add_argument("--listen", type=address.listener, default=address.LISTEN, metavar=at, help=own.format("it"))
+    at, own = "HOST:PORT", f"where {{}} listens: {addresses.FORMS} (default: %(default)s)"
+    demo.add_argument("--listen", type=addresses.listener, default=addresses.LISTEN, metavar=at, help=own.format("it"))
     what = own.format("its admin")
-    demo.add_argument("--admin", type=address.listener, default=address.ADMIN, metavar=at, help=what)
+    demo.add_argument("--admin", type=addresses.listener, default=addresses.ADMIN, metavar=at, help=what)
     what = "six servers with everyday traffic, of which one slows down, one is killed, and two are drained"
     demo.add_argument("--traffic", action="store_true", help=what)
     demo.add_argument(
@@ -104,8 +104,8 @@ def _parser() -> argparse.ArgumentParser:
 def _add_admin_commands(commands: Subparsers) -> None:
     """Those that speak to a running lbproxy."""
     remote = argparse.ArgumentParser(add_help=False)
-    text = f"its admin listener: {address.FORMS} (default: %(default)s); the token: in LBPROXY_ADMIN_TOKEN"
-    remote.add_argument("--admin", type=address.url, metavar="HOST:PORT", default=address.ADMIN, help=text)
+    text = f"its admin listener: {addresses.FORMS} (default: %(default)s); the token: in LBPROXY_ADMIN_TOKEN"
+    remote.add_argument("--admin", type=addresses.url, metavar="HOST:PORT", default=addresses.ADMIN, help=text)
     status = commands.add_parser("status", parents=[remote], help="the state of a running lbproxy and its endpoints")
     status.add_argument("--json", action="store_true", help="all of it, as JSON")
     commands.add_parser("top", parents=[remote], help="the same, live; q ends it")

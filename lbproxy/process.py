@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import resource
 import sys
 
@@ -16,6 +17,12 @@ def prepare() -> None:
     """Before anything is opened."""
     _raise_descriptor_limit()
     sys.setswitchinterval(SWITCH_S)
+
+
+def is_compiled() -> bool:
+    """Whether the hot path runs as C: an installed wheel's does, unless there was no compiler (setup.py)."""
+    found = importlib.util.find_spec("lbproxy.core.types")
+    return found is not None and found.origin is not None and not found.origin.endswith(".py")
 
 
 def settle() -> None:

@@ -88,6 +88,8 @@ class Runtime:
         """Told, now and then, on which endpoints requests wait in vain: whoever has such should send them elsewhere."""
         self._check_due = False
         self._model_readers: dict[EndpointUid, ModelReader] = {}
+        self._ended: list[RequestRecord] = []
+        """What the sinks are told of at the end of this turn of the loop."""
 
     # Requests
 
@@ -150,9 +152,20 @@ class Runtime:
             self._pump_soon()
 
     def emit(self, record: RequestRecord) -> None:
-        """A request is over: once per request."""
+        """A request is over: once per request. The sinks hear of all of a turn of the loop together, at its end: after
+        the answers went out, and each sink's code and data come into the processor's caches once.
+        """
+        ended = self._ended
+        ended.append(record)
+        if len(ended) == 1:
+            self.loop.call_soon(self.hand_out)
+
+    def hand_out(self) -> None:
+        """Tell the sinks now what ended."""
+        ended, self._ended = self._ended, []
         for sink in self._sinks:
-            sink.request(record)
+            for record in ended:
+                sink.request(record)
 
     # Endpoints
 

@@ -159,18 +159,22 @@ def test_the_image_installs_the_locked_wheels_alone() -> None:
         for step in one.text.split("&&")
         if re.search(r"\binstall\b", step)
     ]
-    locked, own = installs
-    assert {"--require-hashes", "--only-binary", ":all:"} <= set(locked)
-    assert {"--no-deps", "--no-build-isolation", "."} <= set(own)
-    assert all("--no-cache-dir" in one for one in installs)
+    system, builder, locked, own = installs
+    assert system[0] == "apt-get"
+    for one in (builder, locked):
+        assert {"--require-hashes", "--only-binary", ":all:"} <= set(one)
+    assert {"--no-deps", "/wheels/*.whl"} <= set(own)
+    assert all("--no-cache-dir" in one for one in (builder, locked, own))
+    (made,) = (one.text.split() for one in stages()[0] if one.name == "RUN" and " wheel " in one.text)
+    assert {"--no-deps", "--no-build-isolation", "--no-cache-dir", "."} <= set(made)
 
 
 @pytest.mark.parametrize(("extras", "lock"), [("", "requirements.lock"), ("otel", "requirements-otel.lock")])
 def test_a_build_argument_says_which_lock_is_installed(extras: str, lock: str) -> None:
     """By default the one without extras; as the build's own shell reads it."""
-    (argument,) = (one.text for one in stages()[0] if one.name == "ARG")
+    (argument,) = (one.text for one in stages()[1] if one.name == "ARG")
     assert argument == "EXTRAS="
-    (wanted,) = re.findall(r'-r ("requirements\S+)', " ".join(one.text for one in stages()[0]))
+    (wanted,) = re.findall(r'-r ("requirements\S+)', " ".join(one.text for one in stages()[1]))
     said = subprocess.run(["sh", "-c", f"EXTRAS={extras}; echo {wanted}"], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == lock
     assert lock in copied()
@@ -184,16 +188,17 @@ def test_the_locks_agree() -> None:
     """What the tests run on is what both images have, and the extra's packages are those that it names."""
     plain, otel, dev = pins("requirements.lock"), pins("requirements-otel.lock"), pins("requirements-dev.lock")
     assert plain < otel < dev
+    assert pins("requirements-compile.lock") < dev
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = {re.split(r"[<>=]", one)[0] for one in extras["otel"]}
     assert named <= {one.partition("==")[0] for one in otel - plain}
 
 
-def test_both_stages_have_the_python_that_the_environment_was_made_for() -> None:
+def test_all_stages_have_the_python_that_the_environment_was_made_for() -> None:
     bases = {stage[0].words[0] for stage in stages()}
     assert len(bases) == 1
     assert re.fullmatch(r"python:3\.\d+-slim-\w+", bases.pop()), "pinned to a release of Python and of Debian"
-    assert len(stages()) == 2
+    assert len(stages()) == 3
 
 
 def test_the_image_runs_lbproxy_as_nobody() -> None:

@@ -21,7 +21,8 @@ import pytest
 from rich.console import Console
 
 from lbproxy.cli import _parser, main
-from lbproxy.terminal import address, commands
+from lbproxy.config import addresses
+from lbproxy.terminal import commands
 from lbproxy.terminal.client import AdminClient, AdminError
 from lbproxy.terminal.tables import explanation, fleet, offer, summary
 from lbproxy.terminal.top import picture
@@ -278,8 +279,8 @@ def test_nobody_there_is_an_exit_with_1(command: list[str], capsys: pytest.Captu
 @pytest.mark.parametrize("text", ["127.0.0.1:1", "[::1]:1", "gpu-1.example:80", "localhost:0"])
 def test_an_address_and_its_url_are_the_same_to_every_command(text: str) -> None:
     for form in (text, f"http://{text}", f"HTTP://{text}/"):
-        assert address.listener(form) == text
-        assert address.url(form).lower().rstrip("/") == f"http://{text}"
+        assert addresses.listener(form) == text
+        assert addresses.url(form).lower().rstrip("/") == f"http://{text}"
 
 
 @pytest.mark.parametrize(
@@ -300,16 +301,16 @@ def test_an_address_and_its_url_are_the_same_to_every_command(text: str) -> None
     ],
 )
 def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
-    for read in (address.listener, address.url):
-        with pytest.raises(ArgumentTypeError, match=f"expected {address.FORMS}, such as "):
+    for read in (addresses.listener, addresses.url):
+        with pytest.raises(ArgumentTypeError, match=f"expected {addresses.FORMS}, such as "):
             read(text)
 
 
 def test_a_url_may_lead_through_something_else_and_a_listener_may_not() -> None:
     for text in ("https://lb.example/lbproxy", "http://lb.example"):
-        assert address.url(text) == text
+        assert addresses.url(text) == text
         with pytest.raises(ArgumentTypeError):
-            address.listener(text)
+            addresses.listener(text)
 
 
 def test_every_command_takes_both_forms() -> None:
@@ -318,7 +319,7 @@ def test_every_command_takes_both_forms() -> None:
         both = [_parser().parse_args([*words, "--admin", form]).admin for form in ("h:1", "http://h:1")]
         assert both[0] == both[1]
         default = _parser().parse_args(words).admin
-        assert default == (address.ADMIN if words == ["demo"] else f"http://{address.ADMIN}")
+        assert default == (addresses.ADMIN if words == ["demo"] else f"http://{addresses.ADMIN}")
 
 
 # --- A running one ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ With `control.telemetry` the only module that knows prometheus_client.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence, Sized
 from dataclasses import dataclass
@@ -18,38 +17,19 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from lbproxy.config import EndpointSettings
+from lbproxy.control.histogram import Histogram
 from lbproxy.core.flows import OTHERS, FlowSnapshot
 
 
-class Histogram:
-    """Counts of values by bucket."""
-
-    __slots__ = ("_bounds", "_counts", "_total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._total = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count one value. A bucket's bound belongs to it."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._total += value
-
-    @property
-    def counts(self) -> Sequence[int]:
-        """Values in each bucket, the last that of values above all bounds."""
-        return self._counts
-
-    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
-        """Append the series to a family."""
-        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
-        cumulative = 0
-        buckets: list[tuple[str, float]] = []
-        for bound, count in zip(bounds, self._counts, strict=True):
-            cumulative += count
-            buckets.append((bound, cumulative))
-        family.add_metric(labels, buckets, self._total)
+def add_to(family: HistogramMetricFamily, labels: Sequence[str], seen: Histogram) -> None:
+    """Append what was seen to a family, as the series with these labels."""
+    bounds = [*map(floatToGoString, seen.bounds), "+Inf"]
+    cumulative = 0
+    buckets: list[tuple[str, float]] = []
+    for bound, count in zip(bounds, seen.counts, strict=True):
+        cumulative += count
+        buckets.append((bound, cumulative))
+    family.add_metric(labels, buckets, seen.total)
 
 
 def counters(
@@ -84,7 +64,7 @@ def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
 
 
 def histogram(name: str, text: str, labels: Sequence[str] = ("route",)) -> HistogramMetricFamily:
-    """A family to which `Histogram.add_to` appends."""
+    """A family for `add_to`."""
     return HistogramMetricFamily(f"lbproxy_{name}", f"{text}.", labels=labels)
 
 

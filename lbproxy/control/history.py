@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from lbproxy.control.families import Totals
-from lbproxy.control.log import stamp
+from lbproxy.control.line import stamp
 from lbproxy.control.telemetry import FIRST_BYTE_BUCKETS
 from lbproxy.core.types import PoolSnapshot
 

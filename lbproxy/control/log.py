@@ -1,4 +1,4 @@
-"""JSON lines on standard output: the access log, and everything that goes through the standard library's loggers.
+"""JSON lines on standard output: how they are written, and everything that goes through the standard library's loggers.
 
 Theory of operation. The event loop must never wait for whoever reads our log, so a line is only appended to a bounded
 queue; a thread takes what has gathered every 50 ms and writes it in one piece. Invariants:
@@ -11,29 +11,20 @@ queue; a thread takes what has gathered every 50 ms and writes it in one piece. 
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
-import re
 import threading
 import time
 from collections import deque
 
-import orjson
-
-from lbproxy.core.flows import ANONYMOUS
-from lbproxy.core.record import RequestRecord
-from lbproxy.core.types import Outcome
+from lbproxy.control.line import stamp
 
 MAX_LINES = 16_384
 """Lines that may wait for the thread: 1.6 s of 10,000 requests a second, in about 8 MB."""
 BATCH_S = 0.05
 BATCH_LINES = 256
 RETRY_S = 0.01
-MAX_PATH_CHARS = 512
-MAX_FIELD_CHARS = 256
-MAX_ERROR_CHARS = 512
 MAX_TRACEBACK_CHARS = 8192
 AIOHTTP_LINE_EVERY_S = 1.0
 
@@ -51,8 +42,8 @@ class LineWriter:
         # Two counts, since += is not atomic: the first is written by the loop, the second by the thread.
         self._refused = 0
         self._failed = 0
-        self._thread = threading.Thread(target=self._run, name="lbproxy-log", daemon=True)
-        self._thread.start()
+        self._writing = threading.Thread(target=self._run, name="lbproxy-log", daemon=True)
+        self._writing.start()
 
     @property
     def dropped(self) -> int:
@@ -74,7 +65,7 @@ class LineWriter:
         self._closed = True
         self._closing.set()
         self._wake.set()
-        self._thread.join(timeout_s)
+        self._writing.join(timeout_s)
 
     def _run(self) -> None:
         while not self._closing.is_set():
@@ -95,140 +86,6 @@ class LineWriter:
             except OSError:  # the reader is gone, the disk is full: the next batch may go better
                 self._failed += len(batch)
                 return
-
-
-@functools.lru_cache(maxsize=4)
-def _second(at: int) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at))
-
-
-@functools.lru_cache(maxsize=4)
-def _millisecond(at: int) -> str:
-    """Of 10,000 requests in a second ten have the same."""
-    return f"{_second(at // 1000)}.{at % 1000:03d}Z"
-
-
-def stamp(at: float) -> str:
-    """Wall time (seconds since the epoch) by RFC 3339: UTC, milliseconds."""
-    return _millisecond(int(at * 1000))
-
-
-def plain(text: str, limit: int) -> str:
-    """At most `limit` ASCII characters: others, and surrogates that stand for undecodable bytes, as escapes."""
-    if len(text) > limit:
-        text = text[:limit]
-    if not text.isascii():
-        text = text.encode("ascii", "backslashreplace").decode()[:limit]
-    return text
-
-
-OUTCOMES: dict[Outcome, tuple[str, int]] = {one: (one.label, one.value.status) for one in Outcome}
-"""Label and status: an enum's `value` costs more than all the rest of a field."""
-
-
-_WARNINGS = {
-    Outcome.UPSTREAM_BROKE,
-    Outcome.CUT,
-    Outcome.SATURATED,
-    Outcome.EXPIRED,
-    Outcome.NO_ENDPOINTS,
-    Outcome.OVERLOADED,
-    Outcome.CONNECT_FAILED,
-    Outcome.UPSTREAM_RESET,
-    Outcome.UPSTREAM_PROTOCOL,
-    Outcome.UPSTREAM_TIMEOUT,
-}
-LEVELS: dict[Outcome, int] = {
-    one: logging.ERROR if one is Outcome.INTERNAL_ERROR else logging.WARNING if one in _WARNINGS else logging.INFO
-    for one in Outcome
-}
-"""The level of a request's line: warnings are what an operator may have to act on."""
-_LEVEL_NAMES = {one: logging.getLevelName(level).lower() for one, level in LEVELS.items()}
-
-
-_WORDS = {one: (*OUTCOMES[one], _LEVEL_NAMES[one]) for one in Outcome}
-_LINE = (
-    '{"time":"%s","level":"%s","event":"request","id":"%s",%s,"request_bytes":%d,"response_bytes":%d,"events":%d,'
-    '"queue_ms":%s,"ttfb_ms":%s,"duration_ms":%.3f%s}\n'
-)
-_HARMLESS = re.compile(r"[A-Za-z0-9._:/+=@-]{0,128}").fullmatch
-"""What needs no escapes: every request id that is ours, or that we took from a client."""
-
-
-def access_line(record: RequestRecord) -> bytes:
-    """The access log's line of a request, line feed included. 2 µs: most of it is as in a line before."""
-    placed_at, first_byte_at, started_at = record.placed_at, record.first_byte_at, record.started_at
-    outcome, status, level = _WORDS[record.outcome]
-    facts = _facts(
-        record.client,
-        record.method,
-        record.path,
-        record.model,
-        record.stream,
-        record.endpoint,
-        record.status or status,
-        outcome,
-        record.attempts,
-    )
-    queue_s = record.queue_s
-    queue = "null" if placed_at is None else f"{1e3 * queue_s:.3f}" if queue_s else "0.000"
-    ttfb = "null" if first_byte_at is None else f"{1e3 * (first_byte_at - started_at):.3f}"
-    more = "" if record.key is None else f',"key":{_quoted(record.key, MAX_FIELD_CHARS)}'
-    if record.flow is not None and record.flow not in (record.key, ANONYMOUS):
-        more += f',"flow":{_quoted(record.flow, MAX_FIELD_CHARS)}'
-    if record.alias is not None:
-        more += f',"alias":{_quoted(record.alias, MAX_FIELD_CHARS)}'
-    if record.trace is not None:
-        more += f',"trace_id":"{record.trace.trace_id:032x}"'
-    if record.error is not None:
-        more += f',"error":{_quoted(record.error, MAX_ERROR_CHARS)}'
-    request_id = record.id if _HARMLESS(record.id) else _quoted(record.id, MAX_FIELD_CHARS)[1:-1]
-    # By %, which takes two thirds of what an f-string of so many pieces does.
-    line = _LINE % (
-        _millisecond(int(time.time() * 1000)),
-        level,
-        request_id,
-        facts,
-        record.request_bytes,
-        record.response_bytes,
-        record.events,
-        queue,
-        ttfb,
-        1e3 * (record.ended_at - started_at),
-        more,
-    )
-    return line.encode("ascii")
-
-
-@functools.lru_cache(maxsize=1024)
-def _facts(  # noqa: PLR0913, PLR0917 - the cache's key
-    client: str,
-    method: str,
-    path: str,
-    model: str | None,
-    stream: bool,
-    endpoint: str | None,
-    status: int,
-    outcome: str,
-    attempts: int,
-) -> str:
-    """Those fields of a line that many requests have in common. At most 16 KB each."""
-    fields = {
-        "client": plain(client, MAX_FIELD_CHARS),
-        "method": plain(method, MAX_FIELD_CHARS),
-        "path": plain(path.partition("?")[0], MAX_PATH_CHARS),
-        "model": None if model is None else plain(model, MAX_FIELD_CHARS),
-        "stream": stream,
-        "endpoint": endpoint,
-        "status": status,
-        "outcome": outcome,
-        "attempts": attempts,
-    }
-    return orjson.dumps(fields)[1:-1].decode("ascii")
-
-
-def _quoted(text: str, limit: int) -> str:
-    return f'"{text}"' if _HARMLESS(text) else orjson.dumps(plain(text, limit)).decode("ascii")
 
 
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", "event"}

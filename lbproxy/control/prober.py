@@ -23,7 +23,8 @@ from lbproxy.core.openai import read_model_list
 from lbproxy.core.retry import FailureKind, UpstreamError
 from lbproxy.core.types import Endpoint, EndpointSpec, Health, ModelCard
 from lbproxy.net.fetch import Answer, fetch
-from lbproxy.net.pool import ConnectionPool, Origin
+from lbproxy.net.origin import Origin
+from lbproxy.net.pool import ConnectionPool
 from lbproxy.runtime import Runtime
 
 logger = logging.getLogger("lbproxy")

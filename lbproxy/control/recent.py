@@ -10,11 +10,10 @@ import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
-from copy import copy
 from itertools import islice
 from typing import TypeAlias
 
-from lbproxy.control.log import MAX_PATH_CHARS, OUTCOMES, stamp
+from lbproxy.control.line import OUTCOMES, stamp
 from lbproxy.core.explain import Decision
 from lbproxy.core.record import RequestRecord
 from lbproxy.core.types import Outcome, Transition, Wait
@@ -63,9 +62,6 @@ class Recent:
     def request(self, record: RequestRecord) -> None:
         """See runtime.Sink."""
         if record.attempts or record.wait is not None or record.outcome in REFUSED:  # it came to the balancer
-            if len(record.path) > MAX_PATH_CHARS:
-                record = copy(record)
-                record.path = record.path[:MAX_PATH_CHARS]
             self._kept.append(record)
 
     def transition(self, transition: Transition) -> None:

@@ -34,7 +34,8 @@ from lbproxy.core.readings import MAX_LORA, PageReader, Reading
 from lbproxy.core.retry import UpstreamError
 from lbproxy.core.types import Endpoint, EndpointSpec, Health, LoadMetrics
 from lbproxy.net.fetch import fetch
-from lbproxy.net.pool import ConnectionPool, Origin
+from lbproxy.net.origin import Origin
+from lbproxy.net.pool import ConnectionPool
 from lbproxy.runtime import Runtime
 
 logger = logging.getLogger("lbproxy")

@@ -14,7 +14,7 @@ from typing import Protocol
 from lbproxy import __version__
 from lbproxy.config import Settings
 from lbproxy.control.families import Loads
-from lbproxy.control.log import stamp
+from lbproxy.control.line import stamp
 from lbproxy.control.recent import Fields, Recent
 from lbproxy.core.learned import EndpointLearned, QueueSnapshot
 from lbproxy.core.record import RequestRecord

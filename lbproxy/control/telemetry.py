@@ -31,11 +31,11 @@ from lbproxy.config import LogSettings
 from lbproxy.control.discovery import Discovery
 from lbproxy.control.families import (
     Door,
-    Histogram,
     Load,
     Loads,
     Totals,
     Tracing,
+    add_to,
     counter,
     counters,
     flow_families,
@@ -48,7 +48,9 @@ from lbproxy.control.families import (
     source_families,
     trace_family,
 )
-from lbproxy.control.log import LEVELS, OUTCOMES, LineWriter, access_line, configure_logging
+from lbproxy.control.histogram import Histogram
+from lbproxy.control.line import LEVELS, OUTCOMES, access_line
+from lbproxy.control.log import LineWriter, configure_logging
 from lbproxy.control.scraper import Scraper
 from lbproxy.core.breaker import Cause
 from lbproxy.core.record import RequestRecord
@@ -332,15 +334,15 @@ class Telemetry:
         text = "From a request's head to its answer's first body byte; that of an answer that is no stream is its end"
         first_byte = histogram("time_to_first_byte_seconds", text, ("route", "stream"))
         for route, times in self._times.items():
-            times.duration.add_to(duration, [route])
+            add_to(duration, [route], times.duration)
             for stream, seen in times.first_byte.items():
-                seen.add_to(first_byte, [route, str(stream).lower()])
+                add_to(first_byte, [route, str(stream).lower()], seen)
         yield duration
         yield first_byte
         queue_wait = histogram(
             "queue_wait_seconds", "Waiting for a place on an endpoint, all attempts of a request together", ()
         )
-        self._queue_wait.add_to(queue_wait, [])
+        add_to(queue_wait, [], self._queue_wait)
         yield queue_wait
         yield counter("attempts", "Times a request was sent, or tried to be sent, to an endpoint", self._attempts)
         yield counter("retries", "Attempts after a request's first", self._retries)
@@ -388,7 +390,7 @@ class Telemetry:
         text = "Log lines lost because standard output was too slow or broken"
         yield counter("log_lines_dropped", text, self._writer.dropped)
         lag = histogram("loop_lag_seconds", "How late the event loop was, looked at 20 times a second", ())
-        self._lag.add_to(lag, [])
+        add_to(lag, [], self._lag)
         yield lag
         text = "1 if the settings were read well the last time, 0 if they were refused: then the old ones hold"
         yield gauge("config_reload_success", text, float(self.loads.succeeded and not self.loads.stale))
@@ -402,7 +404,7 @@ class Telemetry:
 ROUTE_LABELS = ("route", "outcome", "code")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _EndpointGauge:
     name: str
     help: str

@@ -12,7 +12,6 @@ of a step-level simulation of vLLM; docs/routing.md says what each is worth.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from lbproxy.core.estimate import LoadModel, PoolModel
 from lbproxy.core.placement import freed_per_ms
@@ -30,27 +29,76 @@ MAX_SPACE_WAIT_MS = 60_000.0
 MIN_FREED_PER_MS = 0.05
 
 
-class _Notes(NamedTuple):
-    """What prices were added up from. It is made for each request, so it keeps numbers that exist anyway."""
+class _Seen:
+    """What the price of one candidate was added up from. An object of its own, as compiled it holds bare numbers."""
 
-    seen: list[tuple[float, ...]]
-    """For each candidate, in the order of `_parts`."""
-    token_ms: float
-    output: float
-    prompt: float
-    block: float
-    space: float
-    adapters: list[float] | None
-    """What the request waits for its adapter, if it is one."""
+    __slots__ = (
+        *("base", "context", "depth", "gap", "live", "room", "size"),
+        *("slope", "space_wait", "speed", "streams", "wait"),
+    )
+
+    def __init__(  # noqa: PLR0913, PLR0917 - as many as there are
+        self,
+        speed: float,
+        context: float,
+        depth: int,
+        size: int,
+        base: float,
+        wait: float,
+        streams: float,
+        gap: float,
+        slope: float,
+        live: float,
+        room: float,
+        space_wait: float,
+    ) -> None:
+        self.speed = speed
+        self.context = context
+        self.depth = depth
+        self.size = size
+        self.base = base
+        self.wait = wait
+        self.streams = streams
+        self.gap = gap
+        self.slope = slope
+        self.live = live
+        self.room = room
+        self.space_wait = space_wait
+
+
+class _Notes:
+    """What prices were added up from, made for each request."""
+
+    __slots__ = ("adapters", "block", "output", "prompt", "seen", "space", "token_ms")
+
+    def __init__(  # noqa: PLR0913, PLR0917 - as many as there are
+        self,
+        seen: list[_Seen],
+        token_ms: float,
+        output: float,
+        prompt: float,
+        block: float,
+        space: float,
+        adapters: list[float] | None,
+    ) -> None:
+        self.seen = seen
+        """For each candidate."""
+        self.token_ms = token_ms
+        self.output = output
+        self.prompt = prompt
+        self.block = block
+        self.space = space
+        self.adapters = adapters
+        """What the request waits for its adapter, if it is one."""
 
 
 class Adaptive(Policy):
     """The default policy; see the module."""
 
-    block_bytes = BLOCK_BYTES
+    block_bytes: int | None = BLOCK_BYTES
     holds = True
     tolerance = 1.0
-    unit = "ms"
+    unit: str | None = "ms"
     first_byte_parts = frozenset({"base", "wait", "prefill", "space_wait", "adapter"})
 
     def price(  # noqa: PLR0915 - a call costs more than a statement
@@ -69,7 +117,7 @@ class Adaptive(Policy):
         space = SPACE * token_ms * pool.hit_ratio * (1.0 + STALL * mean_load)
         space_tokens, decode = pool.size.space_tokens, DECODE * output
         costs, waits, uncached_tokens = [], [], []
-        seen: list[tuple[float, ...]] | None = [] if self.explains else None
+        seen: list[_Seen] | None = [] if self.explains else None
         for load in loads:
             if load.due_at <= now:
                 load.expire(now)
@@ -85,7 +133,7 @@ class Adaptive(Policy):
                 done = 1000.0 * (now - load.since_at) / rate
                 backlog = load.pending_tokens - (done if done < load.head_tokens else load.head_tokens)
             in_flight = load.in_flight
-            streams: float = in_flight
+            streams = float(in_flight)
             if load.others and now <= load.others_until:
                 streams += load.others
                 backlog += load.others_tokens
@@ -111,10 +159,9 @@ class Adaptive(Policy):
             late = space_wait_ms(load, over, now) if over > 0.0 else 0.0
             cost += late
             if seen is not None:
-                context, depth = load.context_tokens, depths[load.slot]
-                seen.append(
-                    (load.speed, context, depth, cache.size, first, wait, streams, own_gap, slope, live, room, late)
-                )
+                context, depth, size = load.context_tokens, depths[load.slot], cache.size
+                one = _Seen(load.speed, context, depth, size, first, wait, streams, own_gap, slope, live, room, late)
+                seen.append(one)
             costs.append(cost)
             waits.append(wait)
             uncached_tokens.append(uncached)
@@ -122,47 +169,33 @@ class Adaptive(Policy):
         if adapters is not None:
             costs = [cost + adapter for cost, adapter in zip(costs, adapters, strict=True)]
         notes = None if seen is None else _Notes(seen, token_ms, output, prompt, block, space, adapters)
-        return tuple.__new__(Prices, (costs, waits, uncached_tokens, notes))  # past a wrapper: half the time
+        return Prices(costs, waits, uncached_tokens, notes)
 
     def explain(self, notes: object, *, shown: Sequence[int]) -> list[dict[str, float]]:
         """The terms of the module's docstring, in milliseconds, if `price` was to note them."""
         if notes is None:
             return []
         assert isinstance(notes, _Notes)
-        parts = [_parts(notes, *notes.seen[n]) for n in shown]
+        parts = [_parts(notes, notes.seen[n]) for n in shown]
         if notes.adapters is not None:
             for one, n in zip(parts, shown, strict=True):
                 one["adapter"] = notes.adapters[n]
         return parts
 
 
-def _parts(  # noqa: PLR0913, PLR0917 - they are one row of `_Notes.seen`
-    notes: _Notes,
-    speed: float,
-    context: float,
-    depth: float,
-    size: float,
-    base: float,
-    wait: float,
-    streams: float,
-    gap: float,
-    slope: float,
-    live: float,
-    room: float,
-    space_wait: float,
-) -> dict[str, float]:
+def _parts(notes: _Notes, seen: _Seen) -> dict[str, float]:
     """The terms that `Adaptive.price` adds up for one candidate."""
-    uncached = max(1.0, notes.prompt - depth * notes.block)
-    prefill = uncached * notes.token_ms * speed
+    uncached = max(1.0, notes.prompt - seen.depth * notes.block)
+    prefill = uncached * notes.token_ms * seen.speed
     return {
-        "base": base,
-        "wait": wait,
+        "base": seen.base,
+        "wait": seen.wait,
         "prefill": prefill,
-        "stall": prefill * STALL * streams,
-        "decode": DECODE * notes.output * (gap + slope * (context + notes.prompt)),
-        "slow_down": DECODE * notes.output * streams * slope * notes.prompt,
-        "cache_space": notes.space * (size * notes.block + live) / room * uncached,
-        "space_wait": space_wait,
+        "stall": prefill * STALL * seen.streams,
+        "decode": DECODE * notes.output * (seen.gap + seen.slope * (seen.context + notes.prompt)),
+        "slow_down": DECODE * notes.output * seen.streams * seen.slope * notes.prompt,
+        "cache_space": notes.space * (seen.size * notes.block + seen.live) / seen.room * uncached,
+        "space_wait": seen.space_wait,
     }
 
 

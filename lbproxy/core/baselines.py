@@ -48,7 +48,7 @@ class GieTree(Policy):
     0.8, and 429 if there are none. Gauges that are not known count as full.
     """
 
-    block_bytes = BASELINE_BLOCK_BYTES  # for the adapter table only
+    block_bytes: int | None = BASELINE_BLOCK_BYTES  # for the adapter table only
     refuses = True
 
     def __init__(self, rng: random.Random) -> None:
@@ -101,7 +101,7 @@ class LlmD(Policy):
     maxTTFTPenaltyMs 18,000, exploration 0); its peak prefill throughput is calibrated, ours learned.
     """
 
-    block_bytes = BASELINE_BLOCK_BYTES
+    block_bytes: int | None = BASELINE_BLOCK_BYTES
 
     def price(
         self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
@@ -127,7 +127,7 @@ class CacheAware(Policy):
     Source: sgl-model-gateway (now SMG), src/policies/cache_aware.rs and its documentation, default thresholds.
     """
 
-    block_bytes = BASELINE_BLOCK_BYTES
+    block_bytes: int | None = BASELINE_BLOCK_BYTES
 
     def price(
         self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
@@ -151,7 +151,7 @@ class PrefixHash(Policy):
     and SMG's prefix_hash (256 tokens, 1.25); rendezvous hashing stands in for the ring.
     """
 
-    block_bytes = BASELINE_BLOCK_BYTES
+    block_bytes: int | None = BASELINE_BLOCK_BYTES
 
     def price(
         self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
@@ -171,7 +171,7 @@ class Preble(Policy):
     node, ours a sum with that time constant; its eviction cost walks the tree, ours takes the pool's hit ratio.
     """
 
-    block_bytes = BASELINE_BLOCK_BYTES
+    block_bytes: int | None = BASELINE_BLOCK_BYTES
     MAX_RATIO = 15.0
     """HIGH_LOAD_THRESHOLD there."""
 
@@ -201,7 +201,7 @@ class Dynamo(Policy):
     Source: Dynamo's documentation, "Routing Concepts" (overlap credit 1, prefill scale 1, temperature 0).
     """
 
-    block_bytes = BASELINE_BLOCK_BYTES
+    block_bytes: int | None = BASELINE_BLOCK_BYTES
 
     def price(
         self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
@@ -223,7 +223,7 @@ class LMetric(Policy):
     arXiv 2603.15202.
     """
 
-    block_bytes = BASELINE_BLOCK_BYTES
+    block_bytes: int | None = BASELINE_BLOCK_BYTES
 
     def price(
         self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
@@ -241,8 +241,8 @@ class LMetric(Policy):
 class MinTtft(Policy):
     """The earliest first token, whatever it costs others: the first term of the adaptive price alone."""
 
-    block_bytes = BASELINE_BLOCK_BYTES
-    unit = "ms"
+    block_bytes: int | None = BASELINE_BLOCK_BYTES
+    unit: str | None = "ms"
 
     def price(
         self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float

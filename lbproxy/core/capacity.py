@@ -22,6 +22,8 @@ from itertools import pairwise
 from math import inf, log
 from typing import TYPE_CHECKING, NamedTuple
 
+from lbproxy.core.prefix import BlockKey
+
 if TYPE_CHECKING:
     from lbproxy.core.placement import Placement
     from lbproxy.core.types import Usage
@@ -99,7 +101,7 @@ class CapacityLearner:
         """All endpoints', as if they were alike."""
         self.listens = False
         """Answers here say what was cached. Until one does, nothing is remembered."""
-        self._idle: OrderedDict[int, int] = OrderedDict()
+        self._idle: OrderedDict[BlockKey, int] = OrderedDict()
         """Key -> the number of its segment; the oldest first."""
         self._first = 0
         """The oldest segment's number."""
@@ -138,7 +140,7 @@ class CapacityLearner:
             )
 
     def look_up(
-        self, keys: Sequence[int], in_use: Container[int], *, used_tokens: float, block_tokens: float
+        self, keys: Sequence[BlockKey], in_use: Container[BlockKey], *, used_tokens: float, block_tokens: float
     ) -> tuple[Step, ...]:
         """A request with these keys starts, and its blocks are in use from now on. Returns how far they were, as far as
         the first keys are known without a gap: later steps are farther. `in_use`: the keys, and `used_tokens`: the
@@ -179,7 +181,9 @@ class CapacityLearner:
         self.size.learn(hit, miss)
         self._shared.learn(hit, miss)
 
-    def remember(self, keys: Sequence[int], in_use: Container[int], *, rest_tokens: float, max_blocks: float) -> None:
+    def remember(
+        self, keys: Sequence[BlockKey], in_use: Container[BlockKey], *, rest_tokens: float, max_blocks: float
+    ) -> None:
         """A request that was prefilled is over. `in_use`: the keys of those that are not; `rest_tokens`: what it used
         beside these blocks. No more than `max_blocks` are remembered.
         """

@@ -97,7 +97,7 @@ class Choice:
         if made is not None and made.candidates < len(members):
             left_out = ((state.endpoint, self._why_not(state, now)) for state in members)
             told = [(endpoint, why) for endpoint, why in left_out if why is not None][:MAX_SHOWN]
-            ticket.decision = made._replace(left_out=told)
+            made.left_out = told
         return chosen
 
     def hopeless(self, ticket: Ticket, *, now: float) -> Outcome | None:
@@ -182,8 +182,9 @@ class Choice:
                     plan[load.slot] += prices.uncached_tokens[index]
                 return Wait.BUSY if is_busy and min(prices.waits_ms) > limit_ms else Wait.HELD
         if self.explains:
-            made = self._decision(candidates[index], candidates, prices.costs, prices.notes, now)
-            ticket.decision = made if small else made.cut(in_full=noted)
+            ticket.decision = made = self._decision(candidates[index], candidates, prices.costs, prices.notes, now)
+            if not small:
+                made.cut(in_full=noted)
         return candidates[index]
 
     def _lowest_of(self, indices: list[int], candidates: Sequence[EndpointState], prices: Prices) -> int:
@@ -246,8 +247,7 @@ class Choice:
         notes: object,
         now: float,
     ) -> Decision:
-        count, absent = len(candidates), self._endpoints.absent()
-        return Decision._make((self.policy, now, chosen, candidates, count, costs, notes, None, absent, ()))
+        return Decision(self.policy, now, chosen, candidates, costs, notes, self._endpoints.absent())
 
     def _why_not(self, state: EndpointState, now: float) -> str | None:
         if now < state.backing_off_until:

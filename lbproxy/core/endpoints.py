@@ -50,7 +50,7 @@ NOTHING = LoadMetrics(scraped_at=-inf)
 """Of an endpoint that said nothing yet."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EndpointChanges:
     """What `EndpointSet.replace` did."""
 

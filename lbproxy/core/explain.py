@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import NamedTuple
 
 from lbproxy.core.pricing import Policy
 from lbproxy.core.types import Endpoint, EndpointState, Ticket
@@ -21,25 +20,48 @@ IN_FULL_PER_S = 500
 """In a fleet of more than `MAX_SHOWN`."""
 
 
-class Decision(NamedTuple):
+class Decision:
     """One placement. It is made for each request, so it is what was there; what it says is worked out when asked."""
 
-    policy: Policy
-    at: float
-    chosen_state: EndpointState
-    shown_states: Sequence[EndpointState]
-    candidates: int
-    """How many could be asked."""
-    costs: Sequence[float]
-    """Of `shown`. Empty: there was nobody to compare with, and the policy was not asked."""
-    notes: object
-    """See `Policy.explain`."""
-    parts: list[dict[str, float]] | None
-    """Of `shown`, if they are worked out already."""
-    absent: Sequence[tuple[Endpoint, str]]
-    """Endpoints that took no requests at all, and why: at most MAX_SHOWN."""
-    left_out: Sequence[tuple[Endpoint, str]]
-    """Endpoints that take requests and got no turn, and why: at most MAX_SHOWN."""
+    __slots__ = (
+        "absent",
+        "at",
+        "candidates",
+        "chosen_state",
+        "costs",
+        "left_out",
+        "notes",
+        "parts",
+        "policy",
+        "shown_states",
+    )
+
+    def __init__(  # noqa: PLR0913, PLR0917 - it is what was there
+        self,
+        policy: Policy,
+        at: float,
+        chosen_state: EndpointState,
+        shown_states: Sequence[EndpointState],
+        costs: Sequence[float],
+        notes: object,
+        absent: Sequence[tuple[Endpoint, str]],
+    ) -> None:
+        self.policy = policy
+        self.at = at
+        self.chosen_state = chosen_state
+        self.shown_states = shown_states
+        self.candidates = len(shown_states)
+        """How many could be asked."""
+        self.costs = costs
+        """Of `shown`. Empty: there was nobody to compare with, and the policy was not asked."""
+        self.notes = notes
+        """See `Policy.explain`."""
+        self.parts: list[dict[str, float]] | None = None
+        """Of `shown`, if they are worked out already."""
+        self.absent = absent
+        """Endpoints that took no requests at all, and why: at most MAX_SHOWN."""
+        self.left_out: Sequence[tuple[Endpoint, str]] = ()
+        """Endpoints that take requests and got no turn, and why: at most MAX_SHOWN."""
 
     @property
     def chosen(self) -> Endpoint:
@@ -76,15 +98,13 @@ class Decision(NamedTuple):
         parts = self._known_parts() if wanted else []
         return sum(value for name, value in parts[self.place].items() if name in wanted) if parts else None
 
-    def cut(self, *, in_full: bool) -> Decision:
-        """The same with the cheapest candidates alone, whose costs' parts are worked out, or not."""
+    def cut(self, *, in_full: bool) -> None:
+        """Keep the cheapest candidates alone, whose costs' parts are worked out, or not."""
         kept = cheapest(self.costs, self.place, MAX_SHOWN if in_full else 2)
-        return self._replace(
-            shown_states=[self.shown_states[index] for index in kept],
-            costs=[self.costs[index] for index in kept],
-            notes=None,
-            parts=self.policy.explain(self.notes, shown=kept) if in_full else [],
-        )
+        self.parts = self.policy.explain(self.notes, shown=kept) if in_full else []
+        self.shown_states = [self.shown_states[index] for index in kept]
+        self.costs = [self.costs[index] for index in kept]
+        self.notes = None
 
 
 def cheapest(costs: Sequence[float], index: int, count: int) -> list[int]:

@@ -156,7 +156,7 @@ def _bucket(bucket: Bucket | None, size: int | None, now: float) -> Bucket | Non
     return bucket
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FlowSnapshot:
     """One flow at one moment."""
 
@@ -324,12 +324,12 @@ class Flows:
             prompt, answer, billed = _prompt_cost(ticket), float(ticket.answered), ticket.billed
         if served and usage is not None:
             if usage.completion_tokens is not None:
-                answer = usage.completion_tokens
+                answer = float(usage.completion_tokens)
                 flow.answer_tokens += 0.1 * (answer - flow.answer_tokens)
             if usage.prompt_tokens is not None:
                 billed = usage.prompt_tokens + answer
                 if usage.cached_tokens is not None:
-                    prompt = max(0, usage.prompt_tokens - usage.cached_tokens)
+                    prompt = max(0.0, float(usage.prompt_tokens - usage.cached_tokens))
         more = prompt + OUTPUT_COST * answer - ticket.charged
         if self._alone and more >= 0.0:
             flow.served_tokens += more

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 
-@dataclass(slots=True)
+@dataclass
 class Samples:
     """Of how many samples a value is, by the names in `core.learned`. 0: it is assumed."""
 

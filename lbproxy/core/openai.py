@@ -60,7 +60,7 @@ def read_json_body(body: bytes, text: bytes | None = None) -> BodyFacts:
         check_model_name(model)
     limit = fields.get("max_completion_tokens", fields.get("max_tokens"))
     salt = fields.get("cache_salt")
-    if limit is not None and (not isinstance(limit, int) or limit is True or not 0 < limit < MAX_TOKENS):
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or not 0 < limit < MAX_TOKENS):
         limit = None
     stream = fields.get("stream") is True
     # Past a NamedTuple's own constructor, which takes as long again: one is made for every request.
@@ -101,7 +101,7 @@ def read_multipart_model(body: bytes) -> str | None:
     span = _multipart_model(body)
     if span is None:
         return None
-    model = body[slice(*span)].decode("utf-8", "replace").strip()
+    model = body[span[0] : span[1]].decode("utf-8", "replace").strip()
     check_model_name(model)
     return model
 

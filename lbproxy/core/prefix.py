@@ -20,10 +20,10 @@ from __future__ import annotations
 import heapq
 import json
 from array import array
-from collections import OrderedDict
-from collections.abc import Container, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import lru_cache
-from typing import cast
+from typing import TypeAlias, cast
 
 import orjson
 import xxhash
@@ -41,6 +41,12 @@ ENTRY_BYTES = 360
 far the hash tables have grown (`python -m benchmarks.decision`)."""
 MAX_ENTRIES = 600 * 1024**2 // ENTRY_BYTES
 """Blocks in all caches together, if the settings do not say: 1,700 on each of 1,000 endpoints."""
+
+STALE_KEYS = 1000
+"""Of blocks that were used again: so many may stay behind in a cache's runs, and as many as are idle."""
+BlockKey: TypeAlias = object
+"""A number of 64 bits that nobody calculates with. As an int compiled code would take each apart and put it together
+again, and keep it in every table anew."""
 
 _hash = xxhash.xxh3_64_intdigest
 
@@ -200,14 +206,13 @@ def hash_prompt(
     size = min(len(prompt), MAX_PROMPT_BYTES)
     if size < block_bytes:
         return []
-    key = _cached_seed(model, adapter) if salt is None else _seed(model, adapter, salt)
-    hash_block = _hash
-    view = memoryview(prompt)
-    keys = []
+    key: BlockKey = _cached_seed(model, adapter) if salt is None else _seed(model, adapter, salt)
+    hash_block = cast("Callable[[bytes, BlockKey], BlockKey]", _hash)
+    keys: list[BlockKey] = []
     for start in range(0, size - block_bytes + 1, block_bytes):
-        key = hash_block(view[start : start + block_bytes], key)
+        key = hash_block(prompt[start : start + block_bytes], key)
         keys.append(key)
-    return keys
+    return cast("list[int]", keys)
 
 
 def _seed(model: str | None, adapter: str | None, salt: str | None = None) -> int:
@@ -233,7 +238,7 @@ class PrefixIndex:
         self.width = 0
         """Above every slot in use."""
         self.members = 0
-        self.masks: dict[int, int] = {}
+        self.masks: dict[BlockKey, int] = {}
         """Key -> the bits of the endpoints that have it; never 0. `EndpointCache` writes here."""
         self._free: list[int] = []
 
@@ -263,7 +268,7 @@ class PrefixIndex:
         """Blocks that one cache may hold when every other holds as many."""
         return self.max_entries // max(1, self.members)
 
-    def match(self, keys: Sequence[int]) -> list[int]:
+    def match(self, keys: Sequence[BlockKey]) -> list[int]:
         """By slot: how many of the first keys are there without a gap. One look-up a key, up to the longest match."""
         depths = [0] * self.width
         alive = self.masks.get(keys[0], 0) if keys else 0
@@ -282,7 +287,7 @@ class PrefixIndex:
         _assign(depths, alive, depth)
         return depths
 
-    def longest(self, keys: Sequence[int]) -> int:
+    def longest(self, keys: Sequence[BlockKey]) -> int:
         """The deepest match of any endpoint."""
         alive = -1
         look_up = self.masks.get
@@ -302,15 +307,23 @@ def _assign(depths: list[int], mask: int, depth: int) -> None:
 
 
 class EndpointCache:
-    """The blocks that one endpoint is believed to have."""
+    """The blocks that one endpoint is believed to have.
 
-    __slots__ = ("_bit", "_idle", "_index", "_pins", "attached", "pinned", "size", "slot")
+    Those that nobody uses are evicted in the order in which they became idle. They did so request by request: `_runs`
+    has a list for each, its first to go last, and `_idle` says in which run a block is now. A block that was used again
+    since stays behind in its old run, where it is passed over.
+    """
+
+    __slots__ = ("_bit", "_idle", "_index", "_listed", "_pins", "_runs", "attached", "pinned", "size", "slot")
 
     def __init__(self, index: PrefixIndex, slot: int) -> None:
         self._index = index
         self._bit = 1 << slot
-        self._pins: dict[int, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._pins: dict[BlockKey, int] = {}
+        self._idle: dict[BlockKey, list[BlockKey]] = {}
+        self._runs: deque[list[BlockKey]] = deque()
+        self._listed = 0
+        """Keys in all runs."""
         self.slot = slot
         self.attached = True
         self.size = 0
@@ -319,19 +332,19 @@ class EndpointCache:
         """Blocks that requests in flight use."""
 
     @property
-    def pins(self) -> Container[int]:
+    def pins(self) -> Container[BlockKey]:
         """Their keys."""
         return self._pins
 
-    def pin(self, keys: Sequence[int]) -> tuple[int, int]:
+    def pin(self, keys: Sequence[BlockKey]) -> tuple[int, int]:
         """A request with these keys starts: they are there now, and stay until `unpin`.
 
         Returns how many of the first keys were there before, and how many are pinned: all, unless the index is full.
         """
         if not self.attached:
             return 0, 0
-        pins, idle, masks, bit = self._pins, self._idle, self._index.masks, self._bit
-        matched, held = -1, 0
+        pins, idle = self._pins, self._idle
+        matched = 0
         for key in keys:
             count = pins.get(key)
             if count is not None:
@@ -340,19 +353,45 @@ class EndpointCache:
                 del idle[key]
                 pins[key] = 1
             else:
-                if matched < 0:
-                    matched = held
-                if self._index.entries >= self._index.max_entries and not self._evict():
+                break
+            matched += 1
+        held = matched + (self._add(keys[matched:]) if matched < len(keys) else 0)
+        self.pinned = len(pins)
+        return matched, held
+
+    def _add(self, keys: Sequence[BlockKey]) -> int:
+        """Pin these, of which the first is not there. Returns how many of the first are pinned."""
+        pins, idle, index, bit = self._pins, self._idle, self._index, self._bit
+        masks, count = index.masks, len(keys)
+        if masks.keys().isdisjoint(keys):  # nobody has any, as nearly always: all in one go takes a third of the time
+            while index.entries + count > index.max_entries and self._evict():
+                pass
+            new = dict.fromkeys(keys, 1)
+            if index.entries + count <= index.max_entries and len(new) == count:
+                pins.update(new)
+                masks.update(dict.fromkeys(keys, bit))
+                self.size += count
+                index.entries += count
+                return count
+        held = 0
+        for key in keys:
+            users = pins.get(key)
+            if users is not None:
+                pins[key] = users + 1
+            elif key in idle:
+                del idle[key]
+                pins[key] = 1
+            else:
+                if index.entries >= index.max_entries and not self._evict():
                     break
                 masks[key] = masks.get(key, 0) | bit
                 pins[key] = 1
                 self.size += 1
-                self._index.entries += 1
+                index.entries += 1
             held += 1
-        self.pinned = len(pins)
-        return (held if matched < 0 else matched), held
+        return held
 
-    def unpin(self, keys: Sequence[int], held: int) -> int:
+    def unpin(self, keys: Sequence[BlockKey], held: int) -> int:
         """The request is over. The last block becomes idle first, so that beginnings, which others share, live longest.
 
         `held`: what `pin` said. Returns how many blocks nobody uses any more.
@@ -360,16 +399,33 @@ class EndpointCache:
         if not self.attached:
             return 0
         pins, idle = self._pins, self._idle
-        before = len(pins)
-        for key in reversed(keys[:held]):
+        run: list[BlockKey] = []
+        for key in keys if held == len(keys) else keys[:held]:
             count = pins[key]
             if count > 1:
                 pins[key] = count - 1
             else:
                 del pins[key]
-                idle[key] = None
+                idle[key] = run
+                run.append(key)
         self.pinned = len(pins)
-        return before - self.pinned
+        freed = len(run)
+        if freed:
+            self._runs.append(run)
+            self._listed += freed
+            if self._listed > 2 * len(idle) + STALE_KEYS:
+                self._tidy()
+        return freed
+
+    def _tidy(self) -> None:
+        """Drop what stayed behind in the runs. As often as half of them is that: a constant for each block."""
+        idle = self._idle
+        runs = [[key for key in run if idle.get(key) is run] for run in self._runs]
+        self._runs = deque(run for run in runs if run)
+        for run in self._runs:
+            for key in run:
+                idle[key] = run
+        self._listed = len(idle)
 
     def trim(self, blocks: float) -> None:
         """Evict idle blocks, oldest first, until no more than `blocks` are left or none is idle."""
@@ -377,14 +433,22 @@ class EndpointCache:
             pass
 
     def _evict(self) -> bool:
-        if not self._idle:
-            return False
-        self._forget(self._idle.popitem(last=False)[0])
-        self.size -= 1
-        self._index.entries -= 1
-        return True
+        runs, idle = self._runs, self._idle
+        while runs:
+            run = runs[0]
+            while run:
+                key = run.pop()
+                self._listed -= 1
+                if idle.get(key) is run:
+                    del idle[key]
+                    self._forget(key)
+                    self.size -= 1
+                    self._index.entries -= 1
+                    return True
+            runs.popleft()
+        return False
 
-    def _forget(self, key: int) -> None:
+    def _forget(self, key: BlockKey) -> None:
         masks = self._index.masks
         left = masks[key] ^ self._bit
         if left:
@@ -402,3 +466,5 @@ class EndpointCache:
             self.attached = False
             self._pins.clear()
             self._idle.clear()
+            self._runs.clear()
+            self._listed = 0

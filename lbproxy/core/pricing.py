@@ -8,8 +8,11 @@ name is in `core.policy`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import TypeAlias
+
+from mypy_extensions import mypyc_attr
 
 from lbproxy.core.prefix import MAX_ENTRIES
 from lbproxy.core.types import EndpointState, InferenceRequest
@@ -18,20 +21,30 @@ Plan: TypeAlias = list[float]
 """The uncached tokens that the plan under way reserved on each endpoint, by the slot of its load model."""
 
 
-class Prices(NamedTuple):
+class Prices:
     """What a policy says of a request, in lists as long as the candidates and in their order."""
 
-    costs: list[float]
-    """The lowest wins. The unit is the policy's own. Never NaN; infinite = must not go there."""
-    waits_ms: list[float] | None = None
-    """How long the endpoint's prefill queue is. None = the policy does not know, and nothing is held back."""
-    uncached_tokens: list[float] | None = None
-    """What the request would add to that queue. Given whenever `waits_ms` is."""
-    notes: object = None
-    """What `Policy.explain` wants to know of the price besides. Numbers and lists that nobody changes any more."""
+    __slots__ = ("costs", "notes", "uncached_tokens", "waits_ms")
+
+    def __init__(
+        self,
+        costs: list[float],
+        waits_ms: list[float] | None = None,
+        uncached_tokens: list[float] | None = None,
+        notes: object = None,
+    ) -> None:
+        self.costs = costs
+        """The lowest wins. The unit is the policy's own. Never NaN; infinite = must not go there."""
+        self.waits_ms = waits_ms
+        """How long the endpoint's prefill queue is. None = the policy does not know, and nothing is held back."""
+        self.uncached_tokens = uncached_tokens
+        """What the request would add to that queue. Given whenever `waits_ms` is."""
+        self.notes = notes
+        """What `Policy.explain` wants to know of the price besides. Numbers and lists that nobody changes any more."""
 
 
-class Policy(Protocol):
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Policy(ABC):
     """Prices endpoints."""
 
     block_bytes: int | None = None
@@ -55,6 +68,7 @@ class Policy(Protocol):
     first_byte_parts: frozenset[str] = frozenset()
     """Those parts of its costs that together are the milliseconds to the first byte that it expects."""
 
+    @abstractmethod
     def price(
         self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
     ) -> Prices:

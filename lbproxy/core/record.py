@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from lbproxy.core.trace import Trace
 
 
+MAX_PATH_CHARS = 512
+"""Of a path in a record that is over."""
+
+
 class RequestRecord:
     """One request, whatever happened. Access log, metrics and traces are sinks of it.
 

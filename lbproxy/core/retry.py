@@ -78,7 +78,7 @@ class UpstreamError(Exception):
         self.detail = detail
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Verdict:
     """What follows a failed attempt."""
 
@@ -90,7 +90,7 @@ class Verdict:
     """Wait so long first."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Rule:
     """What may follow one kind of failure."""
 

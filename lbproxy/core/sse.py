@@ -174,10 +174,11 @@ def read_usage(body: bytes) -> Usage | None:
     return None if at < 0 else _read_counts(body[at : at + _USAGE_BYTES])
 
 
+MAX_JSON_BYTES = 1 << 20
+
+
 class JsonWatcher:
     """Keeps the payload, up to a bound, to tell whether it is a whole JSON text."""
-
-    MAX_BYTES = 1 << 20
 
     __slots__ = ("_pieces", "_size")
 
@@ -188,7 +189,7 @@ class JsonWatcher:
     def feed(self, data: bytes, start: int, end: int) -> None:
         """The next piece is `data[start:end]`."""
         self._size += end - start
-        if self._size <= self.MAX_BYTES:
+        if self._size <= MAX_JSON_BYTES:
             self._pieces.append(data[start:end])
         else:
             self._pieces.clear()
@@ -196,7 +197,7 @@ class JsonWatcher:
     @property
     def whole(self) -> bool:
         """It parses, or it is too large to tell."""
-        if self._size > self.MAX_BYTES:
+        if self._size > MAX_JSON_BYTES:
             return True
         try:
             json.loads(b"".join(self._pieces))  # takes NaN and a byte order mark, as those who wrote it may

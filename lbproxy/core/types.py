@@ -28,7 +28,7 @@ EndpointUid = NewType("EndpointUid", int)
 """Identifies one endpoint for the life of the process. Never reused; addresses are."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EndpointSpec:
     """What discovery knows of one model server. Two specs of one `base_url` in one set are a settings error."""
 
@@ -54,7 +54,7 @@ class EndpointSpec:
     """With https always, else None."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Endpoint(EndpointSpec):
     """An `EndpointSpec` that the Balancer has given an identity."""
 
@@ -66,7 +66,7 @@ class Endpoint(EndpointSpec):
         return self.base_url.rpartition("/")[2]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LoraMetrics:
     """What one scrape said of LoRA adapters.
 
@@ -82,7 +82,7 @@ class LoraMetrics:
     """Adapters that can be resident at a time."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LoadMetrics:
     """What one scrape said. A field is None when the page did not say it."""
 
@@ -103,7 +103,7 @@ class LoadMetrics:
     compared with itself: another value means another process, whose caches are empty."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelCard:
     """One entry of an endpoint's /v1/models."""
 
@@ -128,11 +128,9 @@ class Health(Enum):
     """By probes, or because nobody can connect to it."""
 
 
-@dataclass(slots=True, eq=False)
 class EndpointState:
     """Everything the Balancer knows of one endpoint. Owned by `core.endpoints`; everyone else reads."""
 
-    endpoint: Endpoint
     health: Health = Health.STARTING
     draining: bool = False
     left: bool = False
@@ -171,7 +169,7 @@ class EndpointState:
     """Our own in-flight count when the scrape now under way was sent."""
     fresh_until: float = float("-inf")
     """Until when `metrics` may be believed."""
-    models: dict[str, ModelCard] | None = None
+    models: dict[str, ModelCard] | None
     """By id; None = it never said. Kept when the endpoint goes down."""
     refusals: int = 0
     """Attempts in a row that it refused or failed, without a good answer between."""
@@ -195,10 +193,14 @@ class EndpointState:
     """When a byte last came from it, or its gauges moved: see `core.progress`."""
     quiet_since: float = float("-inf")
     """Silence before this does not count."""
-    breaker: Breaker = field(init=False, repr=False)
+    breaker: Breaker
     """What became of its requests. Set by the endpoint set."""
-    load: LoadModel = field(init=False, repr=False)
+    load: LoadModel
     """What `core.estimate` knows of its work. Set only under policies that need it (`Policy.block_bytes`)."""
+
+    def __init__(self, endpoint: Endpoint, models: dict[str, ModelCard] | None = None) -> None:
+        self.endpoint = endpoint
+        self.models = models
 
 
 class InferenceRequest(NamedTuple):
@@ -285,7 +287,8 @@ class Ticket:
     """Set by the Balancer at once."""
     counted = False
     """It counts in `flow.active`."""
-    charged = billed = 0.0
+    charged: float = 0.0
+    billed: float = 0.0
     """While PLACED: what its flow was charged, and the tokens that count for its limit."""
     answered = 0
     """Tokens of the answer so far."""
@@ -317,7 +320,7 @@ class Ticket:
         return self.placed_on
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OutcomeFacts:
     """What an outcome means to a client."""
 
@@ -429,7 +432,7 @@ class LbError(Exception):
         super().__init__(self.message)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Transition:
     """An endpoint changed its standing. One log line each."""
 
@@ -441,7 +444,7 @@ class Transition:
     """Why it was ejected, if it was."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EndpointSnapshot:
     """One endpoint's state at one moment, safe to keep."""
 
@@ -473,7 +476,7 @@ class EndpointSnapshot:
         return not self.draining and (self.readmitted or self.health in {Health.UP, Health.HALF_OPEN})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PoolSnapshot:
     """The whole pool at one moment, endpoints in the order of the settings."""
 

@@ -39,13 +39,12 @@ class Cork:
             transport.flush()
 
 
-class Corked(asyncio.Transport):
-    """A transport that keeps what is written until the turn of the loop ends."""
+class Corked:
+    """A transport (asyncio.Transport by its methods) that keeps what is written until the turn of the loop ends."""
 
     __slots__ = ("_cork", "_held", "_inner")
 
     def __init__(self, inner: asyncio.Transport, cork: Cork) -> None:
-        super().__init__()
         self._inner = inner
         self._cork = cork
         self._held: list[bytes | bytearray | memoryview] = []

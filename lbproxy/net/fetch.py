@@ -10,7 +10,8 @@ from typing import NamedTuple
 from lbproxy.core.credentials import ApiKey
 from lbproxy.core.retry import FailureKind, UpstreamError
 from lbproxy.net.h1 import ResponseHead, request_head
-from lbproxy.net.pool import Connection, ConnectionPool, Origin
+from lbproxy.net.origin import Origin
+from lbproxy.net.pool import Connection, ConnectionPool
 
 
 class Answer(NamedTuple):

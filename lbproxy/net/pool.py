@@ -21,15 +21,14 @@ import errno
 import socket
 from collections import defaultdict
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Protocol, cast
-from urllib.parse import urlsplit
 
 from lbproxy.core.credentials import Tls
 from lbproxy.core.retry import FailureKind, UpstreamError
 from lbproxy.net.corked import Cork, Corked
 from lbproxy.net.dial import open_socket, reason
 from lbproxy.net.h1 import MAX_HEAD_BYTES, Framing, PayloadWatcher, ProtocolError, ResponseHead, parse_head
+from lbproxy.net.origin import Origin
 from lbproxy.net.tls import client_context
 from lbproxy.pulse import Pulse
 
@@ -71,8 +70,8 @@ class Receiver(Protocol):
         ...
 
 
-class Connection(asyncio.Protocol):
-    """One connection to an endpoint. Made by `ConnectionPool` only."""
+class Connection:
+    """One connection to an endpoint: an asyncio.Protocol by its methods. Made by `ConnectionPool` only."""
 
     def __init__(self, pool: ConnectionPool, origin: Origin) -> None:
         self.origin = origin
@@ -82,7 +81,7 @@ class Connection(asyncio.Protocol):
         """When silence becomes a time-out."""
         self._pool = pool
         self._loop = pool.loop
-        self._transport: asyncio.Transport | None = None
+        self._transport: Corked | None = None
         self._buffer = b""
         """What came of a head that is not whole."""
         self._keeps = False
@@ -180,6 +179,12 @@ class Connection(asyncio.Protocol):
             self._buffer = self._buffer + data if self._buffer else data
             self._find_head(receiver)
 
+    def pause_writing(self) -> None:
+        """See asyncio.Protocol. A request that does not go out at once is ours, and whole: there is nobody to stop."""
+
+    def resume_writing(self) -> None:
+        """See asyncio.Protocol."""
+
     def eof_received(self) -> None:
         """See asyncio.Protocol: None closes our side too, as no endpoint half-closes in mid-answer."""
 
@@ -275,40 +280,6 @@ class Connection(asyncio.Protocol):
             receiver.broke(error)
 
 
-class Origin(tuple[str, int, Tls | None]):
-    """Where a connection leads to: host, port, and how its certificate is judged (None: it speaks no TLS)."""
-
-    __slots__ = ()
-
-    def __new__(cls, address: tuple[str, int], tls: Tls | None = None) -> Origin:
-        """From host (without brackets) and port."""
-        return super().__new__(cls, (address[0], address[1], tls))
-
-    @classmethod
-    @lru_cache(maxsize=4096)  # once per request; URLs come from settings and discovery only
-    def parse(cls, base_url: str, tls: Tls | None = None) -> Origin:
-        """From `http[s]://host[:port][/path]`. `tls`: of an https URL; None = the usual."""
-        url = urlsplit(base_url)
-        assert url.hostname is not None, "settings and discovery let no other URL through"
-        if url.scheme != "https":
-            return cls((url.hostname, url.port or 80))
-        return cls((url.hostname, url.port or 443), tls or Tls())
-
-    def __str__(self) -> str:
-        return f"[{self[0]}]:{self[1]}" if ":" in self[0] else f"{self[0]}:{self[1]}"
-
-    @property
-    def url(self) -> str:
-        """`http[s]://host:port`."""
-        return f"{'http' if self[2] is None else 'https'}://{self}"
-
-    @property
-    def host_field(self) -> str:
-        """What stands in Host."""
-        name = None if self[2] is None else self[2].server_name
-        return str(self) if name is None else f"{name}:{self[1]}"
-
-
 class ConnectionPool:
     """All connections to all endpoints. Must be made inside a running loop; `close` it there."""
 
@@ -356,7 +327,8 @@ class ConnectionPool:
                 sock = await open_socket(self.loop, self.pulse, origin[0], origin[1], timeout_s)
             try:
                 if origin[2] is None:
-                    _, connection = await self.loop.create_connection(lambda: Connection(self, origin), sock=sock)
+                    connection = Connection(self, origin)
+                    await self.loop.create_connection(lambda: cast(asyncio.Protocol, connection), sock=sock)
                 else:
                     connection = await self._shake_hands(origin, origin[2], sock, timeout_s)
             except BaseException:
@@ -374,9 +346,10 @@ class ConnectionPool:
         """A connection over TLS. Raises OSError; TimeoutError after `timeout_s`."""
         context = client_context(tls.ca, tls.verify)
         name = tls.server_name or origin[0].rstrip(".")
+        connection = Connection(self, origin)
         async with self.pulse.timeout(timeout_s):
-            _, connection = await self.loop.create_connection(
-                lambda: Connection(self, origin), sock=sock, ssl=context, server_hostname=name
+            await self.loop.create_connection(
+                lambda: cast(asyncio.Protocol, connection), sock=sock, ssl=context, server_hostname=name
             )
         return connection
 

@@ -21,7 +21,8 @@ from lbproxy.core.openai import read_json_body
 from lbproxy.core.retry import FailureKind, UpstreamError
 from lbproxy.core.types import Endpoint, EndpointSnapshot, Health, LbError, Outcome
 from lbproxy.net.fetch import send
-from lbproxy.net.pool import ConnectionPool, Origin
+from lbproxy.net.origin import Origin
+from lbproxy.net.pool import ConnectionPool
 from lbproxy.proxy.request import ClientRequest
 from lbproxy.runtime import Runtime
 

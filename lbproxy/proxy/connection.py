@@ -165,7 +165,7 @@ class ClientConnection(web.RequestHandler):
         """See asyncio.Protocol."""
         corked = Corked(cast(asyncio.Transport, transport), self._front.cork)
         corked.set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
-        super().connection_made(corked)
+        super().connection_made(cast(asyncio.Transport, corked))
         peer = self.peername
         self.address = peer[0] if isinstance(peer, tuple) else ""
         if not self._front.connected():

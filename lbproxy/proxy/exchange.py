@@ -36,7 +36,8 @@ from lbproxy.core.types import (
     Usage,
 )
 from lbproxy.net.h1 import ResponseHead
-from lbproxy.net.pool import Connection, ConnectionPool, Origin
+from lbproxy.net.origin import Origin
+from lbproxy.net.pool import Connection, ConnectionPool
 from lbproxy.proxy.headers import client_head
 from lbproxy.proxy.relay import Client, Relay, is_json
 from lbproxy.proxy.request import ClientRequest

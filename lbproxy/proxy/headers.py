@@ -68,7 +68,7 @@ def status_line(status: int) -> bytes:
     return _PHRASES.get(status) or b"HTTP/1.1 %d \r\n" % status
 
 
-@dataclass(slots=True)
+@dataclass
 class RequestFields:
     """A client's header fields, read once."""
 

@@ -1,10 +1,12 @@
-"""What a request that was read whole asks for: the model to place it by, and the body to send."""
+"""What a request that was read whole asks for: how the balancer sees it, and the body to send."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import cast
 
-from lbproxy.config import ModelSettings
+from lbproxy.config import Settings
+from lbproxy.core.flows import FlowRules
 from lbproxy.core.models import Aliases, resolve
 from lbproxy.core.openai import (
     BodyFacts,
@@ -14,8 +16,9 @@ from lbproxy.core.openai import (
     rename_multipart_model,
     with_model,
 )
+from lbproxy.core.prefix import flatten, hash_prompt
 from lbproxy.core.record import RequestRecord
-from lbproxy.core.types import ModelCard
+from lbproxy.core.types import InferenceRequest, ModelCard
 from lbproxy.proxy.request import ClientRequest
 from lbproxy.proxy.routes import Body
 from lbproxy.runtime import Runtime
@@ -25,21 +28,57 @@ SERVED_S = 1.0
 
 
 class Reading:
-    """Reads requests by the settings of models and what the endpoints serve."""
+    """Reads requests by the settings of models and flows and what the endpoints serve."""
 
-    def __init__(self, models: Mapping[str, ModelSettings], runtime: Runtime) -> None:
-        self._aliases = Aliases(models)
+    def __init__(self, settings: Settings, runtime: Runtime) -> None:
+        self._aliases = Aliases(settings.models)
+        self._flow_rules = FlowRules(settings.flows)
         self._runtime = runtime
         self._served: frozenset[str] = frozenset()
         self._served_until = float("-inf")
 
     def understand(
         self, request: ClientRequest, record: RequestRecord, outline: bytes | None
-    ) -> tuple[BodyFacts, bytes]:
-        """What the body says, with the model to place by (None: any endpoint), and the body to send.
+    ) -> tuple[ClientRequest, InferenceRequest]:
+        """The request as it is to be sent, and as the balancer sees it. Notes in `record` what is asked for.
 
-        `outline`: of the body, if that is JSON and one was made. Notes in `record` what the client called the model, if
-        it used a name of the settings. Raises LbError.
+        `outline`: of the body, if that is JSON and one was made. Raises LbError.
+        """
+        facts, body = self._renamed(request, record, outline)
+        if body is not request.body:
+            request = request._replace(body=body)
+        record.model, record.stream = facts.model, facts.stream
+        return request, self._placed(record, request, facts)
+
+    def _placed(self, record: RequestRecord, request: ClientRequest, facts: BodyFacts) -> InferenceRequest:
+        block_bytes, fields = self._runtime.block_bytes, request.fields
+        model, stream, max_tokens, cache_salt, read = facts
+        prompt_bytes, keys = 0, cast(Sequence[int], ())
+        if block_bytes is not None and request.route.has_prompt:
+            prompt = flatten(read)
+            prompt_bytes = len(prompt)
+            if prompt_bytes >= block_bytes:
+                keys = hash_prompt(prompt, model=model, salt=cache_salt, block_bytes=block_bytes)
+        record.flow = flow = self._flow_rules.flow_of(record.key, fields.flow)
+        slo_s = fields.slo_ttft_s
+        return InferenceRequest(
+            record.id,
+            model,
+            stream,
+            len(request.body),
+            prompt_bytes,
+            keys,
+            max_tokens,
+            self._flow_rules.priority_of(flow, fields.priority, record.key),
+            fields.session,
+            fields.explain,
+            flow,
+            None if slo_s is None else record.started_at + slo_s,
+        )
+
+    def _renamed(self, request: ClientRequest, record: RequestRecord, outline: bytes | None) -> tuple[BodyFacts, bytes]:
+        """What the body says, with the model to place by (None: any endpoint), and the body to send. Notes what the
+        client called the model, if it used a name of the settings.
         """
         facts, body = self._read(request, outline)
         name = facts.model

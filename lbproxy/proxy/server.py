@@ -20,14 +20,11 @@ from urllib.parse import unquote
 from aiohttp import web
 
 from lbproxy.config import Settings
-from lbproxy.core.flows import FlowRules
-from lbproxy.core.openai import BodyFacts, model_list
+from lbproxy.core.openai import model_list
 from lbproxy.core.outline import WHOLE_BYTES
-from lbproxy.core.prefix import flatten, hash_prompt
-from lbproxy.core.record import RequestRecord
+from lbproxy.core.record import MAX_PATH_CHARS, RequestRecord
 from lbproxy.core.trace import Sampling
-from lbproxy.core.types import EndpointUid, InferenceRequest, LbError, Outcome
-from lbproxy.net.corked import Cork
+from lbproxy.core.types import EndpointUid, LbError, Outcome
 from lbproxy.net.listener import Listener, bind, connections_within
 from lbproxy.net.vanished import find_vanished
 from lbproxy.proxy.adapters import AdapterCalls
@@ -87,13 +84,12 @@ class FrontEnd(web.Server):
         self.overload = overload or Overload(settings.limits, Unmetered())
         self.overload.end_largest = self._end_largest
         self.max_plain_body_bytes = min(settings.limits.json_body, WHOLE_BYTES)
-        self.cork = Cork(asyncio.get_running_loop())
+        self.cork = exchanger.connections.cork
         self.keys: KeyRing | None = None
         """Each request must carry one of these; None = it need not. Kept by who reads them."""
         self.sampling: Sampling | None = None
         """Which requests are traced; None = none, and what they say of traces goes on as it came. Kept as `keys`."""
-        self._reading = Reading(settings.models, runtime)
-        self._flow_rules = FlowRules(settings.flows)
+        self._reading = Reading(settings, runtime)
         self.deadlines = Deadlines(runtime, settings.timeouts)
         self._max_connections = settings.limits.connections
         self._client_stall_s = settings.timeouts.client_stall
@@ -133,8 +129,7 @@ class FrontEnd(web.Server):
     def reconfigure(self, settings: Settings) -> None:
         """Other settings for requests, bodies and connections that begin from now on."""
         self.exchanger = self.exchanger.under(settings)
-        self._reading = Reading(settings.models, self._runtime)
-        self._flow_rules = FlowRules(settings.flows)
+        self._reading = Reading(settings, self._runtime)
         self.overload.reconfigure(settings.limits)
         self.max_plain_body_bytes = min(settings.limits.json_body, WHOLE_BYTES)
         self._max_connections = settings.limits.connections
@@ -318,6 +313,8 @@ class FrontEnd(web.Server):
         if not self._running:
             self._quiet.set()
         record.ended_at = self._runtime.now()
+        if len(record.path) > MAX_PATH_CHARS:
+            record.path = record.path[:MAX_PATH_CHARS]
         self._runtime.emit(record)
 
     async def _serve(self, request: web.BaseRequest, turn: Turn) -> None:
@@ -372,43 +369,11 @@ class FrontEnd(web.Server):
             raise self._refusal()
         if size > LARGE_BODY_BYTES and not turn.held_bytes:
             self.overload.hold(turn, size)
-        facts, body = self._reading.understand(request, record, outline)
-        if body is not request.body:
-            request = request._replace(body=body)
-        record.model, record.stream = facts.model, facts.stream
-        turn.start(request, self._placed(record, request, facts))
+        turn.start(*self._reading.understand(request, record, outline))
 
     def _refusal(self) -> LbError:
         """What a request is told while no new ones are taken."""
         return LbError(Outcome.DRAINING) if self._draining else self.overload.refusal()
-
-    def _placed(self, record: RequestRecord, request: ClientRequest, facts: BodyFacts) -> InferenceRequest:
-        """The request as the balancer sees it."""
-        block_bytes, fields = self._runtime.block_bytes, request.fields
-        model, stream, max_tokens, cache_salt, read = facts
-        prompt_bytes, keys = 0, cast(Sequence[int], ())
-        if block_bytes is not None and request.route.has_prompt:
-            prompt = flatten(read)
-            prompt_bytes = len(prompt)
-            if prompt_bytes >= block_bytes:
-                keys = hash_prompt(prompt, model=model, salt=cache_salt, block_bytes=block_bytes)
-        size = len(request.body)
-        record.flow = flow = self._flow_rules.flow_of(record.key, fields.flow)
-        slo_s = fields.slo_ttft_s
-        return InferenceRequest(
-            record.id,
-            model,
-            stream,
-            size,
-            prompt_bytes,
-            keys,
-            max_tokens,
-            self._flow_rules.priority_of(flow, fields.priority, record.key),
-            fields.session,
-            fields.explain,
-            flow,
-            None if slo_s is None else record.started_at + slo_s,
-        )
 
     def _list_models(self, turn: Turn) -> None:
         """GET /v1/models, or one of them: what the endpoints that are up say, merged."""

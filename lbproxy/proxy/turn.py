@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 class Turn(Exchange):
     """One request's turn on a client's connection, from its head until its record is out."""
 
-    client: ClientConnection
-    held_bytes = 0
+    held_bytes: int = 0
     """Of its body, counted in `Overload`."""
 
     def __init__(
@@ -34,12 +33,13 @@ class Turn(Exchange):
         """`ended` is told, once, whether the connection lives on."""
         Exchange.__init__(self, front.exchanger, client, record, keep_alive=keep_alive)  # super() costs as much again
         self._front = front
+        self._connected = client
         self._told = ended
         client.turn = self
         front.turn_began()
 
     def _refuse(self, error: LbError) -> bool:
-        return self._front.refuse(self.client, self.record, error, keep_alive=self.keep_alive)
+        return self._front.refuse(self._connected, self.record, error, keep_alive=self.keep_alive)
 
     def _body_gone(self) -> None:
         self._front.overload.let_go(self)
@@ -49,13 +49,15 @@ class Turn(Exchange):
         if not self._over:
             self.record.status, self.record.outcome = status, Outcome.COMPLETED
             fields = {"x-request-id": self.record.id}
-            self._front.write(self.client, self.record, json_answer(status, body, fields, keep_alive=self.keep_alive))
+            self._front.write(
+                self._connected, self.record, json_answer(status, body, fields, keep_alive=self.keep_alive)
+            )
             self.over(self.keep_alive)
 
     def _ended(self, reusable: bool) -> None:
         if self.held_bytes:
             self._front.overload.let_go(self)
-        self.client.turn = None
+        self._connected.turn = None
         try:
             self._front.turn_ended(self.record)
         finally:

@@ -324,13 +324,7 @@ def test_what_never_came_to_the_balancer_is_not_kept() -> None:
     recent.request(record("of many", wait=None))
     recent.request(record("broke", wait=None, outcome=Outcome.UPSTREAM_BROKE))
     recent.request(record("again", wait=None, attempts=2))
-    long = record("long", path="/v1/" + "x" * 60_000)
-    recent.request(long)
-    assert ids(recent) == ["long", "again", "broke", "of many", "429"]
-    found = recent.explain("long")
-    assert found is not None
-    assert len(str(found["path"])) == 512
-    assert len(long.path) > 512, "a record does not change"
+    assert ids(recent) == ["again", "broke", "of many", "429"]
 
 
 def test_a_running_request_comes_before_one_that_ended_under_the_same_id() -> None:

@@ -19,10 +19,10 @@ def explained(policy: str, costs: list[float], candidates: int | None = None) ->
         for n, _ in enumerate(costs)
     ]
     chosen = states[min(1, len(states) - 1)]
-    made = Decision(
-        make_policy(RoutingSettings.model_validate({"policy": policy})),
-        *(10.0, chosen, states, candidates or len(states), costs if len(costs) > 1 else (), None, [], [], []),
-    )
+    prices = costs if len(costs) > 1 else ()
+    by = make_policy(RoutingSettings.model_validate({"policy": policy}))
+    made = Decision(by, 10.0, chosen, states, prices, None, [])
+    made.parts, made.candidates = [], candidates or len(states)
     record = RequestRecord("r", "POST", "/v1/completions", "127.0.0.1", 10.0)
     record.attempts, record.outcome, record.ended_at, record.decisions = 1, Outcome.COMPLETED, 11.0, (made,)
     recent = Recent(1, lambda: 20.0, list)

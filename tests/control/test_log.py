@@ -16,7 +16,8 @@ from aiohttp.http_exceptions import BadStatusLine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lbproxy.control.log import MAX_LINES, LineHandler, LineWriter, access_line, configure_logging, plain, stamp
+from lbproxy.control.line import access_line, plain, stamp
+from lbproxy.control.log import MAX_LINES, LineHandler, LineWriter, configure_logging
 from lbproxy.core.record import RequestRecord
 from lbproxy.core.types import Outcome
 

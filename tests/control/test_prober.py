@@ -12,10 +12,12 @@ from lbproxy.control.prober import ask_health, ask_models
 from lbproxy.core.credentials import ApiKey, Tls
 from lbproxy.core.retry import FailureKind, UpstreamError
 from lbproxy.core.types import EndpointSpec, Health
-from lbproxy.net.pool import Connection, ConnectionPool, Origin
+from lbproxy.net.origin import Origin
+from lbproxy.net.pool import Connection, ConnectionPool
 from tests.control.rig import FAST_HEALTH, Rig, model_list, rig, running, spec
 from tests.support.aio import run, until
 from tests.support.certificates import CA, server_context
+from tests.support.compiled import interpreted
 from tests.support.endpoint import NOT_FOUND, OK, Script, ScriptedEndpoint, answer, hang, reset
 from tests.support.pool import card
 
@@ -263,6 +265,7 @@ class ExhaustedPool(ConnectionPool):
         raise UpstreamError(FailureKind.EXHAUSTED, "too many open files")
 
 
+@interpreted
 def test_our_own_lack_of_descriptors_is_no_verdict() -> None:
     """Else one overload of ours would take the whole fleet down."""
 

@@ -19,6 +19,7 @@ from lbproxy.core.orca import LoadReport
 from lbproxy.core.types import EndpointSpec, EndpointUid, LoadMetrics, LoraMetrics, Outcome
 from tests.control.rig import FAST_SCRAPE, Rig, page, rig, running, spec
 from tests.support.aio import run, until
+from tests.support.compiled import interpreted
 from tests.support.endpoint import Received, Script, ScriptedEndpoint, Wire, answer, hang, reset
 from tests.support.pool import request
 
@@ -51,6 +52,7 @@ def test_a_real_page_becomes_load() -> None:
     run(main())
 
 
+@interpreted
 def test_gauges_are_dated_by_when_the_scrape_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the Balancer is told at that moment, so that it knows which of the load is our own."""
     sent: list[EndpointUid] = []

@@ -23,6 +23,7 @@ from lbproxy.core.types import (
     TicketState,
     Usage,
 )
+from tests.support.compiled import interpreted
 from tests.support.pool import MODEL, bring_up, card, make_balancer, pool_of, spec
 
 
@@ -249,6 +250,7 @@ def test_one_saturated_model_does_not_hold_up_another() -> None:
     assert states(stuck) == "w" * 100
 
 
+@interpreted
 def test_a_plan_prices_so_many_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """All want the busy e1, where the prefix is; e2 stays open, and each plan could go on through the whole queue."""
     balancer, _ = adaptive(2)

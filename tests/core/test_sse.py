@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lbproxy.core import sse
-from lbproxy.core.sse import EventScanner, JsonWatcher, UsageScanner, read_usage
+from lbproxy.core.sse import MAX_JSON_BYTES, EventScanner, JsonWatcher, UsageScanner, read_usage
 from lbproxy.core.types import Usage
 
 EVENTS = st.sampled_from(
@@ -71,7 +71,7 @@ def test_json_is_whole_when_it_parses_or_is_too_large_to_tell() -> None:
         start = 2 if piece.startswith(b"xx") else 0
         watcher.feed(piece, start, len(piece))
         assert watcher.whole is whole
-    watcher.feed(b"x" * JsonWatcher.MAX_BYTES, 0, JsonWatcher.MAX_BYTES)
+    watcher.feed(b"x" * MAX_JSON_BYTES, 0, MAX_JSON_BYTES)
     assert watcher.whole
 
 

@@ -55,7 +55,9 @@ def decision(at: float, *, cost: float) -> Decision:
     """The second of two endpoints was chosen."""
     states = [EndpointState(ONE), EndpointState(OTHER)]
     policy = make_policy(RoutingSettings(policy="least-request"))
-    return Decision(policy, at, states[1], states, len(states), [99.0, cost], None, [], [], [])
+    made = Decision(policy, at, states[1], states, [99.0, cost], None, [])
+    made.parts = []
+    return made
 
 
 def test_a_stream_is_a_request_and_an_attempt() -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from lbproxy.core.retry import FailureKind, UpstreamError
 from lbproxy.net.fetch import fetch
-from lbproxy.net.pool import Connection, ConnectionPool, Origin
+from lbproxy.net.origin import Origin
+from lbproxy.net.pool import Connection, ConnectionPool
 from lbproxy.pulse import Pulse
 from tests.support.aio import run
 from tests.support.endpoint import OK, ScriptedEndpoint, hang

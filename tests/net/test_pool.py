@@ -13,9 +13,11 @@ from lbproxy.core.retry import FailureKind, UpstreamError
 from lbproxy.net import pool as pool_module
 from lbproxy.net.fetch import fetch
 from lbproxy.net.h1 import ResponseHead, request_head
-from lbproxy.net.pool import Connection, ConnectionPool, Origin
+from lbproxy.net.origin import Origin
+from lbproxy.net.pool import Connection, ConnectionPool
 from lbproxy.pulse import Pulse
 from tests.support.aio import run, stand_still, until
+from tests.support.compiled import interpreted
 from tests.support.endpoint import LAST, OK, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, event
 from tests.support.limits import descriptors_left
 
@@ -310,6 +312,7 @@ def test_opening_calls_back_unless_it_is_cancelled() -> None:
     run(main())
 
 
+@interpreted
 def test_a_fetch_given_up_as_its_answer_comes_leaves_the_connection_to_whoever_has_it_by_then() -> None:
     async def script(wire: Wire, request: Received) -> None:
         if b"/slow" in request.head:

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lbproxy.core.retry import UpstreamError
 from lbproxy.net.h1 import ResponseHead
-from lbproxy.net.pool import IDLE_S, Connection, ConnectionPool, Origin
+from lbproxy.net.origin import Origin
+from lbproxy.net.pool import IDLE_S, Connection, ConnectionPool
 
 ORIGINS = [Origin(("10.0.0.1", 1)), Origin(("10.0.0.2", 1))]
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"

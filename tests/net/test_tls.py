@@ -9,7 +9,8 @@ import pytest
 from lbproxy.core.credentials import ApiKey, Tls
 from lbproxy.core.retry import FailureKind, UpstreamError
 from lbproxy.net.fetch import fetch
-from lbproxy.net.pool import ConnectionPool, Origin
+from lbproxy.net.origin import Origin
+from lbproxy.net.pool import ConnectionPool
 from lbproxy.net.tls import client_context
 from tests.support.aio import run, until
 from tests.support.certificates import CA, OTHER_CA, server_context

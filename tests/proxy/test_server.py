@@ -11,6 +11,7 @@ import pytest
 from lbproxy.core.types import Outcome
 from lbproxy.runtime import Runtime
 from tests.support.aio import run, until
+from tests.support.compiled import interpreted
 from tests.support.endpoint import LAST, OK, Received, ScriptedEndpoint, Wire, answer
 from tests.support.pool import card
 from tests.support.rig import Reply, post, rig, settings_for
@@ -281,6 +282,7 @@ def test_stopping_lets_running_requests_finish() -> None:
     run(main())
 
 
+@interpreted
 def test_a_defect_of_ours_becomes_a_500_and_a_record(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with ScriptedEndpoint() as endpoint, rig(endpoint.url) as it:
@@ -398,5 +400,14 @@ def test_a_request_is_served_to_its_end_under_the_settings_that_it_began_with() 
             assert (answered.status, answered.field("x-lbproxy-endpoint")) == (200, "e1")
             assert (await it.ask(post())).field("x-lbproxy-endpoint") is None
             assert (await it.ask(post(b'{"model":"m","x":"%s"}' % (b"x" * 2000)))).status == 413
+
+    run(main())
+
+
+def test_of_a_long_path_the_record_keeps_the_beginning() -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint, rig(endpoint.url) as it:
+            await it.ask(b"GET /v1/models/%s HTTP/1.1\r\nHost: x\r\n\r\n" % (b"x" * 2000))
+            assert it.records.requests[0].path == "/v1/models/" + "x" * 501
 
     run(main())

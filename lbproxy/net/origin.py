@@ -1,0 +1,42 @@
+"""Where a connection leads to. Not in pool.py, which is compiled: a compiled class cannot be a tuple."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from urllib.parse import urlsplit
+
+from lbproxy.core.credentials import Tls
+
+
+class Origin(tuple[str, int, Tls | None]):
+    """Where a connection leads to: host, port, and how its certificate is judged (None: it speaks no TLS)."""
+
+    __slots__ = ()
+
+    def __new__(cls, address: tuple[str, int], tls: Tls | None = None) -> Origin:
+        """From host (without brackets) and port."""
+        return super().__new__(cls, (address[0], address[1], tls))
+
+    @classmethod
+    @lru_cache(maxsize=4096)  # once per request; URLs come from settings and discovery only
+    def parse(cls, base_url: str, tls: Tls | None = None) -> Origin:
+        """From `http[s]://host[:port][/path]`. `tls`: of an https URL; None = the usual."""
+        url = urlsplit(base_url)
+        assert url.hostname is not None, "settings and discovery let no other URL through"
+        if url.scheme != "https":
+            return cls((url.hostname, url.port or 80))
+        return cls((url.hostname, url.port or 443), tls or Tls())
+
+    def __str__(self) -> str:
+        return f"[{self[0]}]:{self[1]}" if ":" in self[0] else f"{self[0]}:{self[1]}"
+
+    @property
+    def url(self) -> str:
+        """`http[s]://host:port`."""
+        return f"{'http' if self[2] is None else 'https'}://{self}"
+
+    @property
+    def host_field(self) -> str:
+        """What stands in Host."""
+        name = None if self[2] is None else self[2].server_name
+        return str(self) if name is None else f"{name}:{self[1]}"

@@ -1,0 +1,82 @@
+"""Builds the wheel: the hot path compiled to C by mypyc where there is a C compiler, as it is where there is none.
+
+The source is ordinary Python, and runs as such: in an editable install nothing is compiled, so that what is edited is
+what runs. `LBPROXY_PURE=1 pip install .` makes a wheel without compiled modules. Decision 27 has what it buys, and what
+the modules named here must not do.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+COMPILED = {
+    "lbproxy": ["runtime"],
+    "lbproxy/core": [
+        *(
+            "adaptive",
+            "admission",
+            "backpressure",
+            "balancer",
+            "baselines",
+            "breaker",
+            "capacity",
+            "choice",
+            "endpoints",
+        ),
+        *("estimate", "explain", "flows", "judge", "learning", "lora", "openai", "outline", "placement"),
+        *(
+            "policy",
+            "prefix",
+            "pricing",
+            "progress",
+            "record",
+            "retry",
+            "scorers",
+            "slow_start",
+            "sse",
+            "types",
+            "window",
+        ),
+    ],
+    "lbproxy/net": ["corked", "h1", "pool"],
+    "lbproxy/proxy": ["exchange", "headers", "plain", "reading", "relay", "request", "turn"],
+    "lbproxy/control": ["histogram", "line", "recent", "telemetry"],
+}
+"""By folder, what each request goes through."""
+
+
+class BuildOrNot(build_ext):
+    """If the compiler fails, the wheel has the Python modules alone."""
+
+    def run(self) -> None:
+        """See setuptools."""
+        try:
+            super().run()
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with a compiler
+            self.warn(f"lbproxy is not compiled, and takes twice the CPU for a request: {error}")
+            for made in Path(self.build_lib).rglob(f"*{sysconfig.get_config_var('EXT_SUFFIX')}"):
+                made.unlink()
+            self.extensions = []
+
+
+def extensions() -> list[Extension]:
+    """What is to be compiled now."""
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
+    if not {"bdist_wheel", "build_ext"} & {*sys.argv} or os.environ.get("LBPROXY_PURE") or not shutil.which(compiler):
+        return []
+    from mypyc.build import mypycify  # noqa: PLC0415 - not there, and not needed, where nothing is compiled
+
+    files = [f"{folder}/{name}.py" for folder, names in COMPILED.items() for name in names]
+    made: list[Extension] = mypycify(files, opt_level="2", debug_level="0", multi_file=True, group_name="lbproxy")
+    return made
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildOrNot})
