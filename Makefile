@@ -119,7 +119,7 @@ lock: $(VENV)/.dev
 	$(LOCK) pyproject.toml --group build -o requirements.lock
 	$(LOCK) pyproject.toml --group dev -o requirements-dev.lock
 	$(LOCK) pyproject.toml --group build --extra otel -c requirements-dev.lock -o requirements-otel.lock
-	$(LOCK) --group compile -c requirements-dev.lock -o requirements-compile.lock
+	$(LOCK) pyproject.toml --group compile -c requirements-dev.lock -o requirements-compile.lock
 
 # The project as it is when installed: with the hot path compiled (setup.py). Every command works there as it does here.
 compiled: $(BUILT)/.made

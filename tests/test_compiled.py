@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,6 +60,14 @@ def test_compiled_dataclasses_have_no_slots() -> None:
     """`slots=True` makes a second class, whose layout mypyc does not know. Compiled classes have slots anyway."""
     for path, node in classes():
         assert not any("slots" in ast.unparse(one) for one in node.decorator_list), f"{path.name}: {node.name}"
+
+
+def test_what_the_build_asks_for_is_what_lbproxy_asks_for() -> None:
+    """mypy judges the source by the types of what it imports: of the releases that it runs on."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    asked = set(project["project"]["dependencies"]) | set(project["dependency-groups"]["build"])
+    others = {re.split("[=<>~]", one)[0] for one in project["build-system"]["requires"] if one not in asked}
+    assert others == {"mypy", "types-PyYAML"}
 
 
 def test_where_there_is_a_compiler_the_wheel_is_compiled() -> None:

@@ -107,8 +107,8 @@ def test_a_draining_server_is_not_noticed(fleet: Fleet, found: Found) -> None:
     """
     other, victim = fleet.vllm
     held = Batch(fleet.url, 1, LONGEST, stream=True, model="c")  # only the victim has this adapter
-    same = Batch(other.url, 1, LONGEST, stream=True)  # so that neither is the less loaded one
-    wait_until(lambda: victim.running() == 1, "it runs")
+    same = Batch(other.url, 3, LONGEST, stream=True)  # so that the other is the more loaded one, and both are used
+    wait_until(lambda: victim.running() == 1 and other.running() == 3, "they run")
     # At most 12 a second: every one of them may need a retry, and the retry budget is 10 a second and a fifth.
     with Load(fleet.url, workers=6, max_tokens=24, pause_s=0.5) as load:
         wait_until(lambda: load.answered(victim.name) >= 5, "both are used")
