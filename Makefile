@@ -6,7 +6,7 @@ VENV := .venv
 BENCH := .bench
 BIN := $(VENV)/bin
 BUILT := build/compiled
-THROUGH_SOCKETS := tests/e2e tests/chaos tests/proxy tests/benchmarks
+THROUGH_SOCKETS := tests/net tests/proxy tests/e2e tests/chaos tests/benchmarks
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .PHONY: run test test-tools chaos soak test-real check format lint types lock clean compiled bench-dashboard bench-overhead profile bench-routing \
@@ -16,10 +16,10 @@ run: $(VENV)/.run
 	$(BIN)/lbproxy demo
 
 # What users run, they run compiled; so that is what is tested through sockets. All else is tested as it is written, and
-# core and net both ways.
+# core and the simulator both ways.
 test: $(VENV)/.dev lint types $(BUILT)/.made
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(THROUGH_SOCKETS))
-	cd $(BUILT) && ../../$(BIN)/python -m pytest -p no:cacheprovider tests/core tests/net $(THROUGH_SOCKETS)
+	cd $(BUILT) && ../../$(BIN)/python -m pytest -p no:cacheprovider tests/core tests/sim $(THROUGH_SOCKETS)
 
 test-tools:
 	command -v chromium > /dev/null && command -v promtool > /dev/null && command -v nginx > /dev/null && \
@@ -125,6 +125,7 @@ lock: $(VENV)/.dev
 compiled: $(BUILT)/.made
 $(BUILT)/.made: setup.py pyproject.toml $(shell find lbproxy -name '*.py') | $(VENV)/.dev
 	rm -rf build
+	mkdir -p $(BENCH)
 	$(PIP) --no-deps --no-build-isolation --target $(BUILT) .
 	rm -rf $(BUILT)/*.dist-info $(BUILT)/bin
 	cd $(BUILT) && for one in ../../* ../../.venv ../../.bench; do \

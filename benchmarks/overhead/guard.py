@@ -3,8 +3,8 @@
     .venv/bin/python -m benchmarks.overhead.guard              # measures, and compares with guard.json
     .venv/bin/python -m benchmarks.overhead.guard --record     # measures longer, and writes guard.json
 
-It is made for machines that have other work. CPU time counts, not time; both proxies take turns; and of each the best
-round counts, since what others do can only add to it. What is compared is the ratio, so that a machine that is slower
+Both in build/compiled: what is recorded is lbproxy as installed. It is made for machines that have other work. CPU time
+counts, not time; both proxies take turns; and of each the best round counts, since what others do can only add to it. What is compared is the ratio, so that a machine that is slower
 for all does not matter. But one that is full of other work takes the caches away, of which Python needs more: the ratio
 was seen to rise from 7.3 to 9.4. Then only much more than was recorded says something, and what lies between says
 nothing. Needs nginx and a C compiler, and two cores, or else the ratio is that of another load.
@@ -89,6 +89,8 @@ def missing() -> str | None:
     tools = [tool for tool in ("nginx", "cc", "make", "taskset") if shutil.which(tool) is None]
     if tools:
         return f"for want of {' and '.join(tools)}"
+    if "compiled" not in lbproxy("lbproxy", None).version():
+        return "for want of a compiled lbproxy, which the recorded ratio is of: run it in build/compiled"
     return "for want of a second core" if len(CORES) < 2 else None
 
 

@@ -25,6 +25,8 @@ import random
 from collections.abc import Iterable, Sequence
 from math import inf
 
+from mypy_extensions import mypyc_attr
+
 from lbproxy.config import (
     AdmissionSettings,
     BreakerSettings,
@@ -60,8 +62,7 @@ from lbproxy.core.types import (
     Wait,
 )
 
-DEFAULT_BREAKER = BreakerSettings()
-DEFAULT_FLOWS = FlowsSettings()
+DEFAULT_BREAKER, DEFAULT_FLOWS = BreakerSettings(), FlowsSettings()
 PLAN_S = 0.01
 """While requests wait, work gets done that nothing tells of; so the queue is planned at least this often."""
 PLANNED = 32
@@ -69,6 +70,7 @@ PLANNED = 32
 PLANNED_ENDPOINTS = 100
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)  # the simulation has some
 class Balancer:
     """Places requests on endpoints. See the module for the driver's contract."""
 
@@ -84,8 +86,7 @@ class Balancer:
         breaker: BreakerSettings = DEFAULT_BREAKER,
         flows: FlowsSettings = DEFAULT_FLOWS,
     ) -> None:
-        self._retries = Retries(retry, rng)
-        self._backpressure = Backpressure()
+        self._retries, self._backpressure = Retries(retry, rng), Backpressure()
         self._pool = model_for(policy)
         self._endpoints = EndpointSet(health, scrape, breaker, self._pool, rng)
         self._judge = self._endpoints.judge
@@ -94,10 +95,9 @@ class Balancer:
         self._adopt(admission)
         self._plan_at = inf
         """When the queue is to be planned; a time that is past when something happened since the last plan."""
-        self._planned_version = 0
+        self._planned_version = self._placements = 0
         self._changed: list[Ticket] = []
         """Closed by another ticket's arrival, for `poll` to return."""
-        self._placements = 0
 
     def _adopt(self, admission: AdmissionSettings) -> None:
         self._hold = self._choice.holds

@@ -21,6 +21,8 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
+from mypy_extensions import mypyc_attr
+
 from lbproxy.core.capacity import GUESSED_TOKENS, CapacityLearner, Size
 from lbproxy.core.learning import Samples, clip, step
 from lbproxy.core.lora import AdapterTable, Arrival, LoadTimes
@@ -43,6 +45,7 @@ FEW_TOKENS, MANY_TOKENS = 256, 1024
 """A prefill of fewer tokens shows the fixed time, one of more the time per token."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)  # the simulation has one
 class PoolModel:
     """What the endpoints have in common, and the models of all of them."""
 
@@ -64,8 +67,7 @@ class PoolModel:
         """To load an adapter."""
         self.base_ms = 40.0
         """Time to the first token that does not depend on the prompt (T0), of the endpoints that served of late."""
-        self.gap_ms = 15.0
-        self.gap_per_token_ms = 1e-4
+        self.gap_ms, self.gap_per_token_ms = 15.0, 1e-4
         """Inter-token gap of the endpoint that last learned its own: what others without samples are taken to have."""
         self.size = Size()
         """Of the KV caches whose size is not told, as if all were alike: what their space is priced by. An endpoint of
@@ -194,8 +196,7 @@ class LoadModel:
         self._group: list[Placement] = []
         self._group_at, self._group_since = -NEVER, 0.0
         # Inter-token gap = gap_ms + gap_per_token_ms * context tokens
-        self.gap_ms = pool.gap_ms
-        self.gap_per_token_ms = pool.gap_per_token_ms
+        self.gap_ms, self.gap_per_token_ms = pool.gap_ms, pool.gap_per_token_ms
         self.mean_gap_ms = pool.gap_ms
         self.gap_until = -NEVER
         """Until when these are the endpoint's own; then the pool's count."""
