@@ -4,10 +4,11 @@
     .venv/bin/python -m benchmarks.overhead.guard --record     # measures longer, and writes guard.json
 
 Both in build/compiled: what is recorded is lbproxy as installed. It is made for machines that have other work. CPU time
-counts, not time; both proxies take turns; and of each the best round counts, since what others do can only add to it. What is compared is the ratio, so that a machine that is slower
-for all does not matter. But one that is full of other work takes the caches away, of which Python needs more: the ratio
-was seen to rise from 7.3 to 9.4. Then only much more than was recorded says something, and what lies between says
-nothing. Needs nginx and a C compiler, and two cores, or else the ratio is that of another load.
+counts, not time; both proxies take turns; and of each the best round counts, since what others do can only add to it.
+What is compared is the ratio, so that a machine that is slower for all does not matter. But one that is full of other
+work takes the caches away, of which Python needs more: as Python the ratio was seen to rise from 7.3 to 9.4. Then only
+much more than was recorded says something, and what lies between says nothing. Needs nginx and a C compiler, and two
+cores, or else the ratio is that of another load.
 """
 
 from __future__ import annotations
