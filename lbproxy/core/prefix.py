@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 from array import array
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -83,14 +84,14 @@ def flatten(body: Mapping[str, object]) -> bytes:
 
 def _texts_of(messages: list[object]) -> list[str] | None:
     """The same of messages that are each a role and a text, as nearly all are; None of others. Half the time."""
-    texts = []
+    texts: list[str] = []
     for message in messages:
         if type(message) is not dict or "tool_calls" in message or "tool_call_id" in message:
             return None
         role, content = message.get("role"), message.get("content")
         if type(role) is not str or type(content) is not str:
             return None
-        texts.append(f"\x1e{role}\n{content}")
+        texts += ("\x1e", role, "\n", content)
     return texts
 
 
@@ -364,8 +365,8 @@ class EndpointCache:
         pins, idle, index, bit = self._pins, self._idle, self._index, self._bit
         masks, count = index.masks, len(keys)
         if masks.keys().isdisjoint(keys):  # nobody has any, as nearly always: all in one go takes a third of the time
-            while index.entries + count > index.max_entries and self._evict():
-                pass
+            if index.entries + count > index.max_entries:
+                self._evict(index.entries + count - index.max_entries)
             new = dict.fromkeys(keys, 1)
             if index.entries + count <= index.max_entries and len(new) == count:
                 pins.update(new)
@@ -382,7 +383,7 @@ class EndpointCache:
                 del idle[key]
                 pins[key] = 1
             else:
-                if index.entries >= index.max_entries and not self._evict():
+                if index.entries >= index.max_entries and not self._evict(1):
                     break
                 masks[key] = masks.get(key, 0) | bit
                 pins[key] = 1
@@ -429,24 +430,30 @@ class EndpointCache:
 
     def trim(self, blocks: float) -> None:
         """Evict idle blocks, oldest first, until no more than `blocks` are left or none is idle."""
-        while self.size > blocks and self._evict():
-            pass
+        self._evict(math.ceil(self.size - blocks))
 
-    def _evict(self) -> bool:
-        runs, idle = self._runs, self._idle
-        while runs:
+    def _evict(self, blocks: int) -> int:
+        """As many idle blocks, oldest first, as there are. Returns how many."""
+        runs, idle, masks, bit = self._runs, self._idle, self._index.masks, self._bit
+        gone = 0
+        while runs and gone < blocks:
             run = runs[0]
-            while run:
+            while run and gone < blocks:
                 key = run.pop()
                 self._listed -= 1
                 if idle.get(key) is run:
                     del idle[key]
-                    self._forget(key)
-                    self.size -= 1
-                    self._index.entries -= 1
-                    return True
-            runs.popleft()
-        return False
+                    left = masks[key] ^ bit
+                    if left:
+                        masks[key] = left
+                    else:
+                        del masks[key]
+                    gone += 1
+            if not run:
+                runs.popleft()
+        self.size -= gone
+        self._index.entries -= gone
+        return gone
 
     def _forget(self, key: BlockKey) -> None:
         masks = self._index.masks
