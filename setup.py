@@ -35,6 +35,7 @@ COMPILED = {
         *(
             "policy",
             "prefix",
+            "prefix_index",
             "pricing",
             "progress",
             "record",

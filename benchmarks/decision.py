@@ -28,7 +28,8 @@ from lbproxy.core.balancer import Balancer
 from lbproxy.core.engines import ENGINES
 from lbproxy.core.estimate import PoolModel
 from lbproxy.core.policy import make_policy
-from lbproxy.core.prefix import EndpointCache, PrefixIndex, hash_prompt
+from lbproxy.core.prefix import hash_prompt
+from lbproxy.core.prefix_index import EndpointCache, PrefixIndex
 from lbproxy.core.readings import PageReader
 from lbproxy.core.types import EndpointSpec, EndpointUid, InferenceRequest, LoadMetrics, Outcome, Ticket
 
@@ -106,7 +107,7 @@ def fill(balancer: Balancer, count: int, block_bytes: int, rng: random.Random, b
 
 def prompt_of(keys: list[int], block_bytes: int) -> InferenceRequest:
     size = len(keys) * block_bytes
-    return InferenceRequest("id", None, True, size, size, keys, 200)
+    return InferenceRequest("id", None, True, size, size, tuple(keys), 200)
 
 
 def decide(balancer: Balancer, request: InferenceRequest) -> None:
@@ -175,8 +176,8 @@ def index_updates() -> tuple[str, list[Series]]:
         index = PrefixIndex(max_entries=blocks)
         cache = index.join()
         for _ in range(blocks // 100 + 1):
-            keys = [rng.getrandbits(64) for _ in range(100)]
-            cache.unpin(keys, cache.pin(keys)[1])
+            keys = tuple(rng.getrandbits(64) for _ in range(100))
+            cache.unpin(cache.pin(keys)[1])
         assert index.entries == blocks
         for name, size in SIZES.items():
             if size >> 10 <= blocks:
@@ -195,8 +196,8 @@ def index_updates() -> tuple[str, list[Series]]:
 
 
 def _remember(cache: EndpointCache, blocks: int, rng: random.Random) -> None:
-    keys = [rng.getrandbits(64) for _ in range(blocks)]
-    cache.unpin(keys, cache.pin(keys)[1])
+    keys = tuple(rng.getrandbits(64) for _ in range(blocks))
+    cache.unpin(cache.pin(keys)[1])
 
 
 def scraping(policy: str) -> tuple[str, list[Series]]:
@@ -334,8 +335,8 @@ def _fill(limit_bytes: int) -> tuple[int, int, int]:
     gc.collect()
     tracemalloc.start()
     for _ in range(4 * entries // 100):
-        keys = [rng.getrandbits(64) for _ in range(100)]
-        cache.unpin(keys, cache.pin(keys)[1])
+        keys = tuple(rng.getrandbits(64) for _ in range(100))
+        cache.unpin(cache.pin(keys)[1])
     del keys
     took = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()

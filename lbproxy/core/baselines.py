@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from math import ceil, inf
+from typing import cast
 
 import xxhash
 
@@ -158,7 +159,7 @@ class PrefixHash(Policy):
     ) -> Prices:
         """The hash, 0 to 1, and 1 more for those that are full."""
         keys = request.block_keys[:4]
-        seed = keys[-1] if keys else _hash(request.session or request.id, 0)
+        seed = cast(int, keys[-1]) if keys else _hash(request.session or request.id, 0)
         most = ceil(1.25 * (sum(state.in_flight for state in candidates) + 1) / len(candidates))
         return Prices([_hash(state.endpoint.name, seed) / 2**64 + (state.in_flight >= most) for state in candidates])
 

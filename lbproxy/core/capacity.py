@@ -17,7 +17,7 @@ says how many keys each segment has, and `_rest` what else was used then that no
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from math import inf, log
 from typing import TYPE_CHECKING, NamedTuple
@@ -116,7 +116,10 @@ class CapacityLearner:
             # Of each request in flight half a block on average is no full block, and stands in no index.
             used_tokens = (load.cache.pinned + load.in_flight / 2.0) * block_tokens + load.live_tokens
             placement.steps = self.look_up(
-                placement.request.block_keys, load.cache.pins, used_tokens=used_tokens, block_tokens=block_tokens
+                placement.request.block_keys,
+                load.cache.pinned_depth(placement.request.block_keys),
+                used_tokens=used_tokens,
+                block_tokens=block_tokens,
             )
 
     def ended(self, placement: Placement, usage: Usage | None, output_tokens: int) -> None:
@@ -133,31 +136,31 @@ class CapacityLearner:
             block_tokens = index.block_bytes / pool.bytes_per_token
             room = (index.max_entries - index.entries) / max(1, index.members)
             self.remember(
-                request.block_keys[: placement.held],
-                placement.load.cache.pins,
+                request.block_keys[: placement.end.end],
+                placement.load.cache.pinned_depth(request.block_keys),
                 rest_tokens=output_tokens + block_tokens / 2.0,
                 max_blocks=min(room, REMEMBERED * self.size.tokens / block_tokens),
             )
 
     def look_up(
-        self, keys: Sequence[BlockKey], in_use: Container[BlockKey], *, used_tokens: float, block_tokens: float
+        self, keys: Sequence[BlockKey], in_use: int, *, used_tokens: float, block_tokens: float
     ) -> tuple[Step, ...]:
         """A request with these keys starts, and its blocks are in use from now on. Returns how far they were, as far as
-        the first keys are known without a gap: later steps are farther. `in_use`: the keys, and `used_tokens`: the
-        space, of the requests before it.
+        the first keys are known without a gap: later steps are farther. `in_use`: how many of the first keys requests
+        before it use; `used_tokens`: the space of these.
         """
         idle, blocks = self._idle, self._blocks
         runs: list[tuple[int, int]] = []
         taken: list[int] = []
         depth, known, last = 0, True, -1
-        for key in keys:
+        for place, key in enumerate(keys):
             segment = idle.pop(key, None)
             if segment is not None:
                 taken.append(segment)
                 if known and segment != last:
                     runs.append((depth, segment))
                     last = segment
-            elif known and key not in in_use:
+            elif known and place >= in_use:
                 known = False
             depth += known
         steps = []
@@ -181,17 +184,15 @@ class CapacityLearner:
         self.size.learn(hit, miss)
         self._shared.learn(hit, miss)
 
-    def remember(
-        self, keys: Sequence[BlockKey], in_use: Container[BlockKey], *, rest_tokens: float, max_blocks: float
-    ) -> None:
-        """A request that was prefilled is over. `in_use`: the keys of those that are not; `rest_tokens`: what it used
-        beside these blocks. No more than `max_blocks` are remembered.
+    def remember(self, keys: Sequence[BlockKey], in_use: int, *, rest_tokens: float, max_blocks: float) -> None:
+        """A request that was prefilled is over. `in_use`: how many of its first keys others still use. `rest_tokens`:
+        what it used beside these blocks. No more than `max_blocks` are remembered.
         """
         idle = self._idle
         newest = self._first + len(self._blocks) - 1
         before = len(idle)
-        for key in keys:
-            if key not in in_use and key not in idle:
+        for key in keys[in_use:]:
+            if key not in idle:
                 idle[key] = newest
         self._blocks[-1] += len(idle) - before
         self._rest[-1] += rest_tokens

@@ -27,7 +27,7 @@ from lbproxy.core.capacity import GUESSED_TOKENS, CapacityLearner, Size
 from lbproxy.core.learning import Samples, clip, step
 from lbproxy.core.lora import AdapterTable, Arrival, LoadTimes
 from lbproxy.core.placement import FREED_S, NEVER, Placement
-from lbproxy.core.prefix import MAX_ENTRIES, PrefixIndex
+from lbproxy.core.prefix_index import MAX_ENTRIES, PrefixIndex
 from lbproxy.core.pricing import Policy
 from lbproxy.core.types import EndpointState, InferenceRequest, LoadMetrics, Usage
 from lbproxy.core.window import LATE_S, Window
@@ -251,7 +251,7 @@ class LoadModel:
         if keys:
             if self.learner is not None:
                 self.learner.placed(placement)
-            matched, placement.held = cache.pin(keys)
+            matched, placement.end = cache.pin(keys)
             room = (self.capacity_tokens - self.live_tokens) / block_tokens
             if cache.size > room or cache.size > pool.index.fair_share:
                 cache.trim(min(room, pool.index.fair_share))
@@ -344,7 +344,7 @@ class LoadModel:
         if output:
             pool.output_tokens += 0.02 * (output - pool.output_tokens)
             pool.samples.answer_tokens += 1
-        freed = placement.cache.unpin(placement.request.block_keys, placement.held)
+        freed = placement.cache.unpin(placement.end)
         if self.learner is not None and prefilled:
             self.learner.ended(placement, usage, output)
             self.capacity_tokens = self.learner.size.tokens

@@ -25,8 +25,8 @@ class Placement:
         "arrival",
         "cache",
         "due_at",
+        "end",
         "ended",
-        "held",
         "late_at",
         "load",
         "placed_at",
@@ -45,8 +45,8 @@ class Placement:
         self.placed_at = now
         self.prompt_tokens = 1.0
         self.uncached = 1.0
-        self.held = 0
-        """How many of the block keys are pinned in `cache`."""
+        self.end = load.pool.index.root
+        """The end of what is pinned of the prompt in `cache`."""
         self.steps: tuple[Step, ...] = ()
         """How far the blocks were that the endpoint may have; empty if nobody wants to know."""
         self.due_at = NEVER

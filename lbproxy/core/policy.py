@@ -24,7 +24,7 @@ from lbproxy.core.baselines import (
     PrefixHash,
     TwoChoices,
 )
-from lbproxy.core.prefix import ENTRY_BYTES
+from lbproxy.core.prefix_index import ENTRY_BYTES
 from lbproxy.core.pricing import Plan, Policy, Prices
 from lbproxy.core.scorers import READ_LOADS, SCORERS, Scorer
 from lbproxy.core.types import EndpointState, InferenceRequest

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from mypy_extensions import mypyc_attr
 
-from lbproxy.core.prefix import MAX_ENTRIES
+from lbproxy.core.prefix_index import MAX_ENTRIES
 from lbproxy.core.types import EndpointState, InferenceRequest
 
 Plan: TypeAlias = list[float]

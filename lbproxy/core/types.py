@@ -11,10 +11,11 @@ ended. It decides nothing. Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, NewType
+
+from lbproxy.core.prefix import BlockKey
 
 if TYPE_CHECKING:
     from lbproxy.core.breaker import Breaker, Cause
@@ -213,7 +214,7 @@ class InferenceRequest(NamedTuple):
     body_bytes: int = 0
     prompt_bytes: int = 0
     """Bytes of the flattened prompt; 0 = not a prompt that can be read."""
-    block_keys: Sequence[int] = ()
+    block_keys: tuple[BlockKey, ...] = ()
     """One key for each full block of the prompt, each standing for all up to it: see `core.prefix.hash_prompt`."""
     max_tokens: int | None = None
     """The longest answer that the client takes; None = it did not say."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
-
 from lbproxy.config import Settings
 from lbproxy.core.flows import FlowRules
 from lbproxy.core.models import Aliases, resolve
@@ -16,7 +13,7 @@ from lbproxy.core.openai import (
     rename_multipart_model,
     with_model,
 )
-from lbproxy.core.prefix import flatten, hash_prompt
+from lbproxy.core.prefix import BlockKey, flatten, hash_prompt
 from lbproxy.core.record import RequestRecord
 from lbproxy.core.types import InferenceRequest, ModelCard
 from lbproxy.proxy.request import ClientRequest
@@ -53,7 +50,8 @@ class Reading:
     def _placed(self, record: RequestRecord, request: ClientRequest, facts: BodyFacts) -> InferenceRequest:
         block_bytes, fields = self._runtime.block_bytes, request.fields
         model, stream, max_tokens, cache_salt, read = facts
-        prompt_bytes, keys = 0, cast(Sequence[int], ())
+        prompt_bytes = 0
+        keys: tuple[BlockKey, ...] = ()
         if block_bytes is not None and request.route.has_prompt:
             prompt = flatten(read)
             prompt_bytes = len(prompt)

@@ -32,7 +32,7 @@ def pool_of(count: int) -> tuple[PoolModel, list[EndpointState]]:
 
 
 def prompt(tokens: int, keys: list[int] | None = None, model: str = "m") -> InferenceRequest:
-    return InferenceRequest("r", model, True, 4 * tokens, 4 * tokens, keys or [])
+    return InferenceRequest("r", model, True, 4 * tokens, 4 * tokens, tuple(keys or ()))
 
 
 def price(

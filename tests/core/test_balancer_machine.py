@@ -20,9 +20,10 @@ from lbproxy.core.types import (
     Usage,
 )
 from tests.support.pool import MODEL, bring_up, make_balancer, show_gauges, spec
+from tests.support.prompts import chained
 
 MODELS = st.sampled_from([MODEL, "other", None])
-KEYS = st.lists(st.integers(0, 20), max_size=6, unique=True)
+KEYS = st.lists(st.integers(0, 2), max_size=6).map(chained)
 SIZES = st.integers(0, 200)
 QUEUE_REQUESTS, QUEUE_BYTES, LIMIT = 4, 500, 3
 
@@ -121,7 +122,7 @@ class BalancerMachine(RuleBasedStateMachine):
         self, model: str | None, size: int, avoid: set[int], prompt: int, keys: list[int], stream: bool, priority: int
     ) -> None:
         avoided = frozenset(self.uids[n] for n in avoid if n in self.uids)
-        request = InferenceRequest("r", model, stream, size, prompt, keys, None, priority)
+        request = InferenceRequest("r", model, stream, size, prompt, tuple(keys), None, priority)
         ticket = self.balancer.submit(request, now=self.now, avoid=avoided)
         self.tickets.append(ticket)
         if ticket.state is TicketState.WAITING:
@@ -210,7 +211,7 @@ class BalancerMachine(RuleBasedStateMachine):
     def check_model(load: LoadModel, tickets: list[Ticket]) -> None:
         placements = [ticket.placement for ticket in tickets if ticket.placement is not None]
         assert load.in_flight == len(placements) == len(tickets)
-        pinned = {key for one in placements if one.cache is load.cache for key in one.request.block_keys[: one.held]}
+        pinned = {key for one in placements if one.cache is load.cache for key in one.request.block_keys[: one.end.end]}
         assert load.cache.pinned == len(pinned) <= load.cache.size or not load.cache.attached
         assert set(load.pending) <= set(placements)
         streams = {one for one, ticket in zip(placements, tickets, strict=True) if one.request.stream}

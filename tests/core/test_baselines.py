@@ -18,7 +18,7 @@ WARM = list(range(100))
 
 
 def ask(tokens: int, keys: list[int] | None = None, *, priority: int = 0, model: str = MODEL) -> InferenceRequest:
-    return InferenceRequest("r", model, True, 0, 4 * tokens, keys or [], None, priority)
+    return InferenceRequest("r", model, True, 0, 4 * tokens, tuple(keys or ()), None, priority)
 
 
 def fleet(policy: str, count: int = 3) -> tuple[Balancer, list[EndpointState]]:
@@ -44,7 +44,7 @@ def load(state: EndpointState, requests: int, tokens: int = 100, keys: list[int]
 
 def cache(state: EndpointState, keys: list[int]) -> None:
     """A request that was served there."""
-    state.load.cache.unpin(keys, state.load.cache.pin(keys)[1])
+    state.load.cache.unpin(state.load.cache.pin(tuple(keys))[1])
 
 
 def chosen(balancer: Balancer, request: InferenceRequest, now: float = 0.1) -> str:

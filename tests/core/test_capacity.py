@@ -24,12 +24,12 @@ BLOCK = 100.0
 
 def used(learner: CapacityLearner, keys: range, *, rest: float = 0.0, most: float = math.inf) -> None:
     """A request with these keys that nobody shares, from begin to end."""
-    learner.look_up(keys, (), used_tokens=0.0, block_tokens=BLOCK)
-    learner.remember(keys, (), rest_tokens=rest, max_blocks=most)
+    learner.look_up(keys, 0, used_tokens=0.0, block_tokens=BLOCK)
+    learner.remember(keys, 0, rest_tokens=rest, max_blocks=most)
 
 
 def look_up(learner: CapacityLearner, keys: range, *, beside: float = 0.0) -> tuple[Step, ...]:
-    return learner.look_up(keys, (), used_tokens=beside, block_tokens=BLOCK)
+    return learner.look_up(keys, 0, used_tokens=beside, block_tokens=BLOCK)
 
 
 def believing(tokens: float) -> CapacityLearner:
@@ -71,16 +71,16 @@ def test_a_prompt_has_a_step_for_each_time_that_its_parts_were_used_last() -> No
 
 def test_blocks_in_use_are_passed_and_the_first_unknown_one_ends_it() -> None:
     learner = CapacityLearner(Size())
-    learner.remember(range(4, 20), (), rest_tokens=0.0, max_blocks=math.inf)
+    learner.remember(range(4, 20), 0, rest_tokens=0.0, max_blocks=math.inf)
     keys = [0, 1, 2, 3, *range(4, 8), 99, *range(8, 20)]
-    steps = learner.look_up(keys, {0, 1, 2, 3}, used_tokens=400.0, block_tokens=BLOCK)
+    steps = learner.look_up(keys, 4, used_tokens=400.0, block_tokens=BLOCK)
     assert steps == (Step(4, 8, 400.0 + 800.0),)
     assert look_up(learner, range(4, 20)) == (), "and all of them are in use now"
 
 
 def test_what_a_running_request_uses_is_remembered_when_it_ends() -> None:
     learner = CapacityLearner(Size())
-    learner.remember(range(8), {0, 1, 2}, rest_tokens=0.0, max_blocks=math.inf)
+    learner.remember(range(8), 3, rest_tokens=0.0, max_blocks=math.inf)
     assert look_up(learner, range(3, 8)) == (Step(0, 5, 250.0),)
     assert look_up(learner, range(3)) == ()
 
@@ -172,7 +172,7 @@ def test_the_price_of_space_is_the_same_for_all_that_do_not_say_their_size() -> 
 
 
 def prompt(keys: range) -> InferenceRequest:
-    return InferenceRequest("r", "m", True, 1024 * len(keys), 1024 * len(keys), keys)
+    return InferenceRequest("r", "m", True, 1024 * len(keys), 1024 * len(keys), tuple(keys))
 
 
 def answer(load: LoadModel, keys: range, cached: int | None, *, started: bool = True) -> None:

@@ -86,7 +86,7 @@ def test_it_stays_when_the_policy_changes() -> None:
 
 def test_another_value_counts_at_once_and_what_runs_goes_on() -> None:
     balancer = pool(SAID, None)
-    ticket = balancer.submit(InferenceRequest("r", "m", True, 4096, 4096, range(4)), now=0.0)
+    ticket = balancer.submit(InferenceRequest("r", "m", True, 4096, 4096, tuple(range(4))), now=0.0)
     endpoints(balancer, 200_000, 100_000)
     assert believed(balancer) == [200_000, 100_000]
     assert sum(one.in_flight for one in balancer.snapshot(now=0.0).endpoints) == 1
@@ -121,7 +121,7 @@ def test_answers_teach_nothing_about_it() -> None:
     """100 prompts that come back and are never found."""
     load: LoadModel = PoolModel(1024).join(SAID)
     for first in (*range(0, 6400, 64), *range(0, 6400, 64)):
-        keys = range(first, first + 64)
+        keys = tuple(range(first, first + 64))
         placement = load.place(InferenceRequest("r", "m", True, 65_536, 65_536, keys), 1.0)
         load.first_byte(placement, 1.1)
         load.end(placement, Usage(256 * 64, 0, 0), 1.2)

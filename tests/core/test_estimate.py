@@ -19,7 +19,7 @@ KIB = 1024
 
 def prompt(tokens: int, keys: list[int] | None = None, *, stream: bool = True) -> InferenceRequest:
     """A prompt of so many tokens, at the four bytes each that a new pool believes in."""
-    return InferenceRequest("r", "m", stream, 4 * tokens, 4 * tokens, keys or [])
+    return InferenceRequest("r", "m", stream, 4 * tokens, 4 * tokens, tuple(keys or ()))
 
 
 def scrape(load: LoadModel, *, others: float | None = None, queued: float = 0.0, **said: float | int) -> None:
@@ -173,13 +173,13 @@ def test_an_endpoint_that_left_or_restarted_takes_its_cache_along() -> None:
     running = one.place(prompt(512, [1, 2]), 0.0)
     kept = two.place(prompt(512, [1, 2]), 0.0)
     one.restarted()
-    assert pool.index.match([1, 2]) == [0, 2]
+    assert pool.index.match((1, 2)) == [0, 2]
     fresh = one.place(prompt(512, [1, 2]), 1.0)
     one.end(running, None, 2.0)
-    assert pool.index.match([1, 2]) == [2, 2]
+    assert pool.index.match((1, 2)) == [2, 2]
     assert one.cache.pinned == 2, "the old request's pins are not the new one's"
     pool.leave(two)
-    assert pool.index.match([1, 2])[one.slot] == 2
+    assert pool.index.match((1, 2))[one.slot] == 2
     two.end(kept, None, 3.0)
     one.end(fresh, None, 3.0)
     assert pool.index.entries == 2
@@ -490,7 +490,7 @@ def test_whatever_happens_the_numbers_stay_numbers() -> None:
         now += rng.choice([0.0, 0.0, 0.0005, 0.01, 1.0, 100.0])
         what = rng.randrange(6)
         if what < 2 or not running:
-            keys = list(range(rng.randrange(20)))
+            keys = tuple(range(rng.randrange(20)))
             size = rng.choice([0, 1, 5000, 10**7])
             request = InferenceRequest("r", "m", rng.random() < 0.5, size, size, keys)
             running.append(rng.choice(loads).place(request, now))

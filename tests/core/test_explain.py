@@ -30,7 +30,7 @@ def explained(policy: str, count: int, **options: object) -> Balancer:
 def prompt(rng: random.Random, model: str = MODEL) -> InferenceRequest:
     first = rng.randrange(4)
     keys = [10 * first + n for n in range(rng.randrange(10))]
-    return InferenceRequest("r", model, rng.random() < 0.8, 4000, 1024 * len(keys) + 500, keys, 200)
+    return InferenceRequest("r", model, rng.random() < 0.8, 4000, 1024 * len(keys) + 500, tuple(keys), 200)
 
 
 def busy(balancer: Balancer, rng: random.Random, events: int) -> list[Ticket]:

@@ -30,7 +30,7 @@ from tests.support.pool import MODEL, bring_up, card, make_balancer, pool_of, sp
 def ask(
     tokens: int = 4000, *, priority: int = 0, name: str = "r", keys: list[int] | None = None, model: str = MODEL
 ) -> InferenceRequest:
-    return InferenceRequest(name, model, True, 4 * tokens, 4 * tokens, keys or [], None, priority)
+    return InferenceRequest(name, model, True, 4 * tokens, 4 * tokens, tuple(keys or ()), None, priority)
 
 
 def adaptive(count: int, **admission: object) -> tuple[Balancer, list[Endpoint]]:
@@ -95,7 +95,7 @@ def test_shortest_work_first_counting_what_is_cached() -> None:
     warm = balancer.submit(ask(1024, keys=[1, 2, 3, 4]), now=0.0)
     assert warm.state is TicketState.WAITING
     balancer.close(warm, Outcome.CLIENT_CLOSED, now=0.0)
-    running.placed_on.load.cache.pin([1, 2, 3, 4])  # type: ignore[union-attr]
+    running.placed_on.load.cache.pin((1, 2, 3, 4))  # type: ignore[union-attr]
     names = {"long": ask(9000, name="long"), "mid": ask(3000, name="mid"), "warm": ask(1025, keys=[1, 2, 3, 4])}
     tickets = {name: balancer.submit(request, now=0.0) for name, request in names.items()}
     balancer.close(running, Outcome.COMPLETED, now=0.1)
@@ -129,7 +129,7 @@ def test_a_reservation_lets_those_behind_see_what_is_spoken_for() -> None:
     one, two = fill(balancer, 2)
     keys = list(range(40))
     assert one.placed_on is not None
-    one.placed_on.load.cache.pin(keys)
+    one.placed_on.load.cache.pin(tuple(keys))
     waiting = [balancer.submit(ask(11_000, keys=[*keys, 100 + n]), now=0.0) for n in range(6)]
     balancer.first_byte(two, now=0.0)
     assert balancer.poll(now=0.0) == [waiting[2]]
@@ -257,7 +257,7 @@ def test_a_plan_prices_so_many_and_no_more(monkeypatch: pytest.MonkeyPatch) -> N
     one, two = fill(balancer, 2, tokens=10_500)
     keys = list(range(400))
     assert one.placed_on is not None
-    one.placed_on.load.cache.pin(keys)
+    one.placed_on.load.cache.pin(tuple(keys))
     waiting = [balancer.submit(ask(102_400, keys=keys), now=0.0) for _ in range(100)]
     balancer.first_byte(two, now=0.0)
     asked: list[InferenceRequest] = []

@@ -17,7 +17,7 @@ from lbproxy.config import (
 )
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.policy import make_policy
-from lbproxy.core.prefix import ENTRY_BYTES
+from lbproxy.core.prefix_index import ENTRY_BYTES
 from lbproxy.core.pricing import Policy
 from lbproxy.core.retry import FailureKind
 from lbproxy.core.types import Health, Outcome, TicketState
@@ -79,7 +79,7 @@ def test_memory_of_caches_is_as_the_settings_say_and_shrinks_with_them() -> None
     keys = iter(range(1, 10**6))
 
     def serve(blocks: int) -> None:
-        asked = request()._replace(prompt_bytes=1024 * blocks, block_keys=[next(keys) for _ in range(blocks)])
+        asked = request()._replace(prompt_bytes=1024 * blocks, block_keys=tuple(next(keys) for _ in range(blocks)))
         balancer.close(balancer.submit(asked, now=0.0), Outcome.COMPLETED, now=0.0)
 
     for _ in range(40):

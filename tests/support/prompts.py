@@ -1,0 +1,10 @@
+"""Keys of prompts without the prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def chained(blocks: Sequence[int]) -> tuple[object, ...]:
+    """The keys of a prompt of these blocks: as `core.prefix.hash_prompt` does it, each stands for all up to it."""
+    return tuple(tuple(blocks[: n + 1]) for n in range(len(blocks)))
