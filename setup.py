@@ -49,7 +49,7 @@ COMPILED = {
     ],
     "lbproxy/net": ["corked", "h1", "pool"],
     "lbproxy/proxy": ["exchange", "headers", "plain", "reading", "relay", "request", "turn"],
-    "lbproxy/control": ["histogram", "line", "recent", "telemetry"],
+    "lbproxy/control": ["histogram", "line", "recent", "telemetry", "writer"],
 }
 """By folder, what each request goes through."""
 

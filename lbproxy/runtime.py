@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Final, Protocol
 
 from lbproxy.config import Settings
 from lbproxy.core.balancer import Balancer
@@ -46,8 +46,8 @@ logger = logging.getLogger("lbproxy")
 class Sink(Protocol):
     """Gets what is observed. Must be quick and must not raise."""
 
-    def request(self, record: RequestRecord) -> None:
-        """A request ended. The record does not change any more."""
+    def ended(self, records: Sequence[RequestRecord]) -> None:
+        """These requests ended. Their records do not change any more."""
         ...
 
     def transition(self, transition: Transition) -> None:
@@ -164,8 +164,7 @@ class Runtime:
         """Tell the sinks now what ended."""
         ended, self._ended = self._ended, []
         for sink in self._sinks:
-            for record in ended:
-                sink.request(record)
+            sink.ended(ended)
 
     # Endpoints
 
@@ -345,8 +344,8 @@ class Runtime:
         self._pump()
 
 
-RESTART_FIRST_S = 0.1
-RESTART_MAX_S = 10.0
+RESTART_FIRST_S: Final = 0.1
+RESTART_MAX_S: Final = 10.0
 
 
 async def supervise(name: str, run: Callable[[], Awaitable[None]], rng: random.Random) -> None:

@@ -9,6 +9,7 @@ import functools
 import logging
 import re
 import time
+from typing import Final
 
 import orjson
 
@@ -16,8 +17,8 @@ from lbproxy.core.flows import ANONYMOUS
 from lbproxy.core.record import MAX_PATH_CHARS, RequestRecord
 from lbproxy.core.types import Outcome
 
-MAX_FIELD_CHARS = 256
-MAX_ERROR_CHARS = 512
+MAX_FIELD_CHARS: Final = 256
+MAX_ERROR_CHARS: Final = 512
 
 
 @functools.lru_cache(maxsize=4)
@@ -45,11 +46,11 @@ def plain(text: str, limit: int) -> str:
     return text
 
 
-OUTCOMES: dict[Outcome, tuple[str, int]] = {one: (one.label, one.value.status) for one in Outcome}
+OUTCOMES: Final[dict[Outcome, tuple[str, int]]] = {one: (one.label, one.value.status) for one in Outcome}
 """Label and status: an enum's `value` costs more than all the rest of a field."""
 
 
-_WARNINGS = {
+_WARNINGS: Final = {
     Outcome.UPSTREAM_BROKE,
     Outcome.CUT,
     Outcome.SATURATED,
@@ -61,16 +62,16 @@ _WARNINGS = {
     Outcome.UPSTREAM_PROTOCOL,
     Outcome.UPSTREAM_TIMEOUT,
 }
-LEVELS: dict[Outcome, int] = {
+LEVELS: Final[dict[Outcome, int]] = {
     one: logging.ERROR if one is Outcome.INTERNAL_ERROR else logging.WARNING if one in _WARNINGS else logging.INFO
     for one in Outcome
 }
 """The level of a request's line: warnings are what an operator may have to act on."""
-_LEVEL_NAMES = {one: logging.getLevelName(level).lower() for one, level in LEVELS.items()}
+_LEVEL_NAMES: Final = {one: logging.getLevelName(level).lower() for one, level in LEVELS.items()}
 
 
-_WORDS = {one: (*OUTCOMES[one], _LEVEL_NAMES[one]) for one in Outcome}
-_DECIMALS = [f".{n:03d}" for n in range(1000)]
+_WORDS: Final = {one: (*OUTCOMES[one], _LEVEL_NAMES[one]) for one in Outcome}
+_DECIMALS: Final = [f".{n:03d}" for n in range(1000)]
 
 
 def _milliseconds(seconds: float) -> str:
@@ -79,7 +80,7 @@ def _milliseconds(seconds: float) -> str:
     return str(micros // 1000) + _DECIMALS[micros % 1000]
 
 
-_HARMLESS = re.compile(r"[A-Za-z0-9._:/+=@-]{0,128}").fullmatch
+_HARMLESS: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{0,128}").fullmatch
 """What needs no escapes: every request id that is ours, or that we took from a client."""
 
 

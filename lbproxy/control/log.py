@@ -1,7 +1,7 @@
 """JSON lines on standard output: how they are written, and everything that goes through the standard library's loggers.
 
 Theory of operation. The event loop must never wait for whoever reads our log, so a line is only appended to a bounded
-queue; a thread takes what has gathered every 50 ms and writes it in one piece. Invariants:
+queue (`control.writer`); a thread takes what has gathered every 50 ms and writes it in one piece. Invariants:
 
 - Every line is one JSON object in ASCII, whatever the strings in it: a client's bytes can neither forge a line nor
   break the reader's decoder.
@@ -13,79 +13,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import threading
 import time
-from collections import deque
 
 from lbproxy.control.line import stamp
+from lbproxy.control.writer import LineWriter
 
-MAX_LINES = 16_384
-"""Lines that may wait for the thread: 1.6 s of 10,000 requests a second, in about 8 MB."""
-BATCH_S = 0.05
-BATCH_LINES = 256
-RETRY_S = 0.01
 MAX_TRACEBACK_CHARS = 8192
 AIOHTTP_LINE_EVERY_S = 1.0
-
-
-class LineWriter:
-    """Writes lines to a file descriptor (1 = standard output) from a thread of its own."""
-
-    def __init__(self, fd: int = 1) -> None:
-        self._fd = fd
-        self._lines: deque[bytes] = deque()
-        self._wake = threading.Event()
-        self._closing = threading.Event()
-        self._closed = False
-        """The same, for a look that costs nothing."""
-        # Two counts, since += is not atomic: the first is written by the loop, the second by the thread.
-        self._refused = 0
-        self._failed = 0
-        self._writing = threading.Thread(target=self._run, name="lbproxy-log", daemon=True)
-        self._writing.start()
-
-    @property
-    def dropped(self) -> int:
-        """Lines that were not written: the queue was full, or writing failed."""
-        return self._refused + self._failed
-
-    def write(self, line: bytes) -> None:
-        """Queue a line, which ends with a line feed. Never blocks; drops the line if the queue is full."""
-        lines = self._lines
-        if len(lines) >= MAX_LINES or self._closed:
-            self._refused += 1
-            return
-        lines.append(line)
-        if len(lines) == 1:  # else the thread, which looks again after each batch, has not come to those before it
-            self._wake.set()
-
-    def close(self, timeout_s: float = 2.0) -> None:
-        """Write what is queued, but wait no longer than this for a reader that takes nothing. The descriptor stays."""
-        self._closed = True
-        self._closing.set()
-        self._wake.set()
-        self._writing.join(timeout_s)
-
-    def _run(self) -> None:
-        while not self._closing.is_set():
-            self._wake.wait()
-            self._closing.wait(BATCH_S)
-            self._wake.clear()  # before the queue is emptied: a line that comes now sets it again
-            while self._lines:
-                batch = [self._lines.popleft() for _ in range(min(len(self._lines), BATCH_LINES))]
-                self._write_all(batch)
-
-    def _write_all(self, batch: list[bytes]) -> None:
-        left = memoryview(b"".join(batch))
-        while left:
-            try:
-                left = left[os.write(self._fd, left) :]
-            except BlockingIOError:  # somebody made it non-blocking, and the reader is slow
-                time.sleep(RETRY_S)
-            except OSError:  # the reader is gone, the disk is full: the next batch may go better
-                self._failed += len(batch)
-                return
 
 
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", "event"}
@@ -139,7 +73,7 @@ class LineHandler(logging.Handler):
         if record.name.startswith("aiohttp.") and not self._let_through(record):
             return
         try:
-            self._writer.write(self.format(record).encode() + b"\n")
+            self._writer.write([self.format(record).encode() + b"\n"])
         except Exception:  # noqa: BLE001 - logging's own way: a bad format string must not fail the request
             self.handleError(record)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from lbproxy.control.line import OUTCOMES, stamp
 from lbproxy.core.explain import Decision
@@ -21,7 +21,7 @@ from lbproxy.core.types import Outcome, Transition, Wait
 Fields: TypeAlias = dict[str, object]
 """A JSON object."""
 
-REFUSED = frozenset(
+REFUSED: Final = frozenset(
     {
         Outcome.SATURATED,
         Outcome.EXPIRED,
@@ -32,16 +32,16 @@ REFUSED = frozenset(
     }
 )
 """What the balancer says of requests that it does not place."""
-WAITS: dict[Wait, str] = {
+WAITS: Final[dict[Wait, str]] = {
     Wait.HELD: "the endpoint that is cheapest for it had a second of prefill queued",
     Wait.BUSY: "every endpoint had a second of prefill queued",
     Wait.FULL: "every endpoint had as many requests as it may have, or none was judged yet",
     Wait.BEHIND: "others waited, and it was their turn",
     Wait.FLOW: "its flow had as many requests as it may have",
 }
-MAX_SUMMARIES = 1000
+MAX_SUMMARIES: Final = 1000
 """Requests that one answer lists."""
-MAX_TRANSITIONS = 100
+MAX_TRANSITIONS: Final = 100
 
 
 class Recent:
@@ -59,10 +59,11 @@ class Recent:
         if limit != self._kept.maxlen:
             self._kept = deque(self._kept, maxlen=limit)
 
-    def request(self, record: RequestRecord) -> None:
+    def ended(self, records: Sequence[RequestRecord]) -> None:
         """See runtime.Sink."""
-        if record.attempts or record.wait is not None or record.outcome in REFUSED:  # it came to the balancer
-            self._kept.append(record)
+        for record in records:
+            if record.attempts or record.wait is not None or record.outcome in REFUSED:  # it came to the balancer
+                self._kept.append(record)
 
     def transition(self, transition: Transition) -> None:
         """See runtime.Sink."""

@@ -17,10 +17,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from http import HTTPStatus
-from typing import Protocol
+from typing import Final, Protocol
 
 from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
@@ -29,6 +28,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from lbproxy import __version__
 from lbproxy.config import LogSettings
 from lbproxy.control.discovery import Discovery
+from lbproxy.control.endpoint_families import one_per_name, render_endpoints
 from lbproxy.control.families import (
     Door,
     Load,
@@ -50,12 +50,11 @@ from lbproxy.control.families import (
 )
 from lbproxy.control.histogram import Histogram
 from lbproxy.control.line import LEVELS, OUTCOMES, access_line
-from lbproxy.control.log import LineWriter, configure_logging
+from lbproxy.control.log import configure_logging
 from lbproxy.control.scraper import Scraper
-from lbproxy.core.breaker import Cause
+from lbproxy.control.writer import LineWriter
 from lbproxy.core.record import RequestRecord
 from lbproxy.core.types import (
-    EndpointSnapshot,
     EndpointUid,
     Health,
     Outcome,
@@ -67,16 +66,16 @@ from lbproxy.pulse import Pulse
 
 logger = logging.getLogger("lbproxy")
 
-MAX_MODEL_LABELS = 100
-MAX_LABEL_CHARS = 128
-MAX_TRANSITION_COUNTS = 4096
+MAX_MODEL_LABELS: Final = 100
+MAX_LABEL_CHARS: Final = 128
+MAX_TRANSITION_COUNTS: Final = 4096
 """About what 1,024 endpoints with the states that most know can have: then those that left are forgotten."""
-MODELS_EVERY_S = 1.0
+MODELS_EVERY_S: Final = 1.0
 """How often an unknown model name may make us look again at what the endpoints serve."""
-OTHER = "other"
-SAMPLES_A_TURN = 1000
+OTHER: Final = "other"
+SAMPLES_A_TURN: Final = 1000
 """Of a page of metrics: to write so many takes about 5 ms."""
-ENDPOINTS_A_TURN = 50
+ENDPOINTS_A_TURN: Final = 50
 """Of more the page is written in a thread."""
 
 # Seconds; with +Inf 12 buckets each. A short chat answer takes about 1 s, a long generation minutes.
@@ -85,8 +84,8 @@ FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0, 1
 LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 10.0, 30.0)
 
-_BROKEN = {OUTCOMES[one][0] for one in (Outcome.UPSTREAM_BROKE, Outcome.CUT)}
-_CODES_SHOWN = frozenset(map(int, HTTPStatus)) | {status for _, status in OUTCOMES.values()}
+_BROKEN: Final = {OUTCOMES[one][0] for one in (Outcome.UPSTREAM_BROKE, Outcome.CUT)}
+_CODES_SHOWN: Final = frozenset(map(int, HTTPStatus)) | {status for _, status in OUTCOMES.values()}
 
 
 class Snapshots(Protocol):
@@ -193,8 +192,17 @@ class Telemetry:
 
     # Sink
 
-    def request(self, record: RequestRecord) -> None:
-        """See runtime.Sink. 5 µs, the access log's line included."""
+    def ended(self, records: Sequence[RequestRecord]) -> None:
+        """See runtime.Sink. 5 µs each, the access log's line included."""
+        lines: list[bytes] = []
+        for record in records:
+            self._count(record)
+            if self._write_access is not None and LEVELS[record.outcome] >= self._access_level:
+                lines.append(access_line(record))
+        if lines and self._write_access is not None:
+            self._write_access(lines)
+
+    def _count(self, record: RequestRecord) -> None:
         outcome, status = OUTCOMES[record.outcome]
         started_at, first_byte_at, route = record.started_at, record.first_byte_at, record.route
         self._requests[route, outcome, record.status or status] += 1
@@ -223,8 +231,6 @@ class Telemetry:
             if label is None:
                 label = self._label_new_model(model, record.ended_at)
             self._by_model[label, outcome] += 1
-        if self._write_access is not None and LEVELS[record.outcome] >= self._access_level:
-            self._write_access(access_line(record))
 
     def _count_tokens(self, usage: Usage, predicted: float | None) -> None:
         self._tokens[0] += usage.prompt_tokens or 0
@@ -277,11 +283,11 @@ class Telemetry:
         """
         snapshot = self._snapshot()
         self._forget_the_gone(snapshot)
-        endpoints, ejections = _one_per_name(snapshot.endpoints), dict(self._ejections)
+        endpoints, ejections = one_per_name(snapshot.endpoints), dict(self._ejections)
         if len(endpoints) > ENDPOINTS_A_TURN:
-            pieces = await asyncio.to_thread(_render_endpoints, endpoints, ejections)
+            pieces = await asyncio.to_thread(render_endpoints, endpoints, ejections)
         else:
-            pieces = _render_endpoints(endpoints, ejections)
+            pieces = render_endpoints(endpoints, ejections)
         written = 0
         for family in self._families(snapshot):
             written += len(family.samples)
@@ -329,7 +335,12 @@ class Telemetry:
         for (route, outcome, status), count in self._requests.items():
             code = str(status) if status in _CODES_SHOWN else f"{status // 100}xx"
             requests[route, outcome, code] += count
-        yield counters("requests", "Requests that ended, by route, outcome and status", ROUTE_LABELS, requests.items())
+        yield counters(
+            "requests",
+            "Requests that ended, by route, outcome and status",
+            ("route", "outcome", "code"),
+            requests.items(),
+        )
         duration = histogram("request_duration_seconds", "From a request's head to its end; refused ones left out")
         text = "From a request's head to its answer's first body byte; that of an answer that is no stream is its end"
         first_byte = histogram("time_to_first_byte_seconds", text, ("route", "stream"))
@@ -397,103 +408,3 @@ class Telemetry:
         text = "When settings were last taken over, in seconds since 1970"
         yield gauge("config_last_reload_success_timestamp_seconds", text, self.loads.succeeded_at)
         yield gauges("build_info", "Always 1", ("version",), [((__version__,), 1.0)])
-
-
-# --- Families ---------------------------------------------------------------------------------------------------------
-
-ROUTE_LABELS = ("route", "outcome", "code")
-
-
-@dataclass(frozen=True)
-class _EndpointGauge:
-    name: str
-    help: str
-    read: Callable[[EndpointSnapshot], float | None]
-    """None: no sample."""
-
-
-def _up(one: EndpointSnapshot) -> float:
-    return float(one.health is Health.UP)
-
-
-def _waiting(one: EndpointSnapshot) -> float | None:
-    return None if one.stale or one.metrics is None else one.metrics.waiting
-
-
-def _running(one: EndpointSnapshot) -> float | None:
-    return None if one.stale or one.metrics is None else one.metrics.running
-
-
-def _kv_utilization(one: EndpointSnapshot) -> float | None:
-    return None if one.stale or one.metrics is None else one.metrics.kv_utilization
-
-
-_ENDPOINT_GAUGES = (
-    _EndpointGauge("up", "1 while the endpoint is healthy, and not ejected", _up),
-    _EndpointGauge(
-        "readmitted", "1 while it is used though ejected, as too few are left: panic", lambda one: float(one.readmitted)
-    ),
-    _EndpointGauge("share", "Share that its slow start allows, 0.1 to 1", lambda one: one.share),
-    _EndpointGauge("draining", "1 while the endpoint gets no new requests", lambda one: float(one.draining)),
-    _EndpointGauge(
-        "backing_off", "1 while it is left alone because it refused or failed", lambda one: float(one.backing_off)
-    ),
-    _EndpointGauge("in_flight", "Our requests on the endpoint", lambda one: one.in_flight),
-    _EndpointGauge(
-        "awaiting_first_byte", "Those of them that it has not begun to answer", lambda one: one.awaiting_first_byte
-    ),
-    _EndpointGauge("waiting", "Requests queued in the engine, by its own fresh metrics", _waiting),
-    _EndpointGauge("running", "Requests that the engine computes, by its own fresh metrics", _running),
-    _EndpointGauge("kv_utilization", "Share of the KV cache in use, 0 to 1, by fresh metrics", _kv_utilization),
-    _EndpointGauge(
-        "metrics_age_seconds", "Age of the newest good scrape or load report", lambda one: one.metrics_age_s
-    ),
-)
-
-
-def _render_endpoints(endpoints: Sequence[EndpointSnapshot], ejections: Mapping[tuple[str, str], int]) -> list[bytes]:
-    """May run in a thread: it reads nothing that changes."""
-    return [render(family) for family in _endpoint_families(endpoints, ejections)]
-
-
-def _endpoint_families(
-    endpoints: Sequence[EndpointSnapshot], ejections: Mapping[tuple[str, str], int]
-) -> Iterator[Metric]:
-    for one_gauge in _ENDPOINT_GAUGES:
-        rows = [((one.endpoint.name,), one_gauge.read(one)) for one in endpoints]
-        yield gauges(f"endpoint_{one_gauge.name}", one_gauge.help, ("endpoint",), rows)
-    states = [
-        ((one.endpoint.name, health.value), float(one.health is health)) for one in endpoints for health in Health
-    ]
-    yield gauges("endpoint_health", "1 for the state that the endpoint is in", ("endpoint", "state"), states)
-    text = "Times that the breaker took an endpoint out, by why"
-    keys = [(one.endpoint.name, cause.value) for one in endpoints for cause in Cause]
-    yield counters("endpoint_ejections", text, ("endpoint", "cause"), [(key, ejections.get(key, 0)) for key in keys])
-    text = "Tokens of streams that came from the endpoint, as far as is known, counted four times a second"
-    yield counters(
-        "endpoint_streamed_tokens",
-        text,
-        ("endpoint",),
-        [((one.endpoint.name,), one.tokens_streamed) for one in endpoints],
-    )
-    text = "Load reports in the headers of an endpoint's answers, by whether they could be read"
-    reports = [
-        ((one.endpoint.name, word), count)
-        for one in endpoints
-        for word, count in (("ok", one.load_reports), ("malformed", one.malformed_reports))
-        if one.asks_load or count
-    ]
-    yield counters("load_reports", text, ("endpoint", "result"), reports)
-
-
-def _one_per_name(endpoints: Iterable[EndpointSnapshot]) -> list[EndpointSnapshot]:
-    """An endpoint that is leaving may have a successor of the same name: the member stands for both, requests added."""
-    by_name: dict[str, EndpointSnapshot] = {}
-    for one in endpoints:  # members come first
-        first = by_name.get(one.endpoint.name)
-        if first is not None:
-            in_flight = first.in_flight + one.in_flight
-            awaiting = first.awaiting_first_byte + one.awaiting_first_byte
-            one = replace(first, in_flight=in_flight, awaiting_first_byte=awaiting)  # noqa: PLW2901
-        by_name[one.endpoint.name] = one
-    return list(by_name.values())

@@ -12,6 +12,7 @@ of a step-level simulation of vLLM; docs/routing.md says what each is worth.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final, cast
 
 from lbproxy.core.estimate import LoadModel, PoolModel
 from lbproxy.core.placement import freed_per_ms
@@ -19,77 +20,44 @@ from lbproxy.core.prefix import BLOCK_BYTES
 from lbproxy.core.pricing import Plan, Policy, Prices
 from lbproxy.core.types import EndpointState, InferenceRequest
 
-STALL = 0.3
+STALL: Final = 0.3
 """Share of a prefill's time by which each stream on the endpoint is held up (chunked prefill shares the step)."""
-DECODE = 0.15
+DECODE: Final = 0.15
 """What a millisecond of decode is worth beside one of waiting for the first token."""
-SPACE = 20.0
+SPACE: Final = 20.0
 """What a full cache is worth, in prefills of the same prompt."""
-MAX_SPACE_WAIT_MS = 60_000.0
-MIN_FREED_PER_MS = 0.05
+MAX_SPACE_WAIT_MS: Final = 60_000.0
+MIN_FREED_PER_MS: Final = 0.05
 
 
-class _Seen:
-    """What the price of one candidate was added up from. An object of its own, as compiled it holds bare numbers."""
+class _Parts:
+    """What the price of one candidate was added up from, in milliseconds. Kept for as long as the decision is, and an
+    object of its own, as compiled it holds bare numbers.
+    """
 
-    __slots__ = (
-        *("base", "context", "depth", "gap", "live", "room", "size"),
-        *("slope", "space_wait", "speed", "streams", "wait"),
-    )
+    __slots__ = ("adapter", "base", "cache_space", "decode", "prefill", "slow_down", "space_wait", "stall", "wait")
 
     def __init__(  # noqa: PLR0913, PLR0917 - as many as there are
         self,
-        speed: float,
-        context: float,
-        depth: int,
-        size: int,
         base: float,
         wait: float,
-        streams: float,
-        gap: float,
-        slope: float,
-        live: float,
-        room: float,
+        prefill: float,
+        stall: float,
+        decode: float,
+        slow_down: float,
+        cache_space: float,
         space_wait: float,
     ) -> None:
-        self.speed = speed
-        self.context = context
-        self.depth = depth
-        self.size = size
         self.base = base
         self.wait = wait
-        self.streams = streams
-        self.gap = gap
-        self.slope = slope
-        self.live = live
-        self.room = room
+        self.prefill = prefill
+        self.stall = stall
+        self.decode = decode
+        self.slow_down = slow_down
+        self.cache_space = cache_space
         self.space_wait = space_wait
-
-
-class _Notes:
-    """What prices were added up from, made for each request."""
-
-    __slots__ = ("adapters", "block", "output", "prompt", "seen", "space", "token_ms")
-
-    def __init__(  # noqa: PLR0913, PLR0917 - as many as there are
-        self,
-        seen: list[_Seen],
-        token_ms: float,
-        output: float,
-        prompt: float,
-        block: float,
-        space: float,
-        adapters: list[float] | None,
-    ) -> None:
-        self.seen = seen
-        """For each candidate."""
-        self.token_ms = token_ms
-        self.output = output
-        self.prompt = prompt
-        self.block = block
-        self.space = space
-        self.adapters = adapters
-        """What the request waits for its adapter, if it is one."""
+        self.adapter = -1.0
+        """Below 0: the request wants none."""
 
 
 class Adaptive(Policy):
@@ -117,7 +85,7 @@ class Adaptive(Policy):
         space = SPACE * token_ms * pool.hit_ratio * (1.0 + STALL * mean_load)
         space_tokens, decode = pool.size.space_tokens, DECODE * output
         costs, waits, uncached_tokens = [], [], []
-        seen: list[_Seen] | None = [] if self.explains else None
+        notes: list[_Parts] | None = [] if self.explains else None
         for load in loads:
             if load.due_at <= now:
                 load.expire(now)
@@ -151,52 +119,49 @@ class Adaptive(Policy):
             cache, live, capacity = load.cache, load.live_tokens, load.capacity_tokens
             room = load.told_tokens or space_tokens
             first = load.base_ms if load.base_until > now else base
+            space_cost = space * ((cache.size * block + live) / room) * uncached
             cost = first + wait + prefill * (1.0 + STALL * streams) + decode * (gap + streams * slope * prompt)
-            cost += space * ((cache.size * block + live) / room) * uncached
+            cost += space_cost
             # Space for this request and for what those in flight will still say, as far as it is not there.
             growth = in_flight * output - live
             over = cache.pinned * block + (growth if growth > live else live) + blocks - cached + output - capacity
             late = space_wait_ms(load, over, now) if over > 0.0 else 0.0
             cost += late
-            if seen is not None:
-                context, depth, size = load.context_tokens, depths[load.slot], cache.size
-                one = _Seen(load.speed, context, depth, size, first, wait, streams, own_gap, slope, live, room, late)
-                seen.append(one)
+            if notes is not None:
+                stall, slow_down = prefill * STALL * streams, decode * streams * slope * prompt
+                notes.append(_Parts(first, wait, prefill, stall, decode * gap, slow_down, space_cost, late))
             costs.append(cost)
             waits.append(wait)
             uncached_tokens.append(uncached)
         adapters = _adapter_ms(loads, request.model, pool, now)
         if adapters is not None:
             costs = [cost + adapter for cost, adapter in zip(costs, adapters, strict=True)]
-        notes = None if seen is None else _Notes(seen, token_ms, output, prompt, block, space, adapters)
+            for parts, adapter in zip(notes or (), adapters, strict=False):
+                parts.adapter = adapter
         return Prices(costs, waits, uncached_tokens, notes)
 
     def explain(self, notes: object, *, shown: Sequence[int]) -> list[dict[str, float]]:
         """The terms of the module's docstring, in milliseconds, if `price` was to note them."""
         if notes is None:
             return []
-        assert isinstance(notes, _Notes)
-        parts = [_parts(notes, notes.seen[n]) for n in shown]
-        if notes.adapters is not None:
-            for one, n in zip(parts, shown, strict=True):
-                one["adapter"] = notes.adapters[n]
-        return parts
+        parts = cast("list[_Parts]", notes)
+        return [_named(parts[n]) for n in shown]
 
 
-def _parts(notes: _Notes, seen: _Seen) -> dict[str, float]:
-    """The terms that `Adaptive.price` adds up for one candidate."""
-    uncached = max(1.0, notes.prompt - seen.depth * notes.block)
-    prefill = uncached * notes.token_ms * seen.speed
-    return {
-        "base": seen.base,
-        "wait": seen.wait,
-        "prefill": prefill,
-        "stall": prefill * STALL * seen.streams,
-        "decode": DECODE * notes.output * (seen.gap + seen.slope * (seen.context + notes.prompt)),
-        "slow_down": DECODE * notes.output * seen.streams * seen.slope * notes.prompt,
-        "cache_space": notes.space * (seen.size * notes.block + seen.live) / seen.room * uncached,
-        "space_wait": seen.space_wait,
+def _named(parts: _Parts) -> dict[str, float]:
+    named = {
+        "base": parts.base,
+        "wait": parts.wait,
+        "prefill": parts.prefill,
+        "stall": parts.stall,
+        "decode": parts.decode,
+        "slow_down": parts.slow_down,
+        "cache_space": parts.cache_space,
+        "space_wait": parts.space_wait,
     }
+    if parts.adapter >= 0.0:
+        named["adapter"] = parts.adapter
+    return named
 
 
 def space_wait_ms(load: LoadModel, over_tokens: float, now: float) -> float:

@@ -16,22 +16,23 @@ from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import chain
 from math import exp
+from typing import Final
 
 from lbproxy.config import AdmissionSettings
 from lbproxy.core.flows import Flow, Flows
 from lbproxy.core.types import InferenceRequest, Ticket
 
-AGEING_S = 10.0
+AGEING_S: Final = 10.0
 """A request that has waited so long counts as half its work, after twice that as a third: nobody starves."""
-WORK_S = 0.5
+WORK_S: Final = 0.5
 """How long a waiting request's least work is believed: caches change."""
-LOOKUPS = 512
+LOOKUPS: Final = 512
 """And how many are asked for anew in one plan, the oldest first, so that 10,000 that wait do not hold up the loop:
 at a plan each 10 ms, 25,000 are as fresh as `WORK_S` says."""
 
-FAIR = 256
+FAIR: Final = 256
 """Tickets of a priority that take turns by their flows; a plan never gets so far."""
-PACE_S = 5.0
+PACE_S: Final = 5.0
 """Over which time the queue's pace is averaged."""
 
 

@@ -13,15 +13,16 @@ verdict, which is for `core.breaker`: when every candidate is backing off, all o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from lbproxy.core.retry import FailureKind
 from lbproxy.core.types import EndpointState
 
-FIRST_S = 1.0
-MAX_S = 10.0
-SUSPECT_AFTER = 3
+FIRST_S: Final = 1.0
+MAX_S: Final = 10.0
+SUSPECT_AFTER: Final = 3
 """Answers 500 in a row."""
-_SAYS_SO = frozenset({FailureKind.BUSY, FailureKind.LIMITED})
+_SAYS_SO: Final = frozenset({FailureKind.BUSY, FailureKind.LIMITED})
 
 
 class Backpressure:

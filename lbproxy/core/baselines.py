@@ -10,14 +10,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from math import ceil, inf
-from typing import cast
+from typing import Final, cast
 
 import xxhash
 
 from lbproxy.core.pricing import Plan, Policy, Prices
 from lbproxy.core.types import EndpointState, InferenceRequest
 
-BASELINE_BLOCK_BYTES = 256
+BASELINE_BLOCK_BYTES: Final = 256
 """About 64 tokens."""
 
 

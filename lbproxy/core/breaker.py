@@ -18,16 +18,17 @@ from __future__ import annotations
 
 import random
 from enum import Enum
+from typing import Final
 
 from lbproxy.config import BreakerSettings
 from lbproxy.core.retry import FailureKind
 
-SLOTS = 6
-SLOT_S = 5.0
+SLOTS: Final = 6
+SLOT_S: Final = 5.0
 """The window of the success rate: 30 s, forgotten by the slot."""
-MIN_SAMPLES = 5
-JITTER = 0.5
-FAULTS = frozenset(
+MIN_SAMPLES: Final = 5
+JITTER: Final = 0.5
+FAULTS: Final = frozenset(
     {FailureKind.CONNECT, FailureKind.RESET, FailureKind.PROTOCOL, FailureKind.TIMEOUT, FailureKind.GATEWAY}
 )
 """What counts in a row."""

@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
 from math import inf, log
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from lbproxy.core.prefix import BlockKey
 
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from lbproxy.core.placement import Placement
     from lbproxy.core.types import Usage
 
-SEGMENT_BLOCKS = 16
+SEGMENT_BLOCKS: Final = 16
 """The order of last use is kept by segments of so many blocks: 1.3 % of a cache of 300,000 tokens."""
-MAX_STEPS = 16
+MAX_STEPS: Final = 16
 """At most so many distances are noted of one prompt."""
-FEW_KEYS = 4
+FEW_KEYS: Final = 4
 """A prompt of fewer blocks says too little of how many tokens a block has."""
 SLACK = 0.5, 0.03
 """Where in its prompt a block lies is known to so many blocks, and to this share of the way."""
-REMEMBERED = 1.5
+REMEMBERED: Final = 1.5
 """Times the believed size: what is older is forgotten."""
-DOUBT = 0.99
+DOUBT: Final = 0.99
 """What is left of a hit's word when a miss contradicts it. After a restart that nobody told of there are many such."""
-GUESSED_TOKENS = 2_000_000
+GUESSED_TOKENS: Final = 2_000_000
 """Of a cache whose size nobody says. High: half the true size was found to cost far more than twice."""
-SMALLEST_TOKENS = 100_000
+SMALLEST_TOKENS: Final = 100_000
 """Caches of servers that are worth balancing are hardly smaller."""
 
 

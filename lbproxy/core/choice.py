@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from math import inf
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from lbproxy.config import AdmissionSettings
 from lbproxy.core.admission import WaitingQueue
@@ -23,9 +23,9 @@ from lbproxy.core.flows import Flows
 from lbproxy.core.pricing import Plan, Policy, Prices
 from lbproxy.core.types import EndpointState, Outcome, Ticket, Wait
 
-HOLD_MS = 1000.0
+HOLD_MS: Final = 1000.0
 """An endpoint with more prefill work than this gets no more. Less starves the engines, more binds too early."""
-SHARED_HOLD_MS = 250.0
+SHARED_HOLD_MS: Final = 250.0
 """The same where several flows or priorities share the endpoints: all that is placed before a request goes before it,
 whosever turn it is. Engines are as busy with it (benchmarks/FAIRNESS.md)."""
 
@@ -236,8 +236,13 @@ class Choice:
             return good[0]
         if not self._tolerance:
             return self._rng.choice(good)
-        oldest = min(candidates[index].placed_seq for index in good)
-        return self._rng.choice([index for index in good if candidates[index].placed_seq == oldest])
+        oldest = min([candidates[index].placed_seq for index in good])
+        oldest_of = [index for index in good if candidates[index].placed_seq == oldest]
+        if len(oldest_of) > 1:
+            return self._rng.choice(oldest_of)
+        while self._rng.getrandbits(1):  # what a choice of one draws, in a tenth of its time: seeds mean what they did
+            pass
+        return oldest_of[0]
 
     def _decision(
         self,

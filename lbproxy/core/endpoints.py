@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, fields
 from itertools import islice
 from math import inf
 from operator import attrgetter
+from typing import Final
 
 from lbproxy.config import BreakerSettings, HealthSettings, ScrapeSettings
 from lbproxy.core import health
@@ -39,14 +40,14 @@ from lbproxy.core.types import (
     ModelCard,
 )
 
-TRIAL_S = 0.5
+TRIAL_S: Final = 0.5
 """Between two requests that try an endpoint that is down, when nobody is up."""
-DIAL_S = 0.35
+DIAL_S: Final = 0.35
 """Between any two connections to one that is down, probes included: less than three in a second."""
-DIAL_ANY_S = 0.005
+DIAL_ANY_S: Final = 0.005
 """Between any two to any of those that are down, on average: dialling costs up to 1 ms, and many may be down."""
 
-NOTHING = LoadMetrics(scraped_at=-inf)
+NOTHING: Final = LoadMetrics(scraped_at=-inf)
 """Of an endpoint that said nothing yet."""
 
 
@@ -422,8 +423,8 @@ def _served(models: dict[str, ModelCard] | None) -> dict[str, str | None] | None
     return None if models is None else {card.id: card.parent for card in models.values()}
 
 
-_FACTS = [one.name for one in fields(EndpointSpec)]
-_facts_of = attrgetter(*_FACTS)
+_FACTS: Final = [one.name for one in fields(EndpointSpec)]
+_facts_of: Final = attrgetter(*_FACTS)
 
 
 def _identified(spec: EndpointSpec, uid: EndpointUid) -> Endpoint:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
+from typing import Final
 
 from mypy_extensions import mypyc_attr
 
@@ -32,17 +33,18 @@ from lbproxy.core.pricing import Policy
 from lbproxy.core.types import EndpointState, InferenceRequest, LoadMetrics, Usage
 from lbproxy.core.window import LATE_S, Window
 
-GROUP_S = 0.001
+GROUP_S: Final = 0.001
 """First bytes of one endpoint that are no further apart left the same prefill step."""
-RECENT_S = 180.0
+RECENT_S: Final = 180.0
 """The time constant of `LoadModel.recent_tokens`."""
-OWN_BASE = 0.5
+OWN_BASE: Final = 0.5
 """An endpoint's fixed time is taken for its own, not for noise, if it is off the pool's by more than this, in ln."""
-OWN_S = 30.0
+OWN_S: Final = 30.0
 """And what was learned of an endpoint counts for so long after its last sample, then the pool's does: one that looks
 slow gets few requests to show that it is not, and one that is new has none to show."""
-FEW_TOKENS, MANY_TOKENS = 256, 1024
-"""A prefill of fewer tokens shows the fixed time, one of more the time per token."""
+FEW_TOKENS: Final = 256
+MANY_TOKENS: Final = 1024
+"""A prefill of fewer than `FEW_TOKENS` shows the fixed time, one of more than this the time per token."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)  # the simulation has one
@@ -243,9 +245,7 @@ class LoadModel:
         pool, cache = self.pool, self.cache
         placement = Placement(self, request, now)
         keys = request.block_keys
-        prompt = request.prompt_bytes / pool.bytes_per_token
-        if prompt < 1.0:  # noqa: PLR1730
-            prompt = 1.0
+        prompt = max(1.0, request.prompt_bytes / pool.bytes_per_token)
         matched = 0
         block_tokens = pool.index.block_bytes / pool.bytes_per_token
         if keys:
@@ -348,8 +348,8 @@ class LoadModel:
         if self.learner is not None and prefilled:
             self.learner.ended(placement, usage, output)
             self.capacity_tokens = self.learner.size.tokens
-        freed_tokens = freed * pool.index.block_bytes / pool.bytes_per_token + output
         before, at = self.freed
+        freed_tokens = freed * pool.index.block_bytes / pool.bytes_per_token + output
         self.freed = before * math.exp((at - now) / FREED_S) + freed_tokens, now
         if placement.adapter is not None:
             self.adapters.closed(placement.adapter, now)

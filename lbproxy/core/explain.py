@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from typing import Final
 
 from lbproxy.core.pricing import Policy
 from lbproxy.core.types import Endpoint, EndpointState, Ticket
 
-MAX_SHOWN = 16
-IN_FULL_PER_S = 500
+MAX_SHOWN: Final = 16
+IN_FULL_PER_S: Final = 500
 """In a fleet of more than `MAX_SHOWN`."""
 
 

@@ -21,27 +21,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, exp2, inf
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from lbproxy.config import FlowSettings, FlowsSettings
 from lbproxy.core.types import InferenceRequest, Ticket, Usage
 
-MAX_FLOWS = 1024
+MAX_FLOWS: Final = 1024
 """Besides those that the settings name."""
-ANONYMOUS = "anonymous"
+ANONYMOUS: Final = "anonymous"
 """The flow of requests that say nothing of theirs."""
-OTHERS = "others"
+OTHERS: Final = "others"
 """The flow of those that find no room in the table."""
-OUTPUT_COST = 2.0
+OUTPUT_COST: Final = 2.0
 """Of a token of the answer, beside one of the prompt that is not cached."""
-BYTES_PER_TOKEN = 4.0
+BYTES_PER_TOKEN: Final = 4.0
 """Where nobody looks at prompts."""
-FIRST_GUESS_TOKENS = 200.0
+FIRST_GUESS_TOKENS: Final = 200.0
 """Of an answer, before a flow had any."""
-MINUTE_S = 60.0
-SHARED_S = 10.0
+MINUTE_S: Final = 60.0
+SHARED_S: Final = 10.0
 """For so long after another flow or priority had its turn, the endpoints are shared."""
-MAX_RETRY_AFTER_S = 60.0
+MAX_RETRY_AFTER_S: Final = 60.0
 
 
 class Bucket:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
+from typing import Final
 
 from lbproxy.config import BreakerSettings, HealthSettings
 from lbproxy.core import health
@@ -24,13 +25,13 @@ from lbproxy.core.retry import FailureKind
 from lbproxy.core.slow_start import SlowStart
 from lbproxy.core.types import EndpointState, Health, Outcome, Ticket, Transition
 
-OWN_START_S = 30.0
+OWN_START_S: Final = 30.0
 """Endpoints that come up for the first time, so soon after the first of all, are as old as we are: no slow start."""
-_PROBES_PROVE = frozenset({Cause.FAULTS, Cause.UNREACHABLE})
+_PROBES_PROVE: Final = frozenset({Cause.FAULTS, Cause.UNREACHABLE})
 """Of an endpoint ejected for something else, good probes prove nothing: its health path was fine all along."""
 
 
-_CAUSES = {
+_CAUSES: Final = {
     FailureKind.CONNECT: Cause.UNREACHABLE,
     FailureKind.RESET: Cause.FAULTS,
     FailureKind.PROTOCOL: Cause.FAULTS,

@@ -16,15 +16,15 @@ import math
 from collections import OrderedDict
 from collections.abc import Collection
 from enum import Enum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-DEFAULT_SLOTS = 4
+DEFAULT_SLOTS: Final = 4
 """Adapters in one batch when the engine does not say (`max_loras`); vLLM's own default of 1 is rarely kept."""
-MAX_REMEMBERED = 256
+MAX_REMEMBERED: Final = 256
 """Adapters remembered per endpoint besides those with a slot, most recently used."""
-STALLED = 16
+STALLED: Final = 16
 """Streams that a load holds up, as far as they count."""
-NEVER = float("-inf")
+NEVER: Final = float("-inf")
 
 
 class Arrival(Enum):

@@ -10,23 +10,23 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import orjson
 
 from lbproxy.core.outline import WHOLE_BYTES, cost, outline
 from lbproxy.core.types import LbError, ModelCard, Outcome
 
-MAX_MODEL_CHARS = 256
-LENIENT_JSON_COST = 4 << 20
+MAX_MODEL_CHARS: Final = 256
+LENIENT_JSON_COST: Final = 4 << 20
 """Up to here (see `core.outline`) a body that orjson refuses (NaN, lone surrogates) is read again by the standard
 library, which is slower, but accepts what the model servers' own parsers accept."""
-_UTF8 = {"utf-8", "utf-8-sig"}
+_UTF8: Final = {"utf-8", "utf-8-sig"}
 """What JSON is written in between systems (RFC 8259, section 8.1). Python's json would read UTF-16 too, other servers
 would not, and nothing could be put into it as bytes."""
-MAX_MODEL_CARDS = 10_000
-MAX_TOKENS = 1 << 31
-MULTIPART_MODEL_BYTES = 64 << 10
+MAX_MODEL_CARDS: Final = 10_000
+MAX_TOKENS: Final = 1 << 31
+MULTIPART_MODEL_BYTES: Final = 64 << 10
 """How far into a multipart body the `model` field is looked for."""
 
 
@@ -89,8 +89,8 @@ def _load(body: bytes) -> object:
     raise LbError(Outcome.INVALID_JSON, f"The request body is not valid JSON: {problem}")
 
 
-_DISPOSITION = re.compile(rb"(?:^|\r\n)content-disposition:[ \t]*form-data;([^\r\n]*)\r\n", re.IGNORECASE)
-_NAMED_MODEL = re.compile(rb"(?:^|;)[ \t]*name=(?:\"model\"|model)[ \t]*(?:;|$)", re.IGNORECASE)
+_DISPOSITION: Final = re.compile(rb"(?:^|\r\n)content-disposition:[ \t]*form-data;([^\r\n]*)\r\n", re.IGNORECASE)
+_NAMED_MODEL: Final = re.compile(rb"(?:^|;)[ \t]*name=(?:\"model\"|model)[ \t]*(?:;|$)", re.IGNORECASE)
 
 
 def read_multipart_model(body: bytes) -> str | None:
@@ -123,13 +123,13 @@ def rename_multipart_model(body: bytes, model: str) -> bytes:
     return body if span is None else body[: span[0]] + model.encode() + body[span[1] :]
 
 
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-_MODEL_KEY = re.compile(
+_STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_MODEL_KEY: Final = re.compile(
     rb'"(?<!\\")(?:m|\\u006[dD])(?:o|\\u006[fF])(?:d|\\u0064)(?:e|\\u0065)(?:l|\\u006[cC])"[ \t\r\n]*:[ \t\r\n]*'
 )
 """The key `model` in each of its spellings, wherever in a valid JSON text. A quote that opens a string never follows a
 backslash; one that ends it, and so might only seem to open `model`, is followed by a comma, colon or bracket."""
-MAX_MODEL_KEYS = 1000
+MAX_MODEL_KEYS: Final = 1000
 
 
 def rename_model(body: bytes, model: str) -> bytes:
@@ -162,7 +162,7 @@ def rename_model(body: bytes, model: str) -> bytes:
     return b"".join((*pieces, body[done:]))
 
 
-_OPENING = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*\{[ \t\r\n]*")
+_OPENING: Final = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*\{[ \t\r\n]*")
 
 
 def with_model(body: bytes, model: str) -> bytes:

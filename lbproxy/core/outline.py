@@ -13,23 +13,24 @@ name can be.
 from __future__ import annotations
 
 import re
+from typing import Final
 
 from lbproxy.core.types import LbError, Outcome
 
-WHOLE_BYTES = 256 << 10
+WHOLE_BYTES: Final = 256 << 10
 """A body up to here is parsed at once: the worst of this size takes 35 ms."""
 SLICE_BYTES = 32 << 10
-SLICES_AT_ONCE = 8
+SLICES_AT_ONCE: Final = 8
 """About 1 ms of the loop, 4 ms at worst."""
 KEPT_HEAD_BYTES = 2 << 10
 """What is left of a slice of a string, at least: more than `MAX_MODEL_CHARS`, however they are written."""
 KEPT_BYTES = 2 << 20
 """So much of long strings is left whole: prompts are told apart by how they begin."""
-MAX_COST = 16_000_000
+MAX_COST: Final = 16_000_000
 """In bytes of plain text, each about 2.5 ns: 40 ms of the loop."""
 COSTS = ((b":", 140), (b"[", 105), (b"{", 75), (b",", 20))
 """What each costs more than its byte, in bytes of text: a key, a list, an object, one more value."""
-_PLAIN = re.compile(rb"[ !#-\[\]-\x7e]{8}")
+_PLAIN: Final = re.compile(rb"[ !#-\[\]-\x7e]{8}")
 """Where a string can be cut: no escape is longer, and no character of several bytes is among them."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import exp
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from lbproxy.core.lora import Arrival
 from lbproxy.core.types import InferenceRequest
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from lbproxy.core.capacity import Step
     from lbproxy.core.estimate import LoadModel
 
-NEVER = float("inf")
-FREED_S = 15.0
+NEVER: Final = float("inf")
+FREED_S: Final = 15.0
 """Over which time freed cache space is averaged."""
 
 

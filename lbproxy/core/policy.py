@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias, cast
+from typing import Final, TypeAlias, cast
 
 from lbproxy.config import RoutingSettings
 from lbproxy.core.adaptive import Adaptive
@@ -120,7 +120,7 @@ class Weighted(Policy):
 # The scorers and weights of the Gateway API Inference Extension's default profile, with its max-score picker.
 GIE_WEIGHTS = (("queue", 2.0), ("kv-utilization", 2.0), ("prefix", 3.0))
 
-POLICIES: Mapping[str, Callable[[RoutingSettings, random.Random], Policy]] = {
+POLICIES: Final[Mapping[str, Callable[[RoutingSettings, random.Random], Policy]]] = {
     "adaptive": lambda _, __: Adaptive(),
     "least-request": lambda _, __: LeastRequest(),
     "round-robin": lambda _, __: RoundRobin(),

@@ -13,24 +13,24 @@ import json
 from array import array
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import TypeAlias, cast
+from typing import Final, TypeAlias, cast
 
 import orjson
 import xxhash
 
-BLOCK_BYTES = 1024
+BLOCK_BYTES: Final = 1024
 """About 256 tokens of English. Smaller blocks find no more (64 tokens were tried) and cost four times as much."""
 MAX_PROMPT_BYTES = 8 << 20
 """How much of a prompt is flattened and hashed: about 2 million tokens, more than engines take."""
 MAX_PIECES = 50_000
 """How many messages, parts and strings of a prompt are looked at: bounds the time (about 1 µs each)."""
-FEW_MESSAGES = 1000
+FEW_MESSAGES: Final = 1000
 """So many are not bounded one by one."""
 BlockKey: TypeAlias = object
 """A number of 64 bits that nobody calculates with. As an int compiled code would take each apart and put it together
 again, and keep it in every table anew."""
 
-_hash = xxhash.xxh3_64_intdigest
+_hash: Final = xxhash.xxh3_64_intdigest
 
 
 # From a body to bytes
@@ -202,5 +202,5 @@ def _seed(model: str | None, adapter: str | None, salt: str | None = None) -> in
     return _hash(names.encode("utf-8", "surrogatepass"))
 
 
-_cached_seed = lru_cache(maxsize=1024)(_seed)
+_cached_seed: Final = lru_cache(maxsize=1024)(_seed)
 """Names of models are short (`core.openai`); a salt may be as long as a body."""

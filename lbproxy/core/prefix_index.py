@@ -20,17 +20,18 @@ import heapq
 import math
 from collections import deque
 from math import inf
+from typing import Final
 
 from mypy_extensions import mypyc_attr
 
 from lbproxy.core.prefix import BLOCK_BYTES, BlockKey
 
-ENTRY_BYTES = 560
+ENTRY_BYTES: Final = 560
 """Memory of a block in one cache, at most: where each prompt has a single block of its own. Of long prompts a block
 takes a tenth of it (`python -m benchmarks.decision`)."""
-MAX_ENTRIES = 600 * 1024**2 // ENTRY_BYTES
+MAX_ENTRIES: Final = 600 * 1024**2 // ENTRY_BYTES
 """Blocks in all caches together, if the settings do not say: 1,100 on each of 1,000 endpoints."""
-STALE_PATHS = 1000
+STALE_PATHS: Final = 1000
 """Of prompts that were used again: a cache's list of idle ones may have so many, and as many as it has nodes."""
 
 

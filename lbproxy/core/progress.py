@@ -14,17 +14,18 @@ go on meanwhile. Looked at once a second, from outside (`Balancer.check`). Invar
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from lbproxy.core.types import EndpointState, Health, LoadMetrics
 
-CHECK_S = 1.0
+CHECK_S: Final = 1.0
 """Between two looks."""
-LATE_S = 3.0
+LATE_S: Final = 3.0
 """A look so long after the last one means that we stood still."""
-MIN_REQUESTS = 3
-PREDICTED = 5.0
+MIN_REQUESTS: Final = 3
+PREDICTED: Final = 5.0
 """Times the time that the first in line should take to its first byte."""
-UNSTREAMED = 3.0
+UNSTREAMED: Final = 3.0
 """Times as long for the trial of an endpoint whose answer does not stream."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from lbproxy.core.types import Outcome, Usage, Wait
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from lbproxy.core.trace import Trace
 
 
-MAX_PATH_CHARS = 512
+MAX_PATH_CHARS: Final = 512
 """Of a path in a record that is over."""
 
 

@@ -16,14 +16,15 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 from lbproxy.config import RetrySettings
 from lbproxy.core.types import Outcome
 
-WINDOW_S = 10
+WINDOW_S: Final = 10
 """How far back the budget looks."""
-BACKOFF_FIRST_S = 0.025
-BACKOFF_MAX_S = 0.25
+BACKOFF_FIRST_S: Final = 0.025
+BACKOFF_MAX_S: Final = 0.25
 """Before a retry that costs budget: doubled each time, and spread from 0 up to there. Envoy's values."""
 
 
@@ -57,7 +58,7 @@ class FailureKind(Enum):
     """It was found down, or to make no progress, while the request waited for a first byte there."""
 
 
-STATUS_FAILURES = {
+STATUS_FAILURES: Final = {
     404: FailureKind.MISSING,
     429: FailureKind.LIMITED,
     500: FailureKind.ERROR,
@@ -103,8 +104,8 @@ class _Rule:
     """Costs no budget, and is tried again at once."""
 
 
-_ANY_NUMBER = 1000
-_RULES = {
+_ANY_NUMBER: Final = 1000
+_RULES: Final = {
     FailureKind.CONNECT: _Rule(Outcome.CONNECT_FAILED, again=_ANY_NUMBER, free=True),
     FailureKind.RESET: _Rule(Outcome.UPSTREAM_RESET, again=1),
     FailureKind.PROTOCOL: _Rule(Outcome.UPSTREAM_PROTOCOL, again=1),

@@ -6,7 +6,7 @@ A candidate whose signal is unknown or stale scores 0: what cannot be seen must 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from lbproxy.core.lora import AdapterTable
 from lbproxy.core.types import EndpointState, InferenceRequest
@@ -80,9 +80,9 @@ def _affinity(table: AdapterTable, adapter: str, now: float) -> float:
     return 0.6 if table.is_waiting(adapter) else 0.0
 
 
-READ_LOADS = frozenset({"prefix", "lora"})
+READ_LOADS: Final = frozenset({"prefix", "lora"})
 """Of `SCORERS`, those that read `EndpointState.load`."""
-SCORERS: Mapping[str, Scorer] = {
+SCORERS: Final[Mapping[str, Scorer]] = {
     "queue": queue,
     "kv-utilization": kv_utilization,
     "in-flight": in_flight,

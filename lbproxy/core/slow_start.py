@@ -11,11 +11,12 @@ there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from lbproxy.core.types import EndpointState
 
-FLOOR = 0.1
-MAX_CREDIT = 2.0
+FLOOR: Final = 0.1
+MAX_CREDIT: Final = 2.0
 """An endpoint that the policy did not want for a while does not get all that it missed at once."""
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Final
 
 import orjson
 
@@ -17,13 +18,13 @@ from lbproxy.core.types import Usage
 
 _ENDS = (b"\n\n", b"\n\r\n")
 """A line that is empty, whichever line ends: some servers mix them."""
-_SEAM_BYTES = 32
+_SEAM_BYTES: Final = 32
 """What is kept of the last piece: longer than every mark that a cut may go through."""
-_FINISH = re.compile(
+_FINISH: Final = re.compile(
     rb'\[DONE\]|"finish_reason"[ \t]*:[ \t]*"|"message_stop"|"response\.(?:completed|failed|incomplete)"'
 )
-_DATA = b"data:"
-_DATA_LINE = b"\ndata:"
+_DATA: Final = b"data:"
+_DATA_LINE: Final = b"\ndata:"
 """Inside JSON a line feed is written as an escape, so this is always the beginning of a line."""
 
 
@@ -76,16 +77,16 @@ class EventScanner:
         return self.at_boundary and self.finished
 
 
-_USAGE = b'"usage"'
-_USAGE_BEGINS = tuple(_USAGE[:n] for n in range(len(_USAGE) - 1, 0, -1))
+_USAGE: Final = b'"usage"'
+_USAGE_BEGINS: Final = tuple(_USAGE[:n] for n in range(len(_USAGE) - 1, 0, -1))
 """How a piece ends if the word goes on in the next; the longest first."""
-_USAGE_BYTES = 1024
+_USAGE_BYTES: Final = 1024
 """How much from there on is kept: vLLM's object has some 150."""
-_COUNT = re.compile(
+_COUNT: Final = re.compile(
     rb'"((?:prompt|input|completion|output)_tokens|cached_tokens|cache_read_input_tokens)"'
     rb"[ \t]*:[ \t]*([0-9]{1,9})(?![0-9])"
 )
-_COUNTS = {
+_COUNTS: Final = {
     b"prompt_tokens": 0,
     b"input_tokens": 0,
     b"cached_tokens": 1,
@@ -94,7 +95,7 @@ _COUNTS = {
     b"output_tokens": 2,
 }
 """Where in `Usage` each stands: the names of OpenAI's two APIs, and of Anthropic's."""
-_TOO_MANY = 1_000_000_000
+_TOO_MANY: Final = 1_000_000_000
 
 
 class UsageScanner:
@@ -174,7 +175,7 @@ def read_usage(body: bytes) -> Usage | None:
     return None if at < 0 else _read_counts(body[at : at + _USAGE_BYTES])
 
 
-MAX_JSON_BYTES = 1 << 20
+MAX_JSON_BYTES: Final = 1 << 20
 
 
 class JsonWatcher:

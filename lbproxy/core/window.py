@@ -11,14 +11,15 @@ more. Requests that do not stream show no first byte, and nothing is learned fro
 from __future__ import annotations
 
 from math import exp, inf
+from typing import Final
 
-LATE_S = 0.25
+LATE_S: Final = 0.25
 """A first byte so long after it was expected is late."""
-LEAST = 4.0
+LEAST: Final = 4.0
 """So many may wait anywhere: one that is slow for other reasons, or not known yet, must not run dry."""
-FULL_S = 10.0
+FULL_S: Final = 10.0
 """An engine counts as full for so long after one was late."""
-STARTS_S = 2.0
+STARTS_S: Final = 2.0
 """Over which time the rate of first bytes is averaged."""
 
 

@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from collections import deque
+from collections.abc import Sequence
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -70,10 +71,13 @@ class Traces:
         """What became of the requests that were traced and have ended, but for those that wait to be sent."""
         return {"sent": self._sent, "failed": self._failed, "dropped": self._dropped}
 
-    def request(self, record: RequestRecord) -> None:
+    def ended(self, records: Sequence[RequestRecord]) -> None:
         """See runtime.Sink."""
-        if record.trace is None:
-            return
+        for record in records:
+            if record.trace is not None:
+                self._take(record)
+
+    def _take(self, record: RequestRecord) -> None:
         waiting = len(self._records)
         if waiting >= self._room or self._closing.is_set():
             self._dropped += 1

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from typing import Final
 
-BATCH = 32
+BATCH: Final = 32
 """Transports that hold bytes at a time: about 2 ms of a busy loop, which is what batching may delay."""
 
 

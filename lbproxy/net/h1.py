@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
-MAX_HEAD_BYTES = 64 << 10
-MAX_FIELDS = 128
-_MAX_CHUNK_LINE = 4 << 10
-_MAX_TRAILER_BYTES = 16 << 10
+MAX_HEAD_BYTES: Final = 64 << 10
+MAX_FIELDS: Final = 128
+_MAX_CHUNK_LINE: Final = 4 << 10
+_MAX_TRAILER_BYTES: Final = 16 << 10
 
-_STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: .*)?")
-_NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
-_TEXT = bytes({*range(0x20, 0x100), 0x09} - {0x7F})
+_STATUS_LINE: Final = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: .*)?")
+_NAME: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+_TEXT: Final = bytes({*range(0x20, 0x100), 0x09} - {0x7F})
 """What may stand in a head beside CR and LF: RFC 9110, section 5.5."""
-_ENDS_HERE = frozenset(
+_ENDS_HERE: Final = frozenset(
     {
         b"close",  # a field that the usual `Connection: close` would nominate
         b"connection",
@@ -41,12 +41,12 @@ _ENDS_HERE = frozenset(
     }
 )
 """Fields of a response that end at this hop (RFC 9110, section 7.6.1), or that are set anew."""
-_CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\x00-\x08\x0a-\x1f\x7f]*)?")
-_TRAILER_LINE = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[^\x00-\x08\x0a-\x1f\x7f]*")
-_LENGTH = re.compile(rb"[0-9]{1,15}")
-LENGTH_LINE = re.compile(rb"\r\nContent-Length: ([0-9]{1,9})(?=\r\n)", re.IGNORECASE)
+_CHUNK_LINE: Final = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\x00-\x08\x0a-\x1f\x7f]*)?")
+_TRAILER_LINE: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[^\x00-\x08\x0a-\x1f\x7f]*")
+_LENGTH: Final = re.compile(rb"[0-9]{1,15}")
+LENGTH_LINE: Final = re.compile(rb"\r\nContent-Length: ([0-9]{1,9})(?=\r\n)", re.IGNORECASE)
 """As nearly everybody writes it. Without this line, most heads of a peer are the same each time."""
-_REPORT_LINE = re.compile(rb"(?<=\r\n)endpoint-load-metrics: [ -~]{0,512}\r\n")
+_REPORT_LINE: Final = re.compile(rb"(?<=\r\n)endpoint-load-metrics: [ -~]{0,512}\r\n")
 """As vLLM writes it: also another each time."""
 
 
@@ -221,7 +221,7 @@ class ChunkedFraming:
             raise ProtocolError("a bad trailer")
 
 
-_USUAL_LINE = 8
+_USUAL_LINE: Final = 8
 
 
 @lru_cache(maxsize=1024)
@@ -327,9 +327,9 @@ def _read_head(head: bytes) -> _FixedHead:
     return _FixedHead(status, end_to_end, content_type, encoded, keep_alive, chunked, announced, load_report)
 
 
-_CACHED_HEAD_BYTES = 2 << 10
+_CACHED_HEAD_BYTES: Final = 2 << 10
 """Longer heads are not worth remembering, and would let a peer fill the cache with megabytes."""
-_read_head_cached = lru_cache(maxsize=1024)(_read_head)
+_read_head_cached: Final = lru_cache(maxsize=1024)(_read_head)
 
 
 def _read_status_line(line: bytes) -> tuple[int, int]:
@@ -387,8 +387,8 @@ def _read_fields(
     return kept, content_type, chunked, length, options, load_report
 
 
-_NO_OPTIONS: frozenset[bytes] = frozenset()
-_USUAL_OPTIONS = frozenset({b"close", b"keep-alive", b""})
+_NO_OPTIONS: Final[frozenset[bytes]] = frozenset()
+_USUAL_OPTIONS: Final = frozenset({b"close", b"keep-alive", b""})
 
 
 def request_head(method: str, target: str, authority: str, fields: bytes, length: int) -> bytes:
@@ -399,4 +399,4 @@ def request_head(method: str, target: str, authority: str, fields: bytes, length
     return f"{method} {target} HTTP/1.1\r\nHost: {authority}\r\n{framing}".encode("ascii") + fields + b"\r\n"
 
 
-_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
+_WITH_BODY: Final = frozenset({"POST", "PUT", "PATCH"})

@@ -21,7 +21,7 @@ import errno
 import socket
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 from lbproxy.core.credentials import Tls
 from lbproxy.core.retry import FailureKind, UpstreamError
@@ -33,17 +33,17 @@ from lbproxy.net.tls import client_context
 from lbproxy.pulse import Pulse
 
 IDLE_S = 3.0
-MAX_IDLE_PER_ORIGIN = 1024
+MAX_IDLE_PER_ORIGIN: Final = 1024
 STALE_S = 0.5
 """A kept connection that breaks this soon after a request went out was closed before it: the keep-alive race. One that
 breaks later died with the request on it, which must then not be sent again: it may be what killed the server."""
-SWEEP_S = 0.25
-CLOSING_S = 0.01
+SWEEP_S: Final = 0.25
+CLOSING_S: Final = 0.01
 """An aborted transport lets go of its descriptor some turns of the loop later."""
-MAX_INFORMATIONAL = 8
+MAX_INFORMATIONAL: Final = 8
 """1xx answers before the real one."""
-_NEVER = float("inf")
-_OUR_FAULT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
+_NEVER: Final = float("inf")
+_OUR_FAULT: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
 
 
 class Receiver(Protocol):

@@ -18,7 +18,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import TypeVarTuple
+from typing import Final, TypeVarTuple
 
 from lbproxy.config import Settings
 from lbproxy.core.explain import compact
@@ -46,7 +46,7 @@ from lbproxy.runtime import Runtime
 logger = logging.getLogger("lbproxy")
 Arguments = TypeVarTuple("Arguments")
 
-LARGE_BODY_BYTES = 16 << 10
+LARGE_BODY_BYTES: Final = 16 << 10
 """A smaller body is neither counted nor let go of before its request ends: what comes with it costs as much, and all of
 them are bounded by the number of connections."""
 

@@ -9,12 +9,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Final
 
 from lbproxy.core.trace import TRACE_FIELDS
 from lbproxy.core.types import LbError, Outcome
 from lbproxy.net.h1 import ResponseHead
 
-_HOP_BY_HOP = frozenset(
+_HOP_BY_HOP: Final = frozenset(
     {
         b"close",  # a field that the usual `Connection: close` would nominate
         b"connection",
@@ -29,17 +30,17 @@ _HOP_BY_HOP = frozenset(
         b"http2-settings",
     }
 )  # RFC 9110, section 7.6.1, and what older clients send
-NOT_FORWARDED = _HOP_BY_HOP | {
+NOT_FORWARDED: Final = _HOP_BY_HOP | {
     b"host",
     b"content-length",
     b"expect",
     b"x-request-id",
     b"x-gateway-destination-endpoint",  # a header never chooses an address
 }
-CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
+CREDENTIALS: Final = frozenset({b"authorization", b"x-api-key"})
 """What a client proves by who it is: OpenAI's way, and that of Anthropic's SDK."""
-REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
-HINTS = frozenset(
+REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+HINTS: Final = frozenset(
     {
         b"x-lbproxy-priority",
         b"x-lbproxy-flow",
@@ -50,17 +51,17 @@ HINTS = frozenset(
     }
 )
 """What a client says about its request beside the body. Passed on: another lbproxy may come."""
-MAX_SESSION_BYTES = 128
-MAX_HEAD_BYTES = 64 << 10
+MAX_SESSION_BYTES: Final = 128
+MAX_HEAD_BYTES: Final = 64 << 10
 """All field lines together; each has its own bound before."""
-HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9\-._~!$&'()*+;=]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?")
+HOST: Final = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9\-._~!$&'()*+;=]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?")
 """RFC 3986, section 3.2.2, and a port. Without the comma, which makes one of two."""
-_PRIORITY = re.compile(rb"-?[0-9]{1,3}")
-_MILLISECONDS = re.compile(rb"[0-9]{1,9}")
-_FLOW = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-_TARGET = re.compile(r"/[!\"$-~]*")  # ASCII without white space and fragments
+_PRIORITY: Final = re.compile(rb"-?[0-9]{1,3}")
+_MILLISECONDS: Final = re.compile(rb"[0-9]{1,9}")
+_FLOW: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_TARGET: Final = re.compile(r"/[!\"$-~]*")  # ASCII without white space and fragments
 
-_PHRASES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_PHRASES: Final = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
 
 def status_line(status: int) -> bytes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from lbproxy.core.trace import TRACE_FIELDS
 from lbproxy.net.h1 import LENGTH_LINE, split_field
@@ -20,14 +20,14 @@ from lbproxy.proxy.headers import CREDENTIALS, HINTS, HOST, NOT_FORWARDED, REQUE
 from lbproxy.proxy.request import ClientRequest
 from lbproxy.proxy.routes import Route, find_route
 
-_new = tuple.__new__
+_new: Final = tuple.__new__
 """What a NamedTuple's own constructor calls, in half the time: one is made for every request."""
-MAX_PLAIN_HEAD_BYTES = 8 << 10
-MAX_PLAIN_FIELDS = 64
-_REQUEST_LINE = re.compile(rb"POST (/v1/(?:chat/)?completions) HTTP/1\.1\r\n")
-_TEXT = bytes({*range(0x20, 0x7F), 0x09})
+MAX_PLAIN_HEAD_BYTES: Final = 8 << 10
+MAX_PLAIN_FIELDS: Final = 64
+_REQUEST_LINE: Final = re.compile(rb"POST (/v1/(?:chat/)?completions) HTTP/1\.1\r\n")
+_TEXT: Final = bytes({*range(0x20, 0x7F), 0x09})
 """ASCII only: what else may stand in a head is left to aiohttp."""
-_SPECIAL = NOT_FORWARDED | HINTS | CREDENTIALS | TRACE_FIELDS | {b"content-type", b"content-encoding"}
+_SPECIAL: Final = NOT_FORWARDED | HINTS | CREDENTIALS | TRACE_FIELDS | {b"content-type", b"content-encoding"}
 
 
 def read_plain(data: bytes, max_body_bytes: int) -> ClientRequest | None:
@@ -73,9 +73,9 @@ def _read_head(head: bytes) -> _Head | None:
     return _Head(path, find_route("POST", path), fields)
 
 
-_CACHED_HEAD_BYTES = 2 << 10
+_CACHED_HEAD_BYTES: Final = 2 << 10
 """Longer heads are not worth remembering, and would let a peer fill the cache with megabytes."""
-_read_head_cached = lru_cache(maxsize=1024)(_read_head)
+_read_head_cached: Final = lru_cache(maxsize=1024)(_read_head)
 
 
 def _read_fields(lines: list[bytes]) -> RequestFields | None:  # noqa: PLR0912 - a branch for each kind of field

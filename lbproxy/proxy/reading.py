@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from lbproxy.config import Settings
 from lbproxy.core.flows import FlowRules
 from lbproxy.core.models import Aliases, resolve
@@ -20,7 +22,7 @@ from lbproxy.proxy.request import ClientRequest
 from lbproxy.proxy.routes import Body
 from lbproxy.runtime import Runtime
 
-SERVED_S = 1.0
+SERVED_S: Final = 1.0
 """How long what is served is taken for true: to ask all endpoints takes a while."""
 
 
@@ -96,15 +98,13 @@ class Reading:
     def _read(self, request: ClientRequest, outline: bytes | None) -> tuple[BodyFacts, bytes]:
         """The same by the name that the client used."""
         body = request.body
-        if request.method != "POST" or request.route.body is Body.ANY:
-            return BodyFacts(None), body
         if has_json(request):
             facts = read_json_body(body, outline)
             if facts.model is not None:
                 return facts, body
             model = resolve(None, self._runtime.base_models())
             return facts._replace(model=model), with_model(body, model)
-        if b"multipart/form-data" in request.fields.content_type:
+        if _is_read(request) and b"multipart/form-data" in request.fields.content_type:
             return BodyFacts(resolve(read_multipart_model(body), self._runtime.base_models())), body
         return BodyFacts(None), body
 
@@ -119,7 +119,10 @@ class Reading:
 
 def has_json(request: ClientRequest) -> bool:
     """Its body is JSON that must be read."""
-    kind = request.route.body
-    if request.method != "POST" or kind is Body.ANY:
-        return False
-    return kind is Body.JSON or b"json" in request.fields.content_type
+    if request.route.body is Body.JSON:
+        return request.method == "POST"
+    return _is_read(request) and b"json" in request.fields.content_type
+
+
+def _is_read(request: ClientRequest) -> bool:
+    return request.method == "POST" and request.route.body is not Body.ANY

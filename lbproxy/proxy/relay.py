@@ -18,7 +18,7 @@ import asyncio
 import re
 import socket
 import struct
-from typing import Protocol
+from typing import Final, Protocol
 
 from lbproxy.core.openai import error_event
 from lbproxy.core.record import RequestRecord
@@ -31,15 +31,15 @@ from lbproxy.proxy.headers import client_head
 from lbproxy.proxy.request import ClientRequest
 from lbproxy.runtime import Runtime
 
-HOLD_HEAD_S = 0.25
+HOLD_HEAD_S: Final = 0.25
 """How long the head of a stream waits for a first event. More would keep from clients that the request was taken."""
-_REFUSAL = re.compile(rb'data: ?\{"error"[^\n]*?"code": ?(429|500|502|503|504)\b')
-_REFUSAL_BYTES = 4096
-_CUTS = {
+_REFUSAL: Final = re.compile(rb'data: ?\{"error"[^\n]*?"code": ?(429|500|502|503|504)\b')
+_REFUSAL_BYTES: Final = 4096
+_CUTS: Final = {
     Outcome.DRAINING: (Outcome.CUT, "the load balancer was stopped"),
     Outcome.OVERLOADED: (Outcome.OVERLOADED, "the load balancer ran out of memory"),
 }
-PROGRESS_S = 0.25
+PROGRESS_S: Final = 0.25
 """How often a stream's progress is reported to the balancer, at most."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from lbproxy.core.credentials import ApiKey, Tls
 from lbproxy.core.orca import REQUEST_HEADER
@@ -14,7 +14,7 @@ from lbproxy.net.h1 import request_head
 from lbproxy.proxy.headers import RequestFields
 from lbproxy.proxy.routes import Route
 
-_ASK_LOAD = f"{REQUEST_HEADER}: TEXT\r\n"
+_ASK_LOAD: Final = f"{REQUEST_HEADER}: TEXT\r\n"
 """TEXT shows when a metric stands twice; in JSON vLLM's last one hides the others."""
 
 

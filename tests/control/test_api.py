@@ -306,24 +306,24 @@ def ids(recent: Recent, limit: int = 100, endpoint: str | None = None) -> list[o
 def test_the_last_so_many_are_kept_the_newest_first() -> None:
     recent = Recent(3, lambda: 20.0, list)
     for n in range(5):
-        recent.request(record(str(n), endpoint=f"e{n % 2}"))
+        recent.ended([record(str(n), endpoint=f"e{n % 2}")])
     assert ids(recent) == ["4", "3", "2"]
     assert ids(recent, 1) == ["4"]
     assert ids(recent, endpoint="e1") == ["3"]
     recent.reconfigure(2)
     assert ids(recent) == ["4", "3"]
     recent.reconfigure(0)
-    recent.request(record("5"))
+    recent.ended([record("5")])
     assert ids(recent) == []
 
 
 def test_what_never_came_to_the_balancer_is_not_kept() -> None:
     recent = Recent(10, lambda: 20.0, list)
-    recent.request(record("404", attempts=0, wait=None, outcome=Outcome.UNKNOWN_URL))
-    recent.request(record("429", attempts=0, wait=None, outcome=Outcome.SATURATED))
-    recent.request(record("of many", wait=None))
-    recent.request(record("broke", wait=None, outcome=Outcome.UPSTREAM_BROKE))
-    recent.request(record("again", wait=None, attempts=2))
+    recent.ended([record("404", attempts=0, wait=None, outcome=Outcome.UNKNOWN_URL)])
+    recent.ended([record("429", attempts=0, wait=None, outcome=Outcome.SATURATED)])
+    recent.ended([record("of many", wait=None)])
+    recent.ended([record("broke", wait=None, outcome=Outcome.UPSTREAM_BROKE)])
+    recent.ended([record("again", wait=None, attempts=2)])
     assert ids(recent) == ["again", "broke", "of many", "429"]
 
 
@@ -331,7 +331,7 @@ def test_a_running_request_comes_before_one_that_ended_under_the_same_id() -> No
     running = record("r", endpoint="e2")
     running.decisions = ()
     recent = Recent(10, lambda: 20.0, lambda: [running])
-    recent.request(record("r"))
+    recent.ended([record("r")])
     found = recent.explain("r")
     assert found is not None
     assert (found["running"], found["endpoint"]) == (False, "e1"), "the running one has no decision yet"
@@ -339,11 +339,11 @@ def test_a_running_request_comes_before_one_that_ended_under_the_same_id() -> No
 
 def test_endpoints_are_judged_by_what_they_had_last() -> None:
     recent = Recent(10, lambda: 20.0, list)
-    recent.request(record("a", usage=Usage(100, 50, 10)))
-    recent.request(record("b", usage=Usage(300, 50, 10), first_byte_at=10.75))
-    recent.request(record("c", stream=False, first_byte_at=19.0))
-    recent.request(record("d", outcome=Outcome.UPSTREAM_BROKE, first_byte_at=None))
-    recent.request(record("e", endpoint="e2", placed_at=None))
+    recent.ended([record("a", usage=Usage(100, 50, 10))])
+    recent.ended([record("b", usage=Usage(300, 50, 10), first_byte_at=10.75)])
+    recent.ended([record("c", stream=False, first_byte_at=19.0)])
+    recent.ended([record("d", outcome=Outcome.UPSTREAM_BROKE, first_byte_at=None)])
+    recent.ended([record("e", endpoint="e2", placed_at=None)])
     assert recent.by_endpoint() == {"e1": {"requests": 4, "failed": 1, "first_byte_ms": 500.0, "hit_ratio": 0.25}}
 
 

@@ -26,7 +26,7 @@ def explained(policy: str, costs: list[float], candidates: int | None = None) ->
     record = RequestRecord("r", "POST", "/v1/completions", "127.0.0.1", 10.0)
     record.attempts, record.outcome, record.ended_at, record.decisions = 1, Outcome.COMPLETED, 11.0, (made,)
     recent = Recent(1, lambda: 20.0, list)
-    recent.request(record)
+    recent.ended([record])
     found = recent.explain("r")
     assert found is not None
     (decision,) = found["decisions"]  # type: ignore[misc]

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lbproxy.control.line import access_line, plain, stamp
-from lbproxy.control.log import MAX_LINES, LineHandler, LineWriter, configure_logging
+from lbproxy.control.log import LineHandler, configure_logging
+from lbproxy.control.writer import MAX_LINES, LineWriter
 from lbproxy.core.record import RequestRecord
 from lbproxy.core.types import Outcome
 
@@ -238,7 +239,7 @@ def test_lines_come_out_whole_and_in_order() -> None:
     writer = LineWriter(reader.fd)
     lines = [b"%d\n" % n for n in range(10_000)]
     for line in lines:
-        writer.write(line)
+        writer.write([line])
     writer.close(timeout_s=30.0)
     assert reader.lines() == lines
     assert writer.dropped == 0
@@ -248,7 +249,7 @@ def test_lines_come_out_without_close() -> None:
     reading, fd = os.pipe()
     writer = LineWriter(fd)
     for n in range(3):  # each time the thread has gone to sleep again, or not: none may be forgotten
-        writer.write(b"line %d\n" % n)
+        writer.write([b"line %d\n" % n])
         assert os.read(reading, 100) == b"line %d\n" % n
     writer.close()
     os.close(fd)
@@ -260,7 +261,7 @@ def test_a_reader_that_takes_nothing_costs_lines_and_no_time() -> None:
     reading, fd = os.pipe()
     writer = LineWriter(fd)
     for _ in range(2 * MAX_LINES):
-        writer.write(b"x" * 99 + b"\n")
+        writer.write([b"x" * 99 + b"\n"])
     assert writer.dropped > 0
     writer.close(timeout_s=0.01)
     os.close(reading)  # EPIPE lets the thread go
@@ -276,7 +277,7 @@ def test_a_non_blocking_output_loses_nothing() -> None:
     writer = LineWriter(reader.fd)
     lines = [b"x" * 999 + b"\n"] * 2000
     for line in lines:
-        writer.write(line)
+        writer.write([line])
     writer.close(timeout_s=30.0)
     assert reader.lines() == lines
 
@@ -286,11 +287,11 @@ def test_a_broken_pipe_is_counted_and_survived() -> None:
     os.close(reading)
     writer = LineWriter(fd)
     for _ in range(10):
-        writer.write(b"lost\n")
+        writer.write([b"lost\n"])
     writer.close(timeout_s=30.0)
     os.close(fd)
     assert writer.dropped == 10
-    writer.write(b"too late\n")
+    writer.write([b"too late\n"])
     assert writer.dropped == 11
 
 

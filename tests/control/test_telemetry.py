@@ -16,8 +16,8 @@ from prometheus_client.samples import Sample
 
 from lbproxy import __version__
 from lbproxy.config import LogSettings
-from lbproxy.control.log import LineWriter
 from lbproxy.control.telemetry import DURATION_BUCKETS, FIRST_BYTE_BUCKETS, QUEUE_BUCKETS, Telemetry
+from lbproxy.control.writer import LineWriter
 from lbproxy.core.breaker import Cause
 from lbproxy.core.record import RequestRecord
 from lbproxy.core.types import (
@@ -117,9 +117,9 @@ def refused(outcome: Outcome, **differs: object) -> RequestRecord:
 
 def test_a_request_is_counted_in_every_family_it_belongs_to() -> None:
     with telemetry(seen(1, "m")) as (made, _):
-        made.request(record())
-        made.request(record(attempts=3, outcome=Outcome.UPSTREAM_BROKE))
-        made.request(refused(Outcome.SATURATED, request_bytes=50, response_bytes=0))
+        made.ended([record()])
+        made.ended([record(attempts=3, outcome=Outcome.UPSTREAM_BROKE)])
+        made.ended([refused(Outcome.SATURATED, request_bytes=50, response_bytes=0)])
         page = read(made)
     assert page["lbproxy_requests_total"] == {
         ("200", "completed", "chat_completions"): 1,
@@ -136,10 +136,10 @@ def test_a_request_is_counted_in_every_family_it_belongs_to() -> None:
 
 def test_tokens_are_counted_where_usage_says_them() -> None:
     with telemetry(seen(1, "m")) as (made, _):
-        made.request(record(usage=Usage(100, 40, 7), predicted_cached_tokens=64.0))
-        made.request(record(usage=Usage(50, None, 3), predicted_cached_tokens=16.0))
-        made.request(record(usage=Usage(None, 8, None)))
-        made.request(record())
+        made.ended([record(usage=Usage(100, 40, 7), predicted_cached_tokens=64.0)])
+        made.ended([record(usage=Usage(50, None, 3), predicted_cached_tokens=16.0)])
+        made.ended([record(usage=Usage(None, 8, None))])
+        made.ended([record()])
         page = read(made)
     assert page["lbproxy_prompt_tokens_total"] == {(): 150}
     assert page["lbproxy_completion_tokens_total"] == {(): 10}
@@ -151,8 +151,8 @@ def test_histograms_add_up() -> None:
     durations = [0.05, 0.0500001, 4.0, 600.0, 601.0]
     with telemetry() as (made, _):
         for duration in durations:
-            made.request(record(ended_at=100.0 + duration, started_at=100.0, placed_at=100.0, first_byte_at=None))
-        made.request(refused(Outcome.NO_ENDPOINTS))
+            made.ended([record(ended_at=100.0 + duration, started_at=100.0, placed_at=100.0, first_byte_at=None)])
+        made.ended([refused(Outcome.NO_ENDPOINTS)])
         page = read(made)
     buckets = page["lbproxy_request_duration_seconds_bucket"]
     by_bound = {float(bound): count for (bound, _), count in buckets.items()}
@@ -170,7 +170,7 @@ def test_the_first_byte_of_a_stream_and_of_a_whole_answer_are_kept_apart() -> No
     """That of a whole answer is its end: together they would say nothing about either."""
     with telemetry() as (made, _):
         for stream in (True, True, False):
-            made.request(record(stream=stream))
+            made.ended([record(stream=stream)])
         page = read(made)
     counts = {("chat_completions", "true"): 2, ("chat_completions", "false"): 1}
     assert page["lbproxy_time_to_first_byte_seconds_count"] == counts
@@ -179,7 +179,7 @@ def test_the_first_byte_of_a_stream_and_of_a_whole_answer_are_kept_apart() -> No
 def test_failed_attempts_are_charged_to_the_endpoint_that_failed() -> None:
     """Not to the one that answered in the end."""
     with telemetry(seen(1, "m"), seen(2, "m")) as (made, _):
-        made.request(record(endpoint="e2", attempts=2, failed=(("e1", "upstream_connect_failed"),)))
+        made.ended([record(endpoint="e2", attempts=2, failed=(("e1", "upstream_connect_failed"),))])
         page = read(made)
     assert page["lbproxy_endpoint_failed_attempts_total"] == {("e1", "upstream_connect_failed"): 1}
     assert page["lbproxy_endpoint_requests_total"] == {("e2", "completed"): 1}
@@ -191,7 +191,7 @@ def test_request_lines_have_a_level_and_obey_it(level: str, written: int, tmp_pa
     fd = os.open(log, os.O_WRONLY | os.O_CREAT)
     made = Telemetry(LogSettings.model_validate({"level": level}), LineWriter(fd))
     for outcome in (Outcome.COMPLETED, Outcome.UPSTREAM_BROKE, Outcome.INTERNAL_ERROR):
-        made.request(record(outcome=outcome))
+        made.ended([record(outcome=outcome)])
     made.close()
     os.close(fd)
     levels = [json.loads(line)["level"] for line in log.read_text().splitlines()]
@@ -202,12 +202,12 @@ def test_hostile_model_names_make_no_series() -> None:
     """A client chooses the name, so a name may be a label only if an endpoint says that it serves it."""
     rng = random.Random(1)
     with telemetry(seen(1, "m"), access=True) as (made, _):
-        made.request(record())
+        made.ended([record()])
         for n in range(20_000):
             name = "".join(chr(rng.randrange(32, 0x2FFF)) for _ in range(rng.randrange(1, 40))) + str(n)
-            made.request(refused(Outcome.MODEL_NOT_FOUND, model=name, ended_at=104.0 + n))
+            made.ended([refused(Outcome.MODEL_NOT_FOUND, model=name, ended_at=104.0 + n)])
         for text in HOSTILE:
-            made.request(refused(Outcome.MODEL_NOT_FOUND, model=text, path=text, method=text, id=text, client=text))
+            made.ended([refused(Outcome.MODEL_NOT_FOUND, model=text, path=text, method=text, id=text, client=text)])
         page = read(made)
     assert page["lbproxy_model_requests_total"] == {
         ("m", "completed"): 1,
@@ -220,7 +220,7 @@ def test_at_most_a_hundred_models_have_series() -> None:
     names = [f"adapter-{n}-" + "x" * 200 for n in range(150)]
     with telemetry(seen(1, *names)) as (made, _):
         for name in names:
-            made.request(record(model=name))
+            made.ended([record(model=name)])
         page = read(made)
     counted = page["lbproxy_model_requests_total"]
     assert len(counted) == 101
@@ -230,10 +230,10 @@ def test_at_most_a_hundred_models_have_series() -> None:
 
 def test_a_model_that_comes_later_gets_its_series_and_one_that_goes_loses_it() -> None:
     with telemetry(seen(1, "old")) as (made, pool):
-        made.request(record(model="old", ended_at=104.0))
+        made.ended([record(model="old", ended_at=104.0)])
         pool.now = PoolSnapshot([seen(1, "new")])
-        made.request(record(model="new", ended_at=104.5))  # looked for a moment ago: not again so soon
-        made.request(record(model="new", ended_at=105.5))
+        made.ended([record(model="new", ended_at=104.5)])  # looked for a moment ago: not again so soon
+        made.ended([record(model="new", ended_at=105.5)])
         counted = read(made)["lbproxy_model_requests_total"]
     assert counted == {("other", "completed"): 1, ("new", "completed"): 1}
 
@@ -242,8 +242,8 @@ def test_status_codes_are_bounded() -> None:
     """An endpoint may answer with any three digits."""
     with telemetry() as (made, _):
         for status in range(100, 600):
-            made.request(record(status=status))
-        made.request(record(status=0, outcome=Outcome.CLIENT_CLOSED))
+            made.ended([record(status=status)])
+        made.ended([record(status=0, outcome=Outcome.CLIENT_CLOSED)])
         codes = {code for code, _, _ in read(made)["lbproxy_requests_total"]}
     assert {"200", "404", "499", "1xx", "2xx", "3xx", "4xx", "5xx"} <= codes
     assert len(codes) < 80
@@ -305,10 +305,10 @@ def test_series_of_an_endpoint_that_left_vanish() -> None:
                 scraper.status.last_duration_s = 0.01
                 made.watch_scrapes(scraper)
                 made.transition(Transition(one.endpoint, Health.STARTING, Health.UP, "test"))
-                made.request(record(endpoint=one.endpoint.name))
+                made.ended([record(endpoint=one.endpoint.name)])
             before, _ = await made.page()
             pool.now = PoolSnapshot([seen(2, "m")])
-            made.request(record(endpoint="e1"))  # its last request ended after it left
+            made.ended([record(endpoint="e1")])  # its last request ended after it left
             after, _ = await made.page()
         for family in ("scrapes_total", "scrape_missing_metrics", "scrape_duration_seconds", "endpoint_up"):
             assert f'lbproxy_{family}{{endpoint="e1"'.encode() in before
@@ -343,7 +343,7 @@ def test_every_family_says_what_it_is() -> None:
 def test_the_log_gets_requests_and_transitions() -> None:
     reader = Reader()
     made = Telemetry(LogSettings(), LineWriter(reader.fd))
-    made.request(record())
+    made.ended([record()])
     endpoint = seen(1).endpoint
     made.transition(Transition(endpoint, Health.UP, Health.DOWN, "GET /health answered 503"))
     made.close()
@@ -358,7 +358,7 @@ def test_the_log_gets_requests_and_transitions() -> None:
 def test_the_access_log_can_be_off() -> None:
     reader = Reader()
     made = Telemetry(LogSettings(access=False), LineWriter(reader.fd))
-    made.request(record())
+    made.ended([record()])
     made.close()
     assert reader.lines() == []
 

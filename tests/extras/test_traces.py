@@ -61,7 +61,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_what_is_traced_comes_to_the_collector_and_nothing_else() -> None:
     with Collector() as collector, sender(collector.url) as traces:
         for n in range(10):
-            traces.request(a_record(n, traced=n % 2 == 0))
+            traces.ended([a_record(n, traced=n % 2 == 0)])
         traces.close()
         assert traces.results == {"sent": 5, "failed": 0, "dropped": 0}
         assert [span.attributes["lbproxy.request_id"] for span in collector.spans] == [
@@ -74,7 +74,7 @@ def test_what_is_traced_comes_to_the_collector_and_nothing_else() -> None:
 def test_a_span_ends_when_its_request_did_by_the_wall_clock() -> None:
     with Collector() as collector, sender(collector.url) as traces:
         before = time.time_ns()
-        traces.request(a_record())
+        traces.ended([a_record()])
         after = time.time_ns()
         traces.close()
         assert before <= collector.spans[0].end_ns <= after
@@ -83,7 +83,7 @@ def test_a_span_ends_when_its_request_did_by_the_wall_clock() -> None:
 def test_many_go_in_batches_without_the_wait_of_a_second() -> None:
     with Collector() as collector, sender(collector.url) as traces:
         for n in range(3 * BATCH_REQUESTS):
-            traces.request(a_record(n))
+            traces.ended([a_record(n)])
         settled(traces, 3 * BATCH_REQUESTS)
         assert len({span.trace_id for span in collector.spans}) == 3 * BATCH_REQUESTS
 
@@ -92,10 +92,10 @@ def test_a_collector_that_stands_still_costs_what_there_is_no_room_for() -> None
     """And whoever ends a request waits for nobody."""
     with Collector() as collector, sender(collector.url, queue_requests=5) as traces:
         collector.go.clear()
-        traces.request(a_record())
+        traces.ended([a_record()])
         run(until(lambda: not traces._records, "the thread took it and waits for the collector"))
         for n in range(100):
-            traces.request(a_record(n))
+            traces.ended([a_record(n)])
         assert traces.results["dropped"] == 95
         collector.go.set()
         settled(traces, 101)
@@ -108,11 +108,11 @@ def test_a_collector_that_refuses_is_said_once_and_so_is_that_it_takes_them_agai
     caplog.set_level(logging.INFO)
     with Collector(status=400) as collector, sender(collector.url) as traces:
         for n in range(3):
-            traces.request(a_record(n))
+            traces.ended([a_record(n)])
             settled(traces, n + 1)
         assert traces.results["failed"] == 3
         collector.status = 200
-        traces.request(a_record())
+        traces.ended([a_record()])
         settled(traces, 4)
         assert traces.results["sent"] == 1
     assert lines(caplog) == ["traces cannot be sent, and are lost", "traces are sent again"]
@@ -124,19 +124,19 @@ def test_a_collector_that_refuses_is_said_once_and_so_is_that_it_takes_them_agai
 def test_the_end_does_not_wait_for_a_collector_that_is_not_there(caplog: pytest.LogCaptureFixture) -> None:
     """It would be asked again and again for as long as an export may take."""
     with sender(NOWHERE, timeout="1h") as traces:
-        traces.request(a_record())
+        traces.ended([a_record()])
         run(until(lambda: not traces._records, "the thread tries"))
         traces.close(0.1)
         traces._thread.join(15.0)  # six tries take half a minute
         assert not traces._thread.is_alive()
         assert traces.results == {"sent": 0, "failed": 1, "dropped": 0}
-        traces.request(a_record())
+        traces.ended([a_record()])
         assert traces.results["dropped"] == 1
 
 
 def test_who_is_retired_sends_what_it_has_and_ends() -> None:
     with Collector() as collector, sender(collector.url) as traces:
-        traces.request(a_record())
+        traces.ended([a_record()])
         traces.retire()
         traces._thread.join(30.0)
         assert not traces._thread.is_alive()
@@ -148,8 +148,8 @@ def test_a_defect_costs_a_batch_and_is_said(caplog: pytest.LogCaptureFixture, mo
         monkeypatch.setattr(module, "BATCH_REQUESTS", 1)
         broken = a_record()
         broken.path = None  # type: ignore[assignment]
-        traces.request(broken)
-        traces.request(a_record(1))
+        traces.ended([broken])
+        traces.ended([a_record(1)])
         settled(traces, 2)
         assert traces.results == {"sent": 1, "failed": 1, "dropped": 0}
         assert len(collector.spans) == 1
@@ -161,7 +161,7 @@ def test_a_defect_costs_a_batch_and_is_said(caplog: pytest.LogCaptureFixture, mo
 
 def exported(collector: Collector, **more: object) -> None:
     with sender(collector.url, **more) as traces:
-        traces.request(a_record())
+        traces.ended([a_record()])
         traces.close()
         assert traces.results["sent"] == 1
 

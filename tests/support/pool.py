@@ -122,8 +122,8 @@ class Records:
         self.models_then: list[tuple[str, ...] | None] = []
         """What the endpoint was known to serve at the moment of each transition."""
 
-    def request(self, record: RequestRecord) -> None:
-        self.requests.append(record)
+    def ended(self, records: Sequence[RequestRecord]) -> None:
+        self.requests += records
 
     def transition(self, transition: Transition) -> None:
         self.transitions.append(transition)

@@ -1,0 +1,107 @@
+"""What /metrics says of each endpoint, from a snapshot. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from prometheus_client.core import Metric
+
+from lbproxy.control.families import counters, gauges, render
+from lbproxy.core.breaker import Cause
+from lbproxy.core.types import EndpointSnapshot, Health
+
+
+@dataclass(frozen=True)
+class _EndpointGauge:
+    name: str
+    help: str
+    read: Callable[[EndpointSnapshot], float | None]
+    """None: no sample."""
+
+
+def _up(one: EndpointSnapshot) -> float:
+    return float(one.health is Health.UP)
+
+
+def _waiting(one: EndpointSnapshot) -> float | None:
+    return None if one.stale or one.metrics is None else one.metrics.waiting
+
+
+def _running(one: EndpointSnapshot) -> float | None:
+    return None if one.stale or one.metrics is None else one.metrics.running
+
+
+def _kv_utilization(one: EndpointSnapshot) -> float | None:
+    return None if one.stale or one.metrics is None else one.metrics.kv_utilization
+
+
+_ENDPOINT_GAUGES = (
+    _EndpointGauge("up", "1 while the endpoint is healthy, and not ejected", _up),
+    _EndpointGauge(
+        "readmitted", "1 while it is used though ejected, as too few are left: panic", lambda one: float(one.readmitted)
+    ),
+    _EndpointGauge("share", "Share that its slow start allows, 0.1 to 1", lambda one: one.share),
+    _EndpointGauge("draining", "1 while the endpoint gets no new requests", lambda one: float(one.draining)),
+    _EndpointGauge(
+        "backing_off", "1 while it is left alone because it refused or failed", lambda one: float(one.backing_off)
+    ),
+    _EndpointGauge("in_flight", "Our requests on the endpoint", lambda one: one.in_flight),
+    _EndpointGauge(
+        "awaiting_first_byte", "Those of them that it has not begun to answer", lambda one: one.awaiting_first_byte
+    ),
+    _EndpointGauge("waiting", "Requests queued in the engine, by its own fresh metrics", _waiting),
+    _EndpointGauge("running", "Requests that the engine computes, by its own fresh metrics", _running),
+    _EndpointGauge("kv_utilization", "Share of the KV cache in use, 0 to 1, by fresh metrics", _kv_utilization),
+    _EndpointGauge(
+        "metrics_age_seconds", "Age of the newest good scrape or load report", lambda one: one.metrics_age_s
+    ),
+)
+
+
+def render_endpoints(endpoints: Sequence[EndpointSnapshot], ejections: Mapping[tuple[str, str], int]) -> list[bytes]:
+    """May run in a thread: it reads nothing that changes."""
+    return [render(family) for family in _endpoint_families(endpoints, ejections)]
+
+
+def _endpoint_families(
+    endpoints: Sequence[EndpointSnapshot], ejections: Mapping[tuple[str, str], int]
+) -> Iterator[Metric]:
+    for one_gauge in _ENDPOINT_GAUGES:
+        rows = [((one.endpoint.name,), one_gauge.read(one)) for one in endpoints]
+        yield gauges(f"endpoint_{one_gauge.name}", one_gauge.help, ("endpoint",), rows)
+    states = [
+        ((one.endpoint.name, health.value), float(one.health is health)) for one in endpoints for health in Health
+    ]
+    yield gauges("endpoint_health", "1 for the state that the endpoint is in", ("endpoint", "state"), states)
+    text = "Times that the breaker took an endpoint out, by why"
+    keys = [(one.endpoint.name, cause.value) for one in endpoints for cause in Cause]
+    yield counters("endpoint_ejections", text, ("endpoint", "cause"), [(key, ejections.get(key, 0)) for key in keys])
+    text = "Tokens of streams that came from the endpoint, as far as is known, counted four times a second"
+    yield counters(
+        "endpoint_streamed_tokens",
+        text,
+        ("endpoint",),
+        [((one.endpoint.name,), one.tokens_streamed) for one in endpoints],
+    )
+    text = "Load reports in the headers of an endpoint's answers, by whether they could be read"
+    reports = [
+        ((one.endpoint.name, word), count)
+        for one in endpoints
+        for word, count in (("ok", one.load_reports), ("malformed", one.malformed_reports))
+        if one.asks_load or count
+    ]
+    yield counters("load_reports", text, ("endpoint", "result"), reports)
+
+
+def one_per_name(endpoints: Iterable[EndpointSnapshot]) -> list[EndpointSnapshot]:
+    """An endpoint that is leaving may have a successor of the same name: the member stands for both, requests added."""
+    by_name: dict[str, EndpointSnapshot] = {}
+    for one in endpoints:  # members come first
+        first = by_name.get(one.endpoint.name)
+        if first is not None:
+            in_flight = first.in_flight + one.in_flight
+            awaiting = first.awaiting_first_byte + one.awaiting_first_byte
+            one = replace(first, in_flight=in_flight, awaiting_first_byte=awaiting)  # noqa: PLW2901
+        by_name[one.endpoint.name] = one
+    return list(by_name.values())
