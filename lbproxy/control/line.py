@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
 import time
 from typing import Final
 
@@ -80,12 +79,21 @@ def _milliseconds(seconds: float) -> str:
     return str(micros // 1000) + _DECIMALS[micros % 1000]
 
 
-_HARMLESS: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{0,128}").fullmatch
-"""What needs no escapes: every request id that is ours, or that we took from a client."""
+def _is_harmless(text: str) -> bool:
+    """It needs no escapes: as every request id that is ours, or that we took from a client."""
+    return len(text) <= 128 and text.isascii() and text.isprintable() and '"' not in text and "\\" not in text
 
 
-def access_line(record: RequestRecord) -> bytes:
-    """The access log's line of a request, line feed included. 2 µs: most of it is as in a line before."""
+def now() -> str:
+    """What `access_line` wants of the wall clock."""
+    return _millisecond(int(time.time() * 1000))
+
+
+def access_line(record: RequestRecord, at: str) -> str:
+    """The access log's line of a request, line feed included; ASCII. 1 µs: most of it is as in a line before.
+
+    `at`: when it is written, by `now`; the same for all lines of a turn of the loop.
+    """
     placed_at, first_byte_at, started_at = record.placed_at, record.first_byte_at, record.started_at
     outcome, status, level = _WORDS[record.outcome]
     facts = _facts(
@@ -111,14 +119,13 @@ def access_line(record: RequestRecord) -> bytes:
         more += f',"trace_id":"{record.trace.trace_id:032x}"'
     if record.error is not None:
         more += f',"error":{_quoted(record.error, MAX_ERROR_CHARS)}'
-    request_id = record.id if _HARMLESS(record.id) else _quoted(record.id, MAX_FIELD_CHARS)[1:-1]
-    at, duration = _millisecond(int(time.time() * 1000)), _milliseconds(record.ended_at - started_at)
-    line = (
+    request_id = record.id if _is_harmless(record.id) else _quoted(record.id, MAX_FIELD_CHARS)[1:-1]
+    duration = _milliseconds(record.ended_at - started_at)
+    return (
         f'{{"time":"{at}","level":"{level}","event":"request","id":"{request_id}",{facts},'
         f'"request_bytes":{record.request_bytes},"response_bytes":{record.response_bytes},"events":{record.events},'
         f'"queue_ms":{queue},"ttfb_ms":{ttfb},"duration_ms":{duration}{more}}}\n'
     )
-    return line.encode("ascii")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -149,4 +156,4 @@ def _facts(  # noqa: PLR0913, PLR0917 - the cache's key
 
 
 def _quoted(text: str, limit: int) -> str:
-    return f'"{text}"' if _HARMLESS(text) else orjson.dumps(plain(text, limit)).decode("ascii")
+    return f'"{text}"' if _is_harmless(text) else orjson.dumps(plain(text, limit)).decode("ascii")

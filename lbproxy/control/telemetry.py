@@ -27,6 +27,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from lbproxy import __version__
 from lbproxy.config import LogSettings
+from lbproxy.control import line
 from lbproxy.control.discovery import Discovery
 from lbproxy.control.endpoint_families import one_per_name, render_endpoints
 from lbproxy.control.families import (
@@ -194,13 +195,11 @@ class Telemetry:
 
     def ended(self, records: Sequence[RequestRecord]) -> None:
         """See runtime.Sink. 5 µs each, the access log's line included."""
-        lines: list[bytes] = []
         for record in records:
             self._count(record)
-            if self._write_access is not None and LEVELS[record.outcome] >= self._access_level:
-                lines.append(access_line(record))
-        if lines and self._write_access is not None:
-            self._write_access(lines)
+        if self._write_access is not None:
+            at, level = line.now(), self._access_level
+            self._write_access([access_line(one, at) for one in records if LEVELS[one.outcome] >= level])
 
     def _count(self, record: RequestRecord) -> None:
         outcome, status = OUTCOMES[record.outcome]

@@ -47,7 +47,8 @@ def flatten(body: Mapping[str, object]) -> bytes:
     if type(messages) is list and len(messages) <= FEW_MESSAGES and "tools" not in body and "system" not in body:
         texts = _texts_of(messages)
         if texts is not None:
-            return "".join(texts).encode("utf-8", "surrogatepass")[:MAX_PROMPT_BYTES]
+            prompt = "".join(texts).encode("utf-8", "surrogatepass")
+            return prompt if len(prompt) <= MAX_PROMPT_BYTES else prompt[:MAX_PROMPT_BYTES]  # a slice is a copy
     pieces = _Pieces()
     if isinstance(messages, list):
         for key in ("tools", "system"):

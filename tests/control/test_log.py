@@ -16,6 +16,7 @@ from aiohttp.http_exceptions import BadStatusLine
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lbproxy.control import line as lines_of
 from lbproxy.control.line import access_line, plain, stamp
 from lbproxy.control.log import LineHandler, configure_logging
 from lbproxy.control.writer import MAX_LINES, LineWriter
@@ -103,7 +104,7 @@ def test_an_access_line_says_what_happened() -> None:
         queue_s=0.25,
         first_byte_at=100.5,
     )
-    line = json.loads(access_line(done))
+    line = json.loads(access_line(done, lines_of.now()))
     when = datetime.fromisoformat(line.pop("time"))
     assert when.utcoffset() == timedelta(0)
     assert line == {
@@ -129,7 +130,7 @@ def test_an_access_line_says_what_happened() -> None:
 
 
 def test_a_request_that_was_never_placed_has_no_times_of_an_endpoint() -> None:
-    line = json.loads(access_line(record(outcome=Outcome.CLIENT_CLOSED, error="gone")))
+    line = json.loads(access_line(record(outcome=Outcome.CLIENT_CLOSED, error="gone"), lines_of.now()))
     assert line["queue_ms"] is None
     assert line["ttfb_ms"] is None
     assert line["endpoint"] is None
@@ -140,9 +141,11 @@ def test_a_request_that_was_never_placed_has_no_times_of_an_endpoint() -> None:
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_hostile_string_stays_inside_its_field(text: str) -> None:
     """Neither a forged line, nor bytes that the log's reader cannot decode, nor a megabyte."""
-    line = access_line(record(id=text, method=text, path=f"/{text}", client=text, model=text, error=text))
-    assert line.count(b"\n") == 1
-    assert line.endswith(b"}\n")
+    line = access_line(
+        record(id=text, method=text, path=f"/{text}", client=text, model=text, error=text), lines_of.now()
+    )
+    assert line.count("\n") == 1
+    assert line.endswith("}\n")
     assert line.isascii()
     assert len(line) < 16 << 10
     assert json.loads(line)["event"] == "request"
@@ -150,14 +153,14 @@ def test_a_hostile_string_stays_inside_its_field(text: str) -> None:
 
 @given(st.text(st.characters(exclude_categories=())), st.text(st.characters(exclude_categories=())))
 def test_any_string_makes_a_line(path: str, model: str) -> None:
-    line = json.loads(access_line(record(path=path, model=model)))
+    line = json.loads(access_line(record(path=path, model=model), lines_of.now()))
     assert len(line["path"]) <= 512
     assert line["model"] == plain(model, 256)
 
 
 def test_the_query_is_not_logged() -> None:
     """Some clients put their key there."""
-    assert b"sk-secret" not in access_line(record(path="/v1/models?api_key=sk-secret"))
+    assert "sk-secret" not in access_line(record(path="/v1/models?api_key=sk-secret"), lines_of.now())
 
 
 @given(st.floats(0, 4e9))
@@ -237,11 +240,11 @@ def test_configuring_again_replaces_the_handler() -> None:
 def test_lines_come_out_whole_and_in_order() -> None:
     reader = Reader()
     writer = LineWriter(reader.fd)
-    lines = [b"%d\n" % n for n in range(10_000)]
+    lines = [f"{n}\n" for n in range(10_000)]
     for line in lines:
         writer.write([line])
     writer.close(timeout_s=30.0)
-    assert reader.lines() == lines
+    assert reader.lines() == [line.encode() for line in lines]
     assert writer.dropped == 0
 
 
@@ -249,7 +252,7 @@ def test_lines_come_out_without_close() -> None:
     reading, fd = os.pipe()
     writer = LineWriter(fd)
     for n in range(3):  # each time the thread has gone to sleep again, or not: none may be forgotten
-        writer.write([b"line %d\n" % n])
+        writer.write([f"line {n}\n"])
         assert os.read(reading, 100) == b"line %d\n" % n
     writer.close()
     os.close(fd)
@@ -261,7 +264,7 @@ def test_a_reader_that_takes_nothing_costs_lines_and_no_time() -> None:
     reading, fd = os.pipe()
     writer = LineWriter(fd)
     for _ in range(2 * MAX_LINES):
-        writer.write([b"x" * 99 + b"\n"])
+        writer.write(["x" * 99 + "\n"])
     assert writer.dropped > 0
     writer.close(timeout_s=0.01)
     os.close(reading)  # EPIPE lets the thread go
@@ -275,11 +278,11 @@ def test_a_non_blocking_output_loses_nothing() -> None:
     reader = Reader()
     os.set_blocking(reader.fd, False)
     writer = LineWriter(reader.fd)
-    lines = [b"x" * 999 + b"\n"] * 2000
+    lines = ["x" * 999 + "\n"] * 2000
     for line in lines:
         writer.write([line])
     writer.close(timeout_s=30.0)
-    assert reader.lines() == lines
+    assert reader.lines() == [line.encode() for line in lines]
 
 
 def test_a_broken_pipe_is_counted_and_survived() -> None:
@@ -287,11 +290,11 @@ def test_a_broken_pipe_is_counted_and_survived() -> None:
     os.close(reading)
     writer = LineWriter(fd)
     for _ in range(10):
-        writer.write([b"lost\n"])
+        writer.write(["lost\n"])
     writer.close(timeout_s=30.0)
     os.close(fd)
     assert writer.dropped == 10
-    writer.write([b"too late\n"])
+    writer.write(["too late\n"])
     assert writer.dropped == 11
 
 
@@ -302,5 +305,5 @@ def test_lines_that_wait_for_a_slow_reader_take_what_they_weigh() -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     before = resident_bytes()
-    lines = [access_line(record()) for _ in range(MAX_LINES)]
+    lines = [access_line(record(), lines_of.now()) for _ in range(MAX_LINES)]
     assert resident_bytes() - before < 10 * sum(map(len, lines))
