@@ -6,20 +6,28 @@ VENV := .venv
 BENCH := .bench
 BIN := $(VENV)/bin
 BUILT := build/compiled
-THROUGH_SOCKETS := tests/net tests/proxy tests/e2e tests/chaos tests/benchmarks
+THROUGH_SOCKETS := tests/net tests/proxy tests/e2e tests/chaos
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: run test test-tools chaos soak test-real check format lint types lock clean compiled bench-dashboard bench-overhead profile bench-routing \
+.PHONY: run test test-units test-sockets test-tools chaos soak test-real check format lint types lock clean compiled bench-dashboard bench-overhead profile bench-routing \
         bench-routing-http recording night
 
 run: $(VENV)/.run
 	$(BIN)/lbproxy demo
 
 # What users run, they run compiled; so that is what is tested through sockets. All else is tested as it is written, and
-# core and the simulator both ways.
+# core and the simulator both ways. Two at a time, as tests through sockets wait more than they compute; but nothing runs
+# beside those of the benchmarks, of which one measures.
 test: $(VENV)/.dev lint types $(BUILT)/.made
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(THROUGH_SOCKETS))
-	cd $(BUILT) && ../../$(BIN)/python -m pytest -p no:cacheprovider tests/core tests/sim $(THROUGH_SOCKETS)
+	$(MAKE) --jobs=2 --output-sync=target test-units test-sockets
+	cd $(BUILT) && ../../$(BIN)/python -m pytest -p no:cacheprovider tests/benchmarks
+
+test-units:
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(THROUGH_SOCKETS) tests/benchmarks)
+	cd $(BUILT) && ../../$(BIN)/python -m pytest -p no:cacheprovider tests/core tests/sim
+
+test-sockets:
+	cd $(BUILT) && ../../$(BIN)/python -m pytest -p no:cacheprovider $(THROUGH_SOCKETS)
 
 test-tools:
 	command -v chromium > /dev/null && command -v promtool > /dev/null && command -v nginx > /dev/null && \
