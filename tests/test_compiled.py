@@ -62,6 +62,12 @@ def test_compiled_dataclasses_have_no_slots() -> None:
         assert not any("slots" in ast.unparse(one) for one in node.decorator_list), f"{path.name}: {node.name}"
 
 
+def test_compiled_objects_are_known_to_the_garbage_collector() -> None:
+    """mypyc frees an `acyclic` object as one that has the collector's header, and so writes over what is not its own."""
+    for path, node in classes():
+        assert not any("acyclic" in ast.unparse(one) for one in node.decorator_list), f"{path.name}: {node.name}"
+
+
 def test_what_the_build_asks_for_is_what_lbproxy_asks_for() -> None:
     """mypy judges the source by the types of what it imports: of the releases that it runs on."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, cast
 
-from mypy_extensions import mypyc_attr
-
 from lbproxy.core.estimate import LoadModel, PoolModel
 from lbproxy.core.placement import freed_per_ms
 from lbproxy.core.prefix import BLOCK_BYTES
@@ -32,7 +30,6 @@ MAX_SPACE_WAIT_MS: Final = 60_000.0
 MIN_FREED_PER_MS: Final = 0.05
 
 
-@mypyc_attr(acyclic=True)
 class _Parts:
     """What the price of one candidate was added up from, in milliseconds. Kept for as long as the decision is, and an
     object of its own, as compiled it holds bare numbers.

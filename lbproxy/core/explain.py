@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from math import inf
 from typing import Final
 
-from mypy_extensions import mypyc_attr
-
 from lbproxy.core.pricing import Policy
 from lbproxy.core.types import Endpoint, EndpointState, Ticket
 
@@ -23,7 +21,6 @@ IN_FULL_PER_S: Final = 500
 """In a fleet of more than `MAX_SHOWN`."""
 
 
-@mypyc_attr(acyclic=True)
 class Decision:
     """One placement. It is made for each request, so it is what was there; what it says is worked out when asked."""
 

@@ -22,8 +22,6 @@ from collections import deque
 from math import inf
 from typing import Final
 
-from mypy_extensions import mypyc_attr
-
 from lbproxy.core.prefix import BLOCK_BYTES, BlockKey
 
 ENTRY_BYTES: Final = 560
@@ -35,7 +33,6 @@ STALE_PATHS: Final = 1000
 """Of prompts that were used again: a cache's list of idle ones may have so many, and as many as it has nodes."""
 
 
-@mypyc_attr(acyclic=True)  # so the garbage collector need not look at a million of them
 class Node:
     """A piece of a prompt: blocks that were always used together so far."""
 
@@ -52,7 +49,6 @@ class Node:
         """The bits of the endpoints that have all of it; 0 only while it is being made."""
 
 
-@mypyc_attr(acyclic=True)
 class _Use:
     """What one cache does with a node."""
 

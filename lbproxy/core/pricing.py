@@ -21,7 +21,6 @@ Plan: TypeAlias = list[float]
 """The uncached tokens that the plan under way reserved on each endpoint, by the slot of its load model."""
 
 
-@mypyc_attr(acyclic=True)
 class Prices:
     """What a policy says of a request, in lists as long as the candidates and in their order."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from mypy_extensions import mypyc_attr
-
 from lbproxy.core.types import Outcome, Usage, Wait
 
 if TYPE_CHECKING:
@@ -17,7 +15,6 @@ MAX_PATH_CHARS: Final = 512
 """Of a path in a record that is over."""
 
 
-@mypyc_attr(acyclic=True)
 class RequestRecord:
     """One request, whatever happened. Access log, metrics and traces are sinks of it.
 
