@@ -38,7 +38,7 @@ class RoutingSettings(Section):
     scorers: dict[ScorerName, Weight] | None = None
     """With policy `weighted`, and only then: scorer -> weight above 0. Only the weights' proportions matter."""
     prefix_memory: Annotated[int, size("1MiB", "1024GiB")] = 600 * 1024**2
-    """What may be remembered of the endpoints' prefix caches, for policies that go by them: at most 560 bytes for
+    """What may be remembered of the endpoints' prefix caches, for policies that go by them: at most 600 bytes for
     each block of 1 KiB of prompts, a tenth of that where they are long. When it is full, the oldest is forgotten."""
 
     @field_validator("scorers", mode="after")

@@ -24,11 +24,11 @@ from typing import Final
 
 from lbproxy.core.prefix import BLOCK_BYTES, BlockKey
 
-ENTRY_BYTES: Final = 560
+ENTRY_BYTES: Final = 600
 """Memory of a block in one cache, at most: where each prompt has a single block of its own. Of long prompts a block
 takes a tenth of it (`python -m benchmarks.decision`)."""
 MAX_ENTRIES: Final = 600 * 1024**2 // ENTRY_BYTES
-"""Blocks in all caches together, if the settings do not say: 1,100 on each of 1,000 endpoints."""
+"""Blocks in all caches together, if the settings do not say: 1,000 on each of 1,000 endpoints."""
 STALE_PATHS: Final = 1000
 """Of prompts that were used again: a cache's list of idle ones may have so many, and as many as it has nodes."""
 

@@ -143,7 +143,7 @@ def test_a_prompt_that_comes_again_and_again_leaves_nothing_behind() -> None:
     assert index.match(((5 * STALE_PATHS - 1) % 7,)) == [1]
 
 
-@pytest.mark.parametrize(("blocks", "most"), [(1, ENTRY_BYTES), (2, 300), (8, 110), (100, 55)])
+@pytest.mark.parametrize(("blocks", "most"), [(1, ENTRY_BYTES), (2, 320), (8, 115), (100, 55)])
 @pytest.mark.parametrize("entries", [20_000, 22_000, 30_000])
 def test_a_full_index_takes_no_more_memory_than_the_setting_says(entries: int, blocks: int, most: int) -> None:
     """`routing.prefix_memory` is divided by ENTRY_BYTES; prompts of a single block take most, as each is a piece."""
