@@ -63,7 +63,7 @@ def test_compiled_dataclasses_have_no_slots() -> None:
 
 
 def test_compiled_objects_are_known_to_the_garbage_collector() -> None:
-    """mypyc frees an `acyclic` object as one that has the collector's header, and so writes over what it does not own."""
+    """mypyc frees an `acyclic` object as one with the collector's header, and so writes over what is not its own."""
     for path, node in classes():
         assert not any("acyclic" in ast.unparse(one) for one in node.decorator_list), f"{path.name}: {node.name}"
 
