@@ -5,6 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def chained(blocks: Sequence[int]) -> tuple[object, ...]:
+def chained(blocks: Sequence[int]) -> tuple[int, ...]:
     """The keys of a prompt of these blocks: as `core.prefix.hash_prompt` does it, each stands for all up to it."""
-    return tuple(tuple(blocks[: n + 1]) for n in range(len(blocks)))
+    return tuple(hash(tuple(blocks[: n + 1])) & (2**64 - 1) for n in range(len(blocks)))
