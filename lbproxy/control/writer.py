@@ -89,7 +89,8 @@ class LineWriter:
         left = memoryview(b"".join(batch))
         while left:
             try:
-                left = left[os.write(self._fd, left) :]
+                written = os.write(self._fd, left)
+                left = left[written:]
             except BlockingIOError:  # somebody made it non-blocking, and the reader is slow
                 time.sleep(RETRY_S)
             except OSError:  # the reader is gone, the disk is full: the next batch may go better
