@@ -98,13 +98,17 @@ class _Rule:
     outcome: Outcome
     again: int = 0
     """How often one request may be tried again for this; `attempts` bounds it anyway."""
-    only_first: bool = False
-    """Not if anything else failed this request before."""
+    only_unsuspected: bool = False
+    """Not if an endpoint that took this request failed on it before."""
     free: bool = False
     """Costs no budget, and is tried again at once."""
 
 
 _ANY_NUMBER: Final = 1000
+_NOT_ITS_FAULT: Final = frozenset(
+    {FailureKind.CONNECT, FailureKind.STALE, FailureKind.BUSY, FailureKind.LIMITED, FailureKind.MISSING}
+)
+"""These endpoints did not take the request, whatever it was: it is not under suspicion of breaking servers."""
 _RULES: Final = {
     FailureKind.CONNECT: _Rule(Outcome.CONNECT_FAILED, again=_ANY_NUMBER, free=True),
     FailureKind.RESET: _Rule(Outcome.UPSTREAM_RESET, again=1),
@@ -113,7 +117,7 @@ _RULES: Final = {
     FailureKind.EXHAUSTED: _Rule(Outcome.OVERLOADED),
     FailureKind.BUSY: _Rule(Outcome.COMPLETED, again=_ANY_NUMBER),
     FailureKind.LIMITED: _Rule(Outcome.COMPLETED, again=1),
-    FailureKind.ERROR: _Rule(Outcome.COMPLETED, again=1, only_first=True),
+    FailureKind.ERROR: _Rule(Outcome.COMPLETED, again=1, only_unsuspected=True),
     FailureKind.GATEWAY: _Rule(Outcome.COMPLETED, again=_ANY_NUMBER),
     FailureKind.MISSING: _Rule(Outcome.COMPLETED, again=_ANY_NUMBER),
     FailureKind.STRANDED: _Rule(Outcome.UPSTREAM_TIMEOUT, again=_ANY_NUMBER),
@@ -158,7 +162,7 @@ class Retries:
         again = (
             len(earlier) + 1 < self._attempts
             and earlier.count(kind) < rule.again
-            and not (rule.only_first and earlier)
+            and not (rule.only_unsuspected and any(one not in _NOT_ITS_FAULT for one in earlier))
             and (rule.free or elsewhere)
         )
         if not again and rule.free and not elsewhere:

@@ -50,3 +50,12 @@ def json_answer(status: int, body: bytes, fields: dict[str, str], *, keep_alive:
         lines.append("connection: close\r\n")
     head = f"content-type: application/json; charset=utf-8\r\ncontent-length: {len(body)}\r\n{''.join(lines)}\r\n"
     return status_line(status) + head.encode("ascii") + body
+
+
+def model_not_found(model: str | None) -> LbError:
+    """Nobody serves `model`."""
+    return LbError(
+        Outcome.MODEL_NOT_FOUND,
+        f"The model `{model}` does not exist; GET /v1/models lists those that do.",
+        param="model",
+    )

@@ -3,12 +3,13 @@
 Theory of operation. An `Exchange` is driven by callbacks alone, of the runtime (a place was found), of the pool (a
 connection was made) and of that connection (its answer came, or it broke); no task waits for it, which is most of why
 a request is cheap. Each attempt places, sends, and ends in a head or a failure; after a failure, or a head that
-another endpoint may do better, the balancer says whether to go round again. The first head that is taken is the commit
-point: a `Relay` does the rest, and nothing is ever retried. Invariants:
+another endpoint may do better, the balancer says whether to go round again. A head that is taken is a `Relay`'s, and
+the first of its body is the commit point: after it nothing is ever retried. Invariants:
 
 - It ends exactly once, in `over`, whatever happens; every ticket is closed by then.
 - At most one of these is there at a time: a place waited for, a connection being made, one in use, a retry's timer.
 - What another endpoint gets are the same bytes.
+- Whatever follows a head that is out (`_opened`) is the body of a stream of events, and nothing else.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from lbproxy.core.types import (
 from lbproxy.net.h1 import ResponseHead
 from lbproxy.net.origin import Origin
 from lbproxy.net.pool import Connection, ConnectionPool
+from lbproxy.proxy.answers import model_not_found
 from lbproxy.proxy.headers import client_head
-from lbproxy.proxy.relay import Client, Relay, is_json
+from lbproxy.proxy.relay import Client, Relay, can_go_on, end_opened, is_json
 from lbproxy.proxy.request import ClientRequest
 from lbproxy.runtime import Runtime
 
@@ -85,6 +87,8 @@ class Exchange(ABC):
     _pending: asyncio.Task[None] | asyncio.TimerHandle | None = None
     """A connection that is being made, or a retry's timer."""
     _relay: Relay | None = None
+    _opened = False
+    """The client has the head of a stream, and nothing of its body yet."""
     _failed: frozenset[EndpointUid] = frozenset()
     """Endpoints whose attempts failed."""
     _kinds: tuple[FailureKind, ...] = ()
@@ -121,8 +125,12 @@ class Exchange(ABC):
     # The end
 
     def refuse(self, error: LbError) -> None:
-        """End with an error; nothing went to the client yet."""
-        self.over(self._refuse(error))
+        """End with an error; nothing went to the client yet, or the head of a stream alone."""
+        if self._opened:
+            end_opened(self.client, self.record, error)
+            self.over(False)
+        else:
+            self.over(self._refuse(error))
 
     def over(self, reusable: bool) -> None:
         """End. The first call counts."""
@@ -138,7 +146,7 @@ class Exchange(ABC):
             return
         self._release(Outcome.INTERNAL_ERROR)
         self.keep_alive = False
-        if self.record.response_bytes:
+        if self.record.response_bytes and not self._opened:
             self.record.outcome = Outcome.INTERNAL_ERROR
             self.over(False)
         else:
@@ -242,9 +250,7 @@ class Exchange(ABC):
     def _send(self, ticket: Ticket, connection: Connection) -> None:
         self._connection = connection
         assert ticket.placed_on is not None
-        request = self.request
-        state = ticket.placed_on
-        record = self.record
+        request, state, record = self.request, ticket.placed_on, self.record
         head = request.head_for(state.endpoint, record.id, ask_load=state.asks_load, trace=record.trace)
         connection.send(request.method, head, request.body, self, self._shared.timeouts.first_byte)
 
@@ -258,6 +264,9 @@ class Exchange(ABC):
         if head.load_report:
             head = self._take_report(head, ticket)
         if head.status in STATUS_FAILURES and self._may_do_better(head.status):
+            return
+        if self._opened:
+            self._cannot_go_on(head, ticket)
             return
         reusable = self.keep_alive and not self.request.http10
         answer = client_head(head, self._own_fields(), chunked=False, keep_alive=reusable) + body
@@ -288,9 +297,19 @@ class Exchange(ABC):
         if head.status in STATUS_FAILURES and self._may_do_better(head.status):
             connection.abort()
             return
+        if self._opened and not can_go_on(head):
+            connection.abort()
+            self._cannot_go_on(head, ticket)
+            return
         shared = self._shared
         self._relay = relay = Relay(head, connection, ticket, self.record, shared.runtime, self)
-        relay.begin(self, self._own_fields(), shared.timeouts.stream_idle)
+        relay.begin(self, self._own_fields(), shared.timeouts.stream_idle, opened=self._opened)
+
+    def _cannot_go_on(self, head: ResponseHead, ticket: Ticket) -> None:
+        """The client has the head of a stream, and this is the head of something else."""
+        self.record.error = f"answered {head.status}, which cannot go on the stream of {self.record.failed[-1][0]}"
+        self._shared.runtime.close(ticket, Outcome.COMPLETED)
+        self.refuse(LbError(Outcome.UPSTREAM_RESET))
 
     def body(self, data: bytes) -> None:
         """Never: the relay takes it."""
@@ -320,8 +339,13 @@ class Exchange(ABC):
 
     # relay.Owner
 
+    def opened(self) -> None:
+        """See relay.Owner."""
+        self._opened = True
+
     def committed(self) -> None:
         """See relay.Owner: nobody else is going to be asked, and a stream can last for minutes."""
+        self._opened = False
         if len(self.request.body) > LARGE_BODY_BYTES:
             self.request = self.request._replace(body=b"")
             self._body_gone()
@@ -375,9 +399,8 @@ class Exchange(ABC):
         ticket, relay = self._ticket, self._relay
         if self._over or ticket is None or ticket.state is not TicketState.PLACED or ticket.first_byte_at is not None:
             return
-        if ticket.placed_on is None or ticket.placed_on.endpoint.uid not in stranding:
-            return
-        if relay is not None and not relay.revocable:
+        is_there = ticket.placed_on is not None and ticket.placed_on.endpoint.uid in stranding
+        if not is_there or (relay is not None and not relay.revocable):
             return
         error = UpstreamError(FailureKind.STRANDED, "the endpoint is down, or makes no progress")
         verdict = self._shared.runtime.after_failure(ticket, error, self._kinds)
@@ -467,23 +490,11 @@ class Exchange(ABC):
 
     def _own_fields(self) -> str:
         record, shared = self.record, self._shared
+        always = f"x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n"
         if not shared.expose_endpoint:
-            return f"x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n"
+            return always
         explained = ""
         if record.decisions and shared.explain_header and self.request.fields.explain:
-            explained = (
-                f"x-lbproxy-explain: {compact(record.decisions[-1])}; queue_ms={1000.0 * record.queue_s:.1f}\r\n"
-            )
-        return (
-            f"x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n"
-            f"x-lbproxy-endpoint: {record.endpoint}\r\n{explained}"
-        )
-
-
-def model_not_found(model: str | None) -> LbError:
-    """Nobody serves `model`."""
-    return LbError(
-        Outcome.MODEL_NOT_FOUND,
-        f"The model `{model}` does not exist; GET /v1/models lists those that do.",
-        param="model",
-    )
+            why, queue_ms = compact(record.decisions[-1]), 1000.0 * record.queue_s
+            explained = f"x-lbproxy-explain: {why}; queue_ms={queue_ms:.1f}\r\n"
+        return f"{always}x-lbproxy-endpoint: {record.endpoint}\r\n{explained}"

@@ -4,9 +4,11 @@ Theory of operation. From the commit on, every read of the endpoint's goes to th
 chunk framing included, unchanged; scanners look on. Only a client that takes no chunks gets the payload alone.
 Invariants:
 
-- The head goes out with the first body bytes, in one write, or after `HOLD_HEAD_S`. Until then the answer can still be
-  taken back: vLLM lets a burst of streams in and refuses some a moment later, inside a 200.
-- After it, never a second status line, and nothing is retried.
+- The head goes out with the first body bytes, in one write; that of a stream alone, after `HOLD_HEAD_S`. Never a second
+  status line.
+- Until bytes of its body went out an answer can be taken back: vLLM says 200 before it begins with the prompt, refuses
+  some of a burst a moment later, and may die in the seconds until the first token. A stream whose head is out goes on
+  with the body of another endpoint's; after the first bytes of a body nothing is retried.
 - An answer that broke never looks whole: no terminator, and a reset where a close would look like an end
   (the tables are in docs/failures.md).
 - The client's connection and the endpoint's pause and die together.
@@ -71,16 +73,20 @@ class Asking(Protocol):
 class Owner(Protocol):
     """Who has the answer relayed."""
 
+    def opened(self) -> None:
+        """The head of a stream went to the client, alone: any other answer has to be the body of such a stream."""
+        ...
+
     def committed(self) -> None:
-        """The first of the answer goes to the client: from here on there is no other answer."""
+        """The first of the body goes to the client: from here on there is no other answer."""
         ...
 
     def relayed(self, result: Outcome | UpstreamError) -> None:
-        """Once: the outcome, or the failure if nothing went to the client. Not if the client left (`let_go`)."""
+        """Once: the outcome, or the failure if nothing of a body went to the client. Not if it left (`let_go`)."""
         ...
 
     def stream_refused(self, status: int) -> bool:
-        """The stream begins with an error, by its code an HTTP status. Nothing went out. True: drop it, another
+        """The stream begins with an error, by its code an HTTP status. Nothing of it went out. True: drop it, another
         endpoint is asked, and `relayed` is not called.
         """
         ...
@@ -96,6 +102,7 @@ class Relay:
         "_done",
         "_head",
         "_held",
+        "_opened",
         "_prefix",
         "_progress_at",
         "_progressed",
@@ -109,6 +116,7 @@ class Relay:
         "_usage",
         "_whole",
         "client_reusable",
+        "revocable",
     )
 
     def __init__(
@@ -125,6 +133,7 @@ class Relay:
         self._ticket = ticket
         self._record = record
         self._runtime = runtime
+        self._opened = owner.opened
         self._committed = owner.committed
         self._done = owner.relayed
         self._refused = owner.stream_refused
@@ -132,11 +141,16 @@ class Relay:
         """Lets the head go without a body."""
         self._prefix = b""
         """The head, until it went out."""
+        self.revocable = True
+        """Nothing of the body went to the client."""
         self._progressed = 0
         self._progress_at = 0.0
 
-    def begin(self, turn: Asking, own_fields: str, idle_s: float) -> None:
-        """Commit the answer and take its body. It may be whole, or broken, when this returns."""
+    def begin(self, turn: Asking, own_fields: str, idle_s: float, *, opened: bool) -> None:
+        """Take the answer's body. It may be whole, or broken, when this returns.
+
+        `opened`: the client has the head of a stream, and this one goes on with it; `can_go_on` said that it can.
+        """
         head, connection, client, http10 = self._head, self._connection, turn.client, turn.request.http10
         assert client.transport is not None, "a lost client ends its exchange"
         assert connection is not None
@@ -154,13 +168,14 @@ class Relay:
         if ends_by_close:
             self._whole = self._scanner or (JsonWatcher() if is_json(head) else None)
         self._record.status = head.status
-        self._prefix = client_head(head, own_fields, chunked=self._chunked, keep_alive=self.client_reusable)
+        if not opened:
+            self._prefix = client_head(head, own_fields, chunked=self._chunked, keep_alive=self.client_reusable)
         watcher = self if self._usage or self._whole or not self._raw else None
         connection.relay(head, self, watcher, idle_s)
         if self._connection is None:
             return
         if self._prefix and is_stream:
-            self._held = self._runtime.loop.call_later(HOLD_HEAD_S, self._write, b"")
+            self._held = self._runtime.loop.call_later(HOLD_HEAD_S, self._open)
         elif self._prefix:
             self._write(b"")
         if client.writing_paused:
@@ -193,7 +208,7 @@ class Relay:
 
     def body(self, data: bytes) -> None:
         """The next bytes of the message, framing included."""
-        if self._prefix and self._scanner is not None and self._is_refusal(data):
+        if self.revocable and self._scanner is not None and self._is_refusal(data):
             return
         if self._raw:
             if self._record.first_byte_at is None:
@@ -209,14 +224,14 @@ class Relay:
         if self._whole is not None and not self._whole.whole:
             self.broke(UpstreamError(FailureKind.RESET, "the body ended by close, and is not whole"))
             return
-        if self._prefix:
+        if self.revocable:
             self._write(b"")
         self._finish(Outcome.COMPLETED)
 
     def broke(self, error: UpstreamError) -> None:
         """The endpoint failed in the middle."""
         connection, self._connection = self._connection, None
-        if self._prefix:
+        if self.revocable:
             self._release_head()
             self._done(error)
             return
@@ -229,7 +244,7 @@ class Relay:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
-            if self._prefix:
+            if self.revocable:
                 self._write(b"")
             outcome, text = _CUTS[why]
             self._break(outcome, LbError(outcome, f"{text} after {self._events} events"), connection)
@@ -270,7 +285,7 @@ class Relay:
     # Steps
 
     def _is_refusal(self, data: bytes) -> bool:
-        """Whether a stream that nothing went out of begins with an error, and is dropped for it."""
+        """Whether a stream of whose body nothing went out begins with an error, and is dropped for it."""
         found = _REFUSAL.search(data, 0, _REFUSAL_BYTES)
         if found is None or not self._refused(int(found[1])):
             return False
@@ -292,12 +307,26 @@ class Relay:
             if self._head.status < 300:  # how soon an error came says nothing about the endpoint's speed
                 self._runtime.first_byte(self._ticket)
 
+    def _open(self) -> None:
+        """Let the head go alone, without a commitment if another stream could go on after it."""
+        self._held = None
+        if not (self._chunked and can_go_on(self._head)):
+            self._write(b"")
+            return
+        head, self._prefix = self._prefix, b""
+        self._send(head)
+        self._opened()
+
     def _write(self, data: bytes) -> None:
-        if self._prefix:
+        if self.revocable:
             self._release_head()
+            self.revocable = False
             data = self._prefix + data
             self._prefix = b""
             self._committed()
+        self._send(data)
+
+    def _send(self, data: bytes) -> None:
         self._record.response_bytes += len(data)
         if not self._transport.is_closing():
             self._transport.write(data)
@@ -323,11 +352,6 @@ class Relay:
         self._finish(outcome)
 
     @property
-    def revocable(self) -> bool:
-        """Nothing went to the client."""
-        return bool(self._prefix)
-
-    @property
     def _events(self) -> int:
         return 0 if self._scanner is None else self._scanner.events
 
@@ -346,6 +370,28 @@ class Relay:
         self._release_head()
         self._count()
         self._done(outcome)
+
+
+def can_go_on(head: ResponseHead) -> bool:
+    """It begins a stream like all others: after its head the body of another can follow, and its body after theirs."""
+    return head.status == 200 and head.chunked and b"text/event-stream" in head.content_type and not head.encoded
+
+
+def end_opened(client: Client, record: RequestRecord, error: LbError) -> None:
+    """Tell a client that has the head of a stream and no byte of a body why there is none; its connection closes."""
+    if error.outcome in _CUTS:
+        record.outcome, text = _CUTS[error.outcome]
+        told = LbError(record.outcome, f"{text} after 0 events")
+    else:
+        ours = error.outcome is Outcome.INTERNAL_ERROR
+        record.outcome = error.outcome if ours else Outcome.UPSTREAM_BROKE
+        told = error if ours else LbError(Outcome.UPSTREAM_RESET, "upstream connection lost after 0 events")
+    event = error_event(told)
+    data = b"%x\r\n%s\r\n" % (len(event), event)
+    record.response_bytes += len(data)
+    if client.transport is not None and not client.transport.is_closing():
+        client.transport.write(data)
+        client.transport.close()
 
 
 def is_json(head: ResponseHead) -> bool:

@@ -28,11 +28,11 @@ from lbproxy.core.types import EndpointUid, LbError, Outcome
 from lbproxy.net.listener import Listener, bind, connections_within
 from lbproxy.net.vanished import find_vanished
 from lbproxy.proxy.adapters import AdapterCalls
-from lbproxy.proxy.answers import error_answer
+from lbproxy.proxy.answers import error_answer, model_not_found
 from lbproxy.proxy.bodies import outlined, read_body
 from lbproxy.proxy.connection import CLOSE, KEEP, ClientConnection
 from lbproxy.proxy.deadlines import Deadlines
-from lbproxy.proxy.exchange import LARGE_BODY_BYTES, Exchanger, model_not_found
+from lbproxy.proxy.exchange import LARGE_BODY_BYTES, Exchanger
 from lbproxy.proxy.headers import origin_form, read_request_fields
 from lbproxy.proxy.keys import KeyRing
 from lbproxy.proxy.overload import Overload, Unmetered

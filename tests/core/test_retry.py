@@ -35,7 +35,11 @@ def retries(**settings: float) -> Retries:
         (K.LIMITED, (K.LIMITED,), False),
         (K.ERROR, (), True),
         (K.ERROR, (K.ERROR,), False),
-        (K.ERROR, (K.CONNECT,), False),
+        (K.ERROR, (K.CONNECT,), True),  # one server is dead, one drains: the third gets it
+        (K.ERROR, (K.BUSY,), True),
+        (K.ERROR, (K.RESET,), False),
+        (K.ERROR, (K.BUSY, K.GATEWAY), False),
+        (K.ERROR, (K.BUSY, K.CONNECT), False),
         (K.GATEWAY, (K.GATEWAY,), True),
     ],
 )

@@ -19,6 +19,8 @@ BOTH = pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 LONGEST = 2000
 SEQUENCES = 8
 """Tokens of one answer, nearly all that the model has room for, and answers to one request: half a minute of work."""
+WORKERS = 6
+"""Clients while one server drains: the other has to take all of them."""
 
 
 @BOTH
@@ -107,10 +109,11 @@ def test_a_draining_server_is_not_noticed(fleet: Fleet, found: Found) -> None:
     """
     other, victim = fleet.vllm
     held = Batch(fleet.url, 1, LONGEST, stream=True, model="c")  # only the victim has this adapter
-    same = Batch(other.url, 3, LONGEST, stream=True)  # so that the other is the more loaded one, and both are used
-    wait_until(lambda: victim.running() == 1 and other.running() == 3, "they run")
+    # The other is the more loaded one, so that both are used; with all that follows it still is within its cap.
+    same = Batch(other.url, QUEUE_CAP - WORKERS, LONGEST, stream=True)
+    wait_until(lambda: victim.running() == 1 and other.running() == QUEUE_CAP - WORKERS, "they run")
     # At most 12 a second: every one of them may need a retry, and the retry budget is 10 a second and a fifth.
-    with Load(fleet.url, workers=6, max_tokens=24, pause_s=0.5) as load:
+    with Load(fleet.url, workers=WORKERS, max_tokens=24, pause_s=0.5) as load:
         wait_until(lambda: load.answered(victim.name) >= 5, "both are used")
         victim.terminate()
         stopped = time.monotonic()

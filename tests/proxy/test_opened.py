@@ -1,0 +1,265 @@
+"""Streams whose head went out, and nothing of their body: between vLLM's 200 and the first token lies the prefill.
+
+Another endpoint may bring the body; a second head must never follow, and what cannot go on is told as an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from lbproxy.core.types import Outcome
+from lbproxy.proxy.exchange import LARGE_BODY_BYTES
+from tests.support.aio import run, until
+from tests.support.compiled import interpreted
+from tests.support.endpoint import (
+    LAST,
+    STREAM_HEAD,
+    Received,
+    Script,
+    ScriptedEndpoint,
+    Wire,
+    answer,
+    chunk,
+    event,
+    hang,
+)
+from tests.support.rig import RawClient, Rig, post, rig
+
+STREAM = b'{"model":"m","stream":true}'
+BODY = event('{"choices":[{"finish_reason":"stop"}]}') + event("[DONE]") + LAST
+NO_BUDGET = "retry: {budget_ratio: 0, budget_per_second: 0}"
+
+
+class Begun:
+    """A request that has the head of e1's stream; e2, if there is one, answers by `script`."""
+
+    def __init__(self, it: Rig, client: RawClient, first: ScriptedEndpoint, second: ScriptedEndpoint) -> None:
+        self.it, self.client, self.first, self.second = it, client, first, second
+
+    @property
+    def wire(self) -> Wire:
+        return self.first.wires[0]
+
+    def take_down(self) -> None:
+        """e1, by its probes."""
+        for _ in range(3):
+            self.it.runtime.report_health(self.it.endpoints[0].uid, False, "it does not answer")
+
+    async def rest(self) -> bytes:
+        """What the client gets after the head, until its connection ends."""
+        return await self.client.reader.read(-1)
+
+    async def told(self, code: str) -> str:
+        """The only thing that follows is an event with this error; its message."""
+        rest = await self.rest()
+        size, _, after = rest.partition(b"\r\n")
+        assert len(after) == int(size, 16) + 2, "one chunk, and no last one"
+        error = json.loads(after.removeprefix(b"data: "))["error"]
+        assert error["code"] == code
+        return str(error["message"])
+
+    async def record(self) -> tuple[Outcome, str | None, int, int]:
+        await until(lambda: self.it.records.requests)
+        (record,) = self.it.records.requests
+        return record.outcome, record.endpoint, record.attempts, record.status
+
+
+@asynccontextmanager
+async def begun(
+    script: Script | bytes, *, body: bytes = STREAM, first: bytes = STREAM_HEAD, more: str = ""
+) -> AsyncIterator[Begun]:
+    """With e1 waiting for what its test does; its answers begin with `first`."""
+
+    async def silent(wire: Wire, _: Received) -> None:
+        await wire.send(first)
+        await wire.watch()
+
+    async with AsyncExitStack() as stack:
+        one = await stack.enter_async_context(ScriptedEndpoint(silent))
+        two = await stack.enter_async_context(ScriptedEndpoint(script))
+        settings = f"routing: {{policy: round-robin}}\n{more}"
+        it = await stack.enter_async_context(rig(one.url, two.url, more=settings))
+        client = await it.connect()
+        client.send(post(body))
+        async with asyncio.timeout(20.0):
+            head = await client.head()
+        assert b"200 OK" in head
+        assert b"x-lbproxy-endpoint: e1" in head
+        yield Begun(it, client, one, two)
+
+
+async def stream(wire: Wire, _: Received) -> None:
+    await wire.send(STREAM_HEAD, BODY)
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+def test_the_stream_of_another_goes_on_after_the_head(how: str) -> None:
+    """What kill -9 does while the engine reads the prompt. The client has one head, and a whole body."""
+
+    async def main() -> None:
+        async with begun(stream) as it:
+            getattr(it.wire, how)()
+            got = await it.client.reader.readexactly(len(BODY))
+            assert got == BODY
+            assert it.second.requests[0].body == it.first.requests[0].body
+            assert await it.record() == (Outcome.COMPLETED, "e2", 2, 200)
+            assert it.it.records.requests[0].failed == (("e1", "upstream_reset"),)
+            it.client.send(post(STREAM))
+            assert b"200 OK" in await it.client.head(), "its connection serves another request"
+
+    run(main())
+
+
+def test_who_has_the_head_alone_leaves_an_endpoint_that_goes_down() -> None:
+    """A vLLM that took a request in the moment of its SIGTERM answers 200 and nothing more, and does not close."""
+
+    async def main() -> None:
+        async with begun(stream) as it:
+            it.take_down()
+            it.it.runtime.check()
+            assert await it.client.reader.readexactly(len(BODY)) == BODY
+            await until(it.wire.gone.is_set, "the old connection is closed")
+            assert it.it.records.requests[0].failed == (("e1", "upstream_stranded"),)
+
+    run(main())
+
+
+def test_a_refusal_that_comes_late_is_asked_of_another() -> None:
+    """vLLM refuses inside a 200: as good as a 503, also after the head went out."""
+
+    async def main() -> None:
+        async with begun(stream) as it:
+            await it.wire.send(event('{"error": {"message": "busy", "code": 503}}') + event("[DONE]") + LAST)
+            assert await it.client.reader.readexactly(len(BODY)) == BODY
+            assert await it.record() == (Outcome.COMPLETED, "e2", 2, 200)
+
+    run(main())
+
+
+def test_a_comment_is_a_byte_of_the_body() -> None:
+    """After it, nobody else is asked."""
+
+    async def main() -> None:
+        async with begun(stream) as it:
+            await it.wire.send(chunk(b": ping\n\n"))
+            assert b": ping" in await it.client.reader.readuntil(b"\n\n\r\n")
+            it.wire.reset()
+            assert "after 0 events" in await it.told("upstream_reset")
+            assert not it.second.requests
+            assert await it.record() == (Outcome.UPSTREAM_BROKE, "e1", 1, 200)
+
+    run(main())
+
+
+OTHERS = {
+    "an error": answer(b'{"error":{"message":"no"}}', status=400),
+    "JSON": answer(b'{"ok":true}'),
+    "large JSON": answer(b'{"ok":"%s"}' % (b"x" * 300_000)),
+    "a stream that only closing ends": STREAM_HEAD.replace(b"Transfer-Encoding: chunked\r\n", b""),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_cannot_go_on_is_told_as_an_event(other: str) -> None:
+    """No second head, and none of its bytes."""
+
+    async def main() -> None:
+        async with begun(OTHERS[other]) as it:
+            it.wire.reset()
+            assert "after 0 events" in await it.told("upstream_reset")
+            assert await it.record() == (Outcome.UPSTREAM_BROKE, "e2", 2, 200)
+            assert it.it.records.requests[0].error
+            await until(lambda: it.it.in_flight() == 0)
+
+    run(main())
+
+
+def test_without_budget_it_is_told() -> None:
+    async def main() -> None:
+        async with begun(stream, more=NO_BUDGET) as it:
+            it.wire.reset()
+            assert "after 0 events" in await it.told("upstream_reset")
+            assert not it.second.requests
+            assert await it.record() == (Outcome.UPSTREAM_BROKE, "e1", 1, 200)
+
+    run(main())
+
+
+def test_a_large_body_is_kept_as_long_as_it_may_be_needed() -> None:
+    body = b'{"model":"m","stream":true,"prompt":"%s"}' % (b"x" * 3 * LARGE_BODY_BYTES)
+
+    async def main() -> None:
+        async with begun(stream, body=body) as it:
+            assert it.it.front.overload.held_bytes >= len(body)
+            it.wire.reset()
+            assert await it.client.reader.readexactly(len(BODY)) == BODY
+            assert it.second.requests[0].body == body
+            await until(lambda: it.it.records.requests)
+            assert it.it.front.overload.held_bytes == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize(("why", "code"), [(Outcome.DRAINING, "lb_shutdown"), (Outcome.OVERLOADED, "lb_overloaded")])
+def test_a_cut_between_two_attempts_is_told(why: Outcome, code: str) -> None:
+    """lbproxy stops, or has no memory, while nobody has the request."""
+
+    async def main() -> None:
+        async with begun(hang) as it:
+            it.wire.reset()
+            await until(lambda: it.second.requests)
+            (client,) = it.it.front._clients()
+            client.cut(why)
+            assert "after 0 events" in await it.told(code)
+            assert (await it.record())[0] in {Outcome.CUT, Outcome.OVERLOADED}
+
+    run(main())
+
+
+def test_a_client_that_leaves_between_two_attempts_is_gone() -> None:
+    async def main() -> None:
+        async with begun(hang) as it:
+            it.wire.reset()
+            await until(lambda: it.second.requests)
+            it.client.writer.transport.abort()
+            await until(it.second.wires[0].gone.is_set)
+            assert await it.record() == (Outcome.CLIENT_CLOSED, "e2", 2, 200)
+
+    run(main())
+
+
+@interpreted
+def test_a_defect_between_two_attempts_is_told_as_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as a second head."""
+
+    def raising(*_: object, **__: object) -> None:
+        raise RuntimeError("a defect")
+
+    async def main() -> None:
+        async with begun(stream) as it:
+            it.take_down()
+            monkeypatch.setattr(it.it.balancer, "after_failure", raising)
+            it.it.runtime.check()
+            await it.told("internal_error")
+            assert (await it.record())[0] is Outcome.INTERNAL_ERROR
+
+    run(main())
+
+
+def test_an_answer_that_says_more_than_a_stream_is_committed_with_its_head() -> None:
+    """A status other than 200, or an encoding, is a promise about the body that another endpoint does not know."""
+    first = STREAM_HEAD.replace(b"\r\n\r\n", b"\r\nContent-Encoding: gzip\r\n\r\n")
+
+    async def main() -> None:
+        async with begun(stream, first=first) as it:
+            it.wire.reset()
+            await it.rest()
+            assert not it.second.requests
+            assert (await it.record())[0] is Outcome.UPSTREAM_BROKE
+
+    run(main())
