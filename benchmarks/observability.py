@@ -4,8 +4,9 @@
     python -m benchmarks.observability --write      and into RESULTS.md
     python -m benchmarks.observability --parts      what each part of it costs alone, for a request
 
-Two processes of the installed product, started alike, each before three model servers and loaded by the programs of
-benchmarks.overhead, in turns: while one is measured, the other is stopped. Off: no access log, no remembered decisions,
+Processes of the installed product before three model servers, loaded by the programs of benchmarks.overhead, with it on
+and off in turns. Each window has a process of its own: two that are started alike differ by up to a twentieth for as
+long as they live, which is half of what is to be measured. Off: no access log, no remembered decisions,
 nobody who asks. On: an access log into a file, 1,000 remembered requests with their decisions, /metrics read each
 second, and a viewer of the dashboard's events. The Prometheus counters themselves cannot be switched off, so they are
 in both. CPU is that of the process by /proc; each round gives a ratio of on to off.
@@ -36,8 +37,10 @@ from benchmarks.overhead.subjects import lbproxy
 from lbproxy import __version__
 
 SERVERS = 3
-ROUNDS = {"1k": (15, 2.0), "sse": (9, 3.0)}
+ROUNDS = {"1k": (21, 2.0), "sse": (9, 3.0)}
 """And seconds of a window."""
+WARM_S = 1.0
+"""Before it: caches and tables get the size that they keep."""
 SCRAPE_S = 1.0
 BEGIN, END = "<!-- generated: observability -->", "<!-- end -->"
 COMMON = "listen: 127.0.0.1:$port\nadmin: 127.0.0.1:$spare\nendpoints: [ENDPOINTS]\n"
@@ -67,23 +70,17 @@ CONFIDENCE = 0.95
 
 
 class Side:
-    """One lbproxy, its admin port, and what it used per request or event."""
+    """One kind of lbproxy, and what it used per request or event in each round."""
 
-    def __init__(self, proxy: Proxy, admin: int, observed: Observed) -> None:
-        self.proxy = proxy
-        self.admin = admin
+    def __init__(self, observed: Observed) -> None:
         self.observed = observed
         self.micros: list[float] = []
         self.rates: list[float] = []
 
-    def measure(self, load: Workload, seconds: float, server_pid: int) -> None:
-        """One window. Raises LoadError."""
-        self.proxy.resume()
-        try:
-            with watching(self.admin, self.observed) as seen:
-                figures = run_load(load, self.proxy.port, seconds, server_pid=server_pid, proxy=self.proxy.usage())
-        finally:
-            self.proxy.pause()
+    def measure(self, load: Workload, proxy: Proxy, admin: int, seconds: float, server_pid: int) -> None:
+        """One window of a process that is warm. Raises LoadError."""
+        with watching(admin, self.observed) as seen:
+            figures = run_load(load, proxy.port, seconds, server_pid=server_pid, proxy=proxy.usage())
         if [count > 0 for count in seen] != [*self.observed[1:]]:
             raise LoadError(f"pages, and bytes of events, that were read: {seen}")
         count = counted(load, figures)
@@ -134,27 +131,24 @@ def watching(admin: int, observed: Observed) -> Iterator[list[int]]:
 
 def run(load: Workload, wanted: Mapping[str, Observed], rounds: int, seconds: float) -> tuple[dict[str, Side], str]:
     """Each side after its rounds, and which Python they ran on. Raises LoadError and StartError."""
+    sides = {name: Side(observed) for name, observed in wanted.items()}
+    python = ""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=BENCH)))
         servers = [stack.enter_context(server()) for _ in range(SERVERS)]
         urls = ", ".join(f"'http://127.0.0.1:{port}'" for port, _ in servers)
-        sides, python = {}, ""
-        for number, (name, observed) in enumerate(wanted.items()):
-            spare = free_port()
-            settings = COMMON.replace("ENDPOINTS", urls).replace("$spare", str(spare)) + observed.settings
-            subject = replace(lbproxy(name, None), files={"cfg.yaml": settings})
-            proxy = stack.enter_context(subject.start(servers[0][0], folder / str(number)))
-            proxy.warm_up(WARM.body())
-            python = python_of(proxy.usage().pids)
-            proxy.pause()
-            sides[name] = Side(proxy, spare, observed)
-        for number in range(-1, rounds):
+        for number in range(rounds):
             for name in list(sides)[:: -1 if number % 2 else 1]:
-                sides[name].measure(load, seconds, servers[0][1])
-                say(f"{load.key} {number + 1}/{rounds} {name}: {sides[name].micros[-1]:.1f} us")
-        for side in sides.values():
-            del side.micros[0], side.rates[0]  # caches, connections and the interpreter got warm
-        return sides, python
+                side, admin = sides[name], free_port()
+                settings = COMMON.replace("ENDPOINTS", urls).replace("$spare", str(admin)) + side.observed.settings
+                subject = replace(lbproxy(name, None), files={"cfg.yaml": settings})
+                with subject.start(servers[0][0], folder / f"{number}-{name}") as proxy:
+                    proxy.warm_up(WARM.body())
+                    python = python_of(proxy.usage().pids)
+                    run_load(load, proxy.port, WARM_S, server_pid=servers[0][1], proxy=proxy.usage())
+                    side.measure(load, proxy, admin, seconds, servers[0][1])
+                say(f"{load.key} {number + 1}/{rounds} {name}: {side.micros[-1]:.1f} us")
+    return sides, python
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

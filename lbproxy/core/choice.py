@@ -229,20 +229,32 @@ class Choice:
         """The index of the lowest cost; among those as good, the endpoint chosen longest ago, or any never chosen."""
         if len(costs) == 1:
             return 0
-        best = min(costs)
+        # Loops of one's own: min() and lists of some of them take three times as long when compiled.
+        best = costs[0]
+        for cost in costs:
+            if cost < best:  # noqa: PLR1730
+                best = cost
         limit = best + self._tolerance
-        good = [index for index, cost in enumerate(costs) if cost <= limit]
-        if len(good) == 1:
-            return good[0]
+        found = alike = oldest_alike = 0
+        oldest = -1
+        for index, cost in enumerate(costs):
+            if cost <= limit:
+                alike += 1
+                placed_seq = candidates[index].placed_seq
+                if oldest < 0 or placed_seq < oldest:
+                    oldest, found, oldest_alike = placed_seq, index, 1
+                elif placed_seq == oldest:
+                    oldest_alike += 1
+        if alike == 1:
+            return found
         if not self._tolerance:
-            return self._rng.choice(good)
-        oldest = min([candidates[index].placed_seq for index in good])
-        oldest_of = [index for index in good if candidates[index].placed_seq == oldest]
-        if len(oldest_of) > 1:
-            return self._rng.choice(oldest_of)
+            return self._rng.choice([n for n, cost in enumerate(costs) if cost <= limit])
+        if oldest_alike > 1:
+            same = [n for n, cost in enumerate(costs) if cost <= limit and candidates[n].placed_seq == oldest]
+            return self._rng.choice(same)
         while self._rng.getrandbits(1):  # what a choice of one draws, in a tenth of its time: seeds mean what they did
             pass
-        return oldest_of[0]
+        return found
 
     def _decision(
         self,
