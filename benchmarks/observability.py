@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import itertools
 import math
 import os
 import statistics
@@ -137,12 +138,13 @@ def run(load: Workload, wanted: Mapping[str, Observed], rounds: int, seconds: fl
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=BENCH)))
         servers = [stack.enter_context(server()) for _ in range(SERVERS)]
         urls = ", ".join(f"'http://127.0.0.1:{port}'" for port, _ in servers)
+        folders = itertools.count()
         for number in range(rounds):
             for name in list(sides)[:: -1 if number % 2 else 1]:
                 side, admin = sides[name], free_port()
                 settings = COMMON.replace("ENDPOINTS", urls).replace("$spare", str(admin)) + side.observed.settings
                 subject = replace(lbproxy(name, None), files={"cfg.yaml": settings})
-                with subject.start(servers[0][0], folder / f"{number}-{name}") as proxy:
+                with subject.start(servers[0][0], folder / str(next(folders))) as proxy:
                     proxy.warm_up(WARM.body())
                     python = python_of(proxy.usage().pids)
                     run_load(load, proxy.port, WARM_S, server_pid=servers[0][1], proxy=proxy.usage())
