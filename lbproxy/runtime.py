@@ -234,6 +234,11 @@ class Runtime:
         self._balancer.report_models(uid, cards)
         self._pump_soon()
 
+    def report_cache_size(self, uid: EndpointUid, tokens: int) -> None:
+        """How much an endpoint's KV cache holds, by its own word."""
+        self._balancer.report_cache_size(uid, tokens)
+        self._pump_soon()
+
     @contextmanager
     def reads_models(self, uid: EndpointUid, reader: ModelReader) -> Iterator[None]:
         """Meanwhile `reader` asks an endpoint for its models."""

@@ -1,4 +1,4 @@
-"""Asks one endpoint whether it lives and which models it serves, for ever.
+"""Asks one endpoint whether it lives, which models it serves and how much its cache holds, for ever.
 
 It reports; the Balancer judges. One prober per endpoint, so an endpoint that hangs, lies or is gone slows no other.
 Invariants:
@@ -7,6 +7,8 @@ Invariants:
   ever sees an endpoint that is up with unknown or old models, unless it cannot or will not say.
 - A failed question about models changes nothing: what an endpoint said last holds until it says something else.
 - An endpoint whose models the settings say is never asked for them.
+- The size of its KV cache is asked at the same moments, of engines of `core.server_info` alone, and not if the settings
+  say it. Whatever goes wrong with that, the endpoint comes up all the same: two `SIZE_TIMEOUT_S` later at most.
 - Nothing is logged but a change of models; whoever wants to know about health listens to transitions.
 """
 
@@ -21,6 +23,7 @@ from typing import NamedTuple
 from lbproxy.config import HealthSettings
 from lbproxy.core.openai import read_model_list
 from lbproxy.core.retry import FailureKind, UpstreamError
+from lbproxy.core.server_info import SERVER_INFO, owner, read_cache_size
 from lbproxy.core.types import Endpoint, EndpointSpec, Health, ModelCard
 from lbproxy.net.fetch import Answer, fetch
 from lbproxy.net.origin import Origin
@@ -32,6 +35,10 @@ logger = logging.getLogger("lbproxy")
 MODELS_PATH = "/v1/models"
 MAX_HEALTH_BYTES = 64 << 10
 MAX_MODELS_BYTES = 4 << 20
+MAX_INFO_BYTES = 2 << 20
+"""SGLang's page: 17 KB, and 20 KB for each data-parallel rank."""
+SIZE_TIMEOUT_S = 1.0
+"""For the size of a cache, which an endpoint that comes up waits for; SGLang takes 0.02 s when idle."""
 JITTER = 0.1
 """Intervals vary by this share both ways, so that many probers do not come to act in step."""
 MAX_MODELS_LOGGED = 20
@@ -86,6 +93,22 @@ async def ask_models(endpoint: EndpointSpec, connections: ConnectionPool, timeou
     return ModelsAnswer(answer.status < 500 and answer.status not in {408, 429}, None, True, reason)
 
 
+async def ask_cache_size(
+    endpoint: EndpointSpec, engine: str, connections: ConnectionPool, timeout_s: float
+) -> int | None:
+    """How many tokens the KV cache of an endpoint holds, by its own word; None if it does not say. `engine`: what it
+    runs, of `SERVER_INFO`.
+    """
+    for path in SERVER_INFO[engine].paths:
+        try:
+            answer = await _get(endpoint, path, connections, timeout_s, MAX_INFO_BYTES)
+        except UpstreamError:
+            return None
+        if answer.status != 404:
+            return read_cache_size(engine, answer.body) if answer.status == 200 else None
+    return None
+
+
 async def _get(
     endpoint: EndpointSpec, path: str, connections: ConnectionPool, timeout_s: float, max_bytes: int
 ) -> Answer:
@@ -110,7 +133,9 @@ class Prober:
         self._settings = settings
         self._rng = rng
         self._doubted = asyncio.Event()
-        self._models_due_at = float("-inf")
+        self._models_due_at = self._size_due_at = float("-inf")
+        self._owner: str | None = None
+        """The engine, by the models that it listed last."""
         self._logged: frozenset[str] | None = None
         """The models named in the last log line; None: none yet, or it cannot say."""
 
@@ -122,7 +147,7 @@ class Prober:
     async def _keep_asking(self) -> None:
         # Two loops, so that a slow list does not delay the verdict on an endpoint that is up.
         async with asyncio.TaskGroup() as loops:
-            if self._endpoint.models is None:
+            if self._endpoint.models is None or self._says_size() is not None:
                 loops.create_task(self._keep_models())
             if self._endpoint.health is not None:
                 loops.create_task(self._keep_health(self._endpoint.health))
@@ -143,8 +168,11 @@ class Prober:
                 self._doubted.clear()
                 await self.refresh_models()
                 await self._pause(DOUBT_S)
-            elif self._health() is Health.UP and self._runtime.now() >= self._models_due_at:
-                await self.refresh_models()
+            elif self._health() is Health.UP:
+                if self._runtime.now() >= self._models_due_at:
+                    await self.refresh_models()
+                if self._runtime.now() >= self._size_due_at:
+                    await self._refresh_size()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._doubted.wait(), self._jittered(self._settings.interval))
 
@@ -163,6 +191,7 @@ class Prober:
             return
         if answer.ok and self._health() in {Health.STARTING, Health.DOWN}:
             await self.refresh_models()
+            await self._refresh_size()
         self._runtime.report_health(self._endpoint.uid, answer.ok, answer.reason)
 
     def doubt_models(self) -> None:
@@ -176,10 +205,26 @@ class Prober:
         answer = await ask_models(self._endpoint, self._connections, self._settings.timeout)
         if not answer.valid:
             return
-        jitter = self._rng.uniform(1 - JITTER, 1 + JITTER)
-        self._models_due_at = self._runtime.now() + self._settings.models_interval * jitter
+        self._models_due_at = self._runtime.now() + self._jittered(self._settings.models_interval)
+        self._owner = None if answer.cards is None else owner(answer.cards)
         self._runtime.report_models(self._endpoint.uid, answer.cards)
         self._log_change(answer)
+
+    def _says_size(self) -> str | None:
+        """The engine, if it is one that says how much its cache holds, and that is not known from the settings."""
+        engine = self._owner if self._endpoint.engine == "auto" else self._endpoint.engine
+        return engine if engine in SERVER_INFO and self._endpoint.kv_cache_tokens is None else None
+
+    async def _refresh_size(self) -> None:
+        # As often as for the models, though it said it before: nobody tells of a restart that no probe saw.
+        engine = self._says_size()
+        if engine is None:
+            return
+        timeout_s = min(SIZE_TIMEOUT_S, self._settings.timeout)
+        tokens = await ask_cache_size(self._endpoint, engine, self._connections, timeout_s)
+        self._size_due_at = self._runtime.now() + self._jittered(self._settings.models_interval)
+        if tokens is not None:
+            self._runtime.report_cache_size(self._endpoint.uid, tokens)
 
     def _log_change(self, answer: ModelsAnswer) -> None:
         models = None if answer.cards is None else frozenset(card.id for card in answer.cards)

@@ -37,9 +37,8 @@ from lbproxy.config import (
 )
 from lbproxy.core.admission import WaitingQueue, least_work
 from lbproxy.core.backpressure import Backpressure
-from lbproxy.core.choice import Choice
+from lbproxy.core.choice import Choice, model_for
 from lbproxy.core.endpoints import EndpointChanges, EndpointSet
-from lbproxy.core.estimate import model_for
 from lbproxy.core.flows import Flow, Flows
 from lbproxy.core.learned import EndpointLearned, PoolLearned, QueueSnapshot, of_endpoint, of_pool, of_queue
 from lbproxy.core.orca import LoadReport
@@ -337,9 +336,11 @@ class Balancer:
 
     def report_restart(self, uid: EndpointUid) -> None:
         """An endpoint is another process than before: its caches are empty. A scrape with `started_at` says it too."""
-        state = self._endpoints.get(uid)
-        if state is not None and self._pool is not None:
-            state.load.restarted()
+        self._endpoints.report_restart(uid)
+
+    def report_cache_size(self, uid: EndpointUid, tokens: int) -> None:
+        """How much an endpoint's KV cache holds, by its own word."""
+        self._endpoints.report_cache_size(uid, tokens)
 
     def drain(self, uid: EndpointUid, *, draining: bool = True) -> None:
         """Give an endpoint no new requests (or again)."""
@@ -364,8 +365,7 @@ class Balancer:
 
     def reported_at(self, uid: EndpointUid) -> float:
         """When an endpoint's last load report came; long ago if it left the set."""
-        state = self._endpoints.get(uid)
-        return -inf if state is None else state.reported_at
+        return self._endpoints.reported_at(uid)
 
     def any_up(self) -> bool:
         """Whether an endpoint takes requests."""

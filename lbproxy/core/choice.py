@@ -278,3 +278,8 @@ def _is_full(load: LoadModel, now: float) -> bool:
     """Whether enough requests wait there for others to end."""
     pending = load.pending
     return bool(pending) and load.window.is_full(len(pending), next(iter(pending)).late_at, now)
+
+
+def model_for(policy: Policy) -> PoolModel | None:
+    """What `policy` needs, empty; None if it needs nothing."""
+    return None if policy.block_bytes is None else PoolModel(policy.block_bytes, policy.index_entries)

@@ -106,6 +106,8 @@ class EndpointSet:
         for state in self._states.values():
             if pool is not None:
                 state.load = pool.join(state.endpoint.kv_cache_tokens)
+                if state.said_tokens is not None:
+                    state.load.told(float(state.said_tokens))
         self._reindex()
 
     def remember(self, blocks: int) -> None:
@@ -329,6 +331,25 @@ class EndpointSet:
         state.others_running = max(0.0, (state.others or 0.0) - queued)
         if self._pool is not None:
             state.load.scraped(metrics, others=state.others, queued=queued, fresh_until=state.fresh_until)
+
+    def reported_at(self, uid: EndpointUid) -> float:
+        """When an endpoint's last load report came; long ago if it left the set."""
+        state = self._states.get(uid)
+        return -inf if state is None else state.reported_at
+
+    def report_cache_size(self, uid: EndpointUid, tokens: int) -> None:
+        """How much an endpoint's KV cache holds, by its own word. It is kept for policies that come later."""
+        state = self._states.get(uid)
+        if state is not None:
+            state.said_tokens = tokens
+            if self._pool is not None:
+                state.load.told(float(tokens))
+
+    def report_restart(self, uid: EndpointUid) -> None:
+        """An endpoint is another process than before."""
+        state = self._states.get(uid)
+        if state is not None and self._pool is not None:
+            state.load.restarted()
 
     def ask_load(self, uid: EndpointUid, ask: bool) -> None:
         """Whether requests to an endpoint ask for load reports."""

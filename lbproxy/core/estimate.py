@@ -29,7 +29,6 @@ from lbproxy.core.learning import Samples, clip, step
 from lbproxy.core.lora import AdapterTable, Arrival, LoadTimes
 from lbproxy.core.placement import FREED_S, NEVER, Placement
 from lbproxy.core.prefix_index import MAX_ENTRIES, PrefixIndex
-from lbproxy.core.pricing import Policy
 from lbproxy.core.types import EndpointState, InferenceRequest, LoadMetrics, Usage
 from lbproxy.core.window import LATE_S, Window
 
@@ -462,6 +461,12 @@ class LoadModel:
         self.told_tokens = float(kv_cache_tokens or 0)
         self.capacity_tokens = self.told_tokens or float(GUESSED_TOKENS)
 
+    def told(self, tokens: float) -> None:
+        """What the engine says of the cache's size, in its metrics or elsewhere: the last word counts."""
+        if not self.declared:
+            self.capacity_tokens = self.told_tokens = tokens
+            self.learner = None
+
     def scraped(
         self, metrics: LoadMetrics, *, others: float | None, queued: float, fresh_until: float, reported: bool = False
     ) -> None:
@@ -470,9 +475,8 @@ class LoadModel:
         Gauges lag behind our own counts, and what lags looks like others' load: a little of it is not believed, and
         the rest when two scrapes in a row say so; but a queue that was `reported` with an answer is of this moment.
         """
-        if metrics.kv_blocks and metrics.block_size_tokens and not self.declared:
-            self.capacity_tokens = self.told_tokens = float(metrics.kv_blocks * metrics.block_size_tokens)
-            self.learner = None
+        if metrics.kv_blocks and metrics.block_size_tokens:
+            self.told(float(metrics.kv_blocks * metrics.block_size_tokens))
         if metrics.started_at is not None:
             if self.started_at is not None and metrics.started_at != self.started_at:
                 self.restarted()
@@ -493,8 +497,3 @@ class LoadModel:
         self.adapters.forget()
         if self.learner is not None:
             self.learner.forget()
-
-
-def model_for(policy: Policy) -> PoolModel | None:
-    """What `policy` needs, empty; None if it needs nothing."""
-    return None if policy.block_bytes is None else PoolModel(policy.block_bytes, policy.index_entries)

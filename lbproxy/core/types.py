@@ -172,6 +172,8 @@ class EndpointState:
     """Until when `metrics` may be believed."""
     models: dict[str, ModelCard] | None
     """By id; None = it never said. Kept when the endpoint goes down."""
+    said_tokens: int | None = None
+    """How much its KV cache holds, by its own word outside its metrics (`core.server_info`)."""
     refusals: int = 0
     """Attempts in a row that it refused or failed, without a good answer between."""
     backing_off_until: float = float("-inf")

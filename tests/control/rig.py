@@ -43,8 +43,8 @@ def page(text: bytes) -> bytes:
 
 
 class Rig(Pool):
-    def __init__(self, health: HealthSettings, scrape: ScrapeSettings, *specs: EndpointSpec) -> None:
-        super().__init__(make_balancer(health=health, scrape=scrape), specs)
+    def __init__(self, health: HealthSettings, scrape: ScrapeSettings, policy: str, *specs: EndpointSpec) -> None:
+        super().__init__(make_balancer(policy=policy, health=health, scrape=scrape), specs)
         self.health = health
         self.scrape = scrape
         self.rng = random.Random(1)
@@ -63,9 +63,12 @@ class Rig(Pool):
 
 @asynccontextmanager
 async def rig(
-    *specs: EndpointSpec, health: HealthSettings = FAST_HEALTH, scrape: ScrapeSettings = FAST_SCRAPE
+    *specs: EndpointSpec,
+    health: HealthSettings = FAST_HEALTH,
+    scrape: ScrapeSettings = FAST_SCRAPE,
+    policy: str = "least-request",
 ) -> AsyncIterator[Rig]:
-    made = Rig(health, scrape, *specs)
+    made = Rig(health, scrape, policy, *specs)
     try:
         yield made
     finally:

@@ -1,5 +1,5 @@
 """The size of a KV cache that the settings say (`kv_cache_tokens`): it holds from the first request on, whatever the
-engine says, until the settings say another.
+engine says, until the settings say another. And the size that an engine says outside its metrics.
 """
 
 from __future__ import annotations
@@ -127,3 +127,62 @@ def test_answers_teach_nothing_about_it() -> None:
         load.end(placement, Usage(256 * 64, 0, 0), 1.2)
     assert load.capacity_tokens == load.told_tokens == SAID
     assert load.cache.size * 256 <= SAID
+
+
+def answer_unfound(balancer: Balancer) -> None:
+    """Prompts that come back to their endpoint and are never found there."""
+    for first in (*range(0, 640, 64), *range(0, 640, 64)):
+        request = InferenceRequest("r", "m", True, 65_536, 65_536, tuple(range(first, first + 64)))
+        ticket = balancer.submit(request, now=1.0)
+        balancer.first_byte(ticket, now=1.1)
+        balancer.close(ticket, Outcome.COMPLETED, now=1.2, usage=Usage(256 * 64, 0, 1))
+
+
+def test_what_an_engine_says_of_itself_counts_and_is_not_learned_over() -> None:
+    """Without it the same answers teach that the cache is small."""
+    silent, told = pool(None), pool(None)
+    told.report_cache_size(EndpointUid(1), SAID)
+    assert believed(told) == [SAID]
+    for balancer in (silent, told):
+        answer_unfound(balancer)
+    assert believed(told) == [SAID]
+    assert believed(silent)[0] < GUESSED_TOKENS
+
+
+def test_its_last_word_counts() -> None:
+    """Its metrics are read several times a second, so what they say holds; and a restarted server says another size."""
+    balancer = pool(None, None)
+    balancer.report_cache_size(EndpointUid(1), SAID)
+    balancer.report_cache_size(EndpointUid(2), SAID)
+    balancer.report_cache_size(EndpointUid(2), 99_000)
+    scraped(balancer, 1, 50_000)
+    assert believed(balancer) == [800_000, 99_000]
+
+
+def test_the_settings_count_more_than_what_an_engine_says_of_itself() -> None:
+    balancer = pool(SAID)
+    balancer.report_cache_size(EndpointUid(1), 99_000)
+    assert believed(balancer) == [SAID]
+
+
+def test_what_an_engine_said_under_another_policy_is_not_asked_again() -> None:
+    balancer = pool(None, SAID, policy="least-request")
+    for uid in (1, 2):
+        balancer.report_cache_size(EndpointUid(uid), 99_000)
+    balancer.reconfigure(
+        make_policy(RoutingSettings()),
+        admission=AdmissionSettings(),
+        health=HealthSettings(),
+        scrape=ScrapeSettings(),
+        breaker=BreakerSettings(),
+        retry=RetrySettings(),
+        flows=FlowsSettings(),
+        now=0.0,
+    )
+    assert believed(balancer) == [99_000, SAID]
+
+
+def test_what_an_endpoint_says_that_left_is_nobodys() -> None:
+    balancer = pool(None)
+    balancer.report_cache_size(EndpointUid(7), 99_000)
+    assert believed(balancer) == [GUESSED_TOKENS]

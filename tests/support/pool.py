@@ -112,6 +112,12 @@ def seen(balancer: Balancer, now: float = 0.0) -> dict[str, EndpointSnapshot]:
     return {one.endpoint.name: one for one in balancer.snapshot(now=now).endpoints}
 
 
+def believed_size(balancer: Balancer, endpoint: Endpoint) -> float | None:
+    """How many tokens an endpoint's cache is taken to hold; None: the policy does not care."""
+    learned = balancer.learned(now=0.0)
+    return None if learned is None else learned[1][endpoint.uid].capacity_tokens
+
+
 class Records:
     """A sink that keeps everything."""
 
@@ -121,6 +127,8 @@ class Records:
         self.transitions: list[Transition] = []
         self.models_then: list[tuple[str, ...] | None] = []
         """What the endpoint was known to serve at the moment of each transition."""
+        self.sizes_then: list[float | None] = []
+        """And how many tokens its cache was believed to hold; None: the policy does not care."""
 
     def ended(self, records: Sequence[RequestRecord]) -> None:
         self.requests += records
@@ -128,6 +136,7 @@ class Records:
     def transition(self, transition: Transition) -> None:
         self.transitions.append(transition)
         self.models_then.append(seen(self._balancer)[transition.endpoint.name].models)
+        self.sizes_then.append(believed_size(self._balancer, transition.endpoint))
 
 
 class Pool:

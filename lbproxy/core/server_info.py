@@ -1,0 +1,75 @@
+"""How much an engine's KV cache holds, read from the page on which it describes itself: for servers without metrics.
+
+SGLang and llama.cpp show metrics only if they are started so, and describe themselves always. Which page that is and
+what stands there is data of this module; asking for it is the prober's. What is read comes from outside and is not
+trusted: whatever is no plain number within bounds is unknown, and nothing is raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import orjson
+
+from lbproxy.core.types import ModelCard
+
+MOST_TOKENS = 1_000_000_000
+"""As for `kv_cache_tokens` in the settings: more is no size, but a mistake."""
+
+
+class ServerInfo(NamedTuple):
+    """Where an engine describes itself."""
+
+    paths: tuple[str, ...]
+    """The same page under the names of different versions, the newest first."""
+    tokens: Callable[[Mapping[str, object]], int | None]
+    """From the page, a JSON object, to the tokens that all caches behind the address hold together."""
+
+
+def _sglang(page: Mapping[str, object]) -> int | None:
+    """The size is that of the first data-parallel rank alone (srt/managers/data_parallel_controller.py)."""
+    return _product(page.get("max_total_num_tokens"), _number(page.get("dp_size")) or 1)
+
+
+def _llama_cpp(page: Mapping[str, object]) -> int | None:
+    """Slots times what each may hold. With one cache for all slots (its default unless their number is said) each may
+    hold all of it, and nothing on the page tells, so this is an upper bound: too high by the number of slots at most.
+    It is taken all the same: without it 2 million would be assumed, and too high costs far less than too low.
+    """
+    settings = page.get("default_generation_settings")
+    return _product(page.get("total_slots"), settings.get("n_ctx") if isinstance(settings, dict) else None)
+
+
+SERVER_INFO: Mapping[str, ServerInfo] = {
+    # By the older name too in 0.5.23, which writes a warning to its log then (srt/entrypoints/http_server.py).
+    "sglang": ServerInfo(("/server_info", "/get_server_info"), _sglang),
+    "llamacpp": ServerInfo(("/props",), _llama_cpp),
+}
+"""By the name that the settings use, and the engine's own model cards (`owned_by`)."""
+
+
+def read_cache_size(engine: str, page: bytes) -> int | None:
+    """The tokens that an engine of `SERVER_INFO` says its KV cache holds; None if the page does not say it."""
+    try:
+        fields = orjson.loads(page)
+    except orjson.JSONDecodeError:
+        return None
+    return SERVER_INFO[engine].tokens(fields) if isinstance(fields, dict) else None
+
+
+def owner(cards: Sequence[ModelCard]) -> str | None:
+    """The engine that the first of a server's model cards names; None if it does not."""
+    named = orjson.loads(cards[0].raw).get("owned_by") if cards else None
+    return named if isinstance(named, str) else None
+
+
+def _number(value: object) -> int | None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return value if 0 < value <= MOST_TOKENS else None
+
+
+def _product(one: object, other: object) -> int | None:
+    a, b = _number(one), _number(other)
+    return None if a is None or b is None else _number(a * b)
