@@ -80,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     mock.add_argument("--kv-tokens", type=int, help="size of the KV cache (default: the preset's)")
     mock.add_argument("--max-num-seqs", type=int, help="requests that run at the same time (default: the preset's)")
     mock.add_argument("--max-model-len", type=int, help="prompt and answer together, tokens (default: the preset's)")
+    what = "whom it plays to who asks for models or the cache's size (default: vllm); only vllm has metrics"
+    mock.add_argument("--engine", choices=["vllm", "sglang", "llamacpp"], default="vllm", help=what)
     mock.add_argument("--metric-names", choices=["current", "old"], default="current", help="old: those of vLLM 0.8")
     mock.add_argument("--seed", type=int, default=0, help="servers with one seed give the same answers")
     what = "something it does wrong, such as 'status code=503 share=0.2 for=10'; may be given several times"
@@ -203,6 +205,7 @@ def _demo_traffic(args: argparse.Namespace) -> int:
 
 def _mock(args: argparse.Namespace) -> int:
     from lbproxy.sim.http import MockOptions, MockServer  # noqa: PLC0415
+    from lbproxy.sim.mock_options import ENGINES  # noqa: PLC0415
 
     given = {name: value for name, value in vars(args).items() if name not in {"command", "config", "fault", "adapter"}}
     try:
@@ -213,7 +216,8 @@ def _mock(args: argparse.Namespace) -> int:
 
     async def until(stop: asyncio.Event, _: asyncio.Event) -> None:
         async with MockServer(options) as server:
-            print(f"simulated vLLM, {options.preset}, serves {options.model!r} at {server.url}", flush=True)
+            what = f"simulated {ENGINES[options.engine]}, {options.preset}"
+            print(f"{what}, serves {options.model!r} at {server.url}", flush=True)
             await stop.wait()
 
     _run_until_signal(until)

@@ -28,11 +28,13 @@ from aiohttp import web
 from lbproxy.core.orca import REPORT_HEADER, REQUEST_HEADER
 from lbproxy.sim import openai_api as api
 from lbproxy.sim.adapters import LOAD_PATH, UNLOAD_PATH, Adapters
+from lbproxy.sim.description import DESCRIPTIONS, describe
 from lbproxy.sim.engine import Engine
 from lbproxy.sim.exposition import CONTENT_TYPE, Page, load_report, render
 from lbproxy.sim.faults import parse_faults
 from lbproxy.sim.lag import LagMeter
 from lbproxy.sim.mock_options import MockOptions
+from lbproxy.sim.presets import BLOCK_TOKENS
 from lbproxy.sim.sabotage import Handler, Saboteur, stream_response
 from lbproxy.sim.text import Answer, to_token_ids
 
@@ -163,12 +165,15 @@ class MockServer:
                 web.post("/detokenize", self._detokenize),
                 # FastAPI, unlike aiohttp, does not answer HEAD where it answers GET.
                 web.get("/v1/models", self._models, allow_head=False),
-                web.get("/metrics", self._metrics, allow_head=False),
                 web.get("/health", self._health, allow_head=False),
                 web.get("/version", self._version, allow_head=False),
                 *self._saboteur.routes(),
             ]
         )
+        if self.options.engine == "vllm":
+            application.router.add_get("/metrics", self._metrics, allow_head=False)
+        for path in DESCRIPTIONS.get(self.options.engine, ()):
+            application.router.add_get(path, self._describe, allow_head=False)
         if self.options.lora_updates:
             application.router.add_post(LOAD_PATH, self._load_adapter)
             application.router.add_post(UNLOAD_PATH, self._unload_adapter)
@@ -298,7 +303,7 @@ class MockServer:
     def _add_load(self, request: web.Request, response: web.Response) -> None:
         """vLLM says its load with answers that are whole and good, if the client asks."""
         form = request.headers.get(REQUEST_HEADER)
-        if form is not None and self.options.metric_names == "current":
+        if form is not None and self.options.engine == "vllm" and self.options.metric_names == "current":
             report = load_report(form, self._engine.gauges())
             if report is not None:
                 response.headers[REPORT_HEADER] = report
@@ -355,8 +360,13 @@ class MockServer:
         return _json(orjson.dumps({"prompt": text}))
 
     async def _models(self, _request: web.Request) -> web.StreamResponse:
-        limit, adapters = self._engine.max_model_len, self._adapters.cards(self._created)
-        body = api.models_body(self.options.model, created=self._created, max_model_len=limit, adapters=adapters)
+        body = api.models_body(
+            self.options.model,
+            created=self._created,
+            max_model_len=self._engine.max_model_len,
+            engine=self.options.engine,
+            adapters=self._adapters.cards(self._created),
+        )
         return _json(body)
 
     async def _load_adapter(self, request: web.Request) -> web.StreamResponse:
@@ -385,6 +395,10 @@ class MockServer:
 
     async def _health(self, _request: web.Request) -> web.StreamResponse:
         return web.Response()
+
+    async def _describe(self, _request: web.Request) -> web.StreamResponse:
+        tokens, slots = self._engine.kv_blocks * BLOCK_TOKENS, self.options.hardware().max_sequences
+        return _json(describe(self.options.engine, tokens, slots))
 
     async def _version(self, _request: web.Request) -> web.StreamResponse:
         return _json(orjson.dumps({"version": VERSION}))

@@ -9,6 +9,9 @@ from lbproxy.sim.adapters import MAX_ADAPTERS, Adapters
 from lbproxy.sim.faults import parse_faults
 from lbproxy.sim.presets import PRESETS, Preset
 
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}
+"""Whom it can play, by the name that the settings of lbproxy use, and what each is called."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MockOptions:
@@ -31,6 +34,9 @@ class MockOptions:
     """Divides every simulated duration."""
     seed: int = 0
     """Of answers and of jitter. Servers with the same seed answer alike."""
+    engine: Literal["vllm", "sglang", "llamacpp"] = "vllm"
+    """Whose name its models carry, and how it describes itself; all else is vLLM's. Only vLLM shows metrics: the others
+    do not unless they are told to."""
     metric_names: Literal["current", "old"] = "current"
     """`old` is vLLM 0.8 (`gpu_cache_usage_perc`)."""
     keep_alive_s: float = 5.0
@@ -47,6 +53,8 @@ class MockOptions:
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
             raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
+        if self.engine not in ENGINES:
+            raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {self.engine!r}")
         if self.metric_names not in ("current", "old"):
             raise ValueError(f"metric_names must be 'current' or 'old', got {self.metric_names!r}")
         if not 0 < self.speed < float("inf"):

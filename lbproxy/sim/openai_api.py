@@ -466,13 +466,15 @@ def embedding_body(identity: Identity, call: EmbeddingCall, choices: Sequence[Ch
     return orjson.dumps(identity.head("list") | {"data": data, "usage": used})
 
 
-def models_body(model: str, *, created: int, max_model_len: int, adapters: Sequence[Json] = ()) -> bytes:
+def models_body(
+    model: str, *, created: int, max_model_len: int, engine: str = "vllm", adapters: Sequence[Json] = ()
+) -> bytes:
     """The body of /v1/models. `adapters`: their entries."""
     card = {
         "id": model,
         "object": "model",
         "created": created,
-        "owned_by": "vllm",
+        "owned_by": engine,
         "root": model,
         "parent": None,
         "max_model_len": max_model_len,

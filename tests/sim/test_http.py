@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Literal
 
 import httpx
 import openai
@@ -11,6 +12,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 from prometheus_client.parser import text_string_to_metric_families
 
+from lbproxy.core.server_info import read_cache_size
 from lbproxy.sim.http import MockOptions, MockServer, serve
 
 FAST = MockOptions(speed=50.0)
@@ -377,6 +379,7 @@ def test_serve_runs_until_cancelled() -> None:
         {"preset": "tpu"},
         {"speed": 0},
         {"metric_names": "sglang"},
+        {"engine": "SGLang"},
         {"kv_tokens": 8},
         {"max_num_seqs": 0},
         {"max_model_len": 1},
@@ -433,3 +436,34 @@ def test_a_server_of_old_says_no_load_with_its_answers() -> None:
             )
 
     run(test, dataclasses.replace(FAST, metric_names="old"))
+
+
+@pytest.mark.parametrize(
+    ("engine", "pages"),
+    [
+        ("vllm", {}),
+        ("sglang", {"/server_info": "max_total_num_tokens", "/get_server_info": "max_total_num_tokens"}),
+        ("llamacpp", {"/props": "total_slots"}),
+    ],
+)
+def test_engines_without_metrics_say_how_much_their_cache_holds(
+    engine: Literal["vllm", "sglang", "llamacpp"], pages: dict[str, str]
+) -> None:
+    """Each at its own place, by the fields that recordings have, and nobody else's; with its name on its models."""
+    options = dataclasses.replace(FAST, engine=engine, kv_tokens=64_000, max_num_seqs=16)
+
+    async def test(server: MockServer, _: openai.AsyncOpenAI) -> None:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            assert (await client.get("/v1/models")).json()["data"][0]["owned_by"] == engine
+            assert (await client.get("/metrics")).status_code == (200 if engine == "vllm" else 404)
+            for path in ("/server_info", "/get_server_info", "/props"):
+                answer = await client.get(path)
+                assert answer.status_code == (200 if path in pages else 404)
+                if path in pages:
+                    assert pages[path] in answer.json()
+                    assert read_cache_size(engine, answer.content) == 64_000
+            whole = {"model": "sim", "prompt": "x", "max_tokens": 2}
+            reply = await client.post("/v1/completions", json=whole, headers={"endpoint-load-metrics-format": "TEXT"})
+            assert ("endpoint-load-metrics" in reply.headers) is (engine == "vllm")
+
+    run(test, options)

@@ -1,0 +1,24 @@
+"""How SGLang and llama.cpp describe themselves, as far as somebody reads it: how much their cache holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import orjson
+
+DESCRIPTIONS: Mapping[str, tuple[str, ...]] = {
+    "sglang": ("/server_info", "/get_server_info"),
+    "llamacpp": ("/props",),
+}
+"""Where, by the engine."""
+
+
+def describe(engine: str, kv_tokens: int, slots: int) -> bytes:
+    """The page of an engine whose cache holds `kv_tokens` and that runs `slots` requests at a time. llama.cpp says how
+    many tokens each of these has, rounded down.
+    """
+    pages: Mapping[str, Mapping[str, object]] = {
+        "sglang": {"max_running_requests": slots, "max_total_num_tokens": kv_tokens, "dp_size": 1},
+        "llamacpp": {"total_slots": slots, "default_generation_settings": {"n_ctx": kv_tokens // slots}},
+    }
+    return orjson.dumps(pages[engine])
