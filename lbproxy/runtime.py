@@ -234,9 +234,9 @@ class Runtime:
         self._balancer.report_models(uid, cards)
         self._pump_soon()
 
-    def report_cache_size(self, uid: EndpointUid, tokens: int) -> None:
-        """How much an endpoint's KV cache holds, by its own word."""
-        self._balancer.report_cache_size(uid, tokens)
+    def report_cache_size(self, uid: EndpointUid, tokens: int, *, at_most: bool) -> None:
+        """How much an endpoint's KV cache holds, by its own word; `at_most`: or less."""
+        self._balancer.report_cache_size(uid, tokens, at_most=at_most)
         self._pump_soon()
 
     @contextmanager

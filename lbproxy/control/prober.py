@@ -224,7 +224,7 @@ class Prober:
         tokens = await ask_cache_size(self._endpoint, engine, self._connections, timeout_s)
         self._size_due_at = self._runtime.now() + self._jittered(self._settings.models_interval)
         if tokens is not None:
-            self._runtime.report_cache_size(self._endpoint.uid, tokens)
+            self._runtime.report_cache_size(self._endpoint.uid, tokens, at_most=SERVER_INFO[engine].at_most)
 
     def _log_change(self, answer: ModelsAnswer) -> None:
         models = None if answer.cards is None else frozenset(card.id for card in answer.cards)

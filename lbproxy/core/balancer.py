@@ -338,9 +338,9 @@ class Balancer:
         """An endpoint is another process than before: its caches are empty. A scrape with `started_at` says it too."""
         self._endpoints.report_restart(uid)
 
-    def report_cache_size(self, uid: EndpointUid, tokens: int) -> None:
-        """How much an endpoint's KV cache holds, by its own word."""
-        self._endpoints.report_cache_size(uid, tokens)
+    def report_cache_size(self, uid: EndpointUid, tokens: int, *, at_most: bool = False) -> None:
+        """How much an endpoint's KV cache holds, by its own word; `at_most`: or less."""
+        self._endpoints.report_cache_size(uid, tokens, at_most)
 
     def drain(self, uid: EndpointUid, *, draining: bool = True) -> None:
         """Give an endpoint no new requests (or again)."""

@@ -80,6 +80,13 @@ class Size:
             self._last_miss = miss
         self.space_tokens = between(self._least, self.tokens)
 
+    def limit(self, tokens: float) -> None:
+        """It holds so much at most, as its engine says. What answers say counts more."""
+        if self._last_miss < inf:
+            tokens = min(tokens, self.tokens)
+        self.tokens = max(tokens, self._least)
+        self.space_tokens = between(self._least, self.tokens)
+
 
 def between(least: float, most: float) -> float:
     """One size for a cache of between `least` and `most` tokens, when its inverse is to be right on average: the price

@@ -107,7 +107,7 @@ class EndpointSet:
             if pool is not None:
                 state.load = pool.join(state.endpoint.kv_cache_tokens)
                 if state.said_tokens is not None:
-                    state.load.told(float(state.said_tokens))
+                    state.load.told(float(state.said_tokens), at_most=state.said_at_most)
         self._reindex()
 
     def remember(self, blocks: int) -> None:
@@ -147,7 +147,7 @@ class EndpointSet:
             state.draining = True
             self.judge.left(state)
             if self._pool is not None:
-                self._pool.leave(state.load)
+                self._pool.index.leave(state.load.cache)
         self._leaving = [state for state in [*self._leaving, *removed] if state.in_flight]
         self._states = states
         self._reindex()
@@ -337,13 +337,13 @@ class EndpointSet:
         state = self._states.get(uid)
         return -inf if state is None else state.reported_at
 
-    def report_cache_size(self, uid: EndpointUid, tokens: int) -> None:
+    def report_cache_size(self, uid: EndpointUid, tokens: int, at_most: bool) -> None:
         """How much an endpoint's KV cache holds, by its own word. It is kept for policies that come later."""
         state = self._states.get(uid)
         if state is not None:
-            state.said_tokens = tokens
+            state.said_tokens, state.said_at_most = tokens, at_most
             if self._pool is not None:
-                state.load.told(float(tokens))
+                state.load.told(float(tokens), at_most=at_most)
 
     def report_restart(self, uid: EndpointUid) -> None:
         """An endpoint is another process than before."""

@@ -80,10 +80,6 @@ class PoolModel:
         """The model of a new endpoint. `kv_cache_tokens`: what the settings say of its cache."""
         return LoadModel(self, kv_cache_tokens)
 
-    def leave(self, load: LoadModel) -> None:
-        """An endpoint left. What is placed there still ends against its model."""
-        self.index.leave(load.cache)
-
     def uncached(self, request: InferenceRequest) -> float:
         """The least prefill work, in tokens, that any endpoint has with the request."""
         cached = self.index.longest(request.block_keys) * self.index.block_bytes
@@ -156,9 +152,9 @@ class LoadModel:
         self.slot = self.cache.slot
         self.adapters = AdapterTable()
         self.learner: CapacityLearner | None = None
-        """Of the KV cache's size, unless that is told."""
+        """Of the KV cache's size, unless that is told exactly."""
         self.capacity_tokens, self.told_tokens, self.declared = 0.0, 0.0, False
-        """That size, told, or learned, or a guess; the same if it is told, else 0; whether the settings told it."""
+        """That size, told, learned or a guess; what space is priced by if it is told, else 0; the settings told it."""
         self.started_at: float | None = None
         # Work
         self.pending: dict[Placement, None] = {}
@@ -461,11 +457,16 @@ class LoadModel:
         self.told_tokens = float(kv_cache_tokens or 0)
         self.capacity_tokens = self.told_tokens or float(GUESSED_TOKENS)
 
-    def told(self, tokens: float) -> None:
-        """What the engine says of the cache's size, in its metrics or elsewhere: the last word counts."""
-        if not self.declared:
+    def told(self, tokens: float, *, at_most: bool = False) -> None:
+        """What the engine says of the cache's size: its last word counts. `at_most`: or less, and that is learned."""
+        if not at_most and not self.declared:
             self.capacity_tokens = self.told_tokens = tokens
             self.learner = None
+        elif self.learner is not None:
+            self.learner.size.limit(tokens)
+            self.capacity_tokens = self.learner.size.tokens
+            # Its space is not cheaper for that than where nothing is said.
+            self.told_tokens = min(tokens, self.pool.size.space_tokens)
 
     def scraped(
         self, metrics: LoadMetrics, *, others: float | None, queued: float, fresh_until: float, reported: bool = False

@@ -25,6 +25,8 @@ class ServerInfo(NamedTuple):
     """The same page under the names of different versions, the newest first."""
     tokens: Callable[[Mapping[str, object]], int | None]
     """From the page, a JSON object, to the tokens that all caches behind the address hold together."""
+    at_most: bool = False
+    """They may hold less."""
 
 
 def _sglang(page: Mapping[str, object]) -> int | None:
@@ -33,9 +35,9 @@ def _sglang(page: Mapping[str, object]) -> int | None:
 
 
 def _llama_cpp(page: Mapping[str, object]) -> int | None:
-    """Slots times what each may hold. With one cache for all slots (its default unless their number is said) each may
-    hold all of it, and nothing on the page tells, so this is an upper bound: too high by the number of slots at most.
-    It is taken all the same: without it 2 million would be assumed, and too high costs far less than too low.
+    """Slots times what each may hold. With one cache for all slots (`--kv-unified`, its default unless their number is
+    said) each may hold all of it, and nothing on the page tells: too high then by the number of slots. It is taken all
+    the same, as an upper bound: without it 2 million would be assumed, and too high costs far less than too low.
     """
     settings = page.get("default_generation_settings")
     return _product(page.get("total_slots"), settings.get("n_ctx") if isinstance(settings, dict) else None)
@@ -44,7 +46,7 @@ def _llama_cpp(page: Mapping[str, object]) -> int | None:
 SERVER_INFO: Mapping[str, ServerInfo] = {
     # By the older name too in 0.5.23, which writes a warning to its log then (srt/entrypoints/http_server.py).
     "sglang": ServerInfo(("/server_info", "/get_server_info"), _sglang),
-    "llamacpp": ServerInfo(("/props",), _llama_cpp),
+    "llamacpp": ServerInfo(("/props",), _llama_cpp, at_most=True),
 }
 """By the name that the settings use, and the engine's own model cards (`owned_by`)."""
 

@@ -13,7 +13,7 @@ from lbproxy.core.types import EndpointSpec, Health
 from tests.control.rig import FAST_HEALTH, Rig, model_list, page, rig, running, spec
 from tests.support.aio import run, until
 from tests.support.endpoint import NOT_FOUND, OK, Script, ScriptedEndpoint, answer, hang, reset
-from tests.support.pool import believed_size
+from tests.support.pool import answer_unfound, believed_size
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 SERVERS = {"sglang": ("sglang-0.5.23", "get_server_info"), "llamacpp": ("llama.cpp-b11434", "props")}
@@ -235,5 +235,27 @@ def test_a_policy_that_does_not_care_is_not_disturbed() -> None:
         ):
             await until(lambda: health(r) is Health.UP)
             assert r.records.sizes_then == [None]
+
+    run(main())
+
+
+@pytest.mark.parametrize("engine", SIZES)
+def test_an_upper_bound_is_taken_for_one(engine: str) -> None:
+    """llama.cpp's: what its answers say of their prompts teaches more. SGLang's size is exact."""
+    name = SERVERS[engine][1]
+    page, models = recorded(engine, name), recorded(engine, "models")
+    large = page.replace(b'"n_ctx":1024', b'"n_ctx":262144').replace(b'num_tokens":4096', b'num_tokens":524288')
+    large = answer(large.partition(b"\r\n\r\n")[2])
+
+    async def main() -> None:
+        async with (
+            ScriptedEndpoint({"/health": OK, "/v1/models": models, f"/{name}": large}) as server,
+            rig(spec(server), policy="adaptive") as r,
+            running(r.prober(r.endpoints[0]).run),
+        ):
+            await until(lambda: health(r) is Health.UP)
+            assert r.records.sizes_then == [524_288]
+            answer_unfound(r.balancer, "tiny")
+            assert (size(r) == 524_288) is (engine == "sglang")
 
     run(main())

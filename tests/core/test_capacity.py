@@ -247,3 +247,14 @@ def test_after_a_restart_nothing_is_missed_that_was_there_before() -> None:
 def test_segments_are_small_beside_a_cache() -> None:
     """So that what half a segment is off does not matter."""
     assert SEGMENT_BLOCKS * 256 / 2 < 0.01 * 307_200 * 0.7
+
+
+def test_an_upper_bound_that_answers_contradict_is_not_believed() -> None:
+    """What was there was there, whatever an engine says."""
+    size = Size()
+    size.limit(200_000.0)
+    assert size.tokens == 200_000
+    assert SMALLEST_TOKENS < size.space_tokens < 200_000
+    size.learn(300_000.0, None)
+    size.limit(200_000.0)
+    assert size.tokens == size.space_tokens == 300_000

@@ -20,7 +20,7 @@ from lbproxy.core.capacity import GUESSED_TOKENS
 from lbproxy.core.estimate import LoadModel, PoolModel
 from lbproxy.core.policy import make_policy
 from lbproxy.core.types import EndpointUid, InferenceRequest, LoadMetrics, Outcome, Usage
-from tests.support.pool import bring_up, make_balancer, spec
+from tests.support.pool import answer_unfound, bring_up, make_balancer, spec
 
 SAID = 307_200
 
@@ -129,15 +129,6 @@ def test_answers_teach_nothing_about_it() -> None:
     assert load.cache.size * 256 <= SAID
 
 
-def answer_unfound(balancer: Balancer) -> None:
-    """Prompts that come back to their endpoint and are never found there."""
-    for first in (*range(0, 640, 64), *range(0, 640, 64)):
-        request = InferenceRequest("r", "m", True, 65_536, 65_536, tuple(range(first, first + 64)))
-        ticket = balancer.submit(request, now=1.0)
-        balancer.first_byte(ticket, now=1.1)
-        balancer.close(ticket, Outcome.COMPLETED, now=1.2, usage=Usage(256 * 64, 0, 1))
-
-
 def test_what_an_engine_says_of_itself_counts_and_is_not_learned_over() -> None:
     """Without it the same answers teach that the cache is small."""
     silent, told = pool(None), pool(None)
@@ -166,9 +157,10 @@ def test_the_settings_count_more_than_what_an_engine_says_of_itself() -> None:
 
 
 def test_what_an_engine_said_under_another_policy_is_not_asked_again() -> None:
-    balancer = pool(None, SAID, policy="least-request")
+    balancer = pool(None, SAID, None, policy="least-request")
     for uid in (1, 2):
         balancer.report_cache_size(EndpointUid(uid), 99_000)
+    balancer.report_cache_size(EndpointUid(3), 99_000, at_most=True)
     balancer.reconfigure(
         make_policy(RoutingSettings()),
         admission=AdmissionSettings(),
@@ -179,10 +171,45 @@ def test_what_an_engine_said_under_another_policy_is_not_asked_again() -> None:
         flows=FlowsSettings(),
         now=0.0,
     )
-    assert believed(balancer) == [99_000, SAID]
+    assert believed(balancer) == [99_000, SAID, 99_000]
+    balancer.report_cache_size(EndpointUid(1), 55_000, at_most=True)
+    balancer.report_cache_size(EndpointUid(3), 55_000, at_most=True)
+    assert believed(balancer) == [99_000, SAID, 55_000], "an upper bound says nothing new of what is known exactly"
 
 
 def test_what_an_endpoint_says_that_left_is_nobodys() -> None:
     balancer = pool(None)
     balancer.report_cache_size(EndpointUid(7), 99_000)
     assert believed(balancer) == [GUESSED_TOKENS]
+
+
+def test_what_is_said_to_be_at_most_the_size_is_where_learning_begins() -> None:
+    """llama.cpp's slots times what each may hold is several times too much where they share one cache."""
+    balancer = pool(None)
+    balancer.report_cache_size(EndpointUid(1), 1_500_000, at_most=True)
+    assert believed(balancer) == [1_500_000]
+    answer_unfound(balancer)
+    learned = believed(balancer)[0]
+    assert learned < 200_000
+    balancer.report_cache_size(EndpointUid(1), 1_500_000, at_most=True)
+    assert believed(balancer) == [learned], "saying it again teaches nothing"
+    balancer.report_cache_size(EndpointUid(1), 50_000, at_most=True)
+    assert believed(balancer) == [50_000]
+
+
+def test_another_upper_bound_counts_while_nothing_is_learned() -> None:
+    """A server that was restarted with more."""
+    balancer = pool(None)
+    for tokens in (50_000, 400_000):
+        balancer.report_cache_size(EndpointUid(1), tokens, at_most=True)
+        assert believed(balancer) == [tokens]
+
+
+def test_an_upper_bound_makes_space_no_cheaper_than_saying_nothing() -> None:
+    """Of four times the size it would be four times too cheap; of a small cache it is what is known best."""
+    shared = PoolModel(1024)
+    small, large = shared.join(), shared.join()
+    small.told(50_000.0, at_most=True)
+    large.told(1_500_000.0, at_most=True)
+    assert small.told_tokens == 50_000
+    assert large.told_tokens == shared.size.space_tokens < 400_000

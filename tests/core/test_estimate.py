@@ -178,7 +178,7 @@ def test_an_endpoint_that_left_or_restarted_takes_its_cache_along() -> None:
     one.end(running, None, 2.0)
     assert pool.index.match((1, 2)) == [2, 2]
     assert one.cache.pinned == 2, "the old request's pins are not the new one's"
-    pool.leave(two)
+    pool.index.leave(two.cache)
     assert pool.index.match((1, 2))[one.slot] == 2
     two.end(kept, None, 3.0)
     one.end(fresh, None, 3.0)

@@ -25,7 +25,9 @@ from lbproxy.core.types import (
     InferenceRequest,
     LoadMetrics,
     ModelCard,
+    Outcome,
     Transition,
+    Usage,
 )
 from lbproxy.net.pool import ConnectionPool
 from lbproxy.runtime import Runtime
@@ -116,6 +118,15 @@ def believed_size(balancer: Balancer, endpoint: Endpoint) -> float | None:
     """How many tokens an endpoint's cache is taken to hold; None: the policy does not care."""
     learned = balancer.learned(now=0.0)
     return None if learned is None else learned[1][endpoint.uid].capacity_tokens
+
+
+def answer_unfound(balancer: Balancer, model: str = MODEL) -> None:
+    """Prompts of 16,384 tokens that come back after nine others, and are never found in a cache."""
+    for first in (*range(0, 640, 64), *range(0, 640, 64)):
+        request = InferenceRequest("r", model, True, 65_536, 65_536, tuple(range(first, first + 64)))
+        ticket = balancer.submit(request, now=1.0)
+        balancer.first_byte(ticket, now=1.1)
+        balancer.close(ticket, Outcome.COMPLETED, now=1.2, usage=Usage(256 * 64, 0, 1))
 
 
 class Records:
