@@ -98,7 +98,7 @@ class EndpointSettings(ShortSection):
     """Its capacity beside the others', for policies that do not measure it: least-request, p2c and random."""
     kv_cache_tokens: Annotated[int, count("1000", "1000000000")] | None = None
     """How many tokens its KV cache holds, as vLLM prints at its start: `GPU KV cache size: 307,200 tokens`. Counts more
-    than what its metrics say. null = what they say, else learned."""
+    than what the server says. null = what its metrics say, or SGLang and llama.cpp elsewhere; else learned."""
     api_key: SecretStr | None = None
     """Sent to it as `Authorization: Bearer`, instead of what the client sent. Write ${NAME} rather than the key."""
     tls: EndpointTls = EndpointTls()

@@ -8,7 +8,7 @@ Invariants:
 - A failed question about models changes nothing: what an endpoint said last holds until it says something else.
 - An endpoint whose models the settings say is never asked for them.
 - The size of its KV cache is asked at the same moments, of engines of `core.server_info` alone, and not if the settings
-  say it. Whatever goes wrong with that, the endpoint comes up all the same: two `SIZE_TIMEOUT_S` later at most.
+  say it. Whatever goes wrong with that, the endpoint comes up all the same: a probe takes two `SIZE_TIMEOUT_S` longer.
 - Nothing is logged but a change of models; whoever wants to know about health listens to transitions.
 """
 
