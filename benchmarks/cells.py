@@ -111,7 +111,7 @@ DISTURBED: dict[str, dict[str, object]] = {
     "gauges 1 s late": {"scrape_delay": 1},
     "gauges every 5 s": {"scrape_interval": 5},
     "no gauges": {"scrape_interval": None},
-    "no gauges, sizes in the settings": {"scrape_interval": None, "sizes_declared": True},
+    "no gauges, sizes told": {"scrape_interval": None, "sizes_declared": True},
 }
 """What is wrong with what the balancer is told."""
 ROBUSTNESS: dict[str, dict[str, Cell]] = {

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from lbproxy.core.capacity import GUESSED_TOKENS
-from lbproxy.core.types import Outcome, Ticket, Usage
+from lbproxy.core.endpoints import EndpointChanges
+from lbproxy.core.types import EndpointSpec, Outcome, Ticket, Usage
 from lbproxy.sim.catalogue import make_workload
 from lbproxy.sim.cluster import Fleet
 from lbproxy.sim.fleet import FleetOptions, Server, decisions
@@ -22,6 +23,19 @@ class Silent(Replica):
 
     def close(self, ticket: Ticket, outcome: Outcome, *, now: float, usage: Usage | None = None) -> None:
         super().close(ticket, outcome, now=now, usage=usage and usage._replace(cached_tokens=None))
+
+
+class Telling(Replica):
+    """Its servers say how large their caches are, as SGLang does without metrics (`core.server_info`)."""
+
+    def set_endpoints(self, specs: Sequence[EndpointSpec], *, now: float) -> EndpointChanges:
+        changes = super().set_endpoints(specs, now=now)
+        for endpoint, tokens in zip(changes.added, SIZES, strict=True):
+            self.report_cache_size(endpoint.uid, tokens)
+        return changes
+
+
+SIZES = (30_000, 60_000, 90_000)
 
 
 def sized(kv_tokens: int) -> Server:
@@ -57,23 +71,27 @@ def test_the_size_of_each_cache_is_learned_within_15_per_cent(stream_share: floa
     assert believed == pytest.approx([60_000, 120_000], rel=0.15)
 
 
-def placements(*, scraped: bool, declared: bool) -> list[tuple[float | None, str, int | None]]:
+def placements(
+    *, scraped: bool, declared: bool, kind: type[Replica] = Replica
+) -> list[tuple[float | None, str, int | None]]:
     """Where and when each request went, of 40 s in which three caches of different sizes overflow."""
     options = FleetOptions(
-        servers=(sized(30_000), sized(60_000), sized(90_000)),
+        servers=tuple(sized(tokens) for tokens in SIZES),
         scrape_interval_s=0.2 if scraped else None,
         sizes_declared=declared,
     )
     mix = {"prompt_tokens": 3400, "shared_tokens": 3000, "groups": 90, "output_tokens": 60, "rate": 8, "duration_s": 40}
-    return decisions(Fleet(options, make_workload("own", mix, seed=3), replicas("adaptive"), seed=1).run())
+    return decisions(Fleet(options, make_workload("own", mix, seed=3), replicas("adaptive", kind), seed=1).run())
 
 
-def test_with_the_sizes_in_the_settings_every_decision_is_as_with_metrics() -> None:
+def test_with_the_sizes_told_every_decision_is_as_with_metrics() -> None:
     """Of all that metrics say, one balancer that places everything misses nothing else."""
     with_metrics = placements(scraped=True, declared=False)
     assert len(with_metrics) > 200
     assert placements(scraped=False, declared=True) == with_metrics
     assert placements(scraped=False, declared=False) != with_metrics, "or sizes do not matter here"
+    told = placements(scraped=False, declared=False, kind=Telling)
+    assert told == with_metrics, "who is told by the servers knows as much"
 
 
 def test_a_size_that_is_told_is_taken_to_the_token() -> None:
