@@ -148,6 +148,9 @@ def _rows(one: Inspection) -> Iterator[tuple[str, Text]]:
     if one.engine and one.endpoint.metrics is not None:
         lacking = sum(signal != MAX_LORA for signal in one.missing)
         yield "load", Text(f"{len(one.present)} of {len(one.present) + lacking} signals{_values(one)}")
+    if one.cache_size is not None:
+        tokens, at_most = one.cache_size
+        yield "KV cache", Text(f"{tokens:,} tokens{' at most' if at_most else ''}, by its own word")
     if one.asks_load is not None:
         yield "reports", Text(ASKED if one.asks_load else NOT_ASKED)
     for signal in one.missing:

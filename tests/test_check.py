@@ -84,6 +84,16 @@ def test_no_metrics() -> None:
     assert "  engine     not asked" in output
 
 
+def test_the_size_of_a_cache_that_the_server_says() -> None:
+    """Of SGLang and llama.cpp without metrics: what routing will use in place of a guess."""
+    scripts: dict[str, Script] = {"/health": OK, "/server_info": answer(b'{"max_total_num_tokens":64000}')}
+    _, output = checked(scripts, ", engine: sglang")
+    assert "  KV cache   64,000 tokens, by its own word" in output
+    scripts = {"/props": answer(b'{"total_slots":4,"default_generation_settings":{"n_ctx":8192}}')}
+    _, output = checked(scripts, ", engine: llamacpp")
+    assert "  KV cache   32,768 tokens at most, by its own word" in output
+
+
 ALIASES = """
 models:
   good: {to: base}

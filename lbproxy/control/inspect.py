@@ -7,11 +7,12 @@ import time
 from dataclasses import dataclass
 
 from lbproxy.config import HealthSettings, ScrapeSettings
-from lbproxy.control.prober import ModelsAnswer, ask_health, ask_models
+from lbproxy.control.prober import SIZE_TIMEOUT_S, ModelsAnswer, ask_cache_size, ask_health, ask_models, says_size
 from lbproxy.control.scraper import ScrapeError, Target, fetch_page, find_page
 from lbproxy.core.engines import Engines
 from lbproxy.core.openai import made_up_card
 from lbproxy.core.readings import PageReader
+from lbproxy.core.server_info import SERVER_INFO, owner
 from lbproxy.core.types import EndpointSpec, LoadMetrics, ModelCard
 from lbproxy.net.pool import ConnectionPool
 
@@ -45,6 +46,9 @@ class Inspection:
     """Whether its answers would be asked for load reports; None = its engine has none, or it is not known."""
     load: LoadMetrics | None
     """What they said."""
+    cache_size: tuple[int, bool] | None
+    """How many tokens its KV cache holds, by its own word outside its metrics (`core.server_info`), and whether that is
+    an upper bound."""
     page: str | None
     """Where its metrics stand; None = they were not found, or are not to be asked for."""
     problems: tuple[str, ...]
@@ -78,7 +82,9 @@ async def inspect(
     scrape: ScrapeSettings,
     engines: Engines,
 ) -> Inspection:
-    """Ask `endpoint` everything once, all at the same time. Takes as long as the longest time-out at most."""
+    """Ask `endpoint` everything once, all at the same time but for the size of its cache, whose page depends on what it
+    is. Takes as long as the longest time-out at most, and two `SIZE_TIMEOUT_S`.
+    """
     async with asyncio.TaskGroup() as questions:
         load_task = questions.create_task(_ask_load(endpoint, connections, scrape, engines))
         models_task = questions.create_task(_ask_models(endpoint, connections, health.timeout))
@@ -86,6 +92,10 @@ async def inspect(
         if endpoint.health is not None:
             answer = await ask_health(endpoint, endpoint.health, connections, health.timeout)
     load, listed = load_task.result(), models_task.result()
+    sized = says_size(endpoint, None if listed.cards is None else owner(listed.cards))
+    tokens = None
+    if sized is not None:
+        tokens = await ask_cache_size(endpoint, sized, connections, min(SIZE_TIMEOUT_S, health.timeout))
     problems = []
     if answer is not None and not answer.ok:
         problems.append(answer.reason)
@@ -108,6 +118,7 @@ async def inspect(
         lacking=load.lacking,
         asks_load=load.asks_load,
         load=load.metrics,
+        cache_size=None if sized is None or tokens is None else (tokens, SERVER_INFO[sized].at_most),
         page=load.page,
         problems=tuple(problems),
     )

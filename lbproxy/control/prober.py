@@ -93,6 +93,14 @@ async def ask_models(endpoint: EndpointSpec, connections: ConnectionPool, timeou
     return ModelsAnswer(answer.status < 500 and answer.status not in {408, 429}, None, True, reason)
 
 
+def says_size(endpoint: EndpointSpec, owner: str | None) -> str | None:
+    """The engine, if it is one that says how much its cache holds, and the settings do not say it. `owner`: by its
+    models.
+    """
+    engine = owner if endpoint.engine == "auto" else endpoint.engine
+    return engine if engine in SERVER_INFO and endpoint.kv_cache_tokens is None else None
+
+
 async def ask_cache_size(
     endpoint: EndpointSpec, engine: str, connections: ConnectionPool, timeout_s: float
 ) -> int | None:
@@ -211,9 +219,7 @@ class Prober:
         self._log_change(answer)
 
     def _says_size(self) -> str | None:
-        """The engine, if it is one that says how much its cache holds, and that is not known from the settings."""
-        engine = self._owner if self._endpoint.engine == "auto" else self._endpoint.engine
-        return engine if engine in SERVER_INFO and self._endpoint.kv_cache_tokens is None else None
+        return says_size(self._endpoint, self._owner)
 
     async def _refresh_size(self) -> None:
         # As often as for the models, though it said it before: nobody tells of a restart that no probe saw.

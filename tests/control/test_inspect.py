@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from lbproxy.config import HealthSettings, ScrapeSettings
 from lbproxy.control.inspect import Inspection, inspect
 from lbproxy.core.engines import SIGNALS, Engines
@@ -108,5 +110,27 @@ def test_a_passive_endpoint_is_usable_if_it_answers_anything() -> None:
             assert found.health == "not asked"
             assert found.usable
             assert found.problems == ("models unknown: GET /v1/models answered 404",)
+
+    run(main())
+
+
+RECORDED = Path(__file__).parents[1] / "fixtures/http"
+
+
+@pytest.mark.parametrize(
+    ("server", "path", "name", "size"),
+    [
+        ("sglang-0.5.23", "/get_server_info", "get_server_info", (4096, False)),
+        ("llama.cpp-b11434", "/props", "props", (2048, True)),
+    ],
+)
+def test_the_size_of_a_cache_that_no_metrics_say(server: str, path: str, name: str, size: tuple[int, bool]) -> None:
+    """As these servers answered when they were recorded."""
+
+    async def main() -> None:
+        models, said = ((RECORDED / server / f"{one}.response.http").read_bytes() for one in ("models", name))
+        async with ScriptedEndpoint({"/health": OK, "/v1/models": models, path: said}) as endpoint:
+            assert (await inspected(endpoint)).cache_size == size
+            assert (await inspected(endpoint, engine="vllm")).cache_size is None
 
     run(main())
