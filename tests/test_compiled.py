@@ -68,6 +68,29 @@ def test_compiled_objects_are_known_to_the_garbage_collector() -> None:
         assert not any("acyclic" in ast.unparse(one) for one in node.decorator_list), f"{path.name}: {node.name}"
 
 
+PURE = {"len", "min", "max", "int", "start", "end"}
+"""Functions, and methods of a match, that may be called twice."""
+
+
+def test_no_slice_has_a_call_with_effects_in_its_bounds() -> None:
+    """mypyc works out the bounds twice where it does not know what is sliced: each log line was written twice."""
+    for path in listed():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Slice):
+                calls = {
+                    ast.unparse(call.func).rpartition(".")[2] for call in ast.walk(node) if isinstance(call, ast.Call)
+                }
+                assert calls <= PURE, f"{path.name}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_no_constant_is_a_final_tuple() -> None:
+    """mypyc says of one with floats that it is not set, when it is read."""
+    for path in listed():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).startswith("Final"):
+                assert not isinstance(node.value, ast.Tuple), f"{path.name}: {ast.unparse(node.target)}"
+
+
 def test_what_the_build_asks_for_is_what_lbproxy_asks_for() -> None:
     """mypy judges the source by the types of what it imports: of the releases that it runs on."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
