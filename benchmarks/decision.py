@@ -32,6 +32,7 @@ from lbproxy.core.prefix import hash_prompt
 from lbproxy.core.prefix_index import EndpointCache, PrefixIndex
 from lbproxy.core.readings import PageReader
 from lbproxy.core.types import EndpointSpec, EndpointUid, InferenceRequest, LoadMetrics, Outcome, Ticket
+from lbproxy.process import is_compiled
 
 ENDPOINTS = (10, 100, 1000)
 SIZES = {"1 KB": 1 << 10, "8 KB": 8 << 10, "32 KB": 32 << 10, "128 KB": 128 << 10, "1 MB": 1 << 20}
@@ -356,7 +357,8 @@ def table(rows: list[list[str]]) -> str:
 
 def page(policy: str, command: str) -> str:
     """All of it."""
-    about = f"lbproxy {__version__}, policy {policy}, Python {platform.python_version()}, {processor()}"
+    how = ", compiled" if is_compiled() else ""
+    about = f"lbproxy {__version__}{how}, policy {policy}, Python {platform.python_version()}, {processor()}"
     series: list[Series] = []
     parts = [f"\n## Memory\n\n{memory()}"]
     for title, text, measured in (

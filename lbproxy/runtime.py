@@ -163,8 +163,9 @@ class Runtime:
     def hand_out(self) -> None:
         """Tell the sinks now what ended."""
         ended, self._ended = self._ended, []
-        for sink in self._sinks:
-            sink.ended(ended)
+        if ended:
+            for sink in self._sinks:
+                sink.ended(ended)
 
     # Endpoints
 
