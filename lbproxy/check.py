@@ -16,6 +16,7 @@ from lbproxy.control.discovery import Discovery
 from lbproxy.control.inspect import Inspection, inspect
 from lbproxy.core.engines import Engines
 from lbproxy.core.readings import MAX_LORA
+from lbproxy.core.server_info import SERVER_INFO
 from lbproxy.extras import find_traces
 from lbproxy.net.pool import ConnectionPool
 
@@ -140,7 +141,10 @@ def _rows(one: Inspection) -> Iterator[tuple[str, Text]]:
         return
     yield "engine", Text(_engine(one))
     if one.engine is None and one.endpoint.metrics is not None:
-        yield "missing", Text(f"all of its load: {NO_LOAD}", style="yellow")
+        hint = (
+            f"; {one.owner} shows it if it is started with {SERVER_INFO[one.owner].metrics_option}" if one.owner else ""
+        )
+        yield "missing", Text(f"all of its load: {NO_LOAD}{hint}", style="yellow")
     yield "models", Text("it does not say" if one.models is None else _listed(one.models))
     if one.adapters:
         named = [f"{name} (of {base})" for base, names in one.adapters.items() for name in names]
@@ -171,7 +175,8 @@ def _plain(text: str) -> str:
 
 def _engine(one: Inspection) -> str:
     if one.engine is None:
-        return "not recognised" if one.endpoint.metrics is not None else "not asked"
+        unknown = "not recognised" if one.endpoint.metrics is not None else "not asked"
+        return unknown if one.owner is None else f"{one.owner} (by its models)"
     how = "recognised" if one.endpoint.engine == "auto" else "from the settings"
     return f"{one.engine} ({how}{f', metrics at {one.page}' if one.page else ''})"
 

@@ -94,6 +94,13 @@ def test_the_size_of_a_cache_that_the_server_says() -> None:
     assert "  KV cache   32,768 tokens at most, by its own word" in output
 
 
+def test_who_could_show_metrics_is_told_how() -> None:
+    models = answer(b'{"object":"list","data":[{"id":"m","owned_by":"sglang"}]}')
+    _, output = checked({"/health": OK, "/v1/models": models, "/metrics": NOT_FOUND})
+    assert "  engine     sglang (by its models)" in output
+    assert f"all of its load: {NO_LOAD}; sglang shows it if it is started with --enable-metrics" in output
+
+
 ALIASES = """
 models:
   good: {to: base}

@@ -32,6 +32,8 @@ class Inspection:
     health: str
     """What the question for health brought, in short."""
     engine: str | None
+    owner: str | None
+    """The engine by its models, if it is one of `core.server_info`."""
     models: tuple[str, ...] | None
     """Base models; None = it does not say."""
     adapters: dict[str, tuple[str, ...]]
@@ -92,7 +94,8 @@ async def inspect(
         if endpoint.health is not None:
             answer = await ask_health(endpoint, endpoint.health, connections, health.timeout)
     load, listed = load_task.result(), models_task.result()
-    sized = says_size(endpoint, None if listed.cards is None else owner(listed.cards))
+    owned_by = None if listed.cards is None else owner(listed.cards)
+    sized = says_size(endpoint, owned_by)
     tokens = None
     if sized is not None:
         tokens = await ask_cache_size(endpoint, sized, connections, min(SIZE_TIMEOUT_S, health.timeout))
@@ -111,6 +114,7 @@ async def inspect(
         healthy=None if answer is None else answer.ok is True,
         health="not asked" if answer is None else answer.reason,
         engine=load.engine,
+        owner=owned_by if owned_by in SERVER_INFO else None,
         models=models,
         adapters=adapters,
         present=load.present,

@@ -25,6 +25,8 @@ class ServerInfo(NamedTuple):
     """The same page under the names of different versions, the newest first."""
     tokens: Callable[[Mapping[str, object]], int | None]
     """From the page, a JSON object, to the tokens that all caches behind the address hold together."""
+    metrics_option: str
+    """With which it is to be started so that it shows metrics."""
     at_most: bool = False
     """They may hold less."""
 
@@ -45,8 +47,8 @@ def _llama_cpp(page: Mapping[str, object]) -> int | None:
 
 SERVER_INFO: Mapping[str, ServerInfo] = {
     # By the older name too in 0.5.23, which writes a warning to its log then (srt/entrypoints/http_server.py).
-    "sglang": ServerInfo(("/server_info", "/get_server_info"), _sglang),
-    "llamacpp": ServerInfo(("/props",), _llama_cpp, at_most=True),
+    "sglang": ServerInfo(("/server_info", "/get_server_info"), _sglang, "--enable-metrics"),
+    "llamacpp": ServerInfo(("/props",), _llama_cpp, "--metrics", at_most=True),
 }
 """By the name that the settings use, and the engine's own model cards (`owned_by`)."""
 
