@@ -87,8 +87,8 @@ class Exchange(ABC):
     _pending: asyncio.Task[None] | asyncio.TimerHandle | None = None
     """A connection that is being made, or a retry's timer."""
     _relay: Relay | None = None
-    _opened = False
-    """The client has the head of a stream, and nothing of its body yet."""
+    _opened: Relay | None = None
+    """The one whose head, of a stream, the client has, and nothing of a body yet."""
     _failed: frozenset[EndpointUid] = frozenset()
     """Endpoints whose attempts failed."""
     _kinds: tuple[FailureKind, ...] = ()
@@ -136,7 +136,7 @@ class Exchange(ABC):
         """End. The first call counts."""
         if not self._over:
             self._over = True
-            self._relay = None  # which holds on to us
+            self._relay = self._opened = None  # which hold on to us
             self._ended(reusable)
 
     def defect(self) -> None:
@@ -307,7 +307,7 @@ class Exchange(ABC):
 
     def _cannot_go_on(self, head: ResponseHead, ticket: Ticket) -> None:
         """The client has the head of a stream, and this is the head of something else."""
-        self.record.error = f"answered {head.status}, which cannot go on the stream of {self.record.failed[-1][0]}"
+        self.record.error = f"answered {head.status}, which cannot go on a stream"
         self._shared.runtime.close(ticket, Outcome.COMPLETED)
         self.refuse(LbError(Outcome.UPSTREAM_RESET))
 
@@ -341,11 +341,11 @@ class Exchange(ABC):
 
     def opened(self) -> None:
         """See relay.Owner."""
-        self._opened = True
+        self._opened = self._relay
 
     def committed(self) -> None:
         """See relay.Owner: nobody else is going to be asked, and a stream can last for minutes."""
-        self._opened = False
+        self._opened = None
         if len(self.request.body) > LARGE_BODY_BYTES:
             self.request = self.request._replace(body=b"")
             self._body_gone()
@@ -365,7 +365,7 @@ class Exchange(ABC):
         assert ticket is not None
         if isinstance(result, UpstreamError):
             self._relay = None
-            self.broke(result)
+            self._guarded(self.broke, result)
             return
         self.record.outcome = result
         self._close(ticket, result, relay.usage)

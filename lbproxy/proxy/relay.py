@@ -1,6 +1,6 @@
-"""The way of an answer from an endpoint's connection to a client's transport, from the commit to the last byte.
+"""The way of an answer from an endpoint's connection to a client's transport, from its head to the last byte.
 
-Theory of operation. From the commit on, every read of the endpoint's goes to the client in the same callback, the
+Theory of operation. After the head, every read of the endpoint's goes to the client in the same callback, the
 chunk framing included, unchanged; scanners look on. Only a client that takes no chunks gets the payload alone.
 Invariants:
 
@@ -39,7 +39,7 @@ _REFUSAL: Final = re.compile(rb'data: ?\{"error"[^\n]*?"code": ?(429|500|502|503
 _REFUSAL_BYTES: Final = 4096
 _CUTS: Final = {
     Outcome.DRAINING: (Outcome.CUT, "the load balancer was stopped"),
-    Outcome.OVERLOADED: (Outcome.OVERLOADED, "the load balancer ran out of memory"),
+    Outcome.OVERLOADED: (Outcome.OVERLOADED, "the load balancer ran out of resources"),
 }
 PROGRESS_S: Final = 0.25
 """How often a stream's progress is reported to the balancer, at most."""
@@ -146,10 +146,10 @@ class Relay:
         self._progressed = 0
         self._progress_at = 0.0
 
-    def begin(self, turn: Asking, own_fields: str, idle_s: float, *, opened: bool) -> None:
+    def begin(self, turn: Asking, own_fields: str, idle_s: float, *, opened: Relay | None) -> None:
         """Take the answer's body. It may be whole, or broken, when this returns.
 
-        `opened`: the client has the head of a stream, and this one goes on with it; `can_go_on` said that it can.
+        `opened`: the client has its head, of a stream, and this one goes on with it; `can_go_on` said that it can.
         """
         head, connection, client, http10 = self._head, self._connection, turn.client, turn.request.http10
         assert client.transport is not None, "a lost client ends its exchange"
@@ -168,7 +168,9 @@ class Relay:
         if ends_by_close:
             self._whole = self._scanner or (JsonWatcher() if is_json(head) else None)
         self._record.status = head.status
-        if not opened:
+        if opened is not None:
+            self.client_reusable = opened.client_reusable  # as its head said
+        else:
             self._prefix = client_head(head, own_fields, chunked=self._chunked, keep_alive=self.client_reusable)
         watcher = self if self._usage or self._whole or not self._raw else None
         connection.relay(head, self, watcher, idle_s)
@@ -256,7 +258,8 @@ class Relay:
             self._reset(outcome)
             return
         at_boundary = connection is not None and connection.at_boundary
-        if self._scanner is not None and self._scanner.at_boundary and at_boundary and self._raw:
+        readable = self._raw and not self._head.encoded
+        if self._scanner is not None and self._scanner.at_boundary and at_boundary and readable:
             event = error_event(told)
             self._write(b"%x\r\n%s\r\n" % (len(event), event))
         self._finish(outcome)

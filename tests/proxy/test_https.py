@@ -29,6 +29,10 @@ from tests.proxy.test_exchange import (
     test_stream_bytes_arrive_as_they_were_sent_each_before_the_next,
 )
 from tests.proxy.test_keys import test_nothing_of_a_body_is_waited_for
+from tests.proxy.test_opened import (
+    test_the_stream_of_another_goes_on_after_the_head,
+    test_what_cannot_go_on_is_told_as_an_event,
+)
 from tests.proxy.test_stop import test_an_answer_that_is_written_reaches_a_slow_client_though_we_stop
 from tests.support.aio import run, until
 from tests.support.endpoint import OK, ScriptedEndpoint
@@ -47,6 +51,8 @@ __all__ = [
     "test_keep_alive_on_both_sides_and_pipelined_requests_in_order",
     "test_stream_bytes_arrive_as_they_were_sent_each_before_the_next",
     "test_nothing_of_a_body_is_waited_for",
+    "test_the_stream_of_another_goes_on_after_the_head",
+    "test_what_cannot_go_on_is_told_as_an_event",
     "test_an_answer_that_is_written_reaches_a_slow_client_though_we_stop",
 ]
 

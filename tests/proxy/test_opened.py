@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
+from lbproxy.core.retry import FailureKind, UpstreamError
+from lbproxy.core.trace import Sampling
 from lbproxy.core.types import Outcome
 from lbproxy.proxy.exchange import LARGE_BODY_BYTES
+from lbproxy.proxy.relay import HOLD_HEAD_S
 from tests.support.aio import run, until
 from tests.support.compiled import interpreted
 from tests.support.endpoint import (
@@ -112,6 +116,31 @@ def test_the_stream_of_another_goes_on_after_the_head(how: str) -> None:
             it.client.send(post(STREAM))
             assert b"200 OK" in await it.client.head(), "its connection serves another request"
 
+    run(main())
+
+
+def test_what_the_head_said_of_the_connection_holds_when_another_goes_on() -> None:
+    """We stop between two endpoints: the head did not say that the connection ends, so one more request is served."""
+
+    async def waiting(wire: Wire, _: Received) -> None:
+        await stopping.wait()
+        await wire.send(STREAM_HEAD, BODY)
+
+    async def main() -> None:
+        async with begun(waiting) as it:
+            it.wire.reset()
+            await until(lambda: it.second.requests)
+            stop = asyncio.ensure_future(it.it.front.stop(5.0))
+            await until(lambda: it.it.front.draining)
+            stopping.set()
+            it.first.scripts["/v1/chat/completions"] = STREAM_HEAD + BODY
+            assert await it.client.reader.readexactly(len(BODY)) == BODY
+            it.client.send(post(STREAM))
+            assert b"Connection: close" in await it.client.head()
+            assert await it.rest() == BODY
+            assert await stop == 0
+
+    stopping = asyncio.Event()
     run(main())
 
 
@@ -234,19 +263,142 @@ def test_a_client_that_leaves_between_two_attempts_is_gone() -> None:
 
 
 @interpreted
-def test_a_defect_between_two_attempts_is_told_as_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not as a second head."""
+@pytest.mark.parametrize("how", ["take_down", "reset"])
+def test_a_defect_between_two_attempts_is_told_as_an_event(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as a second head, and nobody waits for ever."""
 
     def raising(*_: object, **__: object) -> None:
         raise RuntimeError("a defect")
 
     async def main() -> None:
         async with begun(stream) as it:
-            it.take_down()
-            monkeypatch.setattr(it.it.balancer, "after_failure", raising)
-            it.it.runtime.check()
+            if how == "take_down":
+                it.take_down()
+                monkeypatch.setattr(it.it.balancer, "after_failure", raising)
+                it.it.runtime.check()
+            else:
+                monkeypatch.setattr(it.it.balancer, "after_failure", raising)
+                it.wire.reset()
             await it.told("internal_error")
             assert (await it.record())[0] is Outcome.INTERNAL_ERROR
+
+    run(main())
+
+
+@interpreted
+def test_without_descriptors_it_is_told_what_we_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def connect(*_: object) -> None:
+        raise UpstreamError(FailureKind.EXHAUSTED, "too many open files")
+
+    async def main() -> None:
+        async with begun(stream) as it:
+            monkeypatch.setattr(it.it.connections, "connect", connect)
+            it.wire.reset()
+            assert await it.told("lb_overloaded") == "the load balancer ran out of resources after 0 events"
+            assert (await it.record())[0] is Outcome.OVERLOADED
+
+    run(main())
+
+
+def test_silence_after_the_head_is_told_and_not_tried_again() -> None:
+    """The work may be running: a second copy would double it."""
+
+    async def main() -> None:
+        async with begun(stream, more="timeouts: {stream_idle: 500ms}") as it:
+            assert "after 0 events" in await it.told("upstream_reset")
+            assert not it.second.requests
+            assert await it.record() == (Outcome.UPSTREAM_BROKE, "e1", 1, 200)
+            assert it.it.records.requests[0].failed == (("e1", "upstream_timeout"),)
+
+    run(main())
+
+
+def test_a_head_that_waits_is_dropped_with_its_answer() -> None:
+    """Its timer must not let it go in the middle of the next attempt: that one's may be another."""
+
+    async def first(wire: Wire, _: Received) -> None:
+        await wire.send(STREAM_HEAD)
+        wire.reset()
+
+    async def second(wire: Wire, _: Received) -> None:
+        await asyncio.sleep(2 * HOLD_HEAD_S)
+        await wire.send(answer(status=400))
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            one = await stack.enter_async_context(ScriptedEndpoint(first))
+            two = await stack.enter_async_context(ScriptedEndpoint(second))
+            it = await stack.enter_async_context(rig(one.url, two.url, more="routing: {policy: round-robin}"))
+            reply = await it.ask(post(STREAM))
+            assert (reply.status, reply.field("x-lbproxy-endpoint")) == (400, "e2")
+
+    run(main())
+
+
+def test_a_client_that_takes_nothing_stops_the_next_endpoint_too() -> None:
+    """Its buffer filled up while no endpoint was there to be stopped."""
+    piece = event("x" * 64_000)
+
+    async def second(wire: Wire, _: Received) -> None:
+        await full.wait()
+        await wire.send(STREAM_HEAD)
+        for number in range(500):
+            await wire.send(piece)
+            sent.append(number)
+        await wire.send(BODY)
+
+    async def main() -> None:
+        async with begun(second) as it:
+            it.wire.reset()
+            await until(lambda: it.second.requests)
+            (client,) = it.it.front._clients()
+            client.pause_writing()
+            full.set()
+            await until(lambda: sent)
+            before = 0
+            while before < len(sent):
+                before = len(sent)
+                await asyncio.sleep(0.2)
+            assert before < 500
+            client.resume_writing()
+            got = await it.client.reader.readexactly(500 * len(piece) + len(BODY))
+            assert got.endswith(BODY)
+            assert (await it.record())[0] is Outcome.COMPLETED
+
+    full, sent = asyncio.Event(), list[int]()
+    run(main())
+
+
+def test_a_third_goes_on_when_the_second_breaks_after_its_head() -> None:
+    """Each ticket is closed once, each failure told, and the times are those of who brought the body."""
+
+    async def silent(wire: Wire, _: Received) -> None:
+        await wire.send(STREAM_HEAD)
+        await wire.watch()
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            ends = [await stack.enter_async_context(ScriptedEndpoint(one)) for one in (silent, silent, stream)]
+            it = await stack.enter_async_context(rig(*(one.url for one in ends), more="routing: {policy: round-robin}"))
+            it.front.sampling = Sampling(1.0, follow_clients=True, rng=random.Random(1))
+            client = await it.connect()
+            client.send(post(STREAM))
+            assert b"200 OK" in await client.head()
+            ends[0].wires[0].reset()
+            await until(lambda: ends[1].requests)
+            await ends[1].wires[0].send(b"no size\r\n")
+            assert await client.reader.readexactly(len(BODY)) == BODY
+            await until(lambda: it.records.requests)
+            (record,) = it.records.requests
+            failed = (("e1", "upstream_reset"), ("e2", "upstream_protocol_error"))
+            assert (record.failed, record.attempts, record.endpoint, record.events) == (failed, 3, "e3", 2)
+            assert record.trace is not None
+            spans = record.trace.attempts
+            assert [(one.endpoint.name, one.failure) for one in spans] == [*failed, ("e3", None)]
+            assert record.placed_at == spans[2].placed_at
+            assert record.first_byte_at is not None
+            assert record.first_byte_at >= spans[2].placed_at
+            assert it.in_flight() == 0
 
     run(main())
 
@@ -258,7 +410,7 @@ def test_an_answer_that_says_more_than_a_stream_is_committed_with_its_head() -> 
     async def main() -> None:
         async with begun(stream, first=first) as it:
             it.wire.reset()
-            await it.rest()
+            assert await it.rest() == b"", "an event would be read as gzip"
             assert not it.second.requests
             assert (await it.record())[0] is Outcome.UPSTREAM_BROKE
 
