@@ -255,7 +255,7 @@ class Balancer:
     def after_failure(
         self, ticket: Ticket, kind: FailureKind, earlier: Sequence[FailureKind], *, now: float, detail: str = ""
     ) -> Verdict:
-        """What follows an attempt that failed before anything of an answer went to the client.
+        """What follows an attempt that failed before anything of an answer's body went to the client.
 
         `earlier`: why the same request's earlier attempts failed; `detail` is for the log. Does not close the ticket.
         """

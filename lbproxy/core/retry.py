@@ -1,7 +1,7 @@
 """Why an attempt fails, and what follows: another attempt elsewhere, or the end.
 
-Attempts fail here only before the first byte went to the client; after that nothing is ever retried. The rules are the
-rows of docs/failures.md. Two ideas stand behind them:
+Attempts fail here only before the first byte of a body went to the client; after that nothing is ever retried. The
+rules are the rows of docs/failures.md. Two ideas stand behind them:
 
 - What was not sent, or was answered by "not now", may be tried elsewhere. What may have *caused* the failure is tried
   once more and no further: a request that breaks each server it meets must not tour the fleet.
