@@ -70,7 +70,8 @@ class Process:
 
     def lines(self, event: str) -> list[dict[str, object]]:
         """The log lines of one kind."""
-        logged = [json.loads(line) for line in self.read().splitlines() if line.startswith("{")]
+        # A batch of lines is more than a pipe holds: the last may have come in part.
+        logged = [json.loads(line) for line in self.read().splitlines() if line[:1] + line[-1:] == "{}"]
         return [line for line in logged if line["event"] == event]
 
 
