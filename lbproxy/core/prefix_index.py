@@ -278,6 +278,8 @@ class EndpointCache:
             found = index.child(node, keys[depth])
             if found is None:
                 child = index.grow(node, keys[depth:])
+            elif found.mask & self._bit:  # a forged key, by which `pin` could not split it, and a shorter prompt could
+                break
             else:
                 same = _common(found.keys, keys, depth)
                 child = found if same == len(found.keys) else index.split(found, same)

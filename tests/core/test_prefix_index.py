@@ -6,7 +6,7 @@ import random
 import tracemalloc
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -293,6 +293,7 @@ steps = st.tuples(st.integers(0, 3), st.integers(0, 2), st.lists(st.integers(0, 
 
 @settings(deadline=None)
 @given(st.lists(steps, max_size=60), st.integers(1, 30))
+@example([(0, 1, (0, 1, 0)), (0, 1, (0, 1))], 4)
 def test_forged_keys_are_only_wrong_guesses(done: list[tuple[int, int, Keys]], max_entries: int) -> None:
     """Keys that stand for several beginnings, or come twice in a prompt: counts stay right, and all of it can go."""
     index = PrefixIndex(max_entries=max_entries)
