@@ -68,9 +68,8 @@ def test_it_stays_when_the_endpoint_restarts() -> None:
     assert believed(balancer) == [SAID]
 
 
-def test_it_stays_when_the_policy_changes() -> None:
-    balancer = pool(SAID, None, policy="least-request")
-    assert balancer.learned(now=0.0) is None
+def become_adaptive(balancer: Balancer) -> None:
+    """As by a reload."""
     balancer.reconfigure(
         make_policy(RoutingSettings()),
         admission=AdmissionSettings(),
@@ -81,6 +80,12 @@ def test_it_stays_when_the_policy_changes() -> None:
         flows=FlowsSettings(),
         now=0.0,
     )
+
+
+def test_it_stays_when_the_policy_changes() -> None:
+    balancer = pool(SAID, None, policy="least-request")
+    assert balancer.learned(now=0.0) is None
+    become_adaptive(balancer)
     assert believed(balancer) == [SAID, GUESSED_TOKENS]
 
 
@@ -161,16 +166,7 @@ def test_what_an_engine_said_under_another_policy_is_not_asked_again() -> None:
     for uid in (1, 2):
         balancer.report_cache_size(EndpointUid(uid), 99_000)
     balancer.report_cache_size(EndpointUid(3), 99_000, at_most=True)
-    balancer.reconfigure(
-        make_policy(RoutingSettings()),
-        admission=AdmissionSettings(),
-        health=HealthSettings(),
-        scrape=ScrapeSettings(),
-        breaker=BreakerSettings(),
-        retry=RetrySettings(),
-        flows=FlowsSettings(),
-        now=0.0,
-    )
+    become_adaptive(balancer)
     assert believed(balancer) == [99_000, SAID, 99_000]
     balancer.report_cache_size(EndpointUid(1), 55_000, at_most=True)
     balancer.report_cache_size(EndpointUid(3), 55_000, at_most=True)
