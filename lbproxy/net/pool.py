@@ -92,7 +92,7 @@ class Connection:
         self._receiver: Receiver | None = None
         """Set while an exchange goes on."""
         self._framing: Framing | None = None
-        """Set from `relay` on, until the connection is taken again."""
+        """Set from `relay` on, until the message is whole."""
         self._idle_timeout_s = _NEVER
         self._paused = False
 
@@ -248,8 +248,10 @@ class Connection:
         receiver.ended()
 
     def _release(self, keeps: bool) -> None:
-        """The message is whole: back to the pool before the receiver hears, which may want a connection at once."""
-        self._receiver = None
+        """The message is whole: back to the pool before the receiver hears, which may want a connection at once. What
+        idles there holds nothing of it."""
+        self._receiver = self._framing = None
+        self._buffer = b""
         self.deadline = _NEVER
         transport = self._transport
         if keeps and transport is not None and not transport.is_closing():
@@ -307,8 +309,6 @@ class ConnectionPool:
             return None
         connection, _ = idle.popitem()
         connection.reused = True
-        connection._buffer = b""
-        connection._framing = None
         self._busy.add(connection)
         return connection
 

@@ -18,7 +18,7 @@ from lbproxy.net.pool import Connection, ConnectionPool
 from lbproxy.pulse import Pulse
 from tests.support.aio import run, stand_still, until
 from tests.support.compiled import interpreted
-from tests.support.endpoint import LAST, OK, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, event
+from tests.support.endpoint import OK, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, event
 from tests.support.limits import descriptors_left
 
 
@@ -341,41 +341,6 @@ def test_a_fetch_given_up_as_its_answer_comes_leaves_the_connection_to_whoever_h
                 await fetching
             await until(lambda: taken[0].end is not None, "it gets its answer")
             assert taken[0].end == "ended"
-            pool.close()
-
-    run(main())
-
-
-def test_a_fetch_is_bounded_in_size_and_time() -> None:
-    async def script(wire: Wire, request: Received) -> None:
-        if b"/big" in request.head:
-            await wire.send(answer(b"x" * 2000))
-        else:
-            await wire.send(STREAM_HEAD, event("1"))
-            await wire.watch()
-
-    async def main() -> None:
-        async with ScriptedEndpoint(script) as endpoint:
-            pool = ConnectionPool()
-            for path, kind in (("/big", FailureKind.PROTOCOL), ("/slow", FailureKind.TIMEOUT)):
-                with pytest.raises(UpstreamError) as caught:
-                    await fetch(pool, Origin.parse(endpoint.url), path, timeout_s=0.3, max_bytes=1000)
-                assert caught.value.kind is kind
-            await until(lambda: pool.open_connections == 0, "neither is kept")
-            pool.close()
-
-    run(main())
-
-
-def test_a_chunked_answer_can_be_fetched() -> None:
-    async def script(wire: Wire, _: Received) -> None:
-        await wire.send(STREAM_HEAD, event("1")[:3], event("1")[3:], LAST)
-
-    async def main() -> None:
-        async with ScriptedEndpoint(script) as endpoint:
-            pool = ConnectionPool()
-            assert await get(pool, endpoint) == b"data: 1\n\n"
-            assert pool.open_connections == 1
             pool.close()
 
     run(main())
