@@ -49,8 +49,7 @@ class Side:
             ticket = self.balancer.submit(requests[n % len(requests)], now=self.now)
             self.balancer.first_byte(ticket, now=self.now)
             record = RequestRecord("id", "POST", "/v1/completions", "127.0.0.1", self.now)
-            if ticket.decision is not None:
-                record.decisions += (ticket.decision,)
+            record.decision = ticket.decision
             self.balancer.close(ticket, Outcome.COMPLETED, now=self.now)
             self.kept.append(record)
         self.times.append((time.process_time_ns() - begin) / (1000 * REQUESTS))

@@ -7,9 +7,9 @@
 Processes of the installed product before three model servers, loaded by the programs of benchmarks.overhead, with it on
 and off in turns. Each window has a process of its own: two that are started alike differ by up to a twentieth for as
 long as they live, which is half of what is to be measured. Off: no access log, no remembered decisions,
-nobody who asks. On: an access log into a file, 1,000 remembered requests with their decisions, /metrics read each
-second, and a viewer of the dashboard's events. The Prometheus counters themselves cannot be switched off, so they are
-in both. CPU is that of the process by /proc; each round gives a ratio of on to off.
+nobody who asks. On: an access log into a file, 1,000 remembered requests with their decisions, /metrics read as often
+as docker-compose.yml has it, and a viewer of the dashboard's events. The Prometheus counters themselves cannot be
+switched off, so they are in both. CPU is that of the process by /proc; each round gives a ratio of on to off.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ ROUNDS = {"1k": (21, 2.0), "sse": (9, 3.0)}
 """And seconds of a window."""
 WARM_S = 1.0
 """Before it: caches and tables get the size that they keep."""
-SCRAPE_S = 1.0
+SCRAPE_S = 5.0
+"""As the Prometheus of docker-compose.yml does."""
 BEGIN, END = "<!-- generated: observability -->", "<!-- end -->"
 COMMON = "listen: 127.0.0.1:$port\nadmin: 127.0.0.1:$spare\nendpoints: [ENDPOINTS]\n"
 QUIET = "log: {access: false, level: error}\n"
@@ -98,7 +99,7 @@ def counted(load: Workload, figures: Figures) -> int:
 
 @contextmanager
 def watching(admin: int, observed: Observed) -> Iterator[list[int]]:
-    """Whoever is to read reads /metrics each second, the dashboard's events; how many pages, and bytes of events."""
+    """Whoever is to read reads /metrics each SCRAPE_S, the dashboard's events; how many pages, and bytes of events."""
     done = threading.Event()
     seen = [0, 0]
 

@@ -46,7 +46,7 @@ logger = logging.getLogger("lbproxy")
 class Sink(Protocol):
     """Gets what is observed. Must be quick and must not raise."""
 
-    def ended(self, records: Sequence[RequestRecord]) -> None:
+    def ended(self, records: list[RequestRecord]) -> None:
         """These requests ended. Their records do not change any more."""
         ...
 

@@ -28,7 +28,7 @@ def example() -> list[Span]:
     trace.failed("upstream_503", 100.02)
     place(record, trace, OTHER, 100.02, 100.31)
     record.first_byte_at = 100.5
-    record.decisions = (decision(100.31, cost=210.0),)
+    record.decision = decision(100.31, cost=210.0)
     return spans_of(record)
 
 

@@ -73,7 +73,7 @@ class LineHandler(logging.Handler):
         if record.name.startswith("aiohttp.") and not self._let_through(record):
             return
         try:
-            self._writer.write([self.format(record) + "\n"])
+            self._writer.write([self.format(record).encode("ascii") + b"\n"])
         except Exception:  # noqa: BLE001 - logging's own way: a bad format string must not fail the request
             self.handleError(record)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Final, TypeAlias
 
@@ -59,7 +59,7 @@ class Recent:
         if limit != self._kept.maxlen:
             self._kept = deque(self._kept, maxlen=limit)
 
-    def ended(self, records: Sequence[RequestRecord]) -> None:
+    def ended(self, records: list[RequestRecord]) -> None:
         """See runtime.Sink."""
         for record in records:
             if record.attempts or record.wait is not None or record.outcome in REFUSED:  # it came to the balancer
@@ -93,7 +93,7 @@ class Recent:
         """All that is known of one request, also of one that runs; of several that have this id, of the newest."""
         for running, records in ((True, self._running()), (False, reversed(self._kept))):
             for record in records:
-                if record.id == request_id and (record.decisions or not running):
+                if record.id == request_id and (record.decision is not None or not running):
                     return _explained(record, time.time() - self._now(), running=running)
         return None
 
@@ -127,7 +127,7 @@ def _is_timed(record: RequestRecord) -> bool:
 def _summary(record: RequestRecord, offset: float) -> Fields:
     """One line about a request. `offset`: wall time less ours."""
     outcome, status = OUTCOMES[record.outcome]
-    made = record.decisions[-1] if record.decisions else None
+    made = record.decision
     return {
         "id": record.id,
         "at": stamp(record.started_at + offset),
@@ -204,7 +204,7 @@ def _because(made: Decision) -> str:
 
 
 def _predicted(record: RequestRecord) -> Fields:
-    made = record.decisions[-1] if record.decisions else None
+    made = record.decision
     return {
         "first_byte_ms": None if made is None else _rounded(made.first_byte_ms()),
         "cached_tokens": _rounded(record.predicted_cached_tokens),

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Final, Protocol
 
@@ -193,7 +193,7 @@ class Telemetry:
 
     # Sink
 
-    def ended(self, records: Sequence[RequestRecord]) -> None:
+    def ended(self, records: list[RequestRecord]) -> None:
         """See runtime.Sink. 5 µs each, the access log's line included."""
         for record in records:
             self._count(record)

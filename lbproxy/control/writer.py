@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import Final
 
 MAX_LINES: Final = 16_384
@@ -45,8 +44,8 @@ class LineWriter:
         """Lines that were not written: the queue was full, or writing failed."""
         return self._refused + self._failed
 
-    def write(self, lines: Sequence[str]) -> None:
-        """Queue lines of ASCII that end with a line feed. Never blocks; drops what the queue has no room for."""
+    def write(self, lines: list[bytes]) -> None:
+        """Queue lines that end with a line feed. Never blocks; drops what the queue has no room for."""
         room = 0 if self._closed else MAX_LINES - (self._queued - self._taken)
         if len(lines) > room:
             self._refused += len(lines) - room
@@ -54,7 +53,7 @@ class LineWriter:
         if not lines:
             return
         self._queued += len(lines)
-        self._pieces.append(("".join(lines).encode("ascii"), len(lines)))
+        self._pieces.append((b"".join(lines), len(lines)))
         before = self._queued - self._taken - len(lines)
         if before <= 0:  # else the thread, which looks again after each batch, has not come to those before them
             self._wake.set()

@@ -31,14 +31,20 @@ MIN_FREED_PER_MS: Final = 0.05
 
 
 class _Parts:
-    """What the price of one candidate was added up from, in milliseconds. Kept for as long as the decision is, and an
-    object of its own, as compiled it holds bare numbers.
+    """What the price of one candidate was added up from, in milliseconds; and the candidate's before it. Kept for as
+    long as the decision is, and an object of its own, as compiled it holds bare numbers: what is kept of each request
+    costs by its objects, which are out of the processor's caches when they are let go.
     """
 
-    __slots__ = ("adapter", "base", "cache_space", "decode", "prefill", "slow_down", "space_wait", "stall", "wait")
+    __slots__ = (
+        *("adapter", "base", "before", "cache_space", "cost"),
+        *("decode", "prefill", "slow_down", "space_wait", "stall", "wait"),
+    )
 
     def __init__(  # noqa: PLR0913, PLR0917 - as many as there are
         self,
+        before: _Parts | None,
+        cost: float,
         base: float,
         wait: float,
         prefill: float,
@@ -48,6 +54,8 @@ class _Parts:
         cache_space: float,
         space_wait: float,
     ) -> None:
+        self.before = before
+        self.cost = cost
         self.base = base
         self.wait = wait
         self.prefill = prefill
@@ -66,6 +74,7 @@ class Adaptive(Policy):
     block_bytes: int | None = BLOCK_BYTES
     holds = True
     tolerance = 1.0
+    notes_costs = True
     unit: str | None = "ms"
     first_byte_parts = frozenset({"base", "wait", "prefill", "space_wait", "adapter"})
 
@@ -85,7 +94,8 @@ class Adaptive(Policy):
         space = SPACE * token_ms * pool.hit_ratio * (1.0 + STALL * mean_load)
         space_tokens, decode = pool.size.space_tokens, DECODE * output
         costs, waits, uncached_tokens = [], [], []
-        notes: list[_Parts] | None = [] if self.explains else None
+        notes: _Parts | None = None
+        explains = self.explains
         for load in loads:
             if load.due_at <= now:
                 load.expire(now)
@@ -127,25 +137,37 @@ class Adaptive(Policy):
             over = cache.pinned * block + (growth if growth > live else live) + blocks - cached + output - capacity
             late = space_wait_ms(load, over, now) if over > 0.0 else 0.0
             cost += late
-            if notes is not None:
+            if explains:
                 stall, slow_down = prefill * STALL * streams, decode * streams * slope * prompt
-                notes.append(_Parts(first, wait, prefill, stall, decode * gap, slow_down, space_cost, late))
+                notes = _Parts(notes, cost, first, wait, prefill, stall, decode * gap, slow_down, space_cost, late)
             costs.append(cost)
             waits.append(wait)
             uncached_tokens.append(uncached)
         adapters = _adapter_ms(loads, request.model, pool, now)
         if adapters is not None:
             costs = [cost + adapter for cost, adapter in zip(costs, adapters, strict=True)]
-            for parts, adapter in zip(notes or (), adapters, strict=False):
+            for parts, adapter in zip(_listed(notes), adapters, strict=False):
                 parts.adapter = adapter
+                parts.cost += adapter
         return Prices(costs, waits, uncached_tokens, notes)
 
     def explain(self, notes: object, *, shown: Sequence[int]) -> list[dict[str, float]]:
         """The terms of the module's docstring, in milliseconds, if `price` was to note them."""
-        if notes is None:
-            return []
-        parts = cast("list[_Parts]", notes)
-        return [_named(parts[n]) for n in shown]
+        parts = _listed(cast("_Parts | None", notes))
+        return [_named(parts[n]) for n in shown] if parts else []
+
+    def noted_costs(self, notes: object) -> list[float]:
+        """See Policy."""
+        return [parts.cost for parts in _listed(cast("_Parts | None", notes))]
+
+
+def _listed(last: _Parts | None) -> list[_Parts]:
+    """By candidate."""
+    found = []
+    while last is not None:
+        found.append(last)
+        last = last.before
+    return found[::-1]
 
 
 def _named(parts: _Parts) -> dict[str, float]:

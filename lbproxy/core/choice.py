@@ -182,7 +182,8 @@ class Choice:
                     plan[load.slot] += prices.uncached_tokens[index]
                 return Wait.BUSY if is_busy and min(prices.waits_ms) > limit_ms else Wait.HELD
         if self.explains:
-            ticket.decision = made = self._decision(candidates[index], candidates, prices.costs, prices.notes, now)
+            costs = None if noted and self.policy.notes_costs else prices.costs
+            ticket.decision = made = self._decision(candidates[index], candidates, costs, prices.notes, now)
             if not small:
                 made.cut(in_full=noted)
         return candidates[index]
@@ -260,7 +261,7 @@ class Choice:
         self,
         chosen: EndpointState,
         candidates: Sequence[EndpointState],
-        costs: Sequence[float],
+        costs: Sequence[float] | None,
         notes: object,
         now: float,
     ) -> Decision:

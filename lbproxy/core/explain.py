@@ -25,11 +25,12 @@ class Decision:
     """One placement. It is made for each request, so it is what was there; what it says is worked out when asked."""
 
     __slots__ = (
+        "_costs",
         "absent",
         "at",
+        "before",
         "candidates",
         "chosen_state",
-        "costs",
         "left_out",
         "notes",
         "parts",
@@ -43,7 +44,7 @@ class Decision:
         at: float,
         chosen_state: EndpointState,
         shown_states: Sequence[EndpointState],
-        costs: Sequence[float],
+        costs: Sequence[float] | None,
         notes: object,
         absent: Sequence[tuple[Endpoint, str]],
     ) -> None:
@@ -53,8 +54,8 @@ class Decision:
         self.shown_states = shown_states
         self.candidates = len(shown_states)
         """How many could be asked."""
-        self.costs = costs
-        """Of `shown`. Empty: there was nobody to compare with, and the policy was not asked."""
+        self._costs = costs
+        """None: the notes have them."""
         self.notes = notes
         """See `Policy.explain`."""
         self.parts: list[dict[str, float]] | None = None
@@ -63,11 +64,18 @@ class Decision:
         """Endpoints that took no requests at all, and why: at most MAX_SHOWN."""
         self.left_out: Sequence[tuple[Endpoint, str]] = ()
         """Endpoints that take requests and got no turn, and why: at most MAX_SHOWN."""
+        self.before: Decision | None = None
+        """About the same request's attempt before. Set by `RequestRecord.decided`."""
 
     @property
     def chosen(self) -> Endpoint:
         """The endpoint that got it."""
         return self.chosen_state.endpoint
+
+    @property
+    def costs(self) -> Sequence[float]:
+        """Of `shown`. Empty: there was nobody to compare with, and the policy was not asked."""
+        return self.policy.noted_costs(self.notes) if self._costs is None else self._costs
 
     @property
     def shown(self) -> list[Endpoint]:
@@ -82,16 +90,18 @@ class Decision:
     @property
     def cost(self) -> float | None:
         """Of the chosen one."""
-        return self.costs[self.place] if self.costs else None
+        costs = self.costs
+        return costs[self.place] if costs else None
 
     def breakdown(self) -> list[dict[str, float]]:
         """For each of `shown` what its cost consists of; the values of one add up to its cost."""
         return self._known_parts() or [{"cost": cost} for cost in self.costs]
 
     def _known_parts(self) -> list[dict[str, float]]:
-        if self.parts is not None or not self.costs:
+        costs = self.costs
+        if self.parts is not None or not costs:
             return self.parts or []
-        return self.policy.explain(self.notes, shown=range(len(self.costs)))
+        return self.policy.explain(self.notes, shown=range(len(costs)))
 
     def first_byte_ms(self) -> float | None:
         """How long the first byte was expected to take from here; None if the policy expects nothing."""
@@ -101,10 +111,11 @@ class Decision:
 
     def cut(self, *, in_full: bool) -> None:
         """Keep the cheapest candidates alone, whose costs' parts are worked out, or not."""
-        kept = cheapest(self.costs, self.place, MAX_SHOWN if in_full else 2)
+        costs = self.costs
+        kept = cheapest(costs, self.place, MAX_SHOWN if in_full else 2)
         self.parts = self.policy.explain(self.notes, shown=kept) if in_full else []
         self.shown_states = [self.shown_states[index] for index in kept]
-        self.costs = [self.costs[index] for index in kept]
+        self._costs = [costs[index] for index in kept]
         self.notes = None
 
 

@@ -61,6 +61,8 @@ class Policy(ABC):
     """Its costs may be infinite, so that it has to be asked even about a single candidate."""
     explains: bool = False
     """What a price consists of is to be noted in it. Set anew before each price."""
+    notes_costs: bool = False
+    """The notes hold the costs as well, for `noted_costs`, so that nobody has to keep these beside them."""
     name: str = ""
     """What the settings call it."""
     unit: str | None = None
@@ -82,3 +84,7 @@ class Policy(ABC):
         An empty list: there are no parts.
         """
         return []
+
+    def noted_costs(self, notes: object) -> list[float]:
+        """The costs of the price that said these notes, under a policy with `notes_costs`."""
+        raise NotImplementedError

@@ -53,8 +53,8 @@ class RequestRecord:
     placed_at: float | None = None
     first_byte_at: float | None = None
     ended_at: float = 0.0
-    decisions: tuple[Decision, ...] = ()
-    """One for each attempt, if they are wanted: see `core.explain`."""
+    decision: Decision | None = None
+    """About the last attempt, if decisions are wanted: see `core.explain`. It leads to those before it."""
     wait: Wait | None = None
     """Why it waited for a place, the last time that it did."""
     trace: Trace | None = None
@@ -62,7 +62,22 @@ class RequestRecord:
 
     def __init__(self, id: str, method: str, path: str, client: str, started_at: float) -> None:  # noqa: A002
         self.id = id
+        """At most 128 of the characters that `proxy.headers` lets through: it needs no escapes anywhere."""
         self.method = method
         self.path = path
         self.client = client
         self.started_at = started_at
+
+    def decided(self, decision: Decision) -> None:
+        """About one more attempt."""
+        decision.before, self.decision = self.decision, decision
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """One for each attempt, in order."""
+        found = []
+        made = self.decision
+        while made is not None:
+            found.append(made)
+            made = made.before
+        return found[::-1]

@@ -16,7 +16,6 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Sequence
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -71,7 +70,7 @@ class Traces:
         """What became of the requests that were traced and have ended, but for those that wait to be sent."""
         return {"sent": self._sent, "failed": self._failed, "dropped": self._dropped}
 
-    def ended(self, records: Sequence[RequestRecord]) -> None:
+    def ended(self, records: list[RequestRecord]) -> None:
         """See runtime.Sink."""
         for record in records:
             if record.trace is not None:

@@ -222,7 +222,7 @@ class Exchange(ABC):
         if record.trace is not None:
             record.trace.placed(endpoint, ticket.submitted_at, ticket.placed_at)
         if ticket.decision is not None:
-            record.decisions += (ticket.decision,)
+            record.decided(ticket.decision)
             if ticket.placement is not None:
                 record.predicted_cached_tokens = ticket.placement.cached_tokens
         connection = self._shared.connections.take(Origin.parse(endpoint.base_url, endpoint.tls))
@@ -494,7 +494,7 @@ class Exchange(ABC):
         if not shared.expose_endpoint:
             return always
         explained = ""
-        if record.decisions and shared.explain_header and self.request.fields.explain:
-            why, queue_ms = compact(record.decisions[-1]), 1000.0 * record.queue_s
+        if record.decision is not None and shared.explain_header and self.request.fields.explain:
+            why, queue_ms = compact(record.decision), 1000.0 * record.queue_s
             explained = f"x-lbproxy-explain: {why}; queue_ms={queue_ms:.1f}\r\n"
         return f"{always}x-lbproxy-endpoint: {record.endpoint}\r\n{explained}"

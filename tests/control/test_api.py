@@ -329,7 +329,7 @@ def test_what_never_came_to_the_balancer_is_not_kept() -> None:
 
 def test_a_running_request_comes_before_one_that_ended_under_the_same_id() -> None:
     running = record("r", endpoint="e2")
-    running.decisions = ()
+    running.decision = None
     recent = Recent(10, lambda: 20.0, lambda: [running])
     recent.ended([record("r")])
     found = recent.explain("r")

@@ -24,7 +24,7 @@ def explained(policy: str, costs: list[float], candidates: int | None = None) ->
     made = Decision(by, 10.0, chosen, states, prices, None, [])
     made.parts, made.candidates = [], candidates or len(states)
     record = RequestRecord("r", "POST", "/v1/completions", "127.0.0.1", 10.0)
-    record.attempts, record.outcome, record.ended_at, record.decisions = 1, Outcome.COMPLETED, 11.0, (made,)
+    record.attempts, record.outcome, record.ended_at, record.decision = 1, Outcome.COMPLETED, 11.0, made
     recent = Recent(1, lambda: 20.0, list)
     recent.ended([record])
     found = recent.explain("r")

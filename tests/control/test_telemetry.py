@@ -207,7 +207,7 @@ def test_hostile_model_names_make_no_series() -> None:
             name = "".join(chr(rng.randrange(32, 0x2FFF)) for _ in range(rng.randrange(1, 40))) + str(n)
             made.ended([refused(Outcome.MODEL_NOT_FOUND, model=name, ended_at=104.0 + n)])
         for text in HOSTILE:
-            made.ended([refused(Outcome.MODEL_NOT_FOUND, model=text, path=text, method=text, id=text, client=text)])
+            made.ended([refused(Outcome.MODEL_NOT_FOUND, model=text, path=text, method=text, client=text)])
         page = read(made)
     assert page["lbproxy_model_requests_total"] == {
         ("m", "completed"): 1,

@@ -227,7 +227,7 @@ def test_an_attempt_says_why_it_was_that_endpoint() -> None:
     place(record, trace, ONE, 100.0, 100.5)
     trace.failed("upstream_reset", 101.0)
     place(record, trace, OTHER, 101.0, 101.0)
-    record.decisions = (decision(101.0, cost=12.5),)
+    record.decision = decision(101.0, cost=12.5)
     _, first, second, _ = spans_of(record)
     picks = [{name: v for name, v in one.attributes.items() if ".pick." in name} for one in (first, second)]
     assert picks == [

@@ -141,7 +141,7 @@ class Records:
         self.sizes_then: list[float | None] = []
         """And how many tokens its cache was believed to hold; None: the policy does not care."""
 
-    def ended(self, records: Sequence[RequestRecord]) -> None:
+    def ended(self, records: list[RequestRecord]) -> None:
         self.requests += records
 
     def transition(self, transition: Transition) -> None:
