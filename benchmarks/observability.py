@@ -1,6 +1,6 @@
 """What it costs to be seen: lbproxy's CPU with all of its observability on, beside the same with it off.
 
-    python -m benchmarks.observability              under 4 minutes; needs a C compiler and two cores
+    python -m benchmarks.observability              nine minutes; needs a C compiler and two cores
     python -m benchmarks.observability --write      and into RESULTS.md
     python -m benchmarks.observability --parts      what each part of it costs alone, for a request
 
