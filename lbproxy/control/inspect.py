@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from lbproxy.config import HealthSettings, ScrapeSettings
-from lbproxy.control.prober import SIZE_TIMEOUT_S, ModelsAnswer, ask_cache_size, ask_health, ask_models, says_size
+from lbproxy.control.prober import ModelsAnswer, ask_cache_size, ask_health, ask_models, says_size
 from lbproxy.control.scraper import ScrapeError, Target, fetch_page, find_page
 from lbproxy.core.engines import Engines
 from lbproxy.core.openai import made_up_card
@@ -98,7 +98,7 @@ async def inspect(
     sized = says_size(endpoint, owned_by)
     tokens = None
     if sized is not None:
-        tokens = await ask_cache_size(endpoint, sized, connections, min(SIZE_TIMEOUT_S, health.timeout))
+        tokens = await ask_cache_size(endpoint, sized, connections, health.timeout)
     problems = []
     if answer is not None and not answer.ok:
         problems.append(answer.reason)

@@ -105,8 +105,9 @@ async def ask_cache_size(
     endpoint: EndpointSpec, engine: str, connections: ConnectionPool, timeout_s: float
 ) -> int | None:
     """How many tokens the KV cache of an endpoint holds, by its own word; None if it does not say. `engine`: what it
-    runs, of `SERVER_INFO`.
+    runs, of `SERVER_INFO`. Each of its paths may take as long as the timeout, and `SIZE_TIMEOUT_S`.
     """
+    timeout_s = min(SIZE_TIMEOUT_S, timeout_s)
     for path in SERVER_INFO[engine].paths:
         try:
             answer = await _get(endpoint, path, connections, timeout_s, MAX_INFO_BYTES)
@@ -226,8 +227,7 @@ class Prober:
         engine = self._says_size()
         if engine is None:
             return
-        timeout_s = min(SIZE_TIMEOUT_S, self._settings.timeout)
-        tokens = await ask_cache_size(self._endpoint, engine, self._connections, timeout_s)
+        tokens = await ask_cache_size(self._endpoint, engine, self._connections, self._settings.timeout)
         self._size_due_at = self._runtime.now() + self._jittered(self._settings.models_interval)
         if tokens is not None:
             self._runtime.report_cache_size(self._endpoint.uid, tokens, at_most=SERVER_INFO[engine].at_most)

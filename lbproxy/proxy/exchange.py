@@ -27,15 +27,7 @@ from lbproxy.core.orca import read_field
 from lbproxy.core.record import RequestRecord
 from lbproxy.core.retry import STATUS_FAILURES, FailureKind, UpstreamError
 from lbproxy.core.sse import read_usage
-from lbproxy.core.types import (
-    EndpointUid,
-    InferenceRequest,
-    LbError,
-    Outcome,
-    Ticket,
-    TicketState,
-    Usage,
-)
+from lbproxy.core.types import EndpointUid, InferenceRequest, LbError, Outcome, Ticket, TicketState, Usage
 from lbproxy.net.h1 import ResponseHead
 from lbproxy.net.origin import Origin
 from lbproxy.net.pool import Connection, ConnectionPool
@@ -257,7 +249,13 @@ class Exchange(ABC):
     # net.pool.Receiver, until an answer is taken
 
     def whole(self, head: ResponseHead, body: bytes) -> None:
-        """A short answer came in one piece. What `head` and a relay would do, in one step."""
+        """A short answer came in one piece: what `head` and a relay would do, in one step."""
+        try:  # as `_guarded` does, which costs more
+            self._take_whole(head, body)
+        except Exception:  # noqa: BLE001 - logged there, with its traceback
+            self.defect()
+
+    def _take_whole(self, head: ResponseHead, body: bytes) -> None:
         ticket, record, runtime = self._ticket, self.record, self._shared.runtime
         assert ticket is not None
         self._connection = None
@@ -321,6 +319,9 @@ class Exchange(ABC):
 
     def broke(self, error: UpstreamError) -> None:
         """The attempt failed before any of an answer came."""
+        self._guarded(self._fail, error)
+
+    def _fail(self, error: UpstreamError) -> None:
         ticket, self._connection = self._ticket, None
         assert ticket is not None
         if error.kind is FailureKind.STALE:
@@ -365,7 +366,7 @@ class Exchange(ABC):
         assert ticket is not None
         if isinstance(result, UpstreamError):
             self._relay = None
-            self._guarded(self.broke, result)
+            self.broke(result)
             return
         self.record.outcome = result
         self._close(ticket, result, relay.usage)
@@ -493,8 +494,7 @@ class Exchange(ABC):
         always = f"x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n"
         if not shared.expose_endpoint:
             return always
-        explained = ""
-        if record.decision is not None and shared.explain_header and self.request.fields.explain:
-            why, queue_ms = compact(record.decision), 1000.0 * record.queue_s
-            explained = f"x-lbproxy-explain: {why}; queue_ms={queue_ms:.1f}\r\n"
-        return f"{always}x-lbproxy-endpoint: {record.endpoint}\r\n{explained}"
+        fields = f"{always}x-lbproxy-endpoint: {record.endpoint}\r\n"
+        if record.decision is None or not shared.explain_header or not self.request.fields.explain:
+            return fields
+        return f"{fields}x-lbproxy-explain: {compact(record.decision)}; queue_ms={1000.0 * record.queue_s:.1f}\r\n"

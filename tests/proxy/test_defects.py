@@ -1,4 +1,4 @@
-"""T43: whatever of ours raises after the first byte, no client gets a second status line, and nothing is left."""
+"""T43: whatever of ours raises, no client gets a second status line or waits for ever, and nothing is left."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lbproxy.proxy.exchange import Exchange
 from lbproxy.proxy.relay import Relay
 from lbproxy.runtime import Runtime
 from tests.support.aio import until
-from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, event
+from tests.support.endpoint import LAST, STREAM_HEAD, Received, Script, ScriptedEndpoint, Wire, answer, event, reset
 from tests.support.rig import post, rig
 
 POINTS = [
@@ -73,3 +73,43 @@ def test_a_defect_after_the_first_byte_never_makes_a_second_answer(
     assert got.startswith(b"HTTP/1.1 200 OK\r\n")
     if not got.endswith(event("[DONE]") + LAST):
         assert not got.endswith(LAST), "a broken answer looks whole"
+
+
+BROKEN = [(Runtime, "after_failure"), (Runtime, "close"), (Exchange, "_note")]
+USED = b'{"usage":{"prompt_tokens":1,"completion_tokens":1}}'
+WHOLE = [(Exchange, "_own_fields"), (Exchange, "_used"), (Runtime, "answered")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "script"),
+    [*((*point, reset) for point in BROKEN), *((*point, answer(USED)) for point in WHOLE)],
+    ids=[name for _, name in (*BROKEN, *WHOLE)],
+)
+def test_a_defect_before_an_answer_leaves_nobody_waiting(
+    kind: type, name: str, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing above us would tell the client: the endpoint's connection is over, and it is nobody's any more."""
+    real = getattr(kind, name)
+    raised: list[int] = []
+
+    def raising(self: object, *arguments: object, **options: object) -> object:
+        if not raised:
+            raised.append(1)
+            raise RuntimeError("a defect")
+        return real(self, *arguments, **options)
+
+    async def main() -> bytes:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url, more="retry: {attempts: 1}") as it:
+            client = await it.connect()
+            monkeypatch.setattr(kind, name, raising)
+            client.send(post(b'{"model":"m"}'))
+            async with asyncio.timeout(10.0):
+                got = await client.reader.read(1 << 16)
+            await until(lambda: it.in_flight() == 0, "nothing is left in flight")
+            await until(lambda: it.front.running == 0, "no request is left")
+        return got
+
+    got = uvloop.run(main())
+    assert raised
+    assert got.count(b"HTTP/1.1 ") == 1
