@@ -67,6 +67,11 @@ class _Parts:
         self.adapter = -1.0
         """Below 0: the request wants none."""
 
+    def add_adapter(self, ms: float) -> None:
+        """What waiting for its adapter costs it besides."""
+        self.adapter = ms
+        self.cost += ms
+
 
 class Adaptive(Policy):
     """The default policy; see the module."""
@@ -95,7 +100,6 @@ class Adaptive(Policy):
         space_tokens, decode = pool.size.space_tokens, DECODE * output
         costs, waits, uncached_tokens = [], [], []
         notes: _Parts | None = None
-        explains = self.explains
         for load in loads:
             if load.due_at <= now:
                 load.expire(now)
@@ -137,7 +141,7 @@ class Adaptive(Policy):
             over = cache.pinned * block + (growth if growth > live else live) + blocks - cached + output - capacity
             late = space_wait_ms(load, over, now) if over > 0.0 else 0.0
             cost += late
-            if explains:
+            if self.explains:
                 stall, slow_down = prefill * STALL * streams, decode * streams * slope * prompt
                 notes = _Parts(notes, cost, first, wait, prefill, stall, decode * gap, slow_down, space_cost, late)
             costs.append(cost)
@@ -147,8 +151,7 @@ class Adaptive(Policy):
         if adapters is not None:
             costs = [cost + adapter for cost, adapter in zip(costs, adapters, strict=True)]
             for parts, adapter in zip(_listed(notes), adapters, strict=False):
-                parts.adapter = adapter
-                parts.cost += adapter
+                parts.add_adapter(adapter)
         return Prices(costs, waits, uncached_tokens, notes)
 
     def explain(self, notes: object, *, shown: Sequence[int]) -> list[dict[str, float]]:
