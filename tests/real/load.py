@@ -10,14 +10,16 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 import httpx
 import openai
 from openai import OpenAI
+from openai.types import Completion
 
 from tests.real.servers import MODEL
 
@@ -44,6 +46,9 @@ class Client:
         self._sdk = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
         self._model = model
         self._numbers = count(secrets.randbelow(10**9))
+        self._lock = threading.Lock()
+        self.streaming = 0
+        """Streams that have begun and not ended."""
 
     def close(self) -> None:
         self._sdk.close()
@@ -60,7 +65,7 @@ class Client:
                 extra_body={"ignore_eos": True, **({"stream_options": {"include_usage": True}} if stream else {})},
             )
             parsed = answer.parse()
-            chunks = [parsed] if isinstance(parsed, openai.types.Completion) else list(parsed)
+            chunks = [parsed] if isinstance(parsed, Completion) else list(self._streamed(parsed))
         except ERRORS as e:
             return Result(began, time.monotonic() - began, error=f"{type(e).__name__}: {e}"[:300])
         finish = {choice.finish_reason for chunk in chunks for choice in chunk.choices} - {None}
@@ -74,14 +79,40 @@ class Client:
             "" if (finish, tokens) == ({"length"}, max_tokens) else f"not whole: {tokens} tokens, {finish}",
         )
 
+    def _streamed(self, chunks: Iterable[Completion]) -> Iterator[Completion]:
+        began = False
+        try:
+            for chunk in chunks:
+                if not began:
+                    began = True
+                    with self._lock:
+                        self.streaming += 1
+                yield chunk
+        finally:
+            if began:
+                with self._lock:
+                    self.streaming -= 1
+
 
 class Batch:
     """Some requests at once; they run on beside the test, each to its end."""
 
     def __init__(self, url: str, size: int, max_tokens: int, *, stream: bool, model: str = MODEL) -> None:
+        """They start with `begin`: to make an SDK's client can take seconds while servers have the machine."""
         self._client = Client(url, model=model)
         self._threads = ThreadPoolExecutor(size)
-        self._futures = [self._threads.submit(self._client.ask, max_tokens, stream=stream) for _ in range(size)]
+        self._asks = [partial(self._client.ask, max_tokens, stream=stream)] * size
+        self._futures: list[Future[Result]] = []
+
+    def begin(self) -> Batch:
+        """Send them all."""
+        self._futures = [self._threads.submit(ask) for ask in self._asks]
+        return self
+
+    @property
+    def streaming(self) -> int:
+        """How many have begun to stream and have not ended."""
+        return self._client.streaming
 
     def results(self) -> list[Result]:
         """How they ended; waits for it."""
@@ -93,7 +124,7 @@ class Batch:
 
 def burst(url: str, size: int, max_tokens: int, *, stream: bool) -> list[Result]:
     """`size` requests at once, and how they ended."""
-    return Batch(url, size, max_tokens, stream=stream).results()
+    return Batch(url, size, max_tokens, stream=stream).begin().results()
 
 
 class Load:
