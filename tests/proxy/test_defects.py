@@ -15,6 +15,7 @@ from lbproxy.proxy.exchange import Exchange
 from lbproxy.proxy.relay import Relay
 from lbproxy.runtime import Runtime
 from tests.support.aio import until
+from tests.support.compiled import interpreted
 from tests.support.endpoint import LAST, STREAM_HEAD, Received, Script, ScriptedEndpoint, Wire, answer, event, reset
 from tests.support.rig import post, rig
 
@@ -27,6 +28,7 @@ POINTS = [
 ]
 
 
+@interpreted
 @pytest.mark.parametrize("call", [1, 2])
 @pytest.mark.parametrize(("kind", "name"), POINTS, ids=[f"{kind.__name__}.{name}" for kind, name in POINTS])
 def test_a_defect_after_the_first_byte_never_makes_a_second_answer(
@@ -80,6 +82,7 @@ USED = b'{"usage":{"prompt_tokens":1,"completion_tokens":1}}'
 WHOLE = [(Exchange, "_own_fields"), (Exchange, "_used"), (Runtime, "answered")]
 
 
+@interpreted
 @pytest.mark.parametrize(
     ("kind", "name", "script"),
     [*((*point, reset) for point in BROKEN), *((*point, answer(USED)) for point in WHOLE)],
