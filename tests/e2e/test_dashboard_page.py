@@ -209,11 +209,11 @@ def test_with_a_token_the_page_asks_for_it_and_keeps_it_in_the_tab(servers: list
                 await tab.js("document.getElementById('confirm-yes').click()")
                 await tab.until(state_is("gpu-1", "draining"))
                 assert await tab.js("localStorage.length + document.cookie.length") == 0
-                await tab.js("location.reload()")
-                await tab.until(f"document.readyState === 'complete' && {LIVE}")
+                await tab.reload()
+                await tab.until(LIVE)
                 assert TOKEN not in await tab.js("document.documentElement.outerHTML")
-                await tab.js("document.getElementById('forget').click()")
-                await tab.until("document.readyState === 'complete' && document.getElementById('token').open")
+                await tab.reload("document.getElementById('forget').click()")
+                await tab.until("document.getElementById('token').open")
                 assert await tab.js("sessionStorage.length") == 0
 
     run(main(), timeout_s=240)

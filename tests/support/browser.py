@@ -50,6 +50,7 @@ class Page:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Fields]] = {}
         self._session: str | None = None
+        self._loaded = asyncio.Event()
         self.complaints: list[str] = []
         """Exceptions that nobody caught, and what the browser refused or warned of."""
 
@@ -62,6 +63,8 @@ class Page:
                     waiting.set_result(said)
             elif said.get("method") == "Runtime.exceptionThrown":
                 self.complaints.append(str(said["params"]["exceptionDetails"]))
+            elif said.get("method") == "Page.loadEventFired":
+                self._loaded.set()
             elif said.get("method") == "Log.entryAdded":
                 self.complaints.append(said["params"]["entry"]["text"])
 
@@ -88,6 +91,13 @@ class Page:
         """Go there."""
         went = await self.call("Page.navigate", url=url)
         assert "errorText" not in went, went
+
+    async def reload(self, expression: str = "location.reload()") -> None:
+        """Do what makes the page load again, and wait until it has: before that, the old page would answer."""
+        self._loaded.clear()
+        await self.js(f"void setTimeout(() => {{ {expression} }})")  # told before the page that tells it is gone
+        async with asyncio.timeout(ANSWERS_S):
+            await self._loaded.wait()
 
     async def js(self, expression: str) -> Any:
         """What the expression is; a promise's value."""
