@@ -35,6 +35,9 @@ DRAIN_S = 60
 # Measured: 40 s for all three on two idle cores. Twice as long on a slower disk; four times beside other work.
 START_TIMEOUT_S = 240.0
 PATIENCE_S = 60.0
+PAGES = httpx.Client(timeout=30, limits=httpx.Limits(max_keepalive_connections=0))
+"""Reads metrics pages. One client: to make one for each page takes more of two cores than the page. No connection is
+kept: vLLM ends only when none is left."""
 
 SERVER_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -63,9 +66,11 @@ class Daemon:
         self._command = command
         self._env = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
         self._process: subprocess.Popen[bytes] | None = None
+        self._ours = False
 
     def start(self) -> None:
         """Begin to start; `wait_until_ready` waits."""
+        self._ours = False
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
                 [*TIED, *self._command], stdout=output, stderr=subprocess.STDOUT, env=self._env, start_new_session=True
@@ -74,6 +79,11 @@ class Daemon:
     @property
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
+    @property
+    def fell(self) -> bool:
+        """It ended, and no test ended it."""
+        return self._process is not None and not self.alive and not self._ours
 
     def wait_until_ready(self) -> None:
         """Until it answers and lists models."""
@@ -84,19 +94,25 @@ class Daemon:
         """Until `condition`, while it lives; AssertionError with the end of its output."""
         end = time.monotonic() + START_TIMEOUT_S
         while not condition():
-            assert self.alive, f"{self.name} ended:\n{self.log.read_text(errors='replace')[-3000:]}"
-            assert time.monotonic() < end, f"{self.name}: no {what}:\n{self.log.read_text(errors='replace')[-3000:]}"
+            assert self.alive, f"{self.name} ended:\n{self.last_words()}"
+            assert time.monotonic() < end, f"{self.name}: no {what}:\n{self.last_words()}"
             time.sleep(0.1)
+
+    def last_words(self) -> str:
+        """The end of its output."""
+        return self.log.read_text(errors="replace")[-3000:]
 
     def terminate(self) -> None:
         """SIGTERM to the first process, as a supervisor sends it."""
         assert self._process is not None
+        self._ours = True
         self._process.terminate()
 
     def kill(self) -> None:
         """SIGKILL to the whole group, as when the machine dies. Harmless when it is dead."""
         if self._process is None:
             return
+        self._ours = True
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -107,7 +123,7 @@ class LlmServer(Daemon):
 
     def gauge(self, family: str, *labels: str) -> float:
         """The sum of a family's samples whose labels contain all of `labels`, on the server's own page."""
-        page = httpx.get(f"{self.url}/metrics", timeout=10).text
+        page = PAGES.get(f"{self.url}/metrics").text
         lines = [line for line in page.splitlines() if re.match(rf"{re.escape(family)}[{{ ]", line)]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in labels))
 
@@ -134,7 +150,7 @@ class Fleet:
 
     def family(self, name: str) -> dict[str, float]:
         """The samples of a family on lbproxy's own metrics page, by what stands between { and }."""
-        page = httpx.get(f"{self.admin}/metrics", timeout=10).text
+        page = PAGES.get(f"{self.admin}/metrics").text
         samples = [line.rsplit(" ", 1) for line in page.splitlines() if re.match(rf"{name}[{{ ]", line)]
         return {labels.removeprefix(name).strip("{}"): float(value) for labels, value in samples}
 
@@ -147,21 +163,29 @@ class Fleet:
         return self.of("lbproxy_endpoint_up", endpoint) == 1
 
     def bring_up(self) -> None:
-        """Start what an earlier test ended; wait until lbproxy counts on every endpoint and nothing is under way."""
+        """Start what an earlier test ended; wait until lbproxy counts on every endpoint and nothing is under way.
+
+        AssertionError if a server had ended by itself: what was found before it proves little.
+        """
         down = [server for server in self.vllm if not server.alive]
+        fell = "".join(f"{server.name} ended by itself:\n{server.last_words()}\n" for server in down if server.fell)
         for server in down:
             server.kill()  # workers that outlived it
             server.start()
         for server in down:
             server.wait_until_ready()
-        run(until(lambda: all(self.is_up(server) for server in (*self.vllm, self.transformers)), "all are up"))
-        run(until(lambda: sum(server.running() for server in self.vllm) == 0, "the servers are idle"))
-        run(until(lambda: sum(self.family("lbproxy_endpoint_in_flight").values()) == 0, "lbproxy is idle"))
+        wait_until(lambda: all(self.is_up(server) for server in (*self.vllm, self.transformers)), "all are up")
+        wait_until(lambda: sum(server.running() for server in self.vllm) == 0, "the servers are idle")
+        wait_until(lambda: sum(self.family("lbproxy_endpoint_in_flight").values()) == 0, "lbproxy is idle")
+        assert not fell, fell
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
-    """Wait for something that must come true, on a machine that three servers keep busy. AssertionError if not."""
-    run(until(condition, what, within_s=PATIENCE_S), timeout_s=2 * PATIENCE_S)
+    """Wait for something that must come true, on a machine that three servers keep busy. AssertionError if not.
+
+    `condition` mostly reads pages of metrics: asked for without a pause, they take what the servers need.
+    """
+    run(until(condition, what, within_s=PATIENCE_S, every_s=0.05), timeout_s=2 * PATIENCE_S)
 
 
 def status(url: str) -> int | None:
@@ -184,7 +208,9 @@ def vllm(environment: Environment, name: str, adapters: str, *options: str) -> L
     (snapshot,) = environment.model.glob("hub/*/snapshots/*")
     modules = [f"{adapter}={environment.model / 'adapters' / adapter}" for adapter in adapters]
     options_of_all = f"--served-model-name {MODEL} --host 127.0.0.1 --port {port} --enforce-eager"
-    options_of_all += " --max-model-len 2048 --max-num-seqs 8 --enable-prefix-caching"
+    # With bfloat16, attention on processors with AMX uses its tiles before anything asked the kernel for them, if the
+    # first prompt is one token long: the worker dies of an illegal instruction.
+    options_of_all += " --dtype float32 --max-model-len 2048 --max-num-seqs 8 --enable-prefix-caching"
     options_of_all += " --block-size 32 --num-gpu-blocks-override 100"  # 16 fails on CPU; few, so that the gauge moves
     options_of_all += " --enable-lora --max-loras 2 --max-lora-rank 8"
     options_of_all += f" --enable-request-id-headers --enable-prompt-tokens-details --shutdown-timeout {DRAIN_S}"

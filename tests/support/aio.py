@@ -34,7 +34,9 @@ def run(main: Coroutine[object, object, T], *, timeout_s: float = 60.0, plain: b
     return result
 
 
-async def until(condition: Callable[[], object], what: str = "", *, within_s: float = 15.0) -> None:
+async def until(
+    condition: Callable[[], object], what: str = "", *, within_s: float = 15.0, every_s: float = 0.005
+) -> None:
     """Wait for something that must come true soon, however busy the machine is. `what` says it where the code does not.
 
     AssertionError if it does not; a test that is not asynchronous writes `run(until(...))`.
@@ -42,7 +44,7 @@ async def until(condition: Callable[[], object], what: str = "", *, within_s: fl
     try:
         async with asyncio.timeout(within_s):
             while not condition():  # noqa: ASYNC110 - anything may change it, in another process too
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(every_s)
     except TimeoutError:
         raise AssertionError(f"did not happen within {within_s} s: {what}") from None
 
