@@ -202,8 +202,16 @@ def free_port() -> int:
         return port
 
 
-def vllm(environment: Environment, name: str, adapters: str, *options: str) -> LlmServer:
-    """A vLLM server with these of the adapters a, b and c; at most two in one batch."""
+def alone_on(core: int) -> list[str]:
+    """Before a command: it runs on this of our cores. Empty where there is only one, or no taskset."""
+    cores = sorted(os.sched_getaffinity(0))
+    return ["taskset", "--cpu-list", str(cores[core])] if core < len(cores) > 1 and shutil.which("taskset") else []
+
+
+def vllm(environment: Environment, name: str, adapters: str, core: int, *options: str) -> LlmServer:
+    """A vLLM server with these of the adapters a, b and c; at most two in one batch. It has one core to itself: two
+    servers that share theirs are slow together and fast alone, and lbproxy would rightly use one at a time.
+    """
     port = free_port()
     (snapshot,) = environment.model.glob("hub/*/snapshots/*")
     modules = [f"{adapter}={environment.model / 'adapters' / adapter}" for adapter in adapters]
@@ -214,7 +222,7 @@ def vllm(environment: Environment, name: str, adapters: str, *options: str) -> L
     options_of_all += " --block-size 32 --num-gpu-blocks-override 100"  # 16 fails on CPU; few, so that the gauge moves
     options_of_all += " --enable-lora --max-loras 2 --max-lora-rank 8"
     options_of_all += f" --enable-request-id-headers --enable-prompt-tokens-details --shutdown-timeout {DRAIN_S}"
-    command = [str(environment.vllm), "serve", str(snapshot), *options_of_all.split(), *options]
+    command = [*alone_on(core), str(environment.vllm), "serve", str(snapshot), *options_of_all.split(), *options]
     return LlmServer(name, [*command, "--lora-modules", *modules], f"http://127.0.0.1:{port}", SERVER_ENVIRONMENT)
 
 
@@ -255,8 +263,8 @@ def running(environment: Environment) -> Iterator[Fleet]:
     shutil.rmtree(LOGS, ignore_errors=True)
     LOGS.mkdir()
     servers = [
-        vllm(environment, "vllm-1", "ab", "--max-num-queued-reqs", str(QUEUE_CAP)),
-        vllm(environment, "vllm-2", "abc"),
+        vllm(environment, "vllm-1", "ab", 0, "--max-num-queued-reqs", str(QUEUE_CAP)),
+        vllm(environment, "vllm-2", "abc", 1),
     ]
     other = transformers(environment)
     daemons: list[Daemon] = [*servers, other]
