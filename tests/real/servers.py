@@ -127,6 +127,12 @@ class LlmServer(Daemon):
         lines = [line for line in page.splitlines() if re.match(rf"{re.escape(family)}[{{ ]", line)]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in labels))
 
+    def warm_up(self) -> None:
+        """Its first answers, which take several times as long as those after them."""
+        for _ in range(3):
+            body = {"model": MODEL, "prompt": "The first ones", "max_tokens": 24, "ignore_eos": True}
+            httpx.post(f"{self.url}/v1/completions", json=body, timeout=60).raise_for_status()
+
     def running(self) -> float:
         return self.gauge("vllm:num_requests_running")
 
@@ -273,6 +279,8 @@ def running(environment: Environment) -> Iterator[Fleet]:
             daemon.start()
         for daemon in daemons:
             daemon.wait_until_ready()
+        for server in servers:
+            server.warm_up()
         proxy, admin = lbproxy([*servers, other])
         daemons.append(proxy)
         yield Fleet(servers, other, proxy, admin)
