@@ -215,7 +215,7 @@ def _decision(made: Fields, number: int) -> Iterator[RenderableType]:
             table.add_row(Text(_short(plain(one["endpoint"]))), _tenth(one["cost"]), *parts, style=style)
         yield table
     if count > len(shown) > 0:
-        yield Text(f"and {count - len(shown)} more, which cost more", style="dim")
+        yield Text(f"and {count - len(shown)} more, which cost no less", style="dim")
     if made["left_out"]:
         listed = ", ".join(
             f"{plain(one['endpoint'])} ({plain(one['why']).replace('_', ' ')})" for one in made["left_out"]

@@ -228,7 +228,7 @@ function* decision(made, attempt) {
     yield scrolled([made.unit ? `costs in ${plain(made.unit)}` : "candidate", "cost", ...names.map(words)], rows, made.shown.findIndex((one) => one.chosen));
   }
   const more = made.candidates - made.shown.length;
-  if (made.shown.length && more > 0) yield node("p", { class: "dim" }, `And ${number(more)} more, which cost more.`);
+  if (made.shown.length && more > 0) yield node("p", { class: "dim" }, `And ${number(more)} more, which cost no less.`);
   if (made.left_out.length) yield node("p", { class: "dim" }, `Not asked: ${made.left_out.map((one) => `${plain(one.endpoint)} (${words(one.why)})`).join(", ")}.`);
 }
 function scrolled(heads, rows, chosen = -1) {
