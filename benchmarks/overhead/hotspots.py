@@ -20,6 +20,8 @@ from benchmarks.overhead.subjects import VENV, Subject
 
 TOP = 10
 SAMPLES_PER_S = 250
+IDLE = ("/threading.py", "_worker (futures/thread.py")
+"""Where threads wait for work, which py-spy takes for being busy."""
 
 
 def profile(subject: Subject, load: Workload, *, seconds: float) -> str:
@@ -56,8 +58,8 @@ def render(samples: str) -> str:
     for line in samples.splitlines():
         stack, _, count = line.rpartition(" ")
         frames = [_short(frame) for frame in stack.split(";")]
-        if "/threading.py" in frames[-1]:
-            continue  # a thread that waits for work, which py-spy takes for a busy one
+        if any(waits in frames[-1] for waits in IDLE):
+            continue
         names = [re.sub(r":\d+\)$", ")", frame) for frame in frames]
         lines[frames[-1]] += int(count)
         functions[names[-1]] += int(count)

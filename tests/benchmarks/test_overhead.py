@@ -394,6 +394,7 @@ def test_hotspots_of_canned_samples() -> None:
         "main (/a/b/lbproxy/cli.py:1);work (/a/b/lbproxy/proxy/exchange.py:20) 20\n"
         "main (/a/b/lbproxy/cli.py:2) 20\n"
         "write (/a/b/lbproxy/control/log.py:5);wait (/usr/lib/python3.11/threading.py:331) 900\n"
+        "run (/usr/lib/python3.11/threading.py:982);_worker (/usr/lib/python3.11/concurrent/futures/thread.py:81) 800\n"
     )
     section = hotspots.render(samples)
     assert "100 samples." in section
