@@ -17,7 +17,7 @@ from typing import Final, cast
 from lbproxy.core.estimate import LoadModel, PoolModel
 from lbproxy.core.placement import freed_per_ms
 from lbproxy.core.prefix import BLOCK_BYTES
-from lbproxy.core.pricing import Plan, Policy, Prices
+from lbproxy.core.pricing import Policy, Prices
 from lbproxy.core.types import EndpointState, InferenceRequest
 
 STALL: Final = 0.3
@@ -84,7 +84,7 @@ class Adaptive(Policy):
     first_byte_parts = frozenset({"base", "wait", "prefill", "space_wait", "adapter"})
 
     def price(  # noqa: PLR0915 - a call costs more than a statement
-        self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
+        self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float
     ) -> Prices:
         """Milliseconds; the waits are the prefill work ahead, the uncached tokens those of the request there."""
         loads = [state.load for state in candidates]
@@ -99,6 +99,7 @@ class Adaptive(Policy):
         space = SPACE * token_ms * pool.hit_ratio * (1.0 + STALL * mean_load)
         space_tokens, decode = pool.size.space_tokens, DECODE * output
         costs, waits, uncached_tokens = [], [], []
+        work = prompt - max(depths[load.slot] for load in loads) * block if pool.held else 0.0
         notes: _Parts | None = None
         for load in loads:
             if load.due_at <= now:
@@ -115,15 +116,23 @@ class Adaptive(Policy):
                 done = 1000.0 * (now - load.since_at) / rate
                 backlog = load.pending_tokens - (done if done < load.head_tokens else load.head_tokens)
             in_flight = load.in_flight
-            streams = float(in_flight)
-            if load.others and now <= load.others_until:
-                streams += load.others
-                backlog += load.others_tokens
+            room, streams = load.room, float(in_flight)
+            others = room.others
+            if others.count or others.until < now:
+                streams += others.requests(now)
+                backlog += others.queued(now) * pool.uncached_tokens
             if backlog < 0.0:  # noqa: PLR1730
                 backlog = 0.0
-            if plan is not None:
-                backlog += plan[load.slot]
-            wait = backlog * rate
+            # The wait for all that goes before it: for prefills, or, where no more requests run at a time, for their end.
+            ahead = streams
+            if room.line.count:
+                held, tokens = room.line.before(work)
+                ahead += held
+                backlog += tokens
+            wait = backlog * rate / room.lanes.lanes
+            if ahead >= room.slots.limit:
+                slots = room.slots.wait_ms(ahead, now)
+                wait = max(wait, slots)
             # Decode: a gap grows with the context that the batch reads in each step.
             own_gap, slope = (load.gap_ms, load.gap_per_token_ms) if load.gap_until > now else pool_gap
             gap = own_gap + slope * (load.context_tokens + prompt)
@@ -131,14 +140,23 @@ class Adaptive(Policy):
             # may be computed anew on any endpoint, so this is at the pool's speed: at its own, slow ones looked far too
             # dear (half the servers at half speed: goodput .46 instead of .75).
             cache, live, capacity = load.cache, load.live_tokens, load.capacity_tokens
-            room = load.told_tokens or space_tokens
+            foreign = others.space(now) if others.cache_tokens else 0.0
+            size = load.told_tokens or space_tokens
             first = load.base_ms if load.base_until > now else base
-            space_cost = space * ((cache.size * block + live) / room) * uncached
+            space_cost = space * ((cache.size * block + live + foreign) / size) * uncached
             cost = first + wait + prefill * (1.0 + STALL * streams) + decode * (gap + streams * slope * prompt)
             cost += space_cost
             # Space for this request and for what those in flight will still say, as far as it is not there.
             growth = in_flight * output - live
-            over = cache.pinned * block + (growth if growth > live else live) + blocks - cached + output - capacity
+            over = (
+                cache.pinned * block
+                + (growth if growth > live else live)
+                + blocks
+                - cached
+                + output
+                + foreign
+                - capacity
+            )
             late = space_wait_ms(load, over, now) if over > 0.0 else 0.0
             cost += late
             if self.explains:
@@ -153,6 +171,10 @@ class Adaptive(Policy):
             for parts, adapter in zip(_listed(notes), adapters, strict=False):
                 parts.add_adapter(adapter)
         return Prices(costs, waits, uncached_tokens, notes)
+
+    def is_full(self, state: EndpointState, wait_ms: float, now: float) -> bool:
+        """By its room."""
+        return state.load.is_full(now)
 
     def explain(self, notes: object, *, shown: Sequence[int]) -> list[dict[str, float]]:
         """The terms of the module's docstring, in milliseconds, if `price` was to note them."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import chain
-from math import exp
 from typing import Final
 
 from lbproxy.config import AdmissionSettings
@@ -27,32 +26,12 @@ AGEING_S: Final = 10.0
 WORK_S: Final = 0.5
 """How long a waiting request's least work is believed: caches change."""
 LOOKUPS: Final = 512
-"""And how many are asked for anew in one plan, the oldest first, so that 10,000 that wait do not hold up the loop:
-at a plan each 10 ms, 25,000 are as fresh as `WORK_S` says."""
-
+"""And how many are asked for anew at a time, the oldest first, so that 10,000 that wait do not hold up the loop."""
+YOUTH_S: Final = 1.0
+"""Under overload (`core.line`) a request that has waited so long counts as twice its work: who came last can still be
+served in time."""
 FAIR: Final = 256
-"""Tickets of a priority that take turns by their flows; a plan never gets so far."""
-PACE_S: Final = 5.0
-"""Over which time the queue's pace is averaged."""
-
-
-class _Pace:
-    """How many tickets leave in a second, of late."""
-
-    __slots__ = ("_at", "_level")
-
-    def __init__(self) -> None:
-        self._level = 0.0
-        self._at = 0.0
-
-    def count(self, now: float) -> None:
-        """One more leaves."""
-        self._level = 1.0 + self._level * exp((self._at - now) / PACE_S)
-        self._at = now
-
-    def rate(self, now: float) -> float:
-        """A second."""
-        return self._level * exp((self._at - now) / PACE_S) / PACE_S
+"""Tickets of a priority that take turns by their flows; nobody ever looks so far."""
 
 
 class _Line:
@@ -68,10 +47,10 @@ class _Line:
     def __len__(self) -> int:
         return len(self.ready) + len(self.parked)
 
-    def youngest(self) -> Iterator[Ticket]:
-        """The youngest first, and first those that are parked: they are the last to be served."""
+    def last(self, *, overloaded: bool) -> Iterator[Ticket]:
+        """Those that are served last first: those that are parked, then the youngest, but under overload the oldest."""
         yield from reversed(self.parked.values())
-        yield from reversed(self.ready.values())
+        yield from list(self.ready.values()) if overloaded else reversed(self.ready.values())
 
 
 class WaitingQueue:
@@ -88,7 +67,6 @@ class WaitingQueue:
         """A heap of those whose deadline is their own, some of which are gone."""
         self._bytes = 0
         self._ready = 0
-        self._pace = _Pace()
 
     def _take_limits(self, settings: AdmissionSettings) -> None:
         self._max_requests = settings.queue_requests
@@ -117,11 +95,6 @@ class WaitingQueue:
         return self._ready
 
     @property
-    def is_contested(self) -> bool:
-        """Whether several flows or priorities wait."""
-        return len(self._lanes) > 1 or any(len(lane) > 1 for lane in self._lanes.values())
-
-    @property
     def bytes(self) -> int:
         """Body bytes of all waiting requests."""
         return self._bytes
@@ -139,8 +112,9 @@ class WaitingQueue:
 
         When there is no room, those of the lowest priority go, of the flow that has the most waiting for its weight,
         the youngest first, as far as they are below the newcomer's priority; then, at its own priority, those of a flow
-        that has more waiting than the newcomer's. If that is not enough, nobody goes but the newcomer. Who goes is
-        still in: whoever ends it, removes it.
+        that has more waiting than the newcomer's. If that is not enough, nobody goes but the newcomer. Under overload
+        the oldest go first, and at the newcomer's own priority those of its own flow as well: they waited in vain. Who
+        goes is still in: whoever ends it, removes it.
         """
         request = ticket.request
         fits = self._fits(len(self._tickets), self._bytes + request.body_bytes)
@@ -176,7 +150,7 @@ class WaitingQueue:
 
     def _victims(self, ticket: Ticket) -> Iterator[Ticket]:
         """Who goes before `ticket` does, in this order."""
-        flow = _flow(ticket)
+        flow, overloaded = _flow(ticket), _is_overloaded(ticket)
         for priority in sorted(self._lanes):
             if priority > ticket.request.priority:
                 return
@@ -184,17 +158,20 @@ class WaitingQueue:
             least = 0.0
             if priority == ticket.request.priority:
                 least = ((len(lane[flow]) if flow in lane else 0) + 1) / flow.weight
-            longest = [(-len(line) / one.weight, n, one, line.youngest()) for n, (one, line) in enumerate(lane.items())]
+            longest = [
+                (-len(line) / one.weight, n, one, line.last(overloaded=overloaded))
+                for n, (one, line) in enumerate(lane.items())
+            ]
             heapify(longest)
             while longest:
-                length, n, one, youngest = longest[0]
-                if least and (one is flow or -length <= least):
+                length, n, one, last = longest[0]
+                if least and (-length < least - 1 / flow.weight if overloaded else one is flow or -length <= least):
                     break
-                victim = next(youngest, None)
+                victim = next(last, None)
                 if victim is None:
                     heappop(longest)
                     continue
-                heapreplace(longest, (length + 1 / one.weight, n, one, youngest))
+                heapreplace(longest, (length + 1 / one.weight, n, one, last))
                 yield victim
 
     def remove(self, ticket: Ticket) -> None:
@@ -213,11 +190,6 @@ class WaitingQueue:
             del lane[flow]
             if not lane:
                 del self._lanes[request.priority]
-
-    def left(self, ticket: Ticket, now: float) -> None:
-        """Take out one that was served by its turn."""
-        self.remove(ticket)
-        self._pace.count(now)
 
     def unpark(self, flow: Flow) -> Ticket | None:
         """Let the flow's next parked ticket wait for an endpoint. None = none is parked."""
@@ -243,22 +215,6 @@ class WaitingQueue:
                 yield from lines[0][1]
             else:
                 yield from _in_turn(lines, flows, now)
-
-    def expected_wait_s(self, ticket: Ticket, now: float) -> float:
-        """How long a newcomer will wait, by how many are before it and how fast they left of late; 0 = no idea."""
-        rate = self._pace.rate(now)
-        if not self._ready or rate <= 0.0:
-            return 0.0
-        before = 0
-        for priority, lane in self._lanes.items():
-            size = sum(len(line.ready) for line in lane.values())
-            if priority > ticket.request.priority:
-                before += size
-            elif priority == ticket.request.priority:
-                own = lane.get(_flow(ticket))
-                turns = (len(own.ready) if own else 0) + 1
-                before += min(size, turns * len(lane))
-        return before / rate
 
     def expired(self, now: float) -> list[Ticket]:
         """Those whose wait is over. But for those with a deadline of their own no wait ends before an older one's."""
@@ -291,7 +247,17 @@ def _flow(ticket: Ticket) -> Flow:
 def _sorted(tickets: Iterable[Ticket], work: Callable[[Ticket], float] | None, now: float) -> list[Ticket]:
     if work is None:
         return list(tickets)
-    return sorted(tickets, key=lambda ticket: work(ticket) / (1.0 + (now - ticket.submitted_at) / AGEING_S))
+    return sorted(tickets, key=lambda ticket: _turn(ticket, work(ticket), now))
+
+
+def _turn(ticket: Ticket, work: float, now: float) -> float:
+    """By which those of one flow are served, the least first."""
+    age_s = now - ticket.submitted_at
+    return work * (1.0 + age_s / YOUTH_S) if _is_overloaded(ticket) else work / (1.0 + age_s / AGEING_S)
+
+
+def _is_overloaded(ticket: Ticket) -> bool:
+    return ticket.reserved is not None and ticket.reserved[0].overloaded
 
 
 def _in_turn(lines: list[tuple[Flow, list[Ticket]]], flows: Flows, now: float) -> Iterator[Ticket]:

@@ -9,10 +9,11 @@ is driven by the asyncio runtime, by the simulation and by tests alike. The cont
 4. `close` every ticket that was placed, exactly once, whatever happened to its request.
 5. Take away `transitions` now and then: what endpoints became, for a log.
 
-Late binding: under a policy that knows how long each endpoint's prefill queue is, a request whose cheapest endpoint has
-enough of it (`Choice.holds`) stays here, and so do those after it. The whole queue is planned anew after every arrival,
-first byte and end, and every `PLAN_S`: in the order of service each takes its cheapest endpoint if that has room, and
-otherwise reserves its work there, in this plan only. While nobody waits, a request is placed at once.
+Late binding: under a policy that `holds`, a request whose best endpoint is full (`core.room`) stays here, with a
+reservation in that endpoint's line. Newcomers are priced against the reservations and placed at once, unless the
+endpoint that is best for them has a line too. What happens at an endpoint wakes it: while it has room, those that wait
+are considered in the order of service, first of all those in its line, and of the others a few, which may do better
+there. Nothing is looked at while nothing happens, but for the moment in which an endpoint has worked off enough.
 
 Invariants: an endpoint's in-flight count is the number of its PLACED tickets; a ticket closes once (a second `close` is
 a no-op); choosing and counting happen without anything in between, so two requests are never placed on one stale
@@ -23,7 +24,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
 from math import inf
+from typing import Final
 
 from mypy_extensions import mypyc_attr
 
@@ -35,14 +38,14 @@ from lbproxy.config import (
     RetrySettings,
     ScrapeSettings,
 )
-from lbproxy.core.admission import WaitingQueue, least_work
+from lbproxy.core.admission import WORK_S, WaitingQueue, least_work
 from lbproxy.core.backpressure import Backpressure
 from lbproxy.core.choice import Choice, model_for
 from lbproxy.core.endpoints import EndpointChanges, EndpointSet
 from lbproxy.core.flows import Flow, Flows
 from lbproxy.core.learned import EndpointLearned, PoolLearned, QueueSnapshot, of_endpoint, of_pool, of_queue
 from lbproxy.core.orca import LoadReport
-from lbproxy.core.pricing import Plan, Policy
+from lbproxy.core.pricing import Policy
 from lbproxy.core.retry import FailureKind, Retries, Verdict
 from lbproxy.core.types import (
     EndpointSpec,
@@ -62,11 +65,16 @@ from lbproxy.core.types import (
 )
 
 DEFAULT_BREAKER, DEFAULT_FLOWS = BreakerSettings(), FlowsSettings()
-PLAN_S = 0.01
-"""While requests wait, work gets done that nothing tells of; so the queue is planned at least this often."""
-PLANNED = 32
-"""Requests that one plan prices, on up to `PLANNED_ENDPOINTS`; fewer on more, so that a plan takes 2 ms at most."""
-PLANNED_ENDPOINTS = 100
+PRICED: Final = 32
+"""Requests that wait which are priced at a time; if there are more to price, the driver's loop gets a turn between."""
+MOVED: Final = 6
+"""Of these, requests in other lines that may do better at an endpoint that has room."""
+PRICE_AGAIN_S: Final = 0.05
+"""How long after its last price a request in another line is priced again at the earliest."""
+OVERLOAD: Final = 6.0
+"""A line is too long if its last request would wait this part of the queue timeout,"""
+OVERLOAD_MAX_S: Final = 5.0
+"""or so long, whatever is less."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)  # the simulation has some
@@ -90,11 +98,15 @@ class Balancer:
         self._endpoints = EndpointSet(health, scrape, breaker, self._pool, rng)
         self._judge = self._endpoints.judge
         self._flows, self._queue = Flows(flows), WaitingQueue(admission)
-        self._choice = Choice(policy, admission, self._endpoints, self._backpressure, self._flows, self._queue, rng)
+        self._choice = Choice(policy, admission, self._endpoints, self._backpressure, rng)
         self._adopt(admission)
-        self._plan_at = inf
-        """When the queue is to be planned; a time that is past when something happened since the last plan."""
-        self._planned_version = self._placements = 0
+        self._woken: dict[EndpointUid, EndpointState] = {}
+        """Endpoints where something happened since the queue was looked at, while requests wait."""
+        self._all_woken = False
+        """The same of the set of endpoints, or of the settings."""
+        self._openings: list[tuple[float, EndpointUid]] = []
+        """A heap: when endpoints may have room again without anything happening there."""
+        self._placements = 0
         self._changed: list[Ticket] = []
         """Closed by another ticket's arrival, for `poll` to return."""
 
@@ -102,6 +114,7 @@ class Balancer:
         self._hold = self._choice.holds
         self._by_work = admission.order == "shortest" and self._pool is not None
         self._queue_timeout_s = admission.queue_timeout
+        self._long_s = min(OVERLOAD_MAX_S, admission.queue_timeout / OVERLOAD)
 
     def reconfigure(  # noqa: PLR0913 - each is a section of the settings
         self,
@@ -133,8 +146,7 @@ class Balancer:
             self._unpark(flow)
         self._choice.adopt(policy, admission)
         self._adopt(admission)
-        self._plan_at = -inf
-        self._planned_version = 0
+        self._all_woken = True
 
     # Requests
 
@@ -152,7 +164,7 @@ class Balancer:
         of them that answered it 500, if one did.
         """
         ticket = Ticket(request, now, now + self._queue_timeout_s, avoid)
-        ticket.flow = flow = self._flows.came(request, now)
+        ticket.flow = flow = self._flows.of(request.flow, now)
         if accused is not None:
             ticket.accused = accused
         if request.deadline is not None:
@@ -174,13 +186,9 @@ class Balancer:
             return ticket
         flow.active += 1
         ticket.counted = True
-        if self._queue.ready and (self._hold or self._plan_at <= now):
-            self._plan_at = now  # others wait: the plan says whose turn it is
-            ticket.wait = Wait.BEHIND
-            if request.deadline is not None and now + self._queue.expected_wait_s(ticket, now) > request.deadline:
-                self._end(ticket, Outcome.TOO_LATE)
-        else:
-            self._consider(ticket, now, None)
+        if (self._woken or self._all_woken) and self._queue.ready:
+            self._serve(now, self._changed)  # those that wait come first
+        self._consider(ticket, now)
         if ticket.state is TicketState.WAITING:
             self._wait(ticket, now)
         return ticket
@@ -189,13 +197,21 @@ class Balancer:
         """The tickets that stopped waiting: shed for another, placed now, or closed with the reason."""
         changed, self._changed = self._changed, []
         if self._queue:
-            if self._queue.ready and now >= self._plan_at:
-                self._plan(now, changed)
+            openings = self._openings
+            while openings and openings[0][0] <= now:
+                self._wake(self._endpoints.get(heappop(openings)[1]))
+            if self._queue.ready and (self._woken or self._all_woken):
+                self._serve(now, changed)
             for ticket in self._queue.expired(now):
                 deadline = ticket.request.deadline
                 too_late = Outcome.EXPIRED if deadline is None or now < deadline else Outcome.TOO_LATE
+                ticket.retry_after_s = ticket.best_wait_s or None
                 self._end(ticket, too_late if self._endpoints.any_up() else Outcome.NO_ENDPOINTS)
                 changed.append(ticket)
+        if not self._queue:
+            self._woken.clear()
+            self._openings.clear()
+            self._all_woken = False
         return changed
 
     def first_byte(self, ticket: Ticket, *, now: float) -> None:
@@ -213,7 +229,7 @@ class Balancer:
                 self._judge.answered(ticket, state, accused, now=now)
             if ticket.placement is not None:
                 ticket.placement.load.first_byte(ticket.placement, now)
-                self._plan_at = now
+                self._wake(state)
 
     def progress(self, ticket: Ticket, tokens: int, *, now: float) -> None:
         """More came, `tokens` as far as is known. At most every 250 ms per stream, never per chunk."""
@@ -249,7 +265,7 @@ class Balancer:
             if ticket.placement is not None:
                 ticket.placement.load.end(ticket.placement, usage, now)
             self._endpoints.released(state)
-            self._plan_at = now
+            self._wake(state)
         self._end(ticket, outcome)
 
     def after_failure(
@@ -262,6 +278,8 @@ class Balancer:
         state = ticket.where
         stranded = kind is FailureKind.STRANDED
         self._backpressure.refused(state, kind, now=now)
+        if now < state.backing_off_until and self._queue:
+            heappush(self._openings, (state.backing_off_until, state.endpoint.uid))
         tried = {state.endpoint.uid, *ticket.avoid}
         elsewhere = any(
             one.endpoint.uid not in tried and self._choice.takes(one)
@@ -272,21 +290,23 @@ class Balancer:
         open_question = kind is FailureKind.ERROR and not ticket.trial and (verdict.again or kind in earlier)
         if not stranded and not open_question:
             self._judge.failed(ticket, state, kind, detail or kind.value, now=now)
-            self._plan_at = -inf
+            self._all_woken = True
         return verdict
 
     def next_deadline(self) -> float | None:
         """When `poll` has something to do though nothing happens until then; None = never. May be past."""
-        if self._changed:
-            return self._plan_at
+        if self._changed or (self._queue.ready and (self._woken or self._all_woken)):
+            return -inf
         deadline = self._queue.first_deadline()
-        return deadline if deadline is None or not self._queue.ready else min(deadline, self._plan_at)
+        if deadline is None or not self._openings or not self._queue.ready:
+            return deadline
+        return min(deadline, self._openings[0][0])
 
     # Endpoints
 
     def set_endpoints(self, specs: Sequence[EndpointSpec], *, now: float) -> EndpointChanges:
         """The complete set, from discovery. Names and addresses are distinct."""
-        self._plan_at = -inf
+        self._all_woken = True
         return self._endpoints.replace(specs, now=now)
 
     def check(self, *, now: float) -> list[EndpointUid]:
@@ -296,7 +316,7 @@ class Balancer:
         before = self._endpoints.version
         stranding = self._endpoints.check(now=now)
         if self._endpoints.version != before:
-            self._plan_at = -inf
+            self._all_woken = True
         return stranding
 
     @property
@@ -310,12 +330,12 @@ class Balancer:
 
     def report_health(self, uid: EndpointUid, ok: bool, reason: str, *, now: float) -> None:
         """A probe's answer."""
-        self._plan_at = -inf
+        self._all_woken = True
         self._endpoints.report_health(uid, ok, reason, now=now)
 
     def report_models(self, uid: EndpointUid, cards: Iterable[ModelCard] | None) -> None:
         """What an endpoint says it serves; None if it cannot say."""
-        self._plan_at = -inf
+        self._all_woken = True
         self._endpoints.report_models(uid, cards)
 
     def scrape_sent(self, uid: EndpointUid) -> None:
@@ -325,6 +345,7 @@ class Balancer:
     def report_scrape(self, uid: EndpointUid, metrics: LoadMetrics) -> None:
         """What the scrape that was sent last said."""
         self._endpoints.report_scrape(uid, metrics)
+        self._wake(self._endpoints.get(uid))
 
     def ask_load(self, uid: EndpointUid, ask: bool) -> None:
         """Whether requests to an endpoint ask for load reports from now on."""
@@ -344,7 +365,7 @@ class Balancer:
 
     def drain(self, uid: EndpointUid, *, draining: bool = True) -> None:
         """Give an endpoint no new requests (or again)."""
-        self._plan_at = -inf
+        self._all_woken = True
         self._endpoints.drain(uid, draining)
 
     def explain(self, wanted: bool) -> None:
@@ -398,21 +419,20 @@ class Balancer:
 
     # Placing
 
-    def _consider(self, ticket: Ticket, now: float, plan: Plan | None) -> bool:
-        """Place the ticket, or close it if waiting cannot help, or leave it.
-
-        False = no other with the same model and the same endpoints to avoid can be placed now either.
-        """
-        chosen = self._choice.choose(ticket, plan=plan, now=now)
+    def _consider(self, ticket: Ticket, now: float, *, in_turn: bool = False) -> None:
+        """Place the ticket, or close it if waiting cannot help, or leave it."""
+        chosen = self._choice.choose(ticket, now=now, in_turn=in_turn)
         if isinstance(chosen, EndpointState):
             self._place(ticket, chosen, now)
-            return True
-        if isinstance(chosen, Outcome):
+        elif isinstance(chosen, Outcome):
             self._end(ticket, chosen)
-            return True
-        if ticket.wait is None:
-            ticket.wait = chosen
-        return chosen is Wait.HELD
+        else:
+            if ticket.wait is None:
+                ticket.wait = chosen
+                if self._is_hopeless(ticket, now):
+                    ticket.retry_after_s = ticket.best_wait_s
+                    self._end(ticket, Outcome.SATURATED)
+            ticket.priced_at = now
 
     def _place(self, ticket: Ticket, state: EndpointState, now: float) -> None:
         self._placements += 1
@@ -428,66 +448,131 @@ class Balancer:
         if self._pool is not None:
             ticket.placement = state.load.place(ticket.request, now)
         self._flows.placed(ticket, now)
+        if self._queue:
+            for one in self._choice.starting:  # a placement gives them credit
+                self._wake(one)
 
     # Waiting
+
+    def _is_hopeless(self, ticket: Ticket, now: float) -> bool:
+        """Whether a newcomer would wait in vain for the endpoint that is best for it: longer than anybody may."""
+        if ticket.best is None or not ticket.best.load.room.line.count:
+            return False
+        return now + ticket.best_wait_s > ticket.submitted_at + self._queue_timeout_s
 
     def _wait(self, ticket: Ticket, now: float, *, parked: bool = False) -> None:
         """Into the queue; whoever has no place in it any more is told."""
         if not parked:
-            if not self._queue.ready:
-                self._plan_at = inf  # this one was considered just now
-            if self._hold:
-                self._plan_at = min(self._plan_at, now + PLAN_S)
+            self._reserve(ticket, now)
+            if ticket.best is not None and self._choice.is_open(ticket.best, now):
+                self._woken[ticket.best.endpoint.uid] = ticket.best
         for shed in self._queue.push(ticket, parked=parked):
+            shed.retry_after_s = shed.best_wait_s or None
             self._end(shed, Outcome.SATURATED)
             if shed is not ticket:
                 self._changed.append(shed)
-                self._plan_at = min(self._plan_at, now)
+
+    def _reserve(self, ticket: Ticket, now: float) -> None:
+        """A place in the line of the endpoint that the ticket is held for."""
+        state = ticket.best
+        if state is None or self._pool is None:
+            return
+        load = state.load
+        if self._by_work and now - ticket.work_at >= WORK_S:
+            ticket.work_tokens, ticket.work_at = self._pool.uncached(ticket.request), now
+        work, line = ticket.work_tokens, load.room.line
+        line.add(work, ticket.best_tokens)
+        ticket.reserved = line, work, ticket.best_tokens
+        self._pool.held += 1
+        line.observe(load.line_wait_ms(now) / 1000.0, self._long_s, now)
+        self._open_later(state, now)
+
+    def _release(self, ticket: Ticket) -> None:
+        """Give up that place."""
+        if ticket.reserved is not None and self._pool is not None:
+            line, work, tokens = ticket.reserved
+            line.remove(work, tokens)
+            ticket.reserved = None
+            self._pool.held -= 1
+
+    def _open_later(self, state: EndpointState, now: float) -> None:
+        """Look at an endpoint again when it has worked off enough."""
+        opens_in_s = state.load.opens_in_s(now)
+        if 0.0 < opens_in_s < inf:
+            heappush(self._openings, (now + opens_in_s + 1e-6, state.endpoint.uid))
+
+    def _wake(self, state: EndpointState | None) -> None:
+        if state is not None and self._queue:
+            self._woken[state.endpoint.uid] = state
 
     def _unpark(self, flow: Flow) -> None:
         """As many of the flow's requests as it may have wait for an endpoint now."""
         while not flow.is_full and (ticket := self._queue.unpark(flow)) is not None:
             flow.active += 1
             ticket.counted = True
-            self._plan_at = -inf
+            self._all_woken = True
 
-    def _plan(self, now: float, changed: list[Ticket]) -> None:
-        """Consider the waiting in the order of service; those that stop waiting are appended to `changed`."""
-        self._plan_at = now + PLAN_S if self._hold else inf
-        budget, plan = self._queue.ready, None
-        if self._hold and self._pool is not None:
-            serving = self._endpoints.candidates(None, now=now)
-            if self._choice.any_room(self._pool, serving, now):
-                budget = max(4, min(PLANNED, PLANNED * PLANNED_ENDPOINTS // max(1, len(serving))))
-                plan = [0.0] * self._pool.index.width
-            elif self._planned_version == self._endpoints.version:
-                return  # nobody can be placed, and nobody has to be refused who was not
-            else:
-                budget = 0
-        self._planned_version = self._endpoints.version
+    def _serve(self, now: float, changed: list[Ticket]) -> None:
+        """Consider those that wait for what was woken, in the order of service; those that stop waiting are appended to
+        `changed`.
+        """
+        everything, self._all_woken = self._all_woken, False
+        woken, self._woken = self._woken, {}
+        is_open = self._choice.is_open
+        opened = {uid: state for uid, state in woken.items() if is_open(state, now)}
+        if everything:
+            opened.update(
+                (one.endpoint.uid, one) for one in self._endpoints.candidates(None, now=now) if is_open(one, now)
+            )
+        if opened or everything:
+            self._serve_by_turn(opened, everything, now, changed)
+        for state in woken.values():
+            if self._pool is not None and state.load.room.line.count:
+                self._open_later(state, now)
+
+    def _serve_by_turn(
+        self, opened: dict[EndpointUid, EndpointState], everything: bool, now: float, changed: list[Ticket]
+    ) -> None:
+        left, moves, moved = PRICED, MOVED, False
         stuck: set[tuple[str | None, frozenset[EndpointUid]]] = set()
-        work = least_work(self._pool.uncached, now) if self._by_work and budget and self._pool is not None else None
+        work = least_work(self._pool.uncached, now) if self._by_work and self._pool is not None else None
         for ticket in self._queue.in_order(work, self._flows, now):
-            key = (ticket.request.model, ticket.avoid)
-            if key in stuck:
-                continue
-            if budget <= 0:
-                outcome = self._choice.hopeless(ticket, now=now)
-                if outcome is not None:
-                    self._end(ticket, outcome)
-                stuck.add(key)
-            else:
-                budget -= 1
-                if not self._consider(ticket, now, plan):
+            key, best = (ticket.request.model, ticket.avoid), ticket.best
+            if best is None or (everything and _is_out(best)):
+                if key in stuck:
+                    continue
+            elif best.endpoint.uid not in opened:
+                if moves <= 0 or now - ticket.priced_at < PRICE_AGAIN_S:
+                    continue
+                moves -= 1
+            left -= 1
+            if left < 0:  # the rest in another turn, if that may bring anything
+                if moved:
+                    self._woken.update(opened)
+                    self._all_woken = self._all_woken or everything
+                return
+            self._release(ticket)
+            self._consider(ticket, now, in_turn=True)
+            moved = moved or ticket.best is not best
+            if ticket.state is TicketState.WAITING:
+                self._reserve(ticket, now)
+                if ticket.best is None:
                     stuck.add(key)
-            if ticket.state is not TicketState.WAITING:
-                stuck.discard(key)
-                self._queue.left(ticket, now)
-                changed.append(ticket)
+                continue
+            moved = True
+            self._queue.remove(ticket)
+            changed.append(ticket)
+            stuck.discard(key)
+            state = ticket.placed_on
+            if state is not None and state.endpoint.uid in opened and not self._choice.is_open(state, now):
+                del opened[state.endpoint.uid]
+            if not opened and not everything:
+                return
 
     def _end(self, ticket: Ticket, outcome: Outcome) -> None:
         if ticket.state is TicketState.WAITING:
             self._queue.remove(ticket)
+            self._release(ticket)
         ticket.state = TicketState.CLOSED
         ticket.outcome = outcome
         flow = ticket.flow
@@ -498,3 +583,8 @@ class Balancer:
                 self._unpark(flow)
         elif ticket.wait is Wait.FLOW and flow is not None:
             ticket.refusal = flow.crowded()
+
+
+def _is_out(state: EndpointState) -> bool:
+    """It takes no requests any more."""
+    return state.left or state.draining or (state.health is not Health.UP and not state.readmitted)

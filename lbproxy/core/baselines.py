@@ -14,7 +14,7 @@ from typing import Final, cast
 
 import xxhash
 
-from lbproxy.core.pricing import Plan, Policy, Prices
+from lbproxy.core.pricing import Policy, Prices
 from lbproxy.core.types import EndpointState, InferenceRequest
 
 BASELINE_BLOCK_BYTES: Final = 256
@@ -29,9 +29,7 @@ class TwoChoices(Policy):
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def price(
-        self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
-    ) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
         """Requests in flight on the two, with this one, by weight; others cannot win."""
         drawn = self._rng.sample(range(len(candidates)), min(2, len(candidates)))
         costs = [float("inf")] * len(candidates)
@@ -55,9 +53,7 @@ class GieTree(Policy):
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def price(
-        self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
-    ) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
         """0 for those that pass every filter, 1 for the rest; infinite if a sheddable request must not go anywhere."""
         left = list(candidates)
         if request.priority < 0:
@@ -104,9 +100,7 @@ class LlmD(Policy):
 
     block_bytes: int | None = BASELINE_BLOCK_BYTES
 
-    def price(
-        self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
-    ) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
         """Uncached tokens in flight and own ones; cold endpoints cannot win while a warm one is not 18 s behind."""
         uncached = _uncached(request, candidates)
         blocks = len(request.block_keys)
@@ -130,9 +124,7 @@ class CacheAware(Policy):
 
     block_bytes: int | None = BASELINE_BLOCK_BYTES
 
-    def price(
-        self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
-    ) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
         """Requests in flight, minus matched blocks, or blocks in the cache."""
         loads = [state.in_flight for state in candidates]
         if max(loads) - min(loads) > 64 and max(loads) > 1.5 * min(loads):
@@ -154,9 +146,7 @@ class PrefixHash(Policy):
 
     block_bytes: int | None = BASELINE_BLOCK_BYTES
 
-    def price(
-        self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
-    ) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
         """The hash, 0 to 1, and 1 more for those that are full."""
         keys = request.block_keys[:4]
         seed = cast(int, keys[-1]) if keys else _hash(request.session or request.id, 0)
@@ -176,9 +166,7 @@ class Preble(Policy):
     MAX_RATIO = 15.0
     """HIGH_LOAD_THRESHOLD there."""
 
-    def price(
-        self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
-    ) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
         """Tokens: of the last three minutes, to be computed again because of it, and its own."""
         pool = candidates[0].load.pool
         uncached = _uncached(request, candidates)
@@ -204,9 +192,7 @@ class Dynamo(Policy):
 
     block_bytes: int | None = BASELINE_BLOCK_BYTES
 
-    def price(
-        self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
-    ) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
         """Blocks of 16 tokens."""
         pool = candidates[0].load.pool
         block = pool.index.block_bytes / pool.bytes_per_token
@@ -226,9 +212,7 @@ class LMetric(Policy):
 
     block_bytes: int | None = BASELINE_BLOCK_BYTES
 
-    def price(
-        self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
-    ) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
         """Tokens times requests."""
         uncached = _uncached(request, candidates)
         return Prices(
@@ -245,9 +229,7 @@ class MinTtft(Policy):
     block_bytes: int | None = BASELINE_BLOCK_BYTES
     unit: str | None = "ms"
 
-    def price(
-        self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
-    ) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
         """Milliseconds to the first token."""
         token_ms = candidates[0].load.pool.token_ms
         return Prices(

@@ -3,7 +3,7 @@
 `Choice.choose` goes from the endpoints that may be asked to the one that is cheapest by the policy, in steps: without
 those that failed the request already, those that are backing off, those that are full, those whose slow start gives
 them no turn; the policy prices who is left. It counts nothing: whoever asks places the ticket, before anything else is
-chosen. Invariant: nothing changes here but the slow start's credit and the plan that is passed in.
+chosen. Invariant: nothing changes here but the slow start's credit, and where the ticket would wait.
 """
 
 from __future__ import annotations
@@ -14,21 +14,17 @@ from math import inf
 from typing import Final, TypeAlias
 
 from lbproxy.config import AdmissionSettings
-from lbproxy.core.admission import WaitingQueue
 from lbproxy.core.backpressure import Backpressure
 from lbproxy.core.endpoints import EndpointSet
-from lbproxy.core.estimate import LoadModel, PoolModel
+from lbproxy.core.estimate import PoolModel
 from lbproxy.core.explain import MAX_SHOWN, Decision, Explainer
-from lbproxy.core.flows import Flows
-from lbproxy.core.pricing import Plan, Policy, Prices
+from lbproxy.core.pricing import Policy, Prices
+from lbproxy.core.room import HOLD_MS
 from lbproxy.core.types import EndpointState, Outcome, Ticket, Wait
 
-HOLD_MS: Final = 1000.0
-"""An endpoint with more prefill work than this gets no more. Less starves the engines, more binds too early."""
-SHARED_HOLD_MS: Final = 250.0
-"""The same where several flows or priorities share the endpoints: all that is placed before a request goes before it,
-whosever turn it is. Engines are as busy with it (benchmarks/FAIRNESS.md)."""
-
+TEST_S: Final = 1.0
+"""A request that would be refused because it cannot be in time is let through after so long without one: a prediction
+that refuses must be tested, as who is refused teaches nothing."""
 
 Chosen: TypeAlias = EndpointState | Outcome | Wait
 """Where to place a ticket, or how it ends, or why it waits."""
@@ -39,29 +35,26 @@ class Choice:
 
     policy: Policy
     holds: bool
-    """Requests wait while their cheapest endpoint has more than `HOLD_MS` queued; where flows or priorities share the
-    endpoints, more than `SHARED_HOLD_MS`, or is full."""
+    """Requests wait while the endpoint that is best for them is full (`core.room`), or others wait for it."""
     explains = False
     """Tickets that are placed say why: `Ticket.decision`."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - the parts of the Balancer that it reads
+    def __init__(
         self,
         policy: Policy,
         admission: AdmissionSettings,
         endpoints: EndpointSet,
         backpressure: Backpressure,
-        flows: Flows,
-        queue: WaitingQueue,
         rng: random.Random,
     ) -> None:
-        self._flows = flows
-        self._queue = queue
         self._endpoints = endpoints
         self._backpressure = backpressure
         self._slow_start = endpoints.judge.slow_start
-        self._starting = self._slow_start.starting
+        self.starting = self._slow_start.starting
         self._rng = rng
         self._explainer = Explainer()
+        self._tested_at = -inf
+        self._in_turn = False
         self.adopt(policy, admission)
 
     def adopt(self, policy: Policy, admission: AdmissionSettings) -> None:
@@ -73,11 +66,14 @@ class Choice:
         self._skip_price = not (self.holds or policy.refuses)
         self._max_in_flight = admission.max_in_flight_per_endpoint
 
-    def choose(self, ticket: Ticket, *, plan: Plan | None, now: float) -> Chosen:
+    def choose(self, ticket: Ticket, *, now: float, in_turn: bool = False) -> Chosen:
         """The endpoint that `ticket` is to be placed on at once, or why there is none.
 
-        `plan`: what was reserved so far, to which a ticket that is held adds its work; None = nothing is planned.
+        `in_turn`: it is its turn, whoever else waits for that endpoint. If it is to be held for an endpoint,
+        `ticket.best` is that one.
         """
+        ticket.best = None
+        self._in_turn = in_turn
         members = self._members(ticket, True, now)
         if not members:
             return self._why_nobody(ticket) or Wait.FULL
@@ -89,10 +85,10 @@ class Choice:
             candidates = [state for state in candidates if state.in_flight < limit]
         if not candidates:
             return Wait.FULL
-        if self._starting:
-            chosen = self._gently(ticket, candidates, now, plan)
+        if self.starting:
+            chosen = self._gently(ticket, candidates, now)
         else:
-            chosen = self._cheapest(ticket, candidates, now, plan)
+            chosen = self._cheapest(ticket, candidates, now)
         made = ticket.decision
         if made is not None and made.candidates < len(members):
             left_out = ((state.endpoint, self._why_not(state, now)) for state in members)
@@ -105,14 +101,14 @@ class Choice:
         return None if self._members(ticket, False, now) else self._why_nobody(ticket)
 
     def takes(self, state: EndpointState) -> bool:
-        """Whether `state` has room for one more."""
+        """Whether the settings let `state` have one more."""
         return self._max_in_flight is None or state.in_flight < self._max_in_flight
 
-    def any_room(self, pool: PoolModel, serving: Sequence[EndpointState], now: float) -> bool:
-        """Whether, under a policy by which requests are held back, one of `serving` might get one more."""
-        if not self._flows.is_shared(now):
-            return pool.any_room(serving, HOLD_MS, now)
-        return pool.any_room([state for state in serving if not _is_full(state.load, now)], SHARED_HOLD_MS, now)
+    def is_open(self, state: EndpointState, now: float) -> bool:
+        """Whether a request that waits may go to `state` now."""
+        if now < state.backing_off_until or not self.takes(state):
+            return False
+        return not (self.holds and self.policy.is_full(state, 0.0, now))
 
     # Who may be asked
 
@@ -138,49 +134,45 @@ class Choice:
 
     # Which of them
 
-    def _gently(self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, plan: Plan | None) -> Chosen:
+    def _gently(self, ticket: Ticket, candidates: Sequence[EndpointState], now: float) -> Chosen:
         """Choose while some of `candidates` have their slow start: without those, unless nobody else is free."""
         allowed = self._slow_start.allowed(candidates)
-        reserved = None if plan is None else plan.copy()
-        chosen = self._cheapest(ticket, allowed, now, plan)
-        if isinstance(chosen, Wait) and len(allowed) < len(candidates):
-            if plan is not None and reserved is not None:
-                plan[:] = reserved
-            chosen = self._cheapest(ticket, candidates, now, plan)
+        chosen = self._cheapest(ticket, allowed, now)
+        if not isinstance(chosen, EndpointState) and len(allowed) < len(candidates):
+            chosen = self._cheapest(ticket, candidates, now)
         if isinstance(chosen, EndpointState):
             self._slow_start.placed(chosen, candidates, now)
         return chosen
 
-    def _cheapest(self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, plan: Plan | None) -> Chosen:
-        """The cheapest of `candidates`, if it has not enough to do."""
+    def _cheapest(self, ticket: Ticket, candidates: Sequence[EndpointState], now: float) -> Chosen:
+        """The cheapest of `candidates`, if it has room and nobody waits for it."""
         if self._skip_price and len(candidates) == 1:
             if self.explains:
                 ticket.decision = self._decision(candidates[0], candidates, (), None, now)
             return candidates[0]
         small = len(candidates) <= MAX_SHOWN
         self.policy.explains = noted = self.explains and (small or self._explainer.in_full(ticket, now))
-        prices = self.policy.price(ticket.request, candidates, plan=plan, now=now)
+        prices = self.policy.price(ticket.request, candidates, now=now)
         index = self._lowest(prices.costs, candidates)
         if prices.costs[index] == inf:
             return Outcome.SATURATED
         if ticket.request.deadline is not None and prices.waits_ms is not None:
             in_time = self._in_time(ticket.request.deadline, candidates, prices, now)
-            if not in_time:
+            if not in_time and not self._is_test(candidates, now):
+                ticket.retry_after_s = min(prices.waits_ms) / 1000.0
                 return Outcome.TOO_LATE
-            if index not in in_time:
+            if in_time and index not in in_time:
                 index = self._lowest_of(in_time, candidates, prices)
         if self.holds and prices.waits_ms is not None:
-            is_shared = self._flows.is_shared(now)
-            limit_ms, load = SHARED_HOLD_MS if is_shared else HOLD_MS, candidates[index].load
-            is_busy = prices.waits_ms[index] > limit_ms
-            held = is_busy or (is_shared and _is_full(load, now))
-            if held and is_shared and self._queue.is_contested:
-                sooner = self._sooner(index, candidates, prices, now)
-                held, index = not sooner, self._lowest_of(sooner or [index], candidates, prices)
-            if held:
-                if plan is not None and prices.uncached_tokens is not None:
-                    plan[load.slot] += prices.uncached_tokens[index]
-                return Wait.BUSY if is_busy and min(prices.waits_ms) > limit_ms else Wait.HELD
+            best, wait_ms = candidates[index], prices.waits_ms[index]
+            is_full = self.policy.is_full(best, wait_ms, now)
+            if is_full or (best.load.room.line.count and not self._in_turn):
+                ticket.best = best
+                ticket.best_wait_s = wait_ms / 1000.0
+                ticket.best_tokens = 0.0 if prices.uncached_tokens is None else prices.uncached_tokens[index]
+                if not is_full:
+                    return Wait.BEHIND
+                return Wait.BUSY if min(prices.waits_ms) > HOLD_MS else Wait.HELD
         if self.explains:
             costs = None if noted and self.policy.notes_costs else prices.costs
             ticket.decision = made = self._decision(candidates[index], candidates, costs, prices.notes, now)
@@ -192,25 +184,12 @@ class Choice:
         """The cheapest of these."""
         return indices[self._lowest([prices.costs[n] for n in indices], [candidates[n] for n in indices])]
 
-    @staticmethod
-    def _sooner(index: int, candidates: Sequence[EndpointState], prices: Prices, now: float) -> list[int]:
-        """The indices of those that have room and bring the first token sooner than the cheapest, which has none.
-
-        Who waits for the cheapest does it for the good of all: elsewhere it would hold up more. Where others wait whose
-        turn is later, they would go there meanwhile, and it would have waited for them.
-        """
-        waits, uncached = prices.waits_ms, prices.uncached_tokens
-        assert waits is not None
-        assert uncached is not None
-        bound = candidates[index].load.first_byte_ms(waits[index], uncached[index], now)
-        return [
-            n
-            for n, state in enumerate(candidates)
-            if waits[n] <= SHARED_HOLD_MS
-            and prices.costs[n] < inf
-            and not _is_full(state.load, now)
-            and state.load.first_byte_ms(waits[n], uncached[n], now) < bound
-        ]
+    def _is_test(self, candidates: Sequence[EndpointState], now: float) -> bool:
+        """Whether a request goes to one of `candidates` though it would be late there, to see whether it is."""
+        if now - self._tested_at < TEST_S and all(state.in_flight for state in candidates):
+            return False
+        self._tested_at = now
+        return True
 
     @staticmethod
     def _in_time(deadline: float, candidates: Sequence[EndpointState], prices: Prices, now: float) -> list[int]:
@@ -273,12 +252,6 @@ class Choice:
         if not self.takes(state):
             return "full"
         return "slow start" if state.slow_since is not None and state.slow_credit < 1.0 else None
-
-
-def _is_full(load: LoadModel, now: float) -> bool:
-    """Whether enough requests wait there for others to end."""
-    pending = load.pending
-    return bool(pending) and load.window.is_full(len(pending), next(iter(pending)).late_at, now)
 
 
 def model_for(policy: Policy) -> PoolModel | None:

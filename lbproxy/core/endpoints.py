@@ -397,6 +397,7 @@ class EndpointSet:
         if self._pool is not None:
             until = state.fresh_until
             state.load.scraped(NOTHING, others=state.others, queued=queued, fresh_until=until, reported=True)
+            state.load.queue_reported(metrics, until)
 
     def drain(self, uid: EndpointUid, draining: bool) -> None:
         """Stop (or resume) giving requests to a member; what runs there finishes."""

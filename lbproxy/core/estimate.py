@@ -18,19 +18,21 @@ milliseconds, work tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from typing import Final
 
 from mypy_extensions import mypyc_attr
 
 from lbproxy.core.capacity import GUESSED_TOKENS, CapacityLearner, Size
+from lbproxy.core.lanes import SURE
 from lbproxy.core.learning import Samples, clip, step
 from lbproxy.core.lora import AdapterTable, Arrival, LoadTimes
+from lbproxy.core.others import Mean
 from lbproxy.core.placement import FREED_S, NEVER, Placement
 from lbproxy.core.prefix_index import MAX_ENTRIES, PrefixIndex
-from lbproxy.core.types import EndpointState, InferenceRequest, LoadMetrics, Usage
-from lbproxy.core.window import LATE_S, Window
+from lbproxy.core.room import HOLD_MS, Room
+from lbproxy.core.types import InferenceRequest, LoadMetrics, Usage
 
 GROUP_S: Final = 0.001
 """First bytes of one endpoint that are no further apart left the same prefill step."""
@@ -73,6 +75,10 @@ class PoolModel:
         self.size = Size()
         """Of the KV caches whose size is not told, as if all were alike: what their space is priced by. An endpoint of
         which more is known than of another must not look cheaper for that."""
+        self.held = 0
+        """Requests that are held for any of the endpoints."""
+        self.others = Mean()
+        """What others have at an endpoint, of those that report it."""
         self.samples = Samples()
         self._seen_bytes, self._seen_tokens = 8000.0, 2000.0
 
@@ -84,10 +90,6 @@ class PoolModel:
         """The least prefill work, in tokens, that any endpoint has with the request."""
         cached = self.index.longest(request.block_keys) * self.index.block_bytes
         return max(1.0, (request.prompt_bytes - cached) / self.bytes_per_token)
-
-    def any_room(self, states: Iterable[EndpointState], limit_ms: float, now: float) -> bool:
-        """Whether an endpoint would begin a prefill within `limit_ms`."""
-        return any(state.load.wait_ms(now) <= limit_ms for state in states)
 
     def learn_usage(self, request: InferenceRequest, usage: Usage) -> None:
         """What the endpoint counted: how many bytes make a token."""
@@ -130,20 +132,16 @@ class LoadModel:
         "learner",
         "live_tokens",
         "mean_gap_ms",
-        "others",
-        "others_last",
-        "others_tokens",
-        "others_until",
         "pending",
         "pending_tokens",
         "pool",
+        "room",
         "samples",
         "since_at",
         "slot",
         "speed",
         "started_at",
         "told_tokens",
-        "window",
     )
 
     def __init__(self, pool: PoolModel, kv_cache_tokens: int | None = None) -> None:
@@ -175,15 +173,7 @@ class LoadModel:
         self.freed = (0.0, 0.0)
         """Cache space that became free of late, in tokens, and as of when."""
         self._recent = self._recent_at = 0.0
-        self.window = Window()
-        # What other balancers place here
-        self.others = 0.0
-        """Requests of others in flight."""
-        self.others_tokens = 0.0
-        """Prefill work of others, queued."""
-        self.others_until = -NEVER
-        """Until when those two may be believed."""
-        self.others_last = 0.0
+        self.room = Room(pool.others)
         # Speed
         self.speed = 1.0
         """Prefill time relative to the pool's; 1 unless it is clearly another (phi)."""
@@ -216,17 +206,44 @@ class LoadModel:
         if self.pending:
             done = 1000.0 * (now - self.since_at) / (self.pool.token_ms * self.speed)
             backlog = self.pending_tokens - min(done, self.head_tokens)
-        if self.others_tokens and now <= self.others_until:
-            backlog += self.others_tokens
+        backlog += self.room.others.queued(now) * self.pool.uncached_tokens
         return backlog if backlog > 0.0 else 0.0
 
+    def prefill_ms(self, now: float) -> float:
+        """How long that work takes, with as many lanes as there are."""
+        return self.backlog_tokens(now) * self.pool.token_ms * self.speed / self.room.lanes.lanes
+
     def wait_ms(self, now: float) -> float:
-        """How long that work takes."""
-        return self.backlog_tokens(now) * self.pool.token_ms * self.speed
+        """How long a request that is placed now waits before its own prefill begins."""
+        slots = self.room.slots.wait_ms(self.in_flight + self.room.others.requests(now), now)
+        return max(self.prefill_ms(now), slots)
+
+    def line_wait_ms(self, now: float) -> float:
+        """The same behind all that are held for this endpoint."""
+        line, rate = self.room.line, self.pool.token_ms * self.speed / self.room.lanes.lanes
+        slots = self.room.slots.wait_ms(self.in_flight + self.room.others.requests(now) + line.count, now)
+        return max(self.prefill_ms(now) + line.tokens * rate, slots)
+
+    def is_full(self, now: float) -> bool:
+        """Whether no request should be placed here now."""
+        slots = self.room.slots
+        if self.pending:
+            head = next(iter(self.pending))
+            if head.late_at <= now:
+                slots.overdue(head.late_at, self.in_flight - len(self.pending), now)
+        if slots.is_full(self.in_flight + self.room.others.requests(now), now):
+            return True
+        return self.prefill_ms(now) > HOLD_MS
+
+    def opens_in_s(self, now: float) -> float:
+        """In how many seconds that ends by itself; NEVER: not before something happens."""
+        if self.room.slots.is_full(self.in_flight + self.room.others.requests(now), now):
+            return NEVER
+        return max(0.0, self.prefill_ms(now) - HOLD_MS) / 1000.0
 
     def next_first_byte_s(self, now: float) -> float:
         """Seconds that the first in line, after what others queued, should take to its first byte in all."""
-        tokens = self.head_tokens + (self.others_tokens if now <= self.others_until else 0.0)
+        tokens = self.head_tokens + self.room.others.queued(now) * self.pool.uncached_tokens
         return (self.base_ms + tokens * self.pool.token_ms * self.speed) / 1000.0
 
     def recent_tokens(self, now: float) -> float:
@@ -258,11 +275,16 @@ class LoadModel:
             pool.hit_ratio += 0.01 * (cached / prompt - pool.hit_ratio)
             pool.uncached_tokens += 0.01 * (uncached - pool.uncached_tokens)
             pool.samples.hit_ratio += 1
-        work = self.backlog_tokens(now) + uncached
-        placement.late_at = (due_at := now + self.first_byte_ms(0.0, work, now) / 1000.0) + LATE_S
-        if not request.stream:
-            placement.late_at, placement.due_at = NEVER, due_at
-            self.due_at = min(self.due_at, due_at)
+        lanes = self.room.lanes
+        placement.before = len(self.pending)
+        placement.in_flight = self.in_flight
+        placement.waits_s = self.prefill_ms(now) / 1000.0
+        placement.predicted_s = self.first_byte_ms(1000.0 * placement.waits_s, uncached, now) / 1000.0
+        if request.stream:
+            placement.late_at = now + lanes.patience_s(placement.predicted_s)
+        else:
+            placement.due_at = now + placement.predicted_s
+            self.due_at = min(self.due_at, placement.due_at)
         if not self.pending:
             self.since_at = now
             self.head_tokens = uncached
@@ -285,15 +307,15 @@ class LoadModel:
             self._learn_sooner(placement, now)
             self._prefilled((placement,), now)
             return
-        self.window.started(placement.late_at, now)
         if now - self._group_at > GROUP_S:
             self._learn_group()
             self._group_at = now
-            self._group_since = self.since_at
+            self._group_since = self.since_at if self.room.lanes.lanes == 1.0 else placement.placed_at
         # Those before it that show no first byte were prefilled before it: their work is in its time.
         before = self._silent_before(placement) if self.due_at < NEVER else []
         self._group += [*before, placement]
         self._prefilled((*before, placement), now)
+        self._learn_room(placement, now)
 
     def progress(self, placement: Placement, tokens: int, now: float) -> None:
         """`tokens` more were streamed since the last report."""
@@ -336,6 +358,8 @@ class LoadModel:
         if usage is not None:
             output = max(output, usage.completion_tokens or 0)
             pool.learn_usage(placement.request, usage)
+        if prefilled:
+            self._finished(placement, output, now)
         if output:
             pool.output_tokens += 0.02 * (output - pool.output_tokens)
             pool.samples.answer_tokens += 1
@@ -378,6 +402,30 @@ class LoadModel:
             self.due_at = NEVER
 
     # Learning
+
+    def _learn_room(self, placement: Placement, now: float) -> None:
+        """How many requests run here and how many prefills at a time, from one first byte."""
+        room, took_s = self.room, now - placement.placed_at
+        beyond_s = took_s - placement.predicted_s
+        room.slots.started(now)
+        if not placement.before:
+            if placement.in_flight < room.slots.limit:
+                room.lanes.alone(beyond_s)
+        elif self.pool.samples.prefill_ms_per_token + self.pool.samples.base_ms >= SURE:
+            room.lanes.behind(placement.waits_s, placement.waits_s + beyond_s - room.lanes.delay_s, placement.before)
+        if placement.late_at <= now:
+            room.slots.late(self.in_flight - len(self.pending), now)
+        else:
+            room.slots.on_time(self.in_flight + room.others.requests(now), now)
+
+    def _finished(self, placement: Placement, output: float, now: float) -> None:
+        """A response is complete."""
+        took_s = now - placement.placed_at
+        if placement.request.stream:
+            self.room.slots.finished(took_s)
+        else:
+            base_s = placement.predicted_s - placement.waits_s
+            self.room.completed(took_s, base_s, int(output), placement.in_flight, now)
 
     def _learn_group(self) -> None:
         """From the time of one group of first bytes: the fixed time if it was little work, the speed if it was much."""
@@ -485,12 +533,24 @@ class LoadModel:
         if metrics.lora is not None:
             used, slots = metrics.lora.running | metrics.lora.waiting, metrics.lora.max_lora
             self.adapters.report(used, slots, now=metrics.scraped_at, until=fresh_until)
-        seen = others or 0.0
-        believed = max(queued, min(seen, self.others)) if reported else min(seen, self.others_last)
-        self.others_last = self.others_last if reported else seen
-        self.others = believed if believed >= 2.0 + 0.1 * self.in_flight else 0.0
-        self.others_tokens = min(self.others, queued) * self.pool.uncached_tokens
-        self.others_until = fresh_until
+        room, pool, at = self.room, self.pool, metrics.scraped_at
+        room.others.learn(others or 0.0, queued, self.in_flight, until=fresh_until, reported=reported)
+        pool.others.learn(room.others.count, fresh_until, pool.index.members)
+        if metrics.kv_utilization is not None:
+            own = self.cache.pinned * pool.index.block_bytes / pool.bytes_per_token + self.live_tokens
+            in_use = metrics.kv_utilization * self.capacity_tokens
+            room.others.learn_space(in_use, own, self.capacity_tokens)
+        self.queue_reported(metrics, fresh_until)
+
+    def queue_reported(self, metrics: LoadMetrics, fresh_until: float) -> None:
+        """What the engine says of its own queue, in a scrape or with a response."""
+        if metrics.waiting is None:
+            return
+        explained = sum(one.late_at > metrics.scraped_at for one in self.pending)
+        seen, utilization = metrics.waiting + (metrics.running or 0.0), metrics.kv_utilization or 0.0
+        self.room.slots.reported(
+            metrics.waiting, metrics.running, explained, seen, kv_utilization=utilization, until=fresh_until
+        )
 
     def restarted(self) -> None:
         """The endpoint lost what it had cached and loaded."""

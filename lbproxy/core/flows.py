@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import ceil, exp2, inf
+from math import ceil, exp2
 from typing import Final, NamedTuple
 
 from lbproxy.config import FlowSettings, FlowsSettings
@@ -39,8 +39,6 @@ BYTES_PER_TOKEN: Final = 4.0
 FIRST_GUESS_TOKENS: Final = 200.0
 """Of an answer, before a flow had any."""
 MINUTE_S: Final = 60.0
-SHARED_S: Final = 10.0
-"""For so long after another flow or priority had its turn, the endpoints are shared."""
 MAX_RETRY_AFTER_S: Final = 60.0
 
 
@@ -176,9 +174,6 @@ class Flows:
         self._flows: dict[str, Flow] = {}
         self._virtual = 0.0
         """When the last placed request began, in virtual time."""
-        self._last: tuple[Flow, int] | None = None
-        self._last_at = 0.0
-        self._shared_until = -inf
         self._all_busy_until = 0.0
         """Nobody in the table can be forgotten before."""
         self._alone = True
@@ -210,16 +205,6 @@ class Flows:
             for one in self._flows.values()
         ]
         return sorted(shown, key=lambda one: -one.served_tokens)
-
-    def came(self, request: InferenceRequest, now: float) -> Flow:
-        """A request comes: the flow that it is of."""
-        flow = self.of(request.flow, now)
-        last = self._last
-        is_other = last is not None and (last[0] is not flow or last[1] != request.priority)
-        if is_other and now < self._last_at + SHARED_S:
-            self._shared_until = now + SHARED_S
-        self._last, self._last_at = (flow, request.priority), now
-        return flow
 
     def of(self, name: str, now: float) -> Flow:
         """The flow that is called so."""
@@ -262,10 +247,6 @@ class Flows:
         return None
 
     # Service
-
-    def is_shared(self, now: float) -> bool:
-        """Whether requests of several flows, or of several priorities, came of late."""
-        return now < self._shared_until
 
     def start_of(self, flow: Flow, now: float) -> float:
         """The virtual time at which the flow's next request would begin: the earliest goes first."""

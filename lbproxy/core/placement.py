@@ -23,19 +23,23 @@ class Placement:
     __slots__ = (
         "adapter",
         "arrival",
+        "before",
         "cache",
         "due_at",
         "end",
         "ended",
+        "in_flight",
         "late_at",
         "load",
         "placed_at",
+        "predicted_s",
         "prompt_tokens",
         "reported_at",
         "request",
         "steps",
         "streamed",
         "uncached",
+        "waits_s",
     )
 
     def __init__(self, load: LoadModel, request: InferenceRequest, now: float) -> None:
@@ -53,6 +57,14 @@ class Placement:
         """When a request that does not stream counts as prefilled; NEVER for streams, which say so."""
         self.late_at = NEVER
         """Of streams: by when the first byte is so late that it was not the prefills before it that took so long."""
+        self.before = 0
+        """Requests placed before it that had no first byte yet."""
+        self.in_flight = 0
+        """Requests of ours that were there before it."""
+        self.predicted_s = 0.0
+        """Until its first byte, by what was known when it was placed,"""
+        self.waits_s = 0.0
+        """of which it waits so long for other prefills."""
         self.streamed = 0
         self.reported_at = NEVER
         """When its last progress came; NEVER = none yet."""

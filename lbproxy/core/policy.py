@@ -25,7 +25,7 @@ from lbproxy.core.baselines import (
     TwoChoices,
 )
 from lbproxy.core.prefix_index import ENTRY_BYTES
-from lbproxy.core.pricing import Plan, Policy, Prices
+from lbproxy.core.pricing import Policy, Prices
 from lbproxy.core.scorers import READ_LOADS, SCORERS, Scorer
 from lbproxy.core.types import EndpointState, InferenceRequest
 
@@ -38,9 +38,7 @@ class LeastRequest(Policy):
     see the neighbours' load. With stale gauges it is judged by its in-flight count alone.
     """
 
-    def price(
-        self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
-    ) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
         """Requests that each endpoint would have, by its weight."""
         if not self.explains:
             return Prices([(_requests(state, now) + 1.0) / state.endpoint.weight for state in candidates])
@@ -67,9 +65,7 @@ class RoundRobin(Policy):
     an outage gets one request at once and then its turn, not all those it missed.
     """
 
-    def price(
-        self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
-    ) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
         """The pool-wide number of each endpoint's last placement."""
         return Prices([state.placed_seq for state in candidates])
 
@@ -80,9 +76,7 @@ class Random(Policy):
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def price(
-        self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
-    ) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
         """Who comes first of clocks that each ring at random, as often as its weight says."""
         return Prices([self._rng.expovariate(state.endpoint.weight) for state in candidates])
 
@@ -96,9 +90,7 @@ class Weighted(Policy):
         if any(name in READ_LOADS for name, _ in weights):
             self.block_bytes = BASELINE_BLOCK_BYTES
 
-    def price(
-        self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
-    ) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
         """Minus the weighted sum, so that the best score is the lowest cost."""
         costs = [0.0] * len(candidates)
         notes = []

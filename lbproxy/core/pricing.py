@@ -10,15 +10,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TypeAlias
 
 from mypy_extensions import mypyc_attr
 
 from lbproxy.core.prefix_index import MAX_ENTRIES
+from lbproxy.core.room import HOLD_MS
 from lbproxy.core.types import EndpointState, InferenceRequest
-
-Plan: TypeAlias = list[float]
-"""The uncached tokens that the plan under way reserved on each endpoint, by the slot of its load model."""
 
 
 class Prices:
@@ -36,9 +33,10 @@ class Prices:
         self.costs = costs
         """The lowest wins. The unit is the policy's own. Never NaN; infinite = must not go there."""
         self.waits_ms = waits_ms
-        """How long the endpoint's prefill queue is. None = the policy does not know, and nothing is held back."""
+        """How long the request waits there before its prefill begins, behind those that are held for the endpoint and go
+        before it as well. None = the policy does not know, and nothing is held back."""
         self.uncached_tokens = uncached_tokens
-        """What the request would add to that queue. Given whenever `waits_ms` is."""
+        """The request's own prefill work there. Given whenever `waits_ms` is."""
         self.notes = notes
         """What `Policy.explain` wants to know of the price besides. Numbers and lists that nobody changes any more."""
 
@@ -71,11 +69,15 @@ class Policy(ABC):
     """Those parts of its costs that together are the milliseconds to the first byte that it expects."""
 
     @abstractmethod
-    def price(
-        self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
-    ) -> Prices:
-        """What placing `request` on each candidate (at least one) costs. `plan`: None when nothing is planned."""
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
+        """What placing `request` on each candidate (at least one) costs."""
         ...
+
+    def is_full(self, state: EndpointState, wait_ms: float, now: float) -> bool:
+        """Whether a request whose best endpoint this is, with this wait, is held until there is room. Asked only under
+        a policy that `holds`.
+        """
+        return wait_ms > HOLD_MS
 
     def explain(self, notes: object, *, shown: Sequence[int]) -> list[dict[str, float]]:
         """What costs consist of, from the notes of the price that said them, at any later time.

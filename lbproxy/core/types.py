@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lbproxy.core.estimate import LoadModel
     from lbproxy.core.explain import Decision
     from lbproxy.core.flows import Flow, FlowSnapshot, Refusal
+    from lbproxy.core.line import Line
     from lbproxy.core.placement import Placement
 
 EndpointUid = NewType("EndpointUid", int)
@@ -285,6 +286,18 @@ class Ticket:
     """Set when CLOSED."""
     placement: Placement | None = None
     """How its endpoint's `LoadModel` counts it; None under policies without such models."""
+    best: EndpointState | None = None
+    """While WAITING: the endpoint that it is held for; None = any that takes it."""
+    best_wait_s: float = 0.0
+    """How long the wait for it was predicted to be,"""
+    best_tokens: float = 0.0
+    """and the prefill work there."""
+    priced_at: float = float("-inf")
+    """When that was found."""
+    reserved: tuple[Line, float, float] | None = None
+    """Its place in the line of that endpoint: the line, and with which work and tokens."""
+    retry_after_s: float | None = None
+    """If it closed for want of room: when there will be, as far as can be told."""
     work_tokens: float = 0.0
     """While WAITING: the least prefill work that any endpoint would have with it, as of `work_at`."""
     work_at: float = float("-inf")

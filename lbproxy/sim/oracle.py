@@ -7,19 +7,20 @@ what the placement costs others, nor at requests that are still to come. So it i
 of its own time for the caches of others can do better. Two forms:
 
 - `oracle` places every request the moment it comes, as routers do that have no queue.
-- `oracle, late` binds late like `adaptive`: a request whose best server begins it in more than a second waits in the
-  Balancer, the queue goes by the least truly uncached tokens, discounted by age, and is planned as a whole.
+- `oracle, late` binds late like `adaptive`: a request whose best server begins it in more than `HOLD_MS` waits in
+  the Balancer for that server; the line goes by the least truly uncached tokens, discounted by age.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from lbproxy.core.estimate import PoolModel
 from lbproxy.core.prefix import BLOCK_BYTES
-from lbproxy.core.pricing import Plan, Policy, Prices
+from lbproxy.core.pricing import Policy, Prices
+from lbproxy.core.room import HOLD_MS
 from lbproxy.core.types import EndpointState, EndpointUid, InferenceRequest, Outcome, Ticket, Usage
 from lbproxy.sim.cluster import Fleet
 from lbproxy.sim.engine import Engine, SimRequest
@@ -33,7 +34,7 @@ from lbproxy.sim.workload import Workload
 
 ORACLES = ("oracle", "oracle, late")
 KNOWN_S = 0.1
-"""For so long a waiting request's cached tokens are not looked up again; planning asks for them a hundred times."""
+"""For so long a waiting request's cached tokens are not looked up again; they are asked for again and again."""
 
 
 class Sight:
@@ -109,6 +110,7 @@ class Oracle(Policy):
         self.block_bytes = BLOCK_BYTES if self.holds else None
         self._sights: Mapping[str, Sight] = {}
         self._works: dict[str, SimRequest] = {}
+        self._now = 0.0
         self._known: dict[str, tuple[float, dict[str, int]]] = {}
         """Cached tokens of who waits, by server, and until when that is believed."""
 
@@ -124,31 +126,31 @@ class Oracle(Policy):
         """It is over."""
         self._works.pop(request_id, None)
 
-    def price(
-        self, request: InferenceRequest, candidates: Sequence[EndpointState], *, plan: Plan | None, now: float
-    ) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
         """Runs each candidate's engine ahead."""
         work = self._works[request.id]
         cached = self._cached(work, now)
         costs, waits, uncached = [], [], []
+        self._now = now
+        least = work.prompt_tokens - max(cached.values())
         for state in candidates:
             name = state.endpoint.name
-            reserved = 0.0 if plan is None else plan[state.load.slot]
+            reserved = state.load.room.line.before(least)[1] if self.holds else 0.0
             found = self._sights[name].foresee(work, cached[name], reserved, now)
             costs.append(1000.0 * (found.first_at - now))
             waits.append(1000.0 * max(0.0, found.begins_at - now))
             uncached.append(float(work.prompt_tokens - cached[name]))
         return Prices(costs, waits, uncached)
 
-    def least_uncached(self, request: InferenceRequest, now: float) -> float:
-        """The fewest tokens that any server would have to compute."""
-        work = self._works[request.id]
-        return float(work.prompt_tokens - max(self._cached(work, now).values()))
-
-    def wait_ms(self, state: EndpointState, now: float) -> float:
-        """How long the smallest of requests would wait there for its prefill to begin."""
+    def is_full(self, state: EndpointState, wait_ms: float, now: float) -> bool:
+        """Whether even the smallest of requests would wait too long for its prefill to begin."""
         found = self._sights[state.endpoint.name].foresee(SimRequest("", 1, 1), 0, 0.0, now)
-        return 1000.0 * (found.begins_at - now)
+        return 1000.0 * (found.begins_at - now) > HOLD_MS
+
+    def least_uncached(self, request: InferenceRequest) -> float:
+        """The fewest tokens that any server would have to compute, as of the latest price."""
+        work = self._works[request.id]
+        return float(work.prompt_tokens - max(self._cached(work, self._now).values()))
 
     def placed(self, request: InferenceRequest, state: EndpointState, now: float) -> None:
         """A request goes there now."""
@@ -170,15 +172,9 @@ class _TruePool(PoolModel):
     def __init__(self, oracle: Oracle) -> None:
         super().__init__(BLOCK_BYTES)
         self._oracle = oracle
-        self._now = 0.0
-
-    def any_room(self, states: Iterable[EndpointState], limit_ms: float, now: float) -> bool:
-        # A plan begins with this question, so it tells the time.
-        self._now = now
-        return any(self._oracle.wait_ms(state, now) <= limit_ms for state in states)
 
     def uncached(self, request: InferenceRequest) -> float:
-        return self._oracle.least_uncached(request, self._now)
+        return self._oracle.least_uncached(request)
 
 
 class OracleBalancer(Replica):

@@ -1,0 +1,89 @@
+"""The requests that are held for one endpoint: how many, how much work, and how much of it goes before another.
+
+A request that is held waits in the Balancer's queue, with a reservation here: the prefill work that it would have at
+this endpoint. So a newcomer is priced against what is spoken for, and not all that wait go for the same endpoint. Who
+goes first is the queue's matter; for a price it is enough to know roughly what goes before: all requests with less
+work, told apart by powers of two.
+
+Under overload that lasts, those that came last are served first (see `Line.overloaded`), as those served in order of
+their age would all be served too late. The rule is that of CoDel (RFC 8289): not how long the line is, but whether it
+never gets short. As the line's length is known here, and not only the time that the first one waited, its predicted
+wait takes the place of a sojourn time.
+"""
+
+from __future__ import annotations
+
+from math import inf, log2
+from typing import Final
+
+SIZES: Final = 24
+"""Powers of two of tokens that are told apart."""
+STANDS_S: Final = 5.0
+"""A line that was long for so long stands."""
+AHEAD: Final = 3
+"""Powers of two by which a newcomer is ahead of requests that wait, under overload."""
+
+
+def size_of(work_tokens: float) -> int:
+    """The power of two."""
+    return min(SIZES - 1, int(log2(work_tokens))) if work_tokens > 1.0 else 0
+
+
+class Line:
+    """One endpoint's."""
+
+    __slots__ = ("_counts", "_long_since", "_tokens", "count", "overloaded", "tokens")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.tokens = 0.0
+        """Prefill work of all of them at this endpoint."""
+        self._counts = [0] * SIZES
+        self._tokens = [0.0] * SIZES
+        self._long_since = inf
+        self.overloaded = False
+        """Requests are coming faster than they are served, and have been for a while."""
+
+    def add(self, work_tokens: float, tokens: float) -> None:
+        """A request is held: `work_tokens` by which its turn comes, `tokens` of work here."""
+        size = size_of(work_tokens)
+        self.count += 1
+        self.tokens += tokens
+        self._counts[size] += 1
+        self._tokens[size] += tokens
+
+    def remove(self, work_tokens: float, tokens: float) -> None:
+        """One that was added with these is held no more."""
+        size = size_of(work_tokens)
+        self.count -= 1
+        self._counts[size] -= 1
+        if not self.count:  # rounding ends here
+            self.tokens = 0.0
+            self._tokens = [0.0] * SIZES
+            return
+        self.tokens -= tokens
+        self._tokens[size] -= tokens
+
+    def before(self, work_tokens: float) -> tuple[int, float]:
+        """How many go before a newcomer with so much work, and their tokens."""
+        if not self.count:
+            return 0, 0.0
+        size = size_of(work_tokens) - (AHEAD if self.overloaded else 0)
+        count, tokens = 0, 0.0
+        for n in range(size):
+            count += self._counts[n]
+            tokens += self._tokens[n]
+        if size >= 0:
+            count += self._counts[size] // 2
+            tokens += 0.5 * self._tokens[size]
+        return count, tokens
+
+    def observe(self, wait_s: float, long_s: float, now: float) -> None:
+        """The last in line would wait so long; `long_s` is too long."""
+        if wait_s <= long_s:
+            self._long_since = inf
+            self.overloaded = False
+        elif self._long_since == inf:
+            self._long_since = now
+        elif now - self._long_since >= STANDS_S:
+            self.overloaded = True

@@ -1,0 +1,161 @@
+"""How many requests one engine runs at once, learned from what shows it, and how fast it starts those that wait.
+
+No engine says the number. It shows in three ways, and each sets the limit to what was running at that moment:
+
+- The engine itself reports requests that wait, more than the prefills before them explain (`reported`). While fresh
+  reports come, they alone count, whatever the first bytes look like.
+- Without reports: first bytes that come much later than the prefills before them explain (`late`, twice in a row).
+- Without reports and streams: responses that take longer than their length explains (`core.response_times`).
+
+The limit is infinite before the first of these. It grows while it is used and nothing waits: by one for each first byte
+in time, by steps that double for each report in a row. This is the additive increase of a congestion window (Jacobson,
+1988), but the decrease needs no factor, as what shows that the engine is full also shows how much it runs.
+
+Invariant: `limit` is at least 1. A few requests more than it may go there (`allowance`), so that the engine always has
+one to go on with.
+"""
+
+from __future__ import annotations
+
+from math import exp, inf
+from typing import Final
+
+QUEUE_S: Final = 0.25
+"""An engine may have as many requests waiting as it starts in this time,"""
+QUEUE_LEAST: Final = 2.0
+"""or so many, whatever is more: it must not run dry."""
+RATE_S: Final = 5.0
+"""Over which time the rate of starts is averaged."""
+LATE_IN_ROW: Final = 2
+"""One late first byte is chance."""
+BLIND: Final = 128.0
+"""Requests that an engine may have which never showed anything, nor finished a request: half of what vLLM and SGLang
+run by default. Each end allows two more."""
+MAX_STEP: Final = 64.0
+NO_RESPONSE_S: Final = 1.0
+"""A response is assumed to take so long before one was seen."""
+
+
+class Slots:
+    """One engine's."""
+
+    __slots__ = (
+        "_blind",
+        "_late",
+        "_on_time_at",
+        "_starts",
+        "_starts_at",
+        "_step",
+        "by_space",
+        "limit",
+        "reported_until",
+        "response_s",
+    )
+
+    def __init__(self) -> None:
+        self.limit = inf
+        """Requests that run at once; infinite: nothing showed it yet."""
+        self.by_space = False
+        """It was the KV cache that was full when the limit was seen."""
+        self.reported_until = -inf
+        """Until when the engine's own report of its queue counts."""
+        self.response_s = 0.0
+        """How long a response takes of late, in the engine and in its queue."""
+        self._blind = BLIND
+        self._late = 0
+        self._on_time_at = -inf
+        self._step = 1.0
+        self._starts = 0.0
+        self._starts_at = 0.0
+
+    # Reading
+
+    def rate(self, now: float) -> float:
+        """Requests that it starts in a second. Above 0."""
+        counted = self._starts * exp((self._starts_at - now) / RATE_S) / RATE_S
+        steady = 0.0 if self.limit == inf else self.limit / (self.response_s or NO_RESPONSE_S)
+        return max(counted, steady, 0.01)
+
+    def allowance(self, now: float) -> float:
+        """Requests that may wait in the engine."""
+        return max(QUEUE_LEAST, QUEUE_S * self.rate(now))
+
+    def is_full(self, in_flight: float, now: float) -> bool:
+        """Whether no more should go there than the `in_flight` requests, ours and others'."""
+        if in_flight < self.limit:
+            return in_flight >= self._blind and now > self.reported_until
+        return in_flight - self.limit >= self.allowance(now)
+
+    def wait_ms(self, in_flight: float, now: float) -> float:
+        """How long a request waits there behind `in_flight` others until it is started. 0 below the limit."""
+        waiting = in_flight + 1.0 - self.limit
+        return 1000.0 * waiting / self.rate(now) if waiting > 0.0 else 0.0
+
+    # What shows it
+
+    def started(self, now: float) -> None:
+        """The engine started a request: its first byte came, or all of it."""
+        self._starts = 1.0 + self._starts * exp((self._starts_at - now) / RATE_S)
+        self._starts_at = now
+
+    def finished(self, took_s: float) -> None:
+        """A response is complete, after so long."""
+        self._blind += 2.0
+        self.response_s += (took_s - self.response_s) / 16.0 if self.response_s else took_s
+
+    def on_time(self, in_flight: float, now: float) -> None:
+        """A first byte came in time, with so many requests there."""
+        self._blind = inf
+        if now <= self.reported_until:
+            return
+        self._late = 0
+        self._on_time_at = now
+        if in_flight >= self.limit:
+            self.limit += 1.0
+
+    def late(self, running: float, now: float) -> None:
+        """A first byte came late; after it so many were running."""
+        self._blind = inf
+        if now <= self.reported_until:
+            return
+        self._late += 1
+        if self._late >= LATE_IN_ROW:
+            self.limit = max(1.0, running)
+            self.by_space = False
+
+    def overdue(self, since: float, running: float, now: float) -> None:
+        """A first byte should have come at `since` and has not."""
+        if now > self.reported_until and self._on_time_at < since:
+            self.limit = min(self.limit, max(1.0, running))
+
+    def reported(
+        self,
+        waiting: float,
+        running: float | None,
+        explained: float,
+        seen: float,
+        *,
+        kv_utilization: float,
+        until: float,
+    ) -> None:
+        """The engine says how many wait and run, `seen` of them in all when it said so; of those that wait, prefills
+        and adapters explain so many.
+        """
+        self._blind = inf
+        self.reported_until = until
+        if waiting - explained >= 1.0:
+            if running is not None:
+                self.limit = max(1.0, running)
+                self.by_space = kv_utilization > 0.9
+            self._step = 1.0
+        elif waiting < 1.0 and seen >= self.limit - 1.0:
+            self.limit = max(self.limit, seen) + self._step
+            self._step = min(MAX_STEP, 2.0 * self._step)
+        else:
+            self._step = 1.0
+
+    def estimated(self, limit: float) -> None:
+        """From the times of whole responses."""
+        self._blind = inf
+        self.limit = max(1.0, limit)
+        self.by_space = False
