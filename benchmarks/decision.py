@@ -129,7 +129,7 @@ def cell(balancer: Balancer, size: int, rng: random.Random) -> tuple[float, floa
             state.load.end(state.load.place(prompt_of(shared, block_bytes), 1e6), None, 1e6)
     new = [rng.getrandbits(64) for _ in range(size // block_bytes - half)]
     request = prompt_of([*shared, *new], block_bytes)
-    price = partial(balancer._choice.policy.price, request, candidates, plan=None, now=1e6)
+    price = partial(balancer._choice.policy.price, request, candidates, now=1e6)
     rounds = 40 if len(candidates) < 1000 else 10
     return micros(price, rounds), micros(partial(decide, balancer, request), rounds)
 

@@ -82,7 +82,7 @@ def parts(request: InferenceRequest, states: Sequence[EndpointState]) -> dict[st
     """Milliseconds of each part on each endpoint. The fixed time is left out: it is the same everywhere."""
     policy = Adaptive()
     policy.explains = True
-    prices = policy.price(request, states, plan=None, now=NOW)
+    prices = policy.price(request, states, now=NOW)
     explained = policy.explain(prices.notes, shown=range(len(states)))
     return {name: [sum(one[term] for term in terms) for one in explained] for name, (_, terms) in PARTS.items()}
 

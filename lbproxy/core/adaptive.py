@@ -126,7 +126,7 @@ class Adaptive(Policy):
             # The wait for all that goes before it: for prefills, or, where no more requests run at a time, for their end.
             ahead = streams
             if room.line.count:
-                held, tokens = room.line.before(work)
+                held, tokens = room.line.before(work, pool.turn_share)
                 ahead += held
                 backlog += tokens
             wait = backlog * rate / room.lanes.lanes

@@ -216,6 +216,26 @@ class WaitingQueue:
             else:
                 yield from _in_turn(lines, flows, now)
 
+    def before(self, ticket: Ticket) -> float:
+        """The share of those that are ready which goes before a newcomer, by priority and flow; below 0: all are of its
+        own flow and priority.
+        """
+        flow, priority = _flow(ticket), ticket.request.priority
+        lanes = self._lanes
+        if not self._ready or (
+            len(lanes) == 1 and priority in lanes and len(lanes[priority]) == 1 and flow in lanes[priority]
+        ):
+            return -1.0
+        before = 0
+        for one, lane in lanes.items():
+            size = sum(len(line.ready) for line in lane.values())
+            if one > priority:
+                before += size
+            elif one == priority:
+                own = lane.get(flow)
+                before += min(size, ((len(own.ready) if own else 0) + 1) * len(lane))
+        return before / self._ready
+
     def expired(self, now: float) -> list[Ticket]:
         """Those whose wait is over. But for those with a deadline of their own no wait ends before an older one's."""
         expired = []

@@ -72,9 +72,8 @@ MOVED: Final = 6
 PRICE_AGAIN_S: Final = 0.05
 """How long after its last price a request in another line is priced again at the earliest."""
 OVERLOAD: Final = 6.0
-"""A line is too long if its last request would wait this part of the queue timeout,"""
-OVERLOAD_MAX_S: Final = 5.0
-"""or so long, whatever is less."""
+"""A line is too long if its last request would wait for a sixth of the queue timeout: 5 s, unless the settings say
+another. Who allows longer waits, prefers late responses to none."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)  # the simulation has some
@@ -114,7 +113,7 @@ class Balancer:
         self._hold = self._choice.holds
         self._by_work = admission.order == "shortest" and self._pool is not None
         self._queue_timeout_s = admission.queue_timeout
-        self._long_s = min(OVERLOAD_MAX_S, admission.queue_timeout / OVERLOAD)
+        self._long_s = admission.queue_timeout / OVERLOAD
 
     def reconfigure(  # noqa: PLR0913 - each is a section of the settings
         self,
@@ -421,6 +420,8 @@ class Balancer:
 
     def _consider(self, ticket: Ticket, now: float, *, in_turn: bool = False) -> None:
         """Place the ticket, or close it if waiting cannot help, or leave it."""
+        if self._pool is not None and self._pool.held:
+            self._pool.turn_share = self._queue.before(ticket)
         chosen = self._choice.choose(ticket, now=now, in_turn=in_turn)
         if isinstance(chosen, EndpointState):
             self._place(ticket, chosen, now)
@@ -463,6 +464,9 @@ class Balancer:
     def _wait(self, ticket: Ticket, now: float, *, parked: bool = False) -> None:
         """Into the queue; whoever has no place in it any more is told."""
         if not parked:
+            if not self._queue.ready:  # nobody looked at what opens by itself
+                for state in self._endpoints.candidates(None, now=now):
+                    self._open_later(state, now)
             self._reserve(ticket, now)
             if ticket.best is not None and self._choice.is_open(ticket.best, now):
                 self._woken[ticket.best.endpoint.uid] = ticket.best
@@ -497,6 +501,8 @@ class Balancer:
 
     def _open_later(self, state: EndpointState, now: float) -> None:
         """Look at an endpoint again when it has worked off enough."""
+        if self._pool is None or not self._hold:
+            return
         opens_in_s = state.load.opens_in_s(now)
         if 0.0 < opens_in_s < inf:
             heappush(self._openings, (now + opens_in_s + 1e-6, state.endpoint.uid))
@@ -527,8 +533,7 @@ class Balancer:
         if opened or everything:
             self._serve_by_turn(opened, everything, now, changed)
         for state in woken.values():
-            if self._pool is not None and state.load.room.line.count:
-                self._open_later(state, now)
+            self._open_later(state, now)
 
     def _serve_by_turn(
         self, opened: dict[EndpointUid, EndpointState], everything: bool, now: float, changed: list[Ticket]

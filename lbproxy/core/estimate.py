@@ -77,6 +77,8 @@ class PoolModel:
         which more is known than of another must not look cheaper for that."""
         self.held = 0
         """Requests that are held for any of the endpoints."""
+        self.turn_share = -1.0
+        """How much of these goes before the request that is priced, as a share; below 0: what has less work does."""
         self.others = Mean()
         """What others have at an endpoint, of those that report it."""
         self.samples = Samples()

@@ -64,12 +64,14 @@ class Line:
         self.tokens -= tokens
         self._tokens[size] -= tokens
 
-    def before(self, work_tokens: float) -> tuple[int, float]:
-        """How many go before a newcomer with so much work, and their tokens."""
-        if not self.count:
-            return 0, 0.0
+    def before(self, work_tokens: float, share: float = -1.0) -> tuple[float, float]:
+        """How many go before a newcomer with so much work, and their tokens. `share`: those before it by priority and
+        flow; below 0: there is but one flow.
+        """
+        if share >= 0.0:
+            return share * self.count, share * self.tokens
         size = size_of(work_tokens) - (AHEAD if self.overloaded else 0)
-        count, tokens = 0, 0.0
+        count, tokens = 0.0, 0.0
         for n in range(size):
             count += self._counts[n]
             tokens += self._tokens[n]

@@ -116,7 +116,7 @@ def test_names_are_those_of_policies_and_cells() -> None:
 def test_the_picture_adds_up() -> None:
     """The parts and the fixed time are the price; each hundred milliseconds in the picture is one that counts."""
     request, states = scene()
-    costs = Adaptive().price(request, states, plan=None, now=100.0).costs
+    costs = Adaptive().price(request, states, now=100.0).costs
     found = parts(request, states)
     assert list(found) == list(PICTURED)
     assert all(min(values) >= 0.0 for values in found.values())
@@ -127,5 +127,5 @@ def test_the_picture_adds_up() -> None:
     # What docs/routing.md says of two prefills more.
     for _ in range(2):
         states[2].load.place(prompt_of([], 1024)._replace(prompt_bytes=16 << 10), 100.0)
-    costs = Adaptive().price(request, states, plan=None, now=100.0).costs
+    costs = Adaptive().price(request, states, now=100.0).costs
     assert costs.index(min(costs)) == 0

@@ -13,7 +13,7 @@ import pytest
 from lbproxy.core.adaptive import Adaptive
 from lbproxy.core.estimate import PoolModel
 from lbproxy.core.placement import freed_per_ms
-from lbproxy.core.pricing import Plan, Prices
+from lbproxy.core.pricing import Prices
 from lbproxy.core.types import Endpoint, EndpointState, EndpointUid, InferenceRequest, LoadMetrics
 
 BASE, DECODE = 40.0, 0.15 * 200 * 15.0
@@ -35,10 +35,8 @@ def prompt(tokens: int, keys: list[int] | None = None, model: str = "m") -> Infe
     return InferenceRequest("r", model, True, 4 * tokens, 4 * tokens, tuple(keys or ()))
 
 
-def price(
-    request: InferenceRequest, states: list[EndpointState], *, now: float = 0.0, plan: Plan | None = None
-) -> Prices:
-    return Adaptive().price(request, states, plan=plan, now=now)
+def price(request: InferenceRequest, states: list[EndpointState], *, now: float = 0.0) -> Prices:
+    return Adaptive().price(request, states, now=now)
 
 
 def decoding(state: EndpointState, streams: int, tokens: int = 1) -> None:

@@ -198,7 +198,7 @@ def weighted_pool(count: int) -> tuple[Balancer, list[EndpointState], list[Endpo
 def scores(states: list[EndpointState], model: str) -> list[float]:
     policy = make_policy(RoutingSettings.model_validate({"policy": "weighted", "scorers": {"lora": 1.0}}))
     request = InferenceRequest("r", model)
-    return [-cost for cost in policy.price(request, states, plan=None, now=0.0).costs]
+    return [-cost for cost in policy.price(request, states, now=0.0).costs]
 
 
 def test_the_scorer_prefers_loaded_to_a_free_slot_to_waiting_to_evicting() -> None:
