@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 
 from lbproxy.sim.kv_cache import BlockPool
 from lbproxy.sim.lora_slots import LoraSlots
@@ -302,8 +303,7 @@ class Engine:
     def _admit(self, budget: int) -> tuple[int, float]:
         """Start waiting requests: what is left of the budget, and the chunks' attention."""
         attention = 0.0
-        # Over a copy: it shrinks, and with adapters not only at its front.
-        for sequence in list(self._waiting.values()) if budget and self._pool.available else ():
+        for sequence in self._in_line() if budget and self._pool.available else ():
             if not budget or len(self._decoding) + len(self._prefills) >= self._preset.max_sequences:
                 break
             if not self._lora.fits(sequence.request.adapter):
@@ -318,6 +318,15 @@ class Engine:
             attention += self._schedule_chunk(sequence, chunk)
             budget -= chunk
         return budget, attention
+
+    def _in_line(self) -> Iterator[Running]:
+        """The waiting requests, while those that were seen leave the queue."""
+        if self._lora.slots:
+            # Over a copy: it shrinks, and not only at its front.
+            yield from list(self._waiting.values())
+        while self._waiting and not self._lora.slots:
+            # No copy: under overload the queue is long, and this is done in each step. Who is not admitted ends it.
+            yield next(iter(self._waiting.values()))
 
     def _start(self, sequence: Running, blocks: list[int], cached: int) -> None:
         self._unqueue(sequence)
