@@ -43,7 +43,8 @@ from lbproxy.sim.catalogue import (
 )
 from lbproxy.sim.clients import Clients, Source
 from lbproxy.sim.cluster import Fleet
-from lbproxy.sim.fleet import TOKEN_BYTES, Fault, FaultKind, FleetOptions, Served, Server
+from lbproxy.sim.fixed import FixedTimes
+from lbproxy.sim.fleet import TOKEN_BYTES, Fault, FaultKind, FleetOptions, Others, Served, Server
 from lbproxy.sim.oracle import OracleBalancer, OracleFleet
 from lbproxy.sim.presets import PRESETS
 from lbproxy.sim.replicas import Replica
@@ -211,7 +212,7 @@ def workload_of(run: Run) -> Workload:
             seed = run.seed + SEEDS_APART * len(clients)
             workload = make_workload(one.name, one.parameters, seed=seed, rows=rows)
             flow = one.flow if one.copies == 1 else f"{one.flow}-{copy}"
-            clients.append(Source(workload, flow, one.priority, one.slo_ttft))
+            clients.append(Source(workload, flow, one.priority, one.slo_ttft, one.patience))
     return (
         Clients(clients)
         if run.scenario.workload is None or _says_something(run.scenario.workload)
@@ -221,11 +222,16 @@ def workload_of(run: Run) -> Workload:
 
 def _says_something(workload: WorkloadSettings) -> bool:
     """Its requests have something that those of a workload by itself have not."""
-    return bool(workload.model_fields_set & {"flow", "copies", "priority", "slo_ttft"})
+    return bool(workload.model_fields_set & {"flow", "copies", "priority", "slo_ttft", "patience"})
 
 
 def serve_workload(run: Run, workload: Workload) -> list[Served]:
     """What became of each job of a workload, on the fleet and with the policy and the seed of a run."""
+    return fleet_of(run, workload).run()
+
+
+def fleet_of(run: Run, workload: Workload) -> Fleet:
+    """The fleet, the policy and the seed of a run, before a workload."""
     scenario = run.scenario
 
     def make(policy: Policy, kind: type[AnyReplica], rng: random.Random) -> AnyReplica:
@@ -248,9 +254,9 @@ def serve_workload(run: Run, workload: Workload) -> list[Served]:
             lambda oracle, rng: make(oracle, OracleBalancer, rng),
             form=run.oracle,
             seed=run.seed,
-        ).run()
+        )
     options = fleet_options(scenario, run.routing)
-    return Fleet(options, workload, lambda rng: make(make_policy(run.routing, rng), Replica, rng), seed=run.seed).run()
+    return Fleet(options, workload, lambda rng: make(make_policy(run.routing, rng), Replica, rng), seed=run.seed)
 
 
 def _scraping(interval_s: float | None) -> ScrapeSettings:
@@ -273,8 +279,21 @@ def fleet_options(scenario: Scenario, routing: RoutingSettings) -> FleetOptions:
             kv_tokens=group.kv_tokens or preset.kv_tokens,
             max_model_len=group.max_model_len or preset.max_model_len,
             max_loras=group.max_loras,
+            max_sequences=group.max_sequences or preset.max_sequences,
         )
-        servers += [Server(preset, group.speed)] * group.count
+        times = None
+        if group.ttft is not None:
+            times = FixedTimes(ttft_s=group.ttft, ttft_spread=group.ttft_spread, token_s=group.token_time)
+        server = Server(
+            preset,
+            group.speed,
+            ranks=group.ranks,
+            times=times,
+            jitter=group.jitter,
+            metrics=group.metrics,
+            shows_waiting=group.waiting,
+        )
+        servers += [server] * group.count
     return FleetOptions(
         servers=tuple(servers),
         faults=tuple(
@@ -286,6 +305,17 @@ def fleet_options(scenario: Scenario, routing: RoutingSettings) -> FleetOptions:
                 kind=FaultKind(fault.kind),
             )
             for fault in scenario.faults
+        ),
+        others=tuple(
+            Others(
+                server=one.server,
+                rate=one.rate,
+                prompt_tokens=one.prompt_tokens,
+                output_tokens=one.output_tokens,
+                from_s=one.at,
+                until_s=one.at + one.lasts,
+            )
+            for one in scenario.others
         ),
         adapters=tuple(adapter_names(adapters)),
         adapters_known=scenario.adapters_known,

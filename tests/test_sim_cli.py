@@ -14,6 +14,7 @@ from lbproxy.config import (
     ConfigError,
     FaultSettings,
     FlowsSettings,
+    OthersSettings,
     Scenario,
     ServerSettings,
     WorkloadSettings,
@@ -98,7 +99,15 @@ policies: [adaptive, {policy: weighted, scorers: {queue: 1}}]
         ("workload: {name: own}\npolicies: [fastest]", "policies[0].policy: expected 'adaptive'"),
         ("workload: {name: own, parms: {}}\npolicies: [random]", "workload.parms: unknown key, did you mean parameter"),
         ("workload: {name: own}\npolicies: [random]\nfleet: [{count: 0}]", "fleet[0].count: expected a whole number"),
-        ("workload: {name: own}\npolicies: [random]\nfleet: [{count: 200}, {count: 200}]", "fleet: expected 1 to 256"),
+        ("workload: {name: own}\npolicies: [random]\nfleet: [{count: 700}, {count: 700}]", "fleet: expected 1 to 1024"),
+        (
+            "workload: {name: own}\npolicies: [random]\nothers: [{server: 8, rate: 1}]",
+            "others: expected servers from 0",
+        ),
+        (
+            "workload: {name: own}\npolicies: [random]\nfleet: [{ranks: 2, ttft: 1}]",
+            "fleet[0].ttft: expected no `ranks`",
+        ),
         (
             "workload: {name: own}\npolicies: [random]\nfaults: [{server: 8, at: 1, lasts: 1}]",
             "faults: expected serv",
@@ -217,6 +226,7 @@ SCENARIO_SECTIONS = (
     ("", Scenario),
     ("fleet[].", ServerSettings),
     ("faults[].", FaultSettings),
+    ("others[].", OthersSettings),
     ("workload.", WorkloadSettings),
 )
 

@@ -41,7 +41,7 @@ from lbproxy.config.flows import FlowSettings, FlowsSettings
 from lbproxy.config.health import BreakerSettings, HealthSettings
 from lbproxy.config.models import ModelSettings
 from lbproxy.config.routing import AdmissionSettings, RetrySettings, RoutingSettings
-from lbproxy.config.scenario import FaultSettings, Scenario, ServerSettings, WorkloadSettings
+from lbproxy.config.scenario import FaultSettings, OthersSettings, Scenario, ServerSettings, WorkloadSettings
 from lbproxy.config.text import ConfigError, Plain, is_secret, join, one_line, read_text
 from lbproxy.config.traces import TraceSettings
 from lbproxy.config.tree import MAX_ENDPOINTS, OWN_ADDRESSES, DrainSettings, EndpointList, LogSettings, Settings
@@ -92,6 +92,7 @@ __all__ = [
     "Scenario",
     "ServerSettings",
     "FaultSettings",
+    "OthersSettings",
     "WorkloadSettings",
 ]
 

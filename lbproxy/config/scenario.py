@@ -17,16 +17,20 @@ from lbproxy.config.routing import AdmissionSettings, RoutingSettings
 from lbproxy.config.section import Section
 from lbproxy.config.values import Quantity, count, duration, expected
 
-MAX_SERVERS = 256
+MAX_SERVERS = 1024
+MAX_COPIES = 256
 MAX_WORKLOADS = 32
 PresetName: TypeAlias = Literal["llama-8b-h100", "qwen-32b-2xh100", "qwen-32b-4xh100", "llama-70b-fp8-4xh100"]
 """Keys of `sim.presets.PRESETS` (a test holds the two together)."""
-Servers: TypeAlias = Annotated[int, count("1", "256")]
+Servers: TypeAlias = Annotated[int, count("1", "1024")]
 Tokens: TypeAlias = Annotated[int, count("128", "100000000")]
+Ranks: TypeAlias = Annotated[int, count("1", "64")]
+Sequences: TypeAlias = Annotated[int, count("1", "8192")]
 Adapters: TypeAlias = Annotated[int, count("0", "64")]
 Factor: TypeAlias = Annotated[float, Quantity("0.001", "1000", "a factor", whole=False)]
 Share: TypeAlias = Annotated[float, Quantity("0", "1", "a share", whole=False)]
 Moment: TypeAlias = Annotated[float, duration("0s", "24h")]
+Span: TypeAlias = Annotated[float, duration("1ms", "10m")]
 
 
 class ServerSettings(Section):
@@ -44,12 +48,53 @@ class ServerSettings(Section):
     """Prompt and answer together, in tokens; null = the preset's. May exceed it, as with YaRN."""
     max_loras: Adapters = 0
     """LoRA adapters that run together; 0 = none are served."""
+    max_sequences: Sequences | None = None
+    """Requests that run together; null = the preset's."""
+    ranks: Ranks = 1
+    """Data-parallel engines behind one address, each with the whole of the preset; a request goes to the one with the
+    fewest."""
+    ttft: Span | None = None
+    """Seconds that each request with a slot takes to its first token, whatever the prompt and the other requests: no
+    engine is simulated then, only slots. null = an engine."""
+    ttft_spread: Share = 0.0
+    """Evenly within plus or minus this share of `ttft`."""
+    token_time: Span = 0.02
+    """With `ttft`: seconds from each token to the next."""
+    jitter: Annotated[float, Quantity("0", "2", "a number", whole=False)] = 0.03
+    """Spread of the times of an engine's steps: the sigma of a lognormal."""
+    metrics: bool = True
+    """Whether they can be scraped."""
+    waiting: bool = True
+    """Whether their metrics say how many requests wait."""
+
+    @field_validator("ttft", mode="after")
+    @classmethod
+    def _no_ranks(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("ranks", 1) != 1:
+            raise expected("no `ranks` beside it")
+        return value
+
+
+class OthersSettings(Section):
+    """Requests that somebody else sends straight to one server: the balancer sees them in its metrics alone, and they
+    are in no figures. Poisson arrivals of one size that share nothing."""
+
+    server: Annotated[int, count("0", "1023")]
+    """Its number, from 0, in the order of `fleet`."""
+    rate: Annotated[float, Quantity("0.001", "100000", "a rate", whole=False)]
+    """Requests a second."""
+    prompt_tokens: Annotated[int, count("1", "1000000")] = 1000
+    output_tokens: Annotated[int, count("1", "1000000")] = 200
+    at: Moment = 0.0
+    """When they begin, since the begin of the simulation."""
+    lasts: Annotated[float, duration("1ms", "24h")] = 86_400.0
+    """For how long."""
 
 
 class FaultSettings(Section):
     """What happens to one server for a while."""
 
-    server: Annotated[int, count("0", "255")]
+    server: Annotated[int, count("0", "1023")]
     """Its number, from 0, in the order of `fleet`."""
     at: Moment
     """When, since the begin of the simulation."""
@@ -60,6 +105,9 @@ class FaultSettings(Section):
     kind: Literal["dead", "hung", "failing"] = "dead"
     """dead: refuses connections, comes back with an empty cache. hung: takes requests and computes nothing until it is
     restarted. failing: answers 500 to everything at once. The health of the last two looks good all the while."""
+
+
+OfServer: TypeAlias = FaultSettings | OthersSettings
 
 
 class WorkloadSettings(Section):
@@ -81,6 +129,8 @@ class WorkloadSettings(Section):
     """What they ask for by `x-lbproxy-priority`. null = nothing: the flow's own."""
     slo_ttft: Annotated[float, duration("1ms", "1h")] | None = None
     """When the first token must be there, as by `x-lbproxy-slo-ttft-ms`; null = nobody says."""
+    patience: Annotated[float, duration("1ms", "1h")] | None = None
+    """When a client leaves that has no first token yet, or without streaming no answer; null = never."""
 
 
 class Scenario(Section):
@@ -90,6 +140,8 @@ class Scenario(Section):
     """The servers."""
     faults: tuple[FaultSettings, ...] = ()
     """What happens to them."""
+    others: tuple[OthersSettings, ...] = ()
+    """What they get besides, past the balancer."""
     workload: WorkloadSettings | None = None
     """What clients send."""
     workloads: tuple[WorkloadSettings, ...] = ()
@@ -137,8 +189,8 @@ class Scenario(Section):
     def _one_or_many(cls, value: tuple[WorkloadSettings, ...], info: ValidationInfo) -> tuple[WorkloadSettings, ...]:
         if "workload" in info.data and (info.data["workload"] is None) != bool(value):
             raise expected("a list of at least one, unless there is `workload`")
-        if len(value) > MAX_WORKLOADS or sum(one.copies for one in value) > MAX_SERVERS:
-            raise expected(f"at most {MAX_WORKLOADS} workloads and {MAX_SERVERS} copies")
+        if len(value) > MAX_WORKLOADS or sum(one.copies for one in value) > MAX_COPIES:
+            raise expected(f"at most {MAX_WORKLOADS} workloads and {MAX_COPIES} copies")
         if sum(one.trace is not None for one in value) > 1:
             raise expected("at most one trace")
         return value
@@ -166,10 +218,10 @@ class Scenario(Section):
             raise expected(f"1 to {MAX_SERVERS} servers")
         return value
 
-    @field_validator("faults", mode="after")
+    @field_validator("faults", "others", mode="after")
     @classmethod
-    def _of_servers(cls, value: tuple[FaultSettings, ...], info: ValidationInfo) -> tuple[FaultSettings, ...]:
+    def _of_servers(cls, value: tuple[OfServer, ...], info: ValidationInfo) -> tuple[OfServer, ...]:
         servers = sum(group.count for group in info.data.get("fleet", ()))
-        if servers and any(fault.server >= servers for fault in value):
+        if servers and any(one.server >= servers for one in value):
             raise expected(f"servers from 0 to {servers - 1}")
         return value

@@ -26,6 +26,7 @@ class Source:
     flow: str
     priority: int | None = None
     slo_ttft_s: float | None = None
+    patience_s: float | None = None
 
 
 class Clients:
@@ -61,6 +62,7 @@ class Clients:
             flow=source.flow,
             priority=source.priority,
             slo_ttft_s=source.slo_ttft_s,
+            patience_s=source.patience_s,
         )
         self._live[marked.id] = number, job
         return at, marked

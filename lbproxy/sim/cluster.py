@@ -31,9 +31,10 @@ from lbproxy.core.types import (
     Usage,
 )
 from lbproxy.sim.des import EventHeap
-from lbproxy.sim.engine import Engine, FirstToken, RequestTooLong, SimRequest
-from lbproxy.sim.fleet import BASE_MODEL, TOKEN_BYTES, Fault, FaultKind, FleetOptions, Served
-from lbproxy.sim.live import Flight, Front, LiveServer, page_of
+from lbproxy.sim.engine import FirstToken, RequestTooLong, SimRequest
+from lbproxy.sim.fleet import BASE_MODEL, TOKEN_BYTES, Fault, FaultKind, FleetOptions, Sample, Served
+from lbproxy.sim.live import Flight, Front, LiveServer, engine_of, page_of
+from lbproxy.sim.others import OthersTraffic
 from lbproxy.sim.prompts import block_hashes, routing_keys
 from lbproxy.sim.replicas import Exchange, Replica
 from lbproxy.sim.workload import Job, Workload
@@ -76,13 +77,25 @@ class Fleet:
         self.transitions: list[tuple[float, Transition]] = []
         """What endpoints became in the eyes of each balancer, and when it was seen, within `CHECK_S`."""
 
-    def run(self) -> list[Served]:
-        """Until the workload is over and every job has ended; the jobs in the order of their arrival."""
+    def run(self, *, until_s: float = float("inf")) -> list[Served]:
+        """Until the workload is over and every job has ended; the jobs in the order of their arrival. `until_s`: or
+        until then, and what has not ended has no outcome.
+        """
         self._start_clocks()
         self._next_phase(None)
-        while not self._over:
+        while not self._over and self.now < until_s:
             assert self._heap.step(), "a live job always has an event before it"
         return self._served
+
+    def watch(self, every_s: float, note: Callable[[Sample], None]) -> None:
+        """Have `note` told so often how long the queues are. Before `run`."""
+
+        def look(_: None) -> None:
+            gauges = tuple(server.engine.gauges() for server in self._servers)
+            note(Sample(self.now, gauges, sum(len(front.waiting) for front in self._fronts)))
+            self._heap.at(self.now + every_s, look, None)
+
+        self._heap.at(every_s, look, None)
 
     @property
     def now(self) -> float:
@@ -107,13 +120,8 @@ class Fleet:
         cards = [base, *(ModelCard(adapter, b"{}", parent=parent) for adapter in options.adapters)]
         servers = []
         for number, spec in enumerate(options.servers):
-            engine = Engine(
-                spec.preset,
-                speed=spec.speed,
-                rng=random.Random(f"{self._seed}:engine:{number}") if options.jitter else None,
-                name_tokens=False,
-            )
-            servers.append(LiveServer(number, spec, engine, [of_front[number] for of_front in uids]))
+            rng = random.Random(f"{self._seed}:engine:{number}") if options.jitter else None
+            servers.append(LiveServer(number, spec, engine_of(spec, rng), [of_front[number] for of_front in uids]))
             for front in self._fronts:
                 uid = uids[front.number][number]
                 front.balancer.report_health(uid, True, "simulated", now=0.0)
@@ -126,7 +134,7 @@ class Fleet:
         for front in self._fronts:
             self._heap.at(CHECK_S, self._check, front)
             for server in self._servers:
-                if options.scrape_interval_s is not None:
+                if options.scrape_interval_s is not None and server.spec.metrics:
                     # The first at once: nobody starts without gauges.
                     self._heap.at(rng.uniform(0, options.scrape_interval_s) * 0.1, self._scrape, (front, server))
                 if any(fault.speed is None for fault in options.faults):
@@ -134,6 +142,8 @@ class Fleet:
         for fault in options.faults:
             self._heap.at(fault.from_s, self._begin_fault, fault)
             self._heap.at(fault.until_s, self._end_fault, fault)
+        for number, others in enumerate(options.others):
+            OthersTraffic(self._heap, others, self._servers[others.server], self._arm, number=number, seed=self._seed)
 
     # The workload
 
@@ -172,12 +182,33 @@ class Fleet:
         served = Served(job, self.now, front.number, streamed)
         self._served.append(served)
         work = SimRequest(job.id, prompt_tokens, job.answer.tokens, hashes, job.model)
-        self._submit(front, Flight(served, work, request), frozenset())
+        flight = Flight(served, work, request)
+        if job.patience_s is not None:
+            self._heap.at(self.now + job.patience_s, self._lose_patience, flight)
+        self._submit(front, flight, frozenset())
+        self._poll(front)
+
+    def _lose_patience(self, flight: Flight) -> None:
+        """The client leaves, unless it reads an answer: a stream from its first token on, a whole one at its end."""
+        served = flight.served
+        if served.outcome is not None or (served.streamed and served.first_at is not None):
+            return
+        front, server = self._fronts[served.balancer], flight.server
+        front.waiting.pop(id(flight.ticket), None)
+        if server is not None and server.flights.pop(served.job.id, None) is not None:
+            server.engine.abort(served.job.id, now=self.now)
+            self._arm(server)
+        # Between two attempts there is no ticket to close.
+        if _ticket(flight).state is not TicketState.CLOSED:
+            self._close(flight, Outcome.CLIENT_CLOSED)
+        self._end(flight, Outcome.CLIENT_CLOSED)
         self._poll(front)
 
     # Balancers
 
     def _submit(self, front: Front, flight: Flight, avoid: frozenset[EndpointUid]) -> None:
+        if flight.served.outcome is not None:
+            return  # its client left between two attempts
         flight.served.attempts += 1
         balancer = front.balancer
         flight.ticket = ticket = balancer.submit(flight.request, now=self.now, avoid=avoid, accused=flight.accused)
@@ -244,6 +275,8 @@ class Fleet:
     def _deliver(self, flight: Flight) -> None:
         """The request reaches its server."""
         server, job = _server(flight), flight.served.job
+        if flight.served.outcome is not None:
+            return  # its client left while it was on its way
         if not server.alive:
             self._fail(flight, FailureKind.CONNECT)
             self._poll(self._fronts[flight.served.balancer])
@@ -264,6 +297,8 @@ class Fleet:
 
     def _refuse(self, flight: Flight) -> None:
         """A 500 arrives."""
+        if flight.served.outcome is not None:
+            return
         self._fail(flight, FailureKind.ERROR)
         self._poll(self._fronts[flight.served.balancer])
 
@@ -287,7 +322,9 @@ class Fleet:
                 if first.id in server.flights:
                     self._first_token(server.flights[first.id], first, arrived, touched)
             for job_id in step.finished:
-                self._finished(server, server.flights.pop(job_id), touched)
+                # Absent: others' requests, and those whose client left while the end was on its way.
+                if job_id in server.flights:
+                    self._finished(server, server.flights.pop(job_id), touched)
         self._report_progress(server)
         self._arm(server)
         for number in sorted(touched):
@@ -377,6 +414,7 @@ class Fleet:
         if verdict.again:
             server.engine.abort(flight.served.job.id, now=self.now)
             del server.flights[flight.served.job.id]
+            self._arm(server)
             flight.failed += (FailureKind.STRANDED,)
             self._close(flight, verdict.outcome)
             self._again(flight, server.uids[front.number], verdict.delay_s)
@@ -392,10 +430,13 @@ class Fleet:
         else:
             server.alive = False
             self._lose_all(server)
+        self._arm(server)
 
     def _lose_all(self, server: LiveServer) -> None:
         """The server's process ends."""
         for job_id in server.engine.restart(now=self.now):
+            if job_id not in server.flights:
+                continue  # others'
             flight = server.flights.pop(job_id)
             if flight.served.first_at is None or not flight.served.streamed:
                 self._fail(flight, FailureKind.RESET)
@@ -413,6 +454,7 @@ class Fleet:
             server.started_at = self.now
         server.alive, server.failing = True, False
         server.engine.set_speed(server.spec.speed, now=self.now)
+        self._arm(server)
 
     # What balancers ask by themselves
 

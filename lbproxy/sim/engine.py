@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 
 from lbproxy.sim.kv_cache import BlockPool
 from lbproxy.sim.lora_slots import LoraSlots
@@ -39,7 +40,7 @@ from lbproxy.sim.sequence import FirstToken, Gauges, Outlook, Phase, RequestTooL
 __all__ = ["Engine", "SimRequest", "RequestTooLong", "StepDone", "FirstToken", "Gauges", "JITTER_SIGMA"]
 
 JITTER_SIGMA = 0.03
-"""Spread of a step's time, lognormal, when an rng is given."""
+"""Spread of a step's time, lognormal, when an rng is given and nothing else is said."""
 
 
 class Engine:
@@ -52,9 +53,11 @@ class Engine:
         max_model_len: int | None = None,
         speed: float = 1.0,
         rng: random.Random | None = None,
+        jitter: float = JITTER_SIGMA,
         name_tokens: bool = True,
     ) -> None:
-        """`speed` divides every duration; `rng` turns jitter on. `max_model_len` only lowers what the preset gives.
+        """`speed` divides every duration; `rng` turns jitter on, of that sigma. `max_model_len` only lowers what the
+        preset gives.
 
         `name_tokens` False leaves `StepDone.tokens` empty, which makes a step cheaper; ask `generated` instead.
         """
@@ -63,6 +66,7 @@ class Engine:
         self._weights_pow = preset.weights_ms**1.5
         self._seconds_per_ms = 0.001 / speed
         self._rng = rng
+        self._jitter = jitter
         self._name_tokens = name_tokens
         self._results: list[StepDone] = []
         self._reset()
@@ -190,6 +194,11 @@ class Engine:
         results, self._results = self._results, []
         return results
 
+    def requests(self, *, now: float) -> int:
+        """How many it has taken in that have not ended."""
+        self._run(now)
+        return len(self._live)
+
     def gauges(self) -> Gauges:
         """As of the latest step that `advance`, `add` or `abort` came past."""
         return self._gauges
@@ -259,7 +268,7 @@ class Engine:
             + preset.context_ms * self._context / 1e3
             + preset.attention_ms * attention / 1e6
         )
-        return duration if self._rng is None else duration * self._rng.lognormvariate(0.0, JITTER_SIGMA)
+        return duration if self._rng is None else duration * self._rng.lognormvariate(0.0, self._jitter)
 
     def _grow_decodes(self) -> None:
         """Give a block to each decode whose last one is full, oldest admission first.
@@ -294,8 +303,7 @@ class Engine:
     def _admit(self, budget: int) -> tuple[int, float]:
         """Start waiting requests: what is left of the budget, and the chunks' attention."""
         attention = 0.0
-        # Over a copy: it shrinks, and with adapters not only at its front.
-        for sequence in list(self._waiting.values()) if budget and self._pool.available else ():
+        for sequence in self._in_line() if budget and self._pool.available else ():
             if not budget or len(self._decoding) + len(self._prefills) >= self._preset.max_sequences:
                 break
             if not self._lora.fits(sequence.request.adapter):
@@ -310,6 +318,15 @@ class Engine:
             attention += self._schedule_chunk(sequence, chunk)
             budget -= chunk
         return budget, attention
+
+    def _in_line(self) -> Iterator[Running]:
+        """The waiting requests, while those that were seen leave the queue."""
+        if self._lora.slots:
+            # Over a copy: it shrinks, and not only at its front.
+            yield from list(self._waiting.values())
+        while self._waiting and not self._lora.slots:
+            # No copy: under overload the queue is long, and this is done in each step. Who is not admitted ends it.
+            yield next(iter(self._waiting.values()))
 
     def _start(self, sequence: Running, blocks: list[int], cached: int) -> None:
         self._unqueue(sequence)

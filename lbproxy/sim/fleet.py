@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from lbproxy.core.flows import FlowRules
 from lbproxy.core.types import Outcome
+from lbproxy.sim.engine import JITTER_SIGMA
+from lbproxy.sim.fixed import FixedTimes
 from lbproxy.sim.presets import Preset
+from lbproxy.sim.sequence import Gauges
 from lbproxy.sim.workload import Job
 
 TOKEN_BYTES = 4
@@ -21,6 +25,31 @@ class Server:
 
     preset: Preset
     speed: float = 1.0
+    ranks: int = 1
+    """Data-parallel engines behind its address, each with the whole of the preset."""
+    times: FixedTimes | None = None
+    """It takes so long for everything, whatever the preset says; None = it is an engine."""
+    jitter: float = JITTER_SIGMA
+    """Spread of the times of its steps: sigma of a lognormal."""
+    metrics: bool = True
+    """It has a page of metrics."""
+    shows_waiting: bool = True
+    """Its metrics say how many requests wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Others:
+    """Requests that somebody else sends straight to one server: Poisson arrivals of one size, nothing shared. Times are
+    virtual, from the begin of the simulation."""
+
+    server: int
+    """Its number in the fleet."""
+    rate: float
+    """Requests a second."""
+    prompt_tokens: int
+    output_tokens: int
+    from_s: float = 0.0
+    until_s: float = float("inf")
 
 
 class FaultKind(Enum):
@@ -53,6 +82,8 @@ class FleetOptions:
 
     servers: tuple[Server, ...]
     faults: tuple[Fault, ...] = ()
+    others: tuple[Others, ...] = ()
+    """Traffic that balancers see in the servers' gauges alone, and that is in nobody's figures."""
     adapters: tuple[str, ...] = ()
     """LoRA adapters that every server with `max_loras` serves."""
     adapters_known: bool = True
@@ -80,7 +111,7 @@ class FleetOptions:
     fair: bool = True
     """The balancers are told of which flow a request is."""
     jitter: bool = True
-    """Whether steps vary by 3 %."""
+    """Whether steps vary, each server's by its own spread."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,6 +134,16 @@ class Served:
     """None = not ended."""
     loaded_adapter: bool = False
     """The server had to load the adapter for it."""
+
+
+class Sample(NamedTuple):
+    """How long the queues were at a moment."""
+
+    at: float
+    gauges: tuple[Gauges, ...]
+    """Of each server, in the order of the fleet."""
+    waiting: int
+    """Requests in the balancers' queues."""
 
 
 def decisions(served: Sequence[Served]) -> list[tuple[float | None, str, int | None]]:

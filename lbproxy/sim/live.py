@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from dataclasses import dataclass, field
 
 from lbproxy.core.retry import FailureKind
 from lbproxy.core.types import EndpointUid, InferenceRequest, LoadMetrics, LoraMetrics, Ticket
-from lbproxy.sim.engine import Engine, SimRequest
+from lbproxy.sim.engine import SimRequest
 from lbproxy.sim.fleet import Served, Server
+from lbproxy.sim.model_server import ModelServer, make_server
 from lbproxy.sim.presets import BLOCK_TOKENS
 from lbproxy.sim.replicas import Echo, Replica
 
@@ -38,7 +40,7 @@ class LiveServer:
 
     number: int
     spec: Server
-    engine: Engine
+    engine: ModelServer
     uids: list[EndpointUid]
     """What each balancer calls it."""
     alive: bool = True
@@ -63,6 +65,19 @@ class Front:
     timer_at: float = float("inf")
 
 
+def engine_of(spec: Server, rng: random.Random | None) -> ModelServer:
+    """What computes a server's answers. Without `rng` nothing in it is left to chance."""
+    return make_server(
+        spec.preset,
+        ranks=spec.ranks,
+        times=spec.times,
+        speed=spec.speed,
+        rng=rng,
+        jitter=spec.jitter,
+        name_tokens=False,
+    )
+
+
 def page_of(server: LiveServer, now: float) -> LoadMetrics:
     """What a scrape of it says. Of adapters, as with vLLM, only those with live requests, under both labels alike."""
     engine, slots = server.engine, server.spec.preset.max_loras
@@ -70,7 +85,7 @@ def page_of(server: LiveServer, now: float) -> LoadMetrics:
     named = frozenset(gauges.running_adapters)
     return LoadMetrics(
         scraped_at=now,
-        waiting=gauges.waiting,
+        waiting=gauges.waiting if server.spec.shows_waiting else None,
         running=gauges.running,
         kv_utilization=gauges.kv_usage,
         block_size_tokens=BLOCK_TOKENS,

@@ -26,7 +26,7 @@ from lbproxy.sim.cluster import Fleet
 from lbproxy.sim.engine import Engine, SimRequest
 from lbproxy.sim.fleet import FleetOptions
 from lbproxy.sim.foresight import Foreseen, Work, foresee, slot_free_at
-from lbproxy.sim.live import Flight, Front
+from lbproxy.sim.live import Flight, Front, LiveServer
 from lbproxy.sim.presets import BLOCK_TOKENS
 from lbproxy.sim.replicas import Replica
 from lbproxy.sim.sequence import Outlook, Phase, Running
@@ -216,7 +216,7 @@ class OracleFleet(Fleet):
             return balancers[-1]
 
         super().__init__(options, workload, make, seed=seed)
-        self._oracle.see({f"s{server.number}": Sight(server.engine, options.network_s) for server in self._servers})
+        self._oracle.see({f"s{server.number}": Sight(_engine(server), options.network_s) for server in self._servers})
         for balancer in balancers:
             balancer.consult(self._oracle)
 
@@ -227,6 +227,12 @@ class OracleFleet(Fleet):
     def _close(self, flight: Flight, outcome: Outcome, usage: Usage | None = None) -> None:
         super()._close(flight, outcome, usage)
         self._oracle.forget(flight.work.id)
+
+
+def _engine(server: LiveServer) -> Engine:
+    """The oracle knows how an engine goes on, and nothing of other servers."""
+    assert isinstance(server.engine, Engine), "the oracle foresees plain engines only"
+    return server.engine
 
 
 def _takes_part(one: Running, outlook: Outlook) -> bool:

@@ -39,6 +39,8 @@ class Job:
     """What it asks for; None = nothing."""
     slo_ttft_s: float | None = None
     """How long after its arrival its client wants the first token, or none."""
+    patience_s: float | None = None
+    """How long after its arrival its client leaves if it has read nothing by then; None = it waits for ever."""
 
     @property
     def prompt_tokens(self) -> int:
