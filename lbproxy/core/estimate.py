@@ -43,6 +43,8 @@ OWN_BASE: Final = 0.5
 OWN_S: Final = 30.0
 """And what was learned of an endpoint counts for so long after its last sample, then the pool's does: one that looks
 slow gets few requests to show that it is not, and one that is new has none to show."""
+FREE: Final = 0.75
+"""An engine with no more of its limit of requests in use starts another at once."""
 FEW_TOKENS: Final = 256
 MANY_TOKENS: Final = 1024
 """A prefill of fewer than `FEW_TOKENS` shows the fixed time, one of more than this the time per token."""
@@ -233,13 +235,22 @@ class LoadModel:
             head = next(iter(self.pending))
             if head.late_at <= now:
                 slots.overdue(head.late_at, self.in_flight - len(self.pending), now)
-        if slots.is_full(self.in_flight + self.room.others.requests(now), now):
+        in_flight = self.in_flight + self.room.others.requests(now)
+        if slots.is_full(in_flight, now) or (slots.by_space and slots.lacks_space(in_flight, self._growth(), now)):
             return True
         return self.prefill_ms(now) > HOLD_MS
 
+    def _growth(self) -> float:
+        """The share of the cache by which responses in flight are expected to grow. Those that are not streamed show
+        nothing of that, and are taken to be half done.
+        """
+        expected = self.in_flight * self.pool.output_tokens
+        return max(0.0, expected - (self.live_tokens or 0.5 * expected)) / self.capacity_tokens
+
     def opens_in_s(self, now: float) -> float:
         """In how many seconds that ends by itself; NEVER: not before something happens."""
-        if self.room.slots.is_full(self.in_flight + self.room.others.requests(now), now):
+        in_flight, slots = self.in_flight + self.room.others.requests(now), self.room.slots
+        if slots.is_full(in_flight, now) or (slots.by_space and slots.lacks_space(in_flight, self._growth(), now)):
             return NEVER
         return max(0.0, self.prefill_ms(now) - HOLD_MS) / 1000.0
 
@@ -411,14 +422,15 @@ class LoadModel:
         beyond_s = took_s - placement.predicted_s
         room.slots.started(now)
         if not placement.before:
-            if placement.in_flight < room.slots.limit:
+            if placement.in_flight < FREE * room.slots.limit:
                 room.lanes.alone(beyond_s)
         elif self.pool.samples.prefill_ms_per_token + self.pool.samples.base_ms >= SURE:
             room.lanes.behind(placement.waits_s, placement.waits_s + beyond_s - room.lanes.delay_s, placement.before)
         if placement.late_at <= now:
-            room.slots.late(self.in_flight - len(self.pending), now)
+            running, before = self.in_flight - len(self.pending), placement.in_flight + room.others.requests(now)
+            room.slots.late(running, before, beyond_s - room.lanes.delay_s, now)
         else:
-            room.slots.on_time(self.in_flight + room.others.requests(now), now)
+            room.slots.on_time(placement.in_flight + room.others.requests(now), now)
 
     def _finished(self, placement: Placement, output: float, now: float) -> None:
         """A response is complete."""
@@ -549,9 +561,12 @@ class LoadModel:
         if metrics.waiting is None:
             return
         explained = sum(one.late_at > metrics.scraped_at for one in self.pending)
-        seen, utilization = metrics.waiting + (metrics.running or 0.0), metrics.kv_utilization or 0.0
         self.room.slots.reported(
-            metrics.waiting, metrics.running, explained, seen, kv_utilization=utilization, until=fresh_until
+            metrics.waiting,
+            metrics.running,
+            explained,
+            cache=metrics.kv_utilization or 0.0,
+            until=fresh_until,
         )
 
     def restarted(self) -> None:

@@ -20,7 +20,7 @@ from lbproxy.core.lanes import Lanes
 from lbproxy.core.line import Line
 from lbproxy.core.others import Mean, Others
 from lbproxy.core.response_times import ResponseTimes
-from lbproxy.core.slots import Slots
+from lbproxy.core.slots import QUEUE_S, Slots
 
 HOLD_MS: Final = 250.0
 """An endpoint with more prefill work than this gets no more. Less starves the engines; more binds too early, and puts
@@ -56,6 +56,8 @@ class Room:
         times = self.response_times
         times.learn(took_s - base_s - predicted_s, tokens)
         error_s = times.unexplained_s()
+        if error_s is not None:
+            error_s -= QUEUE_S  # a short queue is wanted
         if error_s is None:
             if in_flight >= slots.limit:
                 slots.limit += LIMIT_STEP

@@ -28,9 +28,15 @@ RATE_S: Final = 5.0
 """Over which time the rate of starts is averaged."""
 LATE_IN_ROW: Final = 2
 """One late first byte is chance."""
-BLIND: Final = 128.0
-"""Requests that an engine may have which never showed anything, nor finished a request: half of what vLLM and SGLang
-run by default. Each end allows two more."""
+BLIND: Final = 64.0
+"""Requests that an engine may have which never showed anything: no report, no first byte. Each response that is
+complete allows one more, so that this doubles while one takes."""
+FULL_CACHE: Final = 0.93
+"""With requests waiting and more than this of its KV cache in use, space is what an engine lacks. It takes requests as
+long as their prompts fit, and sends running ones back to its queue as the responses grow; so then it gets no more
+than will fit once half of what is expected has grown,"""
+FEWEST: Final = 0.75
+"""but as many as this share of what it ran when it was full: an engine may count what is merely cached as in use."""
 MAX_STEP: Final = 64.0
 NO_RESPONSE_S: Final = 1.0
 """A response is assumed to take so long before one was seen."""
@@ -41,6 +47,7 @@ class Slots:
 
     __slots__ = (
         "_blind",
+        "_cache",
         "_late",
         "_on_time_at",
         "_starts",
@@ -62,6 +69,8 @@ class Slots:
         self.response_s = 0.0
         """How long a response takes of late, in the engine and in its queue."""
         self._blind = BLIND
+        self._cache = 0.0
+        """Share of the KV cache in use, by the latest report."""
         self._late = 0
         self._on_time_at = -inf
         self._step = 1.0
@@ -86,6 +95,14 @@ class Slots:
             return in_flight >= self._blind and now > self.reported_until
         return in_flight - self.limit >= self.allowance(now)
 
+    def lacks_space(self, in_flight: float, growth: float, now: float) -> bool:
+        """Whether those that are there will need all of the cache. `growth`: the share of it by which they are expected
+        to grow.
+        """
+        if not self.by_space or now > self.reported_until or in_flight < FEWEST * self.limit:
+            return False
+        return self._cache + 0.5 * growth > 1.0
+
     def wait_ms(self, in_flight: float, now: float) -> float:
         """How long a request waits there behind `in_flight` others until it is started. 0 below the limit."""
         waiting = in_flight + 1.0 - self.limit
@@ -100,27 +117,30 @@ class Slots:
 
     def finished(self, took_s: float) -> None:
         """A response is complete, after so long."""
-        self._blind += 2.0
+        self._blind += 1.0
         self.response_s += (took_s - self.response_s) / 16.0 if self.response_s else took_s
 
-    def on_time(self, in_flight: float, now: float) -> None:
-        """A first byte came in time, with so many requests there."""
+    def on_time(self, before: float, now: float) -> None:
+        """A first byte came in time, though so many requests were there before it."""
         self._blind = inf
         if now <= self.reported_until:
             return
         self._late = 0
         self._on_time_at = now
-        if in_flight >= self.limit:
+        if before >= self.limit + self.allowance(now) - 1.0:
             self.limit += 1.0
 
-    def late(self, running: float, now: float) -> None:
-        """A first byte came late; after it so many were running."""
+    def late(self, running: float, before: float, waited_s: float, now: float) -> None:
+        """A first byte came late: with it so many are running or were, and were sent back to the engine's queue; so many
+        were there before it, and it waited so long for some of them to end.
+        """
         self._blind = inf
         if now <= self.reported_until:
             return
         self._late += 1
         if self._late >= LATE_IN_ROW:
-            self.limit = max(1.0, running)
+            seen = before + 1.0 - waited_s * self.rate(now)
+            self.limit = max(1.0, min(running, 0.5 * (min(self.limit, running) + seen)))
             self.by_space = False
 
     def overdue(self, since: float, running: float, now: float) -> None:
@@ -128,28 +148,20 @@ class Slots:
         if now > self.reported_until and self._on_time_at < since:
             self.limit = min(self.limit, max(1.0, running))
 
-    def reported(
-        self,
-        waiting: float,
-        running: float | None,
-        explained: float,
-        seen: float,
-        *,
-        kv_utilization: float,
-        until: float,
-    ) -> None:
-        """The engine says how many wait and run, `seen` of them in all when it said so; of those that wait, prefills
+    def reported(self, waiting: float, running: float | None, explained: float, *, cache: float, until: float) -> None:
+        """The engine says how many wait and run, and which share of its KV cache is in use; of those that wait, prefills
         and adapters explain so many.
         """
         self._blind = inf
         self.reported_until = until
+        self._cache = cache
         if waiting - explained >= 1.0:
             if running is not None:
                 self.limit = max(1.0, running)
-                self.by_space = kv_utilization > 0.9
+                self.by_space = cache > FULL_CACHE
             self._step = 1.0
-        elif waiting < 1.0 and seen >= self.limit - 1.0:
-            self.limit = max(self.limit, seen) + self._step
+        elif waiting < 1.0 and running is not None and running >= self.limit - 1.0:
+            self.limit = max(self.limit, running) + self._step
             self._step = min(MAX_STEP, 2.0 * self._step)
         else:
             self._step = 1.0
