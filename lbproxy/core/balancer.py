@@ -464,7 +464,9 @@ class Balancer:
     def _wait(self, ticket: Ticket, now: float, *, parked: bool = False) -> None:
         """Into the queue; whoever has no place in it any more is told."""
         if not parked:
-            if not self._queue.ready:  # nobody looked at what opens by itself
+            if not self._queue.ready:  # it was considered just now, and nobody looked at what opens by itself
+                self._woken.clear()
+                self._all_woken = False
                 for state in self._endpoints.candidates(None, now=now):
                     self._open_later(state, now)
             self._reserve(ticket, now)

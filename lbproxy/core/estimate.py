@@ -235,10 +235,18 @@ class LoadModel:
             head = next(iter(self.pending))
             if head.late_at <= now:
                 slots.overdue(head.late_at, self.in_flight - len(self.pending), now)
-        in_flight = self.in_flight + self.room.others.requests(now)
-        if slots.is_full(in_flight, now) or (slots.by_space and slots.lacks_space(in_flight, self._growth(), now)):
-            return True
-        return self.prefill_ms(now) > HOLD_MS
+        return self._lacks(now) is not None or self.prefill_ms(now) > HOLD_MS
+
+    def full_by(self, now: float) -> str | None:
+        """Why no request should be placed here now; None: one may. Changes nothing."""
+        return self._lacks(now) or ("prefill" if self.prefill_ms(now) > HOLD_MS else None)
+
+    def _lacks(self, now: float) -> str | None:
+        """What does not end by itself, if it is full for want of that."""
+        slots, in_flight = self.room.slots, self.in_flight + self.room.others.requests(now)
+        if slots.is_full(in_flight, now):
+            return "space" if slots.by_space else "requests"
+        return "space" if slots.by_space and slots.lacks_space(in_flight, self._growth(), now) else None
 
     def _growth(self) -> float:
         """The share of the cache by which responses in flight are expected to grow. Those that are not streamed show
@@ -249,8 +257,7 @@ class LoadModel:
 
     def opens_in_s(self, now: float) -> float:
         """In how many seconds that ends by itself; NEVER: not before something happens."""
-        in_flight, slots = self.in_flight + self.room.others.requests(now), self.room.slots
-        if slots.is_full(in_flight, now) or (slots.by_space and slots.lacks_space(in_flight, self._growth(), now)):
+        if self._lacks(now) is not None:
             return NEVER
         return max(0.0, self.prefill_ms(now) - HOLD_MS) / 1000.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from math import inf
 
 from lbproxy.core.estimate import LoadModel, PoolModel
 from lbproxy.core.learning import Samples
@@ -30,6 +31,15 @@ class EndpointLearned:
     capacity_tokens: float
     context_tokens: float
     """Prompts and answers of all in flight."""
+    wait_ms: float
+    """How long a request that is placed there now waits before its prefill begins: for prefills or for the end of
+    others."""
+    limit: float | None
+    """Requests that it runs at once, as far as anything showed it; None = nothing did."""
+    full_by: str | None
+    """Why it gets no more now: `requests`, `space`, `prefill`; None = it does."""
+    held: int
+    """Requests that wait in lbproxy for room there."""
     samples: dict[str, int]
     """From how many samples of its own a speed was learned, by its name here. 0: it is the others', or assumed."""
 
@@ -78,6 +88,10 @@ def of_endpoint(load: LoadModel, *, now: float) -> EndpointLearned:
         cached_tokens=load.cache.size * pool.index.block_bytes / pool.bytes_per_token,
         capacity_tokens=load.capacity_tokens,
         context_tokens=load.context_tokens,
+        wait_ms=load.wait_ms(now),
+        limit=None if load.room.slots.limit == inf else load.room.slots.limit,
+        full_by=load.full_by(now),
+        held=load.room.line.count,
         samples=_counts(load.samples, EndpointLearned),
     )
 
