@@ -75,7 +75,8 @@ ANSWERS = {"prompt_tokens": 350, "output_tokens": 700, "spread": 0.5}
 KINDS = {
     "slots": Kind(ANSWERS, {"max_sequences": 64}),
     "space": Kind(ANSWERS, {"kv_tokens": 60_000, "max_sequences": 1024}),
-    "prefill": Kind({"prompt_tokens": 6000, "output_tokens": 20, "spread": 0.5}),
+    # Of sizes that differ much, a policy that serves the short ones first answers more than the capacity.
+    "prefill": Kind({"prompt_tokens": 6000, "output_tokens": 20, "spread": 0.15}),
 }
 LOADS = (1.2, 2.0, 3.0, 10.0)
 FLOWS = (1, 2, 10)
@@ -204,10 +205,10 @@ CAPACITY_FROM_S = 100.0
 """By then the first responses, which all began at once, have ended, and those that run are as old as they ever are."""
 
 
-def capacity_of(kind: str, seconds: float = CAPACITY_S) -> float:
-    """Responses a second of the kind's servers when their own queues never run dry."""
+def capacity_scenario(kind: str, seconds: float = CAPACITY_S) -> Scenario:
+    """More than the kind's servers can answer, all of it given to them."""
     found = KINDS[kind]
-    scenario = Scenario.model_validate(
+    return Scenario.model_validate(
         {
             "fleet": [{"count": SERVERS, "max_model_len": 131_072, **found.server}],
             "workload": {
@@ -219,7 +220,11 @@ def capacity_of(kind: str, seconds: float = CAPACITY_S) -> float:
             "scrape_interval": None,
         }
     )
-    (run,) = runs_of(scenario, source=kind)
+
+
+def capacity_of(kind: str, seconds: float = CAPACITY_S) -> float:
+    """Responses a second of the kind's servers when their own queues never run dry."""
+    (run,) = runs_of(capacity_scenario(kind, seconds), source=kind)
     served = fleet_of(run, workload_of(run)).run(until_s=seconds)
     begin = seconds * CAPACITY_FROM_S / CAPACITY_S
     return sum(one.outcome is Outcome.COMPLETED and one.ended_at >= begin for one in served) / (seconds - begin)
@@ -291,8 +296,15 @@ class Kept:
     def __init__(self, file: Path) -> None:
         self._file = file
         known = orjson.loads(file.read_bytes()) if file.exists() else {}
-        self.capacities: dict[str, float] = known.get("capacity", {})
+        self._capacities: dict[str, float] = known.get("capacity", {})
         self.runs: dict[str, dict[str, float]] = known.get("runs", {})
+
+    def capacity(self, kind: str) -> float | None:
+        return self._capacities.get(_capacity_key(kind))
+
+    def keep_capacity(self, kind: str, capacity: float) -> None:
+        self._capacities[_capacity_key(kind)] = capacity
+        self.write()
 
     def figures(self, key: str) -> Figures | None:
         found = self.runs.get(key)
@@ -307,11 +319,21 @@ class Kept:
         self.write()
 
     def write(self) -> None:
-        data = {"about": {"lbproxy": __version__}, "capacity": self.capacities, "runs": self.runs}
+        data = {"about": {"lbproxy": __version__}, "capacity": self._capacities, "runs": self.runs}
         self._file.parent.mkdir(exist_ok=True)
         fresh = self._file.with_suffix(".new")
         fresh.write_bytes(orjson.dumps(data, option=orjson.OPT_INDENT_2))
         fresh.replace(self._file)
+
+
+def _capacity_key(kind: str) -> str:
+    return f"{kind} | {_mark(capacity_scenario(kind), CAPACITY_S)}"
+
+
+def _mark(scenario: Scenario, seconds: float) -> str:
+    """Another for everything else that is simulated."""
+    told = scenario.model_dump(mode="json", exclude_defaults=True)
+    return hashlib.sha256(orjson.dumps([told, seconds], option=orjson.OPT_SORT_KEYS)).hexdigest()[:8]
 
 
 @dataclass(frozen=True)
@@ -327,9 +349,7 @@ class Task:
     @property
     def key(self) -> str:
         """By which it is kept: what is simulated, and what it is called."""
-        told = self.scenario.model_dump(mode="json", exclude_defaults=True)
-        mark = hashlib.sha256(orjson.dumps([told, self.seconds], option=orjson.OPT_SORT_KEYS)).hexdigest()[:8]
-        return f"{self.name} | {self.variant} | {mark}"
+        return f"{self.name} | {self.variant} | {_mark(self.scenario, self.seconds)}"
 
 
 def do(task: Task) -> Found:
@@ -369,10 +389,9 @@ HEADS = ["cell", "policy", "throughput", "≤ 5 s", "≤ 2 s", "refused", "engin
 def rows(tasks: Sequence[Task], kept: Kept) -> Iterator[list[str]]:
     """One for each cell and policy that was run."""
     for task in tasks:
-        found = kept.figures(task.key)
-        if found is None:
+        found, capacity = kept.figures(task.key), kept.capacity(task.name.partition(" ")[0])
+        if found is None or capacity is None:
             continue
-        capacity = kept.capacities[task.name.partition(" ")[0]]
         yield [
             task.name,
             task.variant,
@@ -445,9 +464,9 @@ def _has(name: str, text: str) -> bool:
 def cell_tasks(cells: Sequence[Cell], variants: Sequence[str], kept: Kept, seconds: float) -> list[Task]:
     """The runs of cells whose capacity is known."""
     return [
-        Task(str(cell), variant, cell.scenario(variant, kept.capacities[cell.kind], seconds), seconds)
+        Task(str(cell), variant, cell.scenario(variant, capacity, seconds), seconds)
         for cell, variant in product(cells, variants)
-        if cell.kind in kept.capacities
+        if (capacity := kept.capacity(cell.kind)) is not None
     ]
 
 
@@ -464,9 +483,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seconds = args.seconds or (QUICK_SECONDS if args.quick else SECONDS)
     cells = [] if args.many else chosen(args.cells, QUICK if args.quick else CELLS)
     if not args.render:
-        for kind in dict.fromkeys(cell.kind for cell in cells if cell.kind not in kept.capacities):
-            kept.capacities[kind] = capacity_of(kind)
-            kept.write()
+        for kind in dict.fromkeys(cell.kind for cell in cells):
+            if kept.capacity(kind) is None:
+                kept.keep_capacity(kind, capacity_of(kind))
     variants = args.policies or ["adaptive"]
     tasks = cell_tasks(cells, variants, kept, seconds)
     crowds = many_tasks(args.policies or MANY_VARIANTS, args.seconds or MANY_SECONDS)
@@ -476,7 +495,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(many_table(crowds, kept) if args.many else cell_table(tasks, kept))
     if not partial:
         all_tasks = cell_tasks(CELLS, ["adaptive"], kept, SECONDS)
-        args.page.write_text(page(cell_table(all_tasks, kept), many_table(crowds, kept), kept.capacities), "utf-8")
+        capacities = {kind: found for kind in KINDS if (found := kept.capacity(kind)) is not None}
+        args.page.write_text(page(cell_table(all_tasks, kept), many_table(crowds, kept), capacities), "utf-8")
     return int(any(row[-1] == "FAIL" for row in rows(tasks, kept)))
 
 
