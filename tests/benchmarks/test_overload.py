@@ -9,7 +9,8 @@ import orjson
 import pytest
 
 from benchmarks import overload
-from benchmarks.overload import CELLS, KINDS, QUICK, Cell, Figures, Kind, Task, chosen, figures
+from benchmarks.overload import CELLS, KINDS, QUICK, Cell, Figures, Kind, chosen, figures
+from benchmarks.surprises import SURPRISES, Crowd
 from lbproxy.config import AdmissionSettings
 from lbproxy.core.types import Outcome
 from lbproxy.sim.fleet import Sample, Served
@@ -104,16 +105,16 @@ def test_capacity_is_what_the_servers_can_do(monkeypatch: pytest.MonkeyPatch) ->
     assert overload.capacity_of("slots", 20.0) == pytest.approx(26.5, abs=1.5)
 
 
-def test_many_runs() -> None:
-    task = Task("many", "adaptive", overload.many_scenario("adaptive", 10.0, servers=5), 10.0, is_many=True)
+def test_surprises_run() -> None:
+    assert len({one.name for one in SURPRISES}) == len(SURPRISES)
+    assert sum(group.count for one in SURPRISES for group in one.scenario("adaptive").fleet) == 508
+    (task,) = overload.surprise_tasks(["8 ranks, 2"], ["adaptive/hold=false"], 10.0)
+    assert task.scenario.admission == AdmissionSettings(hold=False)
     found = overload.do(task)
-    assert isinstance(found, overload.Crowd)
-    assert found.requests > 5
+    assert isinstance(found, Crowd)
+    assert found.requests > 30
+    assert found.refused == 0
     assert found.ttft_p99 >= found.ttft_mean > 0
-    assert "adaptive" in overload.many_table([task], _with(task, found))
-
-
-def _with(task: Task, found: overload.Crowd) -> overload.Kept:
     kept = overload.Kept(Path("/nonexistent/found.json"))
     kept.runs[task.key] = dataclasses.asdict(found)
-    return kept
+    assert "| 8 ranks, 2 flows | adaptive/hold=false |" in overload.surprise_table([task], kept)
