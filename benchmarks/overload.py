@@ -48,7 +48,7 @@ RESULTS, PAGE = HERE / "results" / "overload.json", HERE / "OVERLOAD.md"
 SECONDS = 150.0
 """For so long requests arrive."""
 WARM_UP_S = 30.0
-"""What is not counted at the beginning, or a fifth of a shorter run."""
+"""What is not counted at the beginning, or a third of a shorter run."""
 LINGER_S = 30.0
 """The simulation goes on for so long, for responses that began in time to end."""
 SAMPLE_S = 0.25
@@ -125,7 +125,7 @@ class Cell:
 
 CELLS = [Cell(*one) for one in product(KINDS, LOADS, (True, False), (True, False), FLOWS)]
 QUICK = [cell for cell in CELLS if cell.load == 2 and cell.flows == 1]
-QUICK_SECONDS = 60.0
+QUICK_SECONDS = 90.0
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def run_cell(run: Run, seconds: float) -> Figures:
     fleet = fleet_of(run, workload_of(run))
     fleet.watch(SAMPLE_S, samples.append)
     served = fleet.run(until_s=seconds + LINGER_S)
-    return figures(served, samples, min(WARM_UP_S, seconds / 5), seconds)
+    return figures(served, samples, min(WARM_UP_S, seconds / 3), seconds)
 
 
 def figures(served: Sequence[Served], samples: Sequence[Sample], begin: float, end: float) -> Figures:
@@ -448,7 +448,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overload", description="more requests than answers")
-    parser.add_argument("--quick", action="store_true", help="12 cells of 60 s; writes no page")
+    parser.add_argument("--quick", action="store_true", help="12 cells of 90 s; writes no page")
     parser.add_argument("--cells", nargs="+", metavar="WORDS", help="cells with all words of one of the texts")
     parser.add_argument("--policies", nargs="+", help="such as adaptive, adaptive/hold=false, least-request")
     parser.add_argument("--seconds", type=float, help=f"for how long requests arrive (default: {SECONDS:g})")
