@@ -79,6 +79,10 @@ CELLS: dict[str, Cell] = {
     "15 adapters, 6 x 3": Cell("lora", {"rate": 24}, servers=6, max_loras=3),
     "15 adapters, 8 x 4": Cell("lora", {"rate": 32}, servers=8, max_loras=4, short={"duration_s": 60}),
     "15 adapters, 10 x 4": Cell("lora", {"rate": 40}, servers=10, max_loras=4),
+    "agents, 60 users, 100k": Cell(
+        "agents", {"users": 60, "max_context": 100_000, "duration_s": 300}, short={"duration_s": 150}
+    ),
+    "long documents, short answers": Cell("documents", {"rate": 8}, short={"duration_s": 90}),
     "2 servers": Cell("own", {**MIX, "rate": 11}, servers=2, short={"duration_s": 90}),
     "4 servers": Cell("own", {**MIX, "rate": 22}, servers=4),
     "chat, half not streamed": Cell("chat", {"users": 600}, more={"stream_share": 0.5}),

@@ -8,7 +8,8 @@ Clients send at their rate whatever happens (open loop, Poisson). lbproxy's queu
     python -m benchmarks.overload --quick                    # some, cut in time; prints the table, writes no page
     python -m benchmarks.overload --cells "slots 2x streams" "space no-gauges 1"    # those with all words of a text
     python -m benchmarks.overload --policies adaptive adaptive/hold=false least-request
-    python -m benchmarks.overload --many                     # 500 endpoints, far from overload
+    python -m benchmarks.overload --many                     # fleets that are not as expected (surprises.py)
+    python -m benchmarks.overload --many ranks               # those with the word in their names
     python -m benchmarks.overload --render                   # the page of what there is
 
 Every run is kept in `results/overload.json` as soon as it is done, by what was simulated; `--again` does them anew.
@@ -28,11 +29,11 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, fields
 from itertools import product
 from pathlib import Path
-from statistics import fmean
 from typing import TypeAlias
 
 import orjson
 
+from benchmarks.surprises import SURPRISES, VARIANTS, Crowd, changed, run_crowd
 from lbproxy import __version__
 from lbproxy.config import Scenario, ScrapeSettings
 from lbproxy.core.types import Outcome
@@ -47,7 +48,7 @@ RESULTS, PAGE = HERE / "results" / "overload.json", HERE / "OVERLOAD.md"
 SECONDS = 150.0
 """For so long requests arrive."""
 WARM_UP_S = 30.0
-"""What is not counted at the beginning, or a fifth of a shorter run."""
+"""What is not counted at the beginning, or a third of a shorter run."""
 LINGER_S = 30.0
 """The simulation goes on for so long, for responses that began in time to end."""
 SAMPLE_S = 0.25
@@ -75,7 +76,8 @@ ANSWERS = {"prompt_tokens": 350, "output_tokens": 700, "spread": 0.5}
 KINDS = {
     "slots": Kind(ANSWERS, {"max_sequences": 64}),
     "space": Kind(ANSWERS, {"kv_tokens": 60_000, "max_sequences": 1024}),
-    "prefill": Kind({"prompt_tokens": 6000, "output_tokens": 20, "spread": 0.5}),
+    # Of sizes that differ much, a policy that serves the short ones first answers more than the capacity.
+    "prefill": Kind({"prompt_tokens": 6000, "output_tokens": 20, "spread": 0.15}),
 }
 LOADS = (1.2, 2.0, 3.0, 10.0)
 FLOWS = (1, 2, 10)
@@ -116,20 +118,14 @@ class Cell:
                 "seeds": 1,
                 "stream_share": 1.0 if self.streams else 0.0,
                 "scrape_interval": ScrapeSettings().interval if self.gauges else None,
-                "admission": _settings(changes),
+                "admission": changed(changes),
             }
         )
 
 
-def _settings(changes: str) -> dict[str, object]:
-    """Of `hold=false,queue_requests=64`."""
-    pairs = [one.partition("=") for one in changes.split(",") if one]
-    return {key: orjson.loads(value) for key, _, value in pairs}
-
-
 CELLS = [Cell(*one) for one in product(KINDS, LOADS, (True, False), (True, False), FLOWS)]
 QUICK = [cell for cell in CELLS if cell.load == 2 and cell.flows == 1]
-QUICK_SECONDS = 60.0
+QUICK_SECONDS = 90.0
 
 
 @dataclass(frozen=True)
@@ -166,7 +162,7 @@ def run_cell(run: Run, seconds: float) -> Figures:
     fleet = fleet_of(run, workload_of(run))
     fleet.watch(SAMPLE_S, samples.append)
     served = fleet.run(until_s=seconds + LINGER_S)
-    return figures(served, samples, min(WARM_UP_S, seconds / 5), seconds)
+    return figures(served, samples, min(WARM_UP_S, seconds / 3), seconds)
 
 
 def figures(served: Sequence[Served], samples: Sequence[Sample], begin: float, end: float) -> Figures:
@@ -204,10 +200,10 @@ CAPACITY_FROM_S = 100.0
 """By then the first responses, which all began at once, have ended, and those that run are as old as they ever are."""
 
 
-def capacity_of(kind: str, seconds: float = CAPACITY_S) -> float:
-    """Responses a second of the kind's servers when their own queues never run dry."""
+def capacity_scenario(kind: str, seconds: float = CAPACITY_S) -> Scenario:
+    """More than the kind's servers can answer, all of it given to them."""
     found = KINDS[kind]
-    scenario = Scenario.model_validate(
+    return Scenario.model_validate(
         {
             "fleet": [{"count": SERVERS, "max_model_len": 131_072, **found.server}],
             "workload": {
@@ -219,65 +215,14 @@ def capacity_of(kind: str, seconds: float = CAPACITY_S) -> float:
             "scrape_interval": None,
         }
     )
-    (run,) = runs_of(scenario, source=kind)
+
+
+def capacity_of(kind: str, seconds: float = CAPACITY_S) -> float:
+    """Responses a second of the kind's servers when their own queues never run dry."""
+    (run,) = runs_of(capacity_scenario(kind, seconds), source=kind)
     served = fleet_of(run, workload_of(run)).run(until_s=seconds)
     begin = seconds * CAPACITY_FROM_S / CAPACITY_S
     return sum(one.outcome is Outcome.COMPLETED and one.ended_at >= begin for one in served) / (seconds - begin)
-
-
-# 500 endpoints
-
-
-@dataclass(frozen=True)
-class Crowd:
-    """What came of the run with many endpoints. Seconds."""
-
-    requests: int
-    refused: int
-    ttft_mean: float
-    ttft_p99: float
-
-
-MANY_VARIANTS = ("adaptive", "adaptive/hold=false")
-MANY_RATE, MANY_SECONDS = 53.0, 160.0
-"""48 % of what 500 servers can answer."""
-
-
-def many_scenario(variant: str, seconds: float, servers: int = 500) -> Scenario:
-    """Long contexts, each by itself, on many servers: there is room for all."""
-    policy, _, changes = variant.partition("/")
-    return Scenario.model_validate(
-        {
-            "fleet": [{"count": servers, "max_model_len": 131_072}],
-            "workload": {
-                "name": "long-prompts",
-                "parameters": {
-                    "rate": MANY_RATE * servers / 500,
-                    "share": 1,
-                    "shortest": 10_000,
-                    "longest": 80_000,
-                    "duration_s": seconds,
-                },
-            },
-            "policies": [policy],
-            "seeds": 1,
-            # As the product does with so many: all of them within a second.
-            "scrape_interval": 1.0,
-            "admission": _settings(changes),
-        }
-    )
-
-
-def run_many(run: Run) -> Crowd:
-    """One simulation, to its end."""
-    served = fleet_of(run, workload_of(run)).run()
-    ttfts = sorted(one.first_at - one.submitted_at for one in served if one.first_at is not None)
-    return Crowd(
-        requests=len(served),
-        refused=sum(one.outcome in REFUSED for one in served),
-        ttft_mean=fmean(ttfts) if ttfts else 0.0,
-        ttft_p99=percentile(ttfts, 99),
-    )
 
 
 # Runs that are kept
@@ -291,8 +236,15 @@ class Kept:
     def __init__(self, file: Path) -> None:
         self._file = file
         known = orjson.loads(file.read_bytes()) if file.exists() else {}
-        self.capacities: dict[str, float] = known.get("capacity", {})
+        self._capacities: dict[str, float] = known.get("capacity", {})
         self.runs: dict[str, dict[str, float]] = known.get("runs", {})
+
+    def capacity(self, kind: str) -> float | None:
+        return self._capacities.get(_capacity_key(kind))
+
+    def keep_capacity(self, kind: str, capacity: float) -> None:
+        self._capacities[_capacity_key(kind)] = capacity
+        self.write()
 
     def figures(self, key: str) -> Figures | None:
         found = self.runs.get(key)
@@ -307,11 +259,21 @@ class Kept:
         self.write()
 
     def write(self) -> None:
-        data = {"about": {"lbproxy": __version__}, "capacity": self.capacities, "runs": self.runs}
+        data = {"about": {"lbproxy": __version__}, "capacity": self._capacities, "runs": self.runs}
         self._file.parent.mkdir(exist_ok=True)
         fresh = self._file.with_suffix(".new")
         fresh.write_bytes(orjson.dumps(data, option=orjson.OPT_INDENT_2))
         fresh.replace(self._file)
+
+
+def _capacity_key(kind: str) -> str:
+    return f"{kind} | {_mark(capacity_scenario(kind), CAPACITY_S)}"
+
+
+def _mark(scenario: Scenario, seconds: float) -> str:
+    """Another for everything else that is simulated."""
+    told = scenario.model_dump(mode="json", exclude_defaults=True)
+    return hashlib.sha256(orjson.dumps([told, seconds], option=orjson.OPT_SORT_KEYS)).hexdigest()[:8]
 
 
 @dataclass(frozen=True)
@@ -322,20 +284,18 @@ class Task:
     variant: str
     scenario: Scenario
     seconds: float
-    is_many: bool = False
+    is_surprise: bool = False
 
     @property
     def key(self) -> str:
         """By which it is kept: what is simulated, and what it is called."""
-        told = self.scenario.model_dump(mode="json", exclude_defaults=True)
-        mark = hashlib.sha256(orjson.dumps([told, self.seconds], option=orjson.OPT_SORT_KEYS)).hexdigest()[:8]
-        return f"{self.name} | {self.variant} | {mark}"
+        return f"{self.name} | {self.variant} | {_mark(self.scenario, self.seconds)}"
 
 
 def do(task: Task) -> Found:
     """In whichever process."""
     (run,) = runs_of(task.scenario, source=task.name)
-    return run_many(run) if task.is_many else run_cell(run, task.seconds)
+    return run_crowd(run) if task.is_surprise else run_cell(run, task.seconds)
 
 
 def do_all(tasks: Sequence[Task], kept: Kept, processes: int) -> None:
@@ -369,10 +329,9 @@ HEADS = ["cell", "policy", "throughput", "≤ 5 s", "≤ 2 s", "refused", "engin
 def rows(tasks: Sequence[Task], kept: Kept) -> Iterator[list[str]]:
     """One for each cell and policy that was run."""
     for task in tasks:
-        found = kept.figures(task.key)
-        if found is None:
+        found, capacity = kept.figures(task.key), kept.capacity(task.name.partition(" ")[0])
+        if found is None or capacity is None:
             continue
-        capacity = kept.capacities[task.name.partition(" ")[0]]
         yield [
             task.name,
             task.variant,
@@ -389,14 +348,14 @@ def cell_table(tasks: Sequence[Task], kept: Kept) -> str:
     return as_table(HEADS, list(rows(tasks, kept)), left=2)
 
 
-def many_table(tasks: Sequence[Task], kept: Kept) -> str:
+def surprise_table(tasks: Sequence[Task], kept: Kept) -> str:
     """In Markdown."""
-    found = [(task.variant, crowd) for task in tasks if (crowd := kept.crowd(task.key)) is not None]
     shown = [
-        [variant, str(one.requests), str(one.refused), f"{one.ttft_mean:.2f}", f"{one.ttft_p99:.1f}"]
-        for variant, one in found
+        [task.name, task.variant, str(one.requests), str(one.refused), f"{one.ttft_mean:.2f}", f"{one.ttft_p99:.1f}"]
+        for task in tasks
+        if (one := kept.crowd(task.key)) is not None
     ]
-    return as_table(["policy", "requests", "refused", "TTFT s", "p99"], shown)
+    return as_table(["fleet", "policy", "requests", "refused", "TTFT s", "p99"], shown, left=2)
 
 
 ABOUT = """# Overload
@@ -415,17 +374,18 @@ may be chosen. *refused*: share of the requests. *engines*: requests in an engin
 and time. *starts*: what a server begins in half a second. *lbproxy*: requests in its queue, p95. A cell passes with 0.9
 of the capacity within 5 s, and at most 4 requests, or what it starts in half a second, in an engine's queue.
 """
-ABOUT_MANY = """
-## Many endpoints
+ABOUT_SURPRISES = """
+## Not as expected
 
-500 of these servers, contexts of 10,000 to 80,000 tokens that share nothing, at about 48 % of what they can do.
+Fleets that are far from overload, and that a balancer with a model of its servers may take for loaded
+(`benchmarks/surprises.py`). The second line of each is the same without holding requests back.
 """
 
 
-def page(cells: str, many: str, capacities: Mapping[str, float]) -> str:
+def page(cells: str, surprises: str, capacities: Mapping[str, float]) -> str:
     """All of it."""
     said = ", ".join(f"{kind} {capacity:.2f}" for kind, capacity in capacities.items())
-    return f"{ABOUT}\nCapacity, responses a second: {said}.\n\n{cells}{ABOUT_MANY}\n{many}"
+    return f"{ABOUT}\nCapacity, responses a second: {said}.\n\n{cells}{ABOUT_SURPRISES}\n{surprises}"
 
 
 # The command
@@ -445,49 +405,55 @@ def _has(name: str, text: str) -> bool:
 def cell_tasks(cells: Sequence[Cell], variants: Sequence[str], kept: Kept, seconds: float) -> list[Task]:
     """The runs of cells whose capacity is known."""
     return [
-        Task(str(cell), variant, cell.scenario(variant, kept.capacities[cell.kind], seconds), seconds)
+        Task(str(cell), variant, cell.scenario(variant, capacity, seconds), seconds)
         for cell, variant in product(cells, variants)
-        if cell.kind in kept.capacities
+        if (capacity := kept.capacity(cell.kind)) is not None
     ]
 
 
-def many_tasks(variants: Sequence[str], seconds: float) -> list[Task]:
-    """The runs with many endpoints."""
-    return [Task("many", variant, many_scenario(variant, seconds), seconds, is_many=True) for variant in variants]
+def surprise_tasks(words: Sequence[str] | None, variants: Sequence[str], seconds: float | None) -> list[Task]:
+    """The runs of fleets with one of the words in their names; of all without words."""
+    found = [one for one in SURPRISES if not words or any(word in one.name for word in words)]
+    return [
+        Task(one.name, variant, one.scenario(variant, seconds), seconds or one.seconds, is_surprise=True)
+        for one, variant in product(found, variants)
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 if a cell fails."""
     args = _parser().parse_args(arguments)
     kept = Kept(args.results)
-    partial = bool(args.quick or args.cells or args.seconds or args.policies)
+    partial = bool(args.quick or args.cells or args.seconds or args.policies or args.many)
+    only_many = args.many is not None
     seconds = args.seconds or (QUICK_SECONDS if args.quick else SECONDS)
-    cells = [] if args.many else chosen(args.cells, QUICK if args.quick else CELLS)
+    cells = [] if only_many else chosen(args.cells, QUICK if args.quick else CELLS)
     if not args.render:
-        for kind in dict.fromkeys(cell.kind for cell in cells if cell.kind not in kept.capacities):
-            kept.capacities[kind] = capacity_of(kind)
-            kept.write()
+        for kind in dict.fromkeys(cell.kind for cell in cells):
+            if kept.capacity(kind) is None:
+                kept.keep_capacity(kind, capacity_of(kind))
     variants = args.policies or ["adaptive"]
     tasks = cell_tasks(cells, variants, kept, seconds)
-    crowds = many_tasks(args.policies or MANY_VARIANTS, args.seconds or MANY_SECONDS)
+    surprises = surprise_tasks(args.many, args.policies or VARIANTS, args.seconds)
     if not args.render:
-        wanted = crowds if args.many else tasks
+        wanted = surprises if only_many else tasks
         do_all([task for task in wanted if args.again or task.key not in kept.runs], kept, args.processes)
-    print(many_table(crowds, kept) if args.many else cell_table(tasks, kept))
+    print(surprise_table(surprises, kept) if only_many else cell_table(tasks, kept))
     if not partial:
         all_tasks = cell_tasks(CELLS, ["adaptive"], kept, SECONDS)
-        args.page.write_text(page(cell_table(all_tasks, kept), many_table(crowds, kept), kept.capacities), "utf-8")
+        capacities = {kind: found for kind in KINDS if (found := kept.capacity(kind)) is not None}
+        args.page.write_text(page(cell_table(all_tasks, kept), surprise_table(surprises, kept), capacities), "utf-8")
     return int(any(row[-1] == "FAIL" for row in rows(tasks, kept)))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overload", description="more requests than answers")
-    parser.add_argument("--quick", action="store_true", help="12 cells of 60 s; writes no page")
+    parser.add_argument("--quick", action="store_true", help="12 cells of 90 s; writes no page")
     parser.add_argument("--cells", nargs="+", metavar="WORDS", help="cells with all words of one of the texts")
     parser.add_argument("--policies", nargs="+", help="such as adaptive, adaptive/hold=false, least-request")
     parser.add_argument("--seconds", type=float, help=f"for how long requests arrive (default: {SECONDS:g})")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--many", action="store_true", help="500 endpoints, and nothing else")
+    parser.add_argument("--many", nargs="*", metavar="WORD", help="fleets that are not as expected, and nothing else")
     parser.add_argument("--again", action="store_true", help="also what was run before")
     parser.add_argument("--render", action="store_true", help="run nothing; write the page of what there is")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where runs are kept")

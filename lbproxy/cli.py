@@ -71,7 +71,21 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--rate", type=float, metavar="N", default=12.0, help="its requests a second (default: 12)")
     demo.add_argument("--seed", type=int, default=1, metavar="N", help="another seed, other requests (default: 1)")
 
-    mock = commands.add_parser("mock", help="one simulated vLLM server")
+    _add_mock(commands.add_parser("mock", help="one simulated vLLM server"))
+
+    sim = commands.add_parser("sim", help="compare policies on a simulated fleet, in virtual time")
+    sim.add_argument("scenario", nargs="?", metavar="FILE", help="what to simulate (YAML): docs/simulator.md")
+    sim.add_argument("--list", action="store_true", help="show the workloads and their parameters")
+    sim.add_argument("--processes", type=int, default=os.cpu_count(), help="simulations at a time (default: CPUs)")
+    sim.add_argument("--json", metavar="FILE", help="write all figures there")
+    sim.add_argument("--markdown", metavar="FILE", help="write the tables there")
+    sim.add_argument("--plot", metavar="FILE", help="draw them there: .png, .svg or .pdf (needs lbproxy[plots])")
+    _add_admin_commands(commands)
+    return parser
+
+
+def _add_mock(mock: argparse.ArgumentParser) -> None:
+    """The options of one simulated server."""
     mock.add_argument("--host", default="127.0.0.1", help="where it listens (default: 127.0.0.1)")
     mock.add_argument("--port", type=int, default=8000, help="0 = any free port (default: 8000)")
     mock.add_argument("--model", default="sim", help="the served model's name (default: sim)")
@@ -80,6 +94,13 @@ def _parser() -> argparse.ArgumentParser:
     mock.add_argument("--kv-tokens", type=int, help="size of the KV cache (default: the preset's)")
     mock.add_argument("--max-num-seqs", type=int, help="requests that run at the same time (default: the preset's)")
     mock.add_argument("--max-model-len", type=int, help="prompt and answer together, tokens (default: the preset's)")
+    mock.add_argument("--ranks", type=int, default=1, help="data-parallel engines behind the address (default: 1)")
+    what = "seconds to each first token, whatever else it does; without it, as the preset's engine takes"
+    mock.add_argument("--ttft", type=float, metavar="SECONDS", help=what)
+    what = "evenly within plus or minus this share of --ttft (default: 0)"
+    mock.add_argument("--ttft-spread", type=float, default=0.0, metavar="SHARE", help=what)
+    what = "with --ttft: from each token to the next (default: 0.02)"
+    mock.add_argument("--token-time", type=float, default=0.02, metavar="SECONDS", help=what)
     what = "whom it plays to who asks for models or the cache's size (default: vllm); only vllm has metrics"
     mock.add_argument("--engine", choices=["vllm", "sglang", "llamacpp"], default="vllm", help=what)
     mock.add_argument("--metric-names", choices=["current", "old"], default="current", help="old: those of vLLM 0.8")
@@ -91,16 +112,6 @@ def _parser() -> argparse.ArgumentParser:
     mock.add_argument("--max-loras", type=int, default=1, help="adapters that run together (default: 1, as vLLM's)")
     what = "adapters can be loaded and unloaded over HTTP"
     mock.add_argument("--lora-updates", action="store_true", help=what)
-
-    sim = commands.add_parser("sim", help="compare policies on a simulated fleet, in virtual time")
-    sim.add_argument("scenario", nargs="?", metavar="FILE", help="what to simulate (YAML): docs/simulator.md")
-    sim.add_argument("--list", action="store_true", help="show the workloads and their parameters")
-    sim.add_argument("--processes", type=int, default=os.cpu_count(), help="simulations at a time (default: CPUs)")
-    sim.add_argument("--json", metavar="FILE", help="write all figures there")
-    sim.add_argument("--markdown", metavar="FILE", help="write the tables there")
-    sim.add_argument("--plot", metavar="FILE", help="draw them there: .png, .svg or .pdf (needs lbproxy[plots])")
-    _add_admin_commands(commands)
-    return parser
 
 
 def _add_admin_commands(commands: Subparsers) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import TypeAlias
 
 from lbproxy.sim.prompts import Piece
@@ -259,6 +260,34 @@ def agents(
     return ClosedLoop(conversation, seed)
 
 
+def documents(  # noqa: PLR0913
+    seed: int,
+    *,
+    rate: float = 10.0,
+    documents: int = 200,
+    skew: float = 1.0,
+    shortest: int = 8000,
+    longest: int = 30_000,
+    question_tokens: int = 60,
+    output_tokens: int = 35,
+    duration_s: float = 180.0,
+) -> Workload:
+    """Short questions about long documents, answered in a few words: lengths of documents evenly between two, the
+    popularity of the n-th as n to the power of minus `skew`. Poisson arrivals.
+    """
+    rng = random.Random(f"{seed}:documents")
+    ids = fresh_ids()
+    texts = [Piece(number, rng.randint(shortest, longest)) for number in range(documents)]
+    popularity = list(accumulate((number + 1) ** -skew for number in range(documents)))
+    arrivals: list[Arrival] = []
+    for number, at in enumerate(poisson(rng, rate, duration_s)):
+        (text,) = rng.choices(texts, cum_weights=popularity)
+        question = Piece(ids(), lognormal(rng, question_tokens, 0.5))
+        answer = Piece(ids(), lognormal(rng, output_tokens, 0.35, at_most=100))
+        arrivals.append((at, Job(str(number), (text, question), answer)))
+    return OpenLoop([arrivals])
+
+
 def mooncake(
     seed: int,
     *,
@@ -300,6 +329,7 @@ WORKLOADS: Mapping[str, Callable[..., Workload]] = {
     "bursts": bursts,
     "long-prompts": long_prompts,
     "lora": lora,
+    "documents": documents,
 }
 """By the name that scenarios use."""
 

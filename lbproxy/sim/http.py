@@ -1,9 +1,9 @@
 """The simulated server behind HTTP: what a vLLM server looks like from outside.
 
-With `sabotage.py` this is the only module of the simulation that does I/O. It owns a socket, one `Engine` and one
-timer. The timer fires when the engine's step ends, and hands the step's tokens to the calls they belong to; a handler
-wakes up once for what has come since, and writes it. A client that goes away, whether it streams or not, aborts its
-work at once.
+With `sabotage.py` this is the only module of the simulation that does I/O. It owns a socket, one model server
+(`model_server.py`) and one timer. The timer fires when the engine's step ends, and hands the step's tokens to the calls
+they belong to; a handler wakes up once for what has come since, and writes it. A client that goes away, whether it
+streams or not, aborts its work at once.
 
 The clock is the event loop's. If the loop is busy, tokens come out late, but the simulated times stay right; how late
 they came out stands on /metrics, for whoever wants to reject a measurement.
@@ -29,11 +29,11 @@ from lbproxy.core.orca import REPORT_HEADER, REQUEST_HEADER
 from lbproxy.sim import openai_api as api
 from lbproxy.sim.adapters import LOAD_PATH, UNLOAD_PATH, Adapters
 from lbproxy.sim.description import DESCRIPTIONS, describe
-from lbproxy.sim.engine import Engine
 from lbproxy.sim.exposition import CONTENT_TYPE, Page, load_report, render
 from lbproxy.sim.faults import parse_faults
 from lbproxy.sim.lag import LagMeter
 from lbproxy.sim.mock_options import MockOptions
+from lbproxy.sim.model_server import make_server
 from lbproxy.sim.presets import BLOCK_TOKENS
 from lbproxy.sim.sabotage import Handler, Saboteur, stream_response
 from lbproxy.sim.text import Answer, to_token_ids
@@ -84,8 +84,10 @@ class MockServer:
     def __init__(self, options: MockOptions) -> None:
         self.options = options
         self.port = 0
-        self._engine = Engine(
+        self._engine = make_server(
             options.hardware(),
+            ranks=options.ranks,
+            times=options.times(),
             max_model_len=options.max_model_len,
             speed=options.speed,
             rng=random.Random(options.seed),

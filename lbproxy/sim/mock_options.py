@@ -7,10 +7,13 @@ from typing import Literal
 
 from lbproxy.sim.adapters import MAX_ADAPTERS, Adapters
 from lbproxy.sim.faults import parse_faults
+from lbproxy.sim.fixed import FixedTimes
 from lbproxy.sim.presets import PRESETS, Preset
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}
 """Whom it can play, by the name that the settings of lbproxy use, and what each is called."""
+
+MAX_RANKS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,14 @@ class MockOptions:
     """Running requests at most; None = the preset's."""
     max_model_len: int | None = None
     """Prompt and output together; None = the preset's. Never more than the KV cache holds."""
+    ranks: int = 1
+    """Data-parallel engines behind the address, each with the whole of the preset."""
+    ttft: float | None = None
+    """Seconds to each first token, whatever else it does; None = an engine. Of the preset only sizes count then."""
+    ttft_spread: float = 0.0
+    """Evenly within plus or minus this share of `ttft`."""
+    token_time: float = 0.02
+    """With `ttft`: seconds from each token to the next."""
     speed: float = 1.0
     """Divides every simulated duration."""
     seed: int = 0
@@ -63,9 +74,20 @@ class MockOptions:
             raise ValueError(f"max_model_len must be at least 2, got {self.max_model_len}")
         if not 1 <= self.max_loras <= MAX_ADAPTERS:
             raise ValueError(f"max_loras must be within 1..{MAX_ADAPTERS}, got {self.max_loras}")
+        if not 1 <= self.ranks <= MAX_RANKS:
+            raise ValueError(f"ranks must be within 1..{MAX_RANKS}, got {self.ranks}")
+        if self.ttft is not None and self.ranks > 1:
+            raise ValueError("ranks must be 1 with ttft")
+        self.times()
         Adapters(self.model, self.adapters)
         self.hardware()
         parse_faults("\n".join(self.faults))
+
+    def times(self) -> FixedTimes | None:
+        """Those of a server whose times are fixed; None = it is an engine."""
+        if self.ttft is None:
+            return None
+        return FixedTimes(ttft_s=self.ttft, ttft_spread=self.ttft_spread, token_s=self.token_time)
 
     def hardware(self) -> Preset:
         """The preset with the overrides applied."""

@@ -467,3 +467,37 @@ def test_engines_without_metrics_say_how_much_their_cache_holds(
             assert ("endpoint-load-metrics" in reply.headers) is (engine == "vllm")
 
     run(test, options)
+
+
+def test_ranks_prefill_side_by_side_and_are_one_page() -> None:
+    async def test(server: MockServer, client: openai.AsyncOpenAI) -> None:
+        asks = [client.completions.create(model="sim", prompt=f"{n}", max_tokens=5, n=1) for n in range(6)]
+        answers = await asyncio.gather(*asks)
+        assert [answer.usage and answer.usage.completion_tokens for answer in answers] == [5] * 6
+        assert await metric(server, "vllm:generation_tokens_total") == 30
+        assert await metric(server, "vllm:num_requests_running") == 0
+
+    run(test, dataclasses.replace(FAST, ranks=3))
+
+
+def test_fixed_times() -> None:
+    """Half a second, at 50 times the speed, and every token is there."""
+
+    async def test(_: MockServer, client: openai.AsyncOpenAI) -> None:
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
+        stream = await client.completions.create(model="sim", prompt="x" * 4000, max_tokens=9, stream=True)
+        times = [loop.time() - begin async for chunk in stream if chunk.choices[0].text]
+        assert len(times) == 9
+        assert times[0] >= 0.2
+        assert times[-1] - times[0] >= 0.07
+
+    run(test, MockOptions(ttft=10.0, token_time=0.5, speed=50.0))
+
+
+@pytest.mark.parametrize(
+    "given", [{"ranks": 0}, {"ranks": 2, "ttft": 1.0}, {"ttft": -1.0}, {"ttft": 1.0, "ttft_spread": 2.0}]
+)
+def test_servers_that_cannot_be(given: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        MockOptions(**given)  # type: ignore[arg-type]

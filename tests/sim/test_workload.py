@@ -140,6 +140,16 @@ def test_a_tenth_of_the_prompts_is_long() -> None:
     assert max(job.prompt_tokens for job in long) <= 80_000
 
 
+def test_documents_are_as_popular_as_their_rank() -> None:
+    ((*arrivals,),) = phases(make_workload("documents", {"rate": 50, "documents": 20}, seed=1))
+    asked = Counter(job.prompt[0] for _, job in arrivals)
+    assert len(asked) == 20
+    # The harmonic series of 20 is 3.6.
+    assert asked.most_common(1)[0][1] / len(arrivals) == pytest.approx(1 / 3.6, abs=0.02)
+    assert all(8000 <= text.tokens <= 30_000 for text in asked)
+    assert all(job.answer.tokens <= 100 for _, job in arrivals)
+
+
 def test_adapters_are_asked_for_by_thirds() -> None:
     ((*arrivals,),) = phases(make_workload("lora", {"rate": 50}, seed=1))
     asked = Counter(job.model for _, job in arrivals)
