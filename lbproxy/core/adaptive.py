@@ -129,7 +129,9 @@ class Adaptive(Policy):
                 held, tokens = room.line.before(work, pool.turn_share)
                 ahead += held
                 backlog += tokens
-            wait = backlog * rate / room.lanes.lanes
+            wait, lanes = backlog * rate, room.lanes.lanes
+            if lanes > 1.0:
+                wait = 0.0 if len(load.pending) < lanes else wait / lanes
             if ahead >= room.slots.limit:
                 slots = room.slots.wait_ms(ahead, now)
                 wait = max(wait, slots)

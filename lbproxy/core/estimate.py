@@ -214,7 +214,9 @@ class LoadModel:
         return backlog if backlog > 0.0 else 0.0
 
     def prefill_ms(self, now: float) -> float:
-        """How long that work takes, with as many lanes as there are."""
+        """How long a request waits for that work, with as many lanes as there are."""
+        if 1 <= len(self.pending) < self.room.lanes.lanes:
+            return 0.0
         return self.backlog_tokens(now) * self.pool.token_ms * self.speed / self.room.lanes.lanes
 
     def wait_ms(self, now: float) -> float:
@@ -235,7 +237,11 @@ class LoadModel:
             head = next(iter(self.pending))
             if head.late_at <= now:
                 slots.overdue(head.late_at, self.in_flight - len(self.pending), now)
-        return self._lacks(now) is not None or self.prefill_ms(now) > HOLD_MS
+        if self._lacks(now) is not None:
+            return True
+        if self.prefill_ms(now) <= HOLD_MS:
+            return False
+        return not (slots.is_idle(now) and self.room.lanes.may_try(len(self.pending), now))
 
     def full_by(self, now: float) -> str | None:
         """Why no request should be placed here now; None: one may. Changes nothing."""
@@ -567,7 +573,9 @@ class LoadModel:
         """What the engine says of its own queue, in a scrape or with a response."""
         if metrics.waiting is None:
             return
-        explained = sum(one.late_at > metrics.scraped_at for one in self.pending)
+        at = metrics.scraped_at
+        self.room.lanes.reported(metrics.waiting, len(self.pending), full=self.prefill_ms(at) > HOLD_MS, at=at)
+        explained = sum(one.late_at > at for one in self.pending)
         self.room.slots.reported(
             metrics.waiting,
             metrics.running,

@@ -9,16 +9,25 @@ Two things are learned from each first byte, whose request was placed with a pre
   says how long a request waits for the prefills before it; where requests again and again wait less than half of that,
   there are more lanes; where they wait longer, fewer.
 
-Invariant: `lanes` is at least 1, and 1 until `SURE` more requests showed more lanes than showed none.
+An engine that reports its queue says more: where none of it waits while the model says that requests of ours must,
+again and again, the model is wrong (`reported`). As an engine that computes one long prompt reports the same whether it
+would take another one or not, one more is let through to see, unless it was seen lately.
+
+Invariant: `lanes` is at least 1, and 1 until `SURE` more requests showed more lanes than showed none, or `SURE_REPORTS`
+reports in a row.
 """
 
 from __future__ import annotations
 
+from math import inf
 from typing import Final
 
 LATE_S: Final = 0.25
 """A first byte that comes so long after its prediction is not late yet."""
 SURE: Final = 5
+SURE_REPORTS: Final = 3
+SEEN_S: Final = 60.0
+"""For so long an engine that was seen to compute one prefill after the other gets no request to see whether it does."""
 TELLING_S: Final = 0.1
 """A wait that is predicted to be shorter shows nothing."""
 
@@ -26,7 +35,7 @@ TELLING_S: Final = 0.1
 class Lanes:
     """One endpoint's."""
 
-    __slots__ = ("_seen", "_sure", "delay_s", "lanes", "spread_s")
+    __slots__ = ("_reports", "_seen", "_serial_until", "_sure", "delay_s", "lanes", "spread_s")
 
     def __init__(self) -> None:
         self.lanes = 1.0
@@ -36,7 +45,29 @@ class Lanes:
         self.spread_s = 0.0
         """Mean deviation of that."""
         self._seen = False
-        self._sure = 0
+        self._sure = self._reports = 0
+        self._serial_until = -inf
+
+    def may_try(self, pending: int, now: float) -> bool:
+        """Whether one more may go there though prefills are queued, to see whether it is computed beside them."""
+        return pending < 2 and now > self._serial_until
+
+    def reported(self, waiting: float, pending: int, *, full: bool, at: float) -> None:
+        """The engine says how many requests wait, while so many of ours have no first byte. `full`: the model says that
+        the last of these waits for long.
+        """
+        if waiting >= 1.0:
+            self._reports = 0
+            if pending >= 2:
+                self._serial_until = at + SEEN_S
+                self.lanes = max(1.0, min(self.lanes, pending - waiting))
+        elif full and pending >= 2:
+            self._reports += 1
+            if self._reports >= SURE_REPORTS:
+                self.lanes = max(self.lanes, 2.0 * pending)
+                self._serial_until = -inf
+        else:
+            self._reports = 0
 
     def patience_s(self, predicted_s: float) -> float:
         """A first byte that is predicted in `predicted_s` is late after this."""

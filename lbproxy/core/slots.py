@@ -53,6 +53,7 @@ class Slots:
         "_starts",
         "_starts_at",
         "_step",
+        "_waiting",
         "by_space",
         "limit",
         "reported_until",
@@ -71,6 +72,7 @@ class Slots:
         self._blind = BLIND
         self._cache = 0.0
         """Share of the KV cache in use, by the latest report."""
+        self._waiting = 0.0
         self._late = 0
         self._on_time_at = -inf
         self._step = 1.0
@@ -94,6 +96,10 @@ class Slots:
         if in_flight < self.limit:
             return in_flight >= self._blind and now > self.reported_until
         return in_flight - self.limit >= self.allowance(now)
+
+    def is_idle(self, now: float) -> bool:
+        """Whether the engine says that no request waits."""
+        return now <= self.reported_until and self._waiting < 1.0
 
     def lacks_space(self, in_flight: float, growth: float, now: float) -> bool:
         """Whether those that are there will need all of the cache. `growth`: the share of it by which they are expected
@@ -155,6 +161,7 @@ class Slots:
         self._blind = inf
         self.reported_until = until
         self._cache = cache
+        self._waiting = waiting
         if waiting - explained >= 1.0:
             if running is not None:
                 self.limit = max(1.0, running)
