@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Final, cast
 
 from lbproxy.core.estimate import LoadModel, PoolModel
+from lbproxy.core.lora import prices_ms
 from lbproxy.core.placement import freed_per_ms
 from lbproxy.core.prefix import BLOCK_BYTES
 from lbproxy.core.pricing import Policy, Prices
@@ -223,13 +224,11 @@ def _adapter_ms(loads: Sequence[LoadModel], adapter: str | None, pool: PoolModel
     """What a request waits for its adapter on each endpoint. None: its model is none."""
     if adapter is None or adapter not in pool.adapters:
         return None
-    return [
-        load.adapters.price_ms(
-            adapter,
-            times=pool.load_times,
-            in_flight=load.in_flight,
-            answer_ms=pool.output_tokens * (load.gap_ms + load.gap_per_token_ms * load.context_tokens),
-            now=now,
-        )
-        for load in loads
-    ]
+    return prices_ms(
+        adapter,
+        [load.adapters for load in loads],
+        times=pool.load_times,
+        in_flight=[float(load.in_flight) for load in loads],
+        answer_ms=[pool.output_tokens * (load.gap_ms + load.gap_per_token_ms * load.context_tokens) for load in loads],
+        now=now,
+    )

@@ -8,7 +8,7 @@ import pytest
 
 from lbproxy.config import RoutingSettings
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.lora import DEFAULT_SLOTS, MAX_REMEMBERED, AdapterTable, Arrival, LoadTimes
+from lbproxy.core.lora import DEFAULT_SLOTS, MAX_REMEMBERED, AdapterTable, Arrival, LoadTimes, prices_ms
 from lbproxy.core.policy import make_policy
 from lbproxy.core.types import Endpoint, EndpointState, InferenceRequest, LoadMetrics, LoraMetrics
 from tests.support.pool import MODEL, card, pool_of
@@ -33,7 +33,14 @@ def use(table: AdapterTable, *adapters: str) -> list[Arrival]:
 
 
 def price(table: AdapterTable, adapter: str, in_flight: float = 0.0, now: float = 0.0) -> float:
-    return table.price_ms(adapter, times=TIMES, in_flight=in_flight, answer_ms=1000.0, now=now)
+    return prices([table], adapter, in_flight=in_flight, now=now)[0]
+
+
+def prices(
+    tables: list[AdapterTable], adapter: str, in_flight: float = 0.0, now: float = 0.0, times: LoadTimes = TIMES
+) -> list[float]:
+    count = len(tables)
+    return prices_ms(adapter, tables, times=times, in_flight=[in_flight] * count, answer_ms=[1000.0] * count, now=now)
 
 
 def test_an_adapter_costs_its_load_once() -> None:
@@ -50,7 +57,8 @@ def test_an_idle_adapter_stays_until_its_slot_is_needed_the_least_recently_used_
     table = table_of(2)
     assert use(table, "a", "b", "a", "c") == [FIRST, FIRST, LOADED, FIRST]
     assert [table.is_loaded(name, 0.0) for name in "abc"] == [True, False, True]
-    assert (price(table, "b"), price(table, "d")) == (20.0, 60.0), "from memory, and from disk"
+    later = 1e6
+    assert (price(table, "b", now=later), price(table, "d", now=later)) == (20.0, 60.0), "from memory, and from disk"
     assert use(table, "b") == [LOADS]
 
 
@@ -84,23 +92,89 @@ def test_who_finds_no_slot_waits_for_the_first_that_becomes_free() -> None:
     assert table.has_room(0.0), "y left before it was its turn"
 
 
-def test_a_request_without_a_slot_waits_for_half_an_answer_and_more() -> None:
+def test_a_request_without_a_slot_waits_for_half_an_answer_and_more_and_for_the_load() -> None:
     table = table_of(2)
     for adapter in ("a", "a", "a", "b", "b"):
         table.placed(adapter, 0.0)
-    assert price(table, "c") == pytest.approx(500 * (1 + 1.0986), rel=1e-3)
+    assert price(table, "c") == pytest.approx(500 * (1 + 1.0986) + 60, rel=1e-3)
     assert price(table, "a") == 0.0
     table.closed("b", 0.0)
     table.closed("b", 0.0)
-    assert price(table, "c") == 60.0
+    assert price(table, "c", now=1e6) == 60.0
 
 
-def test_who_waits_for_the_same_adapter_waits_together() -> None:
+def test_who_waits_for_the_same_adapter_waits_together_and_others_behind_them() -> None:
     table = table_of(1)
     table.placed("a", 0.0)
     table.placed("x", 0.0)
-    assert price(table, "x") == 0.0
-    assert price(table, "y") > 500.0
+    one_wait = 500 * (1 + 0.6931)
+    assert price(table, "x") == pytest.approx(one_wait, rel=1e-3), "what is loaded for those before it"
+    assert price(table, "y") == pytest.approx(2 * one_wait + 60, rel=1e-3)
+
+
+def test_where_all_slots_are_in_use_never_costs_less_than_where_one_is_free() -> None:
+    """Answers are short, and loads from disk take long: waiting and a load from memory would be cheaper for this one
+    request, but not for the next.
+    """
+    full, free = table_of(1), table_of(1)
+    use(full, "x")
+    full.placed("a", 0.0)
+    slow_disk = LoadTimes(again=20.0, first=5000.0)
+    assert prices([full, free], "x", times=slow_disk) == [5000.0, 5000.0]
+    full.placed("x", 0.0)
+    assert prices([full, free], "x", now=1e6, times=slow_disk) == [5000.0, 5000.0], "those who join a wait too"
+
+
+def test_a_slot_whose_adapter_is_soon_needed_again_costs_more_than_an_empty_one() -> None:
+    empty, rare, often = table_of(1), table_of(1), table_of(1)
+    use(rare, "b")
+    use(often, *["b"] * 20)
+    found = prices([empty, rare, often], "x")
+    assert found == [60.0, pytest.approx(60 + 20 * 0.283, rel=1e-2), pytest.approx(80.0, rel=1e-2)]
+    assert prices([often], "x", now=1e6) == [60.0], "not any more"
+
+
+def test_a_first_load_is_invested_in_once_reloads_have_paid_for_it() -> None:
+    """Three adapters are known to one server with two slots, and another is idle."""
+    busy, idle = table_of(2), table_of(2)
+    use(busy, "a", "b", "c")
+    at_first = prices([busy, idle], "a")
+    assert at_first[0] < at_first[1]
+    for _ in range(3):
+        use(busy, "a", "b", "c")
+    reloading, first = prices([busy, idle], "a")
+    assert first < reloading
+    use(idle, "a")
+    assert prices([busy, idle], "a")[1] == 0.0, "it has a home now, and b and c have theirs"
+    assert use(busy, "b", "c", "b", "c") == [LOADED] * 4
+
+
+def test_what_is_asked_for_rarely_is_never_invested_in() -> None:
+    busy, idle = table_of(2), table_of(2)
+    use(busy, "a", "b", "c")
+    for minute in range(1, 30):
+        for name in "abc":
+            now = minute * 60.0
+            busy.placed(name, now)
+            busy.closed(name, now)
+    now = 30 * 60.0
+    reloading, first = prices([busy, idle], "a", now=now)
+    assert reloading < first
+
+
+def test_those_who_wait_for_a_slot_pay_for_a_first_load_too() -> None:
+    full, idle = table_of(1), table_of(1)
+    full.placed("a", 0.0)
+    times = LoadTimes(again=60.0, first=3000.0)
+    before = prices([full, idle], "x", times=times)[1]
+    for _ in range(4):
+        full.placed("x", 0.0)
+    found = prices([full, idle], "x", times=times)
+    assert (before, found[1]) == (3000.0, 1000.0)
+    for _ in range(2):
+        full.placed("x", 0.0)
+    waits, load = prices([full, idle], "x", times=times)
+    assert load < waits
 
 
 def test_a_load_holds_up_sixteen_streams_at_most() -> None:
@@ -111,7 +185,7 @@ def test_a_scrape_adds_what_others_use_and_is_believed_while_it_is_fresh() -> No
     table = AdapterTable()
     table.report(["x", "y"], 2, now=0.0, until=2.0)
     assert price(table, "x") == 0.0
-    assert price(table, "z") == pytest.approx(500 * (1 + 0.6931), rel=1e-3)
+    assert price(table, "z") == pytest.approx(500 * (1 + 0.6931) + 60, rel=1e-3)
     assert price(table, "z", now=3.0) == 60.0
     assert price(table, "x", now=3.0) == 0.0, "idle now, but loaded"
 
@@ -121,9 +195,9 @@ def test_what_a_scrape_shows_of_our_own_is_no_news() -> None:
     table = table_of(1)
     use(table, "ours")
     table.report(["ours"], 1, now=0.1, until=9.0)
-    assert price(table, "new", now=0.2) == 60.0
+    assert price(table, "new", now=0.2) < 80.0
     table.report(["ours"], 1, now=0.3, until=9.0)
-    assert price(table, "new", now=0.4) > 60.0, "still there, and none of ours ran since: others use it"
+    assert price(table, "new", now=0.4) > 500.0, "still there, and none of ours ran since: others use it"
 
 
 def test_what_left_the_labels_is_not_unloaded() -> None:
@@ -178,6 +252,7 @@ def test_memory_is_bounded_whatever_comes() -> None:
         assert not table._loaded.keys() & table._waiting.keys()
         assert not table._waiting.keys() - in_use
     assert len(table._known) <= MAX_REMEMBERED
+    assert len(table._asked) <= MAX_REMEMBERED
     for adapter in running:
         table.closed(adapter, 4000.0)
     assert not table._active
