@@ -25,6 +25,7 @@ from typing import Final
 from mypy_extensions import mypyc_attr
 
 from lbproxy.core.capacity import GUESSED_TOKENS, CapacityLearner, Size
+from lbproxy.core.gaps import Gaps, PoolGaps
 from lbproxy.core.lanes import SURE
 from lbproxy.core.learning import Samples, clip, step
 from lbproxy.core.lora import AdapterTable, Arrival, LoadTimes
@@ -72,8 +73,9 @@ class PoolModel:
         """To load an adapter."""
         self.base_ms = 40.0
         """Time to the first token that does not depend on the prompt (T0), of the endpoints that served of late."""
-        self.gap_ms, self.gap_per_token_ms = 15.0, 1e-4
-        """Inter-token gap of the endpoint that last learned its own: what others without samples are taken to have."""
+        self.gaps = PoolGaps(15.0, 1e-4)
+        self.gap_ms, self.gap_per_token_ms = self.gaps.gap_ms, self.gaps.gap_per_token_ms
+        """Inter-token gap of all endpoints together: what those without samples are taken to have."""
         self.size = Size()
         """Of the KV caches whose size is not told, as if all were alike: what their space is priced by. An endpoint of
         which more is known than of another must not look cheaper for that."""
@@ -109,16 +111,15 @@ class LoadModel:
     """One endpoint's work and speed."""
 
     __slots__ = (
-        "_cov",
+        "_gaps",
         "_group",
         "_group_at",
         "_group_since",
         "_ln_speed",
-        "_mean_context",
+        "_prefilled_ms",
         "_recent",
         "_recent_at",
         "_reports",
-        "_square",
         "adapters",
         "base_ms",
         "base_until",
@@ -191,8 +192,9 @@ class LoadModel:
         self.mean_gap_ms = pool.gap_ms
         self.gap_until = -NEVER
         """Until when these are the endpoint's own; then the pool's count."""
+        self._gaps = Gaps(pool.gaps)
         self.samples, self._reports = Samples(), 0
-        self._ln_speed = self._mean_context = self._square = self._cov = 0.0
+        self._ln_speed = self._prefilled_ms = 0.0
         self.declare(kv_cache_tokens)
 
     # Reading
@@ -351,6 +353,7 @@ class LoadModel:
         self.live_tokens += tokens
         placement.streamed += tokens
         since, placement.reported_at = placement.reported_at, now
+        prefilled_ms, placement.prefilled_ms = self._prefilled_ms - placement.prefilled_ms, self._prefilled_ms
         if self._group and now - self._group_at > GROUP_S:
             self._learn_group()
         # With a prefill queued a gap says more of that. One that is over may still be in it: that is part of decode
@@ -358,7 +361,7 @@ class LoadModel:
         if not self.pending and since < now:
             self._reports += 1
             if self._reports % 5 == 1:
-                self._learn_gap(1000.0 * (now - since) / tokens)
+                self._learn_gap(1000.0 * (now - since) / tokens, prefilled_ms / tokens)
                 self.gap_until = now + OWN_S
 
     def end(self, placement: Placement, usage: Usage | None, now: float) -> None:
@@ -418,6 +421,7 @@ class LoadModel:
         for placement in placements:
             del self.pending[placement]
             self.pending_tokens -= placement.uncached
+            self._prefilled_ms += placement.uncached * self.pool.token_ms * self.speed
         self.since_at = now
         if self.pending:
             self.head_tokens = next(iter(self.pending)).uncached
@@ -504,24 +508,15 @@ class LoadModel:
         self._ln_speed = (self._ln_speed + 0.05 * off) * (1.0 - 0.005)
         self.speed = math.exp(self._ln_speed) if abs(self._ln_speed) > 0.25 else 1.0
 
-    def _learn_gap(self, gap_ms: float) -> None:
-        """The line of gaps over context tokens, from exponentially weighted moments."""
+    def _learn_gap(self, gap_ms: float, prefill_ms: float) -> None:
+        """A gap, and how much of it prefills took."""
         self.samples.gap_ms += 1
-        weight = max(0.001, 1.0 / self.samples.gap_ms)
-        context = self.context_tokens
-        off_context, off_gap = context - self._mean_context, gap_ms - self.mean_gap_ms
-        if self.samples.gap_ms == 1:
-            self._mean_context, self.mean_gap_ms = context, gap_ms
-        else:
-            self._mean_context += weight * off_context
-            self.mean_gap_ms += weight * off_gap
-            self._square = (1.0 - weight) * (self._square + weight * off_context * off_context)
-            self._cov = (1.0 - weight) * (self._cov + weight * off_context * off_gap)
-        ratio = self.mean_gap_ms / max(1.0, self._mean_context)
-        slope = self._cov / self._square if self._square > 0.0 else 0.0
-        self.gap_per_token_ms = clip(slope, 0.2 * ratio, ratio)
-        self.gap_ms = max(0.0, self.mean_gap_ms - self.gap_per_token_ms * self._mean_context)
-        self.pool.gap_ms, self.pool.gap_per_token_ms = self.gap_ms, self.gap_per_token_ms
+        pool, gaps = self.pool, self._gaps
+        gaps.learn(self.context_tokens, gap_ms, prefill_ms, pool.index.members)
+        pool.gap_ms, pool.gap_per_token_ms = pool.gaps.gap_ms, pool.gaps.gap_per_token_ms
+        slowness = gaps.slowness()
+        self.gap_ms, self.gap_per_token_ms = slowness * pool.gap_ms, slowness * pool.gap_per_token_ms
+        self.mean_gap_ms = gaps.mean_ms
 
     # What the endpoint says, or the settings
 

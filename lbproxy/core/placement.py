@@ -33,6 +33,7 @@ class Placement:
         "load",
         "placed_at",
         "predicted_s",
+        "prefilled_ms",
         "prompt_tokens",
         "reported_at",
         "request",
@@ -68,6 +69,8 @@ class Placement:
         self.streamed = 0
         self.reported_at = NEVER
         """When its last progress came; NEVER = none yet."""
+        self.prefilled_ms = 0.0
+        """How long the endpoint had computed prompts in all, by then."""
         self.adapter: str | None = None
         """The LoRA adapter that it asks for."""
         self.arrival = Arrival.LOADED

@@ -1,0 +1,83 @@
+"""Inter-token gaps, learned as a line over the context tokens on an endpoint: `gap_ms + gap_per_token_ms * context`.
+
+What context adds to a step is a property of the model and its hardware. So the slope is learned by all endpoints
+together, each from what is off its *own* means, and from gaps less the prefills that were in them: busy endpoints have
+more context and more prefills, which made lines learned by each alone five times too steep. How slow an endpoint is
+beside that line, prefills included, is its own; a little slower or faster is taken for luck, and so are few samples.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from lbproxy.core.learning import clip
+
+MEMORY: Final = 1000.0
+"""Samples of an endpoint over which is averaged."""
+FEW: Final = 5.0
+"""With so many samples an endpoint counts half for itself, half for one like the others."""
+OWN_GAP: Final = 0.25
+"""An endpoint's gaps are its own, not luck, if they are off the pool's line by more than this, in ln."""
+LEAST_DECODE: Final = 0.3
+"""A gap is decode at least by this share, whatever prefills are believed to have taken of it."""
+SLOPES: Final = 0.2, 1.0
+"""The share of the mean gap that is due to context, at least and at most."""
+
+
+class PoolGaps:
+    """The line of all endpoints together."""
+
+    __slots__ = ("_context", "_count", "_cov", "_gap", "_square", "gap_ms", "gap_per_token_ms")
+
+    def __init__(self, gap_ms: float, gap_per_token_ms: float) -> None:
+        self.gap_ms = gap_ms
+        self.gap_per_token_ms = gap_per_token_ms
+        self._count = 0
+        self._context = self._gap = self._square = self._cov = 0.0
+
+    def learn(self, context: float, gap_ms: float, square: float, cov: float, endpoints: int) -> None:
+        """A sample of one of so many `endpoints`. `square`, `cov`: of what is off that endpoint's own means."""
+        self._count += 1
+        weight = max(1.0 / (MEMORY * max(1, endpoints)), 1.0 / self._count)
+        self._context += weight * (context - self._context)
+        self._gap += weight * (gap_ms - self._gap)
+        self._square += weight * (square - self._square)
+        self._cov += weight * (cov - self._cov)
+        ratio = self._gap / max(1.0, self._context)
+        slope = self._cov / self._square if self._square > 0.0 else 0.0
+        self.gap_per_token_ms = clip(slope, SLOPES[0] * ratio, SLOPES[1] * ratio)
+        self.gap_ms = max(0.0, self._gap - self.gap_per_token_ms * self._context)
+
+
+class Gaps:
+    """One endpoint's, beside the pool's."""
+
+    __slots__ = ("_context", "_count", "_decode", "mean_ms", "pool")
+
+    def __init__(self, pool: PoolGaps) -> None:
+        self.pool = pool
+        self.mean_ms = pool.gap_ms
+        """Mean gap of late, prefills included."""
+        self._count = 0
+        self._context = self._decode = 0.0
+
+    def learn(self, context: float, gap_ms: float, prefill_ms: float, endpoints: int) -> None:
+        """A gap at so much `context`, of which prefills took `prefill_ms`; `endpoints`: how many learn the line."""
+        decode_ms = max(LEAST_DECODE * gap_ms, gap_ms - prefill_ms)
+        self._count += 1
+        if self._count == 1:
+            self._context, self.mean_ms, self._decode = context, gap_ms, decode_ms
+        weight = max(1.0 / MEMORY, 1.0 / self._count)
+        off_context, off_decode = context - self._context, decode_ms - self._decode
+        self._context += weight * off_context
+        self._decode += weight * off_decode
+        self.mean_ms += weight * (gap_ms - self.mean_ms)
+        rest = 1.0 - weight
+        self.pool.learn(context, gap_ms, rest * off_context * off_context, rest * off_context * off_decode, endpoints)
+
+    def slowness(self) -> float:
+        """Gaps here, relative to the pool's line at the same context; 1 unless they are clearly others."""
+        expected_ms = self.pool.gap_ms + self.pool.gap_per_token_ms * self._context
+        off = math.log(max(0.1, self.mean_ms) / max(0.1, expected_ms)) * self._count / (self._count + FEW)
+        return math.exp(off) if abs(off) > OWN_GAP else 1.0
