@@ -118,7 +118,7 @@ def _counts(samples: Samples, shown: type[EndpointLearned | PoolLearned]) -> dic
 
 
 _COUNTED = {
-    shown: [one.name for one in fields(Samples) if one.name in shown.__slots__]
+    shown: [one.name for one in fields(Samples) if one.name in {value.name for value in fields(shown)}]
     for shown in (EndpointLearned, PoolLearned)
 }
 
