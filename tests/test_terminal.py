@@ -42,7 +42,7 @@ def endpoint(name: str, **more: object) -> dict[str, Any]:
         "waiting": 0.0,
         "running": 3.0,
         "kv_utilization": 0.42,
-        "learned": {"prefill_ms_per_token": 0.1, "prefill_queue_ms": 12.0},
+        "learned": {"prefill_ms_per_token": 0.1, "wait_ms": 12.0, "limit": 64.0, "full_by": None, "held": 0},
         "recent": {"first_byte_ms": 120.4, "hit_ratio": 0.31},
     }
     return found | more
@@ -118,7 +118,7 @@ def test_of_too_many_those_that_need_a_look_come_first() -> None:
 
 def test_what_is_unknown_is_a_dash_and_never_0() -> None:
     unknown = endpoint("new", waiting=None, running=None, kv_utilization=None, learned=None, recent=None, in_flight=0)
-    assert drawn(fleet([unknown]))[1].split() == ["new", "up", "0", *"--------"]
+    assert drawn(fleet([unknown]))[1].split() == ["new", "up", "0", *"----------"]
 
 
 def test_nothing_from_outside_moves_the_cursor() -> None:
@@ -143,7 +143,7 @@ def test_nothing_from_outside_moves_the_cursor() -> None:
         "stream": True,
         "duration_ms": 1.0,
         "queue_ms": 5.0,
-        "waited": {"because": "held", "meaning": evil},
+        "waited": {"because": "held", "meaning": evil, "endpoint": evil, "full_by": "space"},
         "failed": [{"endpoint": evil, "failure": evil}],
         "decisions": [decision],
         "predicted": {"first_byte_ms": None, "cached_tokens": None},
@@ -152,13 +152,14 @@ def test_nothing_from_outside_moves_the_cursor() -> None:
     text = "\n".join([*lines, *drawn(explanation(request))])
     assert "costs in" not in text, "they have no unit"
     assert any(line.startswith("costs in ms cost") for line in drawn(explanation(request | in_ms(decision))))
+    assert "It waited 5.0 ms, first for [2Jx: [2Jx." in text
     assert "\x1b" not in text
     assert "\x07" not in text
     assert "[2Jx" in text
 
 
 def test_what_is_only_assumed_is_a_dash_until_it_was_learned() -> None:
-    speeds = {"prefill_ms_per_token": 0.1, "prefill_queue_ms": 12.0, "gap_ms": 15.0}
+    speeds = {"prefill_ms_per_token": 0.1, "wait_ms": 12.0, "gap_ms": 15.0}
     ends = [
         drawn(fleet([endpoint("a", learned=speeds | {"samples": samples})]))[1].split()[-3:]
         for samples in (
@@ -168,6 +169,14 @@ def test_what_is_only_assumed_is_a_dash_until_it_was_learned() -> None:
         )
     ]
     assert ends == [["12", "-", "-"], ["12", "-", "15"], ["12", "100", "15"]]
+
+
+def test_how_much_more_an_endpoint_takes_and_why_no_more() -> None:
+    room = {"wait_ms": 1250.0, "limit": 63.7, "full_by": None, "held": 0}
+    rooms = [room, room | {"full_by": "space", "held": 5}, room | {"limit": None}]
+    rows = drawn(fleet([endpoint("a", learned=one) for one in rooms]))
+    assert [" ".join(row.split()[2:-8]) for row in rows[1:]] == ["3 of 64 0", "3 space 5", "3 - 0"]
+    assert [row.split()[-3] for row in rows[1:]] == ["1,250"] * 3
 
 
 def test_status_says_from_the_first_second_where_it_is_and_what_it_serves() -> None:

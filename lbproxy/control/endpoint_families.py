@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from prometheus_client.core import Metric
 
 from lbproxy.control.families import counters, gauges, render
 from lbproxy.core.breaker import Cause
-from lbproxy.core.types import EndpointSnapshot, Health
+from lbproxy.core.learned import FULL_BY, EndpointLearned
+from lbproxy.core.types import EndpointSnapshot, EndpointUid, Health
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,31 @@ _ENDPOINT_GAUGES = (
 )
 
 
-def render_endpoints(endpoints: Sequence[EndpointSnapshot], ejections: Mapping[tuple[str, str], int]) -> list[bytes]:
+Learned: TypeAlias = Mapping[EndpointUid, EndpointLearned]
+"""What was learned of each member; empty under policies that learn nothing."""
+
+
+def render_endpoints(
+    endpoints: Sequence[EndpointSnapshot], learned: Learned, ejections: Mapping[tuple[str, str], int]
+) -> list[bytes]:
     """May run in a thread: it reads nothing that changes."""
-    return [render(family) for family in _endpoint_families(endpoints, ejections)]
+    rooms = [(one.endpoint.name, learned[one.endpoint.uid]) for one in endpoints if one.endpoint.uid in learned]
+    families = (*_endpoint_families(endpoints, ejections), *_room_families(rooms))
+    return [render(family) for family in families]
+
+
+def _room_families(rooms: Sequence[tuple[str, EndpointLearned]]) -> Iterator[Metric]:
+    """How much more each endpoint takes now."""
+    text = "Requests that the endpoint runs at once, as far as was learned: no sample until something showed it"
+    yield gauges("endpoint_request_limit", text, ("endpoint",), [((name,), room.limit) for name, room in rooms])
+    text = "1 while the endpoint gets no more requests, for the reason why"
+    reasons = [((name, word), float(room.full_by == word)) for name, room in rooms for word in FULL_BY]
+    yield gauges("endpoint_full", text, ("endpoint", "reason"), reasons)
+    text = "How long a request that is placed there now waits before its prefill begins, as predicted"
+    waits = [((name,), room.wait_ms / 1000.0) for name, room in rooms]
+    yield gauges("endpoint_wait_seconds", text, ("endpoint",), waits)
+    text = "Requests that wait in lbproxy for room on the endpoint"
+    yield gauges("endpoint_held_requests", text, ("endpoint",), [((name,), room.held) for name, room in rooms])
 
 
 def _endpoint_families(

@@ -33,12 +33,18 @@ REFUSED: Final = frozenset(
 )
 """What the balancer says of requests that it does not place."""
 WAITS: Final[dict[Wait, str]] = {
-    Wait.HELD: "the endpoint that is cheapest for it had a second of prefill queued",
-    Wait.BUSY: "every endpoint had a second of prefill queued",
+    Wait.HELD: "the endpoint that was best for it was full, and others were not",
+    Wait.BUSY: "every endpoint had more than a quarter of a second of work before it",
     Wait.FULL: "every endpoint had as many requests as it may have, or none was judged yet",
-    Wait.BEHIND: "others waited, and it was their turn",
+    Wait.BEHIND: "others waited already for the endpoint that was best for it",
     Wait.FLOW: "its flow had as many requests as it may have",
 }
+FULL: Final[dict[str, str]] = {
+    "requests": "ran as many requests as it can at once",
+    "space": "had no space for more in its KV cache",
+    "prefill": "had more than a quarter of a second of prefill queued",
+}
+"""What an endpoint that is full did: by `core.learned.FULL_BY`."""
 MAX_SUMMARIES: Final = 1000
 """Requests that one answer lists."""
 MAX_TRANSITIONS: Final = 100
@@ -150,7 +156,6 @@ def _explained(record: RequestRecord, offset: float, *, running: bool) -> Fields
     fields = _summary(record, offset)
     if running:
         fields |= {"status": None, "outcome": None, "duration_ms": None}
-    waited = None if record.wait is None else {"because": record.wait.value, "meaning": WAITS[record.wait]}
     return fields | {
         "running": running,
         "method": record.method,
@@ -160,9 +165,19 @@ def _explained(record: RequestRecord, offset: float, *, running: bool) -> Fields
         "client": record.client,
         "flow": record.flow,
         "error": record.error,
-        "waited": waited,
+        "waited": None if record.wait is None else _waited(record, record.wait),
         "failed": [{"endpoint": endpoint, "failure": failure} for endpoint, failure in record.failed],
         "decisions": [_decision(one, offset) for one in record.decisions],
+    }
+
+
+def _waited(record: RequestRecord, wait: Wait) -> Fields:
+    why = "" if record.full_by is None else f"; {record.held_for} {FULL[record.full_by]}"
+    return {
+        "because": wait.value,
+        "meaning": WAITS[wait] + why,
+        "endpoint": record.held_for,
+        "full_by": record.full_by,
     }
 
 

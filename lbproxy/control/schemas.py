@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import TypeAlias
 
-from lbproxy.core.learned import EndpointLearned, PoolLearned
+from lbproxy.core.learned import FULL_BY, EndpointLearned, PoolLearned
 from lbproxy.core.types import Health, Wait
 
 Schema: TypeAlias = dict[str, object]
@@ -59,10 +59,12 @@ def _joined(one: Schema, **more: Schema) -> Schema:
 
 
 def _learned(shown: type[EndpointLearned | PoolLearned]) -> Schema:
-    """Numbers, and of how many samples each is: 0 = it is assumed."""
-    return record(**{one.name: _each(COUNT) if one.name == "samples" else NUMBER for one in fields(shown)})
+    """Numbers, unless they are something else, and of how many samples each is: 0 = it is assumed."""
+    return record(**{one.name: _LEARNED.get(one.name, NUMBER) for one in fields(shown)})
 
 
+_FULL_BY = _maybe(_one_of(FULL_BY))
+_LEARNED: dict[str, Schema] = {"samples": _each(COUNT), "limit": _maybe(NUMBER), "full_by": _FULL_BY, "held": COUNT}
 _HEALTH = _one_of(one.value for one in Health)
 _WAIT = _one_of(one.value for one in Wait)
 
@@ -179,7 +181,7 @@ _EXPLAINED = _joined(
     client=TEXT,
     flow=_maybe(TEXT),
     error=_maybe(TEXT),
-    waited=_maybe(record(because=_WAIT, meaning=TEXT)),
+    waited=_maybe(record(because=_WAIT, meaning=TEXT, endpoint=_maybe(TEXT), full_by=_FULL_BY)),
     failed=_list(record(endpoint=TEXT, failure=TEXT)),
     decisions=_list(ref("Decision")),
 )

@@ -54,6 +54,7 @@ from lbproxy.control.line import LEVELS, OUTCOMES, access_line
 from lbproxy.control.log import configure_logging
 from lbproxy.control.scraper import Scraper
 from lbproxy.control.writer import LineWriter
+from lbproxy.core.learned import EndpointLearned, PoolLearned
 from lbproxy.core.record import RequestRecord
 from lbproxy.core.types import (
     EndpointUid,
@@ -94,6 +95,10 @@ class Snapshots(Protocol):
 
     def snapshot(self) -> PoolSnapshot:
         """Everything, now."""
+        ...
+
+    def learned(self) -> tuple[PoolLearned, dict[EndpointUid, EndpointLearned]] | None:
+        """What was learned; None under policies that learn nothing."""
         ...
 
 
@@ -283,10 +288,12 @@ class Telemetry:
         snapshot = self._snapshot()
         self._forget_the_gone(snapshot)
         endpoints, ejections = one_per_name(snapshot.endpoints), dict(self._ejections)
+        found = None if self._pool is None else self._pool.learned()
+        learned = {} if found is None else found[1]
         if len(endpoints) > ENDPOINTS_A_TURN:
-            pieces = await asyncio.to_thread(render_endpoints, endpoints, ejections)
+            pieces = await asyncio.to_thread(render_endpoints, endpoints, learned, ejections)
         else:
-            pieces = render_endpoints(endpoints, ejections)
+            pieces = render_endpoints(endpoints, learned, ejections)
         written = 0
         for family in self._families(snapshot):
             written += len(family.samples)

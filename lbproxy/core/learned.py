@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from math import inf
 
 from lbproxy.core.estimate import LoadModel, PoolModel
 from lbproxy.core.learning import Samples
 from lbproxy.core.types import Ticket
 
+FULL_BY = ("requests", "space", "prefill")
+"""Why an endpoint gets no more: it runs as many requests as it can, its KV cache has no space for more, or enough
+prefill is queued there."""
 MAX_GROUPS = 20
 """Models, priorities and flows that the queue is told apart by."""
 
@@ -37,7 +40,7 @@ class EndpointLearned:
     limit: float | None
     """Requests that it runs at once, as far as anything showed it; None = nothing did."""
     full_by: str | None
-    """Why it gets no more now: `requests`, `space`, `prefill`; None = it does."""
+    """Why it gets no more now, one of `FULL_BY`; None = it does."""
     held: int
     """Requests that wait in lbproxy for room there."""
     samples: dict[str, int]
@@ -111,7 +114,13 @@ def of_pool(pool: PoolModel) -> PoolLearned:
 
 def _counts(samples: Samples, shown: type[EndpointLearned | PoolLearned]) -> dict[str, int]:
     """Those of the values that are shown."""
-    return {name: count for name, count in asdict(samples).items() if name in shown.__slots__}
+    return {name: getattr(samples, name) for name in _COUNTED[shown]}
+
+
+_COUNTED = {
+    shown: [one.name for one in fields(Samples) if one.name in {value.name for value in fields(shown)}]
+    for shown in (EndpointLearned, PoolLearned)
+}
 
 
 def of_queue(tickets: Iterable[Ticket], size: int, *, now: float) -> QueueSnapshot:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from lbproxy.core.types import Outcome, Usage, Wait
+from lbproxy.core.types import Outcome, Ticket, Usage, Wait
 
 if TYPE_CHECKING:
     from lbproxy.core.explain import Decision
@@ -57,6 +57,10 @@ class RequestRecord:
     """About the last attempt, if decisions are wanted: see `core.explain`. It leads to those before it."""
     wait: Wait | None = None
     """Why it waited for a place, the last time that it did."""
+    held_for: str | None = None
+    """The endpoint that it was held for when that wait began; None = for any."""
+    full_by: str | None = None
+    """Why that endpoint got no more: see `core.learned.FULL_BY`. None = it was not full."""
     trace: Trace | None = None
     """Its ids and its attempts, if it is traced."""
 
@@ -67,6 +71,13 @@ class RequestRecord:
         self.path = path
         self.client = client
         self.started_at = started_at
+
+    def waits(self, ticket: Ticket) -> None:
+        """The ticket was not placed at once."""
+        best = ticket.best
+        self.wait, self.held_for, self.full_by = ticket.wait, None, None
+        if best is not None:
+            self.held_for, self.full_by = best.endpoint.name, best.load.full_by(ticket.submitted_at)
 
     def decided(self, decision: Decision) -> None:
         """About one more attempt."""

@@ -189,6 +189,8 @@ class Exchange(ABC):
         self._pending = None
         ticket = self._shared.runtime.submit(self.placed, self._failed, self._settled_later, self._accused)
         self._ticket = ticket
+        if ticket.wait is not None:
+            self.record.waits(ticket)
         if ticket.state is not TicketState.WAITING:
             self._settled(ticket)
         elif self.record.trace is not None:
@@ -199,8 +201,6 @@ class Exchange(ABC):
 
     def _settled(self, ticket: Ticket) -> None:
         """The ticket has a place, or will not get one."""
-        if ticket.wait is not None:
-            self.record.wait = ticket.wait
         if ticket.placed_on is None:
             assert ticket.outcome is not None
             self.refuse(self._refusal(ticket.outcome))

@@ -77,7 +77,7 @@ def fleet(endpoints: Sequence[Fields], limit: int | None = None) -> Table:
     table = Table(box=None, padding=(0, 0, 0, 1), header_style="dim", pad_edge=False)
     table.add_column("endpoint", no_wrap=True, max_width=MAX_NAME)
     table.add_column("health", no_wrap=True)
-    for head in ("flight", "wait", "run", "kv", "first B", "hit", "queue", "ms/kt", "ms/t"):
+    for head in ("flight", "room", "held", "wait", "run", "kv", "first B", "hit", "queue", "ms/kt", "ms/t"):
         table.add_column(head, justify="right", no_wrap=True)
     shown = list(endpoints)
     if limit is not None and len(shown) > limit:
@@ -96,12 +96,15 @@ def _row(one: Fields) -> Iterator[RenderableType]:
     yield Text(_short(plain(one["name"])))
     yield _health(one)
     yield str(one["in_flight"])
+    yield _room(learned)
+    held = learned.get("held")
+    yield Text(_number(held), style="yellow" if held else "")
     yield _number(one["waiting"])
     yield _number(one["running"])
     yield _percent(one["kv_utilization"])
     yield _number(recent.get("first_byte_ms"))
     yield _percent(recent.get("hit_ratio"))
-    yield _number(learned.get("prefill_queue_ms"))
+    yield _number(learned.get("wait_ms"))
     yield _number(None if speed is None else 1000.0 * speed)
     yield _number(_known(learned, "gap_ms"))
 
@@ -109,6 +112,14 @@ def _row(one: Fields) -> Iterator[RenderableType]:
 def _known(learned: Fields, name: str) -> Any:
     """A learned value; None while it is only assumed."""
     return learned.get(name) if learned.get("samples", {}).get(name, 1) else None
+
+
+def _room(learned: Fields) -> Text:
+    """What it is full by, or how many requests it runs at once."""
+    if learned.get("full_by") is not None:
+        return Text(plain(learned["full_by"]), style="yellow")
+    limit = learned.get("limit")
+    return Text("-" if limit is None else f"of {_number(limit)}")
 
 
 def _health(one: Fields) -> Text:
@@ -124,9 +135,10 @@ def _health(one: Fields) -> Text:
 
 
 LEGEND = (
-    "flight: our requests there · wait, run, kv: the engine's own word · first B: median ms to the first byte · "
-    "hit: of prompts in its cache · queue: ms of prefill queued · ms/kt: prefill, 1,000 tokens · "
-    "ms/t: from token to token of an answer · -: not known, or not learned yet"
+    "flight: our requests there · room: how many it runs at once, or what it is full by · "
+    "held: requests that wait here for it · wait, run, kv: the engine's own word · "
+    "first B: median ms to the first byte · hit: of prompts in its cache · queue: ms that a request waits there · "
+    "ms/kt: prefill, 1,000 tokens · ms/t: from token to token of an answer · -: not known, or not learned yet"
 )
 
 
@@ -170,7 +182,9 @@ def explanation(found: Fields) -> Group:
     """Why a request went where it went, and what came of it."""
     pieces: list[RenderableType] = [_headline(found)]
     if found["waited"] is not None:
-        pieces.append(Text(f"It waited {found['queue_ms']:,.1f} ms: {plain(found['waited']['meaning'])}."))
+        waited = found["waited"]
+        best = "" if waited.get("endpoint") is None else f", first for {plain(waited['endpoint'])}"
+        pieces.append(Text(f"It waited {found['queue_ms']:,.1f} ms{best}: {plain(waited['meaning'])}."))
     for one in found["failed"]:
         failed = f"An attempt at {plain(one['endpoint'])} failed: {plain(one['failure'])}."
         pieces.append(Text(failed, style="yellow"))

@@ -19,9 +19,10 @@ from lbproxy.control.api import Api
 from lbproxy.control.families import Loads, Totals
 from lbproxy.control.history import STEPS, History, quantile_ms
 from lbproxy.control.overlay import Overlay, UnknownEntryError
-from lbproxy.control.recent import MAX_TRANSITIONS, REFUSED, WAITS, Recent
+from lbproxy.control.recent import FULL, MAX_TRANSITIONS, REFUSED, WAITS, Recent
 from lbproxy.control.state import State
 from lbproxy.control.telemetry import FIRST_BYTE_BUCKETS
+from lbproxy.core.learned import FULL_BY
 from lbproxy.core.record import RequestRecord
 from lbproxy.core.types import (
     Endpoint,
@@ -337,6 +338,21 @@ def test_a_running_request_comes_before_one_that_ended_under_the_same_id() -> No
     assert (found["running"], found["endpoint"]) == (False, "e1"), "the running one has no decision yet"
 
 
+def test_a_request_that_was_held_says_for_which_endpoint_and_why() -> None:
+    recent = Recent(10, lambda: 20.0, list)
+    recent.ended([record("any"), record("held", wait=Wait.HELD, held_for="e2", full_by="requests")])
+    explained = [recent.explain(name) for name in ("any", "held")]
+    assert [one and one["waited"] for one in explained] == [
+        {"because": "full", "meaning": WAITS[Wait.FULL], "endpoint": None, "full_by": None},
+        {
+            "because": "held",
+            "meaning": f"{WAITS[Wait.HELD]}; e2 ran as many requests as it can at once",
+            "endpoint": "e2",
+            "full_by": "requests",
+        },
+    ]
+
+
 def test_endpoints_are_judged_by_what_they_had_last() -> None:
     recent = Recent(10, lambda: 20.0, list)
     recent.ended([record("a", usage=Usage(100, 50, 10))])
@@ -447,5 +463,6 @@ def test_a_waiting_request_is_part_of_the_queue_that_is_shown() -> None:
 
 def test_every_reason_to_wait_has_a_meaning_and_every_refusal_is_remembered() -> None:
     assert set(WAITS) == set(Wait)
+    assert set(FULL) == set(FULL_BY)
     busy = {one for one in Outcome if one.value.status == 429}
     assert busy <= REFUSED

@@ -19,6 +19,7 @@ from lbproxy.config import LogSettings
 from lbproxy.control.telemetry import DURATION_BUCKETS, FIRST_BYTE_BUCKETS, QUEUE_BUCKETS, Telemetry
 from lbproxy.control.writer import LineWriter
 from lbproxy.core.breaker import Cause
+from lbproxy.core.learned import FULL_BY, EndpointLearned, PoolLearned
 from lbproxy.core.record import RequestRecord
 from lbproxy.core.types import (
     Endpoint,
@@ -34,6 +35,7 @@ from lbproxy.core.types import (
 from tests.control.rig import Rig, rig
 from tests.control.test_log import HOSTILE, Reader
 from tests.support.aio import run
+from tests.support.pool import pool_of
 
 Page = dict[str, dict[tuple[str, ...], float]]
 """Sample name -> label values, in the order of the label names -> value."""
@@ -46,9 +48,21 @@ class FakePool:
 
     def __init__(self, *endpoints: EndpointSnapshot) -> None:
         self.now = PoolSnapshot(list(endpoints), 3, 4096)
+        self.rooms: dict[EndpointUid, EndpointLearned] = {}
 
     def snapshot(self) -> PoolSnapshot:
         return self.now
+
+    def learned(self) -> tuple[PoolLearned, dict[EndpointUid, EndpointLearned]] | None:
+        return (fresh()[0], self.rooms) if self.rooms else None
+
+
+def fresh() -> tuple[PoolLearned, EndpointLearned]:
+    """Of a pool of one that had no request yet."""
+    balancer, endpoints = pool_of(1, policy="adaptive")
+    learned = balancer.learned(now=0.0)
+    assert learned is not None
+    return learned[0], learned[1][endpoints[0].uid]
 
 
 def seen(uid: int, *models: str, name: str = "", **differs: object) -> EndpointSnapshot:
@@ -267,6 +281,21 @@ def test_unknown_and_stale_signals_have_no_sample() -> None:
     assert page["lbproxy_endpoint_kv_utilization"] == {("e1",): 0.25}
     assert "lbproxy_endpoint_waiting" not in page
     assert page["lbproxy_endpoint_metrics_age_seconds"] == {("e1",): 0.1, ("e2",): 9.0}
+
+
+def test_the_room_of_each_endpoint_is_shown_and_a_limit_that_nothing_showed_is_not() -> None:
+    with telemetry(seen(1), seen(2), seen(3)) as (made, pool):
+        assert "lbproxy_endpoint_wait_seconds" not in read(made), "the policy learns nothing"
+        _, unknown = fresh()
+        known = replace(unknown, limit=64.0, full_by="space", held=5, wait_ms=1250.0)
+        pool.rooms = {EndpointUid(1): known, EndpointUid(2): unknown}
+        page = read(made)
+    assert page["lbproxy_endpoint_request_limit"] == {("e1",): 64}
+    assert page["lbproxy_endpoint_held_requests"] == {("e1",): 5, ("e2",): 0}
+    assert page["lbproxy_endpoint_wait_seconds"] == {("e1",): 1.25, ("e2",): 0}
+    full = page["lbproxy_endpoint_full"]
+    assert {key for key, value in full.items() if value} == {("e1", "space")}
+    assert len(full) == 2 * len(FULL_BY)
 
 
 def test_the_state_of_endpoints_and_queue_is_shown() -> None:

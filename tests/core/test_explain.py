@@ -13,6 +13,7 @@ from lbproxy.config import AdmissionSettings, HealthSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.explain import IN_FULL_PER_S, MAX_SHOWN, Decision
 from lbproxy.core.policy import POLICIES
+from lbproxy.core.record import RequestRecord
 from lbproxy.core.retry import FailureKind
 from lbproxy.core.types import Endpoint, InferenceRequest, LoadMetrics, LoraMetrics, Outcome, Ticket, TicketState, Wait
 from tests.support.pool import MODEL, card, make_balancer, pool_of, request
@@ -195,14 +196,27 @@ def test_it_says_who_was_left_out_and_why() -> None:
 def test_a_ticket_says_why_it_waits() -> None:
     balancer, endpoints = pool_of(1, admission=AdmissionSettings(max_in_flight_per_endpoint=1))
     assert balancer.submit(request(), now=0.0).wait is None
-    assert balancer.submit(request(), now=0.0).wait is Wait.FULL
+    parked = balancer.submit(request(), now=0.0)
+    assert parked.wait is Wait.FULL
 
     balancer = make_balancer(policy="adaptive")
     endpoints = balancer.set_endpoints(list(endpoints), now=0.0).added
     assert balancer.submit(request(), now=0.0).wait is Wait.FULL, "nobody is judged yet"
 
-    balancer, _ = pool_of(1, policy="adaptive")
+    balancer, endpoints = pool_of(1, policy="adaptive")
     long = InferenceRequest("r", MODEL, True, 10**5, 4 * 50_000)
     assert balancer.submit(long, now=0.0).wait is None
-    assert balancer.submit(long, now=0.0).wait is Wait.BUSY
-    assert balancer.submit(long, now=0.0).wait is Wait.BEHIND
+    ticket = balancer.submit(long, now=0.0)
+    assert ticket.wait is Wait.BUSY
+    record = RequestRecord("r", "POST", "/v1/completions", "127.0.0.1", 0.0)
+    record.waits(ticket)
+    assert (record.wait, record.held_for, record.full_by) == (Wait.BUSY, "e1", "prefill")
+    learned = balancer.learned(now=0.0)
+    assert learned is not None
+    began = learned[1][endpoints[0].uid].wait_ms / 1000.0
+    assert balancer.submit(long, now=began).wait is Wait.BEHIND, "it has room, and one that waits goes first"
+
+    record.waits(parked)
+    assert (record.wait, record.held_for, record.full_by) == (Wait.FULL, None, None), (
+        "of the wait before, nothing stays"
+    )

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -177,16 +178,19 @@ def test_a_request_is_traced_as_the_page_says(block: Block, tmp_path: Path) -> N
 
 def live_page(folder: Path) -> str:
     """The metrics of an lbproxy to which everything happened that makes a series."""
-    with mock("--model", "m") as (_, url):
+    with mock("--model", "m", "--max-num-seqs", "1") as (_, url):
         endpoints = [f"'{url}'", "{url: 'http://127.0.0.1:9', name: dead, health: null}"]
-        more = "routing: {policy: round-robin}\ntraces: {endpoint: 'http://127.0.0.1:9'}"
-        with lbproxy(folder, endpoints, more) as (process, listen, admin):
+        with lbproxy(folder, endpoints, "traces: {endpoint: 'http://127.0.0.1:9'}") as (process, listen, admin):
             process.wait_for("serves m")
             for _ in range(4):
                 body = {"model": "m", "prompt": "x", "max_tokens": 1}
                 assert httpx.post(f"{listen}/v1/completions", json=body).status_code == 200
                 assert httpx.get(f"{listen}/v1/files").status_code == 404
-            run(until(lambda: "lbproxy_endpoint_running{" in httpx.get(f"{admin}/metrics").text, "it was scraped"))
+            with ThreadPoolExecutor() as pool:  # more than it runs at once
+                for _ in range(4):
+                    pool.submit(httpx.post, f"{listen}/v1/completions", json=body | {"max_tokens": 100}, timeout=60)
+                seen = "lbproxy_endpoint_request_limit{"
+                run(until(lambda: seen in httpx.get(f"{admin}/metrics").text, "it was scraped while some waited"))
             return httpx.get(f"{admin}/metrics").text
 
 

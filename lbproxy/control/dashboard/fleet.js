@@ -29,20 +29,30 @@ function notesOf(one) {
 
 /** What was learned; null while it is only assumed. */
 const learned = (found, name) => (found === null || found.samples?.[name] === 0 ? null : found[name]);
+const fullBy = (one) => one.learned?.full_by ?? null;
+/** How many more requests it runs at once; null: nothing showed it yet. */
+function roomOf(one) {
+  if (fullBy(one) !== null) return 0;
+  const limit = one.learned?.limit ?? null;
+  return limit === null ? null : Math.max(0, limit - one.in_flight);
+}
+const showRoom = (left, one) => (left === null ? "–" : fullBy(one) !== null ? `full: ${words(fullBy(one))}` : `of ${number(one.learned.limit)}`);
 const thousand = (value) => (value === null ? null : 1000 * value);
 
 const COLUMNS = [
   { key: "name", head: "endpoint", value: (one) => one.name, text: true },
   { key: "state", head: "state", value: (one) => Object.keys(STATES).indexOf(stateOf(one)), text: true },
   { key: "in_flight", head: "in flight", group: "lbproxy", value: (one) => one.in_flight, hint: "requests that lbproxy has there now" },
+  { key: "room", head: "room", group: "lbproxy", value: roomOf, show: showRoom, tone: (one) => fullBy(one) && "warn", hint: "how many requests it runs at once, as far as was learned; or why it gets no more now" },
+  { key: "held", head: "held", group: "lbproxy", value: (one) => one.learned?.held ?? null, tone: (one) => one.learned?.held && "warn", hint: "requests that wait in lbproxy for room there" },
   { key: "waiting", head: "waiting", group: "engine", value: (one) => one.waiting, hint: "requests queued in the engine" },
   { key: "running", head: "running", group: "engine", value: (one) => one.running, hint: "requests that the engine computes" },
   { key: "kv", head: "KV cache", group: "engine", value: (one) => one.kv_utilization, hint: "share of the KV cache in use" },
   { key: "requests", head: "ended", group: "recent requests", value: (one) => one.recent?.requests ?? null, hint: "of the remembered requests, those that ended there" },
-  { key: "failed", head: "failed", group: "recent requests", value: (one) => one.recent?.failed ?? null, hint: "of these, those that did not end well" },
+  { key: "failed", head: "failed", group: "recent requests", value: (one) => one.recent?.failed ?? null, tone: (one) => one.recent?.failed && "bad", hint: "of these, those that did not end well" },
   { key: "first", head: "first byte, ms", group: "recent requests", value: (one) => one.recent?.first_byte_ms ?? null, show: figure, hint: "median time from placing to a stream's first byte" },
   { key: "hits", head: "cache hits", group: "recent requests", value: (one) => one.recent?.hit_ratio ?? null, show: percent, hint: "share of prompt tokens that the answers' usage said were cached" },
-  { key: "queued", head: "queued, ms", group: "learned", value: (one) => one.learned?.prefill_queue_ms ?? null, show: figure, hint: "time that the prefill queued there is believed to take" },
+  { key: "wait", head: "wait, ms", group: "learned", value: (one) => one.learned?.wait_ms ?? null, show: figure, hint: "time that a request placed there now waits before its prefill begins, as predicted" },
   { key: "prefill", head: "ms / 1,000 tok", group: "learned", value: (one) => thousand(learned(one.learned, "prefill_ms_per_token")), show: figure, hint: "time to prefill 1,000 prompt tokens; a dash until it was learned there" },
   { key: "gap", head: "ms / token", group: "learned", value: (one) => learned(one.learned, "gap_ms"), show: figure, hint: "time between two tokens of an answer, under its load of now; a dash until it was learned there" },
 ];
@@ -114,8 +124,9 @@ function drawRow(row, one) {
   COLUMNS.slice(2).forEach((column, index) => {
     const value = column.value(one);
     if (column.key === "kv") drawMeter(cells[index], value);
-    else put(cells[index], (column.show ?? number)(value));
-    set(cells[index], "class", !value ? "number nil" : column.key === "failed" ? "number bad" : "number");
+    else put(cells[index], column.show ? column.show(value, one) : number(value));
+    const tone = column.tone?.(one) || (value ? "" : "nil");
+    set(cells[index], "class", `number ${column.key} ${tone}`.trim());
   });
   put(button, one.draining ? "Undrain" : "Drain");
   set(button, "aria-label", `${one.draining ? "Undrain" : "Drain"} ${plain(one.name)}`);

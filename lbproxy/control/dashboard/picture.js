@@ -211,7 +211,10 @@ async function explain(id) {
 function* explanation(found) {
   const where = found.endpoint ? `on ${plain(found.endpoint)}` : "on no endpoint";
   yield node("p", {}, `${words(found.outcome)}, status ${plain(found.status)}, after ${figure(found.duration_ms)} ms, ${where}, ${count(found.attempts, "attempt")}. ${plain(found.method)} ${plain(found.path)}, model ${plain(found.model)}.`);
-  if (found.waited) yield node("p", {}, `It waited ${figure(found.queue_ms)} ms: ${plain(found.waited.meaning)}.`);
+  if (found.waited) {
+    const best = found.waited.endpoint === null ? "" : `, first for ${plain(found.waited.endpoint)}`;
+    yield node("p", {}, `It waited ${figure(found.queue_ms)} ms${best}: ${plain(found.waited.meaning)}.`);
+  }
   for (const one of found.failed) yield node("p", { class: "warn" }, `An attempt at ${plain(one.endpoint)} failed: ${words(one.failure)}.`);
   if (found.error) yield node("p", { class: "warn" }, plain(found.error));
   let attempt = 0;
