@@ -124,7 +124,7 @@ class Adaptive(Policy):
                 backlog += others.queued(now) * pool.uncached_tokens
             if backlog < 0.0:  # noqa: PLR1730
                 backlog = 0.0
-            # The wait for all that goes before it: for prefills, or, where no more requests run at a time, for their end.
+            # The wait for what goes before it: for prefills or, where no more requests run at once, for their end.
             ahead = streams
             if room.line.count:
                 held, tokens = room.line.before(work, pool.turn_share)

@@ -85,10 +85,8 @@ class Choice:
             candidates = [state for state in candidates if state.in_flight < limit]
         if not candidates:
             return Wait.FULL
-        if self.starting:
-            chosen = self._gently(ticket, candidates, now)
-        else:
-            chosen = self._cheapest(ticket, candidates, now)
+        choose = self._gently if self.starting else self._cheapest
+        chosen = choose(ticket, candidates, now)
         made = ticket.decision
         if made is not None and made.candidates < len(members):
             left_out = ((state.endpoint, self._why_not(state, now)) for state in members)

@@ -555,7 +555,7 @@ class LoadModel:
         if metrics.lora is not None:
             used, slots = metrics.lora.running | metrics.lora.waiting, metrics.lora.max_lora
             self.adapters.report(used, slots, now=metrics.scraped_at, until=fresh_until)
-        room, pool, at = self.room, self.pool, metrics.scraped_at
+        room, pool = self.room, self.pool
         room.others.learn(others or 0.0, queued, self.in_flight, until=fresh_until, reported=reported)
         pool.others.learn(room.others.count, fresh_until, pool.index.members)
         if metrics.kv_utilization is not None:

@@ -25,8 +25,8 @@ from typing import Final
 LATE_S: Final = 0.25
 """A first byte that comes so long after its prediction is not late yet."""
 SURE: Final = 5
-SURE_REPORTS: Final = 3
-SEEN_S: Final = 60.0
+SURE_REPORTS: Final = 5
+SEEN_S: Final = 600.0
 """For so long an engine that was seen to compute one prefill after the other gets no request to see whether it does."""
 TELLING_S: Final = 0.1
 """A wait that is predicted to be shorter shows nothing."""

@@ -33,8 +33,8 @@ class Prices:
         self.costs = costs
         """The lowest wins. The unit is the policy's own. Never NaN; infinite = must not go there."""
         self.waits_ms = waits_ms
-        """How long the request waits there before its prefill begins, behind those that are held for the endpoint and go
-        before it as well. None = the policy does not know, and nothing is held back."""
+        """How long the request waits there before its prefill begins, also behind those that are held for the endpoint
+        and go before it. None = the policy does not know, and nothing is held back."""
         self.uncached_tokens = uncached_tokens
         """The request's own prefill work there. Given whenever `waits_ms` is."""
         self.notes = notes

@@ -137,8 +137,8 @@ class Slots:
             self.limit += 1.0
 
     def late(self, running: float, before: float, waited_s: float, now: float) -> None:
-        """A first byte came late: with it so many are running or were, and were sent back to the engine's queue; so many
-        were there before it, and it waited so long for some of them to end.
+        """A first byte came late: with it so many run, or ran and were sent back to the engine's queue; so many were
+        there before it, and it waited so long for some of them to end.
         """
         self._blind = inf
         if now <= self.reported_until:
@@ -155,8 +155,8 @@ class Slots:
             self.limit = min(self.limit, max(1.0, running))
 
     def reported(self, waiting: float, running: float | None, explained: float, *, cache: float, until: float) -> None:
-        """The engine says how many wait and run, and which share of its KV cache is in use; of those that wait, prefills
-        and adapters explain so many.
+        """The engine says how many wait and run, and which share of its KV cache is in use; of those that wait,
+        prefills and adapters explain so many.
         """
         self._blind = inf
         self.reported_until = until
