@@ -20,6 +20,7 @@ from lbproxy.core.placement import freed_per_ms
 from lbproxy.core.prefix import BLOCK_BYTES
 from lbproxy.core.pricing import Policy, Prices
 from lbproxy.core.types import EndpointState, InferenceRequest
+from lbproxy.core.unread import FIRST_MS
 
 STALL: Final = 0.3
 """Share of a prefill's time by which each stream on the endpoint is held up (chunked prefill shares the step)."""
@@ -89,6 +90,8 @@ class Adaptive(Policy):
     ) -> Prices:
         """Milliseconds; the waits are the prefill work ahead, the uncached tokens those of the request there."""
         loads = [state.load for state in candidates]
+        if not request.prompt_bytes:
+            return self._price_unread(request.model, loads, now)
         pool = loads[0].pool
         token_ms, output, base = pool.token_ms, pool.output_tokens, pool.base_ms
         prompt = max(1.0, request.prompt_bytes / pool.bytes_per_token)
@@ -174,6 +177,31 @@ class Adaptive(Policy):
             for parts, adapter in zip(_listed(notes), adapters, strict=False):
                 parts.add_adapter(adapter)
         return Prices(costs, waits, uncached_tokens, notes)
+
+    def _price_unread(self, model: str | None, loads: list[LoadModel], now: float) -> Prices:
+        """Of a request whose work cannot be read: what such requests took there, for each that is there now."""
+        pool = loads[0].pool
+        elsewhere = pool.unread.ms(model, FIRST_MS)
+        costs, waits = [], []
+        notes: _Parts | None = None
+        for load in loads:
+            each = load.room.unread.ms(model, elsewhere)
+            in_flight = load.in_flight + load.room.others.requests(now)
+            wait = load.room.slots.wait_ms(in_flight + load.room.line.count, now)
+            if in_flight * each > wait:
+                cost = (in_flight + 1.0) * each
+            else:
+                cost = wait + each
+            if self.explains:
+                notes = _Parts(notes, cost, 0.0, cost - each, each, 0.0, 0.0, 0.0, 0.0, 0.0)
+            costs.append(cost)
+            waits.append(wait)
+        adapters = _adapter_ms(loads, model, pool, now)
+        if adapters is not None:
+            costs = [cost + adapter for cost, adapter in zip(costs, adapters, strict=True)]
+            for parts, adapter in zip(_listed(notes), adapters, strict=False):
+                parts.add_adapter(adapter)
+        return Prices(costs, waits, [1.0] * len(loads), notes)
 
     def is_full(self, state: EndpointState, wait_ms: float, now: float) -> bool:
         """By its room."""

@@ -34,6 +34,7 @@ from lbproxy.core.placement import FREED_S, NEVER, Placement
 from lbproxy.core.prefix_index import MAX_ENTRIES, PrefixIndex
 from lbproxy.core.room import HOLD_MS, Room
 from lbproxy.core.types import InferenceRequest, LoadMetrics, Usage
+from lbproxy.core.unread import Unread
 
 GROUP_S: Final = 0.001
 """First bytes of one endpoint that are no further apart left the same prefill step."""
@@ -81,6 +82,8 @@ class PoolModel:
         which more is known than of another must not look cheaper for that."""
         self.held = 0
         """Requests that are held for any of the endpoints."""
+        self.unread = Unread()
+        """How long requests take whose work cannot be read."""
         self.turn_share = -1.0
         """How much of these goes before the request that is priced, as a share; below 0: what has less work does."""
         self.others = Mean()
@@ -451,8 +454,11 @@ class LoadModel:
 
     def _finished(self, placement: Placement, output: float, now: float) -> None:
         """A response is complete."""
-        took_s = now - placement.placed_at
-        if placement.request.stream:
+        took_s, request = now - placement.placed_at, placement.request
+        if not request.prompt_bytes:
+            self.room.unread.learn(request.model, 1000.0 * took_s, placement.in_flight)
+            self.pool.unread.learn(request.model, 1000.0 * took_s, placement.in_flight)
+        if request.stream:
             self.room.slots.finished(took_s)
         else:
             base_s = placement.predicted_s - placement.waits_s

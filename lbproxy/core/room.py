@@ -21,6 +21,7 @@ from lbproxy.core.line import Line
 from lbproxy.core.others import Mean, Others
 from lbproxy.core.response_times import ResponseTimes
 from lbproxy.core.slots import QUEUE_S, Slots
+from lbproxy.core.unread import Unread
 
 HOLD_MS: Final = 250.0
 """An endpoint with more prefill work than this gets no more. Less starves the engines; more binds too early, and puts
@@ -33,7 +34,7 @@ LIMIT_STEP: Final = 0.25
 class Room:
     """One endpoint's."""
 
-    __slots__ = ("lanes", "line", "others", "response_times", "slots")
+    __slots__ = ("lanes", "line", "others", "response_times", "slots", "unread")
 
     def __init__(self, mean: Mean) -> None:
         self.slots = Slots()
@@ -41,6 +42,7 @@ class Room:
         self.line = Line()
         self.others = Others(mean)
         self.response_times = ResponseTimes()
+        self.unread = Unread()
 
     def completed(self, took_s: float, base_s: float, tokens: int | None, before: int, now: float) -> None:
         """A whole response came: after `took_s`, of which `base_s` are explained by its prefill, with so many tokens
