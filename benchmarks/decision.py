@@ -298,7 +298,7 @@ class Queue:
                 self.pending[:] = [ticket for ticket in self.pending if ticket.placed_on is not chosen]
                 for ticket in done:
                     self.balancer.first_byte(ticket, now=self.now)
-            self.balancer._plan_at = self.now
+            self.balancer._all_woken = True
             times[kind].append(self._plan())
         arrival = micros(self._come_and_go, 40)
         return [arrival, *(min(times[kind]) for kind in ("no room", "places", "anew"))]

@@ -85,7 +85,7 @@ class Adaptive(Policy):
     unit: str | None = "ms"
     first_byte_parts = frozenset({"base", "wait", "prefill", "space_wait", "adapter"})
 
-    def price(  # noqa: PLR0915 - a call costs more than a statement
+    def price(  # noqa: PLR0912, PLR0915 - a call costs more than a statement
         self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float
     ) -> Prices:
         """Milliseconds; the waits are the prefill work ahead, the uncached tokens those of the request there."""
@@ -188,10 +188,7 @@ class Adaptive(Policy):
             each = load.room.unread.ms(model, elsewhere)
             in_flight = load.in_flight + load.room.others.requests(now)
             wait = load.room.slots.wait_ms(in_flight + load.room.line.count, now)
-            if in_flight * each > wait:
-                cost = (in_flight + 1.0) * each
-            else:
-                cost = wait + each
+            cost = max(in_flight * each, wait) + each
             if self.explains:
                 notes = _Parts(notes, cost, 0.0, cost - each, each, 0.0, 0.0, 0.0, 0.0, 0.0)
             costs.append(cost)

@@ -12,6 +12,7 @@ requests as it may have, and then in nobody's way.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import chain
@@ -27,11 +28,33 @@ WORK_S: Final = 0.5
 """How long a waiting request's least work is believed: caches change."""
 LOOKUPS: Final = 512
 """And how many are asked for anew at a time, the oldest first, so that 10,000 that wait do not hold up the loop."""
+LEFT: Final = 16
+"""Tickets by whose leaving the queue's pace is told."""
 YOUTH_S: Final = 1.0
 """Under overload (`core.line`) a request that has waited so long counts as twice its work: who came last can still be
 served in time."""
 FAIR: Final = 256
 """Tickets of a priority that take turns by their flows; nobody ever looks so far."""
+
+
+class Pace:
+    """How fast tickets leave the queue by their turn, from the last of them: a quiet time says nothing of that."""
+
+    __slots__ = ("_times",)
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=LEFT)
+
+    def count(self, now: float) -> None:
+        """One more left."""
+        self._times.append(now)
+
+    def wait_s(self, before: int) -> float:
+        """How long it takes until so many have left. 0: nobody knows."""
+        times = self._times
+        if len(times) < LEFT // 2:
+            return 0.0
+        return before * (times[-1] - times[0]) / (len(times) - 1)
 
 
 class _Line:

@@ -38,7 +38,7 @@ from lbproxy.config import (
     RetrySettings,
     ScrapeSettings,
 )
-from lbproxy.core.admission import WORK_S, WaitingQueue, least_work
+from lbproxy.core.admission import WORK_S, Pace, WaitingQueue, least_work
 from lbproxy.core.backpressure import Backpressure
 from lbproxy.core.choice import Choice, model_for
 from lbproxy.core.endpoints import EndpointChanges, EndpointSet
@@ -106,6 +106,7 @@ class Balancer:
         self._openings: list[tuple[float, EndpointUid]] = []
         """A heap: when endpoints may have room again without anything happening there."""
         self._placements = 0
+        self._pace = Pace()
         self._changed: list[Ticket] = []
         """Closed by another ticket's arrival, for `poll` to return."""
 
@@ -188,9 +189,21 @@ class Balancer:
         if (self._woken or self._all_woken) and self._queue.ready:
             self._serve(now, self._changed)  # those that wait come first
         self._consider(ticket, now)
+        if ticket.state is TicketState.WAITING and self._comes_too_late(ticket, now):
+            self._end(ticket, Outcome.TOO_LATE)
         if ticket.state is TicketState.WAITING:
             self._wait(ticket, now)
         return ticket
+
+    def _comes_too_late(self, ticket: Ticket, now: float) -> bool:
+        """Whether a newcomer that waits for any endpoint will not be placed by its deadline, at the pace of late."""
+        deadline = ticket.request.deadline
+        if deadline is None or ticket.best is not None or not self._queue.ready:
+            return False
+        share = self._queue.before(ticket)
+        before = self._queue.ready if share < 0.0 else round(share * self._queue.ready)
+        ticket.retry_after_s = self._pace.wait_s(before)
+        return now + ticket.retry_after_s > deadline
 
     def poll(self, *, now: float) -> list[Ticket]:
         """The tickets that stopped waiting: shed for another, placed now, or closed with the reason."""
@@ -568,6 +581,7 @@ class Balancer:
                 continue
             moved = True
             self._queue.remove(ticket)
+            self._pace.count(now)
             changed.append(ticket)
             stuck.discard(key)
             state = ticket.placed_on

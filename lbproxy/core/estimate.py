@@ -26,7 +26,6 @@ from mypy_extensions import mypyc_attr
 
 from lbproxy.core.capacity import GUESSED_TOKENS, CapacityLearner, Size
 from lbproxy.core.gaps import Gaps, PoolGaps
-from lbproxy.core.lanes import SURE
 from lbproxy.core.learning import Samples, clip, step
 from lbproxy.core.lora import AdapterTable, Arrival, LoadTimes
 from lbproxy.core.others import Mean
@@ -312,7 +311,8 @@ class LoadModel:
         placement.waits_s = self.prefill_ms(now) / 1000.0
         placement.predicted_s = self.first_byte_ms(1000.0 * placement.waits_s, uncached, now) / 1000.0
         if request.stream:
-            placement.late_at = now + lanes.patience_s(placement.predicted_s)
+            if lanes.seen:
+                placement.late_at = now + lanes.patience_s(placement.predicted_s)
         else:
             placement.due_at = now + placement.predicted_s
             self.due_at = min(self.due_at, placement.due_at)
@@ -444,7 +444,7 @@ class LoadModel:
         if not placement.before:
             if placement.in_flight < FREE * room.slots.limit:
                 room.lanes.alone(beyond_s)
-        elif self.pool.samples.prefill_ms_per_token + self.pool.samples.base_ms >= SURE:
+        elif room.lanes.seen:
             room.lanes.behind(placement.waits_s, placement.waits_s + beyond_s - room.lanes.delay_s, placement.before)
         if placement.late_at <= now:
             running, before = self.in_flight - len(self.pending), placement.in_flight + room.others.requests(now)

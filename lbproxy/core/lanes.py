@@ -35,7 +35,7 @@ TELLING_S: Final = 0.1
 class Lanes:
     """One endpoint's."""
 
-    __slots__ = ("_reports", "_seen", "_serial_until", "_sure", "delay_s", "lanes", "spread_s")
+    __slots__ = ("_reports", "_serial_until", "_sure", "delay_s", "lanes", "seen", "spread_s")
 
     def __init__(self) -> None:
         self.lanes = 1.0
@@ -44,7 +44,8 @@ class Lanes:
         """What a first byte takes beyond the prediction though nothing is before it."""
         self.spread_s = 0.0
         """Mean deviation of that."""
-        self._seen = False
+        self.seen = False
+        """The delay is known: before that no first byte is late, as nobody knows what is usual here."""
         self._sure = self._reports = 0
         self._serial_until = -inf
 
@@ -75,8 +76,8 @@ class Lanes:
 
     def alone(self, beyond_s: float) -> None:
         """A first byte came so long after its prediction; nothing of ours was before it."""
-        if not self._seen:
-            self._seen = True
+        if not self.seen:
+            self.seen = True
             self.delay_s, self.spread_s = beyond_s, abs(beyond_s) / 2.0
             return
         self.spread_s += (abs(beyond_s - self.delay_s) - self.spread_s) / 4.0
@@ -84,7 +85,7 @@ class Lanes:
 
     def behind(self, predicted_s: float, waited_s: float, before: int) -> None:
         """A request waited so long for the `before` prefills before it, beside what was predicted."""
-        if predicted_s < max(TELLING_S, 4.0 * self.spread_s):
+        if predicted_s < max(TELLING_S, self.spread_s):
             return
         if waited_s < 0.5 * predicted_s:
             self._sure = min(SURE, self._sure + 1)

@@ -87,7 +87,7 @@ def of_endpoint(load: LoadModel, *, now: float) -> EndpointLearned:
         prefill_ms_per_token=pool.token_ms * load.speed,
         base_ms=load.base_ms if load.base_until > now else pool.base_ms,
         gap_ms=gap_ms + slope * load.context_tokens,
-        prefill_queue_ms=load.wait_ms(now),
+        prefill_queue_ms=load.prefill_ms(now),
         cached_tokens=load.cache.size * pool.index.block_bytes / pool.bytes_per_token,
         capacity_tokens=load.capacity_tokens,
         context_tokens=load.context_tokens,

@@ -7,6 +7,7 @@ A new pool believes: .1 ms a token, 40 ms fixed, 200 tokens of answer, 30 % of p
 from __future__ import annotations
 
 import random
+from math import inf
 
 import pytest
 
@@ -74,7 +75,11 @@ def test_queued_prefills_are_waited_for() -> None:
     prices = price(prompt(10), [busy, idle])
     assert prices.waits_ms == [300.0, 0.0]
     assert price(prompt(10), [busy, idle], now=0.1).waits_ms == pytest.approx([200.0, 0.0])
-    assert price(prompt(10), [busy, idle], plan=[50.0, 7000.0]).waits_ms == pytest.approx([305.0, 700.0])
+    busy.load.room.line.add(5.0, 50.0)
+    idle.load.room.line.add(5.0, 7000.0)
+    busy.load.pool.held = 2
+    assert price(prompt(10), [busy, idle]).waits_ms == pytest.approx([305.0, 700.0])
+    assert price(prompt(2), [busy, idle]).waits_ms == [300.0, 0.0], "less work goes before more"
 
 
 def test_a_prefill_holds_up_the_streams_there() -> None:
@@ -150,9 +155,12 @@ def test_what_others_do_there_counts_while_it_is_fresh() -> None:
     said = LoadMetrics(scraped_at=0.0, waiting=4.0, running=6.0)
     for _ in range(2):
         shared.load.scraped(said, others=10.0, queued=4.0, fresh_until=2.0)
+        own.load.scraped(LoadMetrics(scraped_at=0.0, waiting=0.0, running=0.0), others=0.0, queued=0.0, fresh_until=2.0)
     prices = price(prompt(1000), [shared, own], now=1.0)
-    assert prices.waits_ms == [4 * 50.0, 0.0]
-    assert prices.costs[0] - prices.costs[1] == pytest.approx(200.0 + 0.3 * 10 * 100.0)
+    assert prices.waits_ms == pytest.approx([1000.0 * 5 / 6, 0.0]), "six run, in a second each, and four wait"
+    assert prices.costs[0] - prices.costs[1] == pytest.approx(1000.0 * 5 / 6 + 0.3 * 10 * 100.0)
+    shared.load.room.slots.limit = inf
+    assert price(prompt(1000), [shared, own], now=1.0).waits_ms == [4 * 50.0, 0.0]
     assert price(prompt(1000), [shared, own], now=3.0).waits_ms == [0.0, 0.0]
 
 
@@ -220,3 +228,28 @@ def test_only_requests_for_adapters_pay_for_them() -> None:
     states[0].load.in_flight = 0
     with_base, with_lora = price(prompt(100), states).costs, price(prompt(100, model="lora"), states).costs
     assert [lora - base for lora, base in zip(with_lora, with_base, strict=True)] == pytest.approx([0.0, 500.0])
+
+
+def test_an_endpoint_that_does_not_report_has_what_others_have_on_average() -> None:
+    """Its metrics hang: it is not idle for that, and took all that came one after the other."""
+    _, (crowded, idle, silent) = pool_of(3)
+    for _ in range(40):
+        for state, others in ((crowded, 20.0), (idle, 0.0)):
+            said = LoadMetrics(scraped_at=0.0, waiting=0.0, running=others)
+            state.load.scraped(said, others=others, queued=0.0, fresh_until=2.0)
+    costs = price(prompt(1000), [crowded, idle, silent], now=1.0).costs
+    assert costs[1] < costs[2] < costs[0]
+    assert price(prompt(1000), [crowded, idle, silent], now=3.0).costs[0] == pytest.approx(costs[1]), "nobody knows"
+
+
+def test_cache_space_that_others_use_counts() -> None:
+    """Two servers alike in all but their KV cache, which others fill."""
+    _, states = pool_of(2)
+    for state, share in zip(states, (0.99, 0.03), strict=True):
+        said = LoadMetrics(
+            scraped_at=0.0, waiting=0.0, running=1.0, kv_utilization=share, kv_blocks=20_000, block_size_tokens=16
+        )
+        state.load.scraped(said, others=1.0, queued=0.0, fresh_until=2.0)
+    full, empty = price(prompt(100), states, now=1.0).costs
+    assert full > empty + 10.0
+    assert price(prompt(100), states, now=3.0).costs[0] == pytest.approx(price(prompt(100), states, now=3.0).costs[1])

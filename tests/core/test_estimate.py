@@ -200,14 +200,15 @@ def test_others_load_counts_when_two_scrapes_say_so() -> None:
     """A gauge lags behind our own count by a step or two, which must not look like somebody else."""
     load = PoolModel(KIB).join()
     scrape(load, others=9.0, queued=4.0)
-    assert load.others == 0.0
+    others = load.room.others
+    assert others.count == 0.0
     scrape(load, others=8.0, queued=4.0)
-    assert (load.others, load.others_tokens) == (8.0, 4 * 500.0)
+    assert (others.count, others.queued(50.0)) == (8.0, 4.0)
     assert load.backlog_tokens(50.0) == 2000.0
     assert load.backlog_tokens(101.0) == 0.0, "stale"
     scrape(load, others=1.0)
     scrape(load, others=1.0)
-    assert (load.others, load.others_tokens) == (0.0, 0.0), "too little to be believed"
+    assert (others.count, others.waiting) == (0.0, 0.0), "too little to be believed"
 
 
 def test_a_reported_queue_counts_at_once_and_what_runs_as_scrapes_say() -> None:
@@ -216,13 +217,14 @@ def test_a_reported_queue_counts_at_once_and_what_runs_as_scrapes_say() -> None:
     scrape(load, others=9.0)
     report(load, others=9.0, queued=0.0)
     report(load, others=9.0, queued=0.0)
-    assert load.others == 0.0, "one scrape, however often it is repeated"
+    others = load.room.others
+    assert others.count == 0.0, "one scrape, however often it is repeated"
     report(load, others=15.0, queued=6.0)
-    assert (load.others, load.others_tokens) == (6.0, 6 * 500.0)
+    assert (others.count, others.waiting) == (6.0, 6.0)
     report(load, others=9.0, queued=0.0)
-    assert load.others_tokens == 0.0
+    assert others.waiting == 0.0
     scrape(load, others=8.0)
-    assert load.others == 8.0, "the second scrape"
+    assert others.count == 8.0, "the second scrape"
 
 
 def test_freed_space_is_a_rate_that_is_forgotten() -> None:
