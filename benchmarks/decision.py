@@ -26,8 +26,9 @@ from lbproxy.config import AdmissionSettings, HealthSettings, RetrySettings, Rou
 from lbproxy.core.admission import WORK_S
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.engines import ENGINES
-from lbproxy.core.estimate import PoolModel
+from lbproxy.core.estimate import LoadModel
 from lbproxy.core.policy import make_policy
+from lbproxy.core.pool_model import PoolModel
 from lbproxy.core.prefix import hash_prompt
 from lbproxy.core.prefix_index import EndpointCache, PrefixIndex
 from lbproxy.core.readings import PageReader
@@ -298,7 +299,7 @@ class Queue:
                 self.pending[:] = [ticket for ticket in self.pending if ticket.placed_on is not chosen]
                 for ticket in done:
                     self.balancer.first_byte(ticket, now=self.now)
-            self.balancer._all_woken = True
+            self.balancer._waiting.wake_all()
             times[kind].append(self._plan())
         arrival = micros(self._come_and_go, 40)
         return [arrival, *(min(times[kind]) for kind in ("no room", "places", "anew"))]
@@ -310,7 +311,7 @@ def memory() -> str:
     tracemalloc.start()
     pool = PoolModel(1024)
     before = tracemalloc.get_traced_memory()[0]
-    loads = [pool.join() for _ in range(200)]
+    loads = [LoadModel(pool) for _ in range(200)]
     each = (tracemalloc.get_traced_memory()[0] - before) / len(loads)
     tracemalloc.stop()
     del loads

@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, cast
 
-from lbproxy.core.estimate import LoadModel, PoolModel
+from lbproxy.core.estimate import LoadModel
 from lbproxy.core.lora import prices_ms
 from lbproxy.core.placement import freed_per_ms
+from lbproxy.core.pool_model import PoolModel
 from lbproxy.core.prefix import BLOCK_BYTES
 from lbproxy.core.pricing import Policy, Prices
 from lbproxy.core.types import EndpointState, InferenceRequest
@@ -85,7 +86,7 @@ class Adaptive(Policy):
     unit: str | None = "ms"
     first_byte_parts = frozenset({"base", "wait", "prefill", "space_wait", "adapter"})
 
-    def price(  # noqa: PLR0912, PLR0915 - a call costs more than a statement
+    def price(  # noqa: PLR0915 - a call costs more than a statement
         self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float
     ) -> Prices:
         """Milliseconds; the waits are the prefill work ahead, the uncached tokens those of the request there."""
@@ -103,7 +104,7 @@ class Adaptive(Policy):
         space = SPACE * token_ms * pool.hit_ratio * (1.0 + STALL * mean_load)
         space_tokens, decode = pool.size.space_tokens, DECODE * output
         costs, waits, uncached_tokens = [], [], []
-        work = prompt - max(depths[load.slot] for load in loads) * block if pool.held else 0.0
+        work = prompt - max([depths[load.slot] for load in loads]) * block if pool.held else 0.0
         notes: _Parts | None = None
         for load in loads:
             if load.due_at <= now:
@@ -119,26 +120,16 @@ class Adaptive(Policy):
             if load.pending:
                 done = 1000.0 * (now - load.since_at) / rate
                 backlog = load.pending_tokens - (done if done < load.head_tokens else load.head_tokens)
-            in_flight = load.in_flight
-            room, streams = load.room, float(in_flight)
-            others = room.others
+            in_flight, room = load.in_flight, load.room
+            streams, others = float(in_flight), room.others
             if others.count or others.until < now:
                 streams += others.requests(now)
                 backlog += others.queued(now) * pool.uncached_tokens
             if backlog < 0.0:  # noqa: PLR1730
                 backlog = 0.0
-            # The wait for what goes before it: for prefills or, where no more requests run at once, for their end.
-            ahead = streams
-            if room.line.count:
-                held, tokens = room.line.before(work, pool.turn_share)
-                ahead += held
-                backlog += tokens
-            wait, lanes = backlog * rate, room.lanes.lanes
-            if lanes > 1.0:
-                wait = 0.0 if len(load.pending) < lanes else wait / lanes
-            if ahead >= room.slots.limit:
-                slots = room.slots.wait_ms(ahead, now)
-                wait = max(wait, slots)
+            wait = backlog * rate
+            if streams >= room.slots.limit or room.line.count or room.lanes.lanes > 1.0:
+                wait = _wait_ms(load, backlog, streams, work, now)
             # Decode: a gap grows with the context that the batch reads in each step.
             own_gap, slope = (load.gap_ms, load.gap_per_token_ms) if load.gap_until > now else pool_gap
             gap = own_gap + slope * (load.context_tokens + prompt)
@@ -154,15 +145,8 @@ class Adaptive(Policy):
             cost += space_cost
             # Space for this request and for what those in flight will still say, as far as it is not there.
             growth = in_flight * output - live
-            over = (
-                cache.pinned * block
-                + (growth if growth > live else live)
-                + blocks
-                - cached
-                + output
-                + foreign
-                - capacity
-            )
+            over = blocks - cached + output + foreign - capacity
+            over += cache.pinned * block + (growth if growth > live else live)
             late = space_wait_ms(load, over, now) if over > 0.0 else 0.0
             cost += late
             if self.explains:
@@ -171,12 +155,7 @@ class Adaptive(Policy):
             costs.append(cost)
             waits.append(wait)
             uncached_tokens.append(uncached)
-        adapters = _adapter_ms(loads, request.model, pool, now)
-        if adapters is not None:
-            costs = [cost + adapter for cost, adapter in zip(costs, adapters, strict=True)]
-            for parts, adapter in zip(_listed(notes), adapters, strict=False):
-                parts.add_adapter(adapter)
-        return Prices(costs, waits, uncached_tokens, notes)
+        return Prices(_with_adapters(costs, notes, loads, request.model, now), waits, uncached_tokens, notes)
 
     def _price_unread(self, model: str | None, loads: list[LoadModel], now: float) -> Prices:
         """Of a request whose work cannot be read: what such requests took there, for each that is there now."""
@@ -193,16 +172,11 @@ class Adaptive(Policy):
                 notes = _Parts(notes, cost, 0.0, cost - each, each, 0.0, 0.0, 0.0, 0.0, 0.0)
             costs.append(cost)
             waits.append(wait)
-        adapters = _adapter_ms(loads, model, pool, now)
-        if adapters is not None:
-            costs = [cost + adapter for cost, adapter in zip(costs, adapters, strict=True)]
-            for parts, adapter in zip(_listed(notes), adapters, strict=False):
-                parts.add_adapter(adapter)
-        return Prices(costs, waits, [1.0] * len(loads), notes)
+        return Prices(_with_adapters(costs, notes, loads, model, now), waits, [1.0] * len(loads), notes)
 
     def is_full(self, state: EndpointState, wait_ms: float, now: float) -> bool:
         """By its room."""
-        return state.load.is_full(now)
+        return state.load.room.is_full(state.load, now)
 
     def explain(self, notes: object, *, shown: Sequence[int]) -> list[dict[str, float]]:
         """The terms of the module's docstring, in milliseconds, if `price` was to note them."""
@@ -239,10 +213,37 @@ def _named(parts: _Parts) -> dict[str, float]:
     return named
 
 
+def _wait_ms(load: LoadModel, backlog: float, ahead: float, work: float, now: float) -> float:
+    """The wait for what goes before a request with so much `work`: for prefills or, where no more requests run at once,
+    for the end of others. `backlog` is in tokens, `ahead` in requests, both without those that are held.
+    """
+    pool, room = load.pool, load.room
+    if room.line.count:
+        held, tokens = room.line.before(work, pool.turn_share)
+        ahead += held
+        backlog += tokens
+    lanes = room.lanes.lanes
+    free = lanes > 1.0 and len(load.pending) < lanes
+    prefills = 0.0 if free else backlog * pool.token_ms * load.speed / lanes
+    return max(prefills, room.slots.wait_ms(ahead, now))
+
+
 def space_wait_ms(load: LoadModel, over_tokens: float, now: float) -> float:
     """How long until `over_tokens` of cache space become free: at the rate of late, or a fifth of what decode makes."""
     rate = max(freed_per_ms(load.freed, now), 0.2 * load.in_flight / max(5.0, load.mean_gap_ms), MIN_FREED_PER_MS)
     return min(MAX_SPACE_WAIT_MS, over_tokens / rate)
+
+
+def _with_adapters(
+    costs: list[float], notes: _Parts | None, loads: Sequence[LoadModel], model: str | None, now: float
+) -> list[float]:
+    """The costs with what waiting for the adapter takes, if `model` is one."""
+    adapters = _adapter_ms(loads, model, loads[0].pool, now)
+    if adapters is None:
+        return costs
+    for parts, adapter in zip(_listed(notes), adapters, strict=False):
+        parts.add_adapter(adapter)
+    return [cost + adapter for cost, adapter in zip(costs, adapters, strict=True)]
 
 
 def _adapter_ms(loads: Sequence[LoadModel], adapter: str | None, pool: PoolModel, now: float) -> list[float] | None:

@@ -24,9 +24,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from heapq import heappop, heappush
 from math import inf
-from typing import Final
 
 from mypy_extensions import mypyc_attr
 
@@ -38,7 +36,7 @@ from lbproxy.config import (
     RetrySettings,
     ScrapeSettings,
 )
-from lbproxy.core.admission import WORK_S, Pace, WaitingQueue, least_work
+from lbproxy.core.admission import WaitingQueue
 from lbproxy.core.backpressure import Backpressure
 from lbproxy.core.choice import Choice, model_for
 from lbproxy.core.endpoints import EndpointChanges, EndpointSet
@@ -63,17 +61,9 @@ from lbproxy.core.types import (
     Usage,
     Wait,
 )
+from lbproxy.core.waiting import Waiting
 
 DEFAULT_BREAKER, DEFAULT_FLOWS = BreakerSettings(), FlowsSettings()
-PRICED: Final = 32
-"""Requests that wait which are priced at a time; if there are more to price, the driver's loop gets a turn between."""
-MOVED: Final = 6
-"""Of these, requests in other lines that may do better at an endpoint that has room."""
-PRICE_AGAIN_S: Final = 0.05
-"""How long after its last price a request in another line is priced again at the earliest."""
-OVERLOAD: Final = 6.0
-"""A line is too long if its last request would wait for a sixth of the queue timeout: 5 s, unless the settings say
-another. Who allows longer waits, prefers late responses to none."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)  # the simulation has some
@@ -98,23 +88,15 @@ class Balancer:
         self._judge = self._endpoints.judge
         self._flows, self._queue = Flows(flows), WaitingQueue(admission)
         self._choice = Choice(policy, admission, self._endpoints, self._backpressure, rng)
+        self._waiting = Waiting(self._endpoints, self._choice, self._queue, self._flows)
         self._adopt(admission)
-        self._woken: dict[EndpointUid, EndpointState] = {}
-        """Endpoints where something happened since the queue was looked at, while requests wait."""
-        self._all_woken = False
-        """The same of the set of endpoints, or of the settings."""
-        self._openings: list[tuple[float, EndpointUid]] = []
-        """A heap: when endpoints may have room again without anything happening there."""
         self._placements = 0
-        self._pace = Pace()
         self._changed: list[Ticket] = []
         """Closed by another ticket's arrival, for `poll` to return."""
 
     def _adopt(self, admission: AdmissionSettings) -> None:
-        self._hold = self._choice.holds
-        self._by_work = admission.order == "shortest" and self._pool is not None
         self._queue_timeout_s = admission.queue_timeout
-        self._long_s = admission.queue_timeout / OVERLOAD
+        self._waiting.adopt(admission, self._pool)
 
     def reconfigure(  # noqa: PLR0913 - each is a section of the settings
         self,
@@ -146,7 +128,6 @@ class Balancer:
             self._unpark(flow)
         self._choice.adopt(policy, admission)
         self._adopt(admission)
-        self._all_woken = True
 
     # Requests
 
@@ -186,8 +167,8 @@ class Balancer:
             return ticket
         flow.active += 1
         ticket.counted = True
-        if (self._woken or self._all_woken) and self._queue.ready:
-            self._serve(now, self._changed)  # those that wait come first
+        if self._waiting.is_woken:
+            self._waiting.serve(now, self._in_turn, self._changed)  # those that wait come first
         self._consider(ticket, now)
         if ticket.state is TicketState.WAITING and self._comes_too_late(ticket, now):
             self._end(ticket, Outcome.TOO_LATE)
@@ -198,22 +179,18 @@ class Balancer:
     def _comes_too_late(self, ticket: Ticket, now: float) -> bool:
         """Whether a newcomer that waits for any endpoint will not be placed by its deadline, at the pace of late."""
         deadline = ticket.request.deadline
-        if deadline is None or ticket.best is not None or not self._queue.ready:
+        if deadline is None or ticket.best is not None:
             return False
-        share = self._queue.before(ticket)
-        before = self._queue.ready if share < 0.0 else round(share * self._queue.ready)
-        ticket.retry_after_s = self._pace.wait_s(before)
+        ticket.retry_after_s = self._waiting.pace_s(ticket)
         return now + ticket.retry_after_s > deadline
 
     def poll(self, *, now: float) -> list[Ticket]:
         """The tickets that stopped waiting: shed for another, placed now, or closed with the reason."""
         changed, self._changed = self._changed, []
         if self._queue:
-            openings = self._openings
-            while openings and openings[0][0] <= now:
-                self._wake(self._endpoints.get(heappop(openings)[1]))
-            if self._queue.ready and (self._woken or self._all_woken):
-                self._serve(now, changed)
+            self._waiting.pass_time(now)
+            if self._waiting.is_woken:
+                self._waiting.serve(now, self._in_turn, changed)
             for ticket in self._queue.expired(now):
                 deadline = ticket.request.deadline
                 too_late = Outcome.EXPIRED if deadline is None or now < deadline else Outcome.TOO_LATE
@@ -221,9 +198,7 @@ class Balancer:
                 self._end(ticket, too_late if self._endpoints.any_up() else Outcome.NO_ENDPOINTS)
                 changed.append(ticket)
         if not self._queue:
-            self._woken.clear()
-            self._openings.clear()
-            self._all_woken = False
+            self._waiting.forget()
         return changed
 
     def first_byte(self, ticket: Ticket, *, now: float) -> None:
@@ -241,7 +216,7 @@ class Balancer:
                 self._judge.answered(ticket, state, accused, now=now)
             if ticket.placement is not None:
                 ticket.placement.load.first_byte(ticket.placement, now)
-                self._wake(state)
+                self._waiting.wake(state)
 
     def progress(self, ticket: Ticket, tokens: int, *, now: float) -> None:
         """More came, `tokens` as far as is known. At most every 250 ms per stream, never per chunk."""
@@ -277,7 +252,7 @@ class Balancer:
             if ticket.placement is not None:
                 ticket.placement.load.end(ticket.placement, usage, now)
             self._endpoints.released(state)
-            self._wake(state)
+            self._waiting.wake(state)
         self._end(ticket, outcome)
 
     def after_failure(
@@ -290,8 +265,8 @@ class Balancer:
         state = ticket.where
         stranded = kind is FailureKind.STRANDED
         self._backpressure.refused(state, kind, now=now)
-        if now < state.backing_off_until and self._queue:
-            heappush(self._openings, (state.backing_off_until, state.endpoint.uid))
+        if self._queue and now < state.backing_off_until:
+            self._waiting.wake_at(state.endpoint.uid, state.backing_off_until)
         tried = {state.endpoint.uid, *ticket.avoid}
         elsewhere = any(
             one.endpoint.uid not in tried and self._choice.takes(one)
@@ -302,23 +277,21 @@ class Balancer:
         open_question = kind is FailureKind.ERROR and not ticket.trial and (verdict.again or kind in earlier)
         if not stranded and not open_question:
             self._judge.failed(ticket, state, kind, detail or kind.value, now=now)
-            self._all_woken = True
+            self._waiting.wake_all()
         return verdict
 
     def next_deadline(self) -> float | None:
         """When `poll` has something to do though nothing happens until then; None = never. May be past."""
-        if self._changed or (self._queue.ready and (self._woken or self._all_woken)):
+        if self._changed or self._waiting.is_woken:
             return -inf
         deadline = self._queue.first_deadline()
-        if deadline is None or not self._openings or not self._queue.ready:
-            return deadline
-        return min(deadline, self._openings[0][0])
+        return deadline if deadline is None else min(deadline, self._waiting.next_at)
 
     # Endpoints
 
     def set_endpoints(self, specs: Sequence[EndpointSpec], *, now: float) -> EndpointChanges:
         """The complete set, from discovery. Names and addresses are distinct."""
-        self._all_woken = True
+        self._waiting.wake_all()
         return self._endpoints.replace(specs, now=now)
 
     def check(self, *, now: float) -> list[EndpointUid]:
@@ -328,7 +301,7 @@ class Balancer:
         before = self._endpoints.version
         stranding = self._endpoints.check(now=now)
         if self._endpoints.version != before:
-            self._all_woken = True
+            self._waiting.wake_all()
         return stranding
 
     @property
@@ -342,12 +315,12 @@ class Balancer:
 
     def report_health(self, uid: EndpointUid, ok: bool, reason: str, *, now: float) -> None:
         """A probe's answer."""
-        self._all_woken = True
+        self._waiting.wake_all()
         self._endpoints.report_health(uid, ok, reason, now=now)
 
     def report_models(self, uid: EndpointUid, cards: Iterable[ModelCard] | None) -> None:
         """What an endpoint says it serves; None if it cannot say."""
-        self._all_woken = True
+        self._waiting.wake_all()
         self._endpoints.report_models(uid, cards)
 
     def scrape_sent(self, uid: EndpointUid) -> None:
@@ -357,7 +330,7 @@ class Balancer:
     def report_scrape(self, uid: EndpointUid, metrics: LoadMetrics) -> None:
         """What the scrape that was sent last said."""
         self._endpoints.report_scrape(uid, metrics)
-        self._wake(self._endpoints.get(uid))
+        self._waiting.wake(self._endpoints.get(uid))
 
     def ask_load(self, uid: EndpointUid, ask: bool) -> None:
         """Whether requests to an endpoint ask for load reports from now on."""
@@ -377,7 +350,7 @@ class Balancer:
 
     def drain(self, uid: EndpointUid, *, draining: bool = True) -> None:
         """Give an endpoint no new requests (or again)."""
-        self._all_woken = True
+        self._waiting.wake_all()
         self._endpoints.drain(uid, draining)
 
     def explain(self, wanted: bool) -> None:
@@ -448,6 +421,9 @@ class Balancer:
                     self._end(ticket, Outcome.SATURATED)
             ticket.priced_at = now
 
+    def _in_turn(self, ticket: Ticket, now: float) -> None:
+        self._consider(ticket, now, in_turn=True)
+
     def _place(self, ticket: Ticket, state: EndpointState, now: float) -> None:
         self._placements += 1
         state.in_flight += 1
@@ -464,136 +440,41 @@ class Balancer:
         self._flows.placed(ticket, now)
         if self._queue:
             for one in self._choice.starting:  # a placement gives them credit
-                self._wake(one)
+                self._waiting.wake(one)
 
     # Waiting
 
     def _is_hopeless(self, ticket: Ticket, now: float) -> bool:
-        """Whether a newcomer would wait in vain for the endpoint that is best for it: longer than anybody may."""
-        if ticket.best is None or not ticket.best.load.room.line.count:
+        """Whether a newcomer would wait longer than it may for the endpoint that is best for it, by learned speeds."""
+        if ticket.best is None:
+            return False
+        load = ticket.best.load
+        is_known = load.pool.samples.prefill_ms_per_token or load.room.slots.limit < inf
+        if not is_known or not load.room.line.count:
             return False
         return now + ticket.best_wait_s > ticket.submitted_at + self._queue_timeout_s
 
     def _wait(self, ticket: Ticket, now: float, *, parked: bool = False) -> None:
         """Into the queue; whoever has no place in it any more is told."""
         if not parked:
-            if not self._queue.ready:  # it was considered just now, and nobody looked at what opens by itself
-                self._woken.clear()
-                self._all_woken = False
-                for state in self._endpoints.candidates(None, now=now):
-                    self._open_later(state, now)
-            self._reserve(ticket, now)
-            if ticket.best is not None and self._choice.is_open(ticket.best, now):
-                self._woken[ticket.best.endpoint.uid] = ticket.best
+            self._waiting.begin(ticket, now)
         for shed in self._queue.push(ticket, parked=parked):
             shed.retry_after_s = shed.best_wait_s or None
             self._end(shed, Outcome.SATURATED)
             if shed is not ticket:
                 self._changed.append(shed)
 
-    def _reserve(self, ticket: Ticket, now: float) -> None:
-        """A place in the line of the endpoint that the ticket is held for."""
-        state = ticket.best
-        if state is None or self._pool is None:
-            return
-        load = state.load
-        if self._by_work and now - ticket.work_at >= WORK_S:
-            ticket.work_tokens, ticket.work_at = self._pool.uncached(ticket.request), now
-        work, line = ticket.work_tokens, load.room.line
-        line.add(work, ticket.best_tokens)
-        ticket.reserved = line, work, ticket.best_tokens
-        self._pool.held += 1
-        line.observe(load.line_wait_ms(now) / 1000.0, self._long_s, now)
-        self._open_later(state, now)
-
-    def _release(self, ticket: Ticket) -> None:
-        """Give up that place."""
-        if ticket.reserved is not None and self._pool is not None:
-            line, work, tokens = ticket.reserved
-            line.remove(work, tokens)
-            ticket.reserved = None
-            self._pool.held -= 1
-
-    def _open_later(self, state: EndpointState, now: float) -> None:
-        """Look at an endpoint again when it has worked off enough."""
-        if self._pool is None or not self._hold:
-            return
-        opens_in_s = state.load.opens_in_s(now)
-        if 0.0 < opens_in_s < inf:
-            heappush(self._openings, (now + opens_in_s + 1e-6, state.endpoint.uid))
-
-    def _wake(self, state: EndpointState | None) -> None:
-        if state is not None and self._queue:
-            self._woken[state.endpoint.uid] = state
-
     def _unpark(self, flow: Flow) -> None:
         """As many of the flow's requests as it may have wait for an endpoint now."""
         while not flow.is_full and (ticket := self._queue.unpark(flow)) is not None:
             flow.active += 1
             ticket.counted = True
-            self._all_woken = True
-
-    def _serve(self, now: float, changed: list[Ticket]) -> None:
-        """Consider those that wait for what was woken, in the order of service; those that stop waiting are appended to
-        `changed`.
-        """
-        everything, self._all_woken = self._all_woken, False
-        woken, self._woken = self._woken, {}
-        is_open = self._choice.is_open
-        opened = {uid: state for uid, state in woken.items() if is_open(state, now)}
-        if everything:
-            opened.update(
-                (one.endpoint.uid, one) for one in self._endpoints.candidates(None, now=now) if is_open(one, now)
-            )
-        if opened or everything:
-            self._serve_by_turn(opened, everything, now, changed)
-        for state in woken.values():
-            self._open_later(state, now)
-
-    def _serve_by_turn(
-        self, opened: dict[EndpointUid, EndpointState], everything: bool, now: float, changed: list[Ticket]
-    ) -> None:
-        left, moves, moved = PRICED, MOVED, False
-        stuck: set[tuple[str | None, frozenset[EndpointUid]]] = set()
-        work = least_work(self._pool.uncached, now) if self._by_work and self._pool is not None else None
-        for ticket in self._queue.in_order(work, self._flows, now):
-            key, best = (ticket.request.model, ticket.avoid), ticket.best
-            if best is None or (everything and _is_out(best)):
-                if key in stuck:
-                    continue
-            elif best.endpoint.uid not in opened:
-                if moves <= 0 or now - ticket.priced_at < PRICE_AGAIN_S:
-                    continue
-                moves -= 1
-            left -= 1
-            if left < 0:  # the rest in another turn, if that may bring anything
-                if moved:
-                    self._woken.update(opened)
-                    self._all_woken = self._all_woken or everything
-                return
-            self._release(ticket)
-            self._consider(ticket, now, in_turn=True)
-            moved = moved or ticket.best is not best
-            if ticket.state is TicketState.WAITING:
-                self._reserve(ticket, now)
-                if ticket.best is None:
-                    stuck.add(key)
-                continue
-            moved = True
-            self._queue.remove(ticket)
-            self._pace.count(now)
-            changed.append(ticket)
-            stuck.discard(key)
-            state = ticket.placed_on
-            if state is not None and state.endpoint.uid in opened and not self._choice.is_open(state, now):
-                del opened[state.endpoint.uid]
-            if not opened and not everything:
-                return
+            self._waiting.wake_all()
 
     def _end(self, ticket: Ticket, outcome: Outcome) -> None:
         if ticket.state is TicketState.WAITING:
             self._queue.remove(ticket)
-            self._release(ticket)
+            self._waiting.release(ticket)
         ticket.state = TicketState.CLOSED
         ticket.outcome = outcome
         flow = ticket.flow
@@ -604,8 +485,3 @@ class Balancer:
                 self._unpark(flow)
         elif ticket.wait is Wait.FLOW and flow is not None:
             ticket.refusal = flow.crowded()
-
-
-def _is_out(state: EndpointState) -> bool:
-    """It takes no requests any more."""
-    return state.left or state.draining or (state.health is not Health.UP and not state.readmitted)

@@ -16,11 +16,11 @@ from typing import Final, TypeAlias
 from lbproxy.config import AdmissionSettings
 from lbproxy.core.backpressure import Backpressure
 from lbproxy.core.endpoints import EndpointSet
-from lbproxy.core.estimate import PoolModel
 from lbproxy.core.explain import MAX_SHOWN, Decision, Explainer
+from lbproxy.core.pool_model import PoolModel
 from lbproxy.core.pricing import Policy, Prices
 from lbproxy.core.room import HOLD_MS
-from lbproxy.core.types import EndpointState, Outcome, Ticket, Wait
+from lbproxy.core.types import EndpointState, Health, Outcome, Ticket, Wait
 
 TEST_S: Final = 1.0
 """A request that would be refused because it cannot be in time is let through after so long without one: a prediction
@@ -164,6 +164,8 @@ class Choice:
         if self.holds and prices.waits_ms is not None:
             best, wait_ms = candidates[index], prices.waits_ms[index]
             is_full = self.policy.is_full(best, wait_ms, now)
+            if best.health is Health.DOWN:  # a trial: what was queued there is gone
+                is_full = False
             if is_full or (best.load.room.line.count and not self._in_turn):
                 ticket.best = best
                 ticket.best_wait_s = wait_ms / 1000.0

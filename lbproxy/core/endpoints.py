@@ -24,11 +24,12 @@ from typing import Final
 from lbproxy.config import BreakerSettings, HealthSettings, ScrapeSettings
 from lbproxy.core import health
 from lbproxy.core.breaker import Cause
-from lbproxy.core.estimate import PoolModel
+from lbproxy.core.estimate import LoadModel
 from lbproxy.core.explain import MAX_SHOWN
 from lbproxy.core.judge import Judge
 from lbproxy.core.openai import made_up_card
 from lbproxy.core.orca import LoadReport
+from lbproxy.core.pool_model import PoolModel
 from lbproxy.core.types import (
     Endpoint,
     EndpointSnapshot,
@@ -105,7 +106,7 @@ class EndpointSet:
         self.judge.progress.has_loads = pool is not None
         for state in self._states.values():
             if pool is not None:
-                state.load = pool.join(state.endpoint.kv_cache_tokens)
+                state.load = LoadModel(pool, state.endpoint.kv_cache_tokens)
                 if state.said_tokens is not None:
                     state.load.told(float(state.said_tokens), at_most=state.said_at_most)
         self._reindex()
@@ -157,7 +158,7 @@ class EndpointSet:
         self._last_uid += 1
         state = EndpointState(_identified(spec, EndpointUid(self._last_uid)), models=_declared(spec))
         if self._pool is not None:
-            state.load = self._pool.join(spec.kv_cache_tokens)
+            state.load = LoadModel(self._pool, spec.kv_cache_tokens)
         self.judge.joined(state, now=now)
         return state
 

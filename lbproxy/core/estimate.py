@@ -22,18 +22,14 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Final
 
-from mypy_extensions import mypyc_attr
-
-from lbproxy.core.capacity import GUESSED_TOKENS, CapacityLearner, Size
-from lbproxy.core.gaps import Gaps, PoolGaps
+from lbproxy.core.capacity import GUESSED_TOKENS, CapacityLearner
+from lbproxy.core.gaps import Gaps
 from lbproxy.core.learning import Samples, clip, step
-from lbproxy.core.lora import AdapterTable, Arrival, LoadTimes
-from lbproxy.core.others import Mean
+from lbproxy.core.lora import AdapterTable, Arrival
 from lbproxy.core.placement import FREED_S, NEVER, Placement
-from lbproxy.core.prefix_index import MAX_ENTRIES, PrefixIndex
+from lbproxy.core.pool_model import PoolModel
 from lbproxy.core.room import HOLD_MS, Room
 from lbproxy.core.types import InferenceRequest, LoadMetrics, Usage
-from lbproxy.core.unread import Unread
 
 GROUP_S: Final = 0.001
 """First bytes of one endpoint that are no further apart left the same prefill step."""
@@ -49,64 +45,6 @@ FREE: Final = 0.75
 FEW_TOKENS: Final = 256
 MANY_TOKENS: Final = 1024
 """A prefill of fewer than `FEW_TOKENS` shows the fixed time, one of more than this the time per token."""
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)  # the simulation has one
-class PoolModel:
-    """What the endpoints have in common, and the models of all of them."""
-
-    def __init__(self, block_bytes: int, index_entries: int = MAX_ENTRIES) -> None:
-        self.index = PrefixIndex(block_bytes, index_entries)
-        self.adapters: frozenset[str] = frozenset()
-        """The models that are LoRA adapters."""
-        self.token_ms = 0.1
-        """Prefill time per uncached token (rG)."""
-        self.output_tokens = 200.0
-        """Mean length of an answer (O)."""
-        self.hit_ratio = 0.3
-        """Share of prompt tokens that was predicted to be cached (hr)."""
-        self.bytes_per_token = 4.0
-        """Of flattened prompts (f)."""
-        self.uncached_tokens = 500.0
-        """Mean prefill work of a request."""
-        self.load_times = LoadTimes()
-        """To load an adapter."""
-        self.base_ms = 40.0
-        """Time to the first token that does not depend on the prompt (T0), of the endpoints that served of late."""
-        self.gaps = PoolGaps(15.0, 1e-4)
-        self.gap_ms, self.gap_per_token_ms = self.gaps.gap_ms, self.gaps.gap_per_token_ms
-        """Inter-token gap of all endpoints together: what those without samples are taken to have."""
-        self.size = Size()
-        """Of the KV caches whose size is not told, as if all were alike: what their space is priced by. An endpoint of
-        which more is known than of another must not look cheaper for that."""
-        self.held = 0
-        """Requests that are held for any of the endpoints."""
-        self.unread = Unread()
-        """How long requests take whose work cannot be read."""
-        self.turn_share = -1.0
-        """How much of these goes before the request that is priced, as a share; below 0: what has less work does."""
-        self.others = Mean()
-        """What others have at an endpoint, of those that report it."""
-        self.samples = Samples()
-        self._seen_bytes, self._seen_tokens = 8000.0, 2000.0
-
-    def join(self, kv_cache_tokens: int | None = None) -> LoadModel:
-        """The model of a new endpoint. `kv_cache_tokens`: what the settings say of its cache."""
-        return LoadModel(self, kv_cache_tokens)
-
-    def uncached(self, request: InferenceRequest) -> float:
-        """The least prefill work, in tokens, that any endpoint has with the request."""
-        cached = self.index.longest(request.block_keys) * self.index.block_bytes
-        return max(1.0, (request.prompt_bytes - cached) / self.bytes_per_token)
-
-    def learn_usage(self, request: InferenceRequest, usage: Usage) -> None:
-        """What the endpoint counted: how many bytes make a token."""
-        tokens = usage.prompt_tokens or 0
-        if request.is_text(tokens):
-            self._seen_bytes = 0.98 * self._seen_bytes + request.prompt_bytes
-            self._seen_tokens = 0.98 * self._seen_tokens + tokens
-            self.bytes_per_token = self._seen_bytes / self._seen_tokens
-            self.samples.bytes_per_token += 1
 
 
 class LoadModel:
@@ -223,53 +161,12 @@ class LoadModel:
             return 0.0
         return self.backlog_tokens(now) * self.pool.token_ms * self.speed / self.room.lanes.lanes
 
-    def wait_ms(self, now: float) -> float:
-        """How long a request that is placed now waits before its own prefill begins."""
-        slots = self.room.slots.wait_ms(self.in_flight + self.room.others.requests(now), now)
-        return max(self.prefill_ms(now), slots)
-
-    def line_wait_ms(self, now: float) -> float:
-        """The same behind all that are held for this endpoint."""
-        line, rate = self.room.line, self.pool.token_ms * self.speed / self.room.lanes.lanes
-        slots = self.room.slots.wait_ms(self.in_flight + self.room.others.requests(now) + line.count, now)
-        return max(self.prefill_ms(now) + line.tokens * rate, slots)
-
-    def is_full(self, now: float) -> bool:
-        """Whether no request should be placed here now."""
-        slots = self.room.slots
-        if self.pending:
-            head = next(iter(self.pending))
-            if head.late_at <= now:
-                slots.overdue(head.late_at, self.in_flight - len(self.pending), now)
-        if self._lacks(now) is not None:
-            return True
-        if self.prefill_ms(now) <= HOLD_MS:
-            return False
-        return not (slots.is_idle(now) and self.room.lanes.may_try(len(self.pending), now))
-
-    def full_by(self, now: float) -> str | None:
-        """Why no request should be placed here now; None: one may. Changes nothing."""
-        return self._lacks(now) or ("prefill" if self.prefill_ms(now) > HOLD_MS else None)
-
-    def _lacks(self, now: float) -> str | None:
-        """What does not end by itself, if it is full for want of that."""
-        slots, in_flight = self.room.slots, self.in_flight + self.room.others.requests(now)
-        if slots.is_full(in_flight, now):
-            return "space" if slots.by_space else "requests"
-        return "space" if slots.by_space and slots.lacks_space(in_flight, self._growth(), now) else None
-
-    def _growth(self) -> float:
+    def growth(self) -> float:
         """The share of the cache by which responses in flight are expected to grow. Those that are not streamed show
         nothing of that, and are taken to be half done.
         """
         expected = self.in_flight * self.pool.output_tokens
         return max(0.0, expected - (self.live_tokens or 0.5 * expected)) / self.capacity_tokens
-
-    def opens_in_s(self, now: float) -> float:
-        """In how many seconds that ends by itself; NEVER: not before something happens."""
-        if self._lacks(now) is not None:
-            return NEVER
-        return max(0.0, self.prefill_ms(now) - HOLD_MS) / 1000.0
 
     def next_first_byte_s(self, now: float) -> float:
         """Seconds that the first in line, after what others queued, should take to its first byte in all."""

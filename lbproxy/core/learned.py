@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from math import inf
 
-from lbproxy.core.estimate import LoadModel, PoolModel
+from lbproxy.core.estimate import LoadModel
 from lbproxy.core.learning import Samples
+from lbproxy.core.pool_model import PoolModel
 from lbproxy.core.types import Ticket
 
 FULL_BY = ("requests", "space", "prefill")
@@ -91,9 +92,9 @@ def of_endpoint(load: LoadModel, *, now: float) -> EndpointLearned:
         cached_tokens=load.cache.size * pool.index.block_bytes / pool.bytes_per_token,
         capacity_tokens=load.capacity_tokens,
         context_tokens=load.context_tokens,
-        wait_ms=load.wait_ms(now),
+        wait_ms=load.room.wait_ms(load, now),
         limit=None if load.room.slots.limit == inf else load.room.slots.limit,
-        full_by=load.full_by(now),
+        full_by=load.room.full_by(load, now),
         held=load.room.line.count,
         samples=_counts(load.samples, EndpointLearned),
     )

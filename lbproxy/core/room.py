@@ -14,7 +14,8 @@ with a reservation (`core.line`).
 
 from __future__ import annotations
 
-from typing import Final
+from math import inf
+from typing import TYPE_CHECKING, Final
 
 from lbproxy.core.lanes import Lanes
 from lbproxy.core.line import Line
@@ -22,6 +23,9 @@ from lbproxy.core.others import Mean, Others
 from lbproxy.core.response_times import ResponseTimes
 from lbproxy.core.slots import QUEUE_S, Slots
 from lbproxy.core.unread import Unread
+
+if TYPE_CHECKING:
+    from lbproxy.core.estimate import LoadModel
 
 HOLD_MS: Final = 250.0
 """An endpoint with more prefill work than this gets no more. Less starves the engines; more binds too early, and puts
@@ -65,7 +69,7 @@ class Room:
                 slots.limit += LIMIT_STEP
             return
         rate = slots.rate(now)
-        if slots.limit == float("inf"):
+        if slots.limit == inf:
             if error_s * rate > slots.allowance(now):
                 slots.estimated(in_flight + 1.0 - error_s * rate)
                 times.forget()
@@ -74,3 +78,45 @@ class Room:
         else:
             slots.estimated(slots.limit - LIMIT_STEP * error_s * rate)
             times.shift(LIMIT_STEP * error_s)
+
+    # Reading
+
+    def wait_ms(self, load: LoadModel, now: float) -> float:
+        """How long a request that is placed there now waits before its own prefill begins."""
+        return max(load.prefill_ms(now), self.slots.wait_ms(load.in_flight + self.others.requests(now), now))
+
+    def line_wait_ms(self, load: LoadModel, now: float) -> float:
+        """The same behind all that are held for the endpoint."""
+        held_ms = self.line.tokens * load.pool.token_ms * load.speed / self.lanes.lanes
+        in_flight = load.in_flight + self.others.requests(now) + self.line.count
+        return max(load.prefill_ms(now) + held_ms, self.slots.wait_ms(in_flight, now))
+
+    def is_full(self, load: LoadModel, now: float) -> bool:
+        """Whether no request should be placed there now. What is overdue counts from here on."""
+        slots = self.slots
+        if load.pending:
+            head = next(iter(load.pending))
+            if head.late_at <= now:
+                slots.overdue(head.late_at, load.in_flight - len(load.pending), now)
+        if self._lacks(load, now) is not None:
+            return True
+        if load.prefill_ms(now) <= HOLD_MS:
+            return False
+        return not (slots.is_idle(now) and self.lanes.may_try(len(load.pending), now))
+
+    def full_by(self, load: LoadModel, now: float) -> str | None:
+        """Why no request should be placed there now; None: one may. Changes nothing."""
+        return self._lacks(load, now) or ("prefill" if load.prefill_ms(now) > HOLD_MS else None)
+
+    def opens_in_s(self, load: LoadModel, now: float) -> float:
+        """In how many seconds it has room without anything happening there; infinite: it does not."""
+        if self._lacks(load, now) is not None:
+            return inf
+        return max(0.0, load.prefill_ms(now) - HOLD_MS) / 1000.0
+
+    def _lacks(self, load: LoadModel, now: float) -> str | None:
+        """What does not come by itself, if it is full for want of that."""
+        slots, in_flight = self.slots, load.in_flight + self.others.requests(now)
+        if slots.is_full(in_flight, now):
+            return "space" if slots.by_space else "requests"
+        return "space" if slots.by_space and slots.lacks_space(in_flight, load.growth(), now) else None

@@ -289,15 +289,11 @@ class Ticket:
     best: EndpointState | None = None
     """While WAITING: the endpoint that it is held for; None = any that takes it."""
     best_wait_s: float = 0.0
-    """How long the wait for it was predicted to be,"""
+    """How long the wait for it was predicted to be, with how much prefill work there, and when."""
     best_tokens: float = 0.0
-    """and the prefill work there."""
     priced_at: float = float("-inf")
-    """When that was found."""
-    reserved: tuple[Line, float, float] | None = None
-    """Its place in the line of that endpoint: the line, and with which work and tokens."""
-    retry_after_s: float | None = None
-    """If it closed for want of room: when there will be, as far as can be told."""
+    reserved: tuple[Line, float, float] | None = None  # its place in the line of `best`: the line, work, tokens
+    retry_after_s: float | None = None  # when there will be room, if it closed for want of that
     work_tokens: float = 0.0
     """While WAITING: the least prefill work that any endpoint would have with it, as of `work_at`."""
     work_at: float = float("-inf")

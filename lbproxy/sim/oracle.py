@@ -17,7 +17,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from lbproxy.core.estimate import PoolModel
+from lbproxy.core.pool_model import PoolModel
 from lbproxy.core.prefix import BLOCK_BYTES
 from lbproxy.core.pricing import Policy, Prices
 from lbproxy.core.room import HOLD_MS

@@ -12,8 +12,9 @@ from math import inf
 import pytest
 
 from lbproxy.core.adaptive import Adaptive
-from lbproxy.core.estimate import PoolModel
+from lbproxy.core.estimate import LoadModel
 from lbproxy.core.placement import freed_per_ms
+from lbproxy.core.pool_model import PoolModel
 from lbproxy.core.pricing import Prices
 from lbproxy.core.types import Endpoint, EndpointState, EndpointUid, InferenceRequest, LoadMetrics
 
@@ -25,7 +26,7 @@ def pool_of(count: int) -> tuple[PoolModel, list[EndpointState]]:
     states = []
     for n in range(count):
         state = EndpointState(Endpoint(uid=EndpointUid(n + 1), name=f"e{n}", base_url=f"http://10.0.0.{n}:8000"))
-        state.load = pool.join()
+        state.load = LoadModel(pool)
         state.load.gap_per_token_ms = 0.0  # so that decode is the same everywhere, but where a test wants it
         state.load.gap_until = float("inf")
         states.append(state)

@@ -16,7 +16,8 @@ from lbproxy.core.capacity import (
     Step,
     between,
 )
-from lbproxy.core.estimate import LoadModel, PoolModel
+from lbproxy.core.estimate import LoadModel
+from lbproxy.core.pool_model import PoolModel
 from lbproxy.core.types import InferenceRequest, LoadMetrics, Usage
 
 BLOCK = 100.0
@@ -195,7 +196,7 @@ def thrash(load: LoadModel, cached: int | None = 0) -> None:
 @pytest.mark.parametrize("none", [0, None])
 def test_an_endpoint_without_gauges_is_measured_by_its_answers(none: int | None) -> None:
     """Where answers say what was cached, vLLM's do not if it is nothing."""
-    load = PoolModel(1024).join()
+    load = LoadModel(PoolModel(1024))
     answer(load, range(10_000, 10_064), 0)
     thrash(load, none)
     assert load.capacity_tokens == pytest.approx(63.5 * 64 * 256 + 64 * 128, rel=0.02), "of 2 million"
@@ -204,7 +205,7 @@ def test_an_endpoint_without_gauges_is_measured_by_its_answers(none: int | None)
 
 
 def test_a_size_that_the_engine_says_is_never_overruled() -> None:
-    load = PoolModel(1024).join()
+    load = LoadModel(PoolModel(1024))
     load.scraped(
         LoadMetrics(scraped_at=0.0, kv_blocks=200_000, block_size_tokens=16), others=None, queued=0.0, fresh_until=1.0
     )
@@ -214,7 +215,7 @@ def test_a_size_that_the_engine_says_is_never_overruled() -> None:
 
 
 def test_answers_that_do_not_say_what_was_cached_cost_and_teach_nothing() -> None:
-    load = PoolModel(1024).join()
+    load = LoadModel(PoolModel(1024))
     thrash(load, None)
     assert load.capacity_tokens == GUESSED_TOKENS
     assert load.pool.size.space_tokens == Size().space_tokens
@@ -224,7 +225,7 @@ def test_answers_that_do_not_say_what_was_cached_cost_and_teach_nothing() -> Non
 
 def test_what_was_never_prefilled_cannot_be_missed() -> None:
     """Clients that leave while they wait inside the engine."""
-    load = PoolModel(1024).join()
+    load = LoadModel(PoolModel(1024))
     answer(load, range(1000, 1064), 0)  # answers here say it
     for _ in range(10):
         answer(load, range(64), 0, started=False)
@@ -233,7 +234,7 @@ def test_what_was_never_prefilled_cannot_be_missed() -> None:
 
 
 def test_after_a_restart_nothing_is_missed_that_was_there_before() -> None:
-    load = PoolModel(1024).join()
+    load = LoadModel(PoolModel(1024))
     running = load.place(prompt(range(2000, 2064)), 0.5)
     for first in (0, 100, 200):
         answer(load, range(first, first + 64), 0)

@@ -17,8 +17,9 @@ from lbproxy.config import (
 )
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.capacity import GUESSED_TOKENS
-from lbproxy.core.estimate import LoadModel, PoolModel
+from lbproxy.core.estimate import LoadModel
 from lbproxy.core.policy import make_policy
+from lbproxy.core.pool_model import PoolModel
 from lbproxy.core.types import EndpointUid, InferenceRequest, LoadMetrics, Outcome, Usage
 from tests.support.pool import answer_unfound, bring_up, make_balancer, spec
 
@@ -124,7 +125,7 @@ def test_policies_without_a_model_of_caches_take_no_notice() -> None:
 
 def test_answers_teach_nothing_about_it() -> None:
     """100 prompts that come back and are never found."""
-    load: LoadModel = PoolModel(1024).join(SAID)
+    load: LoadModel = LoadModel(PoolModel(1024), SAID)
     for first in (*range(0, 6400, 64), *range(0, 6400, 64)):
         keys = tuple(range(first, first + 64))
         placement = load.place(InferenceRequest("r", "m", True, 65_536, 65_536, keys), 1.0)
@@ -204,7 +205,7 @@ def test_another_upper_bound_counts_while_nothing_is_learned() -> None:
 def test_an_upper_bound_makes_space_no_cheaper_than_saying_nothing() -> None:
     """Of four times the size it would be four times too cheap; of a small cache it is what is known best."""
     shared = PoolModel(1024)
-    small, large = shared.join(), shared.join()
+    small, large = LoadModel(shared), LoadModel(shared)
     small.told(50_000.0, at_most=True)
     large.told(1_500_000.0, at_most=True)
     assert small.told_tokens == 50_000

@@ -8,10 +8,11 @@ from dataclasses import fields
 
 import pytest
 
-from lbproxy.core.estimate import LoadModel, PoolModel
+from lbproxy.core.estimate import LoadModel
 from lbproxy.core.learned import PoolLearned, of_endpoint, of_pool
 from lbproxy.core.lora import LoadTimes
 from lbproxy.core.placement import FREED_S, Placement, freed_per_ms
+from lbproxy.core.pool_model import PoolModel
 from lbproxy.core.types import InferenceRequest, LoadMetrics, LoraMetrics, Usage
 
 KIB = 1024
@@ -35,7 +36,7 @@ def report(load: LoadModel, *, others: float, queued: float) -> None:
 
 
 def test_a_request_is_counted_from_placement_to_end() -> None:
-    load = PoolModel(KIB).join()
+    load = LoadModel(PoolModel(KIB))
     one = load.place(prompt(1024, [1, 2, 3, 4]), 1.0)
     two = load.place(prompt(1536, [1, 2, 3, 4, 5, 6]), 1.0)
     assert (one.uncached, two.uncached) == (1024.0, 512.0), "the second finds the first's blocks"
@@ -55,18 +56,18 @@ def test_a_request_is_counted_from_placement_to_end() -> None:
 
 def test_the_backlog_shrinks_while_the_first_of_it_is_prefilled() -> None:
     """At .1 ms a token: 100 ms for the head, and no more than that until its first byte comes."""
-    load = PoolModel(KIB).join()
+    load = LoadModel(PoolModel(KIB))
     load.place(prompt(1000), 1.0)
     load.place(prompt(2000), 1.0)
     assert load.backlog_tokens(1.0) == 3000.0
     assert load.backlog_tokens(1.05) == pytest.approx(2500.0)
     assert load.backlog_tokens(9.0) == 2000.0
-    assert load.wait_ms(1.05) == pytest.approx(250.0)
+    assert load.prefill_ms(1.05) == pytest.approx(250.0)
 
 
 def test_a_request_that_does_not_stream_is_prefilled_when_it_should_be() -> None:
     """It shows no first byte, and must not look like queued work until its end."""
-    load = PoolModel(KIB).join()
+    load = LoadModel(PoolModel(KIB))
     one = load.place(prompt(1000, stream=False), 0.0)  # 40 + 100 ms
     two = load.place(prompt(1000, stream=False), 0.0)  # 40 + 200 ms
     assert [one.due_at, two.due_at] == pytest.approx([0.14, 0.24])
@@ -84,20 +85,20 @@ def test_a_request_that_does_not_stream_is_prefilled_when_it_should_be() -> None
 def test_where_nobody_streams_answers_that_come_too_soon_say_how_fast_prefill_is(by: str) -> None:
     """A pool believes in .1 ms a token, 800 ms for these; they take 40 ms, answer included."""
     pool = PoolModel(KIB)
-    load = pool.join()
+    load = LoadModel(pool)
     for n in range(60):
         placement = load.place(prompt(8000, stream=False), float(n))
         if by == "first byte":
             load.first_byte(placement, n + 0.04)
         load.end(placement, Usage(8000, 0, 1), n + 0.04)
     assert pool.token_ms * load.speed * 8000 < 80.0
-    assert load.wait_ms(60.0) == 0.0
+    assert load.prefill_ms(60.0) == 0.0
 
 
 def test_many_small_prompts_at_once_say_it_too() -> None:
     """100 of 250 tokens: .1 ms a token would take them 2.5 s, and all are answered after 20 ms."""
     pool = PoolModel(KIB)
-    load = pool.join()
+    load = LoadModel(pool)
     for n in range(5):
         batch = [load.place(prompt(250, stream=False), float(n)) for _ in range(100)]
         for placement in batch:
@@ -109,7 +110,7 @@ def test_many_small_prompts_at_once_say_it_too() -> None:
 def test_an_answer_that_comes_late_does_not_say_that_prefill_is_slow() -> None:
     """It may have been long."""
     pool = PoolModel(KIB)
-    load = pool.join()
+    load = LoadModel(pool)
     for n in range(60):
         placement = load.place(prompt(8000, stream=False), 10.0 * n)
         load.expire(10.0 * n + 5.0)
@@ -120,14 +121,14 @@ def test_an_answer_that_comes_late_does_not_say_that_prefill_is_slow() -> None:
 
 def test_a_request_that_failed_soon_says_nothing_of_speed() -> None:
     pool = PoolModel(KIB)
-    load = pool.join()
+    load = LoadModel(pool)
     for n in range(60):
         load.end(load.place(prompt(8000, stream=False), float(n)), None, n + 0.01)
     assert (pool.token_ms, load.speed) == (0.1, 1.0)
 
 
 def test_a_stream_that_begins_proves_that_what_came_before_is_prefilled() -> None:
-    load = PoolModel(KIB).join()
+    load = LoadModel(PoolModel(KIB))
     silent = load.place(prompt(50_000, stream=False), 0.0)
     stream = load.place(prompt(1000), 0.0)
     later = load.place(prompt(70_000, stream=False), 0.0)
@@ -141,7 +142,7 @@ def test_a_stream_that_begins_proves_that_what_came_before_is_prefilled() -> Non
 
 def test_a_request_that_is_given_up_leaves_the_queue_and_the_clock() -> None:
     """Only if it was the one being prefilled does the next one begin now."""
-    load = PoolModel(KIB).join()
+    load = LoadModel(PoolModel(KIB))
     one, two, three = (load.place(prompt(1000), 0.0) for _ in range(3))
     load.end(two, None, 0.05)
     assert (load.pending_tokens, load.since_at) == (2000.0, 0.0)
@@ -154,7 +155,7 @@ def test_a_request_that_is_given_up_leaves_the_queue_and_the_clock() -> None:
 
 
 def test_the_cache_is_cut_to_what_the_engine_has_room_for() -> None:
-    load = PoolModel(KIB).join()
+    load = LoadModel(PoolModel(KIB))
     scrape(load, kv_blocks=128, block_size_tokens=16)  # 2,048 tokens, 8 blocks of ours
     for first in range(0, 40, 4):
         load.end(load.place(prompt(1024, list(range(first, first + 4))), 1.0), None, 1.1)
@@ -169,7 +170,7 @@ def test_the_cache_is_cut_to_what_the_engine_has_room_for() -> None:
 
 def test_an_endpoint_that_left_or_restarted_takes_its_cache_along() -> None:
     pool = PoolModel(KIB)
-    one, two = pool.join(), pool.join()
+    one, two = LoadModel(pool), LoadModel(pool)
     running = one.place(prompt(512, [1, 2]), 0.0)
     kept = two.place(prompt(512, [1, 2]), 0.0)
     one.restarted()
@@ -186,7 +187,7 @@ def test_an_endpoint_that_left_or_restarted_takes_its_cache_along() -> None:
 
 
 def test_another_start_time_is_a_restart() -> None:
-    load = PoolModel(KIB).join()
+    load = LoadModel(PoolModel(KIB))
     load.end(load.place(prompt(512, [1, 2]), 0.0), None, 0.0)
     for started_at, left in ((5.0, 2), (5.0, 2), (6.0, 0)):
         scrape(load, started_at=started_at)
@@ -198,7 +199,7 @@ def test_another_start_time_is_a_restart() -> None:
 
 def test_others_load_counts_when_two_scrapes_say_so() -> None:
     """A gauge lags behind our own count by a step or two, which must not look like somebody else."""
-    load = PoolModel(KIB).join()
+    load = LoadModel(PoolModel(KIB))
     scrape(load, others=9.0, queued=4.0)
     others = load.room.others
     assert others.count == 0.0
@@ -213,7 +214,7 @@ def test_others_load_counts_when_two_scrapes_say_so() -> None:
 
 def test_a_reported_queue_counts_at_once_and_what_runs_as_scrapes_say() -> None:
     """A report is of the moment in which its answer left; but of others' running requests it only repeats a scrape."""
-    load = PoolModel(KIB).join()
+    load = LoadModel(PoolModel(KIB))
     scrape(load, others=9.0)
     report(load, others=9.0, queued=0.0)
     report(load, others=9.0, queued=0.0)
@@ -228,7 +229,7 @@ def test_a_reported_queue_counts_at_once_and_what_runs_as_scrapes_say() -> None:
 
 
 def test_freed_space_is_a_rate_that_is_forgotten() -> None:
-    load = PoolModel(KIB).join()
+    load = LoadModel(PoolModel(KIB))
     placement = load.place(prompt(512, [1, 2]), 0.0)
     load.progress(placement, 88, 1.0)
     load.end(placement, None, 10.0)
@@ -257,7 +258,7 @@ class Server:
 
 def test_speed_and_fixed_time_are_learned() -> None:
     """Within 15 % for the rate although every size is wrong by as much."""
-    load = PoolModel(KIB).join()
+    load = LoadModel(PoolModel(KIB))
     server = Server(load, token_ms=0.054, base_ms=20.0, rng=random.Random(1))
     for _ in range(400):
         for tokens in (100, 3000):
@@ -271,7 +272,7 @@ def test_speed_and_fixed_time_are_learned() -> None:
 def test_a_slow_endpoint_is_told_from_the_pool() -> None:
     pool = PoolModel(KIB)
     rng = random.Random(2)
-    servers = [Server(pool.join(), token_ms=rate, base_ms=20.0, rng=rng) for rate in (0.05, 0.05, 0.05, 0.2)]
+    servers = [Server(LoadModel(pool), token_ms=rate, base_ms=20.0, rng=rng) for rate in (0.05, 0.05, 0.05, 0.2)]
     for _ in range(600):
         for server in servers:
             server.load.end(server.serve(4000), None, server.now)
@@ -285,7 +286,7 @@ def test_endpoints_that_differ_by_noise_alone_count_as_equal() -> None:
     """Otherwise the noise of the estimate would choose."""
     pool = PoolModel(KIB)
     rng = random.Random(3)
-    servers = [Server(pool.join(), token_ms=0.05, base_ms=20.0, rng=rng) for _ in range(3)]
+    servers = [Server(LoadModel(pool), token_ms=0.05, base_ms=20.0, rng=rng) for _ in range(3)]
     for _ in range(300):
         for server in servers:
             server.load.end(server.serve(4000), None, server.now)
@@ -295,7 +296,7 @@ def test_endpoints_that_differ_by_noise_alone_count_as_equal() -> None:
 
 def test_a_batch_of_first_bytes_is_one_sample() -> None:
     """Four prefills in one step take the time of their sum."""
-    one, two = PoolModel(KIB).join(), PoolModel(KIB).join()
+    one, two = LoadModel(PoolModel(KIB)), LoadModel(PoolModel(KIB))
     batch = [one.place(prompt(1000), 0.0) for _ in range(4)]
     for n, placement in enumerate(batch):
         one.first_byte(placement, 0.3 + n * 0.0002)
@@ -309,7 +310,7 @@ def test_a_batch_of_first_bytes_is_one_sample() -> None:
 
 
 def test_one_odd_sample_moves_little() -> None:
-    load = PoolModel(KIB).join()
+    load = LoadModel(PoolModel(KIB))
     server = Server(load, token_ms=0.1, base_ms=40.0, rng=random.Random(3))
     stuck = load.place(prompt(2000), server.now)
     load.first_byte(stuck, server.now + 600.0)
@@ -318,7 +319,7 @@ def test_one_odd_sample_moves_little() -> None:
 
 
 def test_a_prompt_that_nobody_could_read_teaches_nothing() -> None:
-    load = PoolModel(KIB).join()
+    load = LoadModel(PoolModel(KIB))
     placement = load.place(InferenceRequest("r", "m", True, 5000), 0.0)
     load.first_byte(placement, 30.0)
     load.end(placement, None, 31.0)
@@ -329,7 +330,7 @@ def test_a_prompt_that_nobody_could_read_teaches_nothing() -> None:
 def test_what_was_learned_says_from_how_many_samples() -> None:
     """None: it is assumed, or another endpoint's, and nobody may show it as a finding."""
     pool = PoolModel(KIB)
-    load, other = pool.join(), pool.join()
+    load, other = LoadModel(pool), LoadModel(pool)
 
     def counts() -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
         return of_endpoint(load, now=9.0).samples, of_endpoint(other, now=9.0).samples, of_pool(pool).samples
@@ -362,7 +363,7 @@ def test_what_was_learned_says_from_how_many_samples() -> None:
 
 def test_gaps_are_learned_as_a_line_over_the_context() -> None:
     """Gap = 15 ms + 0.0001 ms a token, with noise."""
-    load = PoolModel(KIB).join()
+    load = LoadModel(PoolModel(KIB))
     rng = random.Random(4)
     now = 0.0
     for _ in range(300):
@@ -381,7 +382,7 @@ def test_gaps_are_learned_as_a_line_over_the_context() -> None:
 
 
 def test_a_gap_with_a_prefill_queued_is_no_gap() -> None:
-    load = PoolModel(KIB).join()
+    load = LoadModel(PoolModel(KIB))
     stream = load.place(prompt(1000), 0.0)
     load.first_byte(stream, 0.1)
     load.progress(stream, 1, 0.1)
@@ -395,7 +396,7 @@ def test_a_gap_with_a_prefill_queued_is_no_gap() -> None:
 
 
 def test_one_gap_in_five_is_looked_at() -> None:
-    load = PoolModel(KIB).join()
+    load = LoadModel(PoolModel(KIB))
     stream = load.place(prompt(1000), 0.0)
     load.first_byte(stream, 0.1)
     load.progress(stream, 1, 0.2)
@@ -406,7 +407,7 @@ def test_one_gap_in_five_is_looked_at() -> None:
 
 def test_an_endpoint_without_samples_of_late_is_taken_to_be_like_the_others() -> None:
     pool = PoolModel(KIB)
-    load = pool.join()
+    load = LoadModel(pool)
     stream = load.place(prompt(1000), 0.0)
     load.first_byte(stream, 0.1)
     load.progress(stream, 1, 0.2)
@@ -414,12 +415,12 @@ def test_an_endpoint_without_samples_of_late_is_taken_to_be_like_the_others() ->
     load.progress(stream, 10, 0.8)
     assert pool.gap_ms == load.gap_ms != PoolModel(KIB).gap_ms
     assert load.gap_until == pytest.approx(30.5, abs=0.5)
-    assert pool.join().gap_until < 0.0
+    assert LoadModel(pool).gap_until < 0.0
 
 
 def test_a_fixed_time_of_its_own_is_believed_for_a_while_and_then_tried_again() -> None:
     pool = PoolModel(KIB)
-    usual, slow = pool.join(), pool.join()
+    usual, slow = LoadModel(pool), LoadModel(pool)
     for n in range(200):
         for load, took in ((usual, 0.01), (usual, 0.01), (usual, 0.01), (slow, 0.1)):
             stream = load.place(prompt(100), n)
@@ -432,7 +433,7 @@ def test_a_fixed_time_of_its_own_is_believed_for_a_while_and_then_tried_again() 
 
 def test_bytes_per_token_come_from_usage() -> None:
     pool = PoolModel(KIB)
-    load = pool.join()
+    load = LoadModel(pool)
     for _ in range(300):
         load.end(load.place(prompt(3000), 0.0), Usage(prompt_tokens=4000, completion_tokens=50), 1.0)
     assert pool.bytes_per_token == pytest.approx(3.0, rel=0.02)
@@ -443,7 +444,7 @@ def test_bytes_per_token_come_from_usage() -> None:
 
 
 def test_a_scrape_tells_of_adapters() -> None:
-    load = PoolModel(KIB).join()
+    load = LoadModel(PoolModel(KIB))
     lora = LoraMetrics(running=frozenset({"a"}), waiting=frozenset({"b"}), max_lora=2)
     load.scraped(LoadMetrics(scraped_at=0.0, lora=lora), others=None, queued=0.0, fresh_until=2.0)
     assert load.adapters.slots == 2
@@ -455,7 +456,7 @@ def test_a_scrape_tells_of_adapters() -> None:
 def test_the_first_use_of_an_adapter_teaches_its_load_and_nothing_else() -> None:
     pool = PoolModel(KIB)
     pool.adapters = frozenset(["lora"])
-    load = pool.join()
+    load = LoadModel(pool)
     for _ in range(60):
         load.adapters.forget()
         placement = load.place(InferenceRequest("r", "lora", True, 8000, 8000), 0.0)
@@ -469,7 +470,7 @@ def test_the_first_use_of_an_adapter_teaches_its_load_and_nothing_else() -> None
 def test_who_waits_for_a_slot_teaches_nothing() -> None:
     pool = PoolModel(KIB)
     pool.adapters = frozenset(["one", "two"])
-    load = pool.join()
+    load = LoadModel(pool)
     load.adapters.report((), 1, now=0.0, until=2.0)
     first = load.place(InferenceRequest("r", "one", True, 8000, 8000), 0.0)
     load.first_byte(first, 0.1)
@@ -485,7 +486,7 @@ def test_whatever_happens_the_numbers_stay_numbers() -> None:
     """A thousand events at random, with times that stand still and prompts of every size."""
     rng = random.Random(5)
     pool = PoolModel(KIB)
-    loads = [pool.join() for _ in range(3)]
+    loads = [LoadModel(pool) for _ in range(3)]
     running: list[Placement] = []
     now = 0.0
     for _ in range(5000):

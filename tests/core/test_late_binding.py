@@ -1,6 +1,6 @@
 """Requests that wait for the right moment: who is held, who goes first, and that nobody is forgotten.
 
-A new pool believes in .1 ms a token, so an endpoint is full with 10,000 tokens of prefill (a second).
+A new pool assumes .1 ms a token, so an endpoint is full with 2,500 tokens of prefill (a quarter of a second).
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import pytest
 
 from lbproxy.config import AdmissionSettings, FlowsSettings
 from lbproxy.core.admission import LOOKUPS, WaitingQueue, least_work
-from lbproxy.core.balancer import PLAN_S, PLANNED, Balancer
-from lbproxy.core.choice import HOLD_MS
+from lbproxy.core.balancer import Balancer
 from lbproxy.core.flows import Flows
 from lbproxy.core.pricing import Prices
+from lbproxy.core.room import HOLD_MS
 from lbproxy.core.types import (
     Endpoint,
     EndpointUid,
@@ -23,12 +23,13 @@ from lbproxy.core.types import (
     TicketState,
     Usage,
 )
+from lbproxy.core.waiting import MOVED, PRICE_AGAIN_S, PRICED
 from tests.support.compiled import interpreted
 from tests.support.pool import MODEL, bring_up, card, make_balancer, pool_of, spec
 
 
 def ask(
-    tokens: int = 4000, *, priority: int = 0, name: str = "r", keys: list[int] | None = None, model: str = MODEL
+    tokens: int = 1000, *, priority: int = 0, name: str = "r", keys: list[int] | None = None, model: str = MODEL
 ) -> InferenceRequest:
     return InferenceRequest(name, model, True, 4 * tokens, 4 * tokens, tuple(keys or ()), None, priority)
 
@@ -46,8 +47,8 @@ def on(tickets: list[Ticket]) -> list[str]:
     return [ticket.placed_on.endpoint.name if ticket.placed_on else "-" for ticket in tickets]
 
 
-def fill(balancer: Balancer, count: int, tokens: int = 12_000, now: float = 0.0) -> list[Ticket]:
-    """More than a second of prefill for each of `count` idle endpoints."""
+def fill(balancer: Balancer, count: int, tokens: int = 3000, now: float = 0.0) -> list[Ticket]:
+    """More than a quarter of a second of prefill for each of `count` idle endpoints."""
     tickets = [balancer.submit(ask(tokens), now=now) for _ in range(count)]
     assert states(tickets) == "p" * count
     return tickets
@@ -61,32 +62,45 @@ def test_an_unsaturated_pool_places_at_once() -> None:
     assert balancer.next_deadline() is None
 
 
-def test_what_exceeds_a_second_of_prefill_is_held_and_leaves_as_room_comes() -> None:
+def test_what_exceeds_a_quarter_of_a_second_of_prefill_is_held_and_leaves_as_room_comes() -> None:
     balancer, _ = adaptive(2)
-    running = fill(balancer, 2)
+    running = fill(balancer, 2, tokens=5000)
     waiting = [balancer.submit(ask(), now=0.0) for _ in range(3)]
     assert states(waiting) == "www"
     assert balancer.poll(now=0.0) == []
     balancer.first_byte(running[0], now=0.1)
     placed = balancer.poll(now=0.1)
-    assert states(waiting) == "ppp", "10,000 tokens are room for 3 * 4,000: the last begins below a second"
+    assert states(waiting) == "ppp", "2,500 tokens are room for 3 * 1,000: the last begins in time"
     assert set(map(id, placed)) == set(map(id, waiting))
     assert set(on(placed)) == set(on(running[:1]))
 
 
 def test_waiting_ends_also_when_nothing_is_heard() -> None:
-    """Work gets done between two first bytes; the timer sees it."""
+    """Work gets done between two first bytes; the moment in which it is little enough is known."""
     balancer, _ = adaptive(1)
     fill(balancer, 1)
     ticket = balancer.submit(ask(), now=0.0)
-    now = 0.0
-    while ticket.state is TicketState.WAITING:
-        deadline = balancer.next_deadline()
-        assert deadline is not None
-        assert now < deadline <= now + PLAN_S + 1e-9 or now == 0.0
-        now = max(now, deadline)
-        balancer.poll(now=now)
-    assert now == pytest.approx(0.2, abs=2 * PLAN_S), "12,000 tokens are down to 10,000"
+    assert balancer.poll(now=0.0) == []
+    assert balancer.next_deadline() == pytest.approx(0.05), "3,000 tokens are down to 2,500"
+    assert balancer.poll(now=0.049) == []
+    assert balancer.poll(now=0.0501) == [ticket]
+
+
+def test_a_newcomer_goes_at_once_where_nobody_waits() -> None:
+    """Six are held for the endpoint that has their prefix; 50 of another kind are not behind them."""
+    balancer, endpoints = adaptive(3)
+    keys = list(range(400))
+    home = balancer.submit(ask(102_400, keys=keys), now=0.0)
+    balancer.first_byte(home, now=0.5)
+    balancer.close(home, Outcome.COMPLETED, now=0.6, usage=Usage(102_400, 0, 10))
+    elsewhere = frozenset(endpoint.uid for endpoint in endpoints) - {home.where.endpoint.uid}
+    busy = balancer.submit(ask(3000), now=0.6, avoid=elsewhere)
+    assert busy.where is home.where
+    held = [balancer.submit(ask(102_400, keys=keys), now=0.6) for _ in range(6)]
+    assert states(held) == "w" * 6
+    others = [balancer.submit(ask(10, name=str(n)), now=0.6) for n in range(50)]
+    assert states(others) == "p" * 50
+    assert home.where.endpoint.name not in on(others)
 
 
 def test_shortest_work_first_counting_what_is_cached() -> None:
@@ -96,7 +110,7 @@ def test_shortest_work_first_counting_what_is_cached() -> None:
     assert warm.state is TicketState.WAITING
     balancer.close(warm, Outcome.CLIENT_CLOSED, now=0.0)
     running.placed_on.load.cache.pin((1, 2, 3, 4))  # type: ignore[union-attr]
-    names = {"long": ask(9000, name="long"), "mid": ask(3000, name="mid"), "warm": ask(1025, keys=[1, 2, 3, 4])}
+    names = {"long": ask(1900, name="long"), "mid": ask(1500, name="mid"), "warm": ask(1025, keys=[1, 2, 3, 4])}
     tickets = {name: balancer.submit(request, now=0.0) for name, request in names.items()}
     balancer.close(running, Outcome.COMPLETED, now=0.1)
     assert balancer.poll(now=0.1) == [tickets["warm"], tickets["mid"], tickets["long"]]
@@ -104,10 +118,10 @@ def test_shortest_work_first_counting_what_is_cached() -> None:
 
 def test_age_counts() -> None:
     """After 30 s a request counts as a quarter of its work."""
-    balancer, _ = adaptive(1, queue_timeout="2m")
+    balancer, _ = adaptive(1, queue_timeout="1h")
     (running,) = fill(balancer, 1, tokens=10**6)
-    old = balancer.submit(ask(9000), now=0.0)
-    young = balancer.submit(ask(2400), now=30.0)
+    old = balancer.submit(ask(2400), now=0.0)
+    young = balancer.submit(ask(700), now=30.0)
     balancer.close(running, Outcome.COMPLETED, now=30.0)
     assert balancer.poll(now=30.0) == [old, young]
 
@@ -115,8 +129,8 @@ def test_age_counts() -> None:
 def test_held_requests_do_not_all_wait_for_the_same_endpoint() -> None:
     """A plan in which each sees only what is real would send them all where the queue is shortest."""
     balancer, _ = adaptive(2)
-    one, two = fill(balancer, 2, tokens=40_000)
-    waiting = [balancer.submit(ask(11_000), now=0.0) for _ in range(4)]
+    one, two = fill(balancer, 2, tokens=10_000)
+    waiting = [balancer.submit(ask(2800), now=0.0) for _ in range(4)]
     balancer.first_byte(one, now=0.1)
     balancer.first_byte(two, now=0.1)
     assert len(balancer.poll(now=0.1)) == 2
@@ -124,17 +138,26 @@ def test_held_requests_do_not_all_wait_for_the_same_endpoint() -> None:
 
 
 def test_a_reservation_lets_those_behind_see_what_is_spoken_for() -> None:
-    """e1 has the prefix and 1.2 s of work; the cold e2 costs 1.1 s and a stall. Two wait for e1, the third does not."""
+    """e1 has the prefix and .3 s of work; the cold e2 costs 1.1 s and a stall. Some wait for e1, one after the other,
+    and then e2 is better.
+    """
     balancer, _ = adaptive(2)
     one, two = fill(balancer, 2)
     keys = list(range(40))
     assert one.placed_on is not None
     one.placed_on.load.cache.pin(tuple(keys))
-    waiting = [balancer.submit(ask(11_000, keys=[*keys, 100 + n]), now=0.0) for n in range(6)]
-    balancer.first_byte(two, now=0.0)
-    assert balancer.poll(now=0.0) == [waiting[2]]
-    assert on(waiting[2:3]) == on([two])
-    assert balancer.poll(now=0.0) == [], "a plan's reservations end with it, and e2 is full now"
+    waiting = [balancer.submit(ask(11_000, keys=[*keys, 100 + n]), now=0.0) for n in range(60)]
+    assert {ticket.best for ticket in waiting} == {one.placed_on, two.placed_on}
+    learned = balancer.learned(now=0.0)
+    assert learned is not None
+    held = [learned[1][ticket.where.endpoint.uid].held for ticket in (one, two)]
+    assert sum(held) == 60
+    assert held[0] > held[1] > 0
+    for ticket in waiting:
+        balancer.close(ticket, Outcome.CLIENT_CLOSED, now=0.0)
+    learned = balancer.learned(now=0.0)
+    assert learned is not None
+    assert [one.held for one in learned[1].values()] == [0, 0]
 
 
 def test_priority_goes_first_and_is_not_bought_by_being_short() -> None:
@@ -145,32 +168,6 @@ def test_priority_goes_first_and_is_not_bought_by_being_short() -> None:
     high = balancer.submit(ask(1000, priority=5), now=0.0)
     balancer.close(running, Outcome.COMPLETED, now=0.1)
     assert balancer.poll(now=0.1) == [high, plain, low]
-
-
-def test_nobody_is_passed_over_while_it_waits_for_the_good_of_all() -> None:
-    """One endpoint has prefill queued, the other eight streams, which a long prompt would hold up: so that one waits
-    for the first. But then a lower priority would take the second.
-    """
-
-    def crowded() -> tuple[Balancer, EndpointUid, EndpointUid]:
-        balancer, (busy, streaming) = adaptive(2)
-        for _ in range(8):
-            ticket = balancer.submit(ask(10), now=0.0, avoid=frozenset({busy.uid}))
-            balancer.first_byte(ticket, now=0.04)
-        balancer.submit(ask(6000), now=0.1, avoid=frozenset({streaming.uid}))
-        return balancer, busy.uid, streaming.uid
-
-    balancer, busy, streaming = crowded()
-    blocker = balancer.submit(ask(20_000, name="blocker"), now=0.1)
-    assert blocker.where.endpoint.uid == busy, "cheapest, as nobody else waits"
-    balancer, busy, streaming = crowded()
-    filled = [balancer.submit(ask(12_000, name="fill"), now=0.1, avoid=frozenset({uid})) for uid in (busy, streaming)]
-    high, low = balancer.submit(ask(3000, priority=1), now=0.1), balancer.submit(ask(100, priority=-1), now=0.1)
-    assert states([high, low]) == "ww"
-    on_streaming = next(ticket for ticket in filled if ticket.where.endpoint.uid == streaming)
-    balancer.first_byte(on_streaming, now=0.2)
-    assert balancer.poll(now=0.2)[0] is high
-    assert high.where.endpoint.uid == streaming
 
 
 def test_a_full_queue_sheds_the_least_important_and_among_those_the_youngest() -> None:
@@ -232,8 +229,13 @@ def test_held_requests_learn_that_their_endpoints_are_gone(later: float) -> None
     for endpoint in endpoints:
         for _ in range(3):
             balancer.report_health(endpoint.uid, False, "", now=0.0)
-    assert len(balancer.poll(now=later)) == 50
-    assert {ticket.outcome for ticket in waiting} == {Outcome.NO_ENDPOINTS}
+    told = balancer.poll(now=later)
+    while balancer.next_deadline() is not None:  # so many at a time, but all of them now
+        told += balancer.poll(now=later)
+    assert len(told) == 50
+    trials = [ticket for ticket in waiting if ticket.trial]
+    assert len(trials) == (2 if later else 0)
+    assert all(ticket.outcome is Outcome.NO_ENDPOINTS for ticket in waiting if ticket not in trials)
 
 
 def test_one_saturated_model_does_not_hold_up_another() -> None:
@@ -246,20 +248,19 @@ def test_one_saturated_model_does_not_hold_up_another() -> None:
     stuck = [balancer.submit(ask(100, model="a"), now=0.0) for _ in range(100)]
     assert balancer.poll(now=0.1) == []
     other = balancer.submit(ask(5000, model="b"), now=0.1)
-    assert balancer.poll(now=0.1) == [other]
+    assert other.where.endpoint.uid == two.uid
     assert states(stuck) == "w" * 100
 
 
 @interpreted
-def test_a_plan_prices_so_many_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All want the busy e1, where the prefix is; e2 stays open, and each plan could go on through the whole queue."""
+def test_so_many_are_priced_at_a_time_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All want the busy e1, where the prefix is; e2 has room, and each time some of them could go there instead."""
     balancer, _ = adaptive(2)
-    one, two = fill(balancer, 2, tokens=10_500)
+    one, two = fill(balancer, 2, tokens=4000)
     keys = list(range(400))
     assert one.placed_on is not None
     one.placed_on.load.cache.pin(tuple(keys))
     waiting = [balancer.submit(ask(102_400, keys=keys), now=0.0) for _ in range(100)]
-    balancer.first_byte(two, now=0.0)
     asked: list[InferenceRequest] = []
     price = balancer._choice.policy.price
 
@@ -268,20 +269,28 @@ def test_a_plan_prices_so_many_and_no_more(monkeypatch: pytest.MonkeyPatch) -> N
         return price(request, *rest, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(balancer._choice.policy, "price", counting)
-    assert balancer.poll(now=0.0) == []
-    assert len(asked) == PLANNED
+    balancer.first_byte(two, now=0.1)
+    assert balancer.poll(now=0.1) == []
+    assert len(asked) == MOVED
     assert states(waiting) == "w" * 100
-    assert balancer.poll(now=0.001) == []
-    assert len(asked) == PLANNED, "nothing happened, and 10 ms are not over"
-    balancer.poll(now=PLAN_S)
-    assert len(asked) == 2 * PLANNED
+    balancer.progress(two, 1, now=0.101)
+    assert balancer.poll(now=0.101) == []
+    assert len(asked) == MOVED, "nothing happened"
+    balancer.close(two, Outcome.COMPLETED, now=0.102)
+    balancer.poll(now=0.102)
+    assert len(asked) == 2 * MOVED, "others: the first were priced just now"
+    assert 2 * MOVED < PRICED
+    assert PRICE_AGAIN_S > 0.002
 
 
-def test_a_plan_asks_nobody_while_nobody_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    balancer, _ = adaptive(2)
-    fill(balancer, 2, tokens=10**6)
+def test_nobody_is_asked_while_no_endpoint_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    balancer, endpoints = adaptive(2)
+    running = fill(balancer, 2, tokens=10**6)
     waiting = [balancer.submit(ask(), now=0.0) for _ in range(20)]
     monkeypatch.setattr(balancer._choice.policy, "price", None)
+    balancer.progress(running[0], 1, now=1.0)
+    balancer.scrape_sent(endpoints[0].uid)
+    balancer.report_scrape(endpoints[0].uid, LoadMetrics(scraped_at=1.0))
     assert balancer.poll(now=1.0) == []
     assert states(waiting) == "w" * 20
 
@@ -295,7 +304,7 @@ def test_without_hold_all_leave_at_once() -> None:
 def test_first_come_first_served_can_hold_too() -> None:
     balancer, _ = adaptive(1, order="fcfs", hold=True)
     (running,) = fill(balancer, 1)
-    first, second = balancer.submit(ask(9000), now=0.0), balancer.submit(ask(10), now=0.0)
+    first, second = balancer.submit(ask(2000), now=0.0), balancer.submit(ask(10), now=0.0)
     balancer.close(running, Outcome.COMPLETED, now=0.1)
     assert balancer.poll(now=0.1) == [first, second]
 
@@ -388,10 +397,10 @@ def test_the_same_seed_decides_the_same() -> None:
 
 
 def test_the_threshold_is_what_the_docs_say() -> None:
-    assert (HOLD_MS, PLAN_S) == (1000.0, 0.01)
+    assert HOLD_MS == 250.0
 
 
-def test_a_plan_looks_up_few_of_many_and_the_oldest_first() -> None:
+def test_few_of_many_are_looked_up_and_the_oldest_first() -> None:
     """10,000 that wait must not hold up the loop because half a second has passed; who is new is always looked up."""
     asked: list[str] = []
 
