@@ -239,9 +239,9 @@ class WaitingQueue:
             else:
                 yield from _in_turn(lines, flows, now)
 
-    def before(self, ticket: Ticket) -> float:
+    def before(self, ticket: Ticket, *, newest_first: bool = False) -> float:
         """The share of those that are ready which goes before a newcomer, by priority and flow; below 0: all are of its
-        own flow and priority.
+        own flow and priority. `newest_first`: it goes before its own flow's (`core.line`).
         """
         flow, priority = _flow(ticket), ticket.request.priority
         lanes = self._lanes
@@ -256,7 +256,8 @@ class WaitingQueue:
                 before += size
             elif one == priority:
                 own = lane.get(flow)
-                before += min(size, ((len(own.ready) if own else 0) + 1) * len(lane))
+                turns = 1 if newest_first or not own else len(own.ready) + 1
+                before += min(size, turns * len(lane))
         return before / self._ready
 
     def expired(self, now: float) -> list[Ticket]:

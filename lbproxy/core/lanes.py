@@ -59,9 +59,9 @@ class Lanes:
         """
         if waiting >= 1.0:
             self._reports = 0
-            if pending >= 2:
+            if pending >= 1:
                 self._serial_until = at + SEEN_S
-                self.lanes = max(1.0, min(self.lanes, pending - waiting))
+            self.lanes = max(1.0, min(self.lanes, pending - waiting))
         elif full and pending >= 2:
             self._reports += 1
             if self._reports >= SURE_REPORTS:

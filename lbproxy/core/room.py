@@ -31,6 +31,9 @@ HOLD_MS: Final = 250.0
 """An endpoint with more prefill work than this gets no more. Less starves the engines; more binds too early, and puts
 before a request what comes after it by its priority or flow. From 250 to 1,000 the mean time to the first token hardly
 changes (docs/decisions/0030-room.md)."""
+SILENT: Final = 2
+"""Where responses are not streamed, nothing shows that a prefill is done, and the engine must not run dry while one is
+taken to go on: so many may be queued, however long they take."""
 LIMIT_STEP: Final = 0.25
 """Share of a limit's error that one whole response corrects."""
 
@@ -93,16 +96,20 @@ class Room:
 
     def is_full(self, load: LoadModel, now: float) -> bool:
         """Whether no request should be placed there now. What is overdue counts from here on."""
-        slots = self.slots
+        slots, silent = self.slots, False
         if load.pending:
             head = next(iter(load.pending))
+            silent = not head.request.stream
             if head.late_at <= now:
                 slots.overdue(head.late_at, load.in_flight - len(load.pending), now)
         if self._lacks(load, now) is not None:
             return True
         if load.prefill_ms(now) <= HOLD_MS:
             return False
-        return not (slots.is_idle(now) and self.lanes.may_try(len(load.pending), now))
+        pending = len(load.pending)
+        if silent and pending <= SILENT:
+            return False
+        return not (slots.is_idle(now) and self.lanes.may_try(pending, now))
 
     def full_by(self, load: LoadModel, now: float) -> str | None:
         """Why no request should be placed there now; None: one may. Changes nothing."""

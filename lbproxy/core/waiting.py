@@ -142,6 +142,7 @@ class Waiting:
         ticket.reserved = room.line, ticket.work_tokens, ticket.best_tokens
         pool.held += 1
         room.line.observe(room.line_wait_ms(load, now) / 1000.0, self._long_s, now)
+        pool.overloaded = room.line.overloaded
         self._open_later(state, now)
 
     def _open_later(self, state: EndpointState, now: float) -> None:
