@@ -284,8 +284,10 @@ class Balancer:
         """When `poll` has something to do though nothing happens until then; None = never. May be past."""
         if self._changed or self._waiting.is_woken:
             return -inf
-        deadline = self._queue.first_deadline()
-        return deadline if deadline is None else min(deadline, self._waiting.next_at)
+        first = self._queue.first_deadline()
+        if first is None:
+            return None
+        return min(first, self._waiting.next_at)
 
     # Endpoints
 
