@@ -64,8 +64,8 @@ class AdmissionSettings(Section):
     max_in_flight_per_endpoint: Annotated[int, count("1", "1000000")] | None = None
     """Requests that one endpoint gets at a time; more wait here. null = no limit: engines queue by themselves."""
     hold: bool | None = None
-    """Keep requests here while the endpoint that is best for them has a second of prefill queued, and place them when
-    it has not. For policy adaptive. null = true, but false with order fcfs."""
+    """Keep requests here while the endpoint that is best for them is full (docs/routing.md), and place them when it has
+    room. For policy adaptive. null = true, but false with order fcfs."""
     order: Literal["shortest", "fcfs"] = "shortest"
     """Who goes first among those that wait: the least prefill work, less with age (if the policy knows it), or first
     come, first served. A higher priority goes before both."""
