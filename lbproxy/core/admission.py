@@ -1,8 +1,8 @@
 """The waiting queue: requests that somebody serves but that are not placed yet.
 
 They wait because every endpoint is full, because none is judged yet, or because the policy holds them back: an endpoint
-that has a second of prefill before it gains nothing from one more request, while here the request can still go to
-whichever is free first. Bounded in requests and in body bytes; each wait has a deadline; a full queue gives the place
+without room (`core.room`) gains nothing from one more request, while here the request can still go to whichever is free
+first. Bounded in requests and in body bytes; each wait has a deadline; a full queue gives the place
 of the least important request to a more important one, or one of the flow that has most here to another's. It decides
 nothing about endpoints, and whose turn it is, `core.flows` knows.
 

@@ -10,7 +10,8 @@ Two things are learned from each first byte, whose request was placed with a pre
   there are more lanes; where they wait longer, fewer.
 
 An engine that reports its queue says more: where none of it waits while the model says that requests of ours must,
-again and again, the model is wrong (`reported`). As an engine that computes one long prompt reports the same whether it
+again and again, the model is wrong (`reported`), unless first bytes come as it says: prefills that share a step do not
+wait either. As an engine that computes one long prompt reports the same whether it
 would take another one or not, one more is let through to see, unless it was seen lately.
 
 Invariant: `lanes` is at least 1, and 1 until `SURE` more requests showed more lanes than showed none, or `SURE_REPORTS`
@@ -51,7 +52,7 @@ class Lanes:
 
     def may_try(self, pending: int, now: float) -> bool:
         """Whether one more may go there though prefills are queued, to see whether it is computed beside them."""
-        return pending < 2 and now > self._serial_until
+        return self.seen and self._sure >= 0 and pending < 2 and now > self._serial_until
 
     def reported(self, waiting: float, pending: int, *, full: bool, at: float) -> None:
         """The engine says how many requests wait, while so many of ours have no first byte. `full`: the model says that
@@ -62,7 +63,7 @@ class Lanes:
             if pending >= 1:
                 self._serial_until = at + SEEN_S
             self.lanes = max(1.0, min(self.lanes, pending - waiting))
-        elif full and pending >= 2:
+        elif full and pending >= 2 and self.seen and self._sure >= 0:
             self._reports += 1
             if self._reports >= SURE_REPORTS:
                 self.lanes = max(self.lanes, 2.0 * pending)

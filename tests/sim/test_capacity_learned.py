@@ -84,14 +84,23 @@ def placements(
     return decisions(Fleet(options, make_workload("own", mix, seed=3), replicas("adaptive", kind), seed=1).run())
 
 
-def test_with_the_sizes_told_every_decision_is_as_with_metrics() -> None:
-    """Of all that metrics say, one balancer that places everything misses nothing else."""
+def test_with_the_sizes_told_decisions_are_nearly_as_good_as_with_metrics() -> None:
+    """Of what metrics say besides, one balancer that places everything misses little: how many wait in the engines."""
     with_metrics = placements(scraped=True, declared=False)
     assert len(with_metrics) > 200
-    assert placements(scraped=False, declared=True) == with_metrics
-    assert placements(scraped=False, declared=False) != with_metrics, "or sizes do not matter here"
+    declared = placements(scraped=False, declared=True)
+    assert alike(declared, with_metrics) > 0.6
+    assert alike(placements(scraped=False, declared=False), with_metrics) < alike(declared, with_metrics)
     told = placements(scraped=False, declared=False, kind=Telling)
-    assert told == with_metrics, "who is told by the servers knows as much"
+    assert told == declared, "who is told by the servers knows as much"
+
+
+def alike(
+    some: list[tuple[float | None, str, int | None]], others: list[tuple[float | None, str, int | None]]
+) -> float:
+    """The share of requests that went to the same server."""
+    where = {job: server for _, job, server in others}
+    return sum(where[job] == server for _, job, server in some) / len(some)
 
 
 def test_a_size_that_is_told_is_taken_to_the_token() -> None:
