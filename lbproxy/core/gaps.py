@@ -21,7 +21,8 @@ OWN_GAP: Final = 0.25
 """An endpoint's gaps are its own, not luck, if they are off the pool's line by more than this, in ln."""
 LEAST_DECODE: Final = 0.3
 """A gap is decode at least by this share, whatever prefills are believed to have taken of it."""
-SLOPES: Final = 0.2, 1.0
+LEAST_SLOPE: Final = 0.2
+MOST_SLOPE: Final = 1.0
 """The share of the mean gap that is due to context, at least and at most."""
 
 
@@ -46,7 +47,7 @@ class PoolGaps:
         self._cov += weight * (cov - self._cov)
         ratio = self._gap / max(1.0, self._context)
         slope = self._cov / self._square if self._square > 0.0 else 0.0
-        self.gap_per_token_ms = clip(slope, SLOPES[0] * ratio, SLOPES[1] * ratio)
+        self.gap_per_token_ms = clip(slope, LEAST_SLOPE * ratio, MOST_SLOPE * ratio)
         self.gap_ms = max(0.0, self._gap - self.gap_per_token_ms * self._context)
 
 
