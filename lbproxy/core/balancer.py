@@ -167,8 +167,10 @@ class Balancer:
             return ticket
         flow.active += 1
         ticket.counted = True
-        if self._waiting.is_woken:
-            self._waiting.serve(now, self._in_turn, self._changed)  # those that wait come first
+        if self._queue.ready:
+            self._waiting.pass_time(now)
+            if self._waiting.is_woken:
+                self._waiting.serve(now, self._in_turn, self._changed)  # those that wait come first
         self._consider(ticket, now)
         if ticket.state is TicketState.WAITING and self._comes_too_late(ticket, now):
             self._end(ticket, Outcome.TOO_LATE)

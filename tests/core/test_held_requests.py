@@ -1,0 +1,152 @@
+"""Requests that wait, deadlines and refusals, where a prediction could be wrong: each would have been refused for good,
+or have waited with an endpoint free.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lbproxy.config import AdmissionSettings
+from lbproxy.core.retry import FailureKind
+from lbproxy.core.types import InferenceRequest, Outcome, Ticket, TicketState, Usage
+from tests.support.pool import MODEL, pool_of
+
+
+def ask(tokens: int = 1000, *, deadline: float | None = None, stream: bool = True, name: str = "r") -> InferenceRequest:
+    return InferenceRequest(name, MODEL, stream, 4 * tokens, 4 * tokens, deadline=deadline)
+
+
+def test_the_end_of_backing_off_wakes_those_that_wait_and_a_newcomer_does_not_overtake() -> None:
+    """It was no event: the request waited its 30 s out, though the endpoint was free after one."""
+    settings = AdmissionSettings(max_in_flight_per_endpoint=1)
+    balancer, endpoints = pool_of(2, policy="adaptive", admission=settings)
+    first, second = (balancer.submit(ask(name=str(n)), now=0.0) for n in range(2))
+    waiting = balancer.submit(ask(name="waiting"), now=0.1)
+    assert waiting.wait is not None
+    verdict = balancer.after_failure(first, FailureKind.BUSY, (), now=0.1)
+    balancer.close(first, verdict.outcome, now=0.1)
+    assert balancer.poll(now=0.1) == []
+    deadline = balancer.next_deadline()
+    assert deadline == pytest.approx(1.1)
+    newcomer = balancer.submit(ask(name="newcomer"), now=1.2)
+    assert (waiting.placed_at, newcomer.placed_at) == (1.2, None)
+    assert balancer.poll(now=1.2) == [waiting]
+    balancer.close(second, Outcome.COMPLETED, now=1.3)
+    assert balancer.poll(now=1.3) == [newcomer]
+    assert len(endpoints) == 2
+
+
+def test_deadlines_never_lock_out() -> None:
+    """Two bad minutes with deadlines of 2 s; then all is well, which nobody would have found out."""
+    balancer, _ = pool_of(2, policy="adaptive")
+    served = {"bad": 0, "good": 0}
+    running: list[tuple[float, Ticket]] = []
+    for n in range(4000):
+        now = n * 0.05
+        slow = 10.0 < now < 130.0
+        while running and running[0][0] <= now:
+            at, ticket = running.pop(0)
+            balancer.first_byte(ticket, now=at)
+            balancer.close(ticket, Outcome.COMPLETED, now=at, usage=Usage(2000, 0, 1))
+            if at > 150.0:
+                served["good"] += 1
+            elif slow:
+                served["bad"] += 1
+        ticket = balancer.submit(ask(2000, deadline=now + 2.0, name=str(n)), now=now)
+        placed = [one for one in [ticket, *balancer.poll(now=now)] if one.placed_at == now]
+        running += [(now + (4.0 if slow else 0.08), one) for one in placed]
+        running.sort(key=lambda one: one[0])
+    assert served["bad"] < 2000, "they are refused while it lasts"
+    assert served["good"] > 900, f"{served['good']} of 1,000 after it"
+
+
+def test_a_fresh_lbproxy_refuses_nobody_for_good_on_an_assumed_rate() -> None:
+    """12,000 tokens take 1.2 s at .1 ms a token, which nobody measured; on this server .3 s."""
+    balancer, _ = pool_of(1, policy="adaptive")
+    outcomes = []
+    for n in range(40):
+        now = n * 0.5
+        ticket = balancer.submit(ask(12_000, deadline=now + 1.0, name=str(n)), now=now)
+        outcomes.append(ticket.outcome)
+        if ticket.state is TicketState.PLACED:
+            balancer.first_byte(ticket, now=now + 0.3)
+            balancer.close(ticket, Outcome.COMPLETED, now=now + 0.4, usage=Usage(12_000, 0, 5))
+    assert outcomes == [None] * 40
+
+
+def test_a_quiet_time_does_not_make_a_queue_look_slow() -> None:
+    """The pace of the queue decayed to nothing over an hour, so that who came behind one that waits was refused."""
+    settings = AdmissionSettings(max_in_flight_per_endpoint=1)
+    balancer, _ = pool_of(1, policy="adaptive", admission=settings)
+    for n in range(20):
+        one, two = balancer.submit(ask(), now=float(n)), balancer.submit(ask(), now=float(n))
+        balancer.close(one, Outcome.COMPLETED, now=n + 0.4)
+        balancer.poll(now=n + 0.4)
+        balancer.close(two, Outcome.COMPLETED, now=n + 0.8)
+    balancer.submit(ask(), now=3600.0)
+    balancer.submit(ask(), now=3600.0)
+    assert balancer.submit(ask(deadline=3610.0), now=3600.0).state is TicketState.WAITING
+
+
+def test_what_waits_is_counted_in_lines_and_nothing_stays_behind() -> None:
+    """Whatever comes and goes: each place in a line ends with its ticket's wait."""
+    rng = random.Random(3)
+    balancer, endpoints = pool_of(
+        4, policy="adaptive", admission=AdmissionSettings(queue_requests=50, queue_timeout=20)
+    )
+    tickets: list[Ticket] = []
+    now = 0.0
+    for n in range(3000):
+        now += rng.expovariate(100.0)
+        if rng.random() < 0.5:
+            tickets.append(balancer.submit(ask(rng.choice((10, 3000, 20_000)), name=str(n)), now=now))
+        placed = [one for one in tickets if one.state is TicketState.PLACED]
+        if placed and rng.random() < 0.4:
+            ticket = rng.choice(placed)
+            balancer.first_byte(ticket, now=now)
+            balancer.close(ticket, Outcome.COMPLETED, now=now, usage=Usage(10, 0, 5))
+        if rng.random() < 0.05:
+            balancer.close(rng.choice(tickets), Outcome.CLIENT_CLOSED, now=now)
+        if rng.random() < 0.02:
+            balancer.drain(rng.choice(endpoints).uid, draining=rng.random() < 0.5)
+        balancer.poll(now=now)
+        learned = balancer.learned(now=now)
+        assert learned is not None
+        held = sum(one.held for one in learned[1].values())
+        waiting = [one for one in tickets if one.state is TicketState.WAITING]
+        assert held == sum(one.reserved is not None for one in waiting) <= len(waiting)
+    for ticket in tickets:
+        balancer.close(ticket, Outcome.CLIENT_CLOSED, now=now)
+    learned = balancer.learned(now=now)
+    assert learned is not None
+    assert [one.held for one in learned[1].values()] == [0] * 4
+
+
+def test_embeddings_go_round_a_slow_server() -> None:
+    """Nothing of their work can be read; with each taken for one token, a server five times slower looked like any."""
+
+    def latency(policy: str) -> float:
+        balancer, endpoints = pool_of(4, policy=policy)
+        rng = random.Random(1)
+        free = {endpoint.uid: [0.0] * 4 for endpoint in endpoints}
+        running: list[tuple[float, float, Ticket]] = []
+        took, now = [], 0.0
+        for n in range(3000):
+            now += rng.expovariate(150.0)
+            running.sort(key=lambda one: one[0])
+            while running and running[0][0] <= now:
+                end, placed, ticket = running.pop(0)
+                balancer.first_byte(ticket, now=end)
+                balancer.close(ticket, Outcome.COMPLETED, now=end, usage=Usage(10, None, None))
+                took.append(end - placed)
+            ticket = balancer.submit(InferenceRequest(str(n), MODEL, False, 1000, 0), now=now)
+            workers = free[ticket.where.endpoint.uid]
+            worker = min(range(4), key=workers.__getitem__)
+            slower = 5.0 if ticket.where.endpoint.uid == endpoints[0].uid else 1.0
+            workers[worker] = max(now, workers[worker]) + 0.05 * slower * rng.uniform(0.5, 1.5)
+            running.append((workers[worker], now, ticket))
+        return sum(took[300:]) / len(took[300:])
+
+    assert latency("adaptive") < 1.05 * latency("least-request")

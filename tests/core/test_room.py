@@ -1,0 +1,279 @@
+"""What an endpoint's room is made of: how many requests run at once, prefills side by side, others' load, the line."""
+
+from __future__ import annotations
+
+import random
+from math import inf
+
+import pytest
+
+from lbproxy.core.lanes import LATE_S, SURE, SURE_REPORTS, Lanes
+from lbproxy.core.line import STANDS_S, Line
+from lbproxy.core.others import Mean, Others
+from lbproxy.core.response_times import LEAST, ResponseTimes
+from lbproxy.core.room import Room
+from lbproxy.core.slots import BLIND, FULL_CACHE, Slots
+from lbproxy.core.unread import FIRST_MS, Unread
+from lbproxy.core.unread import SURE as SURE_OF_UNREAD
+
+# --- Requests that run at once ----------------------------------------------------------------------------------------
+
+
+def report(slots: Slots, waiting: float, running: float, *, explained: float = 0.0, cache: float = 0.1) -> None:
+    slots.reported(waiting, running, explained, cache=cache, until=100.0)
+
+
+def test_nothing_is_full_before_anything_showed_it_but_a_blind_beginning() -> None:
+    slots = Slots()
+    assert not slots.is_full(BLIND - 1, 0.0)
+    assert slots.is_full(BLIND, 0.0), "no report, no first byte, no response"
+    for _ in range(10):
+        slots.finished(1.0)
+    assert not slots.is_full(BLIND + 9, 0.0)
+    slots.on_time(0.0, 0.0)
+    assert not slots.is_full(10_000, 0.0), "first bytes come in time"
+
+
+def test_a_report_of_requests_that_wait_shows_how_many_run() -> None:
+    slots = Slots()
+    slots.finished(17.0)
+    report(slots, 5.0, 64.0)
+    assert slots.limit == 64.0
+    assert not slots.is_full(65, 1.0)
+    assert slots.is_full(66, 1.0), "two may wait"
+    assert slots.wait_ms(63, 1.0) == 0.0
+    assert slots.wait_ms(66, 1.0) > slots.wait_ms(64, 1.0) > 0.0
+
+
+def test_what_prefill_explains_shows_nothing() -> None:
+    slots = Slots()
+    report(slots, 5.0, 3.0, explained=5.0)
+    assert slots.limit == inf
+
+
+def test_a_limit_grows_while_it_is_used_and_nothing_waits() -> None:
+    """An engine that got more room, or whose requests became smaller, is found out in seconds."""
+    slots = Slots()
+    report(slots, 3.0, 10.0)
+    limits = []
+    for _ in range(5):
+        report(slots, 0.0, slots.limit)
+        limits.append(slots.limit)
+    assert limits == [11.0, 13.0, 17.0, 25.0, 41.0]
+    report(slots, 0.0, 20.0)
+    assert slots.limit == 41.0, "not used"
+    report(slots, 4.0, 30.0)
+    assert slots.limit == 30.0
+
+
+def test_late_first_bytes_show_it_where_nothing_is_reported() -> None:
+    slots = Slots()
+    slots.late(8.0, 10.0, 1.0, 1.0)
+    assert slots.limit == inf, "one is chance"
+    slots.started(1.0)
+    slots.late(8.0, 10.0, 1.0, 1.0)
+    assert slots.limit == pytest.approx(8.0, abs=1.0)
+    before = slots.limit
+    slots.on_time(before, 1.1)
+    assert slots.limit == before, "it was not used as far as it may"
+    slots.on_time(before + 1.0, 1.2)
+    assert slots.limit == before + 1.0
+
+
+def test_no_first_byte_is_late_while_reports_come() -> None:
+    slots = Slots()
+    report(slots, 0.0, 40.0)
+    for _ in range(10):
+        slots.late(1.0, 40.0, 5.0, 1.0)
+    slots.overdue(0.5, 1.0, 1.0)
+    assert slots.limit == inf
+
+
+def test_a_cache_gauge_that_stands_at_full_does_not_starve_an_engine() -> None:
+    """It may count what is merely cached: so many as ran when it was full may run, whatever it says."""
+    slots = Slots()
+    report(slots, 2.0, 40.0, cache=1.0)
+    assert slots.by_space
+    assert slots.lacks_space(35.0, 0.2, 1.0)
+    assert not slots.lacks_space(29.0, 0.2, 1.0)
+    report(slots, 0.0, 35.0, cache=0.85)
+    assert not slots.lacks_space(35.0, 0.2, 1.0), "what is expected to grow will fit"
+    assert slots.lacks_space(35.0, 0.4, 1.0)
+    assert not slots.lacks_space(35.0, 0.4, 101.0), "the report is old"
+    assert 0.9 < FULL_CACHE < 1.0
+
+
+# --- Whole responses --------------------------------------------------------------------------------------------------
+
+
+def whole(slots: int, *, load: float, spread: float, seconds: float = 400.0) -> tuple[Room, list[int]]:
+    """Whole responses of an engine with so many slots and no metrics, offered `load` times what it can do: the room
+    that was learned, and how many waited in the engine over the last half.
+    """
+    rng, room = random.Random(7), Room(Mean())
+    gap_s, tokens_mean = 0.02, 300.0
+    flying: list[tuple[float, float, int, int]] = []
+    waited: list[int] = []
+    now, free = 0.0, [0.0] * slots
+    while now < seconds:
+        now += rng.expovariate(load * slots / (gap_s * tokens_mean))
+        while flying and flying[0][0] <= now:
+            end, placed, tokens, before = flying.pop(0)
+            room.completed(end - placed, 0.05, tokens, before, end)
+        if room.slots.is_full(len(flying), now):
+            continue
+        tokens = max(1, round(tokens_mean * rng.uniform(1.0 - spread, 1.0 + spread)))
+        first = min(range(slots), key=free.__getitem__)
+        free[first] = max(now, free[first]) + 0.05 + gap_s * tokens
+        if now > seconds / 2:
+            waited.append(max(0, len(flying) + 1 - slots))
+        flying.append((free[first], now, tokens, len(flying)))
+        flying.sort()
+    return room, waited
+
+
+def test_whole_responses_show_how_many_run_by_their_length() -> None:
+    room, waited = whole(16, load=2.0, spread=0.8)
+    assert room.slots.limit == pytest.approx(16.0, abs=3.0)
+    assert sorted(waited)[int(0.95 * len(waited))] <= 6
+
+
+def test_whole_responses_of_one_length_show_at_least_that_they_wait() -> None:
+    room, waited = whole(4, load=3.0, spread=0.0)
+    assert room.slots.limit < 12.0
+    assert sorted(waited)[int(0.95 * len(waited))] <= 9
+
+
+def test_without_overload_no_limit_is_found_and_nothing_held() -> None:
+    room, _ = whole(64, load=0.6, spread=0.8)
+    assert room.slots.limit > 60.0
+
+
+def test_a_few_responses_show_nothing() -> None:
+    times = ResponseTimes()
+    for n in range(LEAST - 1):
+        times.learn(1.0 + n, 100 + n)
+    assert times.unexplained_s() is None
+
+
+# --- First bytes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_first_byte_is_late_beyond_what_is_usual() -> None:
+    lanes = Lanes()
+    assert not lanes.seen
+    for _ in range(50):
+        lanes.alone(3.0)
+    assert lanes.patience_s(0.1) == pytest.approx(0.1 + 3.0 + LATE_S, abs=0.01), "an engine that always takes 3 s"
+    steady = lanes.patience_s(0.1)
+    for n in range(200):
+        lanes.alone(2.5 if n % 2 else 3.5)
+    assert lanes.patience_s(0.1) > steady + 1.0, "and one that varies gets longer"
+    assert lanes.patience_s(5.0) > 10.0, "a long prefill may take twice as long as predicted"
+
+
+def test_prefills_side_by_side_are_found_by_their_first_bytes() -> None:
+    lanes = Lanes()
+    for _ in range(SURE - 1):
+        lanes.behind(0.5, 0.0, 2)
+    assert lanes.lanes == 1.0
+    for _ in range(3):
+        lanes.behind(0.5, 0.0, 2)
+    assert lanes.lanes == 3.0, "two before it and itself"
+    for _ in range(3):
+        lanes.behind(0.5, 1.0, 2)
+    assert lanes.lanes == 1.0
+    lanes.behind(0.01, 0.0, 2)
+    assert lanes.lanes == 1.0, "too short to tell"
+
+
+def test_reports_that_contradict_the_prediction_count_unless_first_bytes_confirm_it() -> None:
+    lanes = Lanes()
+    lanes.alone(0.0)
+    for n in range(SURE_REPORTS):
+        lanes.reported(0.0, 3, full=True, at=float(n))
+    assert lanes.lanes == 6.0
+    lanes.reported(2.0, 6, full=True, at=9.0)
+    assert lanes.lanes == 4.0, "so many are computed while two wait"
+    serial = Lanes()
+    serial.alone(0.0)
+    serial.behind(0.5, 0.5, 2)
+    for n in range(20):
+        serial.reported(0.0, 3, full=True, at=float(n))
+    assert serial.lanes == 1.0, "prefills that share a step do not wait either"
+
+
+def test_one_more_is_let_through_to_see_unless_that_was_seen() -> None:
+    lanes = Lanes()
+    assert not lanes.may_try(1, 0.0)
+    lanes.alone(0.0)
+    assert lanes.may_try(1, 0.0)
+    assert not lanes.may_try(2, 0.0)
+    lanes.reported(1.0, 2, full=True, at=1.0)
+    assert not lanes.may_try(1, 2.0)
+
+
+# --- The line ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_has_less_work_goes_before() -> None:
+    line = Line()
+    for work in (100.0, 1000.0, 10_000.0):
+        line.add(work, work)
+    assert line.before(10.0) == (0.0, 0.0)
+    assert line.before(5000.0) == (2.0, 1100.0)
+    assert line.before(5000.0, 0.5) == (1.5, 5550.0), "by flow"
+    for work in (100.0, 1000.0, 10_000.0):
+        line.remove(work, work)
+    assert (line.count, line.tokens, line.before(1e9)) == (0, 0.0, (0.0, 0.0))
+
+
+def test_a_line_that_stays_long_is_overloaded_until_it_is_short() -> None:
+    line = Line()
+    line.observe(6.0, 5.0, 0.0)
+    line.observe(6.0, 5.0, STANDS_S - 0.1)
+    assert not line.overloaded
+    line.observe(4.0, 5.0, STANDS_S)
+    line.observe(6.0, 5.0, STANDS_S + 1.0)
+    line.observe(6.0, 5.0, 2 * STANDS_S)
+    assert not line.overloaded, "it was short once"
+    line.observe(6.0, 5.0, 3 * STANDS_S)
+    overloaded = [line.overloaded]
+    line.observe(5.0, 5.0, 3 * STANDS_S + 1.0)
+    assert [*overloaded, line.overloaded] == [True, False]
+
+
+# --- Others, and work that cannot be read -----------------------------------------------------------------------------
+
+
+def test_an_endpoint_that_does_not_report_has_the_mean_of_those_that_do() -> None:
+    mean = Mean()
+    loud, silent = Others(mean), Others(mean)
+    for _ in range(200):
+        loud.learn(12.0, 0.0, 0, until=10.0, reported=False)
+        mean.learn(loud.count, 10.0, 2)
+    assert loud.requests(5.0) == 12.0
+    assert silent.requests(5.0) == pytest.approx(12.0)
+    assert silent.requests(11.0) == 0.0, "then nobody knows anything"
+
+
+def test_a_little_cache_in_use_beside_ours_is_a_wrong_estimate_and_much_is_others() -> None:
+    others = Others(Mean())
+    others.until = 10.0
+    others.learn_space(10_500.0, 10_000.0, 100_000.0)
+    assert others.space(5.0) == 0.0
+    others.learn_space(95_000.0, 10_000.0, 100_000.0)
+    assert others.space(5.0) == 85_000.0
+    assert others.space(11.0) == 0.0
+
+
+def test_work_that_cannot_be_read_is_what_it_took() -> None:
+    unread = Unread()
+    assert unread.ms("embed", FIRST_MS) == FIRST_MS
+    for _ in range(30):
+        unread.learn("embed", 100.0, 4)
+    assert 15.0 < unread.ms("embed", FIRST_MS) < 20.0, "20 ms for each that was there, and a little of the others'"
+    assert unread.ms("audio", FIRST_MS) == FIRST_MS
+    for n in range(200):
+        unread.learn(f"model {n}", 50.0, 0)
+    assert unread.ms("one more", FIRST_MS) == pytest.approx(50.0, abs=2 * SURE_OF_UNREAD * 2)
