@@ -83,6 +83,8 @@ class WaitingQueue:
 
     def __init__(self, settings: AdmissionSettings) -> None:
         self._take_limits(settings)
+        self.overloaded = False
+        """Requests have been coming faster than they are served: the newest go first. Set by `core.waiting`."""
         self._tickets: dict[int, Ticket] = {}
         self._lanes: dict[int, dict[Flow, _Line]] = {}
         """By priority and flow; none of them empty."""
@@ -173,7 +175,7 @@ class WaitingQueue:
 
     def _victims(self, ticket: Ticket) -> Iterator[Ticket]:
         """Who goes before `ticket` does, in this order."""
-        flow, overloaded = _flow(ticket), _is_overloaded(ticket)
+        flow, overloaded = _flow(ticket), self.overloaded
         for priority in sorted(self._lanes):
             if priority > ticket.request.priority:
                 return
@@ -231,17 +233,19 @@ class WaitingQueue:
         first `FAIR` of a priority comes flow by flow. Tickets may be removed meanwhile.
         """
         for priority in sorted(self._lanes, reverse=True):
+            newest = self.overloaded
             lines = [
-                (flow, _sorted(line.ready.values(), work, now)) for flow, line in self._lanes.get(priority, {}).items()
+                (flow, _sorted(line.ready.values(), work, now, newest_first=newest))
+                for flow, line in self._lanes.get(priority, {}).items()
             ]
             if len(lines) == 1:
                 yield from lines[0][1]
             else:
                 yield from _in_turn(lines, flows, now)
 
-    def before(self, ticket: Ticket, *, newest_first: bool = False) -> float:
+    def before(self, ticket: Ticket) -> float:
         """The share of those that are ready which goes before a newcomer, by priority and flow; below 0: all are of its
-        own flow and priority. `newest_first`: it goes before its own flow's (`core.line`).
+        own flow and priority.
         """
         flow, priority = _flow(ticket), ticket.request.priority
         lanes = self._lanes
@@ -256,7 +260,7 @@ class WaitingQueue:
                 before += size
             elif one == priority:
                 own = lane.get(flow)
-                turns = 1 if newest_first or not own else len(own.ready) + 1
+                turns = 1 if self.overloaded or not own else len(own.ready) + 1
                 before += min(size, turns * len(lane))
         return before / self._ready
 
@@ -288,20 +292,14 @@ def _flow(ticket: Ticket) -> Flow:
     return flow
 
 
-def _sorted(tickets: Iterable[Ticket], work: Callable[[Ticket], float] | None, now: float) -> list[Ticket]:
+def _sorted(
+    tickets: Iterable[Ticket], work: Callable[[Ticket], float] | None, now: float, *, newest_first: bool
+) -> list[Ticket]:
     if work is None:
         return list(tickets)
-    return sorted(tickets, key=lambda ticket: _turn(ticket, work(ticket), now))
-
-
-def _turn(ticket: Ticket, work: float, now: float) -> float:
-    """By which those of one flow are served, the least first."""
-    age_s = now - ticket.submitted_at
-    return work * (1.0 + age_s / YOUTH_S) if _is_overloaded(ticket) else work / (1.0 + age_s / AGEING_S)
-
-
-def _is_overloaded(ticket: Ticket) -> bool:
-    return ticket.reserved is not None and ticket.reserved[0].overloaded
+    if newest_first:
+        return sorted(tickets, key=lambda ticket: work(ticket) * (1.0 + (now - ticket.submitted_at) / YOUTH_S))
+    return sorted(tickets, key=lambda ticket: work(ticket) / (1.0 + (now - ticket.submitted_at) / AGEING_S))
 
 
 def _in_turn(lines: list[tuple[Flow, list[Ticket]]], flows: Flows, now: float) -> Iterator[Ticket]:

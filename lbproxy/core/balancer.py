@@ -411,7 +411,7 @@ class Balancer:
     def _consider(self, ticket: Ticket, now: float, *, in_turn: bool = False) -> None:
         """Place the ticket, or close it if waiting cannot help, or leave it."""
         if self._pool is not None and self._pool.held:
-            self._pool.turn_share = self._queue.before(ticket, newest_first=self._pool.overloaded)
+            self._pool.turn_share = self._queue.before(ticket)
         chosen = self._choice.choose(ticket, now=now, in_turn=in_turn)
         if isinstance(chosen, EndpointState):
             self._place(ticket, chosen, now)

@@ -49,8 +49,6 @@ class PoolModel:
         """Requests that are held for any of the endpoints."""
         self.unread = Unread()
         """How long requests take whose work cannot be read."""
-        self.overloaded = False
-        """The line that was observed last is (`core.line`)."""
         self.turn_share = -1.0
         """How much of these goes before the request that is priced, as a share; below 0: what has less work does."""
         self.others = Mean()

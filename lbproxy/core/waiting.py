@@ -22,6 +22,7 @@ from lbproxy.core.admission import WORK_S, Pace, WaitingQueue, least_work
 from lbproxy.core.choice import Choice
 from lbproxy.core.endpoints import EndpointSet
 from lbproxy.core.flows import Flows
+from lbproxy.core.line import Line
 from lbproxy.core.pool_model import PoolModel
 from lbproxy.core.types import EndpointState, EndpointUid, Health, Ticket, TicketState
 
@@ -55,6 +56,8 @@ class Waiting:
         self._opens_at: dict[EndpointUid, float] = {}
         """The entries that count."""
         self._pace = Pace()
+        self._overloaded = 0
+        """Lines that are."""
 
     def adopt(self, admission: AdmissionSettings, pool: PoolModel | None) -> None:
         """Other settings, and perhaps other models of the endpoints: who waits is looked at anew."""
@@ -114,6 +117,8 @@ class Waiting:
             line.remove(work, tokens)
             ticket.reserved = None
             self._pool.held -= 1
+            if line.overloaded and not line.count:
+                self._observe(line, 0.0, 0.0)
 
     def pace_s(self, ticket: Ticket) -> float:
         """How long a newcomer waits for any endpoint, at the pace at which those before it leave. 0 = no idea."""
@@ -141,9 +146,18 @@ class Waiting:
         room.line.add(ticket.work_tokens, ticket.best_tokens)
         ticket.reserved = room.line, ticket.work_tokens, ticket.best_tokens
         pool.held += 1
-        room.line.observe(room.line_wait_ms(load, now) / 1000.0, self._long_s, now)
-        pool.overloaded = room.line.overloaded
+        self._observe(room.line, room.line_wait_ms(load, now) / 1000.0, now)
         self._open_later(state, now)
+
+    def _observe(self, line: Line, wait_s: float, now: float) -> None:
+        """The last in a line would wait so long. While any is overloaded, the newest go first everywhere: requests move
+        from line to line.
+        """
+        before = line.overloaded
+        line.observe(wait_s, self._long_s, now)
+        if line.overloaded is not before:
+            self._overloaded += 1 if line.overloaded else -1
+            self._queue.overloaded = self._overloaded > 0
 
     def _open_later(self, state: EndpointState, now: float) -> None:
         """Look at an endpoint again when it has worked off enough."""

@@ -10,13 +10,14 @@ import pytest
 
 from benchmarks import overload
 from benchmarks.overload import CELLS, KINDS, QUICK, Cell, Figures, Kind, chosen, figures
-from benchmarks.surprises import SURPRISES, Crowd
+from benchmarks.surprises import SURPRISES, Crowd, Surprise, run_crowd
 from lbproxy.config import AdmissionSettings
 from lbproxy.core.types import Outcome
 from lbproxy.sim.fleet import Sample, Served
 from lbproxy.sim.prompts import Piece
 from lbproxy.sim.sequence import Gauges
 from lbproxy.sim.workload import Job
+from lbproxy.sim_cli import runs_of
 
 
 def served(name: str, at: float, first: float | None, end: float, outcome: Outcome | None) -> Served:
@@ -118,3 +119,39 @@ def test_surprises_run() -> None:
     kept = overload.Kept(Path("/nonexistent/found.json"))
     kept.runs[task.key] = dataclasses.asdict(found)
     assert "| 8 ranks, 2 flows | adaptive/hold=false |" in overload.surprise_table([task], kept)
+
+
+CAPACITY = {"slots": 13.46, "space": 12.4, "prefill": 10.9}
+"""Completions a second of the servers of each kind when they are saturated, as the benchmark measures them."""
+MUST = [
+    "slots 3x, streams, gauges, 1 flow",
+    "slots 3x, streams, no-gauges, 1 flow",
+    "slots 3x, whole, gauges, 1 flow",
+    "slots 10x, streams, gauges, 10 flows",
+    "space 2x, streams, gauges, 1 flow",
+    "prefill 2x, streams, no-gauges, 2 flows",
+]
+
+
+@pytest.mark.parametrize("name", MUST)
+def test_under_overload_requests_wait_in_lbproxy_and_are_served_in_time(name: str) -> None:
+    """All of it waited in the engines, and nothing was served within 5 s."""
+    (cell,) = chosen([name.replace(",", "")], CELLS)
+    capacity = CAPACITY[cell.kind]
+    (run,) = runs_of(cell.scenario("adaptive", capacity, 90.0), source=name)
+    found = overload.run_cell(run, 90.0)
+    assert found.good >= 0.9 * capacity, found
+    assert found.engines <= max(4.0, found.starts), found
+
+
+CONTRADICTING = [one for one in SURPRISES if one.name != "500 endpoints"]
+
+
+@pytest.mark.parametrize("surprise", CONTRADICTING, ids=[one.name for one in CONTRADICTING])
+def test_a_server_that_is_not_as_the_model_says_is_not_held_back(surprise: Surprise) -> None:
+    """A fixed time to the first token, or ranks behind one address: far from overload, and a thousand were refused."""
+    held, free = (
+        run_crowd(runs_of(surprise.scenario(one), source="")[0]) for one in ("adaptive", "adaptive/hold=false")
+    )
+    assert held.refused == free.refused == 0
+    assert held.ttft_mean <= 1.4 * free.ttft_mean, (held, free)
