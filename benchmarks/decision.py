@@ -240,7 +240,7 @@ def caches(policy: str) -> tuple[str, list[Series]]:
 
 def queues(policy: str) -> tuple[str, list[Series]]:
     """What each event costs while so many requests wait."""
-    heads = ("one comes and leaves", "plan, no room", "plan, places", "the same, nothing known")
+    heads = ("one comes and leaves", "queue, no room", "queue, places", "the same, nothing known")
     rows, series = [["waiting", "endpoints", *heads]], []
     for count in ENDPOINTS:
         queue = Queue(policy, count)
@@ -286,13 +286,13 @@ class Queue:
         self.balancer.close(self._submit(), Outcome.CLIENT_CLOSED, now=self.now)
 
     def measure(self, waiting: int) -> list[float]:
-        """An arrival, and the plans: no room, places, places with nothing known."""
+        """An arrival, and looking at the queue: no room, places, places with nothing known."""
         times: dict[str, list[float]] = {"no room": [], "places": [], "anew": []}
         for kind, step_s in (("no room", 0.0), ("places", 1e-4), ("anew", 2 * WORK_S)) * 6:
             while len(self.balancer._queue) < waiting:
                 self._submit()
             self.now += step_s
-            if step_s:
+            if step_s and self.pending:
                 # One endpoint gets through with all it had.
                 chosen = self.pending[0].placed_on
                 done = [ticket for ticket in self.pending if ticket.placed_on is chosen]

@@ -34,6 +34,9 @@ changes (docs/decisions/0030-room.md)."""
 SILENT: Final = 2
 """Where responses are not streamed, nothing shows that a prefill is done, and the engine must not run dry while one is
 taken to go on: so many may be queued, however long they take."""
+OURS: Final = 2
+"""So many requests of ours may be at any endpoint: where others fill the engine's queue, holding ours back only lets
+more of theirs in."""
 LIMIT_STEP: Final = 0.25
 """Share of a limit's error that one whole response corrects."""
 
@@ -123,6 +126,8 @@ class Room:
 
     def _lacks(self, load: LoadModel, now: float) -> str | None:
         """What does not come by itself, if it is full for want of that."""
+        if load.in_flight < OURS:
+            return None
         slots, in_flight = self.slots, load.in_flight + self.others.requests(now)
         if slots.is_full(in_flight, now):
             return "space" if slots.by_space else "requests"
