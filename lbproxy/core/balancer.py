@@ -155,6 +155,7 @@ class Balancer:
             if flow.limited:
                 ticket.refusal = self._flows.admit(flow, request, now)
                 if ticket.refusal is not None:
+                    ticket.retry_after_s = ticket.refusal.retry_after_s
                     self._end(ticket, Outcome.RATE_LIMITED)
                     return ticket
         if flow.limited and flow.is_full:

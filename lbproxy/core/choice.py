@@ -54,7 +54,6 @@ class Choice:
         self._rng = rng
         self._explainer = Explainer()
         self._tested_at = -inf
-        self._in_turn = False
         self.adopt(policy, admission)
 
     def adopt(self, policy: Policy, admission: AdmissionSettings) -> None:
@@ -73,7 +72,6 @@ class Choice:
         `ticket.best` is that one.
         """
         ticket.best = None
-        self._in_turn = in_turn
         members = self._members(ticket, True, now)
         if not members:
             return self._why_nobody(ticket) or Wait.FULL
@@ -86,7 +84,7 @@ class Choice:
         if not candidates:
             return Wait.FULL
         choose = self._gently if self.starting else self._cheapest
-        chosen = choose(ticket, candidates, now)
+        chosen = choose(ticket, candidates, now, in_turn)
         made = ticket.decision
         if made is not None and made.candidates < len(members):
             left_out = ((state.endpoint, self._why_not(state, now)) for state in members)
@@ -132,17 +130,17 @@ class Choice:
 
     # Which of them
 
-    def _gently(self, ticket: Ticket, candidates: Sequence[EndpointState], now: float) -> Chosen:
+    def _gently(self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, in_turn: bool) -> Chosen:
         """Choose while some of `candidates` have their slow start: without those, unless nobody else is free."""
         allowed = self._slow_start.allowed(candidates)
-        chosen = self._cheapest(ticket, allowed, now)
+        chosen = self._cheapest(ticket, allowed, now, in_turn)
         if not isinstance(chosen, EndpointState) and len(allowed) < len(candidates):
-            chosen = self._cheapest(ticket, candidates, now)
+            chosen = self._cheapest(ticket, candidates, now, in_turn)
         if isinstance(chosen, EndpointState):
             self._slow_start.placed(chosen, candidates, now)
         return chosen
 
-    def _cheapest(self, ticket: Ticket, candidates: Sequence[EndpointState], now: float) -> Chosen:
+    def _cheapest(self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, in_turn: bool) -> Chosen:
         """The cheapest of `candidates`, if it has room and nobody waits for it."""
         if self._skip_price and len(candidates) == 1:
             if self.explains:
@@ -166,7 +164,7 @@ class Choice:
             is_full = self.policy.is_full(best, wait_ms, now)
             if best.health is Health.DOWN:  # a trial: what was queued there is gone
                 is_full = False
-            if is_full or (best.load.room.line.count and not self._in_turn):
+            if is_full or (best.load.room.line.count and not in_turn):
                 ticket.best = best
                 ticket.best_wait_s = wait_ms / 1000.0
                 ticket.best_tokens = 0.0 if prices.uncached_tokens is None else prices.uncached_tokens[index]

@@ -473,7 +473,7 @@ class LoadModel:
             return
         at = metrics.scraped_at
         self.room.lanes.reported(metrics.waiting, len(self.pending), full=self.prefill_ms(at) > HOLD_MS, at=at)
-        explained = sum(one.late_at > at for one in self.pending)
+        explained = sum(one.late_at > at for one in self.pending) + self.adapters.waiting_requests()
         self.room.slots.reported(
             metrics.waiting,
             metrics.running,

@@ -11,8 +11,8 @@ Two things are learned from each first byte, whose request was placed with a pre
 
 An engine that reports its queue says more: where none of it waits while the model says that requests of ours must,
 again and again, the model is wrong (`reported`), unless first bytes come as it says: prefills that share a step do not
-wait either. As an engine that computes one long prompt reports the same whether it
-would take another one or not, one more is let through to see, unless it was seen lately.
+wait either. As an engine that computes one long prompt reports the same whether it would take another one or not, one
+more is let through to see, unless it was seen lately.
 
 Invariant: `lanes` is at least 1, and 1 until `SURE` more requests showed more lanes than showed none, or `SURE_REPORTS`
 reports in a row.

@@ -196,6 +196,10 @@ class AdapterTable:
         """Whether it can be computed there at once: it has a slot, or others use it."""
         return adapter in self._loaded or (adapter in self._others and now <= self._others_until)
 
+    def waiting_requests(self) -> int:
+        """How many requests of ours wait there for a slot for their adapter."""
+        return sum([self._active.get(adapter, 0) for adapter in self._waiting])
+
     def is_waiting(self, adapter: str) -> bool:
         """Whether requests of ours wait there for a slot for it."""
         return adapter in self._waiting

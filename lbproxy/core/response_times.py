@@ -57,8 +57,8 @@ class ResponseTimes:
         """How long responses wait beyond what was predicted; below 0: less long. None: it cannot be told yet, or the
         wait may be none.
         """
-        if self._n < LEAST or self._square <= 0.0:
-            return None if self._n < LEAST or self._gap == inf else self._beyond_slowest()
+        if self._n < LEAST:
+            return None
         if self._square < (VARIED * self._mean_tokens) ** 2:
             return self._beyond_slowest()
         slope = max(0.0, self._cov / self._square)

@@ -67,14 +67,12 @@ class Room:
         predicted_s = slots.wait_ms(in_flight, now) / 1000.0
         times = self.response_times
         times.learn(took_s - base_s - predicted_s, tokens)
-        error_s = times.unexplained_s()
-        if error_s is not None:
-            error_s -= QUEUE_S  # a short queue is wanted
-        if error_s is None:
+        unexplained_s = times.unexplained_s()
+        if unexplained_s is None:
             if in_flight >= slots.limit:
                 slots.limit += LIMIT_STEP
             return
-        rate = slots.rate(now)
+        rate, error_s = slots.rate(now), unexplained_s - QUEUE_S  # a short queue is wanted
         if slots.limit == inf:
             if error_s * rate > slots.allowance(now):
                 slots.estimated(in_flight + 1.0 - error_s * rate)

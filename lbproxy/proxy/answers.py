@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from math import ceil
 
+from lbproxy.core.flows import MAX_RETRY_AFTER_S
 from lbproxy.core.openai import error_body
 from lbproxy.core.types import LbError, Outcome
 from lbproxy.proxy.headers import status_line
@@ -29,7 +30,8 @@ def error_answer(error: LbError, request_id: str, *, attempts: int, keep_alive: 
         fields["x-lbproxy-attempts"] = str(attempts)
     if facts.retry_after:
         spread = rng.randint(*RETRY_AFTER_S)
-        fields["retry-after"] = str(spread if error.retry_after_s is None else ceil(error.retry_after_s))
+        after_s = min(error.retry_after_s or 0.0, MAX_RETRY_AFTER_S)
+        fields["retry-after"] = str(ceil(after_s) or spread)
     if facts.status in {429, 502, 503, 504}:
         fields["x-lbproxy-reason"] = facts.code
     if error.outcome in _DROPPED_REASONS:

@@ -484,10 +484,10 @@ class Exchange(ABC):
             return model_not_found(self.record.alias or self.placed.model)
         if outcome is Outcome.NO_ENDPOINTS and self._last is not Outcome.COMPLETED and self._shared.runtime.any_up():
             return LbError(self._last)  # a live pool broke this request
-        limit = None if self._ticket is None else self._ticket.refusal
-        if limit is not None and outcome.value.status == HTTPStatus.TOO_MANY_REQUESTS:
-            return LbError(outcome, limit.message, retry_after_s=limit.retry_after_s)
-        return LbError(outcome)
+        ticket = self._ticket
+        if ticket is None or outcome.value.status != HTTPStatus.TOO_MANY_REQUESTS:
+            return LbError(outcome)
+        return LbError(outcome, ticket.refusal and ticket.refusal.message, retry_after_s=ticket.retry_after_s)
 
     def _own_fields(self) -> str:
         record, shared = self.record, self._shared
