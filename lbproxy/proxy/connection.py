@@ -122,6 +122,7 @@ class ClientConnection(web.RequestHandler):
         "_head_bytes",
         "_head_due",
         "_held",
+        "_idle_since",
         "_in_aiohttp",
         "_in_lane",
         "_linger",
@@ -157,6 +158,8 @@ class ClientConnection(web.RequestHandler):
         """Of a head that is not whole, as far as it was read."""
         self._silent = True
         """The client sent nothing yet."""
+        self._idle_since = self._loop.time()
+        """When the last response was out, or the connection was made."""
         self._linger: Linger | None = None
 
     # asyncio.Protocol
@@ -284,7 +287,8 @@ class ClientConnection(web.RequestHandler):
             self._close = True
             self._loop.call_soon(self.linger)  # not now: an answer that broke is about to be reset
             return
-        self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
+        self._idle_since = self._loop.time()
+        self._next_keepalive_close_time = self._idle_since + self._keepalive_timeout
         if self._held:
             self._loop.call_soon(self._judge_held)  # not now: we may be in a callback of what just ended
 
@@ -341,6 +345,11 @@ class ClientConnection(web.RequestHandler):
             return 0
         return self.turn.held_bytes + self.transport.get_write_buffer_size()
 
+    def close_if_idle(self, for_s: float) -> None:
+        """Close it if no request runs and none has begun to come for so long."""
+        if not self.busy and not self._head_bytes and self._loop.time() - self._idle_since >= for_s:
+            self.force_close()
+
     def reconfigure(self, idle_s: float) -> None:
         """Another time after which it is closed when idle."""
         self._keepalive_timeout = idle_s
@@ -356,6 +365,7 @@ class ClientConnection(web.RequestHandler):
 
     def aiohttp_answered(self) -> None:
         """aiohttp's handler wrote an answer after which the connection lives on."""
+        self._idle_since = self._loop.time()
         if self._owed == 0 and self.is_read:
             self._in_aiohttp = False
 

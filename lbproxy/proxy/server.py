@@ -197,12 +197,12 @@ class FrontEnd(web.Server):
         cut = 0
         self._keep_no_connection()
         self.listener.close()
-        for client in self._clients():
-            if client.busy:
-                client.reconfigure(LAST_IDLE_S)
-            else:
-                client.force_close()
-        if not await _happens(self._empty, deadline_s):
+        ends_at = self._loop.time() + deadline_s
+        while self._open and (left_s := ends_at - self._loop.time()) > 0.0:
+            for client in self._clients():
+                client.close_if_idle(LAST_IDLE_S)
+            await _happens(self._empty, min(left_s, LAST_IDLE_S / 2))
+        if self._open:
             self._draining = True
             cut = self._running
             for client in self._clients():

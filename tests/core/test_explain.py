@@ -211,10 +211,10 @@ def test_a_ticket_says_why_it_waits() -> None:
     record = RequestRecord("r", "POST", "/v1/completions", "127.0.0.1", 0.0)
     record.waits(ticket)
     assert (record.wait, record.held_for, record.full_by) == (Wait.BUSY, "e1", "prefill")
-    learned = balancer.learned(now=0.0)
-    assert learned is not None
-    began = learned[1][endpoints[0].uid].wait_ms / 1000.0
-    assert balancer.submit(long, now=began).wait is Wait.BEHIND, "it has room, and one that waits goes first"
+
+    balancer, _ = pool_of(1, policy="adaptive")
+    balancer.submit(request(), now=0.0).where.load.room.line.add(1.0, 1.0)
+    assert balancer.submit(long, now=0.0).wait is Wait.BEHIND, "it has room, and one that waits goes first"
 
     record.waits(parked)
     assert (record.wait, record.held_for, record.full_by) == (Wait.FULL, None, None), (

@@ -271,13 +271,32 @@ def test_stopping_lets_running_requests_finish() -> None:
             busy.send(post())
             await started.wait()
             stopping = asyncio.create_task(it.front.stop(20.0))
-            assert await idle.reader.read() == b"", "an idle connection is closed at once"
+            assert await idle.reader.read() == b"", "an idle connection is closed soon"
             with pytest.raises(OSError):  # noqa: PT012 - either may show it
                 late = await it.connect()
                 await late.reply()
             finish.set()
             assert (await busy.reply()).status == 200
             await stopping
+
+    run(main())
+
+
+def test_a_client_that_asks_again_at_once_is_served_though_we_stop() -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint, rig(endpoint.url) as it:
+            silent, client = await it.connect(), await it.connect()
+            client.send(post())
+            assert b"close" not in (await client.reply()).head
+            async with asyncio.timeout(20.0):  # and not after the 75 s that clients may be idle
+                stopping = asyncio.create_task(it.front.stop(60.0))
+                await asyncio.sleep(0)
+                client.send(post())
+                last = await client.reply()
+                assert last.status == 200
+                assert b"\r\nConnection: close\r\n" in last.head
+                assert await client.reader.read() == await silent.reader.read() == b""
+                await stopping
 
     run(main())
 
