@@ -46,6 +46,8 @@ COMPILED = {
             "types",
             "gaps",
             "others",
+            "overload",
+            "prefill_work",
             "lanes",
             "line",
             "response_times",

@@ -18,17 +18,22 @@ from lbproxy.core.estimate import LoadModel
 from lbproxy.core.lora import prices_ms
 from lbproxy.core.placement import freed_per_ms
 from lbproxy.core.pool_model import PoolModel
+from lbproxy.core.prefill_work import PER_CONTEXT, SHORT, work_tokens
 from lbproxy.core.prefix import BLOCK_BYTES
 from lbproxy.core.pricing import Policy, Prices
 from lbproxy.core.types import EndpointState, InferenceRequest
 from lbproxy.core.unread import FIRST_MS
 
-STALL: Final = 0.3
+STALL: Final = 0.17
 """Share of a prefill's time by which each stream on the endpoint is held up (chunked prefill shares the step)."""
-DECODE: Final = 0.15
+STEPS: Final = 2.0
+"""Inter-token gaps after which a prefill that goes first shows progress: the step that runs ends, and its own ends."""
+DECODE: Final = 0.1
 """What a millisecond of decode is worth beside one of waiting for the first token."""
 SPACE: Final = 20.0
-"""What a full cache is worth, in prefills of the same prompt."""
+"""What a full cache is worth, in prefills of the same prompt,"""
+CROWDED: Final = 0.3
+"""and by what share of that more for each request that endpoints have in flight."""
 MAX_SPACE_WAIT_MS: Final = 60_000.0
 MIN_FREED_PER_MS: Final = 0.05
 
@@ -89,7 +94,7 @@ class Adaptive(Policy):
     def price(  # noqa: PLR0915 - a call costs more than a statement
         self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float
     ) -> Prices:
-        """Milliseconds; the waits are the prefill work ahead, the uncached tokens those of the request there."""
+        """Milliseconds; the waits are for the prefill work ahead, the work is the request's own there."""
         loads = [state.load for state in candidates]
         if not request.prompt_bytes:
             return self._price_unread(request.model, loads, now)
@@ -101,10 +106,13 @@ class Adaptive(Policy):
         blocks = len(request.block_keys) * block
         depths = pool.index.match(request.block_keys)
         mean_load = sum([load.in_flight for load in loads]) / len(loads)
-        space = SPACE * token_ms * pool.hit_ratio * (1.0 + STALL * mean_load)
+        space = SPACE * token_ms * pool.hit_ratio * (1.0 + CROWDED * mean_load)
         space_tokens, decode = pool.size.space_tokens, DECODE * output
-        costs, waits, uncached_tokens = [], [], []
-        work = prompt - max([depths[load.slot] for load in loads]) * block if pool.held else 0.0
+        costs, waits, works = [], [], []
+        least = 0.0
+        if pool.held:
+            most = max([depths[load.slot] for load in loads]) * block
+            least = work_tokens(max(1.0, prompt - most), most)
         notes: _Parts | None = None
         for load in loads:
             if load.due_at <= now:
@@ -115,21 +123,27 @@ class Adaptive(Policy):
             uncached = prompt - cached
             if uncached < 1.0:  # noqa: PLR1730 - max() takes four times as long
                 uncached = 1.0
-            prefill = uncached * rate
+            own = uncached
+            beyond = cached + 0.5 * uncached - SHORT  # `work_tokens`, in place
+            if beyond > 0.0:
+                own += uncached * PER_CONTEXT * beyond
+            prefill = own * rate
             backlog = 0.0
             if load.pending:
-                done = 1000.0 * (now - load.since_at) / rate
+                done = (1000.0 * (now - load.since_at) - STEPS * load.mean_gap_ms) / rate
+                if done < 0.0:  # noqa: PLR1730
+                    done = 0.0
                 backlog = load.pending_tokens - (done if done < load.head_tokens else load.head_tokens)
             in_flight, room = load.in_flight, load.room
             streams, others = float(in_flight), room.others
             if others.count or others.until < now:
                 streams += others.requests(now)
-                backlog += others.queued(now) * pool.uncached_tokens
+                backlog += others.queued(now) * pool.work_tokens
             if backlog < 0.0:  # noqa: PLR1730
                 backlog = 0.0
             wait = backlog * rate
             if streams >= room.slots.limit or room.line.count or room.lanes.lanes > 1.0:
-                wait = _wait_ms(load, backlog, streams, work, now)
+                wait = _wait_ms(load, backlog, streams, least, now)
             # Decode: a gap grows with the context that the batch reads in each step.
             own_gap, slope = (load.gap_ms, load.gap_per_token_ms) if load.gap_until > now else pool_gap
             gap = own_gap + slope * (load.context_tokens + prompt)
@@ -154,8 +168,8 @@ class Adaptive(Policy):
                 notes = _Parts(notes, cost, first, wait, prefill, stall, decode * gap, slow_down, space_cost, late)
             costs.append(cost)
             waits.append(wait)
-            uncached_tokens.append(uncached)
-        return Prices(_with_adapters(costs, notes, loads, request.model, now), waits, uncached_tokens, notes)
+            works.append(own)
+        return Prices(_with_adapters(costs, notes, loads, request.model, now), waits, works, notes)
 
     def _price_unread(self, model: str | None, loads: list[LoadModel], now: float) -> Prices:
         """Of a request whose work cannot be read: what such requests took there, for each that is there now."""
@@ -219,7 +233,7 @@ def _wait_ms(load: LoadModel, backlog: float, ahead: float, work: float, now: fl
     """
     pool, room = load.pool, load.room
     if room.line.count:
-        held, tokens = room.line.before(work, pool.turn_share)
+        held, tokens = room.line.before(work, pool.turn_share, newest_first=pool.overloaded)
         ahead += held
         backlog += tokens
     lanes = room.lanes.lanes

@@ -12,10 +12,10 @@ requests as it may have, and then in nobody's way.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import chain
+from math import inf
 from typing import Final
 
 from lbproxy.config import AdmissionSettings
@@ -28,33 +28,11 @@ WORK_S: Final = 0.5
 """How long a waiting request's least work is believed: caches change."""
 LOOKUPS: Final = 512
 """And how many are asked for anew at a time, the oldest first, so that 10,000 that wait do not hold up the loop."""
-LEFT: Final = 16
-"""Tickets by whose leaving the queue's pace is told."""
 YOUTH_S: Final = 1.0
-"""Under overload (`core.line`) a request that has waited so long counts as twice its work: who came last can still be
-served in time."""
+"""Under overload (`core.overload`) a request that has waited so long counts as twice its work: who came last can still
+be served in time."""
 FAIR: Final = 256
 """Tickets of a priority that take turns by their flows; nobody ever looks so far."""
-
-
-class Pace:
-    """How fast tickets leave the queue by their turn, from the last of them: a quiet time says nothing of that."""
-
-    __slots__ = ("_times",)
-
-    def __init__(self) -> None:
-        self._times: deque[float] = deque(maxlen=LEFT)
-
-    def count(self, now: float) -> None:
-        """One more left."""
-        self._times.append(now)
-
-    def wait_s(self, before: int) -> float:
-        """How long it takes until so many have left. 0: nobody knows."""
-        times = self._times
-        if len(times) < LEFT // 2:
-            return 0.0
-        return before * (times[-1] - times[0]) / (len(times) - 1)
 
 
 class _Line:
@@ -83,8 +61,9 @@ class WaitingQueue:
 
     def __init__(self, settings: AdmissionSettings) -> None:
         self._take_limits(settings)
-        self.overloaded = False
-        """Requests have been coming faster than they are served: the newest go first. Set by `core.waiting`."""
+        self.late_s = inf
+        """Finite: requests have been coming faster than they are served. The newest go first, and those that have
+        waited for so long last. Set by `core.waiting`."""
         self._tickets: dict[int, Ticket] = {}
         self._lanes: dict[int, dict[Flow, _Line]] = {}
         """By priority and flow; none of them empty."""
@@ -131,6 +110,11 @@ class WaitingQueue:
             for flow, line in lane.items():
                 counts[flow] = counts.get(flow, 0) + len(line)
         return counts
+
+    @property
+    def overloaded(self) -> bool:
+        """The newest go first."""
+        return self.late_s < inf
 
     def push(self, ticket: Ticket, *, parked: bool = False) -> list[Ticket]:
         """Take a ticket in. Returns those that have no place any more: none, itself, or less important ones.
@@ -232,27 +216,35 @@ class WaitingQueue:
         work first, discounted by age, or, without `work`, first come, first served. O(n log n). Who comes after the
         first `FAIR` of a priority comes flow by flow. Tickets may be removed meanwhile.
         """
+        newest_first, late_at = self.overloaded, now - self.late_s
         for priority in sorted(self._lanes, reverse=True):
-            newest = self.overloaded
             lines = [
-                (flow, _sorted(line.ready.values(), work, now, newest_first=newest))
+                (flow, _sorted(line.ready.values(), work, now, newest_first=newest_first))
                 for flow, line in self._lanes.get(priority, {}).items()
             ]
             if len(lines) == 1:
                 yield from lines[0][1]
-            else:
+            elif not newest_first:
                 yield from _in_turn(lines, flows, now)
+            else:  # no flow's turn comes for a request that waited in vain, while another's is in time
+                late = [(flow, [one for one in line if one.submitted_at < late_at]) for flow, line in lines]
+                in_time = [(flow, [one for one in line if one.submitted_at >= late_at]) for flow, line in lines]
+                yield from _in_turn(in_time, flows, now)
+                yield from _in_turn(late, flows, now)
 
     def before(self, ticket: Ticket) -> float:
-        """The share of those that are ready which goes before a newcomer, by priority and flow; below 0: all are of its
-        own flow and priority.
+        """The share of those that are ready which goes before a newcomer, by priority and flow; below 0: that is told
+        by their work, as all are of its own flow and priority, or its priority is the only one and it comes last under
+        overload.
         """
         flow, priority = _flow(ticket), ticket.request.priority
         lanes = self._lanes
-        if not self._ready or (
-            len(lanes) == 1 and priority in lanes and len(lanes[priority]) == 1 and flow in lanes[priority]
-        ):
+        if not self._ready:
             return -1.0
+        if len(lanes) == 1 and priority in lanes:
+            lane = lanes[priority]
+            if self.overloaded or (len(lane) == 1 and flow in lane):
+                return -1.0
         before = 0
         for one, lane in lanes.items():
             size = sum(len(line.ready) for line in lane.values())
@@ -319,8 +311,8 @@ def _in_turn(lines: list[tuple[Flow, list[Ticket]]], flows: Flows, now: float) -
     yield from chain.from_iterable(tickets for _, _, tickets in sorted(turns, key=lambda turn: turn[1]))
 
 
-def least_work(uncached: Callable[[InferenceRequest], float], now: float) -> Callable[[Ticket], float]:
-    """How much prefill work a ticket is at least, as of lately. `uncached`: asked where nothing of late is known, and
+def least_work(least: Callable[[InferenceRequest], float], now: float) -> Callable[[Ticket], float]:
+    """How much prefill work a ticket is at least, as of lately. `least`: asked where nothing of late is known, and
     of no more than `LOOKUPS` about which something older is.
     """
     left = LOOKUPS
@@ -330,7 +322,7 @@ def least_work(uncached: Callable[[InferenceRequest], float], now: float) -> Cal
         nonlocal left
         if now - ticket.work_at >= WORK_S and (left > 0 or ticket.work_at == unknown):
             left -= 1
-            ticket.work_tokens = uncached(ticket.request)
+            ticket.work_tokens = least(ticket.request)
             ticket.work_at = now
         return ticket.work_tokens
 

@@ -201,7 +201,7 @@ class Balancer:
                 self._end(ticket, too_late if self._endpoints.any_up() else Outcome.NO_ENDPOINTS)
                 changed.append(ticket)
         if not self._queue:
-            self._waiting.forget()
+            self._waiting.forget(now)
         return changed
 
     def first_byte(self, ticket: Ticket, *, now: float) -> None:

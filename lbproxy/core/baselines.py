@@ -105,7 +105,7 @@ class LlmD(Policy):
         uncached = _uncached(request, candidates)
         blocks = len(request.block_keys)
         depths = candidates[0].load.pool.index.match(request.block_keys)
-        tokens = [state.load.pending_tokens for state in candidates]
+        tokens = [state.load.pending_uncached() for state in candidates]
         warm = [blocks > 0 and depths[state.load.slot] >= 0.8 * blocks for state in candidates]
         costs = [queued + own for queued, own in zip(tokens, uncached, strict=True)]
         best_warm = min((t for t, is_warm in zip(tokens, warm, strict=True) if is_warm), default=inf)
@@ -201,7 +201,7 @@ class Dynamo(Policy):
         for state, own in zip(candidates, _uncached(request, candidates), strict=True):
             load = state.load
             in_use = load.cache.pinned * block + load.live_tokens
-            costs.append((load.pending_tokens + own + in_use + prompt) / 16.0)
+            costs.append((load.pending_uncached() + own + in_use + prompt) / 16.0)
         return Prices(costs)
 
 
@@ -217,7 +217,7 @@ class LMetric(Policy):
         uncached = _uncached(request, candidates)
         return Prices(
             [
-                (state.load.pending_tokens + own) * (state.in_flight + 1)
+                (state.load.pending_uncached() + own) * (state.in_flight + 1)
                 for state, own in zip(candidates, uncached, strict=True)
             ]
         )

@@ -167,7 +167,7 @@ class Choice:
             if is_full or (best.load.room.line.count and not in_turn):
                 ticket.best = best
                 ticket.best_wait_s = wait_ms / 1000.0
-                ticket.best_tokens = 0.0 if prices.uncached_tokens is None else prices.uncached_tokens[index]
+                ticket.best_tokens = 0.0 if prices.work_tokens is None else prices.work_tokens[index]
                 if not is_full:
                     return Wait.BEHIND
                 return Wait.BUSY if min(prices.waits_ms) > HOLD_MS else Wait.HELD
@@ -194,13 +194,11 @@ class Choice:
         """The indices of those that are expected to bring the first token by then."""
         left_ms = 1000.0 * (deadline - now)
         assert prices.waits_ms is not None
-        assert prices.uncached_tokens is not None
+        assert prices.work_tokens is not None
         return [
             n
-            for n, (state, wait, uncached) in enumerate(
-                zip(candidates, prices.waits_ms, prices.uncached_tokens, strict=True)
-            )
-            if prices.costs[n] < inf and state.load.first_byte_ms(wait, uncached, now) <= left_ms
+            for n, (state, wait, work) in enumerate(zip(candidates, prices.waits_ms, prices.work_tokens, strict=True))
+            if prices.costs[n] < inf and state.load.first_byte_ms(wait, work, now) <= left_ms
         ]
 
     def _lowest(self, costs: list[float], candidates: Sequence[EndpointState]) -> int:

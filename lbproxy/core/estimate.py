@@ -28,6 +28,7 @@ from lbproxy.core.learning import Samples, clip, step
 from lbproxy.core.lora import AdapterTable, Arrival
 from lbproxy.core.placement import FREED_S, NEVER, Placement
 from lbproxy.core.pool_model import PoolModel
+from lbproxy.core.prefill_work import work_tokens
 from lbproxy.core.room import HOLD_MS, Room
 from lbproxy.core.types import InferenceRequest, LoadMetrics, Usage
 
@@ -103,9 +104,9 @@ class LoadModel:
         self.pending: dict[Placement, None] = {}
         """Placed and not prefilled, in order."""
         self.pending_tokens = 0.0
-        """Their uncached tokens (Upend)."""
+        """Their prefill work (Upend)."""
         self.head_tokens = 0.0
-        """Those of the first of them."""
+        """That of the first of them."""
         self.since_at = 0.0
         """Since when that one is being prefilled (tref)."""
         self.due_at = NEVER
@@ -139,10 +140,10 @@ class LoadModel:
 
     # Reading
 
-    def first_byte_ms(self, wait_ms: float, uncached_tokens: float, now: float) -> float:
+    def first_byte_ms(self, wait_ms: float, work: float, now: float) -> float:
         """Until the first token of a request with so much prefill work, after a queue that takes `wait_ms`."""
         base = self.base_ms if self.base_until > now else self.pool.base_ms
-        return base + wait_ms + uncached_tokens * self.pool.token_ms * self.speed
+        return base + wait_ms + work * self.pool.token_ms * self.speed
 
     def backlog_tokens(self, now: float) -> float:
         """Prefill work before a request that is placed now: all pending, less what is done of the first of them."""
@@ -152,7 +153,7 @@ class LoadModel:
         if self.pending:
             done = 1000.0 * (now - self.since_at) / (self.pool.token_ms * self.speed)
             backlog = self.pending_tokens - min(done, self.head_tokens)
-        backlog += self.room.others.queued(now) * self.pool.uncached_tokens
+        backlog += self.room.others.queued(now) * self.pool.work_tokens
         return backlog if backlog > 0.0 else 0.0
 
     def prefill_ms(self, now: float) -> float:
@@ -170,8 +171,12 @@ class LoadModel:
 
     def next_first_byte_s(self, now: float) -> float:
         """Seconds that the first in line, after what others queued, should take to its first byte in all."""
-        tokens = self.head_tokens + self.room.others.queued(now) * self.pool.uncached_tokens
+        tokens = self.head_tokens + self.room.others.queued(now) * self.pool.work_tokens
         return (self.base_ms + tokens * self.pool.token_ms * self.speed) / 1000.0
+
+    def pending_uncached(self) -> float:
+        """Uncached tokens of what is pending, as the rules of other routers count them. O(pending)."""
+        return sum(one.uncached for one in self.pending)
 
     def recent_tokens(self, now: float) -> float:
         """Prefill work placed here, with a memory of three minutes."""
@@ -198,15 +203,16 @@ class LoadModel:
         uncached = max(1.0, prompt - cached)
         placement.prompt_tokens = prompt
         placement.uncached = uncached
+        placement.work = new_work = work_tokens(uncached, cached)
         if request.prompt_bytes:
             pool.hit_ratio += 0.01 * (cached / prompt - pool.hit_ratio)
-            pool.uncached_tokens += 0.01 * (uncached - pool.uncached_tokens)
+            pool.work_tokens += 0.01 * (new_work - pool.work_tokens)
             pool.samples.hit_ratio += 1
         lanes = self.room.lanes
         placement.before = len(self.pending)
         placement.in_flight = self.in_flight
         placement.waits_s = self.prefill_ms(now) / 1000.0
-        placement.predicted_s = self.first_byte_ms(1000.0 * placement.waits_s, uncached, now) / 1000.0
+        placement.predicted_s = self.first_byte_ms(1000.0 * placement.waits_s, new_work, now) / 1000.0
         if request.stream:
             if lanes.seen:
                 placement.late_at = now + lanes.patience_s(placement.predicted_s)
@@ -215,9 +221,9 @@ class LoadModel:
             self.due_at = min(self.due_at, placement.due_at)
         if not self.pending:
             self.since_at = now
-            self.head_tokens = uncached
+            self.head_tokens = new_work
         self.pending[placement] = None
-        self.pending_tokens += uncached
+        self.pending_tokens += new_work
         self._recent = self.recent_tokens(now) + uncached
         self._recent_at = now
         self.in_flight += 1
@@ -320,11 +326,11 @@ class LoadModel:
         """They leave `pending`; the first of those that remain is being prefilled from now."""
         for placement in placements:
             del self.pending[placement]
-            self.pending_tokens -= placement.uncached
-            self._prefilled_ms += placement.uncached * self.pool.token_ms * self.speed
+            self.pending_tokens -= placement.work
+            self._prefilled_ms += placement.work * self.pool.token_ms * self.speed
         self.since_at = now
         if self.pending:
-            self.head_tokens = next(iter(self.pending)).uncached
+            self.head_tokens = next(iter(self.pending)).work
             if self.due_at < NEVER:
                 self.due_at = self._first_due()
         else:
@@ -368,7 +374,7 @@ class LoadModel:
             return
         self._group = []
         pool = self.pool
-        tokens = sum(one.uncached for one in group)
+        tokens = sum(one.work for one in group)
         since_at = max(self._group_since, min(one.placed_at for one in group))
         took_ms = 1000.0 * (self._group_at - since_at)
         if any(not one.request.prompt_bytes for one in group):

@@ -4,22 +4,15 @@ A request that is held waits in the Balancer's queue, with a reservation here: t
 this endpoint. So a newcomer is priced against what is spoken for, and not all that wait go for the same endpoint. Who
 goes first is the queue's matter; for a price it is enough to know roughly what goes before: all requests with less
 work, told apart by powers of two.
-
-Under overload that lasts, those that came last are served first (see `Line.overloaded`), as those served in order of
-their age would all be served too late. The rule is that of CoDel (RFC 8289): not how long the line is, but whether it
-never gets short. As the line's length is known here, and not only the time that the first one waited, its predicted
-wait takes the place of a sojourn time.
 """
 
 from __future__ import annotations
 
-from math import inf, log2
+from math import log2
 from typing import Final
 
 SIZES: Final = 24
 """Powers of two of tokens that are told apart."""
-STANDS_S: Final = 5.0
-"""A line that was long for so long stands."""
 AHEAD: Final = 3
 """Powers of two by which a newcomer is ahead of requests that wait, under overload."""
 
@@ -32,7 +25,7 @@ def size_of(work_tokens: float) -> int:
 class Line:
     """One endpoint's."""
 
-    __slots__ = ("_counts", "_long_since", "_tokens", "count", "overloaded", "tokens")
+    __slots__ = ("_counts", "_tokens", "count", "tokens")
 
     def __init__(self) -> None:
         self.count = 0
@@ -40,9 +33,6 @@ class Line:
         """Prefill work of all of them at this endpoint."""
         self._counts = [0] * SIZES
         self._tokens = [0.0] * SIZES
-        self._long_since = inf
-        self.overloaded = False
-        """Requests are coming faster than they are served, and have been for a while."""
 
     def add(self, work_tokens: float, tokens: float) -> None:
         """A request is held: `work_tokens` by which its turn comes, `tokens` of work here."""
@@ -64,13 +54,13 @@ class Line:
         self.tokens -= tokens
         self._tokens[size] -= tokens
 
-    def before(self, work_tokens: float, share: float = -1.0) -> tuple[float, float]:
+    def before(self, work_tokens: float, share: float = -1.0, *, newest_first: bool = False) -> tuple[float, float]:
         """How many go before a newcomer with so much work, and their tokens. `share`: those before it by priority and
-        flow; below 0: there is but one flow.
+        flow; below 0: there is but one flow. `newest_first`: see `core.overload`.
         """
         if share >= 0.0:
             return share * self.count, share * self.tokens
-        size = size_of(work_tokens) - (AHEAD if self.overloaded else 0)
+        size = size_of(work_tokens) - (AHEAD if newest_first else 0)
         count, tokens = 0.0, 0.0
         for n in range(size):
             count += self._counts[n]
@@ -79,13 +69,3 @@ class Line:
             count += self._counts[size] // 2
             tokens += 0.5 * self._tokens[size]
         return count, tokens
-
-    def observe(self, wait_s: float, long_s: float, now: float) -> None:
-        """The last in line would wait so long; `long_s` is too long."""
-        if wait_s <= long_s:
-            self._long_since = inf
-            self.overloaded = False
-        elif self._long_since == inf:
-            self._long_since = now
-        elif now - self._long_since >= STANDS_S:
-            self.overloaded = True

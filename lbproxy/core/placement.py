@@ -41,6 +41,7 @@ class Placement:
         "streamed",
         "uncached",
         "waits_s",
+        "work",
     )
 
     def __init__(self, load: LoadModel, request: InferenceRequest, now: float) -> None:
@@ -50,6 +51,8 @@ class Placement:
         self.placed_at = now
         self.prompt_tokens = 1.0
         self.uncached = 1.0
+        self.work = 1.0
+        """Its prefill, in tokens (`core.prefill_work`)."""
         self.end = load.pool.index.root
         """The end of what is pinned of the prompt in `cache`."""
         self.steps: tuple[Step, ...] = ()

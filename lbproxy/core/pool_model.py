@@ -12,6 +12,7 @@ from lbproxy.core.gaps import PoolGaps
 from lbproxy.core.learning import Samples
 from lbproxy.core.lora import LoadTimes
 from lbproxy.core.others import Mean
+from lbproxy.core.prefill_work import work_tokens
 from lbproxy.core.prefix_index import MAX_ENTRIES, PrefixIndex
 from lbproxy.core.types import InferenceRequest, Usage
 from lbproxy.core.unread import Unread
@@ -33,7 +34,7 @@ class PoolModel:
         """Share of prompt tokens that was predicted to be cached (hr)."""
         self.bytes_per_token = 4.0
         """Of flattened prompts (f)."""
-        self.uncached_tokens = 500.0
+        self.work_tokens = 500.0
         """Mean prefill work of a request."""
         self.load_times = LoadTimes()
         """To load an adapter."""
@@ -47,6 +48,8 @@ class PoolModel:
         which more is known than of another must not look cheaper for that."""
         self.held = 0
         """Requests that are held for any of the endpoints."""
+        self.overloaded = False
+        """The newest of them go first (`core.overload`)."""
         self.unread = Unread()
         """How long requests take whose work cannot be read."""
         self.turn_share = -1.0
@@ -56,10 +59,10 @@ class PoolModel:
         self.samples = Samples()
         self._seen_bytes, self._seen_tokens = 8000.0, 2000.0
 
-    def uncached(self, request: InferenceRequest) -> float:
+    def least_work(self, request: InferenceRequest) -> float:
         """The least prefill work, in tokens, that any endpoint has with the request."""
-        cached = self.index.longest(request.block_keys) * self.index.block_bytes
-        return max(1.0, (request.prompt_bytes - cached) / self.bytes_per_token)
+        cached = self.index.longest(request.block_keys) * self.index.block_bytes / self.bytes_per_token
+        return work_tokens(max(1.0, request.prompt_bytes / self.bytes_per_token - cached), cached)
 
     def learn_usage(self, request: InferenceRequest, usage: Usage) -> None:
         """What the endpoint counted: how many bytes make a token."""

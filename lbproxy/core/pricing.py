@@ -21,13 +21,13 @@ from lbproxy.core.types import EndpointState, InferenceRequest
 class Prices:
     """What a policy says of a request, in lists as long as the candidates and in their order."""
 
-    __slots__ = ("costs", "notes", "uncached_tokens", "waits_ms")
+    __slots__ = ("costs", "notes", "waits_ms", "work_tokens")
 
     def __init__(
         self,
         costs: list[float],
         waits_ms: list[float] | None = None,
-        uncached_tokens: list[float] | None = None,
+        work_tokens: list[float] | None = None,
         notes: object = None,
     ) -> None:
         self.costs = costs
@@ -35,7 +35,7 @@ class Prices:
         self.waits_ms = waits_ms
         """How long the request waits there before its prefill begins, also behind those that are held for the endpoint
         and go before it. None = the policy does not know, and nothing is held back."""
-        self.uncached_tokens = uncached_tokens
+        self.work_tokens = work_tokens
         """The request's own prefill work there. Given whenever `waits_ms` is."""
         self.notes = notes
         """What `Policy.explain` wants to know of the price besides. Numbers and lists that nobody changes any more."""

@@ -89,12 +89,6 @@ class Room:
         """How long a request that is placed there now waits before its own prefill begins."""
         return max(load.prefill_ms(now), self.slots.wait_ms(load.in_flight + self.others.requests(now), now))
 
-    def line_wait_ms(self, load: LoadModel, now: float) -> float:
-        """The same behind all that are held for the endpoint."""
-        held_ms = self.line.tokens * load.pool.token_ms * load.speed / self.lanes.lanes
-        in_flight = load.in_flight + self.others.requests(now) + self.line.count
-        return max(load.prefill_ms(now) + held_ms, self.slots.wait_ms(in_flight, now))
-
     def is_full(self, load: LoadModel, now: float) -> bool:
         """Whether no request should be placed there now. What is overdue counts from here on."""
         slots, silent = self.slots, False

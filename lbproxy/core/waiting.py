@@ -18,11 +18,11 @@ from math import inf
 from typing import Final
 
 from lbproxy.config import AdmissionSettings
-from lbproxy.core.admission import WORK_S, Pace, WaitingQueue, least_work
+from lbproxy.core.admission import WORK_S, WaitingQueue, least_work
 from lbproxy.core.choice import Choice
 from lbproxy.core.endpoints import EndpointSet
 from lbproxy.core.flows import Flows
-from lbproxy.core.line import Line
+from lbproxy.core.overload import Overload
 from lbproxy.core.pool_model import PoolModel
 from lbproxy.core.types import EndpointState, EndpointUid, Health, Ticket, TicketState
 
@@ -32,8 +32,8 @@ MOVED: Final = 6
 """Of these, requests in other lines that may do better at an endpoint that has room."""
 PRICE_AGAIN_S: Final = 0.05
 """How long after its last price a request in another line is priced again at the earliest."""
-OVERLOAD: Final = 6.0
-"""A line is too long if its last request would wait for a sixth of the queue timeout: 5 s, unless the settings say
+PATIENCE: Final = 6.0
+"""The queue is too long if its last request would wait for a sixth of the queue timeout: 5 s, unless the settings say
 another. Where longer waits are allowed, late responses are preferred to none."""
 SOON_S: Final = 1e-6
 """Rounding must not have an endpoint looked at just before it has room."""
@@ -55,9 +55,7 @@ class Waiting:
         """A heap: when endpoints may have room again without anything happening there."""
         self._opens_at: dict[EndpointUid, float] = {}
         """The entries that count."""
-        self._pace = Pace()
-        self._overloaded = 0
-        """Lines that are."""
+        self._overload = Overload()
 
     def adopt(self, admission: AdmissionSettings, pool: PoolModel | None) -> None:
         """Other settings, and perhaps other models of the endpoints: who waits is looked at anew."""
@@ -67,7 +65,7 @@ class Waiting:
                 ticket.best = None
         self._pool = pool
         self._by_work = admission.order == "shortest" and pool is not None
-        self._long_s = admission.queue_timeout / OVERLOAD
+        self._long_s = admission.queue_timeout / PATIENCE
         self._all_woken = True
 
     # What happens
@@ -106,6 +104,7 @@ class Waiting:
             self._all_woken = False
             for state in self._endpoints.candidates(None, now=now):
                 self._open_later(state, now)
+        self._observe(now)
         self._reserve(ticket, now)
         if ticket.best is not None and self._choice.is_open(ticket.best, now):
             self._woken[ticket.best.endpoint.uid] = ticket.best
@@ -117,18 +116,17 @@ class Waiting:
             line.remove(work, tokens)
             ticket.reserved = None
             self._pool.held -= 1
-            if line.overloaded and not line.count:
-                self._observe(line, 0.0, 0.0)
 
     def pace_s(self, ticket: Ticket) -> float:
         """How long a newcomer waits for any endpoint, at the pace at which those before it leave. 0 = no idea."""
         if not self._queue.ready:
             return 0.0
         share = self._queue.before(ticket)
-        return self._pace.wait_s(self._queue.ready if share < 0.0 else round(share * self._queue.ready))
+        return self._overload.wait_s(self._queue.ready if share < 0.0 else round(share * self._queue.ready))
 
-    def forget(self) -> None:
+    def forget(self, now: float) -> None:
         """Nobody waits."""
+        self._observe(now)
         self._woken.clear()
         self._openings.clear()
         self._opens_at.clear()
@@ -139,25 +137,21 @@ class Waiting:
         state, pool = ticket.best, self._pool
         if state is None or pool is None:
             return
-        load = state.load
-        room = load.room
+        line = state.load.room.line
         if self._by_work and now - ticket.work_at >= WORK_S:
-            ticket.work_tokens, ticket.work_at = pool.uncached(ticket.request), now
-        room.line.add(ticket.work_tokens, ticket.best_tokens)
-        ticket.reserved = room.line, ticket.work_tokens, ticket.best_tokens
+            ticket.work_tokens, ticket.work_at = pool.least_work(ticket.request), now
+        line.add(ticket.work_tokens, ticket.best_tokens)
+        ticket.reserved = line, ticket.work_tokens, ticket.best_tokens
         pool.held += 1
-        self._observe(room.line, room.line_wait_ms(load, now) / 1000.0, now)
         self._open_later(state, now)
 
-    def _observe(self, line: Line, wait_s: float, now: float) -> None:
-        """The last in a line would wait so long. While any is overloaded, the newest go first everywhere: requests move
-        from line to line.
-        """
-        before = line.overloaded
-        line.observe(wait_s, self._long_s, now)
-        if line.overloaded is not before:
-            self._overloaded += 1 if line.overloaded else -1
-            self._queue.overloaded = self._overloaded > 0
+    def _observe(self, now: float) -> None:
+        """While it is overloaded, the newest go first."""
+        overload = self._overload
+        overload.observe(self._queue.ready, self._long_s, now)
+        self._queue.late_s = self._long_s if overload.stands else inf
+        if self._pool is not None:
+            self._pool.overloaded = overload.stands
 
     def _open_later(self, state: EndpointState, now: float) -> None:
         """Look at an endpoint again when it has worked off enough."""
@@ -180,6 +174,7 @@ class Waiting:
         """Have those that wait for what was woken considered, in the order of service; those that stop waiting are
         appended to `changed`.
         """
+        self._observe(now)
         everything, self._all_woken = self._all_woken, False
         woken, self._woken = self._woken, {}
         is_open = self._choice.is_open
@@ -203,7 +198,7 @@ class Waiting:
     ) -> None:
         left, moves, moved = PRICED, MOVED, False
         stuck: set[tuple[str | None, frozenset[EndpointUid]]] = set()
-        work = least_work(self._pool.uncached, now) if self._by_work and self._pool is not None else None
+        work = least_work(self._pool.least_work, now) if self._by_work and self._pool is not None else None
         for ticket in self._queue.in_order(work, self._flows, now):
             key, best = (ticket.request.model, ticket.avoid), ticket.best
             if best is None or (everything and _is_out(best)):
@@ -229,7 +224,7 @@ class Waiting:
                 continue
             moved = True
             self._queue.remove(ticket)
-            self._pace.count(now)
+            self._overload.left(now)
             changed.append(ticket)
             stuck.discard(key)
             placed_on = ticket.placed_on

@@ -11,14 +11,14 @@ from math import inf
 
 import pytest
 
-from lbproxy.core.adaptive import Adaptive
+from lbproxy.core.adaptive import CROWDED, DECODE, STALL, STEPS, Adaptive
 from lbproxy.core.estimate import LoadModel
 from lbproxy.core.placement import freed_per_ms
 from lbproxy.core.pool_model import PoolModel
 from lbproxy.core.pricing import Prices
 from lbproxy.core.types import Endpoint, EndpointState, EndpointUid, InferenceRequest, LoadMetrics
 
-BASE, DECODE = 40.0, 0.15 * 200 * 15.0
+BASE, DECODES = 40.0, DECODE * 200 * 15.0
 
 
 def pool_of(count: int) -> tuple[PoolModel, list[EndpointState]]:
@@ -51,8 +51,8 @@ def decoding(state: EndpointState, streams: int, tokens: int = 1) -> None:
 def test_an_idle_endpoint_costs_its_own_time() -> None:
     _, states = pool_of(1)
     prices = price(prompt(2000), states)
-    assert prices.costs == pytest.approx([BASE + 200.0 + DECODE])
-    assert (prices.waits_ms, prices.uncached_tokens) == ([0.0], [2000.0])
+    assert prices.costs == pytest.approx([BASE + 200.0 + DECODES])
+    assert (prices.waits_ms, prices.work_tokens) == ([0.0], [2000.0])
 
 
 def test_what_is_cached_need_not_be_computed() -> None:
@@ -60,14 +60,28 @@ def test_what_is_cached_need_not_be_computed() -> None:
     warm.load.end(warm.load.place(prompt(1024, [1, 2, 3, 4]), 0.0), None, 0.0)
     warm.load.pool.hit_ratio = 0.0
     prices = price(prompt(1536, [1, 2, 3, 4, 5, 6]), [warm, cold])
-    assert prices.uncached_tokens == [512.0, 1536.0]
+    assert prices.work_tokens == [512.0, 1536.0]
     assert prices.costs[1] - prices.costs[0] == pytest.approx(102.4)
 
 
 def test_a_prompt_that_is_cached_whole_still_costs_a_token() -> None:
     _, (warm,) = pool_of(1)
     warm.load.place(prompt(1024, [1, 2, 3, 4]), 0.0)
-    assert price(prompt(1024, [1, 2, 3, 4]), [warm]).uncached_tokens == [1.0]
+    assert price(prompt(1024, [1, 2, 3, 4]), [warm]).work_tokens == [1.0]
+
+
+def test_a_token_behind_a_long_context_is_more_work() -> None:
+    """2,000 tokens behind 22,000: half of their own and those are 23,000 on average, 15,000 beyond what is short."""
+    pool, (warm, cold) = pool_of(2)
+    keys = list(range(100))
+    warm.load.end(warm.load.place(prompt(22_000, keys[:86]), 0.0), None, 0.0)
+    matched = 86 * 1024 / pool.bytes_per_token
+    prices = price(prompt(24_000, keys), [warm, cold])
+    left = 24_000 - matched
+    assert prices.work_tokens == pytest.approx(
+        [left * (1.0 + (matched + left / 2 - 8000) / 30_000), 24_000 * (1.0 + 4000 / 30_000)]
+    )
+    assert warm.load.place(prompt(24_000, keys), 0.0).work == pytest.approx(prices.work_tokens[0])  # type: ignore[index]
 
 
 def test_queued_prefills_are_waited_for() -> None:
@@ -75,7 +89,8 @@ def test_queued_prefills_are_waited_for() -> None:
     busy.load.place(prompt(3000), 0.0)
     prices = price(prompt(10), [busy, idle])
     assert prices.waits_ms == [300.0, 0.0]
-    assert price(prompt(10), [busy, idle], now=0.1).waits_ms == pytest.approx([200.0, 0.0])
+    assert price(prompt(10), [busy, idle], now=0.01).waits_ms == [300.0, 0.0], "its step has to end"
+    assert price(prompt(10), [busy, idle], now=0.13).waits_ms == pytest.approx([200.0, 0.0])
     busy.load.room.line.add(5.0, 50.0)
     idle.load.room.line.add(5.0, 7000.0)
     busy.load.pool.held = 2
@@ -88,19 +103,19 @@ def test_a_prefill_holds_up_the_streams_there() -> None:
     pool.hit_ratio = 0.0
     decoding(streaming, 5)
     prices = price(prompt(1000), [quiet, streaming])
-    assert prices.costs[1] - prices.costs[0] == pytest.approx(0.3 * 5 * 100.0)
+    assert prices.costs[1] - prices.costs[0] == pytest.approx(STALL * 5 * 100.0)
 
 
 def test_decode_is_dearer_where_more_context_is_read() -> None:
-    """.15 * 200 * [.0001 * (C + P) + D * .0001 * P], with C = 6 * 5,000 and P = 1,000."""
+    """Each of 200 tokens: [.0001 * (C + P) + D * .0001 * P], with C = 6 * 5,000 and P = 1,000."""
     pool, (one, two) = pool_of(2)
     pool.hit_ratio = 0.0
     two.load.gap_per_token_ms = one.load.gap_per_token_ms = 1e-4
     decoding(two, 6, 5000)
     prices = price(prompt(1000), [one, two])
-    stall = 0.3 * 6 * 100.0
-    assert prices.costs[0] == pytest.approx(BASE + 100.0 + DECODE + 30 * 1e-4 * 1000)
-    assert prices.costs[1] - prices.costs[0] - stall == pytest.approx(30 * 1e-4 * (30_000 + 6 * 1000))
+    stall = STALL * 6 * 100.0
+    assert prices.costs[0] == pytest.approx(BASE + 100.0 + DECODES + DECODE * 200 * 1e-4 * 1000)
+    assert prices.costs[1] - prices.costs[0] - stall == pytest.approx(DECODE * 200 * 1e-4 * (30_000 + 6 * 1000))
 
 
 def test_space_is_dearer_where_the_cache_is_full() -> None:
@@ -115,7 +130,7 @@ def test_space_is_dearer_where_the_cache_is_full() -> None:
     decoding(empty, 4)
     pool.hit_ratio = 0.3
     prices = price(prompt(1000), [empty, full])
-    assert prices.costs[1] - (BASE + 100.0 + DECODE) == pytest.approx(20 * 0.3 * 0.5 * 100.0 * (1 + 0.3 * 2))
+    assert prices.costs[1] - (BASE + 100.0 + DECODES) == pytest.approx(20 * 0.3 * 0.5 * 100.0 * (1 + CROWDED * 2))
 
 
 def test_a_request_that_does_not_fit_waits_for_space() -> None:
@@ -126,7 +141,7 @@ def test_a_request_that_does_not_fit_waits_for_space() -> None:
     full.load.first_byte(full.load.place(prompt(1024, [1, 2, 3, 4]), 0.0), 0.0)
     pool.hit_ratio = 0.0
     request = prompt(1024, [5, 6, 7, 8])
-    own = BASE + 102.4 * 1.3 + DECODE
+    own = BASE + 102.4 * (1.0 + STALL) + DECODES
     over = 1024 + 200 + 1024 + 200 - 2000
     assert price(request, [full]).costs == pytest.approx([own + over / 0.05])
     full.load.end(full.load.place(prompt(16), 0.0), None, 0.0)
@@ -138,7 +153,9 @@ def test_the_wait_for_space_is_a_minute_at_most() -> None:
     pool, (full,) = pool_of(1)
     pool.hit_ratio = 0.0
     full.load.capacity_tokens = full.load.told_tokens = 16.0
-    assert price(prompt(100_000, list(range(390))), [full]).costs == pytest.approx([BASE + 10_000 + DECODE + 60_000])
+    assert price(prompt(100_000, list(range(390))), [full]).costs == pytest.approx(
+        [BASE + 10_000 * (1 + 42_000 / 30_000) + DECODES + 60_000]
+    )
 
 
 def test_a_slow_endpoint_costs_its_own_speed() -> None:
@@ -159,7 +176,7 @@ def test_what_others_do_there_counts_while_it_is_fresh() -> None:
         own.load.scraped(LoadMetrics(scraped_at=0.0, waiting=0.0, running=0.0), others=0.0, queued=0.0, fresh_until=2.0)
     prices = price(prompt(1000), [shared, own], now=1.0)
     assert prices.waits_ms == pytest.approx([1000.0 * 5 / 6, 0.0]), "six run, in a second each, and four wait"
-    assert prices.costs[0] - prices.costs[1] == pytest.approx(1000.0 * 5 / 6 + 0.3 * 10 * 100.0)
+    assert prices.costs[0] - prices.costs[1] == pytest.approx(1000.0 * 5 / 6 + STALL * 10 * 100.0)
     shared.load.room.slots.limit = inf
     assert price(prompt(1000), [shared, own], now=1.0).waits_ms == [4 * 50.0, 0.0]
     assert price(prompt(1000), [shared, own], now=3.0).waits_ms == [0.0, 0.0]
@@ -204,7 +221,9 @@ def test_the_price_of_a_random_state_is_the_formula() -> None:
         matched = pool.index.match(request.block_keys)[e.slot] * block
         rate = pool.token_ms * e.speed
         prefill = max(1.0, 2000 - matched) * rate
-        backlog = max(0.0, e.pending_tokens - min(1000 * (now - e.since_at) / rate, e.head_tokens))
+        backlog = e.pending_tokens - min(
+            max(0.0, 1000 * (now - e.since_at) - STEPS * e.mean_gap_ms) / rate, e.head_tokens
+        )
         fill = (e.cache.size * block + e.live_tokens) / e.told_tokens
         context = e.context_tokens
         g = e.live_tokens / max(1, d)
@@ -214,9 +233,9 @@ def test_the_price_of_a_random_state_is_the_formula() -> None:
             space = min(60_000, over / max(freed_per_ms(e.freed, now), 0.2 * d / max(5.0, e.mean_gap_ms), 0.05))
         expected = (
             ((e.base_ms if e.base_until > now else pool.base_ms) + backlog * rate + prefill)
-            + 0.3 * d * prefill
-            + 0.15 * output * (e.gap_ms + e.gap_per_token_ms * (context + 2000 + d * 2000))
-            + 20 * pool.hit_ratio * fill * prefill * (1 + 0.3 * mean)
+            + STALL * d * prefill
+            + DECODE * output * (e.gap_ms + e.gap_per_token_ms * (context + 2000 + d * 2000))
+            + 20 * pool.hit_ratio * fill * prefill * (1 + CROWDED * mean)
             + space
         )
         assert cost == pytest.approx(expected)

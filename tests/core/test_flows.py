@@ -394,14 +394,14 @@ def test_what_waits_for_its_flow_counts_and_goes_first() -> None:
 
 
 def test_who_cannot_be_in_time_is_told_at_once() -> None:
-    """A new pool assumes .1 ms a token: 100,000 of them take ten seconds."""
+    """A new pool assumes .1 ms a token: 100,000 of them, 50,000 of context before each, take 24 seconds."""
     balancer, _ = pool_of(1, policy="adaptive")
     long = ask("one", deadline=5.0)._replace(prompt_bytes=400_000)
     assert balancer.submit(long, now=0.0).state is TicketState.PLACED, "an idle endpoint shows whether that is true"
     short = ask("one", deadline=5.0)._replace(prompt_bytes=400)
     refused = balancer.submit(short, now=0.5)
-    assert refused.outcome is Outcome.TOO_LATE, "behind those ten seconds"
-    assert refused.retry_after_s == pytest.approx(9.5)
+    assert refused.outcome is Outcome.TOO_LATE, "behind those 24 seconds"
+    assert refused.retry_after_s == pytest.approx(23.53)
     assert balancer.submit(short._replace(deadline=None), now=0.5).outcome is None
     assert balancer.submit(short, now=1.5).outcome is None, "and once a second one is let through"
     assert balancer.submit(short, now=1.6).outcome is Outcome.TOO_LATE

@@ -8,7 +8,7 @@ from math import inf
 import pytest
 
 from lbproxy.core.lanes import LATE_S, SURE, SURE_REPORTS, Lanes
-from lbproxy.core.line import STANDS_S, Line
+from lbproxy.core.line import Line
 from lbproxy.core.others import Mean, Others
 from lbproxy.core.response_times import LEAST, ResponseTimes
 from lbproxy.core.room import Room
@@ -223,24 +223,10 @@ def test_what_has_less_work_goes_before() -> None:
     assert line.before(10.0) == (0.0, 0.0)
     assert line.before(5000.0) == (2.0, 1100.0)
     assert line.before(5000.0, 0.5) == (1.5, 5550.0), "by flow"
+    assert line.before(5000.0, newest_first=True) == (1.0, 600.0), "of 1,000 tokens half"
     for work in (100.0, 1000.0, 10_000.0):
         line.remove(work, work)
     assert (line.count, line.tokens, line.before(1e9)) == (0, 0.0, (0.0, 0.0))
-
-
-def test_a_line_that_stays_long_is_overloaded_until_it_is_short() -> None:
-    line = Line()
-    line.observe(6.0, 5.0, 0.0)
-    line.observe(6.0, 5.0, STANDS_S - 0.1)
-    assert not line.overloaded
-    line.observe(4.0, 5.0, STANDS_S)
-    line.observe(6.0, 5.0, STANDS_S + 1.0)
-    line.observe(6.0, 5.0, 2 * STANDS_S)
-    assert not line.overloaded, "it was short once"
-    line.observe(6.0, 5.0, 3 * STANDS_S)
-    overloaded = [line.overloaded]
-    line.observe(5.0, 5.0, 3 * STANDS_S + 1.0)
-    assert [*overloaded, line.overloaded] == [True, False]
 
 
 # --- Others, and work that cannot be read -----------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
+from statistics import fmean
 
 import pytest
 
@@ -13,7 +14,7 @@ from lbproxy.core.endpoints import EndpointChanges
 from lbproxy.core.types import EndpointSpec, Outcome, Ticket, Usage
 from lbproxy.sim.catalogue import make_workload
 from lbproxy.sim.cluster import Fleet
-from lbproxy.sim.fleet import FleetOptions, Server, decisions
+from lbproxy.sim.fleet import FleetOptions, Served, Server, decisions
 from lbproxy.sim.replicas import Replica
 from tests.sim.test_cluster import QWEN, replicas
 
@@ -43,7 +44,12 @@ def sized(kv_tokens: int) -> Server:
 
 
 def sizes(
-    servers: tuple[Server, ...], *, scraped: bool = False, kind: type[Replica] = Replica, stream_share: float = 1.0
+    servers: tuple[Server, ...],
+    *,
+    scraped: bool = False,
+    kind: type[Replica] = Replica,
+    stream_share: float = 1.0,
+    seed: int = 3,
 ) -> list[float]:
     """What is believed of each server's cache, after 100 s in which 120 prefixes of 3,000 tokens came and went."""
     made: list[Replica] = []
@@ -57,7 +63,7 @@ def sizes(
         servers=servers, scrape_interval_s=0.2 if scraped else None, size_error=0.3, stream_share=stream_share
     )
     mix = {"prompt_tokens": 3400, "shared_tokens": 3000, "groups": 120, "output_tokens": 60, "rate": 8}
-    fleet = Fleet(options, make_workload("own", {**mix, "duration_s": 100}, seed=3), keep, seed=1)
+    fleet = Fleet(options, make_workload("own", {**mix, "duration_s": 100}, seed=seed), keep, seed=1)
     assert all(one.outcome is Outcome.COMPLETED for one in fleet.run())
     learned = made[0].learned(now=fleet.now)
     assert learned is not None
@@ -66,41 +72,40 @@ def sizes(
 
 @pytest.mark.parametrize("stream_share", [1.0, 0.0])
 def test_the_size_of_each_cache_is_learned_within_15_per_cent(stream_share: float) -> None:
-    """Though sizes of prompts are wrong by up to 30 %, and one server has twice the cache of the other."""
-    believed = sizes((sized(60_000), sized(120_000)), stream_share=stream_share)
-    assert believed == pytest.approx([60_000, 120_000], rel=0.15)
+    """Though sizes of prompts are wrong by up to 30 %, and one server has twice the cache of the other. On average, and
+    by no more than 25 % of any workload."""
+    believed = [sizes((sized(60_000), sized(120_000)), stream_share=stream_share, seed=seed) for seed in (3, 4, 5)]
+    for each in believed:
+        assert each == pytest.approx([60_000, 120_000], rel=0.25)
+    assert [fmean(some) for some in zip(*believed, strict=True)] == pytest.approx([60_000, 120_000], rel=0.15)
 
 
-def placements(
-    *, scraped: bool, declared: bool, kind: type[Replica] = Replica
-) -> list[tuple[float | None, str, int | None]]:
-    """Where and when each request went, of 40 s in which three caches of different sizes overflow."""
+def served(*, scraped: bool, declared: bool, kind: type[Replica] = Replica, seed: int = 3) -> list[Served]:
+    """The requests of 40 s in which three caches of different sizes overflow."""
     options = FleetOptions(
         servers=tuple(sized(tokens) for tokens in SIZES),
         scrape_interval_s=0.2 if scraped else None,
         sizes_declared=declared,
     )
     mix = {"prompt_tokens": 3400, "shared_tokens": 3000, "groups": 90, "output_tokens": 60, "rate": 8, "duration_s": 40}
-    return decisions(Fleet(options, make_workload("own", mix, seed=3), replicas("adaptive", kind), seed=1).run())
+    return Fleet(options, make_workload("own", mix, seed=seed), replicas("adaptive", kind), seed=1).run()
 
 
-def test_with_the_sizes_told_decisions_are_nearly_as_good_as_with_metrics() -> None:
+@pytest.mark.parametrize("seed", [3, 4, 5])
+def test_with_the_sizes_told_decisions_are_as_good_as_with_metrics(seed: int) -> None:
     """Of what metrics say besides, one balancer that places everything misses little: how many wait in the engines."""
-    with_metrics = placements(scraped=True, declared=False)
+    with_metrics = served(scraped=True, declared=False, seed=seed)
     assert len(with_metrics) > 200
-    declared = placements(scraped=False, declared=True)
-    assert alike(declared, with_metrics) > 0.6
-    assert alike(placements(scraped=False, declared=False), with_metrics) < alike(declared, with_metrics)
-    told = placements(scraped=False, declared=False, kind=Telling)
-    assert told == declared, "who is told by the servers knows as much"
+    declared = served(scraped=False, declared=True, seed=seed)
+    assert mean_ttft(declared) == pytest.approx(mean_ttft(with_metrics), rel=0.05)
+    assert mean_ttft(served(scraped=False, declared=False, seed=seed)) > 1.5 * mean_ttft(declared)
+    told = served(scraped=False, declared=False, kind=Telling, seed=seed)
+    assert decisions(told) == decisions(declared), "who is told by the servers knows as much"
 
 
-def alike(
-    some: list[tuple[float | None, str, int | None]], others: list[tuple[float | None, str, int | None]]
-) -> float:
-    """The share of requests that went to the same server."""
-    where = {job: server for _, job, server in others}
-    return sum(where[job] == server for _, job, server in some) / len(some)
+def mean_ttft(requests: list[Served]) -> float:
+    """Seconds."""
+    return fmean(one.first_at - one.submitted_at for one in requests if one.first_at is not None)
 
 
 def test_a_size_that_is_told_is_taken_to_the_token() -> None:

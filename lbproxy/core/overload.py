@@ -1,0 +1,56 @@
+"""How fast requests leave the queue, and whether they have been coming faster than that for a while.
+
+Under overload that lasts, the requests that came last are served first, as those served in order of their age would all
+be served too late. The rule is that of CoDel (RFC 8289): not how long the queue is, but whether it never gets short. As
+its length is known here, and not only the time that the first one waited, the predicted wait of its last request takes
+the place of a sojourn time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import inf
+from typing import Final
+
+STANDS_S: Final = 5.0
+"""A queue that was long for so long stands."""
+SHORT: Final = 0.5
+"""It does until it is shorter than this share of what is too long: requests that waited in vain are among those that
+wait, and in order of age they would be the next."""
+LEFT: Final = 64
+"""Requests by whose leaving the queue's pace is told,"""
+FEW: Final = 8
+"""if so many left it at all."""
+
+
+class Overload:
+    """Of one queue."""
+
+    __slots__ = ("_left", "_long_since", "stands")
+
+    def __init__(self) -> None:
+        self.stands = False
+        """Requests are coming faster than they are served, and have been for a while."""
+        self._left: deque[float] = deque(maxlen=LEFT)
+        self._long_since = inf
+
+    def left(self, now: float) -> None:
+        """One more request left the queue by its turn. A quiet time says nothing of the pace."""
+        self._left.append(now)
+
+    def wait_s(self, before: int) -> float:
+        """How long it takes until so many have left. 0: nobody knows."""
+        left = self._left
+        if len(left) < FEW:
+            return 0.0
+        return before * (left[-1] - left[0]) / (len(left) - 1)
+
+    def observe(self, waiting: int, long_s: float, now: float) -> None:
+        """So many wait; `long_s` is too long."""
+        if self.wait_s(waiting) <= (long_s * SHORT if self.stands else long_s):
+            self._long_since = inf
+            self.stands = False
+        elif self._long_since == inf:
+            self._long_since = now
+        elif now - self._long_since >= STANDS_S:
+            self.stands = True

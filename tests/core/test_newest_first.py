@@ -1,0 +1,69 @@
+"""When the newest requests go first."""
+
+from __future__ import annotations
+
+import pytest
+
+from lbproxy.config import AdmissionSettings, FlowsSettings
+from lbproxy.core.admission import WaitingQueue
+from lbproxy.core.flows import Flow, Flows
+from lbproxy.core.overload import FEW, STANDS_S, Overload
+from lbproxy.core.types import InferenceRequest, Ticket
+from tests.support.pool import MODEL
+
+
+def of_one_a_second() -> Overload:
+    overload = Overload()
+    for n in range(FEW):
+        overload.left(float(n))
+    return overload
+
+
+def test_the_wait_is_told_by_the_pace_at_which_requests_leave() -> None:
+    overload = Overload()
+    for n in range(FEW - 1):
+        overload.left(float(n))
+        assert overload.wait_s(100) == 0.0, "nobody knows"
+    overload.left(FEW - 1.0)
+    assert overload.wait_s(100) == pytest.approx(100.0)
+
+
+def test_a_queue_that_stays_long_is_overload_until_it_is_short() -> None:
+    overload = of_one_a_second()
+    overload.observe(6, 5.0, 0.0)
+    overload.observe(6, 5.0, STANDS_S - 0.1)
+    assert not overload.stands
+    overload.observe(5, 5.0, STANDS_S)
+    overload.observe(6, 5.0, STANDS_S + 1.0)
+    overload.observe(6, 5.0, 2 * STANDS_S)
+    assert not overload.stands, "it was short once"
+    overload.observe(6, 5.0, 3 * STANDS_S)
+    stands = [overload.stands]
+    overload.observe(5, 5.0, 3 * STANDS_S)
+    stands.append(overload.stands)
+    overload.observe(2, 5.0, 3 * STANDS_S)
+    assert [*stands, overload.stands] == [True, True, False], "those that waited in vain are no reason to end it"
+
+
+def waiting(queue: WaitingQueue, flow: Flow, name: str, at: float) -> Ticket:
+    ticket = Ticket(InferenceRequest(name, MODEL, True, 100, 400), at, at + 30.0, frozenset())
+    ticket.flow = flow
+    queue.push(ticket)
+    return ticket
+
+
+def test_under_overload_no_flow_has_a_turn_with_what_waited_in_vain_before_what_is_in_time() -> None:
+    flows, queue = Flows(FlowsSettings()), WaitingQueue(AdmissionSettings())
+    quiet, busy = flows.of("quiet", 0.0), flows.of("busy", 0.0)
+    waiting(queue, quiet, "old", 0.0)
+    for n in range(4):
+        waiting(queue, busy, f"b{n}", 6.0 + n)
+    waiting(queue, quiet, "new", 9.5)
+
+    def order() -> list[str]:
+        return [ticket.request.id for ticket in queue.in_order(lambda _: 100.0, flows, 10.0)]
+
+    assert order()[0] == "old"
+    queue.late_s = 5.0
+    assert order()[0] in {"new", "b3"}
+    assert order()[-1] == "old"
