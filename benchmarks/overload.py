@@ -45,9 +45,9 @@ from lbproxy.sim_cli import Run, fleet_of, runs_of, workload_of
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "results" / "overload.json", HERE / "OVERLOAD.md"
 
-SECONDS = 150.0
+SECONDS = 240.0
 """For so long requests arrive."""
-WARM_UP_S = 30.0
+WARM_UP_S = 60.0
 """What is not counted at the beginning, or a third of a shorter run."""
 LINGER_S = 30.0
 """The simulation goes on for so long, for responses that began in time to end."""

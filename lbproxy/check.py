@@ -152,9 +152,11 @@ def _rows(one: Inspection) -> Iterator[tuple[str, Text]]:
     if one.engine and one.endpoint.metrics is not None:
         lacking = sum(signal != MAX_LORA for signal in one.missing)
         yield "load", Text(f"{len(one.present)} of {len(one.present) + lacking} signals{_values(one)}")
-    if one.cache_size is not None:
-        tokens, at_most = one.cache_size
-        yield "KV cache", Text(f"{tokens:,} tokens{' at most' if at_most else ''}, by its own word")
+    said = one.said
+    if said is not None and said.tokens is not None and one.endpoint.kv_cache_tokens is None:
+        yield "KV cache", Text(f"{said.tokens:,} tokens{' at most' if said.at_most else ''}, by its own word")
+    if said is not None and said.slots is not None:
+        yield "slots", Text(f"{said.slots:,} requests at a time, by its own word")
     if one.asks_load is not None:
         yield "reports", Text(ASKED if one.asks_load else NOT_ASKED)
     for signal in one.missing:

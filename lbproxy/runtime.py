@@ -24,6 +24,7 @@ from lbproxy.core.pricing import Policy
 from lbproxy.core.progress import CHECK_S
 from lbproxy.core.record import RequestRecord
 from lbproxy.core.retry import FailureKind, UpstreamError, Verdict
+from lbproxy.core.server_info import Description
 from lbproxy.core.types import (
     EndpointSpec,
     EndpointUid,
@@ -235,9 +236,12 @@ class Runtime:
         self._balancer.report_models(uid, cards)
         self._pump_soon()
 
-    def report_cache_size(self, uid: EndpointUid, tokens: int, *, at_most: bool) -> None:
-        """How much an endpoint's KV cache holds, by its own word; `at_most`: or less."""
-        self._balancer.report_cache_size(uid, tokens, at_most=at_most)
+    def report_description(self, uid: EndpointUid, said: Description) -> None:
+        """What an endpoint says of itself."""
+        if said.tokens is not None:
+            self._balancer.report_cache_size(uid, said.tokens, at_most=said.at_most)
+        if said.slots is not None:
+            self._balancer.report_slots(uid, said.slots)
         self._pump_soon()
 
     @contextmanager

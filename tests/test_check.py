@@ -92,6 +92,7 @@ def test_the_size_of_a_cache_that_the_server_says() -> None:
     scripts = {"/props": answer(b'{"total_slots":4,"default_generation_settings":{"n_ctx":8192}}')}
     _, output = checked(scripts, ", engine: llamacpp")
     assert "  KV cache   32,768 tokens at most, by its own word" in output
+    assert "  slots      4 requests at a time, by its own word" in output
 
 
 def test_who_could_show_metrics_is_told_how() -> None:

@@ -7,12 +7,12 @@ import time
 from dataclasses import dataclass
 
 from lbproxy.config import HealthSettings, ScrapeSettings
-from lbproxy.control.prober import ModelsAnswer, ask_cache_size, ask_health, ask_models, says_size
+from lbproxy.control.prober import ModelsAnswer, ask_description, ask_health, ask_models, self_describing
 from lbproxy.control.scraper import ScrapeError, Target, fetch_page, find_page
 from lbproxy.core.engines import Engines
 from lbproxy.core.openai import made_up_card
 from lbproxy.core.readings import PageReader
-from lbproxy.core.server_info import SERVER_INFO, owner
+from lbproxy.core.server_info import SERVER_INFO, Description, owner
 from lbproxy.core.types import EndpointSpec, LoadMetrics, ModelCard
 from lbproxy.net.pool import ConnectionPool
 
@@ -48,9 +48,8 @@ class Inspection:
     """Whether its answers would be asked for load reports; None = its engine has none, or it is not known."""
     load: LoadMetrics | None
     """What they said."""
-    cache_size: tuple[int, bool] | None
-    """How many tokens its KV cache holds, by its own word outside its metrics (`core.server_info`), and whether that is
-    an upper bound."""
+    said: Description | None
+    """What it says of itself outside its metrics."""
     page: str | None
     """Where its metrics stand; None = they were not found, or are not to be asked for."""
     problems: tuple[str, ...]
@@ -95,10 +94,10 @@ async def inspect(
             answer = await ask_health(endpoint, endpoint.health, connections, health.timeout)
     load, listed = load_task.result(), models_task.result()
     owned_by = None if listed.cards is None else owner(listed.cards)
-    sized = says_size(endpoint, owned_by)
-    tokens = None
-    if sized is not None:
-        tokens = await ask_cache_size(endpoint, sized, connections, health.timeout)
+    describing = self_describing(endpoint, owned_by)
+    said = None
+    if describing is not None:
+        said = await ask_description(endpoint, describing, connections, health.timeout)
     problems = []
     if answer is not None and not answer.ok:
         problems.append(answer.reason)
@@ -122,7 +121,7 @@ async def inspect(
         lacking=load.lacking,
         asks_load=load.asks_load,
         load=load.metrics,
-        cache_size=None if sized is None or tokens is None else (tokens, SERVER_INFO[sized].at_most),
+        said=said,
         page=load.page,
         problems=tuple(problems),
     )

@@ -7,8 +7,8 @@ Invariants:
   ever sees an endpoint that is up with unknown or old models, unless it cannot or will not say.
 - A failed question about models changes nothing: what an endpoint said last holds until it says something else.
 - An endpoint whose models the settings say is never asked for them.
-- The size of its KV cache is asked at the same moments, of engines of `core.server_info` alone, and not if the settings
-  say it. Whatever goes wrong with that, the endpoint comes up all the same: a probe takes two `SIZE_TIMEOUT_S` longer.
+- What it says of itself is asked at the same moments, of engines of `core.server_info` alone. Whatever goes wrong with
+  that, the endpoint comes up all the same: a probe takes two `DESCRIPTION_TIMEOUT_S` longer.
 - Nothing is logged but a change of models; whoever wants to know about health listens to transitions.
 """
 
@@ -23,7 +23,7 @@ from typing import NamedTuple
 from lbproxy.config import HealthSettings
 from lbproxy.core.openai import read_model_list
 from lbproxy.core.retry import FailureKind, UpstreamError
-from lbproxy.core.server_info import SERVER_INFO, owner, read_cache_size
+from lbproxy.core.server_info import SERVER_INFO, Description, owner, read_description
 from lbproxy.core.types import Endpoint, EndpointSpec, Health, ModelCard
 from lbproxy.net.fetch import Answer, fetch
 from lbproxy.net.origin import Origin
@@ -37,8 +37,8 @@ MAX_HEALTH_BYTES = 64 << 10
 MAX_MODELS_BYTES = 4 << 20
 MAX_INFO_BYTES = 2 << 20
 """SGLang's page: 17 KB, and 20 KB for each data-parallel rank."""
-SIZE_TIMEOUT_S = 1.0
-"""For the size of a cache, which an endpoint that comes up waits for; SGLang takes 0.02 s when idle."""
+DESCRIPTION_TIMEOUT_S = 1.0
+"""For what it says of itself, which an endpoint that comes up waits for; SGLang takes 0.02 s when idle."""
 JITTER = 0.1
 """Intervals vary by this share both ways, so that many probers do not come to act in step."""
 MAX_MODELS_LOGGED = 20
@@ -93,28 +93,26 @@ async def ask_models(endpoint: EndpointSpec, connections: ConnectionPool, timeou
     return ModelsAnswer(answer.status < 500 and answer.status not in {408, 429}, None, True, reason)
 
 
-def says_size(endpoint: EndpointSpec, owner: str | None) -> str | None:
-    """The engine, if it is one that says how much its cache holds, and the settings do not say it. `owner`: by its
-    models.
-    """
+def self_describing(endpoint: EndpointSpec, owner: str | None) -> str | None:
+    """The engine, if it is one that describes itself. `owner`: by its models."""
     engine = owner if endpoint.engine == "auto" else endpoint.engine
-    return engine if engine in SERVER_INFO and endpoint.kv_cache_tokens is None else None
+    return engine if engine in SERVER_INFO else None
 
 
-async def ask_cache_size(
+async def ask_description(
     endpoint: EndpointSpec, engine: str, connections: ConnectionPool, timeout_s: float
-) -> int | None:
-    """How many tokens the KV cache of an endpoint holds, by its own word; None if it does not say. `engine`: what it
-    runs, of `SERVER_INFO`. Each of its paths may take as long as the timeout, and `SIZE_TIMEOUT_S`.
+) -> Description | None:
+    """What an endpoint says of itself; None if nothing. `engine`: what it runs, of `SERVER_INFO`. Each of its paths may
+    take as long as the timeout, and `DESCRIPTION_TIMEOUT_S`.
     """
-    timeout_s = min(SIZE_TIMEOUT_S, timeout_s)
+    timeout_s = min(DESCRIPTION_TIMEOUT_S, timeout_s)
     for path in SERVER_INFO[engine].paths:
         try:
             answer = await _get(endpoint, path, connections, timeout_s, MAX_INFO_BYTES)
         except UpstreamError:
             return None
         if answer.status != 404:
-            return read_cache_size(engine, answer.body) if answer.status == 200 else None
+            return read_description(engine, answer.body) if answer.status == 200 else None
     return None
 
 
@@ -142,7 +140,7 @@ class Prober:
         self._settings = settings
         self._rng = rng
         self._doubted = asyncio.Event()
-        self._models_due_at = self._size_due_at = float("-inf")
+        self._models_due_at = self._description_due_at = float("-inf")
         self._owner: str | None = None
         """The engine, by the models that it listed last."""
         self._logged: frozenset[str] | None = None
@@ -156,7 +154,7 @@ class Prober:
     async def _keep_asking(self) -> None:
         # Two loops, so that a slow list does not delay the verdict on an endpoint that is up.
         async with asyncio.TaskGroup() as loops:
-            if self._endpoint.models is None or self._says_size() is not None:
+            if self._endpoint.models is None or self._engine() is not None:
                 loops.create_task(self._keep_models())
             if self._endpoint.health is not None:
                 loops.create_task(self._keep_health(self._endpoint.health))
@@ -180,8 +178,8 @@ class Prober:
             elif self._health() is Health.UP:
                 if self._runtime.now() >= self._models_due_at:
                     await self.refresh_models()
-                if self._runtime.now() >= self._size_due_at:
-                    await self._refresh_size()
+                if self._runtime.now() >= self._description_due_at:
+                    await self._refresh_description()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._doubted.wait(), self._jittered(self._settings.interval))
 
@@ -200,7 +198,7 @@ class Prober:
             return
         if answer.ok and self._health() in {Health.STARTING, Health.DOWN}:
             await self.refresh_models()
-            await self._refresh_size()
+            await self._refresh_description()
         self._runtime.report_health(self._endpoint.uid, answer.ok, answer.reason)
 
     def doubt_models(self) -> None:
@@ -219,18 +217,18 @@ class Prober:
         self._runtime.report_models(self._endpoint.uid, answer.cards)
         self._log_change(answer)
 
-    def _says_size(self) -> str | None:
-        return says_size(self._endpoint, self._owner)
+    def _engine(self) -> str | None:
+        return self_describing(self._endpoint, self._owner)
 
-    async def _refresh_size(self) -> None:
+    async def _refresh_description(self) -> None:
         # As often as for the models, though it said it before: nobody tells of a restart that no probe saw.
-        engine = self._says_size()
+        engine = self._engine()
         if engine is None:
             return
-        tokens = await ask_cache_size(self._endpoint, engine, self._connections, self._settings.timeout)
-        self._size_due_at = self._runtime.now() + self._jittered(self._settings.models_interval)
-        if tokens is not None:
-            self._runtime.report_cache_size(self._endpoint.uid, tokens, at_most=SERVER_INFO[engine].at_most)
+        said = await ask_description(self._endpoint, engine, self._connections, self._settings.timeout)
+        self._description_due_at = self._runtime.now() + self._jittered(self._settings.models_interval)
+        if said is not None:
+            self._runtime.report_description(self._endpoint.uid, said)
 
     def _log_change(self, answer: ModelsAnswer) -> None:
         models = None if answer.cards is None else frozenset(card.id for card in answer.cards)

@@ -353,6 +353,10 @@ class Balancer:
         """How much an endpoint's KV cache holds, by its own word; `at_most`: or less."""
         self._endpoints.report_cache_size(uid, tokens, at_most)
 
+    def report_slots(self, uid: EndpointUid, slots: int) -> None:
+        """How many requests an endpoint runs at once, by its own word."""
+        self._endpoints.report_slots(uid, slots)
+
     def drain(self, uid: EndpointUid, *, draining: bool = True) -> None:
         """Give an endpoint no new requests (or again)."""
         self._waiting.wake_all()

@@ -109,6 +109,8 @@ class EndpointSet:
                 state.load = LoadModel(pool, state.endpoint.kv_cache_tokens)
                 if state.said_tokens is not None:
                     state.load.told(float(state.said_tokens), at_most=state.said_at_most)
+                if state.said_slots is not None:
+                    state.load.room.slots.told(state.said_slots)
         self._reindex()
 
     def remember(self, blocks: int) -> None:
@@ -345,6 +347,14 @@ class EndpointSet:
             state.said_tokens, state.said_at_most = tokens, at_most
             if self._pool is not None:
                 state.load.told(float(tokens), at_most=at_most)
+
+    def report_slots(self, uid: EndpointUid, slots: int) -> None:
+        """How many requests an endpoint runs at once, by its own word. Kept like the size of its cache."""
+        state = self._states.get(uid)
+        if state is not None:
+            state.said_slots = slots
+            if self._pool is not None:
+                state.load.room.slots.told(slots)
 
     def report_restart(self, uid: EndpointUid) -> None:
         """An endpoint is another process than before."""

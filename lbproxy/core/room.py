@@ -72,7 +72,7 @@ class Room:
             if in_flight >= slots.limit:
                 slots.limit += LIMIT_STEP
             return
-        rate, error_s = slots.rate(now), unexplained_s - QUEUE_S  # a short queue is wanted
+        rate, error_s = slots.rate(now), unexplained_s - 0.5 * QUEUE_S  # a short queue is wanted
         if slots.limit == inf:
             if error_s * rate > slots.allowance(now):
                 slots.estimated(in_flight + 1.0 - error_s * rate)
@@ -123,4 +123,6 @@ class Room:
         slots, in_flight = self.slots, load.in_flight + self.others.requests(now)
         if slots.is_full(in_flight, now):
             return "space" if slots.by_space else "requests"
-        return "space" if slots.by_space and slots.lacks_space(in_flight, load.growth(), now) else None
+        if not slots.by_space:
+            return None
+        return "space" if slots.lacks_space(in_flight, load.growth(), now, overloaded=load.pool.overloaded) else None

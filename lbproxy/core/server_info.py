@@ -1,4 +1,4 @@
-"""How much an engine's KV cache holds, read from the page on which it describes itself: for servers without metrics.
+"""What an engine says of itself beside its metrics: how much its KV cache holds, and how many requests it runs at once.
 
 SGLang and llama.cpp show metrics only if they are started so, and describe themselves always. Which page that is and
 what stands there is data of this module; asking for it is the prober's. What is read comes from outside and is not
@@ -18,22 +18,49 @@ MOST_TOKENS = 1_000_000_000
 """As for `kv_cache_tokens` in the settings: more is no size, but a mistake."""
 
 
+class Description(NamedTuple):
+    """What a page says. None: it does not."""
+
+    tokens: int | None
+    """That all KV caches behind the address hold together."""
+    at_most: bool
+    """They may hold less."""
+    slots: int | None
+    """Requests that all engines behind the address run at once, together."""
+
+
 class ServerInfo(NamedTuple):
     """Where an engine describes itself."""
 
     paths: tuple[str, ...]
     """The same page under the names of different versions, the newest first."""
     tokens: Callable[[Mapping[str, object]], int | None]
-    """From the page, a JSON object, to the tokens that all caches behind the address hold together."""
+    """From the page, a JSON object, to `Description.tokens`."""
+    slots: Callable[[Mapping[str, object]], int | None]
+    """The same to `Description.slots`."""
     metrics_option: str
     """With which it is to be started so that it shows metrics."""
     at_most: bool = False
-    """They may hold less."""
+    """See `Description`."""
 
 
 def _sglang(page: Mapping[str, object]) -> int | None:
     """The size is that of the first data-parallel rank alone (srt/managers/data_parallel_controller.py)."""
     return _product(page.get("max_total_num_tokens"), _number(page.get("dp_size")) or 1)
+
+
+def _sglang_slots(page: Mapping[str, object]) -> int | None:
+    """What was set may be null, or more than the memory allows; what holds is in the state of the first data-parallel
+    rank (srt/managers/scheduler.py).
+    """
+    states = page.get("internal_states")
+    state = states[0] if isinstance(states, list) and states else None
+    holds = state.get("effective_max_running_requests_per_dp") if isinstance(state, dict) else None
+    return _product(holds, _number(page.get("dp_size")) or 1)
+
+
+def _llama_cpp_slots(page: Mapping[str, object]) -> int | None:
+    return _number(page.get("total_slots"))
 
 
 def _llama_cpp(page: Mapping[str, object]) -> int | None:
@@ -47,19 +74,23 @@ def _llama_cpp(page: Mapping[str, object]) -> int | None:
 
 SERVER_INFO: Mapping[str, ServerInfo] = {
     # By the older name too in 0.5.23, which writes a warning to its log then (srt/entrypoints/http_server.py).
-    "sglang": ServerInfo(("/server_info", "/get_server_info"), _sglang, "--enable-metrics"),
-    "llamacpp": ServerInfo(("/props",), _llama_cpp, "--metrics", at_most=True),
+    "sglang": ServerInfo(("/server_info", "/get_server_info"), _sglang, _sglang_slots, "--enable-metrics"),
+    "llamacpp": ServerInfo(("/props",), _llama_cpp, _llama_cpp_slots, "--metrics", at_most=True),
 }
 """By the name that the settings use, and the engine's own model cards (`owned_by`)."""
 
 
-def read_cache_size(engine: str, page: bytes) -> int | None:
-    """The tokens that an engine of `SERVER_INFO` says its KV cache holds; None if the page does not say it."""
+def read_description(engine: str, page: bytes) -> Description | None:
+    """What an engine of `SERVER_INFO` says of itself; None if that is nothing."""
     try:
         fields = orjson.loads(page)
     except orjson.JSONDecodeError:
         return None
-    return SERVER_INFO[engine].tokens(fields) if isinstance(fields, dict) else None
+    if not isinstance(fields, dict):
+        return None
+    info = SERVER_INFO[engine]
+    said = Description(info.tokens(fields), info.at_most, info.slots(fields))
+    return None if said.tokens is None and said.slots is None else said
 
 
 def owner(cards: Sequence[ModelCard]) -> str | None:

@@ -1,6 +1,7 @@
 """How many requests one engine runs at once, learned from what shows it, and how fast it starts those that wait.
 
-No engine says the number. It shows in three ways, and each sets the limit to what was running at that moment:
+SGLang and llama.cpp say the number (`told`, `core.server_info`); it is a bound then, as memory may let them run less.
+Otherwise it shows in three ways, and each sets the limit to what was running at that moment:
 
 - The engine itself reports requests that wait, more than the prefills before them explain (`reported`). While fresh
   reports come, they alone count, whatever the first bytes look like.
@@ -37,6 +38,8 @@ long as their prompts fit, and sends running ones back to its queue as the respo
 than will fit once half of what is expected has grown,"""
 FEWEST: Final = 0.75
 """but as many as this share of what it ran when it was full: an engine may count what is merely cached as in use."""
+SPACE_S: Final = 30.0
+"""How long it counts that an engine lacked space, without overload."""
 MAX_STEP: Final = 64.0
 NO_RESPONSE_S: Final = 1.0
 """A response is assumed to take so long before one was seen."""
@@ -50,9 +53,11 @@ class Slots:
         "_cache",
         "_late",
         "_on_time_at",
+        "_space_until",
         "_starts",
         "_starts_at",
         "_step",
+        "_told",
         "_waiting",
         "by_space",
         "limit",
@@ -65,6 +70,8 @@ class Slots:
         """Requests that run at once; infinite: nothing showed it yet."""
         self.by_space = False
         """It was the KV cache that was full when the limit was seen."""
+        self._told = inf
+        """What the engine says it runs at most."""
         self.reported_until = -inf
         """Until when the engine's own report of its queue counts."""
         self.response_s = 0.0
@@ -73,6 +80,8 @@ class Slots:
         self._cache = 0.0
         """Share of the KV cache in use, by the latest report."""
         self._waiting = 0.0
+        self._space_until = -inf
+        """Until when it counts that it lacked space."""
         self._late = 0
         self._on_time_at = -inf
         self._step = 1.0
@@ -101,11 +110,14 @@ class Slots:
         """Whether the engine says that no request waits."""
         return now <= self.reported_until and self._waiting < 1.0
 
-    def lacks_space(self, in_flight: float, growth: float, now: float) -> bool:
+    def lacks_space(self, in_flight: float, growth: float, now: float, *, overloaded: bool) -> bool:
         """Whether those that are there will need all of the cache. `growth`: the share of it by which they are expected
-        to grow.
+        to grow. A burst that an engine takes at once is given to it, whatever comes of it later, unless requests keep
+        coming faster than they are served or it lacked space just now: their first tokens would all come later.
         """
         if not self.by_space or now > self.reported_until or in_flight < FEWEST * self.limit:
+            return False
+        if not overloaded and now > self._space_until:
             return False
         return self._cache + 0.5 * growth > 1.0
 
@@ -115,6 +127,13 @@ class Slots:
         return 1000.0 * waiting / self.rate(now) if waiting > 0.0 else 0.0
 
     # What shows it
+
+    def told(self, limit: int) -> None:
+        """The engine says how many it runs at most. Memory may let it run less, and that still shows."""
+        if limit != self._told:
+            self.limit = self._told = float(limit)
+            self._blind = inf
+            self.by_space = False
 
     def started(self, now: float) -> None:
         """The engine started a request: its first byte came, or all of it."""
@@ -134,7 +153,7 @@ class Slots:
         self._late = 0
         self._on_time_at = now
         if before >= self.limit + self.allowance(now) - 1.0:
-            self.limit += 1.0
+            self.limit = min(self._told, self.limit + 1.0)
 
     def late(self, running: float, before: float, waited_s: float, now: float) -> None:
         """A first byte came late: with it so many run, or ran and were sent back to the engine's queue; so many were
@@ -166,6 +185,8 @@ class Slots:
             if running is not None:
                 self.limit = max(1.0, running)
                 self.by_space = cache > FULL_CACHE
+                if self.by_space:
+                    self._space_until = until + SPACE_S
             self._step = 1.0
         elif waiting < 1.0 and running is not None and running >= self.limit - 1.0:
             self.limit = max(self.limit, running) + self._step
@@ -176,5 +197,5 @@ class Slots:
     def estimated(self, limit: float) -> None:
         """From the times of whole responses."""
         self._blind = inf
-        self.limit = max(1.0, limit)
+        self.limit = min(self._told, max(1.0, limit))
         self.by_space = False

@@ -177,6 +177,8 @@ class EndpointState:
     """How much its KV cache holds, by its own word outside its metrics (`core.server_info`)."""
     said_at_most: bool = False
     """Or less."""
+    said_slots: int | None = None
+    """How many requests it runs at once, by its own word."""
     refusals: int = 0
     """Attempts in a row that it refused or failed, without a good answer between."""
     backing_off_until: float = float("-inf")

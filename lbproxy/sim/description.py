@@ -1,4 +1,5 @@
-"""How SGLang and llama.cpp describe themselves, as far as somebody reads it: how much their cache holds."""
+"""How SGLang and llama.cpp describe themselves, as far as somebody reads it: how much their cache holds and
+how many requests they run at once."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ def describe(engine: str, kv_tokens: int, slots: int) -> bytes:
     many tokens each of these has, rounded down.
     """
     pages: Mapping[str, Mapping[str, object]] = {
-        "sglang": {"max_running_requests": slots, "max_total_num_tokens": kv_tokens, "dp_size": 1},
+        "sglang": {
+            "max_running_requests": None,
+            "max_total_num_tokens": kv_tokens,
+            "dp_size": 1,
+            "internal_states": [{"effective_max_running_requests_per_dp": slots}],
+        },
         "llamacpp": {"total_slots": slots, "default_generation_settings": {"n_ctx": kv_tokens // slots}},
     }
     return orjson.dumps(pages[engine])

@@ -174,7 +174,6 @@ def test_it_needs_neither_probes_nor_a_list_of_models(health_path: str | None, m
 @pytest.mark.parametrize(
     ("change", "models"),
     [
-        ({"kv_cache_tokens": 77_000}, recorded("sglang", "models")),
         ({"engine": "vllm"}, recorded("sglang", "models")),
         ({"engine": "trtllm-serve"}, recorded("sglang", "models")),
         ({"models": ("m",)}, recorded("sglang", "models")),
@@ -182,10 +181,10 @@ def test_it_needs_neither_probes_nor_a_list_of_models(health_path: str | None, m
         ({}, answer(b'{"data":[{"id":"m","owned_by":"vllm"}]}')),
         ({}, NOT_FOUND),
     ],
-    ids=["in the settings", "vllm", "trtllm", "models in the settings", "nobody's", "vllm's", "no list"],
+    ids=["vllm", "trtllm", "models in the settings", "nobody's", "vllm's", "no list"],
 )
 def test_who_is_not_asked(change: dict[str, object], models: bytes) -> None:
-    """Whose size the settings say, and whoever is not known to be an engine that says it: no path is just tried."""
+    """Whoever is not known to be an engine that describes itself: no path is just tried."""
 
     async def main() -> None:
         async with ScriptedEndpoint(sglang(says(99_000), models=models)) as server:
@@ -194,7 +193,23 @@ def test_who_is_not_asked(change: dict[str, object], models: bytes) -> None:
                 await until(lambda: server.asked("/health") >= 20)
                 assert health(r) is Health.UP
                 assert asked(server) == 0
-                assert size(r) == change.get("kv_cache_tokens", GUESSED_TOKENS)
+                assert size(r) == GUESSED_TOKENS
+
+    run(main())
+
+
+def test_of_an_endpoint_whose_size_the_settings_say_the_slots_are_asked_all_the_same() -> None:
+    page = b'{"max_total_num_tokens":99000,"internal_states":[{"effective_max_running_requests_per_dp":48}]}'
+
+    async def main() -> None:
+        async with ScriptedEndpoint(sglang(answer(page))) as server:
+            one = replace(spec(server), kv_cache_tokens=77_000)
+            async with rig(one, health=OFTEN, policy="adaptive") as r, running(r.prober(r.endpoints[0]).run):
+                await until(lambda: asked(server) >= 1 and health(r) is Health.UP)
+                learned = r.balancer.learned(now=r.runtime.now())
+                assert learned is not None
+                assert learned[1][r.endpoints[0].uid].limit == 48
+                assert size(r) == 77_000
 
     run(main())
 

@@ -118,22 +118,22 @@ RECORDED = Path(__file__).parents[1] / "fixtures/http"
 
 
 @pytest.mark.parametrize(
-    ("server", "path", "name", "size", "owner"),
+    ("server", "path", "name", "said", "owner"),
     [
-        ("sglang-0.5.23", "/get_server_info", "get_server_info", (4096, False), "sglang"),
-        ("llama.cpp-b11434", "/props", "props", (2048, True), "llamacpp"),
+        ("sglang-0.5.23", "/get_server_info", "get_server_info", (4096, False, 2048), "sglang"),
+        ("llama.cpp-b11434", "/props", "props", (2048, True, 2), "llamacpp"),
     ],
 )
-def test_the_size_of_a_cache_that_no_metrics_say(
-    server: str, path: str, name: str, size: tuple[int, bool], owner: str
+def test_what_a_server_says_of_itself(
+    server: str, path: str, name: str, said: tuple[int, bool, int], owner: str
 ) -> None:
     """As these servers answered when they were recorded."""
 
     async def main() -> None:
-        models, said = ((RECORDED / server / f"{one}.response.http").read_bytes() for one in ("models", name))
-        async with ScriptedEndpoint({"/health": OK, "/v1/models": models, path: said}) as endpoint:
+        models, page = ((RECORDED / server / f"{one}.response.http").read_bytes() for one in ("models", name))
+        async with ScriptedEndpoint({"/health": OK, "/v1/models": models, path: page}) as endpoint:
             found = await inspected(endpoint)
-            assert (found.cache_size, found.owner) == (size, owner)
-            assert (await inspected(endpoint, engine="vllm")).cache_size is None
+            assert (found.said, found.owner) == (said, owner)
+            assert (await inspected(endpoint, engine="vllm")).said is None
 
     run(main())

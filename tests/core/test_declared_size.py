@@ -174,9 +174,20 @@ def test_what_an_engine_said_under_another_policy_is_not_asked_again() -> None:
     assert believed(balancer) == [99_000, SAID, 55_000], "an upper bound says nothing new of what is known exactly"
 
 
+def test_how_many_it_runs_at_once_is_known_under_a_policy_that_comes_later() -> None:
+    balancer = pool(None, None, policy="least-request")
+    balancer.report_slots(EndpointUid(1), 4)
+    become_adaptive(balancer)
+    balancer.report_slots(EndpointUid(2), 6)
+    learned = balancer.learned(now=0.0)
+    assert learned is not None
+    assert [learned[1][EndpointUid(uid)].limit for uid in (1, 2)] == [4, 6]
+
+
 def test_what_an_endpoint_says_that_left_is_nobodys() -> None:
     balancer = pool(None)
     balancer.report_cache_size(EndpointUid(7), 99_000)
+    balancer.report_slots(EndpointUid(7), 4)
     assert believed(balancer) == [GUESSED_TOKENS]
 
 

@@ -12,7 +12,7 @@ from lbproxy.core.line import Line
 from lbproxy.core.others import Mean, Others
 from lbproxy.core.response_times import LEAST, ResponseTimes
 from lbproxy.core.room import Room
-from lbproxy.core.slots import BLIND, FULL_CACHE, Slots
+from lbproxy.core.slots import BLIND, FULL_CACHE, SPACE_S, Slots
 from lbproxy.core.unread import FIRST_MS, Unread
 from lbproxy.core.unread import SURE as SURE_OF_UNREAD
 
@@ -94,13 +94,25 @@ def test_a_cache_gauge_that_stands_at_full_does_not_starve_an_engine() -> None:
     slots = Slots()
     report(slots, 2.0, 40.0, cache=1.0)
     assert slots.by_space
-    assert slots.lacks_space(35.0, 0.2, 1.0)
-    assert not slots.lacks_space(29.0, 0.2, 1.0)
+    assert slots.lacks_space(35.0, 0.2, 1.0, overloaded=True)
+    assert not slots.lacks_space(29.0, 0.2, 1.0, overloaded=True)
     report(slots, 0.0, 35.0, cache=0.85)
-    assert not slots.lacks_space(35.0, 0.2, 1.0), "what is expected to grow will fit"
-    assert slots.lacks_space(35.0, 0.4, 1.0)
-    assert not slots.lacks_space(35.0, 0.4, 101.0), "the report is old"
+    assert not slots.lacks_space(35.0, 0.2, 1.0, overloaded=True), "what is expected to grow will fit"
+    assert slots.lacks_space(35.0, 0.4, 1.0, overloaded=True)
+    assert not slots.lacks_space(35.0, 0.4, 101.0, overloaded=True), "the report is old"
     assert 0.9 < FULL_CACHE < 1.0
+
+
+def test_a_burst_that_an_engine_takes_at_once_is_not_held_for_what_it_will_need_later() -> None:
+    """The b2b ladder: twenty seconds of requests, whose cache is full when they have long begun to stream."""
+    slots = Slots()
+    report(slots, 2.0, 40.0, cache=1.0)
+    report(slots, 0.0, 40.0, cache=0.85)
+    until = slots.reported_until
+    assert slots.lacks_space(35.0, 0.4, until, overloaded=False), "it lacked space just now"
+    slots.reported_until = until + 10 * SPACE_S
+    assert not slots.lacks_space(35.0, 0.4, until + 2 * SPACE_S, overloaded=False)
+    assert slots.lacks_space(35.0, 0.4, until + 2 * SPACE_S, overloaded=True)
 
 
 # --- Whole responses --------------------------------------------------------------------------------------------------
@@ -211,6 +223,24 @@ def test_one_more_is_let_through_to_see_unless_that_was_seen() -> None:
     assert not lanes.may_try(2, 0.0)
     lanes.reported(1.0, 2, full=True, at=1.0)
     assert not lanes.may_try(1, 2.0)
+
+
+def test_slots_that_the_engine_says_bound_the_limit_from_the_first_request() -> None:
+    slots = Slots()
+    slots.told(4)
+    assert (slots.limit, slots.is_full(5.0, 0.0), slots.is_full(6.0, 0.0)) == (4.0, False, True), "and a short queue"
+    for n in range(20):
+        slots.on_time(8.0, float(n))
+    slots.estimated(9.0)
+    assert slots.limit == 4.0, "it cannot run more"
+    for n in range(4):
+        slots.late(2.0, 5.0, 1.0, 30.0 + n)
+    assert slots.limit < 3.0, "memory lets it run less"
+    limit = slots.limit
+    slots.told(4)
+    assert slots.limit == limit, "it says so again and again"
+    slots.told(8)
+    assert slots.limit == 8.0, "it was started with more"
 
 
 # --- The line ---------------------------------------------------------------------------------------------------------

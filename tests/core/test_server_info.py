@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lbproxy.core.openai import read_model_list
-from lbproxy.core.server_info import SERVER_INFO, owner, read_cache_size
+from lbproxy.core.server_info import SERVER_INFO, owner, read_description
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "http"
 DEEP = b"[" * 100_000
@@ -34,10 +34,41 @@ def sglang(tokens: str, more: str = "") -> bytes:
     return f'{{"max_total_num_tokens":{tokens}{more}}}'.encode()
 
 
+def tokens_of(engine: str, page: bytes) -> int | None:
+    said = read_description(engine, page)
+    return None if said is None else said.tokens
+
+
+def slots_of(engine: str, page: bytes) -> int | None:
+    said = read_description(engine, page)
+    return None if said is None else said.slots
+
+
 def test_recorded_pages_are_read() -> None:
     """SGLang's was started with 4,096 tokens (its metrics: 256 pages of 16), llama.cpp with two slots of 1,024."""
-    assert read_cache_size("sglang", body("sglang-0.5.23/get_server_info")) == 4096
-    assert read_cache_size("llamacpp", body("llama.cpp-b11434/props")) == 2048
+    assert read_description("sglang", body("sglang-0.5.23/get_server_info")) == (4096, False, 2048)
+    assert read_description("llamacpp", body("llama.cpp-b11434/props")) == (2048, True, 2)
+
+
+@pytest.mark.parametrize(
+    ("states", "slots"),
+    [
+        ('[{"effective_max_running_requests_per_dp":52},{}]', 104),
+        ("[{}]", None),
+        ("[]", None),
+        ("{}", None),
+        ("[null]", None),
+        ('[{"effective_max_running_requests_per_dp":-1}]', None),
+        ('[{"effective_max_running_requests_per_dp":"52"}]', None),
+    ],
+)
+def test_each_data_parallel_rank_runs_as_many_requests(states: str, slots: int | None) -> None:
+    assert slots_of("sglang", sglang("100", f',"dp_size":2,"internal_states":{states}')) == slots
+
+
+@pytest.mark.parametrize("number", NO_NUMBERS)
+def test_what_is_no_number_of_slots_is_unknown(number: str) -> None:
+    assert slots_of("llamacpp", llama_cpp(number, "1024")) is None
 
 
 @pytest.mark.parametrize(
@@ -45,27 +76,27 @@ def test_recorded_pages_are_read() -> None:
     [("8", 800_000), ("1", 100_000), ("0", 100_000), ("-2", 100_000), ("null", 100_000), ('"8"', 100_000)],
 )
 def test_each_data_parallel_rank_has_a_cache(ranks: str, tokens: int) -> None:
-    assert read_cache_size("sglang", sglang("100000", f',"dp_size":{ranks}')) == tokens
+    assert tokens_of("sglang", sglang("100000", f',"dp_size":{ranks}')) == tokens
 
 
 @pytest.mark.parametrize("number", NO_NUMBERS)
 def test_what_is_no_number_of_tokens_is_unknown(number: str) -> None:
     """Never 0, which would make the cache look full for ever, and nothing that hides all others."""
-    assert read_cache_size("sglang", sglang(number)) is None
-    assert read_cache_size("llamacpp", llama_cpp(number, "1024")) is None
-    assert read_cache_size("llamacpp", llama_cpp("4", number)) is None
+    assert tokens_of("sglang", sglang(number)) is None
+    assert tokens_of("llamacpp", llama_cpp(number, "1024")) is None
+    assert tokens_of("llamacpp", llama_cpp("4", number)) is None
 
 
 def test_a_product_is_bounded_too() -> None:
-    assert read_cache_size("llamacpp", llama_cpp("32000", "31250")) == 1_000_000_000
-    assert read_cache_size("llamacpp", llama_cpp("32000", "31251")) is None
-    assert read_cache_size("sglang", sglang("600000000", ',"dp_size":2')) is None
+    assert tokens_of("llamacpp", llama_cpp("32000", "31250")) == 1_000_000_000
+    assert tokens_of("llamacpp", llama_cpp("32000", "31251")) is None
+    assert tokens_of("sglang", sglang("600000000", ',"dp_size":2')) is None
 
 
 @pytest.mark.parametrize("page", NO_PAGES)
 @pytest.mark.parametrize("engine", SERVER_INFO)
-def test_what_is_no_such_page_says_nothing(engine: str, page: bytes) -> None:
-    assert read_cache_size(engine, page) is None
+def test_what_is_no_such_page_says_no_size(engine: str, page: bytes) -> None:
+    assert tokens_of(engine, page) is None
 
 
 _JSON = st.recursive(
@@ -78,11 +109,13 @@ _JSON = st.recursive(
 @given(_JSON, _JSON, _JSON)
 def test_any_json_gives_a_size_or_nothing(one: object, two: object, three: object) -> None:
     fields = {"max_total_num_tokens": one, "dp_size": two, "total_slots": one, "default_generation_settings": three}
+    fields["internal_states"] = [{"effective_max_running_requests_per_dp": three}, one]
     nested = {**fields, "default_generation_settings": {"n_ctx": three}}
     for engine in SERVER_INFO:
         for page in (fields, nested):
-            said = read_cache_size(engine, json.dumps(page).encode())
-            assert said is None or 0 < said <= 1_000_000_000
+            said = read_description(engine, json.dumps(page).encode())
+            for number in () if said is None else (said.tokens, said.slots):
+                assert number is None or 0 < number <= 1_000_000_000
 
 
 @pytest.mark.parametrize(

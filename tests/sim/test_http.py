@@ -12,7 +12,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 from prometheus_client.parser import text_string_to_metric_families
 
-from lbproxy.core.server_info import read_cache_size
+from lbproxy.core.server_info import read_description
 from lbproxy.sim.http import MockOptions, MockServer, serve
 
 FAST = MockOptions(speed=50.0)
@@ -446,7 +446,7 @@ def test_a_server_of_old_says_no_load_with_its_answers() -> None:
         ("llamacpp", {"/props": "total_slots"}),
     ],
 )
-def test_engines_without_metrics_say_how_much_their_cache_holds(
+def test_engines_without_metrics_say_how_much_they_hold_and_run(
     engine: Literal["vllm", "sglang", "llamacpp"], pages: dict[str, str]
 ) -> None:
     """Each at its own place, by the fields that recordings have, and nobody else's; with its name on its models."""
@@ -461,7 +461,7 @@ def test_engines_without_metrics_say_how_much_their_cache_holds(
                 assert answer.status_code == (200 if path in pages else 404)
                 if path in pages:
                     assert pages[path] in answer.json()
-                    assert read_cache_size(engine, answer.content) == 64_000
+                    assert read_description(engine, answer.content) == (64_000, engine == "llamacpp", 16)
             whole = {"model": "sim", "prompt": "x", "max_tokens": 2}
             reply = await client.post("/v1/completions", json=whole, headers={"endpoint-load-metrics-format": "TEXT"})
             assert ("endpoint-load-metrics" in reply.headers) is (engine == "vllm")
