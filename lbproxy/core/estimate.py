@@ -267,8 +267,7 @@ class LoadModel:
         if not self.pending and since < now:
             self._reports += 1
             if self._reports % 5 == 1:
-                self._learn_gap(1000.0 * (now - since) / tokens, prefilled_ms / tokens)
-                self.gap_until = now + OWN_S
+                self._learn_gap(1000.0 * (now - since) / tokens, prefilled_ms / tokens, now)
 
     def end(self, placement: Placement, usage: Usage | None, now: float) -> None:
         """The request is over, however. Only the first call counts."""
@@ -417,7 +416,7 @@ class LoadModel:
         self._ln_speed = (self._ln_speed + 0.05 * off) * (1.0 - 0.005)
         self.speed = math.exp(self._ln_speed) if abs(self._ln_speed) > 0.25 else 1.0
 
-    def _learn_gap(self, gap_ms: float, prefill_ms: float) -> None:
+    def _learn_gap(self, gap_ms: float, prefill_ms: float, now: float) -> None:
         """A gap, and how much of it prefills took."""
         self.samples.gap_ms += 1
         pool, gaps = self.pool, self._gaps
@@ -425,6 +424,7 @@ class LoadModel:
         pool.gap_ms, pool.gap_per_token_ms = pool.gaps.gap_ms, pool.gaps.gap_per_token_ms
         slowness = gaps.slowness()
         self.gap_ms, self.gap_per_token_ms = slowness * pool.gap_ms, slowness * pool.gap_per_token_ms
+        self.gap_until = now + OWN_S if slowness != 1.0 else -NEVER  # what all have goes on to be learned
         self.mean_gap_ms = gaps.mean_ms
 
     # What the endpoint says, or the settings

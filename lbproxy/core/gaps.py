@@ -15,8 +15,11 @@ from lbproxy.core.learning import clip
 
 MEMORY: Final = 1000.0
 """Samples of an endpoint over which is averaged."""
-FEW: Final = 5.0
-"""With so many samples an endpoint counts half for itself, half for one like the others."""
+FEW: Final = 5
+"""With so many samples an endpoint counts half for itself, half for one like the others; with fewer not at all."""
+COLD: Final = 2.0
+"""A server may be slow at its first streams: its first `FEW` samples are taken to be so much off the line at most, and
+for twice as many a new one counts twice."""
 OWN_GAP: Final = 0.25
 """An endpoint's gaps are its own, not luck, if they are off the pool's line by more than this, in ln."""
 LEAST_DECODE: Final = 0.3
@@ -29,18 +32,18 @@ MOST_SLOPE: Final = 1.0
 class PoolGaps:
     """The line of all endpoints together."""
 
-    __slots__ = ("_context", "_count", "_cov", "_gap", "_square", "gap_ms", "gap_per_token_ms")
+    __slots__ = ("_context", "_cov", "_gap", "_square", "count", "gap_ms", "gap_per_token_ms")
 
     def __init__(self, gap_ms: float, gap_per_token_ms: float) -> None:
         self.gap_ms = gap_ms
         self.gap_per_token_ms = gap_per_token_ms
-        self._count = 0
+        self.count = 0
         self._context = self._gap = self._square = self._cov = 0.0
 
     def learn(self, context: float, gap_ms: float, square: float, cov: float, endpoints: int) -> None:
         """A sample of one of so many `endpoints`. `square`, `cov`: of what is off that endpoint's own means."""
-        self._count += 1
-        weight = max(1.0 / (MEMORY * max(1, endpoints)), 1.0 / self._count)
+        self.count += 1
+        weight = max(1.0 / (MEMORY * max(1, endpoints)), _weight(self.count, max(1, endpoints)))
         self._context += weight * (context - self._context)
         self._gap += weight * (gap_ms - self._gap)
         self._square += weight * (square - self._square)
@@ -67,18 +70,31 @@ class Gaps:
         """A gap at so much `context`, of which prefills took `prefill_ms`; `endpoints`: how many learn the line."""
         decode_ms = max(LEAST_DECODE * gap_ms, gap_ms - prefill_ms)
         self._count += 1
+        own_ms = gap_ms
+        if self._count <= FEW <= self.pool.count:
+            own_ms = min(gap_ms, COLD * self._expected_ms(context))
         if self._count == 1:
-            self._context, self.mean_ms, self._decode = context, gap_ms, decode_ms
-        weight = max(1.0 / MEMORY, 1.0 / self._count)
+            self._context, self.mean_ms, self._decode = context, own_ms, decode_ms
+        weight = max(1.0 / MEMORY, _weight(self._count, 1))
         off_context, off_decode = context - self._context, decode_ms - self._decode
         self._context += weight * off_context
         self._decode += weight * off_decode
-        self.mean_ms += weight * (gap_ms - self.mean_ms)
+        self.mean_ms += weight * (own_ms - self.mean_ms)
         rest = 1.0 - weight
         self.pool.learn(context, gap_ms, rest * off_context * off_context, rest * off_context * off_decode, endpoints)
 
     def slowness(self) -> float:
         """Gaps here, relative to the pool's line at the same context; 1 unless they are clearly others."""
-        expected_ms = self.pool.gap_ms + self.pool.gap_per_token_ms * self._context
-        off = math.log(max(0.1, self.mean_ms) / max(0.1, expected_ms)) * self._count / (self._count + FEW)
+        if self._count < FEW:
+            return 1.0
+        off = math.log(max(0.1, self.mean_ms) / max(0.1, self._expected_ms(self._context)))
+        off *= self._count / (self._count + FEW)
         return math.exp(off) if abs(off) > OWN_GAP else 1.0
+
+    def _expected_ms(self, context: float) -> float:
+        return self.pool.gap_ms + self.pool.gap_per_token_ms * context
+
+
+def _weight(count: int, endpoints: int) -> float:
+    """Of the latest of so many samples of so many endpoints."""
+    return 2.0 / (count + 1) if count <= 2 * FEW * endpoints else 1.0 / count

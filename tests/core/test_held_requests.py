@@ -5,13 +5,16 @@ or have waited with an endpoint free.
 from __future__ import annotations
 
 import random
+from heapq import heappop, heappush
+from math import inf
+from statistics import fmean
 
 import pytest
 
 from lbproxy.config import AdmissionSettings
 from lbproxy.core.retry import FailureKind
-from lbproxy.core.types import InferenceRequest, Outcome, Ticket, TicketState, Usage
-from tests.support.pool import MODEL, pool_of
+from lbproxy.core.types import EndpointUid, InferenceRequest, Outcome, Ticket, TicketState, Usage
+from tests.support.pool import MODEL, card, make_balancer, pool_of, show_gauges, spec
 
 
 def ask(tokens: int = 1000, *, deadline: float | None = None, stream: bool = True, name: str = "r") -> InferenceRequest:
@@ -150,3 +153,113 @@ def test_embeddings_go_round_a_slow_server() -> None:
         return sum(took[300:]) / len(took[300:])
 
     assert latency("adaptive") < 1.05 * latency("least-request")
+
+
+class Engines:
+    """Four engines of eight slots that take .6 s a request, and half a second to load the adapter for the first time.
+    They report what runs and waits. The adapter is loaded on the first.
+    """
+
+    SLOTS, TOOK_S, LOAD_S = 8, 0.6, 0.5
+
+    def __init__(self, policy: str) -> None:
+        self.balancer = make_balancer(policy=policy)
+        self.endpoints = self.balancer.set_endpoints([spec(n) for n in range(1, 5)], now=0.0).added
+        self.loaded_at = {endpoint.uid: inf for endpoint in self.endpoints}
+        self.queues: dict[EndpointUid, list[Ticket]] = {endpoint.uid: [] for endpoint in self.endpoints}
+        self.running: dict[EndpointUid, int] = dict.fromkeys(self.queues, 0)
+        self.events: list[tuple[float, int, Ticket | None]] = []
+        self.served: dict[EndpointUid, int] = dict.fromkeys(self.queues, 0)
+        for endpoint in self.endpoints:
+            self.balancer.report_models(endpoint.uid, [card(MODEL), card("lora", parent=MODEL)])
+            self.balancer.report_health(endpoint.uid, True, "", now=0.0)
+
+    def go(self, tickets: list[Ticket], now: float) -> None:
+        """They were placed: in the engine's queue first."""
+        for ticket in tickets:
+            if ticket.state is TicketState.PLACED:
+                uid = ticket.where.endpoint.uid
+                self.queues[uid].append(ticket)
+                self.begin(uid, now)
+
+    def begin(self, uid: EndpointUid, now: float) -> None:
+        while self.queues[uid] and self.running[uid] < self.SLOTS:
+            ticket = self.queues[uid].pop(0)
+            self.running[uid] += 1
+            self.loaded_at[uid] = min(self.loaded_at[uid], now + self.LOAD_S)
+            began = max(now, self.loaded_at[uid])
+            heappush(self.events, (began + 0.05, id(ticket), ticket))
+            heappush(self.events, (began + self.TOOK_S, -id(ticket), ticket))
+
+    def clients(self, count: int, requests: int) -> list[float]:
+        """So many at a time, each of which asks again when it has its response. How long each request took, in
+        seconds.
+        """
+        took, left, now = [], requests, 0.0
+        for _ in range(count):
+            left -= 1
+            self.go([self.balancer.submit(lora(), now=now)], now)
+        heappush(self.events, (0.2, 0, None))
+        while len(took) < requests:
+            now, number, ticket = heappop(self.events)
+            if ticket is None:
+                heappush(self.events, (now + 0.2, 0, None))
+                for uid, queue in self.queues.items():
+                    show_gauges(self.balancer, uid, now=now, waiting=len(queue), running=self.running[uid])
+            elif number > 0:
+                self.balancer.first_byte(ticket, now=now)
+            else:
+                uid = ticket.where.endpoint.uid
+                self.balancer.close(ticket, Outcome.COMPLETED, now=now, usage=Usage(10, 0, 30))
+                took.append(now - ticket.submitted_at)
+                self.served[uid] += 1
+                self.running[uid] -= 1
+                self.begin(uid, now)
+                if left:
+                    left -= 1
+                    self.go([self.balancer.submit(lora(), now=now)], now)
+            self.go(self.balancer.poll(now=now), now)
+        return took
+
+
+def lora() -> InferenceRequest:
+    return InferenceRequest("r", "lora", True, 40, 40)
+
+
+def test_an_adapter_whose_home_is_full_is_loaded_elsewhere() -> None:
+    """48 clients, eight slots at home: 200 of 200 stayed there, for 3.25 s each, beside three idle servers. On four it
+    takes .9 s.
+    """
+    engines = Engines("adaptive")
+    home = engines.balancer.submit(lora(), now=0.0)
+    engines.go([home], 0.0)
+    engines.events.clear()
+    engines.running[home.where.endpoint.uid] = 0
+    engines.balancer.first_byte(home, now=0.0)
+    engines.balancer.close(home, Outcome.COMPLETED, now=0.0, usage=Usage(10, 0, 30))
+    engines.loaded_at[home.where.endpoint.uid] = 0.0
+    took = engines.clients(48, 800)
+    assert fmean(took[:200]) < 2.0
+    assert fmean(took[400:]) < 1.1
+    assert min(engines.served.values()) >= 100
+
+
+def test_an_endpoint_that_was_slow_at_its_first_stream_is_not_left_alone_for_it() -> None:
+    """A cold server: one sample of its gap counted alone, for 30 s."""
+    balancer, endpoints = pool_of(2, policy="adaptive")
+    slow = endpoints[0].uid
+    now, given = 0.0, {endpoint.uid: 0 for endpoint in endpoints}
+    first = True
+    for n in range(60):
+        now += 0.5
+        ticket = balancer.submit(ask(100, name=str(n)), now=now)
+        uid = ticket.where.endpoint.uid
+        given[uid] += 1
+        balancer.first_byte(ticket, now=now + 0.05)
+        gap = 0.3 if uid == slow and first else 0.02
+        first = first and uid != slow
+        for step in range(1, 4):
+            balancer.progress(ticket, 5, now=now + 0.05 + 5 * gap * step)
+        balancer.close(ticket, Outcome.COMPLETED, now=now + 0.05 + 15 * gap, usage=Usage(100, 0, 15))
+        now += max(0.0, 15 * gap - 0.4)
+    assert min(given.values()) >= 20, given
