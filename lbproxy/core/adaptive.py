@@ -101,18 +101,14 @@ class Adaptive(Policy):
         pool = loads[0].pool
         token_ms, output, base = pool.token_ms, pool.output_tokens, pool.base_ms
         prompt = max(1.0, request.prompt_bytes / pool.bytes_per_token)
-        pool_gap = pool.gap_ms, pool.gap_per_token_ms
         block = pool.index.block_bytes / pool.bytes_per_token
         blocks = len(request.block_keys) * block
         depths = pool.index.match(request.block_keys)
         mean_load = sum([load.in_flight for load in loads]) / len(loads)
         space = SPACE * token_ms * pool.hit_ratio * (1.0 + CROWDED * mean_load)
-        space_tokens, decode = pool.size.space_tokens, DECODE * output
+        space_tokens, decode, pool_gap = pool.size.space_tokens, DECODE * output, (pool.gap_ms, pool.gap_per_token_ms)
         costs, waits, works = [], [], []
-        least = 0.0
-        if pool.held:
-            most = max([depths[load.slot] for load in loads]) * block
-            least = work_tokens(max(1.0, prompt - most), most)
+        least = _least_work(prompt, max([depths[load.slot] for load in loads]) * block) if pool.held else 0.0
         notes: _Parts | None = None
         for load in loads:
             if load.due_at <= now:
@@ -123,25 +119,20 @@ class Adaptive(Policy):
             uncached = prompt - cached
             if uncached < 1.0:  # noqa: PLR1730 - max() takes four times as long
                 uncached = 1.0
-            own = uncached
-            beyond = cached + 0.5 * uncached - SHORT  # `work_tokens`, in place
-            if beyond > 0.0:
-                own += uncached * PER_CONTEXT * beyond
+            beyond = cached + 0.5 * uncached - SHORT
+            own = uncached if beyond <= 0.0 else uncached * (1.0 + PER_CONTEXT * beyond)  # `work_tokens`, in place
             prefill = own * rate
             backlog = 0.0
             if load.pending:
-                done = (1000.0 * (now - load.since_at) - STEPS * load.mean_gap_ms) / rate
-                if done < 0.0:  # noqa: PLR1730
-                    done = 0.0
-                backlog = load.pending_tokens - (done if done < load.head_tokens else load.head_tokens)
+                backlog, done = load.pending_tokens, (1000.0 * (now - load.since_at) - STEPS * load.mean_gap_ms) / rate
+                if done > 0.0:
+                    backlog -= done if done < load.head_tokens else load.head_tokens
             in_flight, room = load.in_flight, load.room
             streams, others = float(in_flight), room.others
             if others.count or others.until < now:
                 streams += others.requests(now)
                 backlog += others.queued(now) * pool.work_tokens
-            if backlog < 0.0:  # noqa: PLR1730
-                backlog = 0.0
-            wait = backlog * rate
+            wait = backlog * rate if backlog > 0.0 else 0.0  # rounding
             if streams >= room.slots.limit or room.line.count or room.lanes.lanes > 1.0:
                 wait = _wait_ms(load, backlog, streams, least, now)
             # Decode: a gap grows with the context that the batch reads in each step.
@@ -152,17 +143,16 @@ class Adaptive(Policy):
             # dear (half the servers at half speed: goodput .46 instead of .75).
             cache, live, capacity = load.cache, load.live_tokens, load.capacity_tokens
             foreign = others.space(now) if others.cache_tokens else 0.0
-            size = load.told_tokens or space_tokens
             first = load.base_ms if load.base_until > now else base
-            space_cost = space * ((cache.size * block + live + foreign) / size) * uncached
+            used = (cache.size * block + live + foreign) / (load.told_tokens or space_tokens)
             cost = first + wait + prefill * (1.0 + STALL * streams) + decode * (gap + streams * slope * prompt)
-            cost += space_cost
+            space_cost = space * used * uncached
             # Space for this request and for what those in flight will still say, as far as it is not there.
             growth = in_flight * output - live
             over = blocks - cached + output + foreign - capacity
             over += cache.pinned * block + (growth if growth > live else live)
             late = space_wait_ms(load, over, now) if over > 0.0 else 0.0
-            cost += late
+            cost += space_cost + late
             if self.explains:
                 stall, slow_down = prefill * STALL * streams, decode * streams * slope * prompt
                 notes = _Parts(notes, cost, first, wait, prefill, stall, decode * gap, slow_down, space_cost, late)
@@ -225,6 +215,11 @@ def _named(parts: _Parts) -> dict[str, float]:
     if parts.adapter >= 0.0:
         named["adapter"] = parts.adapter
     return named
+
+
+def _least_work(prompt: float, cached: float) -> float:
+    """Of a prompt at the endpoint that has most of it."""
+    return work_tokens(max(1.0, prompt - cached), cached)
 
 
 def _wait_ms(load: LoadModel, backlog: float, ahead: float, work: float, now: float) -> float:

@@ -175,10 +175,8 @@ class EndpointState:
     """By id; None = it never said. Kept when the endpoint goes down."""
     said_tokens: int | None = None
     """How much its KV cache holds, by its own word outside its metrics (`core.server_info`)."""
-    said_at_most: bool = False
-    """Or less."""
-    said_slots: int | None = None
-    """How many requests it runs at once, by its own word."""
+    said_at_most: bool = False  # or less
+    said_slots: int | None = None  # how many requests it runs at once, by its own word
     refusals: int = 0
     """Attempts in a row that it refused or failed, without a good answer between."""
     backing_off_until: float = float("-inf")

@@ -195,7 +195,8 @@ class Engines:
         """So many at a time, each of which asks again when it has its response. How long each request took, in
         seconds.
         """
-        took, left, now = [], requests, 0.0
+        took: list[float] = []
+        left, now = requests, 0.0
         for _ in range(count):
             left -= 1
             self.go([self.balancer.submit(lora(), now=now)], now)
