@@ -37,7 +37,7 @@ taken to go on: so many may be queued, however long they take."""
 OURS: Final = 2
 """So many requests of ours may be at any endpoint: where others fill the engine's queue, holding ours back only lets
 more of theirs in."""
-LIMIT_STEP: Final = 0.25
+LIMIT_STEP: Final = 0.15
 """Share of a limit's error that one whole response corrects."""
 
 

@@ -30,6 +30,8 @@ PRICED: Final = 32
 """Requests that wait which are priced at a time; if there are more to price, the driver's loop gets a turn between."""
 MOVED: Final = 6
 """Of these, requests in other lines that may do better at an endpoint that has room."""
+LATE: Final = 0.8
+"""Under overload, requests that have waited for this share of what is too long will be late when they are served."""
 PRICE_AGAIN_S: Final = 0.05
 """How long after its last price a request in another line is priced again at the earliest."""
 PATIENCE: Final = 6.0
@@ -149,7 +151,7 @@ class Waiting:
         """While it is overloaded, the newest go first."""
         overload = self._overload
         overload.observe(self._queue.ready, self._long_s, now)
-        self._queue.late_s = self._long_s if overload.stands else inf
+        self._queue.late_s = LATE * self._long_s if overload.stands else inf
         if self._pool is not None:
             self._pool.overloaded = overload.stands
 
