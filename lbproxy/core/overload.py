@@ -17,7 +17,7 @@ STANDS_S: Final = 5.0
 SHORT: Final = 0.5
 """It does until it is shorter than this share of what is too long: requests that waited in vain are among those that
 wait, and in order of age they would be the next."""
-LEFT: Final = 64
+LEFT: Final = 128
 """Requests by whose leaving the queue's pace is told,"""
 FEW: Final = 8
 """if so many left it at all."""
@@ -26,27 +26,32 @@ FEW: Final = 8
 class Overload:
     """Of one queue."""
 
-    __slots__ = ("_left", "_long_since", "stands")
+    __slots__ = ("_at", "_busy_s", "_left", "_long_since", "_waiting", "stands")
 
     def __init__(self) -> None:
         self.stands = False
         """Requests are coming faster than they are served, and have been for a while."""
+        self._busy_s = self._at = 0.0
+        """For how long there have been requests in the queue, and as of when."""
+        self._waiting = 0
         self._left: deque[float] = deque(maxlen=LEFT)
+        """As of `_busy_s`: a time in which nobody waits says nothing of the pace."""
         self._long_since = inf
 
-    def left(self, now: float) -> None:
-        """One more request left the queue by its turn. A quiet time says nothing of the pace."""
-        self._left.append(now)
+    def left(self) -> None:
+        """One more request left the queue by its turn, at the time of the latest `observe`."""
+        self._left.append(self._busy_s)
 
     def wait_s(self, before: int) -> float:
         """How long it takes until so many have left. 0: nobody knows."""
         left = self._left
-        if len(left) < FEW:
-            return 0.0
-        return before * (left[-1] - left[0]) / (len(left) - 1)
+        return before * (self._busy_s - left[0]) / len(left) if len(left) >= FEW else 0.0
 
     def observe(self, waiting: int, long_s: float, now: float) -> None:
-        """So many wait; `long_s` is too long."""
+        """So many wait from now on; `long_s` is too long."""
+        if self._waiting:
+            self._busy_s += now - self._at
+        self._waiting, self._at = waiting, now
         if self.wait_s(waiting) <= (long_s * SHORT if self.stands else long_s):
             self._long_since = inf
             self.stands = False

@@ -106,7 +106,7 @@ class Waiting:
             self._all_woken = False
             for state in self._endpoints.candidates(None, now=now):
                 self._open_later(state, now)
-        self._observe(now)
+        self._observe(self._queue.ready + 1, now)
         self._reserve(ticket, now)
         if ticket.best is not None and self._choice.is_open(ticket.best, now):
             self._woken[ticket.best.endpoint.uid] = ticket.best
@@ -128,7 +128,7 @@ class Waiting:
 
     def forget(self, now: float) -> None:
         """Nobody waits."""
-        self._observe(now)
+        self._observe(0, now)
         self._woken.clear()
         self._openings.clear()
         self._opens_at.clear()
@@ -147,10 +147,10 @@ class Waiting:
         pool.held += 1
         self._open_later(state, now)
 
-    def _observe(self, now: float) -> None:
+    def _observe(self, waiting: int, now: float) -> None:
         """While it is overloaded, the newest go first."""
         overload = self._overload
-        overload.observe(self._queue.ready, self._long_s, now)
+        overload.observe(waiting, self._long_s, now)
         self._queue.late_s = LATE * self._long_s if overload.stands else inf
         if self._pool is not None:
             self._pool.overloaded = overload.stands
@@ -176,7 +176,7 @@ class Waiting:
         """Have those that wait for what was woken considered, in the order of service; those that stop waiting are
         appended to `changed`.
         """
-        self._observe(now)
+        self._observe(self._queue.ready, now)
         everything, self._all_woken = self._all_woken, False
         woken, self._woken = self._woken, {}
         is_open = self._choice.is_open
@@ -226,7 +226,7 @@ class Waiting:
                 continue
             moved = True
             self._queue.remove(ticket)
-            self._overload.left(now)
+            self._overload.left()
             changed.append(ticket)
             stuck.discard(key)
             placed_on = ticket.placed_on

@@ -15,34 +15,42 @@ from tests.support.pool import MODEL
 def of_one_a_second() -> Overload:
     overload = Overload()
     for n in range(FEW):
-        overload.left(float(n))
+        overload.observe(1, 5.0, float(n))
+        overload.left()
+    overload.observe(0, 5.0, float(FEW))
     return overload
 
 
 def test_the_wait_is_told_by_the_pace_at_which_requests_leave() -> None:
-    overload = Overload()
-    for n in range(FEW - 1):
-        overload.left(float(n))
-        assert overload.wait_s(100) == 0.0, "nobody knows"
-    overload.left(FEW - 1.0)
+    overload = of_one_a_second()
     assert overload.wait_s(100) == pytest.approx(100.0)
+    overload.observe(1, 5.0, 3600.0)
+    assert overload.wait_s(100) == pytest.approx(100.0), "an hour in which nobody waited"
+    overload.observe(1, 5.0, 3600.0 + FEW)
+    assert overload.wait_s(100) == pytest.approx(200.0), "as long again in which nobody left"
+    assert Overload().wait_s(100) == 0.0, "nobody knows"
 
 
 def test_a_queue_that_stays_long_is_overload_until_it_is_short() -> None:
     overload = of_one_a_second()
-    overload.observe(6, 5.0, 0.0)
-    overload.observe(6, 5.0, STANDS_S - 0.1)
-    assert not overload.stands
-    overload.observe(5, 5.0, STANDS_S)
-    overload.observe(6, 5.0, STANDS_S + 1.0)
-    overload.observe(6, 5.0, 2 * STANDS_S)
-    assert not overload.stands, "it was short once"
-    overload.observe(6, 5.0, 3 * STANDS_S)
-    stands = [overload.stands]
-    overload.observe(5, 5.0, 3 * STANDS_S)
-    stands.append(overload.stands)
-    overload.observe(2, 5.0, 3 * STANDS_S)
-    assert [*stands, overload.stands] == [True, True, False], "those that waited in vain are no reason to end it"
+    now = 100.0
+
+    def observe(waiting: int, after: float) -> bool:
+        nonlocal now
+        now += after
+        for _ in range(round(after)):
+            overload.left()
+        overload.observe(waiting, 5.0, now)
+        return overload.stands
+
+    assert not observe(8, 0.0)
+    assert not observe(8, STANDS_S - 1)
+    assert not observe(4, 2.0)
+    assert not observe(8, 1.0), "it was short once"
+    assert not observe(8, STANDS_S - 1)
+    assert observe(8, 1.0)
+    assert observe(4, 1.0), "those that waited in vain are no reason to end it"
+    assert not observe(1, 1.0)
 
 
 def waiting(queue: WaitingQueue, flow: Flow, name: str, at: float) -> Ticket:
