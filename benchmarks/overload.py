@@ -45,6 +45,8 @@ from lbproxy.sim_cli import Run, fleet_of, runs_of, workload_of
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "results" / "overload.json", HERE / "OVERLOAD.md"
 
+SOCKETS = "\n## Through real sockets\n"
+"""The page's last part begins with it: that of `overload_http.py`."""
 SECONDS = 240.0
 """For so long requests arrive."""
 WARM_UP_S = 60.0
@@ -366,7 +368,8 @@ What lbproxy makes of more requests than its servers can answer, simulated
 Four simulated servers (Qwen3-32B on two H100 each) with slots for 64 requests (*slots*), a KV cache of 60,000 tokens
 (*space*), or prompts of 6,000 tokens that share nothing and responses of 20 (*prefill*); otherwise prompts of 350
 tokens and responses of 700 (medians, lognormal with sigma 0.5). Poisson arrivals at 1.2 to 10 times the capacity for
-150 s, of which the first 30 s are not counted. lbproxy's queue is as without settings: 1,024 requests, 30 s.
+240 s, of which the first 60 s, in which servers fill and limits are learned, are not counted. lbproxy's queue is as
+without settings: 1,024 requests, 30 s.
 
 *throughput*: responses that ended, beside the capacity. *≤ 5 s*, *≤ 2 s*: responses whose first token came so soon
 after the request (of whole responses as the simulator knows it), beside the capacity; it can exceed 1, as who is served
@@ -442,7 +445,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not partial:
         all_tasks = cell_tasks(CELLS, ["adaptive"], kept, SECONDS)
         capacities = {kind: found for kind in KINDS if (found := kept.capacity(kind)) is not None}
-        args.page.write_text(page(cell_table(all_tasks, kept), surprise_table(surprises, kept), capacities), "utf-8")
+        _, mark, sockets = args.page.read_text("utf-8").partition(SOCKETS) if args.page.exists() else ("", "", "")
+        whole = page(cell_table(all_tasks, kept), surprise_table(surprises, kept), capacities)
+        args.page.write_text(whole + mark + sockets, "utf-8")
     return int(any(row[-1] == "FAIL" for row in rows(tasks, kept)))
 
 
