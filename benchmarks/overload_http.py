@@ -3,7 +3,7 @@
 lbproxy as installed before four servers as `lbproxy mock` runs one, in a process each, and clients that send at their
 rate whatever happens. The servers are slower and smaller than the simulation's, so that two cores carry it all: eight
 slots, a KV cache of 4,000 tokens, or prompts of 6,000 tokens. What they can answer is measured first, as there. Prints
-a table, and writes `results/overload-http.json` and the last part of `OVERLOAD.md`; fifteen minutes.
+a table, and writes `results/overload-http.json` and the last part of `OVERLOAD.md`; twelve minutes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lbproxy.sim.report import as_table, percentile
 
 RESULTS = Path(__file__).parent / "results" / "overload-http.json"
 SERVERS = 4
-WARM_UP_S, SECONDS = 30.0, 90.0
+WARM_UP_S, SECONDS = 20.0, 60.0
 CAPACITY_S = 40.0
 CLIENT_S = 60.0
 """A client waits for so long."""

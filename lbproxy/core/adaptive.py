@@ -107,8 +107,8 @@ class Adaptive(Policy):
         mean_load = sum([load.in_flight for load in loads]) / len(loads)
         space = SPACE * token_ms * pool.hit_ratio * (1.0 + CROWDED * mean_load)
         space_tokens, decode, pool_gap = pool.size.space_tokens, DECODE * output, (pool.gap_ms, pool.gap_per_token_ms)
-        costs, waits, works = [], [], []
-        least = _least_work(prompt, max([depths[load.slot] for load in loads]) * block) if pool.held else 0.0
+        costs, waits, works, held, reports = [], [], [], pool.held > 0, pool.others.until >= now
+        least = _least_work(prompt, max([depths[load.slot] for load in loads]) * block) if held else 0.0
         notes: _Parts | None = None
         for load in loads:
             if load.due_at <= now:
@@ -129,11 +129,11 @@ class Adaptive(Policy):
                     backlog -= done if done < load.head_tokens else load.head_tokens
             in_flight, room = load.in_flight, load.room
             streams, others = float(in_flight), room.others
-            if others.count or others.until < now:
+            if others.count or (reports and others.until < now):
                 streams += others.requests(now)
                 backlog += others.queued(now) * pool.work_tokens
             wait = backlog * rate if backlog > 0.0 else 0.0  # rounding
-            if streams >= room.slots.limit or room.line.count or room.lanes.lanes > 1.0:
+            if streams >= room.slots.limit or (held and room.line.count) or room.lanes.lanes > 1.0:
                 wait = _wait_ms(load, backlog, streams, least, now)
             # Decode: a gap grows with the context that the batch reads in each step.
             own_gap, slope = (load.gap_ms, load.gap_per_token_ms) if load.gap_until > now else pool_gap
