@@ -275,7 +275,9 @@ class Balancer:
             one.endpoint.uid not in tried and self._choice.takes(one)
             for one in self._endpoints.candidates(ticket.request.model, now=now)
         ) and not (stranded and ticket.trial and state.health is Health.HALF_OPEN)
-        verdict = self._retries.decide(kind, earlier, elsewhere=elsewhere, now=now)
+        verdict = self._retries.decide(
+            kind, earlier, elsewhere=elsewhere, now=now, repeatable=ticket.request.repeatable
+        )
         # A 500 that is tried elsewhere counts if that goes well; one that came from two endpoints is the request's.
         open_question = kind is FailureKind.ERROR and not ticket.trial and (verdict.again or kind in earlier)
         if not stranded and not open_question:

@@ -109,6 +109,8 @@ _NOT_ITS_FAULT: Final = frozenset(
     {FailureKind.CONNECT, FailureKind.STALE, FailureKind.BUSY, FailureKind.LIMITED, FailureKind.MISSING}
 )
 """These endpoints did not take the request, whatever it was: it is not under suspicion of breaking servers."""
+_NOT_TAKEN: Final = _NOT_ITS_FAULT - {FailureKind.STALE}
+"""After these even what must not be done twice may be sent again."""
 _RULES: Final = {
     FailureKind.CONNECT: _Rule(Outcome.CONNECT_FAILED, again=_ANY_NUMBER, free=True),
     FailureKind.RESET: _Rule(Outcome.UPSTREAM_RESET, again=1),
@@ -153,10 +155,13 @@ class Retries:
         self._turn_to(int(now))
         return self._ratio * sum(self._requests) + self._per_second * WINDOW_S - sum(self._spent)
 
-    def decide(self, kind: FailureKind, earlier: Sequence[FailureKind], *, elsewhere: bool, now: float) -> Verdict:
+    def decide(
+        self, kind: FailureKind, earlier: Sequence[FailureKind], *, elsewhere: bool, now: float, repeatable: bool = True
+    ) -> Verdict:
         """After an attempt that failed by `kind`, and those `earlier` of the same request.
 
-        `elsewhere`: another endpoint could take it. Spends budget if the verdict is to try again.
+        `elsewhere`: another endpoint could take it. `repeatable`: see InferenceRequest. Spends budget if the verdict is
+        to try again.
         """
         rule = _RULES[kind]
         again = (
@@ -164,6 +169,7 @@ class Retries:
             and earlier.count(kind) < rule.again
             and not (rule.only_unsuspected and any(one not in _NOT_ITS_FAULT for one in earlier))
             and (rule.free or elsewhere)
+            and (repeatable or kind in _NOT_TAKEN)
         )
         if not again and rule.free and not elsewhere:
             return Verdict(False, Outcome.NO_ENDPOINTS)  # whether its attempts ran out first, or the endpoints

@@ -227,12 +227,12 @@ class InferenceRequest(NamedTuple):
     """Higher goes first; below 0 is shed first."""
     session: str | None = None
     """What the client calls the conversation that this belongs to."""
-    explain: bool = False
-    """The client would like to know why it went where it went."""
+    explain: bool = False  # the client would like to know why it went where it went
     flow: str = "anonymous"
     """Whose it is: see `core.flows`."""
     deadline: float | None = None
     """When the client must have its first token, or else wants none."""
+    repeatable: bool = True  # it may be sent again although an endpoint may have begun with it
 
     def is_text(self, tokens: int) -> bool:
         """Whether so many tokens can be the prompt's text. If not, there are images in it, or somebody is wrong."""

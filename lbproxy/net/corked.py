@@ -37,7 +37,11 @@ class Cork:
         """Send everything."""
         due, self._due = self._due, []
         for transport in due:
-            transport.flush()
+            try:
+                transport.flush()
+            except Exception as error:  # noqa: BLE001 - one that fails must not keep the others' bytes back
+                context = {"message": "a transport failed to send", "exception": error, "transport": transport}
+                self._loop.call_exception_handler(context)
 
 
 class Corked:

@@ -217,15 +217,15 @@ class Exchange(ABC):
             record.decided(ticket.decision)
             if ticket.placement is not None:
                 record.predicted_cached_tokens = ticket.placement.cached_tokens
-        connection = self._shared.connections.take(Origin.parse(endpoint.base_url, endpoint.tls))
+        origin = Origin.parse(endpoint.base_url, endpoint.tls)
+        connection = self._shared.connections.take(origin) if ticket.request.repeatable else None  # may be closed
         if connection is not None:
             self._send(ticket, connection)
         else:
             self._dial(ticket)
 
     def _dial(self, ticket: Ticket) -> None:
-        assert ticket.placed_on is not None
-        endpoint = ticket.placed_on.endpoint
+        endpoint = ticket.where.endpoint
         origin = Origin.parse(endpoint.base_url, endpoint.tls)
         self._pending = self._shared.connections.dial(
             origin, self._shared.timeouts.connect, lambda result: self._guarded(self._dialled, result)

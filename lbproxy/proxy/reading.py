@@ -74,6 +74,7 @@ class Reading:
             fields.explain,
             flow,
             None if slo_s is None else record.started_at + slo_s,
+            request.route.is_inference or request.method not in {"POST", "PATCH"},
         )
 
     def _renamed(self, request: ClientRequest, record: RequestRecord, outline: bytes | None) -> tuple[BodyFacts, bytes]:
@@ -98,14 +99,18 @@ class Reading:
     def _read(self, request: ClientRequest, outline: bytes | None) -> tuple[BodyFacts, bytes]:
         """The same by the name that the client used."""
         body = request.body
+        is_inference = request.route.is_inference
         if has_json(request):
+            if not body and not is_inference:
+                return BodyFacts(None), body
             facts = read_json_body(body, outline)
-            if facts.model is not None:
+            if facts.model is not None or not is_inference:
                 return facts, body
             model = resolve(None, self._runtime.base_models())
             return facts._replace(model=model), with_model(body, model)
         if _is_read(request) and b"multipart/form-data" in request.fields.content_type:
-            return BodyFacts(resolve(read_multipart_model(body), self._runtime.base_models())), body
+            named = read_multipart_model(body)
+            return BodyFacts(resolve(named, self._runtime.base_models()) if is_inference else named), body
         return BodyFacts(None), body
 
     def _served_now(self) -> frozenset[str]:

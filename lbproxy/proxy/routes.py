@@ -34,6 +34,9 @@ class Route(NamedTuple):
     """lbproxy answers it."""
     has_prompt: bool = False
     """Its body has a prompt that the prefix cache knows."""
+    is_inference: bool = True
+    """Its POST requests name a model, which is demanded, or put in where only one is served; and they may be sent
+    again, as they change nothing. Of others neither is known: files and batches, or the cancelling of a response."""
 
 
 _PASSED_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -41,7 +44,8 @@ _POST = frozenset({"POST", "OPTIONS"})
 _GET = frozenset({"GET", "HEAD", "OPTIONS"})
 
 _MODELS = Route("models", Body.ANY, _GET, ours=True)
-_OTHER = Route("other", Body.BY_TYPE, _PASSED_METHODS)
+_OTHER = Route("other", Body.BY_TYPE, _PASSED_METHODS, is_inference=False)
+_INFERENCE = _OTHER._replace(is_inference=True)
 ADAPTERS = Route("adapters", Body.JSON, frozenset({"POST"}), ours=True)
 """lbproxy makes these calls at every endpoint of a base model, if it is allowed to: see proxy/adapters.py."""
 _LORA_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
@@ -55,6 +59,14 @@ _ROUTES = {
     **{
         f"/{name}": Route(name, Body.BY_TYPE, _PASSED_METHODS)
         for name in ("tokenize", "detokenize", "rerank", "score", "pooling", "classify", "generate")
+    },
+    **{
+        f"/v1/{name}": _INFERENCE
+        for name in (
+            *("audio/speech", "audio/transcriptions", "audio/translations", "classify", "images/edits"),
+            *("images/generations", "images/variations", "messages/count_tokens", "moderations", "pooling", "rerank"),
+            "score",
+        )
     },
 }
 

@@ -117,3 +117,19 @@ def test_a_write_while_others_are_sent_goes_out_in_the_next_turn(loop: Loop) -> 
     assert (done, loop.soon) == ([b"question"], [cork.flush, cork.flush])
     cork.flush()
     assert done == [b"question", b"answer"]
+
+
+def test_one_that_cannot_send_keeps_nobody_elses_bytes_back(loop: Loop) -> None:
+    class Broken(Inner):
+        def write(self, data: bytes | bytearray | memoryview) -> None:
+            raise RuntimeError("unable to perform operation on a closed transport")
+
+    cork, (one, two), done = transports(loop, 2)
+    broken, told = Corked(Broken(done), cork), []
+    loop.set_exception_handler(lambda _, context: told.append(context["exception"]))
+    one.write(b"a")
+    broken.write(b"b")
+    two.write(b"c")
+    cork.flush()
+    assert done == [b"a", b"c"]
+    assert [str(error) for error in told] == ["unable to perform operation on a closed transport"]

@@ -12,7 +12,7 @@ from lbproxy.core.types import Outcome
 from lbproxy.runtime import Runtime
 from tests.support.aio import run, until
 from tests.support.compiled import interpreted
-from tests.support.endpoint import LAST, OK, Received, ScriptedEndpoint, Wire, answer
+from tests.support.endpoint import LAST, OK, Received, Script, ScriptedEndpoint, Wire, answer, reset
 from tests.support.pool import card
 from tests.support.rig import Reply, post, rig, settings_for
 
@@ -236,6 +236,55 @@ def test_a_form_is_placed_by_its_model() -> None:
             assert (await it.ask(upload(form))).status == 200
             assert endpoint.requests[0].body == form
             assert (await it.ask(upload(form.replace(b"\r\nm\r\n", b"\r\nnope\r\n")))).status == 404
+
+    run(main())
+
+
+@pytest.mark.parametrize("models", [["m"], ["m", "n"]], ids=["one model", "two"])
+@pytest.mark.parametrize(
+    ("path", "content_type", "body"),
+    [
+        ("/v1/responses/resp_1/cancel", b"application/json", b""),
+        ("/v1/batches", b"application/json", b'{"input_file_id":"file-1","endpoint":"/v1/chat/completions"}'),
+        ("/v1/conversations", b"application/json", b"{}"),
+        (
+            "/v1/files",
+            b"multipart/form-data; boundary=B",
+            b'--B\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nx\r\n--B--',
+        ),
+    ],
+)
+def test_what_names_no_model_and_need_not_is_passed_on_as_it_is(
+    path: str, content_type: bytes, body: bytes, models: list[str]
+) -> None:
+    """As the SDKs send it. A model was demanded of these, or put into them."""
+    head = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n"
+
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint, rig(endpoint.url) as it:
+            show(it.runtime, models)
+            assert (await it.ask(head % (path.encode(), content_type, len(body)) + body)).status == 200
+            assert endpoint.requests[0].body == body
+
+    run(main())
+
+
+def test_only_what_changes_nothing_is_sent_again_to_another_endpoint() -> None:
+    """An upload that was begun may have been stored; one that nobody took may go elsewhere."""
+    batch = post(b'{"input_file_id":"f"}', path="/v1/batches")
+
+    async def asked(script: Script, request: bytes) -> tuple[int, int]:
+        async with ScriptedEndpoint(script) as bad, ScriptedEndpoint() as good, rig(bad.url, good.url) as it:
+            statuses = [(await it.ask(request)).status for _ in range(4)]
+            return sum(status == 200 for status in statuses), len(bad.requests)
+
+    async def main() -> None:
+        good, tried = await asked(reset, post())
+        assert (good, tried > 0) == (4, True), "a completion"
+        good, tried = await asked(reset, batch)
+        assert (good + tried, tried > 0) == (4, True), "each that was reset is told so"
+        good, tried = await asked(answer(b"busy", status=503), batch)
+        assert (good, tried > 0) == (4, True)
 
     run(main())
 
