@@ -234,8 +234,7 @@ class WaitingQueue:
 
     def before(self, ticket: Ticket) -> float:
         """The share of those that are ready which goes before a newcomer, by priority and flow; below 0: that is told
-        by their work, as all are of its own flow and priority, or its priority is the only one and it comes last under
-        overload.
+        by their work, as all are of its own flow and priority, or some are and it comes last under overload.
         """
         flow, priority = _flow(ticket), ticket.request.priority
         lanes = self._lanes
@@ -243,7 +242,7 @@ class WaitingQueue:
             return -1.0
         if len(lanes) == 1 and priority in lanes:
             lane = lanes[priority]
-            if self.overloaded or (len(lane) == 1 and flow in lane):
+            if flow in lane and (self.overloaded or len(lane) == 1):
                 return -1.0
         before = 0
         for one, lane in lanes.items():
