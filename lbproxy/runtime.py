@@ -25,6 +25,7 @@ from lbproxy.core.progress import CHECK_S
 from lbproxy.core.record import RequestRecord
 from lbproxy.core.retry import FailureKind, UpstreamError, Verdict
 from lbproxy.core.server_info import Description
+from lbproxy.core.snapshot import PoolSnapshot
 from lbproxy.core.types import (
     EndpointSpec,
     EndpointUid,
@@ -33,7 +34,6 @@ from lbproxy.core.types import (
     LoadMetrics,
     ModelCard,
     Outcome,
-    PoolSnapshot,
     Ticket,
     TicketState,
     Transition,
@@ -114,7 +114,9 @@ class Runtime:
 
     def after_failure(self, ticket: Ticket, error: UpstreamError, earlier: Sequence[FailureKind]) -> Verdict:
         """What follows a failed attempt. The caller closes the ticket, unless it passes the endpoint's answer on."""
-        verdict = self._balancer.after_failure(ticket, error.kind, earlier, now=self.now(), detail=error.detail)
+        verdict = self._balancer.after_failure(
+            ticket, error.kind, earlier, now=self.now(), detail=error.detail, refused=error.refused
+        )
         if self._transitions:
             self._tell()
         self._pump_soon()
@@ -132,9 +134,9 @@ class Runtime:
         """More came, `tokens` as far as is known; at most every 250 ms per stream."""
         self._balancer.progress(ticket, tokens, now=self.now())
 
-    def close(self, ticket: Ticket, outcome: Outcome, usage: Usage | None = None) -> None:
-        """The attempt is over. The first call counts. Nobody is told: the caller knows."""
-        self._balancer.close(ticket, outcome, now=self.now(), usage=usage)
+    def close(self, ticket: Ticket, outcome: Outcome, usage: Usage | None = None, *, timed_out: bool = False) -> None:
+        """The attempt is over. The first call counts. Nobody is told: the caller knows. `timed_out`: see Balancer."""
+        self._balancer.close(ticket, outcome, now=self.now(), usage=usage, timed_out=timed_out)
         if self._transitions:
             self._tell()
         if self._waiters:
@@ -191,9 +193,9 @@ class Runtime:
         self._balancer.explain(settings.explain.wanted)
         self._pump_soon()
 
-    def report_health(self, uid: EndpointUid, ok: bool, reason: str) -> None:
-        """A probe's answer."""
-        self._balancer.report_health(uid, ok, reason, now=self.now())
+    def report_health(self, uid: EndpointUid, ok: bool, reason: str, *, refused: bool = False) -> None:
+        """A probe's response. `refused`: nothing listens there."""
+        self._balancer.report_health(uid, ok, reason, now=self.now(), refused=refused)
         self._tell()
         self._pump_soon()
 
@@ -282,6 +284,10 @@ class Runtime:
     def report_load(self, ticket: Ticket, report: LoadReport | None) -> None:
         """A load report came with the answer; None = it was malformed. The ticket's end, which follows, pumps."""
         self._balancer.report_load(ticket, report, now=self.now())
+
+    def wants_scrape(self, uid: EndpointUid) -> bool:
+        """Whether to read an endpoint's metrics now."""
+        return self._balancer.wants_scrape(uid)
 
     def reported_at(self, uid: EndpointUid) -> float:
         """When an endpoint's last load report came."""

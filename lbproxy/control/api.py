@@ -23,7 +23,7 @@ from lbproxy.control.openapi import ENTRY, EVENTS, document
 from lbproxy.control.overlay import UnknownEntryError
 from lbproxy.control.recent import MAX_SUMMARIES, Fields
 from lbproxy.control.state import State, drain_progress
-from lbproxy.core.types import EndpointSnapshot
+from lbproxy.core.snapshot import EndpointSnapshot
 from lbproxy.runtime import Runtime
 
 logger = logging.getLogger("lbproxy")

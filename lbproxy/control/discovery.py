@@ -31,7 +31,8 @@ from lbproxy.control.known import MAX_LOGGED, Known, KnownName, Member, known_of
 from lbproxy.control.prober import JITTER
 from lbproxy.control.resolver import OK, Lookup, Resolver
 from lbproxy.core.credentials import ApiKey, Tls
-from lbproxy.core.types import EndpointSnapshot, EndpointSpec, Health
+from lbproxy.core.snapshot import EndpointSnapshot
+from lbproxy.core.types import EndpointSpec, Health
 from lbproxy.net.tls import client_context
 from lbproxy.runtime import Runtime, supervise
 

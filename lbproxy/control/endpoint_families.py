@@ -11,7 +11,8 @@ from prometheus_client.core import Metric
 from lbproxy.control.families import counters, gauges, render
 from lbproxy.core.breaker import Cause
 from lbproxy.core.learned import FULL_BY, EndpointLearned
-from lbproxy.core.types import EndpointSnapshot, EndpointUid, Health
+from lbproxy.core.snapshot import EndpointSnapshot
+from lbproxy.core.types import EndpointUid, Health
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,8 @@ class HealthAnswer(NamedTuple):
     answered: bool
     """Something that speaks HTTP is there."""
     reason: str
+    refused: bool = False
+    """Nothing listens there."""
 
 
 class ModelsAnswer(NamedTuple):
@@ -73,7 +75,8 @@ async def ask_health(endpoint: EndpointSpec, path: str, connections: ConnectionP
     try:
         answer = await _get(endpoint, path, connections, timeout_s, MAX_HEALTH_BYTES)
     except UpstreamError as error:
-        return HealthAnswer(None if error.kind is FailureKind.EXHAUSTED else False, False, error.detail)
+        ok = None if error.kind is FailureKind.EXHAUSTED else False
+        return HealthAnswer(ok, False, error.detail, error.refused)
     return HealthAnswer(answer.status < 500, True, f"GET {path} answered {answer.status}")
 
 
@@ -199,7 +202,7 @@ class Prober:
         if answer.ok and self._health() in {Health.STARTING, Health.DOWN}:
             await self.refresh_models()
             await self._refresh_description()
-        self._runtime.report_health(self._endpoint.uid, answer.ok, answer.reason)
+        self._runtime.report_health(self._endpoint.uid, answer.ok, answer.reason, refused=answer.refused)
 
     def doubt_models(self) -> None:
         """See runtime.ModelReader."""

@@ -32,7 +32,7 @@ from lbproxy.core.credentials import ApiKey
 from lbproxy.core.engines import Engines, Place
 from lbproxy.core.readings import MAX_LORA, PageReader, Reading
 from lbproxy.core.retry import UpstreamError
-from lbproxy.core.types import Endpoint, EndpointSpec, Health, LoadMetrics
+from lbproxy.core.types import Endpoint, EndpointSpec, LoadMetrics
 from lbproxy.net.fetch import fetch
 from lbproxy.net.origin import Origin
 from lbproxy.net.pool import ConnectionPool
@@ -235,7 +235,7 @@ class Scraper:
         """One scrape, if one is needed now. Returns when to look again."""
         began_at = self._runtime.now()
         interval_s = self._settings.interval
-        if self._runtime.health(self.endpoint.uid) is Health.UP:
+        if self._runtime.wants_scrape(self.endpoint.uid):
             if self._can_wait(began_at):
                 self._count(LEFT_OUT)
             else:

@@ -18,7 +18,7 @@ from lbproxy.control.line import stamp
 from lbproxy.control.recent import Fields, Recent
 from lbproxy.core.learned import EndpointLearned, QueueSnapshot
 from lbproxy.core.record import RequestRecord
-from lbproxy.core.types import EndpointSnapshot
+from lbproxy.core.snapshot import EndpointSnapshot
 from lbproxy.runtime import Runtime
 
 RECENT_TRANSITIONS = 20

@@ -56,11 +56,11 @@ from lbproxy.control.scraper import Scraper
 from lbproxy.control.writer import LineWriter
 from lbproxy.core.learned import EndpointLearned, PoolLearned
 from lbproxy.core.record import RequestRecord
+from lbproxy.core.snapshot import PoolSnapshot
 from lbproxy.core.types import (
     EndpointUid,
     Health,
     Outcome,
-    PoolSnapshot,
     Transition,
     Usage,
 )

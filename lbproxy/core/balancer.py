@@ -45,6 +45,7 @@ from lbproxy.core.learned import EndpointLearned, PoolLearned, QueueSnapshot, of
 from lbproxy.core.orca import LoadReport
 from lbproxy.core.pricing import Policy
 from lbproxy.core.retry import FailureKind, Retries, Verdict
+from lbproxy.core.snapshot import PoolSnapshot
 from lbproxy.core.types import (
     EndpointSpec,
     EndpointState,
@@ -54,7 +55,6 @@ from lbproxy.core.types import (
     LoadMetrics,
     ModelCard,
     Outcome,
-    PoolSnapshot,
     Ticket,
     TicketState,
     Transition,
@@ -173,19 +173,11 @@ class Balancer:
             if self._waiting.is_woken:
                 self._waiting.serve(now, self._in_turn, self._changed)  # those that wait come first
         self._consider(ticket, now)
-        if ticket.state is TicketState.WAITING and self._comes_too_late(ticket, now):
+        if ticket.state is TicketState.WAITING and self._waiting.comes_too_late(ticket, now):
             self._end(ticket, Outcome.TOO_LATE)
         if ticket.state is TicketState.WAITING:
             self._wait(ticket, now)
         return ticket
-
-    def _comes_too_late(self, ticket: Ticket, now: float) -> bool:
-        """Whether a newcomer that waits for any endpoint will not be placed by its deadline, at the pace of late."""
-        deadline = ticket.request.deadline
-        if deadline is None or ticket.best is not None:
-            return False
-        ticket.retry_after_s = self._waiting.pace_s(ticket)
-        return now + ticket.retry_after_s > deadline
 
     def poll(self, *, now: float) -> list[Ticket]:
         """The tickets that stopped waiting: shed for another, placed now, or closed with the reason."""
@@ -210,7 +202,7 @@ class Balancer:
             ticket.first_byte_at = now
             state = ticket.where
             state.awaiting_first_byte -= 1
-            state.progress_at = now
+            state.progress.at = now
             state.breaker.good += 1
             state.breaker.in_row = 0
             self._backpressure.answered(state)
@@ -226,16 +218,18 @@ class Balancer:
         if ticket.state is TicketState.PLACED:
             state = ticket.where
             state.tokens_streamed += tokens
-            state.progress_at = now
+            state.progress.at = now
             if tokens:
                 self._flows.progress(ticket, tokens, now)
             if ticket.placement is not None:
                 ticket.placement.load.progress(ticket.placement, tokens, now)
 
-    def close(self, ticket: Ticket, outcome: Outcome, *, now: float, usage: Usage | None = None) -> None:
+    def close(
+        self, ticket: Ticket, outcome: Outcome, *, now: float, usage: Usage | None = None, timed_out: bool = False
+    ) -> None:
         """The request, or this attempt at it, is over. Legal in every state; the first call counts.
 
-        `usage`: what the endpoint said that the request used.
+        `usage`: what the endpoint said that the request used. `timed_out`: it broke since it was silent for too long.
         """
         if ticket.state is TicketState.CLOSED:
             return
@@ -245,9 +239,9 @@ class Balancer:
             if ticket.first_byte_at is None:
                 state.awaiting_first_byte -= 1
             if outcome is Outcome.COMPLETED:
-                state.progress_at = now
+                state.progress.at = now
             elif outcome is Outcome.UPSTREAM_BROKE:
-                self._judge.broke(state, now=now)
+                self._judge.broke(ticket, timed_out=timed_out, now=now)
             if ticket.trial:
                 self._judge.trial_ended(state, outcome, now=now)
             served = ticket.first_byte_at is not None or (outcome is Outcome.COMPLETED and usage is not None)
@@ -259,11 +253,19 @@ class Balancer:
         self._end(ticket, outcome)
 
     def after_failure(
-        self, ticket: Ticket, kind: FailureKind, earlier: Sequence[FailureKind], *, now: float, detail: str = ""
+        self,
+        ticket: Ticket,
+        kind: FailureKind,
+        earlier: Sequence[FailureKind],
+        *,
+        now: float,
+        detail: str = "",
+        refused: bool = False,
     ) -> Verdict:
         """What follows an attempt that failed before anything of an answer's body went to the client.
 
-        `earlier`: why the same request's earlier attempts failed; `detail` is for the log. Does not close the ticket.
+        `earlier`: why the same request's earlier attempts failed; `detail` is for the log; `refused`: nothing listens
+        there. Does not close the ticket.
         """
         state = ticket.where
         stranded = kind is FailureKind.STRANDED
@@ -281,7 +283,7 @@ class Balancer:
         # A 500 that is tried elsewhere counts if that goes well; one that came from two endpoints is the request's.
         open_question = kind is FailureKind.ERROR and not ticket.trial and (verdict.again or kind in earlier)
         if not stranded and not open_question:
-            self._judge.failed(ticket, state, kind, detail or kind.value, now=now)
+            self._judge.failed(ticket, state, kind, detail or kind.value, now=now, refused=refused)
             self._waiting.wake_all()
         return verdict
 
@@ -320,10 +322,10 @@ class Balancer:
         """In how many seconds a probe may go to an endpoint; 0 = now, and it counts as sent."""
         return self._endpoints.may_probe_in(uid, now=now)
 
-    def report_health(self, uid: EndpointUid, ok: bool, reason: str, *, now: float) -> None:
-        """A probe's answer."""
+    def report_health(self, uid: EndpointUid, ok: bool, reason: str, *, now: float, refused: bool = False) -> None:
+        """A probe's response. `refused`: nothing listens there."""
         self._waiting.wake_all()
-        self._endpoints.report_health(uid, ok, reason, now=now)
+        self._endpoints.report_health(uid, ok, reason, now=now, refused=refused)
 
     def report_models(self, uid: EndpointUid, cards: Iterable[ModelCard] | None) -> None:
         """What an endpoint says it serves; None if it cannot say."""
@@ -380,6 +382,11 @@ class Balancer:
         state = self._endpoints.get(uid)
         return None if state is None else state.health
 
+    def wants_scrape(self, uid: EndpointUid) -> bool:
+        """Whether to read an endpoint's metrics: it is up, or requests of ours run there."""
+        state = self._endpoints.get(uid)
+        return state is not None and (state.health is Health.UP or state.in_flight > 0)
+
     def reported_at(self, uid: EndpointUid) -> float:
         """When an endpoint's last load report came; long ago if it left the set."""
         return self._endpoints.reported_at(uid)
@@ -427,7 +434,7 @@ class Balancer:
         else:
             if ticket.wait is None:
                 ticket.wait = chosen
-                if self._is_hopeless(ticket, now):
+                if self._waiting.is_hopeless(ticket, now):
                     ticket.retry_after_s = ticket.best_wait_s
                     self._end(ticket, Outcome.SATURATED)
             ticket.priced_at = now
@@ -454,16 +461,6 @@ class Balancer:
                 self._waiting.wake(one)
 
     # Waiting
-
-    def _is_hopeless(self, ticket: Ticket, now: float) -> bool:
-        """Whether a newcomer would wait longer than it may for the endpoint that is best for it, by learned speeds."""
-        if ticket.best is None:
-            return False
-        load = ticket.best.load
-        is_known = load.pool.samples.prefill_ms_per_token or load.room.slots.limit < inf
-        if not is_known or not load.room.line.count:
-            return False
-        return now + ticket.best_wait_s > ticket.submitted_at + self._queue_timeout_s
 
     def _wait(self, ticket: Ticket, now: float, *, parked: bool = False) -> None:
         """Into the queue; whoever has no place in it any more is told."""

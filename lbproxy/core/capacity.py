@@ -57,7 +57,7 @@ class Step(NamedTuple):
 class Size:
     """Of a cache, as far as hits and misses tell."""
 
-    __slots__ = ("_last_miss", "_least", "space_tokens", "tokens")
+    __slots__ = ("_before_misses", "_last_miss", "_least", "space_tokens", "tokens")
 
     def __init__(self) -> None:
         self.tokens = float(GUESSED_TOKENS)
@@ -65,11 +65,17 @@ class Size:
         self._least = 0.0
         """The farthest hit."""
         self._last_miss = inf
+        self._before_misses: tuple[float, float, float] | None = None
+        """What was known before the misses in a row that came last."""
         self.space_tokens = between(0.0, self.tokens)
         """What it is taken for by the price of space."""
 
     def learn(self, hit: float | None, miss: float | None) -> None:
         """Of one prompt: the distance of the farthest blocks that were there, and of the nearest that were not."""
+        if hit is None and miss is not None:
+            self._before_misses = self._before_misses or (self.tokens, self._least, self._last_miss)
+        elif hit is not None:
+            self._before_misses = None
         if hit is not None:
             self._least = max(self._least, hit)
             self.tokens = max(self.tokens, hit)
@@ -79,6 +85,17 @@ class Size:
             self.tokens = min(self.tokens, max(miss, self._last_miss, self._least))
             self._last_miss = miss
         self.space_tokens = between(self._least, self.tokens)
+
+    def undo_misses(self) -> None:
+        """The last of them said nothing of the size: the cache was lost."""
+        if self._before_misses is not None:
+            self.tokens, self._least, self._last_miss = self._before_misses
+            self._before_misses = None
+            self.space_tokens = between(self._least, self.tokens)
+
+    def holds(self, distance: float) -> bool:
+        """Blocks that far were there before."""
+        return distance < self._least
 
     def limit(self, tokens: float) -> None:
         """It holds so much at most, as its engine says. What answers say counts more."""
@@ -214,7 +231,10 @@ class CapacityLearner:
             if not self._blocks:
                 self._blocks, self._rest = [0], [0.0]
 
-    def forget(self) -> None:
-        """The endpoint lost what it had cached. Its size is the same."""
+    def forget(self, *, undo_misses: bool = False) -> None:
+        """The endpoint lost what it had cached. Its size is the same. `undo_misses`: the last ones were of that."""
+        if undo_misses:
+            self.size.undo_misses()
+            self._shared.undo_misses()
         self._idle.clear()
         self._first, self._blocks, self._rest = 0, [0], [0.0]

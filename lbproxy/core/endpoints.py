@@ -30,9 +30,9 @@ from lbproxy.core.judge import Judge
 from lbproxy.core.openai import made_up_card
 from lbproxy.core.orca import LoadReport
 from lbproxy.core.pool_model import PoolModel
+from lbproxy.core.snapshot import EndpointSnapshot
 from lbproxy.core.types import (
     Endpoint,
-    EndpointSnapshot,
     EndpointSpec,
     EndpointState,
     EndpointUid,
@@ -76,7 +76,10 @@ class EndpointSet:
         self._pool = pool
         self.version = 0
         """Changes whenever `candidates` may."""
-        self.judge = Judge(settings, breaker, has_loads=pool is not None, rng=rng, changed=self._reindex)
+        has_loads = pool is not None
+        self.judge = Judge(
+            settings, breaker, has_loads=has_loads, rng=rng, changed=self._reindex, listens_again=self._listens_again
+        )
         """Moves endpoints from state to state."""
         self._panic = breaker.panic
         self._stale_after_s = scrape.stale_after
@@ -274,11 +277,11 @@ class EndpointSet:
 
     # Reports
 
-    def report_health(self, uid: EndpointUid, ok: bool, reason: str, *, now: float) -> None:
-        """A probe's answer, or a connection that failed; None of those that left."""
+    def report_health(self, uid: EndpointUid, ok: bool, reason: str, *, now: float, refused: bool) -> None:
+        """A probe's response, or a connection that failed; None of those that left."""
         state = self._states.get(uid)
         if state is not None:
-            self.judge.probed(state, ok, reason, now=now)
+            self.judge.probed(state, ok, reason, now=now, refused=refused)
 
     def may_probe_in(self, uid: EndpointUid, *, now: float) -> float:
         """In how many seconds a probe may go out; 0 = now, and it is counted as gone. One that is down is not dialled
@@ -297,7 +300,8 @@ class EndpointSet:
         """Once a second: what time alone brings. Returns the endpoints whose waiting requests should go elsewhere."""
         states = list(self._states.values())
         self.judge.check(states, now=now)
-        return [state.endpoint.uid for state in states if state.awaiting_first_byte and _strands(state)]
+        is_dead = self.judge.progress.is_dead
+        return [state.endpoint.uid for state in states if state.awaiting_first_byte and is_dead(state, now)]
 
     def report_models(self, uid: EndpointUid, cards: Iterable[ModelCard] | None) -> None:
         """What /v1/models said. None: the endpoint has no such list; what it said before is forgotten."""
@@ -322,7 +326,7 @@ class EndpointSet:
         state = self._states.get(uid)
         if state is None:
             return
-        self.judge.progress.scraped(state, metrics)
+        state.progress.scraped(state, metrics)
         state.metrics = metrics
         state.fresh_until = state.scrape_until = metrics.scraped_at + self._stale_after_s
         waiting = metrics.waiting or 0.0
@@ -362,6 +366,13 @@ class EndpointSet:
         if state is not None and self._pool is not None:
             state.load.restarted()
 
+    def _listens_again(self, state: EndpointState) -> None:
+        """Where nothing listened somebody does: another process, whose caches are empty. One that says when it was
+        started says itself, in its next page, whether it is another.
+        """
+        if self._pool is not None and state.load.started_at is None:
+            state.load.restarted()
+
     def ask_load(self, uid: EndpointUid, ask: bool) -> None:
         """Whether requests to an endpoint ask for load reports."""
         state = self._states.get(uid)
@@ -390,6 +401,7 @@ class EndpointSet:
             kv_utilization=gauges.kv_utilization if kv_utilization is None else kv_utilization,
             block_size_tokens=known.block_size_tokens,
             kv_blocks=known.kv_blocks,
+            work=known.work,
             lora=known.lora,
             started_at=known.started_at,
         )
@@ -437,13 +449,6 @@ def _is_unreachable(state: EndpointState) -> bool:
 def _trial_at(state: EndpointState) -> float:
     """When the next request may try it."""
     return max(state.tried_at + TRIAL_S, state.dialled_at + DIAL_S)
-
-
-def _strands(state: EndpointState) -> bool:
-    """Who waits there for a first byte waits in vain."""
-    return state.health is Health.DOWN or (
-        state.health in {Health.EJECTED, Health.HALF_OPEN} and state.breaker.cause is Cause.NO_PROGRESS
-    )
 
 
 def _declared(spec: EndpointSpec) -> dict[str, ModelCard] | None:

@@ -44,6 +44,9 @@ class EngineTable:
     kv_blocks: Signal = ()
     each_says_all_blocks: bool = False
     """Every series of `kv_blocks` speaks for the whole endpoint: the largest counts, not the sum."""
+    work: Signal = ()
+    """A counter of steps or tokens that moves while requests run, not only when they end: see `core.progress`. Nothing
+    is missing where there is none, as with the next."""
     lora: Signal = ()
     """Not among `SIGNALS`: an endpoint without adapters does not show it, and lacks nothing."""
     load_reports: bool = False
@@ -63,7 +66,7 @@ class EngineTable:
 
     def families(self) -> frozenset[str]:
         """Every family that some spec wants."""
-        specs = (spec for signal in (*self.signals().values(), self.lora) for spec in signal)
+        specs = (spec for signal in (*self.signals().values(), self.work, self.lora) for spec in signal)
         return frozenset(one.family for spec in specs for one in _parts(spec))
 
 
@@ -88,6 +91,7 @@ ENGINES: Mapping[str, EngineTable] = {
         # Each data-parallel rank's series says the sum over all ranks (v1/engine/core_client.py adds them up before
         # the metrics are made; recorded: two ranks of 60 blocks both say 120), so these must not be added again.
         each_says_all_blocks=True,
+        work=_signal("vllm:iteration_tokens_total_sum", "vllm:generation_tokens_total"),
         lora=_signal("vllm:lora_requests_info"),
         # From 0.11 on; older ones do not mind being asked. Of data-parallel ranks 0.11 reports the first, later ones
         # all by the same name; of several API servers each reports what it saw (entrypoints/openai/orca_metrics.py).
@@ -102,6 +106,8 @@ ENGINES: Mapping[str, EngineTable] = {
         # Gauges since 0.5.11, labels in 0.5.9 and 0.5.10.
         block_size_tokens=_signal("sglang:page_size") + _signal("sglang:cache_config_info", label="page_size"),
         kv_blocks=_signal("sglang:num_pages") + _signal("sglang:cache_config_info", label="num_pages"),
+        # Written every 40 decoding steps, and with each batch of prompts; its generation_tokens_total only at an end.
+        work=_signal("sglang:realtime_tokens_total", "sglang:num_used_tokens"),
         prefix="sglang:",
     ),
     "trtllm-serve": EngineTable(
@@ -129,6 +135,7 @@ ENGINES: Mapping[str, EngineTable] = {
     "llamacpp": EngineTable(
         waiting=_signal("llamacpp:requests_deferred"),
         running=_signal("llamacpp:requests_processing"),
+        work=_signal("llamacpp:n_decode_total"),  # each step; its counters of tokens move only when requests end
         prefix="llamacpp:",  # it shows nothing of its cache any more
     ),
 }
@@ -179,6 +186,7 @@ def _made(base: EngineTable, settings: EngineSettings) -> EngineTable:
         kv_utilization=_said(settings.kv_utilization, base.kv_utilization),
         block_size_tokens=_said(settings.block_size_tokens, base.block_size_tokens),
         kv_blocks=_said(settings.kv_blocks, base.kv_blocks),
+        work=base.work,
         lora=_said(settings.lora, base.lora),
         load_reports=base.load_reports if settings.load_reports is None else settings.load_reports,
         reports_one_rank=base.reports_one_rank and settings.load_reports is None,

@@ -29,6 +29,7 @@ from lbproxy.core.lora import AdapterTable, Arrival
 from lbproxy.core.placement import FREED_S, NEVER, Placement
 from lbproxy.core.pool_model import PoolModel
 from lbproxy.core.prefill_work import work_tokens
+from lbproxy.core.recall import Recall, surely_cached
 from lbproxy.core.room import HOLD_MS, Room
 from lbproxy.core.types import InferenceRequest, LoadMetrics, Usage
 
@@ -81,6 +82,7 @@ class LoadModel:
         "pending",
         "pending_tokens",
         "pool",
+        "recall",
         "room",
         "samples",
         "since_at",
@@ -100,6 +102,7 @@ class LoadModel:
         self.capacity_tokens, self.told_tokens, self.declared = 0.0, 0.0, False
         """That size, told, learned or a guess; what space is priced by if it is told, else 0; the settings told it."""
         self.started_at: float | None = None
+        self.recall = Recall()
         # Work
         self.pending: dict[Placement, None] = {}
         """Placed and not prefilled, in order."""
@@ -195,7 +198,9 @@ class LoadModel:
         if keys:
             if self.learner is not None:
                 self.learner.placed(placement)
+            in_use = cache.pinned_depth(keys) if self.started_at is None else 0
             matched, placement.end = cache.pin(keys)
+            placement.left_blocks = matched - in_use
             room = (self.capacity_tokens - self.live_tokens) / block_tokens
             if cache.size > room or cache.size > pool.index.fair_share:
                 cache.trim(min(room, pool.index.fair_share))
@@ -292,6 +297,8 @@ class LoadModel:
         if usage is not None:
             output = max(output, usage.completion_tokens or 0)
             pool.learn_usage(placement.request, usage)
+            if self.recall.learn(surely_cached(placement), usage):
+                self.restarted(unseen=True)
         if prefilled:
             self._finished(placement, output, now)
         if output:
@@ -480,17 +487,12 @@ class LoadModel:
         at = metrics.scraped_at
         self.room.lanes.reported(metrics.waiting, len(self.pending), full=self.prefill_ms(at) > HOLD_MS, at=at)
         explained = sum(one.late_at > at for one in self.pending) + self.adapters.waiting_requests()
-        self.room.slots.reported(
-            metrics.waiting,
-            metrics.running,
-            explained,
-            cache=metrics.kv_utilization or 0.0,
-            until=fresh_until,
-        )
+        cache, slots = metrics.kv_utilization or 0.0, self.room.slots
+        slots.reported(metrics.waiting, metrics.running, explained, cache=cache, until=fresh_until)
 
-    def restarted(self) -> None:
-        """The endpoint lost what it had cached and loaded."""
+    def restarted(self, *, unseen: bool = False) -> None:
+        """The endpoint lost what it had cached and loaded. `unseen`: only what was not cached any more showed it."""
         self.cache = self.pool.index.renew(self.cache)
         self.adapters.forget()
         if self.learner is not None:
-            self.learner.forget()
+            self.learner.forget(undo_misses=unseen)

@@ -20,7 +20,7 @@ from lbproxy.config import BreakerSettings, HealthSettings
 from lbproxy.core import health
 from lbproxy.core.breaker import FAULTS, Breaker, Cause
 from lbproxy.core.health import Event
-from lbproxy.core.progress import ProgressWatch
+from lbproxy.core.progress import Progress, ProgressWatch
 from lbproxy.core.retry import FailureKind
 from lbproxy.core.slow_start import SlowStart
 from lbproxy.core.types import EndpointState, Health, Outcome, Ticket, Transition
@@ -52,8 +52,11 @@ class Judge:
         has_loads: bool,
         rng: random.Random,
         changed: Callable[[], None],
+        listens_again: Callable[[EndpointState], None],
     ) -> None:
-        """`changed` is called after every move and trial: it may be others' turn to get requests."""
+        """`changed` is called after every move and trial: it may be others' turn to get requests; `listens_again` when
+        an endpoint that refused connections is heard of again: another process, as far as is known.
+        """
         self.transitions: list[Transition] = []
         """Since the driver last took them away."""
         self.due_at = inf
@@ -62,6 +65,7 @@ class Judge:
         self.progress = ProgressWatch(breaker.no_progress, has_loads=has_loads)
         self._rng = rng
         self._changed = changed
+        self._listens_again = listens_again
         self._first_up_at: float | None = None
         """When an endpoint took requests for the first time."""
         self.reconfigure(settings, breaker, ())
@@ -80,7 +84,7 @@ class Judge:
 
     def joined(self, state: EndpointState, *, now: float) -> None:
         """`state` is new. One that is not probed is up until requests fail."""
-        state.breaker = Breaker(self._breaker)
+        state.breaker, state.progress = Breaker(self._breaker), Progress()
         if state.endpoint.health is None:
             state.health = Health.UP
             self._came_up(state, now)
@@ -97,10 +101,15 @@ class Judge:
 
     # Health's word
 
-    def probed(self, state: EndpointState, ok: bool, reason: str, *, now: float) -> None:
-        """A probe's answer, or a connection that failed. `fall` bad ones in a row take an endpoint down, `rise` good
+    def probed(self, state: EndpointState, ok: bool, reason: str, *, now: float, refused: bool = False) -> None:
+        """A probe's response, or a connection that failed. `fall` bad ones in a row take an endpoint down, `rise` good
         ones bring it back; the first report of all decides at once, so that neither start waits for the counts.
+        `refused`: nothing listens there.
         """
+        if refused:
+            state.refused = True
+        elif ok:
+            self._heard(state)
         is_probed = state.endpoint.health is not None
         if ok and not is_probed:
             return
@@ -125,26 +134,32 @@ class Judge:
         if ticket.trial:
             self._proved(state, now)
 
-    def failed(self, ticket: Ticket, state: EndpointState, kind: FailureKind, detail: str, *, now: float) -> None:
-        """An attempt at `state` failed by `kind`, and that counts."""
+    def failed(
+        self, ticket: Ticket, state: EndpointState, kind: FailureKind, detail: str, *, now: float, refused: bool = False
+    ) -> None:
+        """An attempt at `state` failed by `kind`, and that counts; not a time-out while other work there goes on."""
         was_trial = ticket.trial
         if was_trial:
             self._release_trial(state)
             self._changed()
         if state.left:
             return
+        if kind is FailureKind.TIMEOUT and self.progress.goes_on(ticket, now):
+            return
         if kind is FailureKind.CONNECT:
-            self.probed(state, False, detail, now=now)
+            self.probed(state, False, detail, now=now, refused=refused)
         if was_trial and state.health is Health.HALF_OPEN and _is_bad(kind):
             cause = _CAUSES.get(kind, state.breaker.cause)
             self._eject(state, cause, f"the request that tried it failed: {detail}", now)
         elif _is_bad(kind):
             self._count(state, kind, detail, now)
 
-    def broke(self, state: EndpointState, *, now: float) -> None:
-        """An answer broke in its middle, whose first byte counted as a good one."""
+    def broke(self, ticket: Ticket, *, timed_out: bool, now: float) -> None:
+        """A response broke in its middle, whose first byte counted as a good one."""
+        state = ticket.where
         state.breaker.good = max(0, state.breaker.good - 1)
-        self._count(state, None, "an answer broke", now)
+        if not (timed_out and self.progress.goes_on(ticket, now)):
+            self._count(state, None, "a response broke", now)
 
     def _count(self, state: EndpointState, kind: FailureKind | None, detail: str, now: float) -> None:
         if state.health is Health.UP and not state.left:
@@ -231,6 +246,7 @@ class Judge:
         if state.health in {Health.UP, Health.DOWN}:
             state.fails = 0  # else probes go on failing: an ejection meanwhile must not put off that it is down
         if state.health is Health.UP:
+            self._heard(state)
             state.breaker.reset()
             self._came_up(state, now)
         else:
@@ -241,6 +257,11 @@ class Judge:
         if state.readmitted:
             reason += "; used all the same, as less than half would be left"
         self.transitions.append(Transition(state.endpoint, before, state.health, reason, cause))
+
+    def _heard(self, state: EndpointState) -> None:
+        if state.refused:
+            state.refused = False
+            self._listens_again(state)
 
     def _came_up(self, state: EndpointState, now: float) -> None:
         if self._first_up_at is None:

@@ -30,6 +30,7 @@ class Placement:
         "ended",
         "in_flight",
         "late_at",
+        "left_blocks",
         "load",
         "placed_at",
         "predicted_s",
@@ -55,6 +56,8 @@ class Placement:
         """Its prefill, in tokens (`core.prefill_work`)."""
         self.end = load.pool.index.root
         """The end of what is pinned of the prompt in `cache`."""
+        self.left_blocks = 0
+        """Blocks of the prompt that finished requests left in the cache, and no request in flight uses."""
         self.steps: tuple[Step, ...] = ()
         """How far the blocks were that the endpoint may have; empty if nobody wants to know."""
         self.due_at = NEVER

@@ -1,22 +1,31 @@
 """Finds endpoints that take requests and do nothing with them: a hung worker behind an HTTP server that is well.
 
 Its /health answers 200 and its gauges stand still, so that nothing else would ever tell. An endpoint hangs if several
-requests are there and for a while no byte came of any of them, no gauge of its metrics moved, and another endpoint did
-go on meanwhile. Looked at once a second, from outside (`Balancer.check`). Invariants:
+requests are there, for a while no byte came of any of them, no metric moved, and another endpoint of the same model did
+go on meanwhile. It is looked at once a second, from outside (`Balancer.check`). The rule behind all of this: work that
+may be running is not killed on a suspicion. So:
 
-- Silence that may be ours is nobody's fault: a look that comes late makes everybody's silence begin anew. The same is
-  true of a pool in which nobody goes on.
+- Responses that do not stream show nothing until they are complete, so silence says something of an endpoint only if
+  its metrics were *seen* to move with its work (`Progress.shows_work`): a counter of steps or tokens, or KV cache use
+  that moved while no request began or ended. Until then only streams that began, and then fell silent, count.
+- An endpoint whose metric moves every few seconds (SGLang writes its own every 40 steps) is given several such times.
 - A prefill that is known to be long is waited for, five times over.
-- An endpoint whose gauges are not known may be computing answers that do not stream: there only answers that began, and
-  then fell silent, count.
+- Silence that may be ours is nobody's fault: a look that comes late makes everybody's silence begin anew. The same is
+  true of a pool in which nobody else goes on.
+- An endpoint whose health checks fail keeps what runs there as long as it shows any sign of life (`is_dead`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from math import inf
+from typing import TYPE_CHECKING, Final
 
+from lbproxy.core.breaker import Cause
 from lbproxy.core.types import EndpointState, Health, LoadMetrics
+
+if TYPE_CHECKING:
+    from lbproxy.core.types import Ticket
 
 CHECK_S: Final = 1.0
 """Between two looks."""
@@ -24,29 +33,80 @@ LATE_S: Final = 3.0
 """A look so long after the last one means that we stood still."""
 MIN_REQUESTS: Final = 3
 PREDICTED: Final = 5.0
-"""Times the time that the first in line should take to its first byte."""
+"""Times the time that the first in line should take to its first byte, or that the metrics take to move."""
 UNSTREAMED: Final = 3.0
-"""Times as long for the trial of an endpoint whose answer does not stream."""
+"""Times as long for the trial of an endpoint whose response does not stream."""
+SILENCE_S: Final = 10.0
+"""Where the settings do not look for endpoints that hang, as long without a sign of life is still no progress."""
+SEEN_TO_MOVE: Final = 3
+"""Movements of a metric until it is taken to show work."""
+FADES: Final = 0.9
+"""What is left, with each movement, of the longest time that it took."""
+
+
+class Progress:
+    """What one endpoint showed of its work."""
+
+    __slots__ = ("_busy_since", "_ended", "_placed", "at", "between_s", "movements", "quiet_since")
+
+    def __init__(self) -> None:
+        self.at = -inf
+        """When a byte of a response last came from it, or its metrics moved."""
+        self.quiet_since = -inf
+        """Silence before this does not count."""
+        self.movements = 0
+        """How often its metrics moved with its work."""
+        self.between_s = 0.0
+        """The time between two of these: the longest, of late."""
+        self._busy_since = inf
+        """When its metrics last moved, if requests were there ever since."""
+        self._placed = self._ended = 0
+        """Tickets, as of the last scrape."""
+
+    @property
+    def shows_work(self) -> bool:
+        """Its metrics move when it works, so that it does not work if they stand still."""
+        return self.movements >= SEEN_TO_MOVE
+
+    def scraped(self, state: EndpointState, metrics: LoadMetrics) -> None:
+        """A page of metrics came; `state.metrics` are the ones before."""
+        before, now = state.metrics, metrics.scraped_at
+        placed, ended = state.placed, state.placed - state.in_flight
+        alone = placed == self._placed and ended == self._ended
+        self._placed, self._ended = placed, ended
+        if before is None:
+            self.at = now
+            return
+        if metrics.work is not None and before.work is not None:
+            worked = metrics.work != before.work
+        else:
+            worked = metrics.kv_utilization != before.kv_utilization and alone and not state.others
+        if worked:
+            if state.in_flight and self._busy_since < inf:
+                self.movements += 1
+                self.between_s = max(now - self._busy_since, FADES * self.between_s)
+            self._busy_since = now
+        if not state.in_flight:
+            self._busy_since = inf
+        if worked or _changed(before, metrics):
+            self.at = now
+
+
+def _changed(before: LoadMetrics, metrics: LoadMetrics) -> bool:
+    """Other gauges that say of progress: more or fewer requests run, cache was filled or freed, or a shorter queue."""
+    if metrics.running != before.running or metrics.kv_utilization != before.kv_utilization:
+        return True
+    return metrics.waiting is not None and before.waiting is not None and metrics.waiting < before.waiting
 
 
 class ProgressWatch:
-    """When each endpoint last did something. The rest is in `EndpointState`."""
+    """Looks at all endpoints. What it knows of each is in `EndpointState.progress`."""
 
     def __init__(self, silence_s: float | None, *, has_loads: bool) -> None:
         """`has_loads`: the states have a `load`, which knows how long a prefill takes."""
         self.silence_s = silence_s
         self.has_loads = has_loads
-        self._looked_at = float("-inf")
-
-    def scraped(self, state: EndpointState, metrics: LoadMetrics) -> None:
-        """Gauges came: more or fewer requests computed, cache filled or freed, or a shorter queue is progress."""
-        before = state.metrics
-        if before is None or metrics.running != before.running or metrics.kv_utilization != before.kv_utilization:
-            moved = True
-        else:
-            moved = metrics.waiting is not None and before.waiting is not None and metrics.waiting < before.waiting
-        if moved:
-            state.progress_at = metrics.scraped_at
+        self._looked_at = -inf
 
     def hung(self, states: Sequence[EndpointState], now: float) -> list[tuple[EndpointState, str]]:
         """Those that make no progress, with the reason."""
@@ -54,24 +114,50 @@ class ProgressWatch:
         self._looked_at = now
         found = []
         for state in states:
+            progress = state.progress
             if late or not self._is_busy(state, now):
-                state.quiet_since = now
+                progress.quiet_since = now
             elif self.silence_s is not None:
-                since = max(state.quiet_since, state.progress_at)
+                since = max(progress.quiet_since, progress.at)
                 if now - since >= self._patience_s(state, now) and _goes_on(states, state, since):
                     found.append((state, f"no byte for {now - since:.0f} s from {state.in_flight} requests"))
         return found
 
+    def is_dead(self, state: EndpointState, now: float) -> bool:
+        """Whether requests wait in vain for a first byte from `state`: it hangs, or its health checks fail and nothing
+        at all was heard from it for a while. A page of metrics is a sign of life unless it should have moved.
+        """
+        if state.health in {Health.EJECTED, Health.HALF_OPEN}:
+            return state.breaker.cause is Cause.NO_PROGRESS
+        if state.health is not Health.DOWN:
+            return False
+        progress, heard_at = state.progress, state.progress.at
+        if state.metrics is not None and not progress.shows_work:
+            heard_at = max(heard_at, state.metrics.scraped_at)
+        return now - heard_at >= max(self._silence_s, PREDICTED * progress.between_s)
+
+    def goes_on(self, ticket: Ticket, now: float) -> bool:
+        """Whether its endpoint showed work of late: a time-out there is no fault of it."""
+        progress = ticket.where.progress
+        silence_s = max(self._silence_s, PREDICTED * progress.between_s)
+        return now - progress.at < silence_s and progress.at > (ticket.placed_at or 0.0)
+
+    @property
+    def _silence_s(self) -> float:
+        return SILENCE_S if self.silence_s is None else self.silence_s
+
     @staticmethod
     def _is_busy(state: EndpointState, now: float) -> bool:
+        known = now <= state.scrape_until and state.progress.shows_work
         if state.health is not Health.UP:
-            return state.health is Health.HALF_OPEN and state.trial is not None
-        known = now <= state.fresh_until
+            trial = state.trial
+            if trial is None or state.health is not Health.HALF_OPEN:
+                return False
+            return known or trial.request.stream or state.breaker.cause is Cause.NO_PROGRESS
         return (state.in_flight if known else state.in_flight - state.awaiting_first_byte) >= MIN_REQUESTS
 
     def _patience_s(self, state: EndpointState, now: float) -> float:
-        assert self.silence_s is not None
-        patience_s = self.silence_s
+        patience_s = max(self._silence_s, PREDICTED * state.progress.between_s)
         if state.trial is not None and not state.trial.request.stream:
             patience_s *= UNSTREAMED
         if self.has_loads:
@@ -80,4 +166,9 @@ class ProgressWatch:
 
 
 def _goes_on(states: Iterable[EndpointState], silent: EndpointState, since: float) -> bool:
-    return any(one is not silent and one.progress_at > since for one in states)
+    return any(one is not silent and one.progress.at > since and _is_alike(one, silent) for one in states)
+
+
+def _is_alike(one: EndpointState, other: EndpointState) -> bool:
+    """They serve a model together, as far as is known."""
+    return one.models is None or other.models is None or not one.models.keys().isdisjoint(other.models)

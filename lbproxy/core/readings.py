@@ -106,6 +106,7 @@ class PageReader:
             kv_utilization=self._keep("kv_utilization", scraped_at),
             block_size_tokens=None if block_size_tokens is None else int(block_size_tokens),
             kv_blocks=None if kv_blocks is None else int(kv_blocks),
+            work=_work(self._table.work, samples),
             lora=lora,
             started_at=started_at,
         )
@@ -283,6 +284,15 @@ def _lora(signal: Signal, samples: Samples, wall_time: float) -> LoraMetrics | N
                 _adapters(labels.get("waiting_lora_adapters", "")),
                 int(max_lora) if _WHOLE_NUMBER.fullmatch(max_lora) else None,
             )
+    return None
+
+
+def _work(signal: Signal, samples: Samples) -> float | None:
+    """Of the first family that is there, all series together. Counters may be larger than any gauge."""
+    for spec in signal:
+        if isinstance(spec, MetricSpec) and (series := samples.get(spec.family)):
+            total = sum({tuple(one.labels.items()): one.value for one in series}.values())
+            return total if math.isfinite(total) else None
     return None
 
 

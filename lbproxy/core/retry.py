@@ -71,12 +71,13 @@ them as they are."""
 
 
 class UpstreamError(Exception):
-    """One attempt failed. `detail` is for the log: it may name addresses."""
+    """One attempt failed. `detail` is for the log: it may name addresses. `refused`: nothing listens there."""
 
-    def __init__(self, kind: FailureKind, detail: str) -> None:
+    def __init__(self, kind: FailureKind, detail: str, *, refused: bool = False) -> None:
         super().__init__(detail)
         self.kind = kind
         self.detail = detail
+        self.refused = refused
 
 
 @dataclass(frozen=True)

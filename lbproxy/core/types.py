@@ -11,7 +11,7 @@ ended. It decides nothing. Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, NewType
 
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from lbproxy.core.credentials import ApiKey, Tls
     from lbproxy.core.estimate import LoadModel
     from lbproxy.core.explain import Decision
-    from lbproxy.core.flows import Flow, FlowSnapshot, Refusal
+    from lbproxy.core.flows import Flow, Refusal
     from lbproxy.core.line import Line
     from lbproxy.core.placement import Placement
+    from lbproxy.core.progress import Progress
 
 EndpointUid = NewType("EndpointUid", int)
 """Identifies one endpoint for the life of the process. Never reused; addresses are."""
@@ -98,6 +99,8 @@ class LoadMetrics:
     """Share of the KV cache in use by requests, 0..1."""
     block_size_tokens: int | None = None
     kv_blocks: int | None = None
+    work: float | None = None
+    """Steps or tokens computed since some time: a figure that changes while requests run, compared only with itself."""
     lora: LoraMetrics | None = None
     """None also before vLLM's first request for an adapter."""
     started_at: float | None = None
@@ -195,12 +198,12 @@ class EndpointState:
     """When its slow start began; None: it is over. See `core.slow_start`."""
     slow_credit: float = 0.0
     """Requests that it may get meanwhile."""
-    progress_at: float = float("-inf")
-    """When a byte last came from it, or its gauges moved: see `core.progress`."""
-    quiet_since: float = float("-inf")
-    """Silence before this does not count."""
+    refused: bool = False
+    """It refused a connection since it last was up, so that another process may listen there now."""
+    progress: Progress
+    """What it showed of its work. Set by the endpoint set, as is:"""
     breaker: Breaker
-    """What became of its requests. Set by the endpoint set."""
+    """What became of its requests."""
     load: LoadModel
     """What `core.estimate` knows of its work. Set only under policies that need it (`Policy.block_bytes`)."""
 
@@ -456,45 +459,3 @@ class Transition:
     reason: str
     cause: Cause | None = None
     """Why it was ejected, if it was."""
-
-
-@dataclass(frozen=True)
-class EndpointSnapshot:
-    """One endpoint's state at one moment, safe to keep."""
-
-    endpoint: Endpoint
-    health: Health
-    draining: bool
-    backing_off: bool
-    in_flight: int
-    awaiting_first_byte: int
-    placed: int
-    tokens_streamed: int
-    metrics: LoadMetrics | None
-    metrics_age_s: float | None
-    stale: bool
-    models: tuple[str, ...] | None
-    asks_load: bool = False
-    load_reports: int = 0
-    malformed_reports: int = 0
-    readmitted: bool = False
-    """Ejected, and used all the same for want of others."""
-    share: float = 1.0
-    """0.1 to 1: of what it will get once its slow start is over."""
-    left: bool = False
-    """It is no member any more: what runs there finishes."""
-
-    @property
-    def serving(self) -> bool:
-        """Requests may go there now, be it one at a time."""
-        return not self.draining and (self.readmitted or self.health in {Health.UP, Health.HALF_OPEN})
-
-
-@dataclass(frozen=True)
-class PoolSnapshot:
-    """The whole pool at one moment, endpoints in the order of the settings."""
-
-    endpoints: list[EndpointSnapshot] = field(default_factory=list)
-    waiting: int = 0
-    waiting_bytes: int = 0
-    flows: list[FlowSnapshot] = field(default_factory=list)

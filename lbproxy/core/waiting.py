@@ -67,6 +67,7 @@ class Waiting:
                 ticket.best = None
         self._pool = pool
         self._by_work = admission.order == "shortest" and pool is not None
+        self._queue_timeout_s = admission.queue_timeout
         self._long_s = admission.queue_timeout / PATIENCE
         self._all_woken = True
 
@@ -125,6 +126,24 @@ class Waiting:
             return 0.0
         share = self._queue.before(ticket)
         return self._overload.wait_s(self._queue.ready if share < 0.0 else round(share * self._queue.ready))
+
+    def comes_too_late(self, ticket: Ticket, now: float) -> bool:
+        """Whether a newcomer that waits for any endpoint will not be placed by its deadline, at the pace of late."""
+        deadline = ticket.request.deadline
+        if deadline is None or ticket.best is not None:
+            return False
+        ticket.retry_after_s = self.pace_s(ticket)
+        return now + ticket.retry_after_s > deadline
+
+    def is_hopeless(self, ticket: Ticket, now: float) -> bool:
+        """Whether a newcomer would wait longer than it may for the endpoint that is best for it, by learned speeds."""
+        if ticket.best is None:
+            return False
+        load = ticket.best.load
+        is_known = load.pool.samples.prefill_ms_per_token or load.room.slots.limit < inf
+        if not is_known or not load.room.line.count:
+            return False
+        return now + ticket.best_wait_s > ticket.submitted_at + self._queue_timeout_s
 
     def forget(self, now: float) -> None:
         """Nobody waits."""

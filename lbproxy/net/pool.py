@@ -338,7 +338,8 @@ class ConnectionPool:
             raise UpstreamError(FailureKind.CONNECT, f"{origin}: no connection within {timeout_s:g} s") from None
         except OSError as error:
             kind = FailureKind.EXHAUSTED if error.errno in _OUR_FAULT else FailureKind.CONNECT
-            raise UpstreamError(kind, f"{origin}: {reason(error)}") from error
+            refused = isinstance(error, ConnectionRefusedError)
+            raise UpstreamError(kind, f"{origin}: {reason(error)}", refused=refused) from error
         self._busy.add(connection)
         return connection
 

@@ -19,7 +19,8 @@ import orjson
 
 from lbproxy.core.openai import read_json_body
 from lbproxy.core.retry import FailureKind, UpstreamError
-from lbproxy.core.types import Endpoint, EndpointSnapshot, Health, LbError, Outcome
+from lbproxy.core.snapshot import EndpointSnapshot
+from lbproxy.core.types import Endpoint, Health, LbError, Outcome
 from lbproxy.net.fetch import send
 from lbproxy.net.origin import Origin
 from lbproxy.net.pool import ConnectionPool

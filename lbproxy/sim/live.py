@@ -91,5 +91,6 @@ def page_of(server: LiveServer, now: float) -> LoadMetrics:
         block_size_tokens=BLOCK_TOKENS,
         kv_blocks=engine.kv_blocks,
         lora=LoraMetrics(named, named, slots) if slots else None,
+        work=float(gauges.prompt_tokens + gauges.generation_tokens),
         started_at=server.started_at,
     )

@@ -21,14 +21,13 @@ from lbproxy.control.writer import LineWriter
 from lbproxy.core.breaker import Cause
 from lbproxy.core.learned import FULL_BY, EndpointLearned, PoolLearned
 from lbproxy.core.record import RequestRecord
+from lbproxy.core.snapshot import EndpointSnapshot, PoolSnapshot
 from lbproxy.core.types import (
     Endpoint,
-    EndpointSnapshot,
     EndpointUid,
     Health,
     LoadMetrics,
     Outcome,
-    PoolSnapshot,
     Transition,
     Usage,
 )

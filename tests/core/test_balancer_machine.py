@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from lbproxy.config import AdmissionSettings
 from lbproxy.core.estimate import LoadModel
 from lbproxy.core.policy import POLICIES
+from lbproxy.core.snapshot import EndpointSnapshot
 from lbproxy.core.types import (
-    EndpointSnapshot,
     EndpointUid,
     Health,
     InferenceRequest,

@@ -7,7 +7,8 @@ import pytest
 from lbproxy.config import AdmissionSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.breaker import Cause
-from lbproxy.core.progress import CHECK_S, UNSTREAMED
+from lbproxy.core.openai import made_up_card
+from lbproxy.core.progress import CHECK_S, SILENCE_S, UNSTREAMED
 from lbproxy.core.retry import FailureKind
 from lbproxy.core.types import Endpoint, EndpointUid, Health, InferenceRequest, LoadMetrics, Outcome, Ticket
 from tests.support.pool import MODEL, pool_of, seen, taken
@@ -18,13 +19,22 @@ K = FailureKind
 class Play:
     """Two endpoints; e2 answers something every second, and e1 does what the test says."""
 
-    def __init__(self, policy: str = "least-request", count: int = 2) -> None:
+    def __init__(self, policy: str = "least-request", count: int = 2, *, shows_work: bool = True) -> None:
+        """`shows_work`: e1 was seen to count what it computes."""
         self.balancer, self.endpoints = pool_of(count, policy=policy, admission=AdmissionSettings(hold=False))
         self.now = 100.0
         self.flows = True
         """e2 streams."""
         self.stranding: list[EndpointUid] = []
         self.other = self.place("e2") if count > 1 else None
+        self.work: float | None = None
+        if shows_work:
+            ticket = self.place("e1")
+            for self.work in (0.0, 5.0, 9.0, 20.0, 30.0):
+                self.now += 0.2
+                self.scrape()
+            self.balancer.first_byte(ticket, now=self.now)
+            self.balancer.close(ticket, Outcome.COMPLETED, now=self.now)
 
     def place(self, name: str, *, stream: bool = True, size: int = 400) -> Ticket:
         others = frozenset(one.uid for one in self.endpoints if one.name != name)
@@ -37,7 +47,7 @@ class Play:
     def scrape(self, running: float = 3.0, kv: float = 0.5, waiting: float = 0.0) -> None:
         uid = self.endpoints[0].uid
         self.balancer.scrape_sent(uid)
-        metrics = LoadMetrics(scraped_at=self.now, waiting=waiting, running=running, kv_utilization=kv)
+        metrics = LoadMetrics(scraped_at=self.now, waiting=waiting, running=running, kv_utilization=kv, work=self.work)
         self.balancer.report_scrape(uid, metrics)
 
     def go(self, seconds: float, *, scraped: bool = True, moving: bool = False) -> bool:
@@ -151,6 +161,7 @@ def test_without_anybody_else_they_stay() -> None:
     ticket = it.place("e1")
     for _ in range(3):
         it.balancer.report_health(it.endpoints[0].uid, False, "503", now=it.now)
+    it.now += SILENCE_S
     assert it.balancer.check(now=it.now) == [it.endpoints[0].uid]
     assert not it.balancer.after_failure(ticket, K.STRANDED, (), now=it.now).again
 
@@ -207,3 +218,138 @@ def test_who_waits_on_one_that_went_down_is_stranded_and_who_has_bytes_is_not() 
         for _ in range(3):
             balancer.report_health(endpoint.uid, False, "", now=0.0)
     assert stranding_of(balancer, endpoints, 0.0) == {"e1"}
+
+
+# --- Work that may be running is not killed on a suspicion ------------------------------------------------------------
+
+
+def test_gauges_that_were_never_seen_to_move_say_nothing_of_whole_responses() -> None:
+    """llama.cpp shows no cache, SGLang two decimals of it: three responses that do not stream take 45 s each."""
+    it = Play(shows_work=False)
+    for _ in range(3):
+        it.place("e1", stream=False)
+    assert not it.go(100.0)
+
+
+def test_a_counter_that_moves_seldom_is_given_several_times_as_long() -> None:
+    """SGLang writes it every 40 steps of decoding: 8 s where a token takes .2 s."""
+    it = Play(shows_work=False)
+    tickets = [it.place("e1", stream=False) for _ in range(3)]
+    it.work = 0.0
+    for _ in range(5):
+        assert not it.go(8.0)
+        it.work += 40.0
+    assert not it.go(35.0)
+    assert it.go(15.0)
+    assert len(tickets) == 3
+
+
+def test_cache_use_that_moves_while_no_request_begins_or_ends_shows_work() -> None:
+    it = Play(shows_work=False)
+    for _ in range(3):
+        it.place("e1", stream=False)
+    for n in range(6):
+        it.now += 0.2
+        it.scrape(kv=0.1 + 0.001 * n)
+    assert not it.go(9.0)
+    assert it.go(4.0)
+
+
+@pytest.mark.parametrize("by", ["our requests", "others"])
+def test_cache_use_that_moves_with_requests_that_come_and_go_does_not(by: str) -> None:
+    it = Play(shows_work=False)
+    for n in range(6):
+        if by == "our requests":
+            it.place("e1", stream=False)
+        it.now += 0.2
+        it.scrape(kv=0.1 + 0.01 * n, running=9.0 + n if by == "others" else n + 1.0)
+    for _ in range(3):
+        it.place("e1", stream=False)
+    assert not it.go(100.0)
+
+
+def test_an_endpoint_of_another_model_is_no_measure() -> None:
+    for model, is_ejected in (("other", False), (MODEL, True)):
+        it = Play()
+        for _ in range(3):
+            it.place("e1")
+        it.balancer.report_models(it.endpoints[1].uid, [made_up_card(model)])
+        assert it.go(30.0) is is_ejected
+
+
+def test_the_trial_of_an_endpoint_that_shows_nothing_may_take_as_long_as_its_response() -> None:
+    it = Play(shows_work=False)
+    for _ in range(5):
+        ticket = it.place("e1", stream=False)
+        it.balancer.after_failure(ticket, K.RESET, (), now=it.now)
+        it.balancer.close(ticket, Outcome.UPSTREAM_RESET, now=it.now)
+    it.now += 2.0
+    it.balancer.check(now=it.now)
+    trial = it.place("e1", stream=False)
+    assert trial.trial
+    assert not it.go(100.0, scraped=False)
+    assert seen(it.balancer, it.now)["e1"].health is Health.HALF_OPEN
+
+
+def down(it: Play) -> None:
+    for _ in range(3):
+        it.balancer.report_health(it.endpoints[0].uid, False, "no response within 3 s", now=it.now)
+    assert seen(it.balancer, it.now)["e1"].health is Health.DOWN
+
+
+@pytest.mark.parametrize(
+    ("shows_work", "sign", "is_dead"),
+    [
+        (True, "counter", False),
+        (True, "still counter", True),
+        (False, "page", False),
+        (True, "byte", False),
+        (True, "nothing", True),
+        (False, "nothing", True),
+    ],
+)
+def test_what_runs_on_an_endpoint_whose_health_checks_fail(shows_work: bool, sign: str, is_dead: bool) -> None:
+    """It gets no new requests; those it has are taken from it only if nothing else is heard of it."""
+    it = Play(shows_work=shows_work)
+    first, _ = it.place("e1"), it.place("e1", stream=False)
+    down(it)
+    assert it.balancer.wants_scrape(it.endpoints[0].uid)
+    for _ in range(40):
+        it.now += 1.0
+        if sign in {"counter", "still counter", "page"}:
+            it.work = None if it.work is None else it.work + (sign == "counter")
+            it.scrape()
+        if sign == "byte":
+            it.balancer.first_byte(first, now=it.now)
+            it.balancer.progress(first, 1, now=it.now)
+        it.stranding = it.balancer.check(now=it.now)
+    assert bool(it.stranding) is is_dead
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_time_outs_count_against_an_endpoint_on_which_nothing_moves(moves: bool) -> None:
+    it = Play()
+    tickets = [it.place("e1", stream=False) for _ in range(5)]
+    it.balancer._judge.progress.silence_s = None  # the subject is what happens without that watch
+    for _ in range(60):
+        assert it.work is not None
+        it.work += moves
+        it.go(10.0, moving=False)
+    for ticket in tickets:
+        assert not it.balancer.after_failure(ticket, K.TIMEOUT, (), now=it.now).again
+        it.balancer.close(ticket, Outcome.UPSTREAM_TIMEOUT, now=it.now)
+    assert seen(it.balancer, it.now)["e1"].health is (Health.UP if moves else Health.EJECTED)
+
+
+@pytest.mark.parametrize(("timed_out", "moves"), [(True, True), (True, False), (False, True)])
+def test_a_stream_that_is_silent_for_too_long_counts_if_nothing_moves(timed_out: bool, moves: bool) -> None:
+    it = Play()
+    tickets = [it.place("e1") for _ in range(5)]
+    it.balancer._judge.progress.silence_s = None
+    for ticket in tickets:
+        it.balancer.first_byte(ticket, now=it.now)
+    it.go(20.0, moving=moves)
+    for ticket in tickets:
+        it.balancer.close(ticket, Outcome.UPSTREAM_BROKE, now=it.now, timed_out=timed_out)
+    up = timed_out and moves
+    assert seen(it.balancer, it.now)["e1"].health is (Health.UP if up else Health.EJECTED)

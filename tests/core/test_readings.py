@@ -64,7 +64,32 @@ def metrics(page: str, table: EngineTable = TABLE, earlier: Iterable[tuple[float
 
 
 def of_page(name: str, engine: str) -> Reading:
-    return PageReader(ENGINES[engine], keep_s=0.0).read(recorded(name), scraped_at=5.0, wall_time=WALL_TIME)
+    """Without its counter of work, which the expected load of so many pages would only repeat."""
+    got = PageReader(ENGINES[engine], keep_s=0.0).read(recorded(name), scraped_at=5.0, wall_time=WALL_TIME)
+    return got if got.metrics is None else dataclasses.replace(got, metrics=dataclasses.replace(got.metrics, work=None))
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "work"),
+    [
+        ("vllm-0.32.0-load-lora-t0", "vllm", 2738.0),
+        ("vllm-0.32.0-dp2-load", "vllm", 691.0 + 680.0),
+        ("sglang-0.5.23-load", "sglang", 1246.0 + 2700.0 + 224.0),
+        ("llama.cpp-b11434-load", "llamacpp", 571.0),
+        ("documented/trtllm-serve", "trtllm-serve", None),
+    ],
+)
+def test_what_an_engine_counts_while_it_works(name: str, engine: str, work: float | None) -> None:
+    got = PageReader(ENGINES[engine], keep_s=0.0).read(recorded(name), scraped_at=5.0, wall_time=WALL_TIME)
+    assert got.metrics is not None
+    assert got.metrics.work == work
+
+
+def test_a_counter_of_work_may_be_larger_than_any_gauge_and_must_be_finite() -> None:
+    page = "vllm:num_requests_running 1\nvllm:generation_tokens_total %s\n"
+    assert metrics(page % "5e12", VLLM).work == 5e12
+    assert metrics(page % "+Inf", VLLM).work is None
+    assert metrics(page % "NaN", VLLM).work is None
 
 
 def load(
@@ -182,7 +207,7 @@ def test_new_name_wins_over_the_old_one() -> None:
 
 def test_signals_are_fields_of_load_metrics() -> None:
     fields = [field.name for field in dataclasses.fields(LoadMetrics)]
-    assert fields == ["scraped_at", *SIGNALS, "lora", "started_at"]
+    assert fields == ["scraped_at", *SIGNALS, "work", "lora", "started_at"]
     assert set(SIGNALS) <= {field.name for field in dataclasses.fields(EngineTable)}
 
 

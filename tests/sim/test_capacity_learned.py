@@ -22,8 +22,10 @@ from tests.sim.test_cluster import QWEN, replicas
 class Silent(Replica):
     """Its servers do not say what was cached."""
 
-    def close(self, ticket: Ticket, outcome: Outcome, *, now: float, usage: Usage | None = None) -> None:
-        super().close(ticket, outcome, now=now, usage=usage and usage._replace(cached_tokens=None))
+    def close(
+        self, ticket: Ticket, outcome: Outcome, *, now: float, usage: Usage | None = None, timed_out: bool = False
+    ) -> None:
+        super().close(ticket, outcome, now=now, usage=usage and usage._replace(cached_tokens=None), timed_out=timed_out)
 
 
 class Telling(Replica):

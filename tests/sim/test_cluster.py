@@ -170,10 +170,12 @@ class Book(Replica):
         self.note(now, "progress", ticket, tokens)
         super().progress(ticket, tokens, now=now)
 
-    def close(self, ticket: Ticket, outcome: Outcome, *, now: float, usage: Usage | None = None) -> None:
+    def close(
+        self, ticket: Ticket, outcome: Outcome, *, now: float, usage: Usage | None = None, timed_out: bool = False
+    ) -> None:
         assert ticket.state is TicketState.PLACED
         self.note(now, "close", ticket, 0 if usage is None else usage.completion_tokens or 0)
-        super().close(ticket, outcome, now=now, usage=usage)
+        super().close(ticket, outcome, now=now, usage=usage, timed_out=timed_out)
 
 
 BOOKS: list[Book] = []

@@ -111,18 +111,20 @@ class Recorder(Replica):
         self.events.append(Event(now, lambda it: it.runtime.progress(it.tickets[name], tokens)))
         super().progress(ticket, tokens, now=now)
 
-    def close(self, ticket: Ticket, outcome: Outcome, *, now: float, usage: Usage | None = None) -> None:
+    def close(
+        self, ticket: Ticket, outcome: Outcome, *, now: float, usage: Usage | None = None, timed_out: bool = False
+    ) -> None:
         name = ticket.request.id
         self.events.append(Event(now, lambda it: it.runtime.close(it.tickets[name], outcome, usage)))
-        super().close(ticket, outcome, now=now, usage=usage)
+        super().close(ticket, outcome, now=now, usage=usage, timed_out=timed_out)
 
     def set_endpoints(self, specs: Sequence[EndpointSpec], *, now: float) -> EndpointChanges:
         self.events.append(Event(now, lambda it: it.runtime.set_endpoints(specs)))
         return super().set_endpoints(specs, now=now)
 
-    def report_health(self, uid: EndpointUid, ok: bool, reason: str, *, now: float) -> None:
-        self.events.append(Event(now, lambda it: it.runtime.report_health(uid, ok, reason)))
-        super().report_health(uid, ok, reason, now=now)
+    def report_health(self, uid: EndpointUid, ok: bool, reason: str, *, now: float, refused: bool = False) -> None:
+        self.events.append(Event(now, lambda it: it.runtime.report_health(uid, ok, reason, refused=refused)))
+        super().report_health(uid, ok, reason, now=now, refused=refused)
 
     def report_models(self, uid: EndpointUid, cards: Iterable[ModelCard] | None) -> None:
         listed = None if cards is None else list(cards)

@@ -17,9 +17,9 @@ from lbproxy.config import (
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.policy import make_policy
 from lbproxy.core.record import RequestRecord
+from lbproxy.core.snapshot import EndpointSnapshot
 from lbproxy.core.types import (
     Endpoint,
-    EndpointSnapshot,
     EndpointSpec,
     EndpointUid,
     InferenceRequest,
