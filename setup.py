@@ -60,8 +60,8 @@ COMPILED = {
             "waiting",
         ),
     ],
-    "lbproxy/net": ["corked", "h1", "pool"],
-    "lbproxy/proxy": ["exchange", "headers", "plain", "reading", "relay", "request", "turn"],
+    "lbproxy/net": ["corked", "h1", "patience", "pool"],
+    "lbproxy/proxy": ["exchange", "exchanger", "headers", "plain", "reading", "relay", "request", "turn"],
     "lbproxy/control": ["histogram", "line", "recent", "telemetry", "writer"],
 }
 """By folder, what each request goes through."""

@@ -21,7 +21,7 @@ from lbproxy.core.policy import make_policy
 from lbproxy.core.types import EndpointSpec, LoadMetrics, ModelCard
 from lbproxy.net.origin import Origin
 from lbproxy.net.pool import Connection, ConnectionPool
-from lbproxy.proxy.exchange import Exchanger
+from lbproxy.proxy.exchanger import Exchanger
 from lbproxy.proxy.server import FrontEnd
 from lbproxy.runtime import Runtime
 

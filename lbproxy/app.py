@@ -47,7 +47,7 @@ from lbproxy.net.inherit import Inherited, start_successor
 from lbproxy.net.listener import bind
 from lbproxy.net.notify import Notifier
 from lbproxy.net.pool import ConnectionPool
-from lbproxy.proxy.exchange import Exchanger
+from lbproxy.proxy.exchanger import Exchanger
 from lbproxy.proxy.keys import KeyRing
 from lbproxy.proxy.overload import Overload
 from lbproxy.proxy.server import FrontEnd

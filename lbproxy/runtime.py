@@ -85,7 +85,7 @@ class Runtime:
         self._pump_due = False
         self._timer: asyncio.TimerHandle | None = None
         self._armed_for = 0.0
-        self.move_stranded: Callable[[frozenset[EndpointUid]], None] | None = None
+        self.move_stranded: Callable[[], None] | None = None
         """Told, now and then, on which endpoints requests wait in vain: whoever has such should send them elsewhere."""
         self._check_due = False
         self._model_readers: dict[EndpointUid, ModelReader] = {}
@@ -111,6 +111,10 @@ class Runtime:
             self._waiters[id(ticket)] = settled
             self._arm()
         return ticket
+
+    def is_stranded(self, ticket: Ticket) -> bool:
+        """Whether it waits in vain for a first byte."""
+        return self._balancer.is_stranded(ticket, now=self.now())
 
     def after_failure(self, ticket: Ticket, error: UpstreamError, earlier: Sequence[FailureKind]) -> Verdict:
         """What follows a failed attempt. The caller closes the ticket, unless it passes the endpoint's answer on."""
@@ -209,7 +213,7 @@ class Runtime:
         stranding = self._balancer.check(now=self.now())
         self._tell()
         if stranding and self.move_stranded is not None:
-            self.move_stranded(frozenset(stranding))
+            self.move_stranded()
         self._pump_soon()
 
     async def keep_checking(self) -> None:

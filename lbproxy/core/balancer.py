@@ -304,14 +304,20 @@ class Balancer:
         return self._endpoints.replace(specs, now=now)
 
     def check(self, *, now: float) -> list[EndpointUid]:
-        """Every `CHECK_S`: what time alone brings to endpoints. Returns those where requests wait in vain for a first
-        byte: ask `after_failure` about each of these by STRANDED, also when a transition says that one is down.
+        """Every `CHECK_S`: what time alone brings to endpoints. Returns those where requests may wait in vain for a
+        first byte: of each that `is_stranded`, ask `after_failure` by STRANDED.
         """
         before = self._endpoints.version
         stranding = self._endpoints.check(now=now)
         if self._endpoints.version != before:
             self._waiting.wake_all()
         return stranding
+
+    def is_stranded(self, ticket: Ticket, *, now: float) -> bool:
+        """Whether a placed request waits in vain for its first byte."""
+        return ticket.first_byte_at is None and self._judge.progress.is_dead(
+            ticket.where, now, stream=ticket.request.stream
+        )
 
     @property
     def transitions(self) -> list[Transition]:

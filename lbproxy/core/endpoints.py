@@ -297,11 +297,12 @@ class EndpointSet:
         return 0.0
 
     def check(self, *, now: float) -> list[EndpointUid]:
-        """Once a second: what time alone brings. Returns the endpoints whose waiting requests should go elsewhere."""
+        """Once a second: what time alone brings. Returns the endpoints where streams wait in vain for their start."""
         states = list(self._states.values())
         self.judge.check(states, now=now)
-        is_dead = self.judge.progress.is_dead
-        return [state.endpoint.uid for state in states if state.awaiting_first_byte and is_dead(state, now)]
+        watch = self.judge.progress
+        waiting = (state for state in states if state.awaiting_first_byte)
+        return [state.endpoint.uid for state in waiting if watch.is_dead(state, now, stream=True)]
 
     def report_models(self, uid: EndpointUid, cards: Iterable[ModelCard] | None) -> None:
         """What /v1/models said. None: the endpoint has no such list; what it said before is forgotten."""

@@ -113,6 +113,8 @@ class Judge:
         is_probed = state.endpoint.health is not None
         if ok and not is_probed:
             return
+        if not ok and not state.fails and state.health is not Health.DOWN:
+            state.progress.failing_since = now
         state.fails = 0 if ok else state.fails + 1
         state.passes = state.passes + 1 if ok else 0
         first = state.health is Health.STARTING

@@ -12,7 +12,8 @@ may be running is not killed on a suspicion. So:
 - A prefill that is known to be long is waited for, five times over.
 - Silence that may be ours is nobody's fault: a look that comes late makes everybody's silence begin anew. The same is
   true of a pool in which nobody else goes on.
-- An endpoint whose health checks fail keeps what runs there as long as it shows any sign of life (`is_dead`).
+- An endpoint whose health checks fail keeps what runs there as long as it shows any sign of life; and whole responses,
+  of which minutes of work may be lost, for as long as silence is no proof (`is_dead`).
 """
 
 from __future__ import annotations
@@ -47,13 +48,15 @@ FADES: Final = 0.9
 class Progress:
     """What one endpoint showed of its work."""
 
-    __slots__ = ("_busy_since", "_ended", "_placed", "at", "between_s", "movements", "quiet_since")
+    __slots__ = ("_busy_since", "_ended", "_placed", "at", "between_s", "failing_since", "movements", "quiet_since")
 
     def __init__(self) -> None:
         self.at = -inf
         """When a byte of a response last came from it, or its metrics moved."""
         self.quiet_since = -inf
         """Silence before this does not count."""
+        self.failing_since = -inf
+        """Since when each of its health checks failed, if they do."""
         self.movements = 0
         """How often its metrics moved with its work."""
         self.between_s = 0.0
@@ -123,17 +126,23 @@ class ProgressWatch:
                     found.append((state, f"no byte for {now - since:.0f} s from {state.in_flight} requests"))
         return found
 
-    def is_dead(self, state: EndpointState, now: float) -> bool:
-        """Whether requests wait in vain for a first byte from `state`: it hangs, or its health checks fail and nothing
-        at all was heard from it for a while. A page of metrics is a sign of life unless it should have moved.
+    def is_dead(self, state: EndpointState, now: float, *, stream: bool) -> bool:
+        """Whether requests wait in vain for a first byte from `state`: it hangs, or its health checks fail and it does
+        not speak either. A page of metrics is a sign of life unless it should have moved.
+
+        `stream`: these requests stream, so that their first byte should come soon.
         """
         if state.health in {Health.EJECTED, Health.HALF_OPEN}:
             return state.breaker.cause is Cause.NO_PROGRESS
         if state.health is not Health.DOWN:
             return False
         progress, heard_at = state.progress, state.progress.at
-        if state.metrics is not None and not progress.shows_work:
-            heard_at = max(heard_at, state.metrics.scraped_at)
+        metrics = state.metrics
+        if metrics is not None:
+            if stream and max(heard_at, metrics.scraped_at) < progress.failing_since:
+                return True  # as soon as its health checks failed its metrics did: nothing answers any more
+            if not progress.shows_work:
+                heard_at = max(heard_at, metrics.scraped_at)
         return now - heard_at >= max(self._silence_s, PREDICTED * progress.between_s)
 
     def goes_on(self, ticket: Ticket, now: float) -> bool:

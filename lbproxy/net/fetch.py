@@ -11,6 +11,7 @@ from lbproxy.core.credentials import ApiKey
 from lbproxy.core.retry import FailureKind, UpstreamError
 from lbproxy.net.h1 import ResponseHead, request_head
 from lbproxy.net.origin import Origin
+from lbproxy.net.patience import Limits
 from lbproxy.net.pool import Connection, ConnectionPool
 
 
@@ -58,8 +59,8 @@ async def send(  # noqa: PLR0913 - a request's four parts
 async def _exchange(
     connection: Connection, method: str, head: bytes, body: bytes, timeout_s: float, max_bytes: int
 ) -> Answer:
-    collector = _Collector(connection, timeout_s, max_bytes)
-    connection.send(method, head, body, collector, timeout_s)
+    collector = _Collector(connection, max_bytes)
+    connection.send(method, head, body, collector, Limits(timeout_s, timeout_s, timeout_s))
     try:
         result = await collector.result
     finally:
@@ -80,12 +81,11 @@ _FIELDS = b"Accept: */*\r\nUser-Agent: lbproxy\r\n"
 class _Collector:
     """Takes head and end as a receiver, and the payload as a watcher."""
 
-    def __init__(self, connection: Connection, timeout_s: float, max_bytes: int) -> None:
+    def __init__(self, connection: Connection, max_bytes: int) -> None:
         # A failure is a result here: an exception that a cancelled task never fetches would be logged as lost.
         self.result: asyncio.Future[Answer | UpstreamError] = asyncio.get_running_loop().create_future()
         self._connection: Connection | None = connection
         """None: the answer is whole, and the connection may be another's by now."""
-        self._timeout_s = timeout_s
         self._left = max_bytes
         self._body = bytearray()  # not a list of pieces: an answer of two bytes a chunk would be 20 times its size
         self._head: ResponseHead | None = None
@@ -102,10 +102,13 @@ class _Collector:
         if connection is not None:
             connection.abort()
 
+    def hints(self, head: ResponseHead) -> None:
+        """Of no use here."""
+
     def head(self, head: ResponseHead) -> None:
         self._head = head
         assert self._connection is not None
-        self._connection.relay(head, self, self, self._timeout_s)
+        self._connection.relay(head, self, self)
 
     def feed(self, data: bytes, start: int, end: int) -> None:
         self._left -= end - start

@@ -10,8 +10,8 @@ Invariants:
 - After `abort`, or when its receiver let go, a connection calls nobody any more.
 - Kept connections live shorter than the 5 s after which vLLM and SGLang (uvicorn) close them.
 
-One sweep each 250 ms looks after all time limits of all connections: a timer per request would cost more than the
-limits need in precision. Connecting has its own time-out. None of them runs while we stand still: see `pulse`.
+One sweep each 250 ms looks after the clocks of all connections (`net.patience`): a timer per request would cost more
+than they need in precision. Connecting has its own time-out. None of them runs while we stand still: see `pulse`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from lbproxy.net.corked import Cork, Corked
 from lbproxy.net.dial import open_socket, reason
 from lbproxy.net.h1 import MAX_HEAD_BYTES, Framing, PayloadWatcher, ProtocolError, ResponseHead, parse_head
 from lbproxy.net.origin import Origin
+from lbproxy.net.patience import Limits, Patience
 from lbproxy.net.tls import client_context
 from lbproxy.pulse import Pulse
 
@@ -42,7 +43,6 @@ CLOSING_S: Final = 0.01
 """An aborted transport lets go of its descriptor some turns of the loop later."""
 MAX_INFORMATIONAL: Final = 8
 """1xx answers before the real one."""
-_NEVER: Final = float("inf")
 _OUR_FAULT: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
 
 
@@ -51,6 +51,10 @@ class Receiver(Protocol):
 
     def whole(self, head: ResponseHead, body: bytes) -> None:
         """The answer, after any 1xx ones, that came in one piece; its length says so. Nothing follows."""
+        ...
+
+    def hints(self, head: ResponseHead) -> None:
+        """103 Early Hints: fields of the response to come."""
         ...
 
     def head(self, head: ResponseHead) -> None:
@@ -77,8 +81,8 @@ class Connection:
         self.origin = origin
         self.reused = False
         """An exchange went over this connection before the one it was taken for."""
-        self.deadline = _NEVER
-        """When silence becomes a time-out."""
+        self.patience = Patience()
+        """The clock of the exchange that goes on."""
         self._pool = pool
         self._loop = pool.loop
         self._transport: Corked | None = None
@@ -93,20 +97,19 @@ class Connection:
         """Set while an exchange goes on."""
         self._framing: Framing | None = None
         """Set from `relay` on, until the message is whole."""
-        self._idle_timeout_s = _NEVER
         self._paused = False
 
     # The exchange
 
-    def send(self, method: str, head: bytes, body: bytes, receiver: Receiver, timeout_s: float) -> None:
-        """Send a request, whole. The answer goes to `receiver`, from the next turn of the loop on, or a TIMEOUT does
-        if its head is not there within `timeout_s`.
+    def send(self, method: str, head: bytes, body: bytes, receiver: Receiver, limits: Limits) -> None:
+        """Send a request, whole. The response goes to `receiver`, from the next turn of the loop on, or a TIMEOUT when
+        a clock of these `limits` runs out: the receiver tells when the response `began`.
         """
         self._method = method
         self._receiver = receiver
         self._informational = 0
         self._sent_at = now = self._loop.time()
-        self.deadline = now + timeout_s
+        self.patience.sent(limits, now)
         transport = self._transport
         if transport is None:  # lost in the turn in which it was made or taken
             self._loop.call_soon(self._eof, None)
@@ -115,18 +118,17 @@ class Connection:
         else:
             transport.writelines((head, body))
 
-    def relay(self, head: ResponseHead, receiver: Receiver, watcher: PayloadWatcher | None, idle_s: float) -> None:
-        """Take the body: it goes to `receiver`, what came with the head within this call. Call it from `Receiver.head`.
-
-        Silence of `idle_s` seconds while the receiver takes bytes breaks the body.
-        """
+    def relay(self, head: ResponseHead, receiver: Receiver, watcher: PayloadWatcher | None) -> None:
+        """Take the body: it goes to `receiver`, what is here already within this call. Call it from `Receiver.head`."""
         self._framing = head.framing(watcher)
         self._receiver = receiver
         self._keeps = head.keep_alive
-        self._idle_timeout_s = idle_s
-        self.deadline = self._loop.time() + idle_s
         data, self._buffer = self._buffer, b""
         self._relay(data)
+
+    def began(self) -> None:
+        """What the client waits for arrived: the first event, or byte of any other body. Now silence counts."""
+        self.patience.began(self._loop.time())
 
     @property
     def at_boundary(self) -> bool:
@@ -137,14 +139,14 @@ class Connection:
         """Stop reading: the receiver is full. Its slowness is not the endpoint's silence."""
         if not self._paused and self._transport is not None:
             self._paused = True
-            self.deadline = _NEVER
+            self.patience.paused(self._loop.time())
             self._transport.pause_reading()
 
     def resume(self) -> None:
         """Read again."""
         if self._paused and self._transport is not None:
             self._paused = False
-            self.deadline = self._loop.time() + self._idle_timeout_s
+            self.patience.resumed(self._loop.time())
             self._transport.resume_reading()
 
     def abort(self) -> None:
@@ -158,8 +160,8 @@ class Connection:
 
     def sweep(self, now: float) -> None:
         """Called by the pool now and then: break what was silent for too long."""
-        if now >= self.deadline:
-            self._break(UpstreamError(FailureKind.TIMEOUT, f"{self.origin}: no byte in time"))
+        if now >= self.patience.deadline:
+            self._break(UpstreamError(FailureKind.TIMEOUT, f"{self.origin}: {self.patience.reason}"))
 
     # asyncio.Protocol
 
@@ -173,7 +175,7 @@ class Connection:
         if receiver is None:
             self.abort()  # a kept connection must be silent
         elif self._framing is not None:
-            self.deadline = self._loop.time() + self._idle_timeout_s
+            self.patience.heard(self._loop.time())
             self._relay(data)
         else:
             self._buffer = self._buffer + data if self._buffer else data
@@ -220,10 +222,12 @@ class Connection:
         if head.status >= 200:
             receiver.head(head)
             return
+        if head.status == 103:
+            receiver.hints(head)
         self._informational += 1
         if self._informational > MAX_INFORMATIONAL:
             self._break(UpstreamError(FailureKind.PROTOCOL, f"{self.origin}: too many 1xx answers"))
-        elif self._buffer:
+        elif self._buffer and self._receiver is receiver:
             self._find_head(receiver)
 
     def _relay(self, data: bytes) -> None:
@@ -252,7 +256,7 @@ class Connection:
         idles there holds nothing of it."""
         self._receiver = self._framing = None
         self._buffer = b""
-        self.deadline = _NEVER
+        self.patience.over()
         transport = self._transport
         if keeps and transport is not None and not transport.is_closing():
             self._pool.keep(self, idle=not transport.get_write_buffer_size())
@@ -382,7 +386,7 @@ class ConnectionPool:
             kept[connection] = self.loop.time()
             if connection._paused:  # it must be read, to see it close
                 connection.resume()
-                connection.deadline = _NEVER
+                connection.patience.over()
         else:
             connection.abort()
 
@@ -416,7 +420,7 @@ class ConnectionPool:
         self._stalled_s += stalled_s
         now = self.loop.time()
         for connection in list(self._busy):
-            connection.deadline += stalled_s
+            connection.patience.prolong(stalled_s)
             connection.sweep(now)
         for idle in list(self._idle.values()):
             for connection, since in list(idle.items()):

@@ -22,7 +22,7 @@ from aiohttp.http_exceptions import LineTooLong
 from aiohttp.streams import StreamReader
 
 from lbproxy.core.record import RequestRecord
-from lbproxy.core.types import EndpointUid, LbError, Outcome
+from lbproxy.core.types import LbError, Outcome
 from lbproxy.net.corked import Cork, Corked
 from lbproxy.proxy.deadlines import Deadlines
 from lbproxy.proxy.linger import Linger
@@ -77,8 +77,8 @@ class Turn(Protocol):
         """Answer with `why` now, or break the answer visibly."""
         ...
 
-    def leave(self, stranding: frozenset[EndpointUid]) -> None:
-        """Ask another endpoint, if it waits in vain on one of these."""
+    def move_if_stranded(self) -> None:
+        """Ask another endpoint, if it waits in vain for a first byte."""
         ...
 
     def pause(self) -> None:

@@ -1,13 +1,14 @@
 """One request from its place in the balancer to the end of its answer: attempts, the commit point, the relay.
 
 Theory of operation. An `Exchange` is driven by callbacks alone, of the runtime (a place was found), of the pool (a
-connection was made) and of that connection (its answer came, or it broke); no task waits for it, which is most of why
-a request is cheap. Each attempt places, sends, and ends in a head or a failure; after a failure, or a head that
+connection was made) and of that connection (its response arrived, or it broke); no task waits for it, which is most of
+why a request is cheap. Each attempt places, sends, and ends in a head or a failure; after a failure, or a head that
 another endpoint may do better, the balancer says whether to go round again. A head that is taken is a `Relay`'s, and
-the first of its body is the commit point: after it nothing is ever retried. Invariants:
+the first of its body is the commit point: after it nothing is ever retried. What it does at any time is its `step`, of
+which `proxy.steps` has the table. Invariants:
 
 - It ends exactly once, in `over`, whatever happens; every ticket is closed by then.
-- At most one of these is there at a time: a place waited for, a connection being made, one in use, a retry's timer.
+- What is under way in a step (`_work`: a dial, a connection, a relay, a timer) is let go of when the step ends.
 - What another endpoint gets are the same bytes.
 - Whatever follows a head that is out (`_opened`) is the body of a stream of events, and nothing else.
 """
@@ -30,12 +31,13 @@ from lbproxy.core.sse import read_usage
 from lbproxy.core.types import EndpointUid, InferenceRequest, LbError, Outcome, Ticket, TicketState, Usage
 from lbproxy.net.h1 import ResponseHead
 from lbproxy.net.origin import Origin
-from lbproxy.net.pool import Connection, ConnectionPool
+from lbproxy.net.pool import Connection
 from lbproxy.proxy.answers import model_not_found
+from lbproxy.proxy.exchanger import Exchanger
 from lbproxy.proxy.headers import client_head
 from lbproxy.proxy.relay import Client, Relay, can_go_on, end_opened, is_json
 from lbproxy.proxy.request import ClientRequest
-from lbproxy.runtime import Runtime
+from lbproxy.proxy.steps import Step
 
 logger = logging.getLogger("lbproxy")
 Arguments = TypeVarTuple("Arguments")
@@ -43,22 +45,6 @@ Arguments = TypeVarTuple("Arguments")
 LARGE_BODY_BYTES: Final = 16 << 10
 """A smaller body is neither counted nor let go of before its request ends: what comes with it costs as much, and all of
 them are bounded by the number of connections."""
-
-
-class Exchanger:
-    """What all exchanges share that begin under the same settings: a request is served under one tree to its end."""
-
-    def __init__(self, settings: Settings, runtime: Runtime, connections: ConnectionPool) -> None:
-        self.runtime = runtime
-        self.connections = connections
-        self.settings = settings
-        self.timeouts = settings.timeouts
-        self.expose_endpoint = settings.expose_endpoint
-        self.explain_header = settings.explain.header and settings.expose_endpoint
-
-    def under(self, settings: Settings) -> Exchanger:
-        """The same under other settings, for exchanges to come."""
-        return Exchanger(settings, self.runtime, self.connections)
 
 
 class Exchange(ABC):
@@ -71,16 +57,13 @@ class Exchange(ABC):
     """As it came. Set by `start`."""
     placed: InferenceRequest
     """As the balancer sees it. Set by `start`."""
-    _over = False
+    step = Step.PLACING
+    _work: asyncio.Task[None] | Connection | Relay | asyncio.TimerHandle | None = None
+    """What is under way in this step: a dial, the connection that the request went out on, a relay, a timer."""
     _ticket: Ticket | None = None
     """The attempt that runs."""
-    _connection: Connection | None = None
-    """The one that the attempt's request went out on, until an answer is taken."""
-    _pending: asyncio.Task[None] | asyncio.TimerHandle | None = None
-    """A connection that is being made, or a retry's timer."""
-    _relay: Relay | None = None
     _opened: Relay | None = None
-    """The one whose head, of a stream, the client has, and nothing of a body yet."""
+    """Of whatever attempt: the relay whose head, of a stream, the client has, and nothing of a body yet."""
     _failed: frozenset[EndpointUid] = frozenset()
     """Endpoints whose attempts failed."""
     _kinds: tuple[FailureKind, ...] = ()
@@ -126,15 +109,15 @@ class Exchange(ABC):
 
     def over(self, reusable: bool) -> None:
         """End. The first call counts."""
-        if not self._over:
-            self._over = True
-            self._relay = self._opened = None  # which hold on to us
+        if self.step is not Step.OVER:
+            self._enter(Step.OVER)
+            self._opened = None  # which holds on to us
             self._ended(reusable)
 
     def defect(self) -> None:
         """End by a defect of ours; call it while the exception is handled."""
         logger.exception("request %s failed", self.record.id)
-        if self._over:
+        if self.step is Step.OVER:
             return
         self._release(Outcome.INTERNAL_ERROR)
         self.keep_alive = False
@@ -146,7 +129,7 @@ class Exchange(ABC):
 
     def client_gone(self) -> None:
         """The client's connection is lost: let go of everything, at once."""
-        if not self._over:
+        if self.step is not Step.OVER:
             self.record.outcome = Outcome.CLIENT_CLOSED
             self._release(Outcome.CLIENT_CLOSED)
             self.over(False)
@@ -155,21 +138,37 @@ class Exchange(ABC):
         """We stop (DRAINING) or have no memory (OVERLOADED), and cannot wait for the end: the client is told, as far as
         it can be.
         """
-        if self._relay is not None:
-            self._relay.cut(why)
-        elif not self._over:
+        if self.step is Step.RELAYING:
+            self._relaying.cut(why)
+        elif self.step is not Step.OVER:
             self._release(why)
             self.refuse(LbError(why))
 
+    # Steps
+
+    def _enter(
+        self, step: Step, work: asyncio.Task[None] | Connection | Relay | asyncio.TimerHandle | None = None
+    ) -> None:
+        """The only place where the step changes. What was under way is over, or was let go of."""
+        self.step = step
+        self._work = work
+
     def _let_go(self) -> None:
-        """Of the attempt that runs."""
-        if self._pending is not None:
-            self._pending.cancel()
-        if self._connection is not None:
-            self._connection.abort()
-        if self._relay is not None:
-            self._relay.let_go()
-        self._pending = self._connection = self._relay = None
+        """Of what is under way in this step, which is about to change."""
+        work, self._work = self._work, None
+        if isinstance(work, Connection):
+            work.abort()
+        elif isinstance(work, Relay):
+            work.let_go()
+        elif work is not None:
+            work.cancel()
+
+    @property
+    def _relaying(self) -> Relay:
+        """While RELAYING."""
+        work = self._work
+        assert isinstance(work, Relay)
+        return work
 
     def _release(self, outcome: Outcome) -> None:
         self._let_go()
@@ -186,7 +185,7 @@ class Exchange(ABC):
 
     def _place(self) -> None:
         """Begin an attempt: ask for an endpoint."""
-        self._pending = None
+        self._enter(Step.PLACING)
         ticket = self._shared.runtime.submit(self.placed, self._failed, self._settled_later, self._accused)
         self._ticket = ticket
         if ticket.wait is not None:
@@ -227,12 +226,13 @@ class Exchange(ABC):
     def _dial(self, ticket: Ticket) -> None:
         endpoint = ticket.where.endpoint
         origin = Origin.parse(endpoint.base_url, endpoint.tls)
-        self._pending = self._shared.connections.dial(
-            origin, self._shared.timeouts.connect, lambda result: self._guarded(self._dialled, result)
+        shared = self._shared
+        dial = shared.connections.dial(
+            origin, shared.limits.connect_s, lambda result: self._guarded(self._dialled, result)
         )
+        self._enter(Step.DIALLING, dial)
 
     def _dialled(self, result: Connection | UpstreamError) -> None:
-        self._pending = None
         assert self._ticket is not None
         if isinstance(result, UpstreamError):
             self.broke(result)
@@ -240,11 +240,11 @@ class Exchange(ABC):
             self._send(self._ticket, result)
 
     def _send(self, ticket: Ticket, connection: Connection) -> None:
-        self._connection = connection
+        self._enter(Step.SENT, connection)
         assert ticket.placed_on is not None
         request, state, record = self.request, ticket.placed_on, self.record
         head = request.head_for(state.endpoint, record.id, ask_load=state.asks_load, trace=record.trace)
-        connection.send(request.method, head, request.body, self, self._shared.timeouts.first_byte)
+        connection.send(request.method, head, request.body, self, self._shared.limits)
 
     # net.pool.Receiver, until an answer is taken
 
@@ -258,7 +258,7 @@ class Exchange(ABC):
     def _take_whole(self, head: ResponseHead, body: bytes) -> None:
         ticket, record, runtime = self._ticket, self.record, self._shared.runtime
         assert ticket is not None
-        self._connection = None
+        self._work = None  # the pool has the connection again
         if head.load_report:
             head = self._take_report(head, ticket)
         if head.status in STATUS_FAILURES and self._may_do_better(head.status):
@@ -284,12 +284,17 @@ class Exchange(ABC):
         runtime.answered(ticket, Outcome.COMPLETED, usage, began=bool(body) and head.status < 300, now=now)
         self.over(reusable)
 
+    def hints(self, head: ResponseHead) -> None:
+        """See net.pool.Receiver: for the client too, if it knows such heads and has none yet."""
+        transport = self.client.transport
+        if transport is not None and not transport.is_closing() and not (self._opened or self.request.http10):
+            transport.write(b"HTTP/1.1 103 Early Hints\r\n%b\r\n" % head.end_to_end)
+
     def head(self, head: ResponseHead) -> None:
-        """An answer begins: take it, unless another endpoint may do better."""
-        ticket, connection = self._ticket, self._connection
+        """A response begins: take it, unless another endpoint may do better."""
+        ticket, connection = self._ticket, self._work
         assert ticket is not None
-        assert connection is not None
-        self._connection = None
+        assert isinstance(connection, Connection)
         if head.load_report:
             head = self._take_report(head, ticket)
         if head.status in STATUS_FAILURES and self._may_do_better(head.status):
@@ -299,9 +304,9 @@ class Exchange(ABC):
             connection.abort()
             self._cannot_go_on(head, ticket)
             return
-        shared = self._shared
-        self._relay = relay = Relay(head, connection, ticket, self.record, shared.runtime, self)
-        relay.begin(self, self._own_fields(), shared.timeouts.stream_idle, opened=self._opened)
+        relay = Relay(head, connection, ticket, self.record, self._shared.runtime, self)
+        self._enter(Step.RELAYING, relay)
+        relay.begin(self, self._own_fields(), opened=self._opened)
 
     def _cannot_go_on(self, head: ResponseHead, ticket: Ticket) -> None:
         """The client has the head of a stream, and this is the head of something else."""
@@ -322,7 +327,7 @@ class Exchange(ABC):
         self._guarded(self._fail, error)
 
     def _fail(self, error: UpstreamError) -> None:
-        ticket, self._connection = self._ticket, None
+        ticket, self._work = self._ticket, None
         assert ticket is not None
         if error.kind is FailureKind.STALE:
             self._dial(ticket)  # the endpoint did not answer and is not at fault: the same again, free, on a new one
@@ -342,7 +347,7 @@ class Exchange(ABC):
 
     def opened(self) -> None:
         """See relay.Owner."""
-        self._opened = self._relay
+        self._opened = self._relaying
 
     def committed(self) -> None:
         """See relay.Owner: nobody else is going to be asked, and a stream can last for minutes."""
@@ -353,23 +358,20 @@ class Exchange(ABC):
 
     def stream_refused(self, status: int) -> bool:
         """See relay.Owner: as if the error were the head."""
-        relay, self._relay = self._relay, None
-        if self._may_do_better(status):
-            return True
-        self._relay = relay
-        return False
+        return self._may_do_better(status)
 
     def relayed(self, result: Outcome | UpstreamError) -> None:
         """See relay.Owner."""
-        relay, ticket = self._relay, self._ticket
-        assert relay is not None
+        relay, ticket = self._relaying, self._ticket
         assert ticket is not None
         if isinstance(result, UpstreamError):
-            self._relay = None
             self.broke(result)
             return
         self.record.outcome = result
-        self._close(ticket, result, relay.usage)
+        usage = relay.usage
+        if usage is not None:
+            self._used(ticket, usage)
+        self._shared.runtime.close(ticket, result, usage, timed_out=relay.timed_out)
         self.over(relay.client_reusable)
 
     def _take_report(self, head: ResponseHead, ticket: Ticket) -> ResponseHead:
@@ -379,12 +381,6 @@ class Exchange(ABC):
             return head
         return head._replace(end_to_end=head.end_to_end + head.load_report)
 
-    def _close(self, ticket: Ticket, outcome: Outcome, usage: Usage | None) -> None:
-        """The attempt brought an answer."""
-        if usage is not None:
-            self._used(ticket, usage)
-        self._shared.runtime.close(ticket, outcome, usage)
-
     def _used(self, ticket: Ticket, usage: Usage) -> None:
         self.record.usage = usage
         if ticket.placement is not None:
@@ -392,16 +388,17 @@ class Exchange(ABC):
 
     # Another attempt
 
-    def leave(self, stranding: frozenset[EndpointUid]) -> None:
-        """If this waits for a first byte on one of these endpoints, ask another, as far as the balancer allows."""
-        self._guarded(self._leave, stranding)
+    def move_if_stranded(self) -> None:
+        """If this waits in vain for a first byte, ask another endpoint, as far as the balancer allows."""
+        self._guarded(self._move_if_stranded)
 
-    def _leave(self, stranding: frozenset[EndpointUid]) -> None:
-        ticket, relay = self._ticket, self._relay
-        if self._over or ticket is None or ticket.state is not TicketState.PLACED or ticket.first_byte_at is not None:
+    def _move_if_stranded(self) -> None:
+        ticket = self._ticket
+        if self.step is Step.OVER or ticket is None or ticket.state is not TicketState.PLACED:
             return
-        is_there = ticket.placed_on is not None and ticket.placed_on.endpoint.uid in stranding
-        if not is_there or (relay is not None and not relay.revocable):
+        if self.step is Step.RELAYING and not self._relaying.revocable:
+            return
+        if not self._shared.runtime.is_stranded(ticket):
             return
         error = UpstreamError(FailureKind.STRANDED, "the endpoint is down, or makes no progress")
         verdict = self._shared.runtime.after_failure(ticket, error, self._kinds)
@@ -454,7 +451,8 @@ class Exchange(ABC):
 
     def _again(self, delay_s: float) -> None:
         if delay_s:
-            self._pending = self._shared.runtime.loop.call_later(delay_s, self._guarded, self._place)
+            timer = self._shared.runtime.loop.call_later(delay_s, self._guarded, self._place)
+            self._enter(Step.BACKING_OFF, timer)
         else:
             self._place()
 
@@ -469,13 +467,13 @@ class Exchange(ABC):
 
     def pause(self) -> None:
         """The client's buffer is full."""
-        if self._relay is not None:
-            self._relay.pause()
+        if self.step is Step.RELAYING:
+            self._relaying.pause()
 
     def resume(self) -> None:
         """The client's buffer has room."""
-        if self._relay is not None:
-            self._relay.resume()
+        if self.step is Step.RELAYING:
+            self._relaying.resume()
 
     # What the client is told
 

@@ -2,6 +2,16 @@
 
 Theory of operation. After the head, every read of the endpoint's goes to the client in the same callback, the
 chunk framing included, unchanged; scanners look on. Only a client that takes no chunks gets the payload alone.
+How far it is, is its `stage`:
+
+    stage        event                                                          next stage
+    HELD         the first of the body; or `HOLD_HEAD_S` passed, and nothing    COMMITTED
+                 but this body could follow this head; or complete
+                 `HOLD_HEAD_S` passed, and another stream could follow          HEAD_SENT
+    HEAD_SENT    the first of the body, or complete                             COMMITTED
+    COMMITTED    complete, broken, or cut                                       OVER
+    any          broken, refused, or left: the exchange says what follows       OVER
+
 Invariants:
 
 - The head goes out with the first body bytes, in one write; that of a stream alone, after `HOLD_HEAD_S`. Never a second
@@ -20,6 +30,7 @@ import asyncio
 import re
 import socket
 import struct
+from enum import Enum
 from typing import Final, Protocol
 
 from lbproxy.core.openai import error_event
@@ -92,10 +103,20 @@ class Owner(Protocol):
         ...
 
 
+class Stage(Enum):
+    """How far a response is: see the module."""
+
+    HELD = "held"
+    HEAD_SENT = "head sent"
+    COMMITTED = "committed"
+    OVER = "over"
+
+
 class Relay:
     """One answer: the net.pool.Receiver of its body."""
 
     __slots__ = (
+        "_begun",
         "_chunked",
         "_committed",
         "_connection",
@@ -117,6 +138,8 @@ class Relay:
         "_whole",
         "client_reusable",
         "revocable",
+        "stage",
+        "timed_out",
     )
 
     def __init__(
@@ -141,12 +164,17 @@ class Relay:
         """Lets the head go without a body."""
         self._prefix = b""
         """The head, until it went out."""
+        self._begun = False
+        """The first event, or byte of any other body, arrived."""
+        self.timed_out = False
+        """It broke since its endpoint was silent for too long."""
+        self.stage = Stage.HELD
         self.revocable = True
-        """Nothing of the body went to the client."""
+        """Nothing of the body went to the client, by the stage."""
         self._progressed = 0
         self._progress_at = 0.0
 
-    def begin(self, turn: Asking, own_fields: str, idle_s: float, *, opened: Relay | None) -> None:
+    def begin(self, turn: Asking, own_fields: str, *, opened: Relay | None) -> None:
         """Take the answer's body. It may be whole, or broken, when this returns.
 
         `opened`: the client has its head, of a stream, and this one goes on with it; `can_go_on` said that it can.
@@ -169,11 +197,12 @@ class Relay:
             self._whole = self._scanner or (JsonWatcher() if is_json(head) else None)
         self._record.status = head.status
         if opened is not None:
+            self._enter(Stage.HEAD_SENT)
             self.client_reusable = opened.client_reusable  # as its head said
         else:
             self._prefix = client_head(head, own_fields, chunked=self._chunked, keep_alive=self.client_reusable)
         watcher = self if self._usage or self._whole or not self._raw else None
-        connection.relay(head, self, watcher, idle_s)
+        connection.relay(head, self, watcher)
         if self._connection is None:
             return
         if self._prefix and is_stream:
@@ -194,7 +223,7 @@ class Relay:
         if self._usage is not None:
             self._usage.feed(data, start, end)
         if not self._raw:
-            if self._record.first_byte_at is None:
+            if not self._begun:
                 self._first_byte()
             self._write(data[start:end])
 
@@ -203,6 +232,10 @@ class Relay:
     def whole(self, head: ResponseHead, body: bytes) -> None:
         """Never: the exchange had the head before the relay began."""
         raise AssertionError("one answer has one head")
+
+    def hints(self, head: ResponseHead) -> None:
+        """Never, as above."""
+        raise AssertionError("hints after the head")
 
     def head(self, head: ResponseHead) -> None:
         """Never, as above."""
@@ -213,7 +246,7 @@ class Relay:
         if self.revocable and self._scanner is not None and self._is_refusal(data):
             return
         if self._raw:
-            if self._record.first_byte_at is None:
+            if not self._begun:
                 self._first_byte()
             self._write(data)
         now = self._runtime.now()
@@ -235,11 +268,12 @@ class Relay:
         connection, self._connection = self._connection, None
         if self.revocable:
             self._release_head()
+            self._enter(Stage.OVER)
             self._done(error)
             return
         self._record.error = error.detail
-        told = LbError(Outcome.UPSTREAM_RESET, f"upstream connection lost after {self._events} events")
-        self._break(Outcome.UPSTREAM_BROKE, told, connection)
+        self.timed_out = error.kind is FailureKind.TIMEOUT
+        self._break(Outcome.UPSTREAM_BROKE, _broken(self.timed_out, self._events), connection)
 
     def cut(self, why: Outcome) -> None:
         """We cannot wait for the end: see Exchange.cut."""
@@ -281,11 +315,17 @@ class Relay:
         """The client is gone: close the endpoint's connection. `done` is not called."""
         connection, self._connection = self._connection, None
         self._release_head()
+        self._enter(Stage.OVER)
         if connection is not None:
             connection.abort()
             self._count()
 
     # Steps
+
+    def _enter(self, stage: Stage) -> None:
+        """The only place where the stage changes."""
+        self.stage = stage
+        self.revocable = stage is Stage.HELD or stage is Stage.HEAD_SENT
 
     def _is_refusal(self, data: bytes) -> bool:
         """Whether a stream of whose body nothing went out begins with an error, and is dropped for it."""
@@ -293,6 +333,7 @@ class Relay:
         if found is None or not self._refused(int(found[1])):
             return False
         self._release_head()
+        self._enter(Stage.OVER)
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
@@ -306,6 +347,9 @@ class Relay:
     def _first_byte(self) -> None:
         """Of a stream only an event counts: comments keep the connection alive while the prompt waits."""
         if self._scanner is None or self._scanner.events:
+            self._begun = True
+            if self._connection is not None:
+                self._connection.began()
             self._record.first_byte_at = self._runtime.now()
             if self._head.status < 300:  # how soon an error came says nothing about the endpoint's speed
                 self._runtime.first_byte(self._ticket)
@@ -317,13 +361,14 @@ class Relay:
             self._write(b"")
             return
         head, self._prefix = self._prefix, b""
+        self._enter(Stage.HEAD_SENT)
         self._send(head)
         self._opened()
 
     def _write(self, data: bytes) -> None:
         if self.revocable:
             self._release_head()
-            self.revocable = False
+            self._enter(Stage.COMMITTED)
             data = self._prefix + data
             self._prefix = b""
             self._committed()
@@ -371,6 +416,7 @@ class Relay:
     def _finish(self, outcome: Outcome) -> None:
         """Before the client's transport is closed: its loss would end the exchange as the client's doing."""
         self._release_head()
+        self._enter(Stage.OVER)
         self._count()
         self._done(outcome)
 
@@ -388,13 +434,20 @@ def end_opened(client: Client, record: RequestRecord, error: LbError) -> None:
     else:
         ours = error.outcome is Outcome.INTERNAL_ERROR
         record.outcome = error.outcome if ours else Outcome.UPSTREAM_BROKE
-        told = error if ours else LbError(Outcome.UPSTREAM_RESET, "upstream connection lost after 0 events")
+        told = error if ours else _broken(error.outcome is Outcome.UPSTREAM_TIMEOUT, 0)
     event = error_event(told)
     data = b"%x\r\n%s\r\n" % (len(event), event)
     record.response_bytes += len(data)
     if client.transport is not None and not client.transport.is_closing():
         client.transport.write(data)
         client.transport.close()
+
+
+def _broken(timed_out: bool, events: int) -> LbError:
+    """What a client is told in the middle of a stream."""
+    if timed_out:
+        return LbError(Outcome.UPSTREAM_TIMEOUT, f"the model server sent nothing for too long, after {events} events")
+    return LbError(Outcome.UPSTREAM_RESET, f"upstream connection lost after {events} events")
 
 
 def is_json(head: ResponseHead) -> bool:

@@ -24,7 +24,7 @@ from lbproxy.core.openai import model_list
 from lbproxy.core.outline import WHOLE_BYTES
 from lbproxy.core.record import MAX_PATH_CHARS, RequestRecord
 from lbproxy.core.trace import Sampling
-from lbproxy.core.types import EndpointUid, LbError, Outcome
+from lbproxy.core.types import LbError, Outcome
 from lbproxy.net.listener import Listener, bind, connections_within
 from lbproxy.net.vanished import find_vanished
 from lbproxy.proxy.adapters import AdapterCalls
@@ -32,7 +32,8 @@ from lbproxy.proxy.answers import error_answer, model_not_found
 from lbproxy.proxy.bodies import outlined, read_body
 from lbproxy.proxy.connection import CLOSE, KEEP, ClientConnection
 from lbproxy.proxy.deadlines import Deadlines
-from lbproxy.proxy.exchange import LARGE_BODY_BYTES, Exchanger
+from lbproxy.proxy.exchange import LARGE_BODY_BYTES
+from lbproxy.proxy.exchanger import Exchanger
 from lbproxy.proxy.headers import origin_form, read_request_fields
 from lbproxy.proxy.keys import KeyRing
 from lbproxy.proxy.overload import Overload, Unmetered
@@ -237,11 +238,11 @@ class FrontEnd(web.Server):
         """One more connection: asyncio's protocol factory."""
         return ClientConnection(self, loop=self._loop, **self._kwargs)
 
-    def move_stranded(self, stranding: frozenset[EndpointUid]) -> None:
-        """Requests wait in vain on these endpoints: send elsewhere what can be."""
+    def move_stranded(self) -> None:
+        """Requests wait in vain on some endpoints: send elsewhere what can be."""
         for client in self._clients():
             if client.turn is not None:
-                client.turn.leave(stranding)
+                client.turn.move_if_stranded()
 
     # One request
 

@@ -10,6 +10,7 @@ from lbproxy.core.types import LbError, Outcome
 from lbproxy.proxy.answers import json_answer
 from lbproxy.proxy.connection import ClientConnection
 from lbproxy.proxy.exchange import Exchange
+from lbproxy.proxy.steps import Step
 
 if TYPE_CHECKING:
     from lbproxy.proxy.server import FrontEnd
@@ -46,7 +47,7 @@ class Turn(Exchange):
 
     def answer(self, status: int, body: bytes) -> None:
         """End with an answer of ours, unless it is over."""
-        if not self._over:
+        if self.step is not Step.OVER:
             self.record.status, self.record.outcome = status, Outcome.COMPLETED
             fields = {"x-request-id": self.record.id}
             self._front.write(

@@ -410,6 +410,8 @@ class Fleet:
         has_bytes = flight.served.streamed and flight.served.first_at is not None
         if has_bytes or flight.served.balancer != front.number:
             return
+        if not front.balancer.is_stranded(_ticket(flight), now=self.now):
+            return
         verdict = front.balancer.after_failure(_ticket(flight), FailureKind.STRANDED, flight.failed, now=self.now)
         if verdict.again:
             server.engine.abort(flight.served.job.id, now=self.now)

@@ -326,6 +326,31 @@ def test_what_runs_on_an_endpoint_whose_health_checks_fail(shows_work: bool, sig
     assert bool(it.stranding) is is_dead
 
 
+@pytest.mark.parametrize("shows_work", [True, False])
+def test_streams_leave_at_once_what_answers_nothing_any_more_and_whole_responses_when_that_lasts(
+    shows_work: bool,
+) -> None:
+    it = Play(shows_work=shows_work)
+    it.scrape()
+    stream, whole = it.place("e1"), it.place("e1", stream=False)
+    it.now += 1.0
+    down(it)
+    assert it.balancer.check(now=it.now) == [it.endpoints[0].uid]
+    assert it.balancer.is_stranded(stream, now=it.now)
+    assert not it.balancer.is_stranded(whole, now=it.now + SILENCE_S - 3.0)
+    assert it.balancer.is_stranded(whole, now=it.now + SILENCE_S)
+    it.scrape()
+    assert not it.balancer.is_stranded(stream, now=it.now)
+
+
+def test_where_nobody_reads_metrics_failed_health_checks_alone_move_nobody() -> None:
+    it = Play(shows_work=False)
+    it.place("e1")
+    down(it)
+    assert it.balancer.check(now=it.now) == []
+    assert it.balancer.check(now=it.now + SILENCE_S) == [it.endpoints[0].uid]
+
+
 @pytest.mark.parametrize("moves", [True, False])
 def test_time_outs_count_against_an_endpoint_on_which_nothing_moves(moves: bool) -> None:
     it = Play()

@@ -94,12 +94,12 @@ def test_connections_get_back_the_time_that_we_slept(plain: bool) -> None:
             pool = beating_pool()
             connection: Connection = await pool.connect(Origin.parse(endpoint.url), 1.0)
             loop = asyncio.get_running_loop()
-            connection.deadline = loop.time() + 0.5 * STALL_S
+            connection.patience.deadline = loop.time() + 0.5 * STALL_S
             stall()
             woke_at = loop.time() if plain else time.monotonic()
             await asyncio.sleep(0.1)
             assert pool.open_connections == 1, "not broken"
-            assert connection.deadline >= woke_at
+            assert connection.patience.deadline >= woke_at
             close(pool)
 
     run(main(), plain=plain)

@@ -14,6 +14,7 @@ from lbproxy.net import pool as pool_module
 from lbproxy.net.fetch import fetch
 from lbproxy.net.h1 import ResponseHead, request_head
 from lbproxy.net.origin import Origin
+from lbproxy.net.patience import Limits
 from lbproxy.net.pool import Connection, ConnectionPool
 from lbproxy.pulse import Pulse
 from tests.support.aio import run, stand_still, until
@@ -185,20 +186,24 @@ class Loop:
 class Receiver:
     """Takes what comes on `connection`, and keeps it."""
 
-    def __init__(self, connection: Connection, idle_s: float = 5.0) -> None:
+    def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.data = b""
         self.end: str | UpstreamError | None = None
-        self._idle_s = idle_s
 
     def whole(self, head: ResponseHead, body: bytes) -> None:
         self.data = body
         self.end = "ended"
 
+    def hints(self, head: ResponseHead) -> None:
+        raise AssertionError("there was no 103")
+
     def head(self, head: ResponseHead) -> None:
-        self.connection.relay(head, self, None, self._idle_s)
+        self.connection.relay(head, self, None)
 
     def body(self, data: bytes) -> None:
+        if not self.data:
+            self.connection.began()
         self.data += data
 
     def ended(self) -> None:
@@ -210,8 +215,8 @@ class Receiver:
 
 async def begin(pool: ConnectionPool, endpoint: ScriptedEndpoint, idle_s: float = 5.0) -> Receiver:
     connection = await pool.connect(Origin.parse(endpoint.url), 5.0)
-    receiver = Receiver(connection, idle_s)
-    connection.send("GET", request_head("GET", "/", "x", b"", 0), b"", receiver, 5.0)
+    receiver = Receiver(connection)
+    connection.send("GET", request_head("GET", "/", "x", b"", 0), b"", receiver, Limits(5.0, 5.0, idle_s))
     return receiver
 
 
@@ -286,7 +291,7 @@ def test_a_request_on_a_connection_that_was_just_lost_breaks() -> None:
             connection = await pool.connect(Origin.parse(endpoint.url), 5.0)
             connection.connection_lost(None)
             receiver = Receiver(connection)
-            connection.send("GET", request_head("GET", "/", "x", b"", 0), b"", receiver, 5.0)
+            connection.send("GET", request_head("GET", "/", "x", b"", 0), b"", receiver, Limits(5.0, 5.0, 5.0))
             assert receiver.end is None, "not within the call"
             await until(lambda: receiver.end is not None, "told")
             pool.close()
@@ -334,7 +339,7 @@ def test_a_fetch_given_up_as_its_answer_comes_leaves_the_connection_to_whoever_h
                 again = pool.take(origin)
                 assert again is connection
                 taken.append(Receiver(again))
-                again.send("GET", request_head("GET", "/slow", "x", b"", 0), b"", taken[0], 5.0)
+                again.send("GET", request_head("GET", "/slow", "x", b"", 0), b"", taken[0], Limits(5.0, 5.0, 5.0))
 
             pool.keep = kept  # type: ignore[method-assign]
             with pytest.raises(asyncio.CancelledError):
@@ -369,7 +374,7 @@ def test_an_answer_that_came_while_we_stood_still_is_no_time_out(plain: bool) ->
             thread.start()
             connection = await pool.connect(Origin(listening.getsockname()[:2]), 5.0)
             receiver = Receiver(connection)
-            connection.send("GET", request_head("GET", "/", "x", b"", 0), b"", receiver, 0.3)
+            connection.send("GET", request_head("GET", "/", "x", b"", 0), b"", receiver, Limits(0.3, 0.3, 0.3))
             stand_still(1.0)
             await until(lambda: receiver.end is not None, "it ended")
             assert (receiver.end, receiver.data) == ("ended", b"soon")

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from lbproxy.core.retry import UpstreamError
 from lbproxy.net.h1 import ResponseHead
 from lbproxy.net.origin import Origin
+from lbproxy.net.patience import Limits
 from lbproxy.net.pool import IDLE_S, Connection, ConnectionPool
 
 ORIGINS = [Origin(("10.0.0.1", 1)), Origin(("10.0.0.2", 1))]
@@ -62,9 +63,12 @@ class Asker:
         assert self.ends == 0
         self.payload, self.ends = body, 1
 
+    def hints(self, head: ResponseHead) -> None:
+        raise AssertionError("there was no 103")
+
     def head(self, head: ResponseHead) -> None:
         assert self.ends == 0
-        self.connection.relay(head, self, None, 10.0)
+        self.connection.relay(head, self, None)
 
     def body(self, data: bytes) -> None:
         assert self.ends == 0, "a byte after the end"
@@ -136,7 +140,7 @@ class PoolMachine(RuleBasedStateMachine):
     def send(self, data: st.DataObject) -> None:
         connection = self.some(data, asking=False)
         self.busy[connection] = asker = Asker(connection)
-        connection.send("GET", b"GET / HTTP/1.1\r\n\r\n", b"", asker, 5.0)
+        connection.send("GET", b"GET / HTTP/1.1\r\n\r\n", b"", asker, Limits(5.0, 5.0, 10.0))
 
     @precondition(lambda self: any(asker is not None for asker in self.busy.values()))
     @rule(data=st.data(), answer=st.sampled_from([*ANSWERS, CLOSING, b"garbage\r\n\r\n"]), tail=st.sampled_from(TAILS))

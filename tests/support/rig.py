@@ -14,7 +14,7 @@ from lbproxy.config import Settings, parse
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.policy import make_policy
 from lbproxy.core.types import EndpointSpec
-from lbproxy.proxy.exchange import Exchanger
+from lbproxy.proxy.exchanger import Exchanger
 from lbproxy.proxy.server import FrontEnd
 from tests.support.endpoint import Message
 from tests.support.pool import Pool
