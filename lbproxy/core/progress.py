@@ -136,8 +136,8 @@ class ProgressWatch:
             return state.breaker.cause is Cause.NO_PROGRESS
         if state.health is not Health.DOWN:
             return False
-        progress, heard_at = state.progress, state.progress.at
-        metrics = state.metrics
+        progress, metrics = state.progress, state.metrics
+        heard_at = max(progress.at, progress.failing_since)
         if metrics is not None:
             if stream and max(heard_at, metrics.scraped_at) < progress.failing_since:
                 return True  # as soon as its health checks failed its metrics did: nothing answers any more
