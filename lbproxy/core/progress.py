@@ -139,7 +139,7 @@ class ProgressWatch:
         progress, metrics = state.progress, state.metrics
         heard_at = max(progress.at, progress.failing_since)
         if metrics is not None:
-            if stream and max(heard_at, metrics.scraped_at) < progress.failing_since:
+            if stream and max(progress.at, metrics.scraped_at) < progress.failing_since:
                 return True  # as soon as its health checks failed its metrics did: nothing answers any more
             if not progress.shows_work:
                 heard_at = max(heard_at, metrics.scraped_at)
