@@ -138,6 +138,8 @@ class Proxy:
         self.telemetry.watch_sources(self.discovery)
         self.history = History(self.telemetry.totals, runtime.snapshot)
         self.overlay = Overlay()
+        self._handed_over = asyncio.Event()
+        """A successor has the listening sockets."""
         self._changing = asyncio.Lock()
         """Held while the settings change."""
         self._read_settings: Callable[[], Settings] | None = None
@@ -196,9 +198,10 @@ class Proxy:
                 tasks.create_task(supervise("restarting", partial(self._follow_restarts, orders), self.rng)),
                 tasks.create_task(supervise("the watch over files", self.files.follow, self.rng)),
             ]
-            await orders.stop.wait()
-            await self._stop(orders)
-            for loop in (*loops, *self.sources):
+            ends = [tasks.create_task(one.wait()) for one in (orders.stop, self._handed_over)]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            await self._stop(orders, tasks)
+            for loop in (*ends, *loops, *self.sources):
                 loop.cancel()
             self.watches.close()
 
@@ -402,7 +405,7 @@ class Proxy:
             await orders.restart.wait()
             orders.restart.clear()
             if orders.command is not None and await self._hand_over(orders.command):
-                orders.stop.set()
+                self._handed_over.set()
                 return
 
     async def _hand_over(self, command: list[str]) -> bool:
@@ -426,16 +429,23 @@ class Proxy:
             self.admin.stop_accepting()
         return True
 
-    async def _stop(self, orders: Orders) -> None:
+    async def _stop(self, orders: Orders, tasks: asyncio.TaskGroup) -> None:
+        """SIGTERM's supervisor waits for us, so `drain.deadline` counts from it; nobody waits for who handed over."""
         front, drain = self.front, self.settings.drain
-        ends_at = self.runtime.now() + drain.deadline
-        text = "stopping: %d requests run and have up to %g s"
-        logger.info(text, front.running, drain.deadline, extra={"event": "stop"})
+        deadline_s = drain.deadline if orders.stop.is_set() else drain.restart_deadline
+        ends_at = self.runtime.now() + deadline_s
+        logger.info("stopping: %d requests run and have up to %g s", front.running, deadline_s, extra={"event": "stop"})
         self.notifier.stopping(f"{front.running} requests run")
         if not orders.hurry.is_set():
             await front.lame_duck(min(drain.lame_duck, drain.deadline), accepting=bool(front.listener.sockets))
+        sooner = tasks.create_task(self._stop_sooner(orders))
         cut = await front.stop(max(0.0, ends_at - self.runtime.now()))
+        sooner.cancel()
         logger.info("stopped: %d requests were cut", cut, extra={"event": "stop"})
+
+    async def _stop_sooner(self, orders: Orders) -> None:
+        await orders.stop.wait()
+        self.front.end_within(self.settings.drain.deadline)
 
 
 def _log_reload(settings: Settings, endpoints: int, fixed: Sequence[str]) -> None:

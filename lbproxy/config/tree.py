@@ -38,6 +38,9 @@ class DrainSettings(Section):
     lame_duck: Annotated[float, duration("0s", "1h")] = 5.0
     """Seconds of these in which everybody is still served, but no connection is kept: until whoever sends clients here
     has seen /readyz say no. SIGINT skips them."""
+    restart_deadline: Timeout = 3600.0
+    """Seconds that running requests get to finish after SIGUSR2, in the process that handed over: nobody waits for it.
+    SIGTERM to that process sets `deadline` instead."""
 
 
 class LogSettings(Section):

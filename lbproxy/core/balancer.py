@@ -315,9 +315,8 @@ class Balancer:
 
     def is_stranded(self, ticket: Ticket, *, now: float) -> bool:
         """Whether a placed request waits in vain for its first byte."""
-        return ticket.first_byte_at is None and self._judge.progress.is_dead(
-            ticket.where, now, stream=ticket.request.stream
-        )
+        watch = self._judge.progress
+        return ticket.first_byte_at is None and watch.is_dead(ticket.where, now, stream=ticket.request.stream)
 
     @property
     def transitions(self) -> list[Transition]:

@@ -57,7 +57,7 @@ class Exchange(ABC):
     """As it came. Set by `start`."""
     placed: InferenceRequest
     """As the balancer sees it. Set by `start`."""
-    step = Step.PLACING
+    step = Step.READING
     _work: asyncio.Task[None] | Connection | Relay | asyncio.TimerHandle | None = None
     """What is under way in this step: a dial, the connection that the request went out on, a relay, a timer."""
     _ticket: Ticket | None = None

@@ -14,6 +14,7 @@ import random
 import secrets
 import socket
 from collections.abc import Sequence
+from math import inf
 from typing import cast
 from urllib.parse import unquote
 
@@ -102,6 +103,8 @@ class FrontEnd(web.Server):
         self._id_prefix = secrets.token_hex(6)
         self._last_requests = False
         """Connections are not kept alive any more."""
+        self._ends_at = inf
+        """While it stops: when what still runs is cut."""
         self._draining = False
         self._running = 0
         self._quiet = asyncio.Event()
@@ -198,8 +201,8 @@ class FrontEnd(web.Server):
         cut = 0
         self._keep_no_connection()
         self.listener.close()
-        ends_at = self._loop.time() + deadline_s
-        while self._open and (left_s := ends_at - self._loop.time()) > 0.0:
+        self.end_within(deadline_s)
+        while self._open and (left_s := self._ends_at - self._loop.time()) > 0.0:
             for client in self._clients():
                 client.close_if_idle(LAST_IDLE_S)
             await _happens(self._empty, min(left_s, LAST_IDLE_S / 2))
@@ -214,6 +217,10 @@ class FrontEnd(web.Server):
         await _happens(self._empty, FLUSH_S)
         self.deadlines.close()
         return cut
+
+    def end_within(self, deadline_s: float) -> None:
+        """While it stops: what runs has so long, unless it has less."""
+        self._ends_at = min(self._ends_at, self._loop.time() + deadline_s)
 
     def _keep_no_connection(self) -> None:
         """Answers whose heads are still to be written say `Connection: close` from now on."""

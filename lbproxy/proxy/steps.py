@@ -1,21 +1,23 @@
 """What an exchange is doing, and what comes next.
 
 step          event                                                         next step
+READING       the request was read                                          PLACING
 PLACING       placed, and a kept connection is there                        SENT
               placed, and none is there                                     DIALLING
               there is no place for it                                      OVER
 DIALLING      connected                                                     SENT
-              failed                                                        PLACING, BACKING_OFF or OVER *
+              failed                                                        PLACING or OVER *
+              stranded                                                      BACKING_OFF *
 SENT          a head arrived                                                RELAYING
               a short response arrived, complete                            OVER
               the kept connection turned out to be closed                   DIALLING
-              failed, refused, or stranded                                  PLACING, BACKING_OFF or OVER *
-RELAYING      failed, refused, or stranded before the first of the body     PLACING, BACKING_OFF or OVER *
+              failed, refused, or stranded                                  BACKING_OFF or OVER *
+RELAYING      failed, refused, or stranded before the first of the body     BACKING_OFF or OVER *
               complete, or broken later                                     OVER
 BACKING_OFF   the delay before another attempt is over                      PLACING
 any           the client left, we stop, a defect of ours                    OVER
 
-* as the balancer says: another attempt, at once or later, or the end
+* as the balancer says: another attempt, or the end; what is stranded stays where it is if there cannot be another
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import Final
 class Step(Enum):
     """What an exchange does now."""
 
+    READING = "reading"
     PLACING = "placing"
     DIALLING = "dialling"
     SENT = "sent"
@@ -35,13 +38,13 @@ class Step(Enum):
     OVER = "over"
 
 
-_AGAIN: Final = frozenset({Step.PLACING, Step.BACKING_OFF, Step.OVER})
 NEXT_STEPS: Final = {
+    Step.READING: frozenset({Step.PLACING, Step.OVER}),
     Step.PLACING: frozenset({Step.SENT, Step.DIALLING, Step.OVER}),
-    Step.DIALLING: _AGAIN | {Step.SENT},
-    Step.SENT: _AGAIN | {Step.RELAYING, Step.DIALLING},
-    Step.RELAYING: _AGAIN,
+    Step.DIALLING: frozenset({Step.SENT, Step.PLACING, Step.BACKING_OFF, Step.OVER}),
+    Step.SENT: frozenset({Step.RELAYING, Step.DIALLING, Step.BACKING_OFF, Step.OVER}),
+    Step.RELAYING: frozenset({Step.BACKING_OFF, Step.OVER}),
     Step.BACKING_OFF: frozenset({Step.PLACING, Step.OVER}),
-    Step.OVER: frozenset({Step.OVER}),
+    Step.OVER: frozenset(),
 }
 """The table above, as tests hold it against what happens."""

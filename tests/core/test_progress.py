@@ -217,7 +217,7 @@ def test_who_waits_on_one_that_went_down_is_stranded_and_who_has_bytes_is_not() 
     for endpoint in endpoints:
         for _ in range(3):
             balancer.report_health(endpoint.uid, False, "", now=0.0)
-    assert stranding_of(balancer, endpoints, 0.0) == {"e1"}
+    assert stranding_of(balancer, endpoints, SILENCE_S) == {"e1"}
 
 
 # --- Work that may be running is not killed on a suspicion ------------------------------------------------------------

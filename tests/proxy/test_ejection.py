@@ -62,12 +62,6 @@ def states(it: Rig) -> dict[str, Health]:
     return {one.endpoint.name: one.health for one in it.snapshots()}
 
 
-def take_down(it: Rig, name: str) -> None:
-    uid = next(one.uid for one in it.endpoints if one.name == name)
-    for _ in range(3):
-        it.runtime.report_health(uid, False, "it does not answer")
-
-
 async def servers(stack: AsyncExitStack, *scripts: Script) -> list[ScriptedEndpoint]:
     return [await stack.enter_async_context(ScriptedEndpoint(script)) for script in scripts]
 
@@ -150,7 +144,7 @@ async def stranded(
     """A request that waits on e1, because e2 was down when it came."""
     one, two = await servers(stack, script, whole_stream)
     it = await stack.enter_async_context(rig(one.url, two.url, more=f"{LEAST_REQUEST}\n{more}"))
-    take_down(it, "e2")
+    it.take_down("e2")
     client = await it.connect()
     client.send(post(b'{"model":"m","stream":true}'))
     await until(lambda: one.requests)
@@ -166,7 +160,7 @@ def test_who_waits_on_an_endpoint_that_goes_down_is_answered_by_another(script: 
     async def main() -> None:
         async with AsyncExitStack() as stack:
             it, one, two = await stranded(stack, script)
-            take_down(it, "e1")
+            it.take_down("e1")
             reply = await it.clients[0].reply()
             assert (reply.status, reply.field("x-lbproxy-endpoint")) == (200, "e2")
             assert reply.field("x-lbproxy-attempts") == "2"
@@ -202,7 +196,7 @@ def test_who_has_a_byte_stays() -> None:
             it, one, two = await stranded(stack, begun_stream)
             client = it.clients[0]
             assert b"200 OK" in await client.head()
-            take_down(it, "e1")
+            it.take_down("e1")
             it.runtime.check()
             await asyncio.sleep(0.05)
             assert not one.wires[0].gone.is_set()
@@ -215,7 +209,7 @@ def test_without_budget_they_stay_and_go_when_there_is_some() -> None:
     async def main() -> None:
         async with AsyncExitStack() as stack:
             it, one, two = await stranded(stack, hang, "retry: {budget_ratio: 0, budget_per_second: 0}")
-            take_down(it, "e1")
+            it.take_down("e1")
             it.runtime.check()
             await asyncio.sleep(0.05)
             assert not two.requests
@@ -234,7 +228,7 @@ def test_a_client_that_left_meanwhile_is_not_asked_for() -> None:
             it, one, two = await stranded(stack, hang)
             it.clients[0].writer.transport.abort()
             await until(one.wires[0].gone.is_set)
-            take_down(it, "e1")
+            it.take_down("e1")
             it.runtime.check()
             assert not two.requests
             await until(lambda: it.records.requests)
@@ -251,8 +245,8 @@ def test_a_dead_pool_is_said_at_once_and_dialled_seldom() -> None:
         async with AsyncExitStack() as stack:
             endpoints = await servers(stack, reset, reset)
             it = await stack.enter_async_context(rig(*(one.url for one in endpoints), more=LEAST_REQUEST))
-            take_down(it, "e1")
-            take_down(it, "e2")
+            it.take_down("e1")
+            it.take_down("e2")
             began = it.runtime.now()
             replies = [await it.ask(post()) for _ in range(100)]
             took = it.runtime.now() - began
@@ -271,7 +265,7 @@ def test_a_request_may_bring_back_who_is_down() -> None:
 
     async def main() -> None:
         async with ScriptedEndpoint(OK) as endpoint, rig(endpoint.url) as it:
-            take_down(it, "e1")
+            it.take_down("e1")
             statuses: list[int] = []
             while states(it)["e1"] is not Health.UP:
                 statuses.append((await it.ask(post())).status)

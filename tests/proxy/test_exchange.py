@@ -417,13 +417,67 @@ def test_an_endpoints_own_error_passes_unchanged(status: int) -> None:
     run(main())
 
 
-def test_informational_answers_are_skipped() -> None:
+LINK = b"HTTP/1.1 103 Early Hints\r\nLink: </style.css>; rel=preload\r\n"
+EARLY_HINTS = LINK + b"Connection: close, x-hop\r\nX-Hop: 1\r\n\r\n"
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_early_hints_reach_the_client_if_it_may_know_them_and_other_informational_responses_do_not(
+    version: str, whole: bool
+) -> None:
     async def script(wire: Wire, _: Received) -> None:
-        await wire.send(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n", b"HTTP/1.1 100 Continue\r\n\r\n" + OK)
+        await wire.send(EARLY_HINTS, b"HTTP/1.1 100 Continue\r\n\r\n" + b"HTTP/1.1 102 Processing\r\n\r\n")
+        await wire.send(OK if whole else STREAM_HEAD + event("1") + LAST)
 
     async def main() -> None:
         async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
-            assert (await it.ask(post())).body == b'{"ok":true}'
+            client = await it.connect()
+            client.send(post().replace(b"HTTP/1.1", b"HTTP/" + version.encode(), 1))
+            if version == "1.1":
+                hints = await client.head()
+                assert hints == LINK + b"\r\n"
+            reply = await client.reply()
+            assert (reply.status, reply.body) == (200, b'{"ok":true}' if whole else event("1")[3:-2])
+
+    run(main())
+
+
+def test_hints_of_an_attempt_that_failed_are_no_harm() -> None:
+    """They may only be hints; the next attempt sends its own."""
+    tries = 0
+
+    async def script(wire: Wire, _: Received) -> None:
+        nonlocal tries
+        tries += 1
+        await wire.send(EARLY_HINTS)
+        await (wire.send(OK) if tries == 2 else asyncio.sleep(0))
+        if tries == 1:
+            wire.reset()
+
+    async def main() -> None:
+        async with ScriptedEndpoint(script) as one, ScriptedEndpoint(script) as two, rig(one.url, two.url) as it:
+            client = await it.connect()
+            client.send(post())
+            assert b" 103 " in await client.head()
+            assert b" 103 " in await client.head()
+            assert (await client.reply()).body == b'{"ok":true}'
+
+    run(main())
+
+
+def test_a_client_that_leaves_amid_hints_leaves_nothing_behind() -> None:
+    async def script(wire: Wire, _: Received) -> None:
+        await wire.send(EARLY_HINTS)
+        await wire.watch()
+
+    async def main() -> None:
+        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
+            client = await it.connect()
+            client.send(post())
+            await client.head()
+            client.writer.transport.abort()
+            await until(lambda: it.in_flight() == 0, "nothing is left in flight")
 
     run(main())
 

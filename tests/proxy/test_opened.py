@@ -50,9 +50,8 @@ class Begun:
         return self.first.wires[0]
 
     def take_down(self) -> None:
-        """e1, by its probes."""
-        for _ in range(3):
-            self.it.runtime.report_health(self.it.endpoints[0].uid, False, "it does not answer")
+        """e1."""
+        self.it.take_down("e1")
 
     async def rest(self) -> bytes:
         """What the client gets after the head, until its connection ends."""
@@ -304,8 +303,8 @@ def test_silence_after_the_head_is_told_and_not_tried_again() -> None:
     """The work may be running: a second copy would double it."""
 
     async def main() -> None:
-        async with begun(stream, more="timeouts: {stream_idle: 500ms}") as it:
-            assert "after 0 events" in await it.told("upstream_reset")
+        async with begun(stream, more="timeouts: {stream_idle: 50ms, first_byte: 500ms}") as it:
+            assert "after 0 events" in await it.told("upstream_timeout")
             assert not it.second.requests
             assert await it.record() == (Outcome.UPSTREAM_BROKE, "e1", 1, 200)
             assert it.it.records.requests[0].failed == (("e1", "upstream_timeout"),)

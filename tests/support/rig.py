@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from lbproxy.config import Settings, parse
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.policy import make_policy
-from lbproxy.core.types import EndpointSpec
+from lbproxy.core.types import EndpointSpec, LoadMetrics
 from lbproxy.proxy.exchanger import Exchanger
 from lbproxy.proxy.server import FrontEnd
 from tests.support.endpoint import Message
@@ -47,6 +47,13 @@ class Rig(Pool):
 
     def in_flight(self) -> int:
         return sum(one.in_flight for one in self.snapshots())
+
+    def take_down(self, name: str) -> None:
+        """By its probes; its metrics were read until then, and are not any more."""
+        uid = next(one.uid for one in self.endpoints if one.name == name)
+        self.runtime.report_scrape(uid, LoadMetrics(scraped_at=self.runtime.now() - 1.0, running=1.0))
+        for _ in range(3):
+            self.runtime.report_health(uid, False, "it does not answer")
 
     async def connect(self) -> RawClient:
         tls = None if self.tls is None else self.tls[1]
@@ -83,6 +90,7 @@ class RawClient:
         self.writer.write(data)
 
     async def head(self) -> bytes:
+        """The next one, also of an informational response."""
         return await self.reader.readuntil(b"\r\n\r\n")
 
     async def reply(self, *, bodiless: bool = False) -> Reply:
