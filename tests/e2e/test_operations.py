@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from tests.e2e.test_product import client_of, gauge
@@ -213,6 +214,40 @@ def test_restarts_are_not_noticed(fleet: list[str], tmp_path: Path) -> None:
         run(main(process, url))
         assert "Traceback" not in process.read()
         assert all(line["message"] != "stopped: 1 requests were cut" for line in events(process, "stop"))
+
+
+@pytest.mark.parametrize("then", ["nothing", "SIGTERM"])
+def test_who_handed_over_waits_for_its_streams_until_it_is_told_to_stop(
+    fleet: list[str], tmp_path: Path, then: str
+) -> None:
+    """`drain.deadline` is how long a supervisor waits, and it does not wait for this process."""
+
+    async def main(process: Process, url: str) -> None:
+        with client_of(url) as client:
+            stream = client.completions.create(
+                model="sim",
+                prompt="x",
+                max_tokens=15_000 if then == "nothing" else 30_000,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            received = [next(stream)]
+            process.process.send_signal(signal.SIGUSR2)
+            await until(lambda: successors(process), "it accepts", within_s=30)
+            if then == "SIGTERM":
+                process.process.send_signal(signal.SIGTERM)
+                with pytest.raises(openai.APIError, match="shutting down|stop"):
+                    await asyncio.to_thread(list, stream)
+            else:
+                received += await asyncio.to_thread(list, stream)
+                assert received[-1].choices[0].finish_reason == "length"
+        assert await asyncio.to_thread(process.process.wait, 30) == 0
+        began, cut = (str(line["message"]) for line in events(process, "stop"))
+        assert began == "stopping: 1 requests run and have up to 3600 s"
+        assert cut == f"stopped: {int(then == 'SIGTERM')} requests were cut"
+
+    with lbproxy(tmp_path, fleet, "drain: {deadline: 500ms, lame_duck: 0s}") as (process, url, _), ended(process):
+        run(main(process, url))
 
 
 @pytest.mark.parametrize("wrong", ["routing: {polcy: x}", "limits: ["])
