@@ -411,7 +411,8 @@ class Relay:
     def _count(self) -> None:
         if self._scanner is not None:
             self._record.events = self._scanner.events
-            self._report_progress(self._runtime.now())
+            if not self.timed_out:  # what came before that silence is no sign of life now
+                self._report_progress(self._runtime.now())
 
     def _finish(self, outcome: Outcome) -> None:
         """Before the client's transport is closed: its loss would end the exchange as the client's doing."""
