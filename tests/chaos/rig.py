@@ -10,6 +10,7 @@ descriptor and task accounted for, no traceback, the event loop never late by mo
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,6 +67,12 @@ def of_config(config: Path) -> list[int]:
     return found
 
 
+ILL = re.compile(r"break|garbage|refuse|freeze|slow-head|status code=5(?!03)")
+"""Faults for which a server may be ejected. One that is slow, refuses for load, or whose metrics lie is well."""
+LINGERS_S = 30.0
+"""After its end a fault may still show: the breaker's window."""
+
+
 class Server:
     """One simulated model server, on a port that stays its own."""
 
@@ -74,6 +82,8 @@ class Server:
         self.log = log
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
+        self._harms: list[list[float]] = []
+        """Of each harm that was done to it: when it began, and ended, as the wall clock says."""
         self.launch()
 
     @property
@@ -110,6 +120,7 @@ class Server:
 
     def ready(self) -> None:
         wait(self._answers, f"the simulated server is there: {self.log}")
+        self.healed()
 
     def _answers(self) -> bool:
         try:
@@ -120,20 +131,38 @@ class Server:
     def kill(self) -> None:
         """As `kill -9` does."""
         assert self._process is not None
+        self.harm()
         self._process.kill()
         self._process.wait()
 
+    def harm(self) -> None:
+        """From now until `restore`, `go_on` or `ready` it may be ejected."""
+        self._harms.append([time.time(), float("inf")])
+
+    def healed(self) -> None:
+        """It is well again."""
+        for harm in self._harms:
+            harm[1] = min(harm[1], time.time())
+
+    def was_well(self, at: float) -> bool:
+        """At this time, and for so long that nothing of an earlier harm shows any more."""
+        return not any(began <= at <= ended + LINGERS_S for began, ended in self._harms)
+
     def stop(self) -> None:
         """As `kill -STOP` does: the kernel still accepts connections."""
+        self.harm()
         os.kill(self.pid, signal.SIGSTOP)
         self._stopped = True
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
         self._stopped = False
+        self.healed()
 
     def fault(self, text: str) -> None:
         """Replace what it does wrong: see docs/simulator.md."""
+        if ILL.match(text) and "on=metrics" not in text:
+            self.harm()
         HTTP.post(f"{self.url}/faults", content=text, timeout=10).raise_for_status()
 
     def metric(self, name: str) -> float:
@@ -286,6 +315,7 @@ class Rig:
             yield proxy
             if settle:
                 self._settle(proxy, baseline, tasks, lag_ms)
+            self._no_false_ejections(proxy.process.read())
 
     @contextmanager
     def _lbproxy(self, urls: list[str], settings: str, wrap: list[str]) -> Iterator[Proxy]:
@@ -330,6 +360,19 @@ class Rig:
             case.expect("lag of our own, ms", round(1000 * own, 1), at_most=lag_ms)
         case.expect("internal errors", proxy.total("lbproxy_internal_errors_total"), at_most=0)
         self.no_traceback(proxy.process)
+
+    def _no_false_ejections(self, log: str) -> None:
+        """Of servers that were well, by what lbproxy logged."""
+        found = []
+        for line in log.splitlines():
+            with contextlib.suppress(ValueError):
+                entry = json.loads(line)
+                if isinstance(entry, dict) and entry.get("to") in {"ejected", "down"}:
+                    at = datetime.fromisoformat(entry["time"]).timestamp()
+                    wells = [one for one in self.servers if one.name == entry["endpoint"] and one.was_well(at)]
+                    found += [entry["message"]] * len(wells)
+        print(*found, sep="\n")
+        self.case.expect("false ejections", len(found), at_most=0)
 
     def no_traceback(self, running: Process) -> None:
         """Nothing in what it printed says that something was lost."""

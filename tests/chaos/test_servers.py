@@ -121,6 +121,7 @@ def test_t04_one_vanishes(rig: Rig) -> None:
         with rig.load(proxy, workers=16, tokens=5, streams=0.5) as load:
             load.until(good=50)
             calm = [one.seconds for one in load.results() if one.how == "ok"]
+            victim.harm()
             with packets(victim.port, to="DROP"):
                 dropped_at = time.monotonic()
                 time.sleep(pick(5, 6, 10))
@@ -143,6 +144,7 @@ def test_t05_one_refuses(rig: Rig) -> None:
         with rig.load(proxy, workers=16, tokens=5, streams=0.5) as load:
             load.until(good=100)
             calm = [one.seconds for one in load.results() if one.how == "ok"]
+            victim.harm()
             with packets(victim.port, to="REJECT --reject-with tcp-reset"):
                 refused_at = time.monotonic()
                 time.sleep(3.0)

@@ -72,13 +72,17 @@ def test_a_stream_that_waits_for_its_first_event_is_not_cut_by_the_clock_of_sile
 
 def test_after_the_first_event_silence_counts_and_is_said_to_be_a_time_out() -> None:
     async def main() -> None:
-        async with ScriptedEndpoint(saying(STREAM_HEAD + event("1"))) as endpoint, rig(endpoint.url, more=LONG) as it:
+        script = saying(STREAM_HEAD + event("1"), event("2"), every_s=0.05)
+        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url, more=LONG) as it:
             got = await read_all(it, STREAM)
             assert b'"code":"upstream_timeout"' in got
-            assert b"sent nothing for too long, after 1 events" in got
+            assert b"sent nothing for too long, after 2 events" in got
             await until(lambda: it.records.requests)
             (record,) = it.records.requests
             assert record.outcome is Outcome.UPSTREAM_BROKE
+            state = it.balancer._endpoints.get(it.endpoints[0].uid)
+            assert state is not None
+            assert state.progress.at < it.runtime.now() - 0.5, "that it was cut is no sign of life"
             assert str(record.error).endswith("silent for 0.6 s in the middle of its response")
 
     run(main())
