@@ -48,6 +48,7 @@ def test_names() -> None:
         port = "" if engine.place.port is None else f"port {engine.place.port}, "
         rows.append([f"`{name}`", "page", f"{port}`{engine.place.path}`"])
         rows += [["", f"`{signal}`", signal_text(specs)] for signal, specs in engine.signals().items()]
+        rows.append(["", "work", signal_text(engine.work)])
         rows.append(["", "adapters", signal_text(engine.lora)])
     expect_generated(PAGE, "names", table(["engine", "signal", "where"], rows))
 

@@ -215,6 +215,8 @@ class EngineSettings(Section):
     """Tokens in a block of the cache."""
     kv_blocks: Fact | None = None
     """Blocks of the cache. Summed over all series that match."""
+    work: Requests | None = None
+    """Counters that move with each step that it computes: what tells one that hangs from one that is busy. Summed."""
     lora: Requests | None = None
     """A family with the labels of `vllm:lora_requests_info`, whose value is the time."""
     load_reports: bool | None = None

@@ -186,7 +186,7 @@ def _made(base: EngineTable, settings: EngineSettings) -> EngineTable:
         kv_utilization=_said(settings.kv_utilization, base.kv_utilization),
         block_size_tokens=_said(settings.block_size_tokens, base.block_size_tokens),
         kv_blocks=_said(settings.kv_blocks, base.kv_blocks),
-        work=base.work,
+        work=_said(settings.work, base.work),
         lora=_said(settings.lora, base.lora),
         load_reports=base.load_reports if settings.load_reports is None else settings.load_reports,
         reports_one_rank=base.reports_one_rank and settings.load_reports is None,
