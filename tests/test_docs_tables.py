@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
+from ipaddress import IPv4Network
 from typing import Literal, get_args, get_origin
 
 import httpx2  # what the openai SDK judges a response by
@@ -67,6 +68,8 @@ def written(value: object, unit: Quantity | None) -> str:
         return "required"
     if value is None:
         return "`null`"
+    if isinstance(value, tuple) and value:
+        return f"`[{', '.join(map(str, value))}]`"
     if value in ({}, ()):
         return "`{}`" if value == {} else "`[]`"
     if isinstance(value, bool):
@@ -103,6 +106,8 @@ def takes(field: FieldInfo) -> str:
         text = "host:port, mapping"
     elif EndpointSettings in parts(field.annotation) or KeySettings in parts(field.annotation):
         text = "list"
+    elif IPv4Network in parts(field.annotation):
+        text = "list of networks"
     elif TlsSettings in parts(field.annotation):
         text = "mapping"
     else:

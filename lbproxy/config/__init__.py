@@ -38,6 +38,7 @@ from lbproxy.config.endpoints import (
 from lbproxy.config.engines import BUILT_IN_ENGINES, EngineSettings, MetricRatio, MetricSpec, Signal
 from lbproxy.config.explain import ExplainSettings
 from lbproxy.config.flows import FlowSettings, FlowsSettings
+from lbproxy.config.forwarded import ForwardedMode, Network
 from lbproxy.config.health import BreakerSettings, HealthSettings
 from lbproxy.config.models import ModelSettings
 from lbproxy.config.routing import AdmissionSettings, RetrySettings, RoutingSettings
@@ -47,6 +48,8 @@ from lbproxy.config.traces import TraceSettings
 from lbproxy.config.tree import MAX_ENDPOINTS, OWN_ADDRESSES, DrainSettings, EndpointList, LogSettings, Settings
 
 __all__ = [
+    "ForwardedMode",
+    "Network",
     "parse",
     "with_endpoints",
     "without_secrets",

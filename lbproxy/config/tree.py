@@ -19,6 +19,7 @@ from lbproxy.config.endpoints import DnsSettings, EndpointSettings, ScrapeSettin
 from lbproxy.config.engines import MAX_ENGINES, EngineSettings, check_engine_names, check_own_engines
 from lbproxy.config.explain import ExplainSettings
 from lbproxy.config.flows import FlowsSettings
+from lbproxy.config.forwarded import LOOPBACK, MAX_TRUSTED, ForwardedMode, Network, read_networks
 from lbproxy.config.health import BreakerSettings, HealthSettings
 from lbproxy.config.models import MAX_ALIASES, ModelSettings, check_aliases
 from lbproxy.config.routing import AdmissionSettings, RetrySettings, RoutingSettings
@@ -87,6 +88,11 @@ class Settings(Section):
     """Resolving the names of `dns+http://` endpoints."""
     expose_endpoint: bool = True
     """Answers carry x-lbproxy-endpoint, the endpoint's name. false hides the fleet from clients."""
+    forwarded: ForwardedMode = "append"
+    """X-Forwarded-For, -Proto and -Host towards endpoints. append: after what one of `trusted_proxies` says; replace:
+    always what we see ourselves; "off": as they came. What others say is dropped by the first two."""
+    trusted_proxies: tuple[Network, ...] = Field(default=LOOPBACK, json_schema_extra={"maxItems": MAX_TRUSTED})
+    """Networks of the proxies in front of lbproxy, in CIDR notation. Unix sockets are trusted as well."""
     auth: AuthSettings = AuthSettings()
     """Who may send requests."""
     lora_management: bool = False
@@ -99,6 +105,16 @@ class Settings(Section):
     """Why requests went where they went."""
     traces: TraceSettings = TraceSettings()
     """Spans of each request, sent to an OpenTelemetry collector."""
+
+    @field_validator("forwarded", mode="before")
+    @classmethod
+    def _off(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML's own word for it
+
+    @field_validator("trusted_proxies", mode="before")
+    @classmethod
+    def _networks(cls, value: object) -> object:
+        return read_networks(value)
 
     @field_validator("admin", mode="after")
     @classmethod

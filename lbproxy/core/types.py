@@ -401,6 +401,10 @@ class Outcome(Enum):
     CONTENT_ENCODING = _bad("unsupported_content_encoding", 415, "Encoded request bodies are not supported.")
     HEAD_TOO_LARGE = _bad("head_too_large", 431, "The request head is too large.", close=True)
 
+    LOOP = OutcomeFacts(
+        "loop_detected", 508, "server_error", "The request came back to this load balancer.", client_retry=False
+    )
+
     SATURATED = _busy("rejected_saturated", 429, "All model servers are busy and the queue is full.")
     EXPIRED = _busy("rejected_ttl_expired", 429, "No model server had room in time.")
     RATE_LIMITED = _busy("rate_limit_exceeded", 429, "The limit of requests or tokens per minute is reached.")

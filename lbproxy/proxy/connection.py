@@ -25,6 +25,7 @@ from lbproxy.core.record import RequestRecord
 from lbproxy.core.types import LbError, Outcome
 from lbproxy.net.corked import Cork, Corked
 from lbproxy.proxy.deadlines import Deadlines
+from lbproxy.proxy.forwarding import Forwarding, Peer
 from lbproxy.proxy.linger import Linger
 from lbproxy.proxy.plain import read_plain
 from lbproxy.proxy.request import ClientRequest
@@ -94,6 +95,7 @@ class Front(Protocol):
     """The front end, as its connections need it."""
 
     max_plain_body_bytes: int
+    forwarding: Forwarding
     deadlines: Deadlines
     cork: Cork
 
@@ -127,6 +129,7 @@ class ClientConnection(web.RequestHandler):
         "_in_lane",
         "_linger",
         "_owed",
+        "_peer",
         "_silent",
         "address",
         "body_reader",
@@ -145,6 +148,8 @@ class ClientConnection(web.RequestHandler):
         """The client's, without its port."""
         self.unread: StreamReader | None = None
         """The body of the request that aiohttp's handler has, read or not."""
+        self._peer: Peer | None = None
+        """What endpoints are told of the client, once one was."""
         self._in_lane = False
         """A plain request runs."""
         self._held = b""
@@ -184,6 +189,14 @@ class ClientConnection(web.RequestHandler):
         super().connection_lost(exc)
         self._front.deadlines.gone(self)
         self._front.disconnected()
+
+    def forwarded_fields(self, request: ClientRequest) -> bytes:
+        """See relay.Client."""
+        forwarding, peer = self._front.forwarding, self._peer
+        if peer is None or peer.forwarding is not forwarding:
+            encrypted = self.transport is not None and self.transport.get_extra_info("sslcontext") is not None
+            peer = self._peer = forwarding.peer(self.address, encrypted=encrypted)
+        return peer.lines(request.fields, http10=request.http10)
 
     def pause_writing(self) -> None:
         """See asyncio.Protocol."""

@@ -20,7 +20,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Final, TypeVarTuple
+from typing import TypeVarTuple
 
 from lbproxy.config import Settings
 from lbproxy.core.explain import compact
@@ -33,7 +33,8 @@ from lbproxy.net.h1 import ResponseHead
 from lbproxy.net.origin import Origin
 from lbproxy.net.pool import Connection
 from lbproxy.proxy.answers import model_not_found
-from lbproxy.proxy.exchanger import Exchanger
+from lbproxy.proxy.exchanger import LARGE_BODY_BYTES, Exchanger
+from lbproxy.proxy.forwarding import VIA_US
 from lbproxy.proxy.headers import client_head
 from lbproxy.proxy.relay import Client, Relay, can_go_on, end_opened, is_json
 from lbproxy.proxy.request import ClientRequest
@@ -41,10 +42,6 @@ from lbproxy.proxy.steps import Step
 
 logger = logging.getLogger("lbproxy")
 Arguments = TypeVarTuple("Arguments")
-
-LARGE_BODY_BYTES: Final = 16 << 10
-"""A smaller body is neither counted nor let go of before its request ends: what comes with it costs as much, and all of
-them are bounded by the number of connections."""
 
 
 class Exchange(ABC):
@@ -243,7 +240,8 @@ class Exchange(ABC):
         self._enter(Step.SENT, connection)
         assert ticket.placed_on is not None
         request, state, record = self.request, ticket.placed_on, self.record
-        head = request.head_for(state.endpoint, record.id, ask_load=state.asks_load, trace=record.trace)
+        forwarded = self.client.forwarded_fields(request)
+        head = request.head_for(state.endpoint, record.id, forwarded, ask_load=state.asks_load, trace=record.trace)
         connection.send(request.method, head, request.body, self, self._shared.limits)
 
     # net.pool.Receiver, until an answer is taken
@@ -489,7 +487,7 @@ class Exchange(ABC):
 
     def _own_fields(self) -> str:
         record, shared = self.record, self._shared
-        always = f"x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n"
+        always = f"{VIA_US}x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n"
         if not shared.expose_endpoint:
             return always
         fields = f"{always}x-lbproxy-endpoint: {record.endpoint}\r\n"

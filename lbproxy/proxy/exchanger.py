@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from lbproxy.config import Settings
 from lbproxy.net.patience import Limits
 from lbproxy.net.pool import ConnectionPool
 from lbproxy.runtime import Runtime
+
+LARGE_BODY_BYTES: Final = 16 << 10
+"""A smaller body is neither counted nor let go of before its request ends: what comes with it costs as much, and all of
+them are bounded by the number of connections."""
 
 
 class Exchanger:

@@ -50,12 +50,21 @@ HINTS: Final = frozenset(
         b"endpoint-load-metrics-format",
     }
 )
-"""What a client says about its request beside the body. Passed on: another lbproxy may come."""
+"""What a client says about its request beside the body."""
+OURS: Final = b"x-lbproxy-"
+"""How the names of fields begin that are ours alone: no endpoint gets one from a client."""
+FORWARDED: Final = frozenset({b"forwarded", b"x-real-ip"})
+"""With all that begin with `X_FORWARDED`: what proxies say of who asked. See `proxy.forwarding`."""
+X_FORWARDED: Final = b"x-forwarded-"
+MAX_NAME_BYTES: Final = 256
 MAX_SESSION_BYTES: Final = 128
 MAX_HEAD_BYTES: Final = 64 << 10
 """All field lines together; each has its own bound before."""
 HOST: Final = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9\-._~!$&'()*+;=]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?")
 """RFC 3986, section 3.2.2, and a port. Without the comma, which makes one of two."""
+_MEANINGFUL: Final = (
+    NOT_FORWARDED | CREDENTIALS | HINTS | FORWARDED | TRACE_FIELDS | {b"content-type", b"content-encoding", b"via"}
+)
 _PRIORITY: Final = re.compile(rb"-?[0-9]{1,3}")
 _MILLISECONDS: Final = re.compile(rb"[0-9]{1,9}")
 _FLOW: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
@@ -74,13 +83,21 @@ class RequestFields:
     """A client's header fields, read once."""
 
     forward: bytes = b""
-    """The field lines that the endpoint gets, in order, each with its CRLF, but for the next two kinds."""
+    """The field lines that the endpoint gets, in order, each with its CRLF, but for the next three kinds."""
+    forwarded: bytes = b""
+    """Those that say of who asked, and how, likewise."""
     credentials: bytes = b""
     """The field lines of `CREDENTIALS`, in order, each with its CRLF."""
     trace: bytes = b""
     """Those of `TRACE_FIELDS`, likewise."""
     request_id: str | None = None
     """The client's own x-request-id, if it is harmless."""
+    host: bytes = b""
+    """As it came; empty if there is none, which only HTTP/1.0 may do."""
+    via: bytes = b""
+    """The values of Via, one after the other."""
+    max_forwards: bytes | None = None
+    """Max-Forwards, as it came, which `forward` does not have."""
     content_type: bytes = b""
     content_length: int | None = None
     chunked: bool = False
@@ -117,31 +134,20 @@ class RequestFields:
 def read_request_fields(raw: Iterable[tuple[bytes, bytes]], *, http10: bool = False) -> RequestFields:
     """Sort a request's fields. Raises LbError where one asks for what we must not do."""
     fields = RequestFields()
-    forward: list[bytes] = []
-    credentials: list[bytes] = []
-    trace: list[bytes] = []
+    piles: tuple[list[bytes], ...] = ([], [], [], [], [])
     nominated: set[bytes] = set()
     hosts = size = 0
     for name, value in raw:
         key = name.lower()
         size += len(name) + len(value) + 4
+        if len(name) > MAX_NAME_BYTES:
+            raise LbError(Outcome.HEAD_TOO_LARGE, "The name of a header field is too long.")
         hosts += key == b"host"
         if key in NOT_FORWARDED:
             _read_our_own(fields, nominated, key, value)
-            continue
-        if key in CREDENTIALS:
-            credentials += (name, b": ", value, b"\r\n")
-            continue
-        if key in TRACE_FIELDS:
-            trace += (name, b": ", value, b"\r\n")
-            continue
-        forward += (name, b": ", value, b"\r\n")
-        if key == b"content-type":
-            fields.content_type = value.lower()
-        elif key in HINTS:
-            fields.read_hint(key, value)
-        elif key == b"content-encoding" and value.strip().lower() not in {b"", b"identity"}:
-            raise LbError(Outcome.CONTENT_ENCODING)
+        elif not (b"_" in key and _has_meaning(key.replace(b"_", b"-"))):
+            piles[_pile(key)].extend((name, b": ", value, b"\r\n"))
+            _read_passing(fields, key, value)
     if size > MAX_HEAD_BYTES:
         raise LbError(Outcome.HEAD_TOO_LARGE)
     if http10:
@@ -151,9 +157,41 @@ def read_request_fields(raw: Iterable[tuple[bytes, bytes]], *, http10: bool = Fa
     elif hosts != 1:
         raise LbError(Outcome.BAD_REQUEST, "There must be one Host.")
     if nominated - {b"close", b"keep-alive", b""}:
-        forward, credentials, trace = (_without(nominated, parts) for parts in (forward, credentials, trace))
-    fields.forward, fields.credentials, fields.trace = b"".join(forward), b"".join(credentials), b"".join(trace)
+        piles = tuple(_without(nominated, parts) for parts in piles)
+    fields.forward, fields.credentials, fields.trace, fields.forwarded, _ = map(b"".join, piles)
     return fields
+
+
+def _pile(key: bytes) -> int:
+    """With which fields of `RequestFields` one goes: forward, credentials, trace, forwarded, or none."""
+    if key in CREDENTIALS:
+        return 1
+    if key in TRACE_FIELDS:
+        return 2
+    if key in FORWARDED or key.startswith(X_FORWARDED):
+        return 3
+    return 4 if key == b"max-forwards" or key.startswith(OURS) else 0
+
+
+def _read_passing(fields: RequestFields, key: bytes, value: bytes) -> None:
+    """The fields that say something to us and, most of them, to the endpoint."""
+    if key == b"content-type":
+        fields.content_type = value.lower()
+    elif key in HINTS:
+        fields.read_hint(key, value)
+    elif key == b"via":
+        fields.via += value + b","
+    elif key == b"max-forwards":
+        fields.max_forwards = value
+    elif key == b"content-encoding" and value.strip().lower() not in {b"", b"identity"}:
+        raise LbError(Outcome.CONTENT_ENCODING)
+
+
+def _has_meaning(key: bytes) -> bool:
+    """Whether a field of this name means something to us, or to a server behind us. Those that follow CGI's rules take
+    `_` for `-`, so that a client could say by `content_length` what it must not say.
+    """
+    return key in _MEANINGFUL or key.startswith((OURS, X_FORWARDED))
 
 
 def _without(nominated: set[bytes], parts: list[bytes]) -> list[bytes]:
@@ -169,8 +207,10 @@ def _read_our_own(fields: RequestFields, nominated: set[bytes], key: bytes, valu
             nominated.update(token.strip().lower() for token in value.split(b","))
         case b"content-length":
             fields.content_length = int(value)  # the parser let only digits through
-        case b"host" if HOST.fullmatch(value.strip(b" \t")) is None:
-            raise LbError(Outcome.BAD_REQUEST, "Host is no name or address with a port.")
+        case b"host":
+            fields.host = value.strip(b" \t")
+            if HOST.fullmatch(fields.host) is None:
+                raise LbError(Outcome.BAD_REQUEST, "Host is no name or address with a port.")
         case b"transfer-encoding":
             if value.strip().lower() != b"chunked":
                 raise LbError(Outcome.BAD_REQUEST, "Transfer-Encoding must be `chunked`.")

@@ -16,7 +16,18 @@ from typing import Final, NamedTuple
 
 from lbproxy.core.trace import TRACE_FIELDS
 from lbproxy.net.h1 import LENGTH_LINE, split_field
-from lbproxy.proxy.headers import CREDENTIALS, HINTS, HOST, NOT_FORWARDED, REQUEST_ID, RequestFields
+from lbproxy.proxy.headers import (
+    CREDENTIALS,
+    FORWARDED,
+    HINTS,
+    HOST,
+    MAX_NAME_BYTES,
+    NOT_FORWARDED,
+    OURS,
+    REQUEST_ID,
+    X_FORWARDED,
+    RequestFields,
+)
 from lbproxy.proxy.request import ClientRequest
 from lbproxy.proxy.routes import Route, find_route
 
@@ -27,7 +38,9 @@ MAX_PLAIN_FIELDS: Final = 64
 _REQUEST_LINE: Final = re.compile(rb"POST (/v1/(?:chat/)?completions) HTTP/1\.1\r\n")
 _TEXT: Final = bytes({*range(0x20, 0x7F), 0x09})
 """ASCII only: what else may stand in a head is left to aiohttp."""
-_SPECIAL: Final = NOT_FORWARDED | HINTS | CREDENTIALS | TRACE_FIELDS | {b"content-type", b"content-encoding"}
+_SPECIAL: Final = (
+    NOT_FORWARDED | HINTS | CREDENTIALS | TRACE_FIELDS | {b"content-type", b"content-encoding", b"max-forwards"}
+)
 
 
 def read_plain(data: bytes, max_body_bytes: int) -> ClientRequest | None:
@@ -81,15 +94,23 @@ _read_head_cached: Final = lru_cache(maxsize=1024)(_read_head)
 def _read_fields(lines: list[bytes]) -> RequestFields | None:  # noqa: PLR0912 - a branch for each kind of field
     fields = RequestFields()
     forward = []
-    credentials = trace = b""
+    credentials = trace = forwarded = b""
     seen: set[bytes] = set()
     for line in lines:
         split = split_field(line)
         if split is None:
             return None
         name, value = split
+        if b"_" in name or len(name) > MAX_NAME_BYTES:
+            return None
+        if name.startswith(X_FORWARDED) or name in FORWARDED:
+            forwarded += line + b"\r\n"
+            continue
         if name not in _SPECIAL:
-            forward.append(line)
+            if name == b"via":
+                fields.via += value + b","
+            if not name.startswith(OURS):
+                forward.append(line)
             continue
         if name in seen:
             return None
@@ -98,7 +119,8 @@ def _read_fields(lines: list[bytes]) -> RequestFields | None:  # noqa: PLR0912 -
             forward.append(line)
             fields.content_type = value.lower()
         elif name in HINTS:
-            forward.append(line)
+            if not name.startswith(OURS):
+                forward.append(line)
             fields.read_hint(name, value)
         elif name in CREDENTIALS:
             credentials += line + b"\r\n"
@@ -109,10 +131,15 @@ def _read_fields(lines: list[bytes]) -> RequestFields | None:  # noqa: PLR0912 -
         elif name == b"connection":
             if value.lower() != b"keep-alive":
                 return None
-        elif name != b"x-gateway-destination-endpoint" and (name != b"host" or HOST.fullmatch(value) is None):
+        elif name == b"host":
+            if HOST.fullmatch(value) is None:
+                return None
+            fields.host = value
+        elif name != b"x-gateway-destination-endpoint":
             return None  # a second Content-Length among them
     if b"host" not in seen:
         return None
     forward.append(b"")
+    fields.forwarded = forwarded
     fields.forward, fields.credentials, fields.trace = b"\r\n".join(forward), credentials, trace
     return fields

@@ -67,6 +67,10 @@ class Client(Protocol):
         """The client's buffer is full."""
         ...
 
+    def forwarded_fields(self, request: ClientRequest) -> bytes:
+        """The field lines that tell an endpoint who asks."""
+        ...
+
 
 class Asking(Protocol):
     """Who is answered."""

@@ -35,10 +35,17 @@ class ClientRequest(NamedTuple):
     """Field lines, each with its CRLF: which trace it belongs to. The client's own while lbproxy makes no traces."""
 
     def head_for(
-        self, endpoint: Endpoint, request_id: str, *, ask_load: bool = False, trace: Trace | None = None
+        self,
+        endpoint: Endpoint,
+        request_id: str,
+        forwarded: bytes = b"",
+        *,
+        ask_load: bool = False,
+        trace: Trace | None = None,
     ) -> bytes:
-        """The head that `endpoint` gets, with the fields of ours. `ask_load`: it shall say its load with the answer,
-        and how is not the client's choice. `trace`: if the request is traced.
+        """The head that `endpoint` gets, with the fields of ours. `forwarded`: field lines that say of who asks.
+        `ask_load`: it shall say its load with the answer, and how is not the client's choice. `trace`: if the request
+        is traced.
         """
         method, target, _, fields, body, credentials, _, traced = self
         host, named, key = _addressed(endpoint.base_url, endpoint.api_key, endpoint.tls)
@@ -49,7 +56,7 @@ class ClientRequest(NamedTuple):
         if trace is not None:
             traced = trace.fields
         own = f"{named}x-request-id: {request_id}\r\n".encode("ascii")
-        return request_head(method, target, host, fields.forward + credentials + traced + own, len(body))
+        return request_head(method, target, host, fields.forward + forwarded + credentials + traced + own, len(body))
 
 
 @lru_cache(maxsize=4096)  # once per request; URLs come from settings and discovery only

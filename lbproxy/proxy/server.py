@@ -33,9 +33,9 @@ from lbproxy.proxy.answers import error_answer, model_not_found
 from lbproxy.proxy.bodies import outlined, read_body
 from lbproxy.proxy.connection import CLOSE, KEEP, ClientConnection
 from lbproxy.proxy.deadlines import Deadlines
-from lbproxy.proxy.exchange import LARGE_BODY_BYTES
-from lbproxy.proxy.exchanger import Exchanger
-from lbproxy.proxy.headers import origin_form, read_request_fields
+from lbproxy.proxy.exchanger import LARGE_BODY_BYTES, Exchanger
+from lbproxy.proxy.forwarding import Forwarding
+from lbproxy.proxy.headers import RequestFields, origin_form, read_request_fields
 from lbproxy.proxy.keys import KeyRing
 from lbproxy.proxy.overload import Overload, Unmetered
 from lbproxy.proxy.reading import Reading, has_json
@@ -54,6 +54,9 @@ FLUSH_S = 2.0
 """How long a stop waits for what is written already to reach slow clients."""
 MAX_LINE_BYTES = 16 << 10
 MAX_FIELDS = 128
+
+
+MAX_FORWARDS_DIGITS = 9
 
 
 class FrontEnd(web.Server):
@@ -101,6 +104,7 @@ class FrontEnd(web.Server):
         self._rng = rng
         self._ids = itertools.count(1)
         self._id_prefix = secrets.token_hex(6)
+        self.forwarding = self._forwarding(settings)
         self._last_requests = False
         """Connections are not kept alive any more."""
         self._ends_at = inf
@@ -136,6 +140,7 @@ class FrontEnd(web.Server):
         self._reading = Reading(settings, self._runtime)
         self.overload.reconfigure(settings.limits)
         self.max_plain_body_bytes = min(settings.limits.json_body, WHOLE_BYTES)
+        self.forwarding = self._forwarding(settings)
         self._max_connections = settings.limits.connections
         self.deadlines.reconfigure(settings.timeouts)
         self._kwargs["keepalive_timeout"] = settings.timeouts.client_idle
@@ -347,6 +352,9 @@ class FrontEnd(web.Server):
             return
         if self._draining or self.overload.refuses is not None:
             raise self._refusal()
+        if fields.max_forwards is not None and not self._may_forward(request.method, fields):
+            turn.answer(200, b"{}", allow=", ".join(sorted(route.methods)))
+            return
         body = await read_body(request, fields, route, turn, self.overload)
         http10 = request.version == (1, 0)
         read = ClientRequest(request.method, target, route, fields, body, credentials, http10, trace)
@@ -357,6 +365,18 @@ class FrontEnd(web.Server):
         else:
             self.overload.hold(turn, len(body))
             self._answer(read, turn, await outlined(body))
+
+    @staticmethod
+    def _may_forward(method: str, fields: RequestFields) -> bool:
+        """What Max-Forwards says (RFC 9110, section 7.6.2); one less goes on. Raises LbError."""
+        value = fields.max_forwards or b""
+        if method != "OPTIONS":
+            fields.forward += b"Max-Forwards: %b\r\n" % value
+            return True
+        if not (value.isdigit() and len(value) <= MAX_FORWARDS_DIGITS):
+            raise LbError(Outcome.BAD_REQUEST, "Max-Forwards is no number.")
+        fields.forward += b"Max-Forwards: %d\r\n" % (int(value) - 1)
+        return int(value) > 0
 
     async def _change_adapters(self, request: ClientRequest, turn: Turn) -> None:
         record, settings = turn.record, turn.settings
@@ -373,6 +393,8 @@ class FrontEnd(web.Server):
         record = turn.record
         record.route = request.route.name
         record.request_bytes = size = len(request.body)
+        if request.fields.via and self.forwarding.is_loop(request.fields.via):
+            raise LbError(Outcome.LOOP)
         if self._draining or self.overload.refuses is not None:
             raise self._refusal()
         if size > LARGE_BODY_BYTES and not turn.held_bytes:
@@ -396,6 +418,9 @@ class FrontEnd(web.Server):
                 raise model_not_found(wanted)
         body = card.raw if wanted and card is not None else model_list(cards)
         turn.answer(200, body)
+
+    def _forwarding(self, settings: Settings) -> Forwarding:
+        return Forwarding(settings.forwarded, settings.trusted_proxies, self._id_prefix)
 
     # Answers and records
 

@@ -45,11 +45,11 @@ class Turn(Exchange):
     def _body_gone(self) -> None:
         self._front.overload.let_go(self)
 
-    def answer(self, status: int, body: bytes) -> None:
-        """End with an answer of ours, unless it is over."""
+    def answer(self, status: int, body: bytes, *, allow: str | None = None) -> None:
+        """End with an answer of ours, unless it is over. `allow`: the methods that are allowed here."""
         if self.step is not Step.OVER:
             self.record.status, self.record.outcome = status, Outcome.COMPLETED
-            fields = {"x-request-id": self.record.id}
+            fields = {"x-request-id": self.record.id} | ({} if allow is None else {"allow": allow})
             self._front.write(
                 self._connected, self.record, json_answer(status, body, fields, keep_alive=self.keep_alive)
             )

@@ -94,6 +94,19 @@ def field(value: str | bytes, *, host: bool = True) -> bytes:
 
 
 FIELDS = [
+    case("field", "a name of 256 bytes", "9110 5.4", field(f"X-{'a' * 254}: 1"), own=True),
+    case("field", "a name of 257 bytes", "9110 5.4", field(f"X-{'a' * 255}: 1"), 431, own=True),
+    case("field", "Via of another proxy", "9110 7.6.3", field("Via: 1.1 other, 1.0 nginx (lbproxy)")),
+    case("field", "Via of two lbproxys", "9110 7.6.3", field("Via: 1.1 lbproxy (a), 1.1 lbproxy (b)"), own=True),
+    case(
+        "field",
+        "Via of too many",
+        "9110 7.6.3",
+        field("Via: " + ", ".join(["1.1 lbproxy"] * 11)),
+        508,
+        closes=False,
+        own=True,
+    ),
     case("field", "names in any case", "9110 5.1", http("hOsT: lb", f"CONTENT-LENGTH: {len(BODY)}", host=False)),
     case("field", "no blank behind the colon", "9112 5", field("X-A:1")),
     case("field", "blanks and tabs round a value", "9112 5.1", field("X-A: \t 1 \t ")),

@@ -131,6 +131,65 @@ CASES = [
         http(LENGTH, "x-gateway-destination-endpoint: 10.0.0.9:80"),
         own=True,
     ),
+    *(
+        SeenCase(f"{name} goes no further", "docs", http(LENGTH, f"{name}: 1"), lacks=[name], own=True)
+        for name in ("x-lbproxy-priority", "X-LBProxy-Flow", "x-lbproxy-anything", "x_lbproxy_priority")
+    ),
+    *(
+        SeenCase(
+            f"{name} could be read as another", "3875 4.1.18", http(LENGTH, f"{name}: {value}"), lacks=[name], own=True
+        )
+        for name, value in (
+            ("Content_Length", "5"),
+            ("transfer_encoding", "chunked"),
+            ("Transfer_Encoding", "chunked"),
+            ("X_Forwarded_For", "192.0.2.1"),
+            ("x_forwarded-proto", "https"),
+            ("X_API_Key", "k"),
+            ("x_request_id", "mine"),
+            ("x-gateway_destination-endpoint", "10.0.0.9:80"),
+        )
+    ),
+    SeenCase("an underscore of its own passes", "9110 5.1", http(LENGTH, "X_Own: 1"), [("X_Own", ["1"])], own=True),
+    SeenCase(
+        "who asks, how, and of whom",
+        "docs",
+        http(LENGTH),
+        [("X-Forwarded-For", ["127.0.0.1"]), ("X-Forwarded-Proto", ["http"]), ("X-Forwarded-Host", ["lb"])],
+        own=True,
+    ),
+    SeenCase(
+        "what a trusted proxy says of that",
+        "docs",
+        http(
+            LENGTH,
+            "X-Forwarded-For: 192.0.2.1",
+            "x-forwarded-for: 192.0.2.2, 192.0.2.3",
+            "X-Forwarded-Proto: https",
+            "Forwarded: for=192.0.2.1",
+        ),
+        [
+            ("X-Forwarded-For", ["192.0.2.1, 192.0.2.2, 192.0.2.3, 127.0.0.1"]),
+            ("X-Forwarded-Proto", ["https"]),
+            ("X-Forwarded-Host", ["lb"]),
+            ("Forwarded", ["for=192.0.2.1"]),
+        ],
+        own=True,
+    ),
+    SeenCase(
+        "Connection names X-Forwarded-For",
+        "9110 7.6.1",
+        http(LENGTH, "Connection: x-forwarded-for", "X-Forwarded-For: 192.0.2.1"),
+        [("X-Forwarded-For", ["127.0.0.1"])],
+        own=True,
+    ),
+    SeenCase(
+        "Max-Forwards passes with POST",
+        "9110 7.6.2",
+        http(LENGTH, "Max-Forwards: 0"),
+        [("Max-Forwards", ["0"])],
+        own=True,
+    ),
     SeenCase(
         "every byte of a body",
         "9110 6.4",

@@ -16,7 +16,7 @@ import pytest
 from lbproxy.core.retry import FailureKind, UpstreamError
 from lbproxy.core.trace import Sampling
 from lbproxy.core.types import Outcome
-from lbproxy.proxy.exchange import LARGE_BODY_BYTES
+from lbproxy.proxy.exchanger import LARGE_BODY_BYTES
 from lbproxy.proxy.relay import HOLD_HEAD_S
 from tests.support.aio import run, until
 from tests.support.compiled import interpreted

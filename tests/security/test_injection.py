@@ -110,6 +110,9 @@ OURS = (
     rb"x-request-id: [A-Za-z0-9._:/+=@-]{1,128}",
     rb"x-gateway-destination-endpoint: 127\.0\.0\.1:\d+",
     rb"Host: 127\.0\.0\.1:\d+",
+    rb"X-Forwarded-For: (.*, )?127\.0\.0\.1",
+    rb"X-Forwarded-(Proto: http|Host: [!-~]*)",
+    rb"Via: 1\.[01] lbproxy \([0-9a-f]+\)",
 )
 
 
@@ -217,6 +220,7 @@ def test_what_servers_inject_goes_nowhere(tmp_path: Path) -> None:
                         b"content-",
                         b"retry-after",
                         b"x-should-retry",
+                        b"via: 1.1 lbproxy",
                         b"HTTP/1.1 ",
                     )
                     for line in lines:

@@ -108,7 +108,10 @@ async def ask(port: int, data: bytes) -> Reply | None:
     client = RawClient(*await asyncio.open_connection("127.0.0.1", port))
     try:
         client.send(data)
-        return await client.reply()
+        reply = await client.reply()
+        while reply.status == 103:
+            reply = await client.reply()
+        return reply
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
     finally:

@@ -94,9 +94,9 @@ class RawClient:
         return await self.reader.readuntil(b"\r\n\r\n")
 
     async def reply(self, *, bodiless: bool = False) -> Reply:
-        """The next whole response; raises IncompleteReadError or ConnectionError if it broke."""
+        """The next whole response, informational ones too; raises IncompleteReadError or ConnectionError if it broke."""
         reply = Reply(await self.head(), b"")
-        if bodiless:
+        if bodiless or reply.status < 200:
             return reply
         if reply.field("transfer-encoding") == "chunked":
             reply.body = await self._chunks()
