@@ -67,7 +67,7 @@ def _spec(entry: EndpointSettings, name: str, member: Member | None, certificate
     """Of an entry that is an address itself (None), or a member of one that is a name."""
     return EndpointSpec(
         name=name,
-        base_url=f"{entry.scheme}://{member.authority if member else entry.authority}",
+        base_url=f"{entry.scheme}://{member.authority}" if member else entry.base_url,
         engine=entry.engine,
         metrics=entry.metrics,
         health=entry.health,
@@ -402,7 +402,7 @@ class Discovery:
 
 
 def _shown(entries: Entries) -> list[str]:
-    return [one.url.rpartition("/")[2] for one in entries.entries]
+    return [one.authority for one in entries.entries]
 
 
 def _name(entry: EndpointSettings, authority: str, taken: Collection[str]) -> str:

@@ -119,8 +119,11 @@ def metrics_targets(endpoint: EndpointSpec, engines: Engines) -> Sequence[Target
 
 
 def _target(endpoint: EndpointSpec, own: Origin, port: int | None, path: str, place: Place | None = None) -> Target:
-    """A page of the endpoint's host. At another port another program may listen: the key is none of its business."""
-    there = own if port is None else Origin((own[0], port), own[2])
+    """A page of the endpoint's host. At another port another program may listen: the key is none of its business.
+
+    A Unix socket has no other ports.
+    """
+    there = own if port is None or own.socket_path is not None else Origin((own[0], port), own[2])
     return Target(there, path, place, endpoint.api_key if there == own else None)
 
 

@@ -1,4 +1,6 @@
-"""A TCP connection to an endpoint: the first of its addresses that answers in time, tuned for streams."""
+"""A connection to an endpoint, by TCP or a Unix socket: the first of its addresses that answers in time, tuned for
+streams.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import asyncio
 import os
 import socket
 
+from lbproxy.net.origin import Origin
 from lbproxy.net.tls import handshake_problem
 from lbproxy.net.vanished import find_vanished
 from lbproxy.pulse import Pulse
@@ -13,6 +16,9 @@ from lbproxy.pulse import Pulse
 USER_TIMEOUT_S = 30.0
 RECEIVE_BUFFER_BYTES = 64 << 10
 """SO_RCVBUF: a slow client stops the endpoint after this and the client's own buffers, not after the kernel's 6 MB."""
+
+QUEUE_FULL_S = 0.01
+"""Until a Unix socket whose queue of connections is full is asked again."""
 
 
 def reason(error: OSError) -> str:
@@ -24,7 +30,41 @@ def reason(error: OSError) -> str:
     return os.strerror(error.errno)
 
 
-async def open_socket(
+async def open_socket(loop: asyncio.AbstractEventLoop, pulse: Pulse, origin: Origin, timeout_s: float) -> socket.socket:
+    """A connected socket that leads to `origin`. Raises OSError; TimeoutError after `timeout_s`."""
+    if origin.socket_path is not None:
+        async with pulse.timeout(timeout_s):
+            return await _open_unix(origin.socket_path)
+    return await _open_tcp(loop, pulse, origin[0], origin[1], timeout_s)
+
+
+async def open_transport(loop: asyncio.AbstractEventLoop, protocol: asyncio.Protocol, sock: socket.socket) -> None:
+    """Give a connected socket, without TLS, to `protocol`."""
+    if sock.family == socket.AF_UNIX:
+        await loop.create_unix_connection(lambda: protocol, sock=sock)
+    else:
+        await loop.create_connection(lambda: protocol, sock=sock)
+
+
+async def _open_unix(path: str) -> socket.socket:
+    """A connected socket to whoever listens at `path`, once there is room in its queue. Raises OSError."""
+    while True:
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
+            sock.connect(path)  # at once, or not at all
+        except BlockingIOError:  # its queue is full: unlike with TCP, nothing goes on in the background
+            sock.close()
+            await asyncio.sleep(QUEUE_FULL_S)
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+
+
+async def _open_tcp(
     loop: asyncio.AbstractEventLoop, pulse: Pulse, host: str, port: int, timeout_s: float
 ) -> socket.socket:
     """A connected socket to the first address of `host` that answers. Raises OSError; TimeoutError after `timeout_s`.
