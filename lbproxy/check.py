@@ -132,6 +132,9 @@ def _table(one: Inspection) -> Table:
 def _rows(one: Inspection) -> Iterator[tuple[str, Text]]:
     usable = Text("yes", style="green") if one.usable else Text("no", style="red")
     yield "usable", usable
+    if one.endpoint.proxy is not None:
+        shown = "***@" if one.endpoint.proxy.credentials is not None else ""
+        yield "proxy", Text(f"http://{shown}{one.endpoint.proxy}")
     answered = "it answers" if one.reachable else "nobody answers"
     yield "reachable", Text(f"{answered}; health: {one.health}", style="" if one.reachable else "red")
     for problem in one.problems if one.reachable else one.problems[:1]:

@@ -11,6 +11,7 @@ from pydantic_core import InitErrorDetails
 
 from lbproxy.config.clients import Address, leads_to
 from lbproxy.config.engines import BUILT_IN_ENGINES
+from lbproxy.config.proxies import ProxyUrl
 from lbproxy.config.section import Section, ShortSection
 from lbproxy.config.values import (
     PATH,
@@ -103,6 +104,9 @@ class EndpointSettings(ShortSection):
     than what the server says. null = what its metrics say, or SGLang and llama.cpp elsewhere; else learned."""
     api_key: SecretStr | None = None
     """Sent to it as `Authorization: Bearer`, instead of what the client sent. Write ${NAME} rather than the key."""
+    proxy: ProxyUrl | None = None
+    """`http://[user:password@]host:port`: the forward proxy that every connection to it goes through, by CONNECT, with
+    http too. User and password as in a URL: `@` is `%40`. Write ${NAME} rather than the password."""
     tls: EndpointTls = EndpointTls()
     """With https."""
 
@@ -185,6 +189,13 @@ class EndpointSettings(ShortSection):
     def _check_key(cls, value: SecretStr | None) -> SecretStr | None:
         if value is not None and not re.fullmatch(r"[!-~]{1,1024}", value.get_secret_value()):
             raise expected("1 to 1024 printable ASCII characters without spaces")
+        return value
+
+    @field_validator("proxy", mode="after")
+    @classmethod
+    def _is_far(cls, value: ProxyUrl | None, info: ValidationInfo) -> ProxyUrl | None:
+        if value is not None and info.data.get("url", "").startswith("unix:"):
+            raise expected("nothing here, since the url is a Unix socket")
         return value
 
     @field_validator("tls", mode="after")

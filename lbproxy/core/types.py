@@ -19,7 +19,7 @@ from lbproxy.core.prefix import BlockKey
 
 if TYPE_CHECKING:
     from lbproxy.core.breaker import Breaker, Cause
-    from lbproxy.core.credentials import ApiKey, Tls
+    from lbproxy.core.credentials import ApiKey, Proxy, Tls
     from lbproxy.core.estimate import LoadModel
     from lbproxy.core.explain import Decision
     from lbproxy.core.flows import Flow, Refusal
@@ -55,6 +55,8 @@ class EndpointSpec:
     """Sent instead of the client's own credentials."""
     tls: Tls | None = None
     """With https always, else None."""
+    proxy: Proxy | None = None
+    """What every connection to it goes through; None = nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
