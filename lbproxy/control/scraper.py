@@ -106,7 +106,11 @@ def metrics_targets(endpoint: EndpointSpec, engines: Engines) -> Sequence[Target
         return []
     own = Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy)
     if place == "auto":
-        return [_target(endpoint, own, one.port, one.path, one) for one in engines.places(endpoint.engine)]
+        found: dict[tuple[Origin, str], Target] = {}
+        for one in engines.places(endpoint.engine):
+            target = _target(endpoint, own, one.port, one.path, one)
+            found.setdefault((target.origin, target.path), target)
+        return list(found.values())
     if place.startswith("/"):
         return [_target(endpoint, own, None, place)]
     if place.startswith(":"):
