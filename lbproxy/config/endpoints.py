@@ -98,7 +98,8 @@ class EndpointSettings(ShortSection):
     models: tuple[str, ...] | None = None
     """A list of models: it serves exactly these, and is not asked. null = what its /v1/models says."""
     weight: Annotated[float, Quantity("0.001", "100000", "a number", whole=False)] = 1.0
-    """Its capacity beside the others', for policies that do not measure it: least-request, p2c and random."""
+    """Its capacity beside the others': for least-request, p2c and random. adaptive and min-ttft take it for the speed
+    until they have measured that; the others ignore it."""
     kv_cache_tokens: Annotated[int, count("1000", "1000000000")] | None = None
     """How many tokens its KV cache holds, as vLLM prints at its start: `GPU KV cache size: 307,200 tokens`. Counts more
     than what the server says. null = what its metrics say, or SGLang and llama.cpp elsewhere; else learned."""
