@@ -43,8 +43,8 @@ from lbproxy.core.policy import make_policy
 from lbproxy.core.record import RequestRecord
 from lbproxy.core.types import Endpoint, EndpointSpec
 from lbproxy.extras import Tracing
+from lbproxy.net.bind import open_sockets
 from lbproxy.net.inherit import Inherited, start_successor
-from lbproxy.net.listener import bind
 from lbproxy.net.notify import Notifier
 from lbproxy.net.pool import ConnectionPool
 from lbproxy.proxy.exchanger import Exchanger
@@ -225,7 +225,7 @@ class Proxy:
         try:
             for key, address in (("listen", self.settings.listen), ("admin", self.settings.admin)):
                 if address is not None:
-                    sockets[key] = await inherited.take(key, address.host, address.port) or await _open(address, key)
+                    sockets[key] = await inherited.take(key, address) or await open_sockets(address, key)
         except OSError:
             for sock in sockets.get("listen", []):
                 sock.close()
@@ -393,7 +393,7 @@ class Proxy:
         self.front.keys = KeyRing(keys) if keys else None
 
     def _warn_if_open(self) -> None:
-        beyond = [host for sock in self.front.listener.sockets if not _is_loopback(host := sock.getsockname()[0])]
+        beyond = [sock.getsockname()[0] for sock in self.front.listener.sockets if not _is_local(sock)]
         if beyond and self.front.keys is None:
             text = "%s is reached by other machines, and nobody is asked for an API key: set auth.keys or auth.file"
             logger.warning(text, beyond[0], extra={"event": "start"})
@@ -456,23 +456,17 @@ def _log_reload(settings: Settings, endpoints: int, fixed: Sequence[str]) -> Non
     logger.info(text, endpoints, settings.routing.policy, extra={"event": "reload", "endpoints": endpoints})
 
 
-async def _open(address: Address, key: str) -> list[socket.socket]:
-    """Sockets on an address. Raises OSError with a text that says which setting to change."""
-    try:
-        return await bind(address.host, address.port)
-    except OSError as error:
-        why = os.strerror(error.errno).lower() if error.errno else str(error)
-        raise OSError(f"cannot listen on {address.host}:{address.port} ({key}): {why}") from error
-
-
 def _place(address: Address | None) -> tuple[object, ...] | None:
     """What of a listener's settings a reload cannot change."""
     encrypted = isinstance(address, ListenSettings) and address.tls is not None
-    return None if address is None else (address.host, address.port, encrypted)
+    return None if address is None else (str(address), address.mode, encrypted)
 
 
-def _is_loopback(host: str) -> bool:
-    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+def _is_local(sock: socket.socket) -> bool:
+    """Whether only this machine reaches it."""
+    if sock.family == socket.AF_UNIX:
+        return True
+    return ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def own_command() -> list[str]:
@@ -481,6 +475,8 @@ def own_command() -> list[str]:
 
 
 def _url(address: Address, port: int) -> str:
+    if address.unix is not None:
+        return str(address)
     host = f"[{address.host}]" if ":" in address.host else address.host
     scheme = "https" if isinstance(address, ListenSettings) and address.tls is not None else "http"
     return f"{scheme}://{host}:{port}"

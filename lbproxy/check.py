@@ -15,6 +15,7 @@ from lbproxy.control.credentials import Credentials, read_credentials
 from lbproxy.control.discovery import Discovery
 from lbproxy.control.inspect import Inspection, inspect
 from lbproxy.core.engines import Engines
+from lbproxy.core.ignored import ignored_settings
 from lbproxy.core.readings import MAX_LORA
 from lbproxy.core.server_info import SERVER_INFO
 from lbproxy.extras import find_traces
@@ -66,7 +67,7 @@ async def check(settings: Settings, console: Console | None = None) -> int:
     for name in discovery.names:
         if name.problem is not None:
             console.print(Text(f"{name.entry.name}: cannot be resolved: {name.problem}", style="red"))
-    for warning in (*_unverified(settings), *_unserved(settings, found)):
+    for warning in (*_ignored(settings, found), *_unverified(settings), *_unserved(settings, found)):
         console.print(Text(f"\n{warning}", style="yellow"))
     usable = sum(one.usable for one in found)
     console.print(f"\n{usable} of {len(found)} endpoints can be used.")
@@ -90,6 +91,11 @@ def _rules(settings: Settings) -> str:
     ejected = f"{why} eject an endpoint {times}" if why else "no endpoint is ejected for its failures"
     back = f"its share grows for {slow_start:g} s" if slow_start else "it has its whole share at once"
     return f"Routing by {settings.routing.policy}; {ejected}; when it comes back {back}."
+
+
+def _ignored(settings: Settings, found: Sequence[Inspection]) -> Iterator[str]:
+    for key, why in ignored_settings(settings, [one.endpoint for one in found]):
+        yield f"{key} is ignored under policy {settings.routing.policy}: {why}."
 
 
 def _unverified(settings: Settings) -> Iterator[str]:
@@ -132,6 +138,9 @@ def _table(one: Inspection) -> Table:
 def _rows(one: Inspection) -> Iterator[tuple[str, Text]]:
     usable = Text("yes", style="green") if one.usable else Text("no", style="red")
     yield "usable", usable
+    if one.endpoint.proxy is not None:
+        shown = "***@" if one.endpoint.proxy.credentials is not None else ""
+        yield "proxy", Text(f"http://{shown}{one.endpoint.proxy}")
     answered = "it answers" if one.reachable else "nobody answers"
     yield "reachable", Text(f"{answered}; health: {one.health}", style="" if one.reachable else "red")
     for problem in one.problems if one.reachable else one.problems[:1]:

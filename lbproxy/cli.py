@@ -117,7 +117,7 @@ def _add_mock(mock: argparse.ArgumentParser) -> None:
 def _add_admin_commands(commands: Subparsers) -> None:
     """Those that speak to a running lbproxy."""
     remote = argparse.ArgumentParser(add_help=False)
-    text = f"its admin listener: {addresses.FORMS} (default: %(default)s); the token: in LBPROXY_ADMIN_TOKEN"
+    text = f"its admin listener: {addresses.ADMIN_FORMS} (default: %(default)s); the token: in LBPROXY_ADMIN_TOKEN"
     remote.add_argument("--admin", type=addresses.url, metavar="HOST:PORT", default=addresses.ADMIN, help=text)
     status = commands.add_parser("status", parents=[remote], help="the state of a running lbproxy and its endpoints")
     status.add_argument("--json", action="store_true", help="all of it, as JSON")

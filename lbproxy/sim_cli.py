@@ -292,6 +292,7 @@ def fleet_options(scenario: Scenario, routing: RoutingSettings) -> FleetOptions:
             jitter=group.jitter,
             metrics=group.metrics,
             shows_waiting=group.waiting,
+            weight=group.weight,
         )
         servers += [server] * group.count
     return FleetOptions(

@@ -125,6 +125,17 @@ def test_names_that_lead_to_nobody() -> None:
     assert "nobody serves" not in output, "a server that does not say may serve anything"
 
 
+def test_settings_that_the_policy_does_not_read() -> None:
+    more = ", weight: 2, kv_cache_tokens: 300000"
+    _, output = checked({"/health": OK}, more, settings="routing: {policy: round-robin}")
+    assert "endpoints[].weight is ignored under policy round-robin: it does not compare endpoints by" in output
+    assert (
+        "endpoints[].kv_cache_tokens is ignored under policy round-robin: it does not follow prefix caches." in output
+    )
+    _, output = checked({"/health": OK}, more, settings="routing: {policy: adaptive}")
+    assert "ignored" not in output
+
+
 def test_certificates_that_nobody_verifies() -> None:
     _, output = checked({"/health": OK}, ", metrics: null")
     assert "certificates" not in output

@@ -80,7 +80,9 @@ def test_all_problems_come_at_once_each_with_its_path() -> None:
     text = (FIXTURES / "wrong-everywhere.yaml").read_text()
     with pytest.raises(ConfigError) as error:
         parse(text, environ={}, source="wrong-everywhere.yaml")
-    url = "expected http://host:port, dns+http://name:port, srv+http://name (or https; no path) or file:path"
+    url = (
+        "expected http://host:port, dns+http://name:port, srv+http://name (or https; no path), unix:/path or file:path"
+    )
     duration = "expected a duration (250ms, 2s, 5m, 1h, or seconds)"
     *names, last = (f"'{name}'" for name in get_args(RoutingSettings.model_fields["policy"].annotation))
     policies = f"{', '.join(names)} or {last}"
@@ -88,7 +90,7 @@ def test_all_problems_come_at_once_each_with_its_path() -> None:
         "wrong-everywhere.yaml: 29 problems",
         "  timeouts.connect: expected once, got it on lines 21 and 22",
         "  timeouts.first_byte: environment variable FIRST_BYTE is not set, got '${FIRST_BYTE}'",
-        "  listen: expected host:port, such as 127.0.0.1:8080 or [::1]:8080, got ':8080'",
+        "  listen: expected host:port, such as 127.0.0.1:8080 or [::1]:8080, or unix:/path, got ':8080'",
         "  admin.port: expected a whole number from 0 to 65535, got 99999",
         f"  endpoints[0].url: {url}, got 'gpu-1'",
         f"  endpoints[1].url: {url}, got 'ftp://gpu-2:8000'",

@@ -41,6 +41,7 @@ from lbproxy.config.flows import FlowSettings, FlowsSettings
 from lbproxy.config.forwarded import ForwardedMode, Network
 from lbproxy.config.health import BreakerSettings, HealthSettings
 from lbproxy.config.models import ModelSettings
+from lbproxy.config.proxies import ProxyUrl
 from lbproxy.config.routing import AdmissionSettings, RetrySettings, RoutingSettings
 from lbproxy.config.scenario import FaultSettings, OthersSettings, Scenario, ServerSettings, WorkloadSettings
 from lbproxy.config.text import ConfigError, Plain, is_secret, join, one_line, read_text
@@ -72,6 +73,7 @@ __all__ = [
     "Secret",
     "EndpointSettings",
     "EndpointTls",
+    "ProxyUrl",
     "EngineSettings",
     "ModelSettings",
     "MetricSpec",

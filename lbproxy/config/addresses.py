@@ -1,4 +1,5 @@
 """Addresses on the command line: `HOST:PORT` and `http://HOST:PORT` say the same, wherever one is asked for.
+`unix:/PATH` says where the admin listener is.
 
 The functions are types for argparse: what they raise ends the command with this text and exit code 2.
 """
@@ -8,14 +9,24 @@ from __future__ import annotations
 from argparse import ArgumentTypeError
 from urllib.parse import SplitResult, urlsplit
 
+from lbproxy.config.values import read_unix_url
+
 ADMIN = "127.0.0.1:9901"
 """The admin listener, unless the settings say another."""
 LISTEN = "127.0.0.1:8080"
 FORMS = "HOST:PORT or http://HOST:PORT"
+ADMIN_FORMS = "HOST:PORT, http://HOST:PORT or unix:/PATH"
 
 
 def url(text: str) -> str:
-    """Where something listens that is asked: `http://host:port`, or the URL as it was given, https and paths too."""
+    """Where something listens that is asked: `http://host:port`, or the URL as it was given, https and paths too; or
+    `unix:/path`.
+    """
+    if text.startswith("unix:"):
+        unix = read_unix_url(text)
+        if unix is None:
+            raise ArgumentTypeError(f"expected unix: and the absolute path of a socket, got {text!r}")
+        return unix
     parts = _parts(text)
     if parts.scheme:
         return text

@@ -8,39 +8,85 @@ from typing import Annotated, TypeAlias
 from pydantic import ValidationInfo, field_validator, model_validator
 
 from lbproxy.config.section import Section, ShortSection
-from lbproxy.config.values import Timeout, count, expected, hosts_overlap, read_host, size
+from lbproxy.config.values import Timeout, count, expected, hosts_overlap, read_host, read_socket_path, size
 
 Port: TypeAlias = Annotated[int, count("0", "65535")]
 
 
 class Address(ShortSection):
-    """Where lbproxy listens: `host:port`, `[ipv6]:port`, or a mapping of the two."""
+    """Where lbproxy listens: `host:port`, `[ipv6]:port`, `unix:/path`, or a mapping."""
 
-    host: str
-    """An IP address or a name. 0.0.0.0 = every IPv4 address of this machine; it has to be said, never assumed."""
-    port: Port
-    """0 = any free port; the log says which."""
+    unix: str | None = None
+    """Instead of host and port: the absolute path of a Unix socket, at most 107 bytes. A socket file that no process
+    listens on any more is replaced; the file stays when lbproxy stops."""
+    mode: str = "0660"
+    """File mode of the Unix socket, in octal: who may write to the file may connect."""
+    host: str = ""
+    """An IP address or a name; required without `unix`. 0.0.0.0 = every IPv4 address of this machine; it has to be
+    said, never assumed."""
+    port: Port = 0
+    """Required with `host`. 0 = any free port; the log says which."""
 
     @model_validator(mode="before")
     @classmethod
     def _from_text(cls, value: object) -> object:
-        if isinstance(value, dict | Address):
+        if isinstance(value, Address):
             return value
+        if isinstance(value, dict):
+            return _one_of_two(value)
+        if isinstance(value, str) and value.startswith("unix:"):
+            return {"unix": value.removeprefix("unix:")}
         match = re.fullmatch(r"(\[[^\[\]]+\]|[^:\[\]]+):([0-9]{1,5})", value) if isinstance(value, str) else None
         if match is None or read_host(match[1]) is None or int(match[2]) > 65535:
-            raise expected("host:port, such as 127.0.0.1:8080 or [::1]:8080")
+            raise expected("host:port, such as 127.0.0.1:8080 or [::1]:8080, or unix:/path")
         return {"host": match[1], "port": match[2]}
+
+    @field_validator("unix", mode="after")
+    @classmethod
+    def _check_path(cls, value: str | None) -> str | None:
+        path = None if value is None else read_socket_path(value)
+        if value is not None and path is None:
+            raise expected("an absolute path of 2 to 107 visible ASCII characters")
+        return path
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _read_mode(cls, value: object) -> str:
+        match = re.fullmatch("(?:0o?)?([0-7]{3})", str(value))  # YAML reads 0660 as a number: its digits are meant
+        if match is None:
+            raise expected("three octal digits, such as 0660")
+        return f"0{match[1]}"
 
     @field_validator("host", mode="after")
     @classmethod
-    def _check_host(cls, value: str) -> str:
+    def _check_host(cls, value: str, info: ValidationInfo) -> str:
+        if not value and info.data.get("unix", "") is not None:  # also if the path is wrong, which is reported
+            return ""
         host = read_host(value) or read_host(f"[{value}]")
         if host is None:
             raise expected("an IP address or a host name")
         return host.strip("[]")
 
+    @property
+    def file_mode(self) -> int:
+        """Of the Unix socket."""
+        return int(self.mode, 8)
+
     def __str__(self) -> str:
+        if self.unix is not None:
+            return f"unix:{self.unix}"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def _one_of_two(value: dict[object, object]) -> dict[object, object]:
+    """A mapping that has a path, or host and port."""
+    is_unix = value.get("unix") is not None
+    said = value.keys() & {"host", "port"}
+    if len(said) != (0 if is_unix else 2):
+        raise expected("host and port, or unix, and not both")
+    if not is_unix and "mode" in value:
+        raise expected("mode only with unix")
+    return value
 
 
 def leads_to(authority: str, address: Address) -> bool:

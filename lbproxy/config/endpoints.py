@@ -11,6 +11,7 @@ from pydantic_core import InitErrorDetails
 
 from lbproxy.config.clients import Address, leads_to
 from lbproxy.config.engines import BUILT_IN_ENGINES
+from lbproxy.config.proxies import ProxyUrl
 from lbproxy.config.section import Section, ShortSection
 from lbproxy.config.values import (
     PATH,
@@ -25,6 +26,7 @@ from lbproxy.config.values import (
     read_nameserver,
     read_origin,
     read_srv_url,
+    read_unix_url,
     size,
 )
 
@@ -80,10 +82,11 @@ class EndpointSettings(ShortSection):
 
     url: str
     """`http://host:port`; `dns+http://name:port` = every address of the name; `srv+http://name` = every server of its
-    SRV records; or these with https. `file:path` = the endpoints that a file lists. No path. Port 80, with https 443,
-    if none is said."""
+    SRV records; or these with https. No path. Port 80, with https 443, if none is said. `unix:/path` = a server on a
+    Unix socket of this machine. `file:path` = the endpoints that a file lists."""
     name: str = ""
-    """What logs, metrics and clients call it: 1 to 64 of letters, digits and `._:[]-`. Default: the URL's host:port."""
+    """What logs, metrics and clients call it: 1 to 64 of letters, digits and `._:[]-`. Default: the URL's host:port, or
+    the name of its socket or file."""
     engine: str = "auto"
     """Which software it runs, so which metrics it has: a built-in one or one of `engines`. `auto` = recognised from its
     metrics."""
@@ -95,12 +98,16 @@ class EndpointSettings(ShortSection):
     models: tuple[str, ...] | None = None
     """A list of models: it serves exactly these, and is not asked. null = what its /v1/models says."""
     weight: Annotated[float, Quantity("0.001", "100000", "a number", whole=False)] = 1.0
-    """Its capacity beside the others', for policies that do not measure it: least-request, p2c and random."""
+    """Its capacity beside the others': for least-request, p2c and random. adaptive and min-ttft take it for the speed
+    until they have measured that; the others ignore it."""
     kv_cache_tokens: Annotated[int, count("1000", "1000000000")] | None = None
     """How many tokens its KV cache holds, as vLLM prints at its start: `GPU KV cache size: 307,200 tokens`. Counts more
     than what the server says. null = what its metrics say, or SGLang and llama.cpp elsewhere; else learned."""
     api_key: SecretStr | None = None
     """Sent to it as `Authorization: Bearer`, instead of what the client sent. Write ${NAME} rather than the key."""
+    proxy: ProxyUrl | None = None
+    """`http://[user:password@]host:port`: the forward proxy that every connection to it goes through, by CONNECT, with
+    http too. User and password as in a URL: `@` is `%40`. Write ${NAME} rather than the password."""
     tls: EndpointTls = EndpointTls()
     """With https."""
 
@@ -116,9 +123,11 @@ class EndpointSettings(ShortSection):
             if value.startswith("file:"):
                 return "file:" + _absolute(re.sub("^//+", "/", value[5:]), info)
             url = read_origin(value, root_only=True) or read_dns_url(value) or read_srv_url(value)
+            url = url or read_unix_url(value)
             if url is not None:
                 return url
-        raise expected("http://host:port, dns+http://name:port, srv+http://name (or https; no path) or file:path")
+        forms = "http://host:port, dns+http://name:port, srv+http://name (or https; no path), unix:/path or file:path"
+        raise expected(forms)
 
     @field_validator("name", mode="before")
     @classmethod
@@ -144,13 +153,21 @@ class EndpointSettings(ShortSection):
         if value is None or value == "auto" or PATH.fullmatch(value):
             return value
         port, slash, path = value.removeprefix(":").partition("/")
-        if value.startswith(":") and slash and re.fullmatch("[0-9]{1,5}", port) and PATH.fullmatch(f"/{path}"):
+        url = info.data.get("url", "")
+        if (
+            value.startswith(":")
+            and slash
+            and not url.startswith("unix:")
+            and re.fullmatch("[0-9]{1,5}", port)
+            and PATH.fullmatch(f"/{path}")
+        ):
             if 1 <= int(port) <= 65535:
                 return f":{int(port)}/{path}"
-        elif not _is_name(info.data.get("url", "")) and read_origin(value):
+        elif not _is_name(url) and read_origin(value):
             return value
-        one = "an absolute URL " if not _is_name(info.data.get("url", "")) else ""
-        raise expected(f"auto, an absolute path, :port/path, {one}or null")
+        one = "" if _is_name(url) else "an absolute URL "
+        other_port = "" if url.startswith("unix:") else ":port/path, "
+        raise expected(f"auto, an absolute path, {other_port}{one}or null")
 
     @field_validator("health", mode="after")
     @classmethod
@@ -175,6 +192,13 @@ class EndpointSettings(ShortSection):
             raise expected("1 to 1024 printable ASCII characters without spaces")
         return value
 
+    @field_validator("proxy", mode="after")
+    @classmethod
+    def _is_far(cls, value: ProxyUrl | None, info: ValidationInfo) -> ProxyUrl | None:
+        if value is not None and info.data.get("url", "").startswith("unix:"):
+            raise expected("nothing here, since the url is a Unix socket")
+        return value
+
     @field_validator("tls", mode="after")
     @classmethod
     def _has_tls(cls, value: EndpointTls, info: ValidationInfo) -> EndpointTls:
@@ -190,8 +214,8 @@ class EndpointSettings(ShortSection):
 
     @property
     def authority(self) -> str:
-        """The URL's `host:port`. Of an SRV name the name."""
-        return self.url.rpartition("/")[2]
+        """The URL's `host:port`. Of an SRV name the name, of a Unix socket the whole URL."""
+        return self.url if self.is_unix else self.url.rpartition("/")[2]
 
     @property
     def path(self) -> str:
@@ -199,14 +223,24 @@ class EndpointSettings(ShortSection):
         return self.url.removeprefix("file:")
 
     @property
+    def base_url(self) -> str:
+        """Where requests go: `http://host:port`, `https://host:port` or `unix:/path`. Of an endpoint, not of a name."""
+        return self.url if self.is_unix else f"{self.scheme}://{self.authority}"
+
+    @property
     def scheme(self) -> str:
-        """`http` or `https`."""
+        """`http`, `https` or `unix`."""
         return self.url.partition(":")[0].rpartition("+")[2]
 
     @property
     def is_name(self) -> bool:
         """Whether this stands for what DNS says of a name."""
         return _is_name(self.url)
+
+    @property
+    def is_unix(self) -> bool:
+        """Whether it listens on a Unix socket."""
+        return self.url.startswith("unix:")
 
     @property
     def is_srv(self) -> bool:
@@ -225,6 +259,8 @@ class EndpointSettings(ShortSection):
 
     def leads_to(self, address: Address) -> bool:
         """Whether it is known to be a listener of ours: of SRV names and files that is seen later."""
+        if self.is_unix or address.unix is not None:
+            return self.is_unix and self.url == str(address)
         return not self.is_srv and not self.is_file and leads_to(self.authority, address)
 
 

@@ -66,6 +66,8 @@ class ServerSettings(Section):
     """Whether they can be scraped."""
     waiting: bool = True
     """Whether their metrics say how many requests wait."""
+    weight: Annotated[float, Quantity("0.001", "100000", "a number", whole=False)] = 1.0
+    """What the balancer is told of their capacity beside the others': `weight` of an endpoint in the settings."""
 
     @field_validator("ttft", mode="after")
     @classmethod

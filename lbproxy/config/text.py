@@ -71,7 +71,7 @@ def join(path: str, key: str | int) -> str:
     return f"{path}.{key}" if path else key
 
 
-_SECRET_PATH = re.compile(r"(?:.*\.)?(?:auth|token|api_key|headers)(?:[.\[].*)?")
+_SECRET_PATH = re.compile(r"(?:.*\.)?(?:auth|token|api_key|headers|proxy)(?:[.\[].*)?")
 
 
 def is_secret(path: str) -> bool:

@@ -120,6 +120,8 @@ class Settings(Section):
     @classmethod
     def _own_address(cls, value: AdminSettings | None, info: ValidationInfo) -> AdminSettings | None:
         listen = info.data.get("listen")
+        if value and listen and value.unix is not None and value.unix == listen.unix:
+            raise expected(f"another path: {listen} is taken by listen")
         if value and listen and value.port == listen.port != 0 and hosts_overlap(value.host, listen.host):
             raise expected(f"another port: {listen} is taken by listen")
         return value

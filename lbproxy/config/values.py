@@ -7,6 +7,7 @@ a value out of range (a scrape every microsecond, a timeout of a year) is a typi
 from __future__ import annotations
 
 import ipaddress
+import posixpath
 import re
 from dataclasses import dataclass
 from decimal import Decimal
@@ -175,6 +176,22 @@ def read_srv_url(url: str) -> str | None:
     match = re.fullmatch(r"(?i:srv\+(https?))://([^/:\[\]]+)/?", url)
     host = None if match is None else read_host(match[2])
     return None if match is None or host is None or read_nameserver(host) else f"srv+{match[1].lower()}://{host}"
+
+
+def read_socket_path(path: str) -> str | None:
+    """The one normal form of the path of a Unix socket; None if there can be none: its address has 108 bytes, one of
+    them a NUL (unix(7)).
+    """
+    if re.fullmatch(r"/[!-~]{1,106}", path) is None:  # also stands in URLs, log lines and fields
+        return None
+    normal = posixpath.normpath(re.sub("^/+", "/", path))
+    return normal if normal != "/" else None
+
+
+def read_unix_url(url: str) -> str | None:
+    """The normalised `unix:/path` of `unix:/path` or `unix:///path`; None if it is none."""
+    path = read_socket_path(url[5:]) if url.startswith("unix:") else None
+    return None if path is None else f"unix:{path}"
 
 
 def read_nameserver(text: str) -> str | None:

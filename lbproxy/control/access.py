@@ -10,6 +10,7 @@ is added later.
 from __future__ import annotations
 
 import ipaddress
+import socket
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
@@ -55,7 +56,7 @@ def require(request: web.BaseRequest, token: Secret | None) -> None:
         given = headers.getall("Authorization", [])
         if len(given) != 1 or not _is_bearer(given[0], token):
             raise LbError(Outcome.UNAUTHORIZED, "This needs the admin token: `Authorization: Bearer TOKEN`.")
-    elif not _is_loopback(request.remote) or any(name in headers for name in _PASSED_ON):
+    elif not _is_local(request) or any(name in headers for name in _PASSED_ON):
         raise LbError(Outcome.FORBIDDEN, _NOT_FROM_HERE)
     elif not _is_own_name(headers.get("Host", "")):
         # A page on evil.example, whose name now leads to this machine: DNS rebinding.
@@ -67,9 +68,12 @@ def _is_bearer(value: str, token: Secret) -> bool:
     return scheme.lower() == "bearer" and token.is_in(text.strip(" ").encode("utf-8", "surrogateescape"))
 
 
-def _is_loopback(peer: str | None) -> bool:
+def _is_local(request: web.BaseRequest) -> bool:
+    sock = None if request.transport is None else request.transport.get_extra_info("socket")
+    if sock is not None and sock.family == socket.AF_UNIX:
+        return True
     try:
-        address = ipaddress.ip_address(peer or "")
+        address = ipaddress.ip_address(request.remote or "")
     except ValueError:
         return False
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None

@@ -21,7 +21,8 @@ from lbproxy.control.api import Api, ApiError
 from lbproxy.control.dashboard import Dashboard
 from lbproxy.core.openai import error_body
 from lbproxy.core.types import Health, LbError, Outcome
-from lbproxy.net.listener import Listener, bind
+from lbproxy.net.bind import bind, bound_port
+from lbproxy.net.listener import Listener
 from lbproxy.runtime import Runtime
 
 logger = logging.getLogger("lbproxy")
@@ -90,7 +91,7 @@ class Admin:
         )
 
     async def start(self, host: str, port: int, inherited: Sequence[socket.socket] = ()) -> int:
-        """Accept connections; returns the port (port 0: any free one). Raises OSError.
+        """Accept connections; returns the port (port 0: any free one; 0 of a Unix socket). Raises OSError.
 
         `inherited`: sockets that listen there already, to use instead.
         """
@@ -99,7 +100,7 @@ class Admin:
         assert self._runner.server is not None
         self.listener = Listener(self._runner.server, spares=SPARE_DESCRIPTORS)
         self.listener.start(sockets)
-        self._port = int(sockets[0].getsockname()[1])
+        self._port = bound_port(sockets)
         return self._port
 
     def stop_accepting(self) -> None:

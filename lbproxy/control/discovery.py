@@ -15,6 +15,7 @@ What to believe of DNS is `control.known`'s. Of a file:
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import logging
 import os
@@ -26,11 +27,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias
 
-from lbproxy.config import MAX_ENDPOINTS, Address, ConfigError, EndpointSettings, Settings, parse_endpoints
+from lbproxy.config import MAX_ENDPOINTS, Address, ConfigError, EndpointSettings, ProxyUrl, Settings, parse_endpoints
 from lbproxy.control.known import MAX_LOGGED, Known, KnownName, Member, known_of
 from lbproxy.control.prober import JITTER
 from lbproxy.control.resolver import OK, Lookup, Resolver
-from lbproxy.core.credentials import ApiKey, Tls
+from lbproxy.core.credentials import ApiKey, Proxy, Tls
 from lbproxy.core.snapshot import EndpointSnapshot
 from lbproxy.core.types import EndpointSpec, Health
 from lbproxy.net.tls import client_context
@@ -67,7 +68,7 @@ def _spec(entry: EndpointSettings, name: str, member: Member | None, certificate
     """Of an entry that is an address itself (None), or a member of one that is a name."""
     return EndpointSpec(
         name=name,
-        base_url=f"{entry.scheme}://{member.authority if member else entry.authority}",
+        base_url=f"{entry.scheme}://{member.authority}" if member else entry.base_url,
         engine=entry.engine,
         metrics=entry.metrics,
         health=entry.health,
@@ -76,7 +77,14 @@ def _spec(entry: EndpointSettings, name: str, member: Member | None, certificate
         kv_cache_tokens=entry.kv_cache_tokens,
         api_key=None if entry.api_key is None else ApiKey(entry.api_key.get_secret_value()),
         tls=_tls(entry, member, certificates) if entry.scheme == "https" else None,
+        proxy=None if entry.proxy is None else _proxy(entry.proxy),
     )
+
+
+def _proxy(url: ProxyUrl) -> Proxy:
+    if url.userinfo is None:
+        return Proxy(url.host, url.port)
+    return Proxy(url.host, url.port, ApiKey(f"Basic {base64.b64encode(url.userinfo.encode()).decode()}"))
 
 
 def _tls(entry: EndpointSettings, member: Member | None, certificates: Certificates) -> Tls:
@@ -402,7 +410,7 @@ class Discovery:
 
 
 def _shown(entries: Entries) -> list[str]:
-    return [one.url.rpartition("/")[2] for one in entries.entries]
+    return [one.authority for one in entries.entries]
 
 
 def _name(entry: EndpointSettings, authority: str, taken: Collection[str]) -> str:

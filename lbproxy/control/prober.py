@@ -122,7 +122,7 @@ async def ask_description(
 async def _get(
     endpoint: EndpointSpec, path: str, connections: ConnectionPool, timeout_s: float, max_bytes: int
 ) -> Answer:
-    origin, key = Origin.parse(endpoint.base_url, endpoint.tls), endpoint.api_key
+    origin, key = Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy), endpoint.api_key
     return await fetch(connections, origin, path, timeout_s=timeout_s, max_bytes=max_bytes, key=key)
 
 

@@ -104,9 +104,13 @@ def metrics_targets(endpoint: EndpointSpec, engines: Engines) -> Sequence[Target
     place = endpoint.metrics
     if place is None:
         return []
-    own = Origin.parse(endpoint.base_url, endpoint.tls)
+    own = Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy)
     if place == "auto":
-        return [_target(endpoint, own, one.port, one.path, one) for one in engines.places(endpoint.engine)]
+        found: dict[tuple[Origin, str], Target] = {}
+        for one in engines.places(endpoint.engine):
+            target = _target(endpoint, own, one.port, one.path, one)
+            found.setdefault((target.origin, target.path), target)
+        return list(found.values())
     if place.startswith("/"):
         return [_target(endpoint, own, None, place)]
     if place.startswith(":"):
@@ -114,13 +118,16 @@ def metrics_targets(endpoint: EndpointSpec, engines: Engines) -> Sequence[Target
         return [_target(endpoint, own, int(port), f"/{path}")]
     url = urlsplit(place)
     path = (url.path or "/") + (f"?{url.query}" if url.query else "")
-    there = Origin.parse(f"{url.scheme}://{url.netloc}", endpoint.tls)
+    there = Origin.parse(f"{url.scheme}://{url.netloc}", endpoint.tls, endpoint.proxy)
     return [Target(there, path, None, endpoint.api_key if there == own else None)]
 
 
 def _target(endpoint: EndpointSpec, own: Origin, port: int | None, path: str, place: Place | None = None) -> Target:
-    """A page of the endpoint's host. At another port another program may listen: the key is none of its business."""
-    there = own if port is None else Origin((own[0], port), own[2])
+    """A page of the endpoint's host. At another port another program may listen: the key is none of its business.
+
+    A Unix socket has no other ports.
+    """
+    there = own if port is None or own.socket_path is not None else Origin((own[0], port), own[2], own[3])
     return Target(there, path, place, endpoint.api_key if there == own else None)
 
 

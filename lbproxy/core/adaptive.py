@@ -86,6 +86,7 @@ class Adaptive(Policy):
 
     block_bytes: int | None = BLOCK_BYTES
     holds = True
+    reads_weights = True  # as speeds, until they are measured: see `core.prior`
     tolerance = 1.0
     notes_costs = True
     unit: str | None = "ms"

@@ -26,6 +26,8 @@ class TwoChoices(Policy):
     Choices", 2001.
     """
 
+    reads_weights = True
+
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
@@ -226,6 +228,7 @@ class LMetric(Policy):
 class MinTtft(Policy):
     """The earliest first token, whatever it costs others: the first term of the adaptive price alone."""
 
+    reads_weights = True  # as speeds, until they are measured: see `core.prior`
     block_bytes: int | None = BASELINE_BLOCK_BYTES
     unit: str | None = "ms"
 

@@ -1,4 +1,4 @@
-"""How an endpoint is told who we are, and how we know that it is the right one."""
+"""How an endpoint, or the proxy before it, is told who we are, and how we know that it is the right one."""
 
 from __future__ import annotations
 
@@ -25,6 +25,19 @@ class ApiKey:
 
     def __repr__(self) -> str:
         return "ApiKey(***)"
+
+
+class Proxy(NamedTuple):
+    """A forward proxy, through which an endpoint is reached by CONNECT."""
+
+    host: str
+    """Without brackets."""
+    port: int
+    credentials: ApiKey | None = None
+    """What `Proxy-Authorization` says."""
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class Tls(NamedTuple):

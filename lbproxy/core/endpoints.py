@@ -30,6 +30,7 @@ from lbproxy.core.judge import Judge
 from lbproxy.core.openai import made_up_card
 from lbproxy.core.orca import LoadReport
 from lbproxy.core.pool_model import PoolModel
+from lbproxy.core.prior import assume_speeds
 from lbproxy.core.snapshot import EndpointSnapshot
 from lbproxy.core.types import (
     Endpoint,
@@ -114,6 +115,8 @@ class EndpointSet:
                     state.load.told(float(state.said_tokens), at_most=state.said_at_most)
                 if state.said_slots is not None:
                     state.load.room.slots.told(state.said_slots)
+        if pool is not None:
+            assume_speeds(self._states.values())
         self._reindex()
 
     def remember(self, blocks: int) -> None:
@@ -156,6 +159,8 @@ class EndpointSet:
                 self._pool.index.leave(state.load.cache)
         self._leaving = [state for state in [*self._leaving, *removed] if state.in_flight]
         self._states = states
+        if self._pool is not None:
+            assume_speeds(states.values())
         self._reindex()
         return EndpointChanges(added, [state.endpoint for state in removed], changed)
 

@@ -5,7 +5,8 @@ is another table, not other code. How specs become load is `core.readings`'s; th
 page usually stands, and which engine a page is of. Invariants:
 
 - The settings' own engines come before built-in ones, so that of two that fit equally well the user's is taken.
-- An engine is recognised only at its own usual place: what answers on a neighbouring port is another server.
+- At the endpoint's own port every engine is recognised, whatever the path. At another port only the one that usually
+  stands there is: what answers on a neighbouring port may be another server.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class EngineTable:
     """Where one engine shows its load."""
 
     place: Place = USUAL_PLACE
+    only_there: bool = False
+    """The settings say the place: a page elsewhere is not this engine's."""
     waiting: Signal = ()
     running: Signal = ()
     kv_utilization: Signal = ()
@@ -160,15 +163,19 @@ class Engines:
     def detect(self, page: bytes, place: Place | None = None) -> str | None:
         """The engine that the page is of: the one with most of its families there, else the one whose names it has.
 
-        None if it is none that stands at `place`; None there = at a place that the settings say, where any may stand.
+        None if it is none that may stand at `place`; None there = a place that the settings say, where any may stand.
         """
-        at_place = {name: table for name, table in self.tables.items() if place in (None, table.place)}
+        at_place = {name: table for name, table in self.tables.items() if _may_stand(table, place)}
         shown = self._scanner.scan(page).keys()
         counts = {name: len(table.families() & shown) for name, table in at_place.items()}
         best = max(counts, key=lambda name: counts[name], default=None)
         if best is not None and counts[best]:
             return best
         return next((name for name, table in at_place.items() if _has_prefix(page, table.prefix)), None)
+
+
+def _may_stand(table: EngineTable, place: Place | None) -> bool:
+    return place in (None, table.place) or (place is not None and place.port is None and not table.only_there)
 
 
 def _made(base: EngineTable, settings: EngineSettings) -> EngineTable:
@@ -181,6 +188,7 @@ def _made(base: EngineTable, settings: EngineSettings) -> EngineTable:
     return replace(
         base,
         place=place,
+        only_there=settings.metrics_path is not None or settings.metrics_port is not None,
         waiting=_said(settings.queued, base.waiting),
         running=_said(settings.running, base.running),
         kv_utilization=_said(settings.kv_utilization, base.kv_utilization),

@@ -57,7 +57,6 @@ class LoadModel:
         "_group",
         "_group_at",
         "_group_since",
-        "_ln_speed",
         "_prefilled_ms",
         "_recent",
         "_recent_at",
@@ -78,6 +77,7 @@ class LoadModel:
         "in_flight",
         "learner",
         "live_tokens",
+        "ln_speed",
         "mean_gap_ms",
         "pending",
         "pending_tokens",
@@ -138,7 +138,7 @@ class LoadModel:
         """Until when these are the endpoint's own; then the pool's count."""
         self._gaps = Gaps(pool.gaps)
         self.samples, self._reports = Samples(), 0
-        self._ln_speed = self._prefilled_ms = 0.0
+        self._prefilled_ms = self.ln_speed = 0.0
         self.declare(kv_cache_tokens)
 
     # Reading
@@ -401,7 +401,7 @@ class LoadModel:
             is_own = abs(math.log(self.base_ms / pool.base_ms)) > OWN_BASE
             self.base_until = self._group_at + OWN_S if is_own else -NEVER
         elif tokens >= MANY_TOKENS:
-            expected_ms = pool.token_ms * math.exp(self._ln_speed) * tokens
+            expected_ms = pool.token_ms * math.exp(self.ln_speed) * tokens
             self._learn_rate(math.log(max(1.0, took_ms - self.base_ms / 2.0) / expected_ms))
 
     def _learn_sooner(self, placement: Placement, now: float) -> None:
@@ -420,8 +420,8 @@ class LoadModel:
         pool.token_ms = clip(pool.token_ms * math.exp(0.2 * off / max(1, pool.index.members)), 1e-5, 100.0)
         self.samples.prefill_ms_per_token += 1
         pool.samples.prefill_ms_per_token += 1
-        self._ln_speed = (self._ln_speed + 0.05 * off) * (1.0 - 0.005)
-        self.speed = math.exp(self._ln_speed) if abs(self._ln_speed) > 0.25 else 1.0
+        self.ln_speed = (self.ln_speed + 0.05 * off) * (1.0 - 0.005)
+        self.speed = math.exp(self.ln_speed) if abs(self.ln_speed) > 0.25 else 1.0
 
     def _learn_gap(self, gap_ms: float, prefill_ms: float, now: float) -> None:
         """A gap, and how much of it prefills took."""

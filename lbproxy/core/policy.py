@@ -38,6 +38,8 @@ class LeastRequest(Policy):
     see the neighbours' load. With stale gauges it is judged by its in-flight count alone.
     """
 
+    reads_weights = True
+
     def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
         """Requests that each endpoint would have, by its weight."""
         if not self.explains:
@@ -72,6 +74,8 @@ class RoundRobin(Policy):
 
 class Random(Policy):
     """Any candidate, each as likely as its weight says."""
+
+    reads_weights = True
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

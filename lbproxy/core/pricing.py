@@ -50,6 +50,8 @@ class Policy(ABC):
     then is not kept, and needs no hashes."""
     index_entries: int = MAX_ENTRIES
     """How many of these blocks may be remembered, of all endpoints together."""
+    reads_weights: bool = False
+    """It goes by the weights that the settings or DNS give endpoints, if only until it has measured them."""
     holds: bool = False
     """Its prices have waits, by which requests can be held back."""
     tolerance: float = 0.0

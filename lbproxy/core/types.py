@@ -19,7 +19,7 @@ from lbproxy.core.prefix import BlockKey
 
 if TYPE_CHECKING:
     from lbproxy.core.breaker import Breaker, Cause
-    from lbproxy.core.credentials import ApiKey, Tls
+    from lbproxy.core.credentials import ApiKey, Proxy, Tls
     from lbproxy.core.estimate import LoadModel
     from lbproxy.core.explain import Decision
     from lbproxy.core.flows import Flow, Refusal
@@ -38,7 +38,7 @@ class EndpointSpec:
     name: str
     """Unique in a set; the only thing about an endpoint that clients are told."""
     base_url: str
-    """`http://host:port` or `https://host:port`, without a path."""
+    """`http://host:port`, `https://host:port`, both without a path, or `unix:/path/of/socket`."""
     engine: str = "auto"
     """A built-in engine or one of the settings' own, or `auto`: recognised from the first scrape."""
     metrics: str | None = "auto"
@@ -55,6 +55,8 @@ class EndpointSpec:
     """Sent instead of the client's own credentials."""
     tls: Tls | None = None
     """With https always, else None."""
+    proxy: Proxy | None = None
+    """What every connection to it goes through; None = nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +67,8 @@ class Endpoint(EndpointSpec):
 
     @property
     def authority(self) -> str:
-        """`host:port`, as it stands in `x-gateway-destination-endpoint` and, but with TLS, in Host."""
-        return self.base_url.rpartition("/")[2]
+        """`host:port` or `unix:/path`, as it stands in `x-gateway-destination-endpoint`."""
+        return self.base_url if self.base_url.startswith("unix:") else self.base_url.rpartition("/")[2]
 
 
 @dataclass(frozen=True)

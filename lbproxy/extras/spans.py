@@ -23,7 +23,7 @@ from lbproxy.core.explain import Decision
 from lbproxy.core.flows import ANONYMOUS
 from lbproxy.core.record import RequestRecord
 from lbproxy.core.trace import Attempt, Trace
-from lbproxy.core.types import Outcome, Usage
+from lbproxy.core.types import Endpoint, Outcome, Usage
 
 MAX_CHARS = 512
 """Of a text that a client or an endpoint wrote."""
@@ -183,14 +183,23 @@ def _generation(record: RequestRecord, operation: str, provider: str) -> Attribu
     )
 
 
+def _place(endpoint: Endpoint) -> tuple[Attributes, str]:
+    """What `server.address` and `server.port` say, and the URL up to the path. A Unix socket has no port, and its path
+    is the address.
+    """
+    if endpoint.base_url.startswith("unix:"):
+        return {"server.address": endpoint.base_url.removeprefix("unix:")}, "http://localhost"
+    host, _, port = endpoint.authority.rpartition(":")
+    return {"server.address": host.strip("[]"), "server.port": int(port)}, endpoint.base_url
+
+
 def _attempt(record: RequestRecord, attempt: Attempt, number: int) -> _Facts:
     endpoint = attempt.endpoint
-    host, _, port = endpoint.authority.rpartition(":")
+    address, url = _place(endpoint)
     facts = _named(record) | _some(
         {
-            "url.full": endpoint.base_url + _text(record.path.partition("?")[0]),
-            "server.address": host.strip("[]"),
-            "server.port": int(port),
+            "url.full": url + _text(record.path.partition("?")[0]),
+            **address,
             "http.request.resend_count": number or None,
             "lbproxy.endpoint": endpoint.name,
         }

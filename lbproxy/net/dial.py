@@ -1,18 +1,30 @@
-"""A TCP connection to an endpoint: the first of its addresses that answers in time, tuned for streams."""
+"""A connection to an endpoint, by TCP, a Unix socket or through a forward proxy: the first of its addresses that
+answers in time, tuned for streams.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
+from typing import Final
 
+from lbproxy.core.credentials import Proxy
+from lbproxy.net.origin import Origin
 from lbproxy.net.tls import handshake_problem
+from lbproxy.net.tunnel import ask_for_tunnel
 from lbproxy.net.vanished import find_vanished
 from lbproxy.pulse import Pulse
 
 USER_TIMEOUT_S = 30.0
 RECEIVE_BUFFER_BYTES = 64 << 10
 """SO_RCVBUF: a slow client stops the endpoint after this and the client's own buffers, not after the kernel's 6 MB."""
+
+OUR_FAULT: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+"""What errors of connect(2) and socket(2) say of this process or machine, not of the peer."""
+QUEUE_FULL_S = 0.01
+"""Until a Unix socket whose queue of connections is full is asked again."""
 
 
 def reason(error: OSError) -> str:
@@ -24,7 +36,77 @@ def reason(error: OSError) -> str:
     return os.strerror(error.errno)
 
 
-async def open_socket(
+async def open_socket(loop: asyncio.AbstractEventLoop, pulse: Pulse, origin: Origin, timeout_s: float) -> socket.socket:
+    """A connected socket that leads to `origin`. Raises OSError; TimeoutError after `timeout_s`.
+
+    A proxy may take as long again for its response to CONNECT.
+    """
+    if origin[3] is not None:
+        return await _open_tunnel(loop, pulse, origin[3], Origin((origin[0], origin[1])), timeout_s)
+    if origin.socket_path is not None:
+        async with pulse.timeout(timeout_s):
+            return await _open_unix(origin.socket_path)
+    return await _open_tcp(loop, pulse, origin[0], origin[1], timeout_s)
+
+
+async def _open_tunnel(
+    loop: asyncio.AbstractEventLoop, pulse: Pulse, proxy: Proxy, target: Origin, timeout_s: float
+) -> socket.socket:
+    """A connected socket that a proxy joins to `target`. Raises OSError.
+
+    Its text names the proxy, and its type says nothing of the target: that nothing listens at the proxy's address does
+    not mean that the endpoint's process is gone.
+    """
+    try:
+        sock = await _open_tcp(loop, pulse, proxy.host, proxy.port, timeout_s)
+    except TimeoutError:
+        raise OSError(f"proxy {proxy}: no connection within {timeout_s:g} s") from None
+    except OSError as error:
+        if error.errno in OUR_FAULT:
+            raise
+        raise OSError(f"proxy {proxy}: {reason(error)}") from error
+    try:
+        async with pulse.timeout(timeout_s):
+            await ask_for_tunnel(loop, sock, str(target), proxy.credentials)
+    except TimeoutError:
+        sock.close()
+        raise OSError(f"proxy {proxy}: no response to CONNECT within {timeout_s:g} s") from None
+    except OSError as error:
+        sock.close()
+        raise OSError(f"proxy {proxy}: {reason(error)}") from error
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def open_transport(loop: asyncio.AbstractEventLoop, protocol: asyncio.Protocol, sock: socket.socket) -> None:
+    """Give a connected socket, without TLS, to `protocol`."""
+    if sock.family == socket.AF_UNIX:
+        await loop.create_unix_connection(lambda: protocol, sock=sock)
+    else:
+        await loop.create_connection(lambda: protocol, sock=sock)
+
+
+async def _open_unix(path: str) -> socket.socket:
+    """A connected socket to whoever listens at `path`, once there is room in its queue. Raises OSError."""
+    while True:
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
+            sock.connect(path)  # at once, or not at all
+        except BlockingIOError:  # its queue is full: unlike with TCP, nothing goes on in the background
+            sock.close()
+            await asyncio.sleep(QUEUE_FULL_S)
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+
+
+async def _open_tcp(
     loop: asyncio.AbstractEventLoop, pulse: Pulse, host: str, port: int, timeout_s: float
 ) -> socket.socket:
     """A connected socket to the first address of `host` that answers. Raises OSError; TimeoutError after `timeout_s`.

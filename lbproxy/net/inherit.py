@@ -21,6 +21,9 @@ import socket
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
+from lbproxy.config import Address
+from lbproxy.net.bind import shown
+
 logger = logging.getLogger("lbproxy")
 
 FIRST_FD = 3
@@ -66,20 +69,23 @@ class Inherited:
         """It serves until we say that we do."""
         return self._ready_fd is not None
 
-    async def take(self, key: str, host: str, port: int) -> list[socket.socket]:
+    async def take(self, key: str, wanted: Address) -> list[socket.socket]:
         """The sockets for a setting, `listen` or `admin`: those on its address. One that is named by another setting is
-        none; port 0 is any port, but then the name must be right. Raises OSError if `host` cannot be resolved.
+        none; port 0 is any port, but then the name must be right. Raises OSError if the host cannot be resolved.
         """
         if not self._sockets:
             return []
-        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        hosts = {address[0] for *_, address in found}
+        hosts = set() if wanted.unix is not None else await _addresses(wanted.host)
         taken: list[tuple[str, socket.socket]] = []
         rest: list[tuple[str, socket.socket]] = []
         for name, sock in self._sockets:
-            own_host, own_port = sock.getsockname()[:2]
-            is_ours = own_port == port if name not in {"listen", "admin"} else name == key and port in {0, own_port}
-            (taken if is_ours and own_host in hosts else rest).append((name, sock))
+            is_named = name in {"listen", "admin"}
+            if sock.family == socket.AF_UNIX:
+                fits = sock.getsockname() == wanted.unix
+            else:
+                own_host, own_port = sock.getsockname()[:2]
+                fits = own_host in hosts and (own_port == wanted.port or (is_named and wanted.port == 0))
+            (taken if fits and (name == key or not is_named) else rest).append((name, sock))
         self._sockets = rest
         return [sock for _, sock in taken]
 
@@ -92,22 +98,27 @@ class Inherited:
     def close(self) -> None:
         """Close what nobody took."""
         for name, sock in self._sockets:
-            text = "an inherited socket fits no setting and is closed: %s:%d (%s)"
-            logger.warning(text, *sock.getsockname()[:2], name or "unnamed", extra={"event": "start"})
+            text = "an inherited socket fits no setting and is closed: %s (%s)"
+            logger.warning(text, shown(sock), name or "unnamed", extra={"event": "start"})
             sock.close()
         if self._ready_fd is not None:
             os.close(self._ready_fd)
         self._sockets, self._ready_fd = [], None
 
 
+async def _addresses(host: str) -> set[str]:
+    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return {str(address[0]) for *_, address in found}
+
+
 def _listening(fd: int) -> socket.socket | None:
-    """The socket at `fd`, if it is a TCP one that listens."""
+    """The socket at `fd`, if it is a TCP or Unix one that listens."""
     try:
         sock = socket.socket(fileno=fd)
     except OSError:
         return None
-    is_tcp = sock.family in {socket.AF_INET, socket.AF_INET6} and sock.type == socket.SOCK_STREAM
-    if not is_tcp or not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+    is_stream = sock.family in {socket.AF_INET, socket.AF_INET6, socket.AF_UNIX} and sock.type == socket.SOCK_STREAM
+    if not is_stream or not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         sock.close()
         return None
     sock.set_inheritable(False)

@@ -27,8 +27,6 @@ from collections.abc import Callable, Sequence
 
 logger = logging.getLogger("lbproxy")
 
-BACKLOG = 4096
-"""Connections that wait to be accepted; the kernel caps it at net.core.somaxconn."""
 BATCH = 64
 """Connections accepted in one turn: a burst must not keep running streams waiting for more than some milliseconds."""
 DESCRIPTOR_SHARE = 0.45
@@ -54,27 +52,6 @@ _GONE = {
     errno.ENOPROTOOPT,
 }
 """What accept(2) reports of a connection that died in the queue: the next one may be well."""
-
-
-async def bind(host: str, port: int) -> list[socket.socket]:
-    """Listening sockets on every address of `host`, on one port (0: any free one). Raises OSError."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    sockets: list[socket.socket] = []
-    try:
-        for family, kind, protocol, _, address in dict.fromkeys(found):
-            sock = socket.socket(family, kind, protocol)
-            sockets.append(sock)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            sock.bind((address[0], address[1] or sockets[0].getsockname()[1], *address[2:]))
-            sock.listen(BACKLOG)
-    except OSError:
-        for sock in sockets:
-            sock.close()
-        raise
-    return sockets
 
 
 def connections_within(limit: int) -> int:

@@ -17,7 +17,6 @@ than they need in precision. Connecting has its own time-out. None of them runs 
 from __future__ import annotations
 
 import asyncio
-import errno
 import socket
 from collections import defaultdict
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from typing import Final, Protocol, cast
 from lbproxy.core.credentials import Tls
 from lbproxy.core.retry import FailureKind, UpstreamError
 from lbproxy.net.corked import Cork, Corked
-from lbproxy.net.dial import open_socket, reason
+from lbproxy.net.dial import OUR_FAULT, open_socket, open_transport, reason
 from lbproxy.net.h1 import MAX_HEAD_BYTES, Framing, PayloadWatcher, ProtocolError, ResponseHead, parse_head
 from lbproxy.net.origin import Origin
 from lbproxy.net.patience import Limits, Patience
@@ -43,7 +42,6 @@ CLOSING_S: Final = 0.01
 """An aborted transport lets go of its descriptor some turns of the loop later."""
 MAX_INFORMATIONAL: Final = 8
 """1xx answers before the real one."""
-_OUR_FAULT: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
 
 
 class Receiver(Protocol):
@@ -323,16 +321,16 @@ class ConnectionPool:
         """
         try:
             try:
-                sock = await open_socket(self.loop, self.pulse, origin[0], origin[1], timeout_s)
+                sock = await open_socket(self.loop, self.pulse, origin, timeout_s)
             except OSError as error:
-                if error.errno not in _OUR_FAULT or not self._close_idle():
+                if error.errno not in OUR_FAULT or not self._close_idle():
                     raise
                 await asyncio.sleep(CLOSING_S)
-                sock = await open_socket(self.loop, self.pulse, origin[0], origin[1], timeout_s)
+                sock = await open_socket(self.loop, self.pulse, origin, timeout_s)
             try:
                 if origin[2] is None:
                     connection = Connection(self, origin)
-                    await self.loop.create_connection(lambda: cast(asyncio.Protocol, connection), sock=sock)
+                    await open_transport(self.loop, cast(asyncio.Protocol, connection), sock)
                 else:
                     connection = await self._shake_hands(origin, origin[2], sock, timeout_s)
             except BaseException:
@@ -341,8 +339,8 @@ class ConnectionPool:
         except TimeoutError:
             raise UpstreamError(FailureKind.CONNECT, f"{origin}: no connection within {timeout_s:g} s") from None
         except OSError as error:
-            kind = FailureKind.EXHAUSTED if error.errno in _OUR_FAULT else FailureKind.CONNECT
-            refused = isinstance(error, ConnectionRefusedError)
+            kind = FailureKind.EXHAUSTED if error.errno in OUR_FAULT else FailureKind.CONNECT
+            refused = isinstance(error, ConnectionRefusedError | FileNotFoundError)  # that file is a Unix socket
             raise UpstreamError(kind, f"{origin}: {reason(error)}", refused=refused) from error
         self._busy.add(connection)
         return connection

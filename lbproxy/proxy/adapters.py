@@ -125,7 +125,7 @@ class AdapterCalls:
             return said
 
     async def _send(self, endpoint: Endpoint, request: ClientRequest, request_id: str, timeout_s: float) -> Said:
-        origin = Origin.parse(endpoint.base_url, endpoint.tls)
+        origin = Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy)
         head = request.head_for(endpoint, request_id)
         what = self._connections, origin, request.method, head, request.body
         answer = await send(*what, timeout_s=timeout_s, max_bytes=MAX_ANSWER_BYTES)

@@ -145,7 +145,7 @@ class ClientConnection(web.RequestHandler):
         self.body_reader: StreamReader | None = None
         """The body that aiohttp's handler is reading, while it is."""
         self.address = ""
-        """The client's, without its port."""
+        """The client's, without its port; `unix:` if it came over a Unix socket."""
         self.unread: StreamReader | None = None
         """The body of the request that aiohttp's handler has, read or not."""
         self._peer: Peer | None = None
@@ -175,7 +175,7 @@ class ClientConnection(web.RequestHandler):
         corked.set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
         super().connection_made(cast(asyncio.Transport, corked))
         peer = self.peername
-        self.address = peer[0] if isinstance(peer, tuple) else ""
+        self.address = peer[0] if isinstance(peer, tuple) else "" if peer is None else "unix:"
         if not self._front.connected():
             self._front.refuse_unread(self, LbError(Outcome.OVERLOADED))
             self.force_close()

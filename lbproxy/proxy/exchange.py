@@ -213,7 +213,7 @@ class Exchange(ABC):
             record.decided(ticket.decision)
             if ticket.placement is not None:
                 record.predicted_cached_tokens = ticket.placement.cached_tokens
-        origin = Origin.parse(endpoint.base_url, endpoint.tls)
+        origin = Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy)
         connection = self._shared.connections.take(origin) if ticket.request.repeatable else None  # may be closed
         if connection is not None:
             self._send(ticket, connection)
@@ -222,7 +222,7 @@ class Exchange(ABC):
 
     def _dial(self, ticket: Ticket) -> None:
         endpoint = ticket.where.endpoint
-        origin = Origin.parse(endpoint.base_url, endpoint.tls)
+        origin = Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy)
         shared = self._shared
         dial = shared.connections.dial(
             origin, shared.limits.connect_s, lambda result: self._guarded(self._dialled, result)

@@ -11,6 +11,7 @@ from lbproxy.core.trace import Trace
 from lbproxy.core.types import Endpoint
 from lbproxy.net.fetch import bearer
 from lbproxy.net.h1 import request_head
+from lbproxy.net.origin import Origin
 from lbproxy.proxy.headers import RequestFields
 from lbproxy.proxy.routes import Route
 
@@ -62,9 +63,6 @@ class ClientRequest(NamedTuple):
 @lru_cache(maxsize=4096)  # once per request; URLs come from settings and discovery only
 def _addressed(base_url: str, api_key: ApiKey | None, tls: Tls | None) -> tuple[str, str, bytes | None]:
     """What stands in Host, the field that names the endpoint, and the one with its own key."""
-    authority = base_url.rpartition("/")[2]
-    host = authority
-    if tls is not None and tls.server_name is not None:  # where the name and Host differ, servers answer 421
-        host = f"{tls.server_name}:{authority.rpartition(':')[2]}"
-    named = f"x-gateway-destination-endpoint: {authority}\r\n"
-    return host, named, None if api_key is None else bearer(api_key)
+    origin = Origin.parse(base_url, tls)
+    named = f"x-gateway-destination-endpoint: {origin}\r\n"
+    return origin.host_field, named, None if api_key is None else bearer(api_key)

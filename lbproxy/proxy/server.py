@@ -26,7 +26,8 @@ from lbproxy.core.outline import WHOLE_BYTES
 from lbproxy.core.record import MAX_PATH_CHARS, RequestRecord
 from lbproxy.core.trace import Sampling
 from lbproxy.core.types import LbError, Outcome
-from lbproxy.net.listener import Listener, bind, connections_within
+from lbproxy.net.bind import bind, bound_port
+from lbproxy.net.listener import Listener, connections_within
 from lbproxy.net.vanished import find_vanished
 from lbproxy.proxy.adapters import AdapterCalls
 from lbproxy.proxy.answers import error_answer, model_not_found
@@ -123,7 +124,7 @@ class FrontEnd(web.Server):
     # Life
 
     async def listen(self, host: str, port: int, inherited: Sequence[socket.socket] = ()) -> int:
-        """Accept connections; returns the port (port 0: any free one). Raises OSError.
+        """Accept connections; returns the port (port 0: any free one; 0 of a Unix socket). Raises OSError.
 
         `inherited`: sockets that listen there already, to use instead.
         """
@@ -132,7 +133,7 @@ class FrontEnd(web.Server):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             find_vanished(sock, self._client_stall_s)
         self.listener.start(sockets)
-        return int(sockets[0].getsockname()[1])
+        return bound_port(sockets)
 
     def reconfigure(self, settings: Settings) -> None:
         """Other settings for requests, bodies and connections that begin from now on."""

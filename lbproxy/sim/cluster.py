@@ -110,6 +110,7 @@ class Fleet:
             EndpointSpec(
                 name=f"s{n}",
                 base_url=f"http://s{n}:80",
+                weight=server.weight,
                 kv_cache_tokens=server.preset.kv_tokens if options.sizes_declared else None,
             )
             for n, server in enumerate(options.servers)

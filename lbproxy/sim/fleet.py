@@ -35,6 +35,8 @@ class Server:
     """It has a page of metrics."""
     shows_waiting: bool = True
     """Its metrics say how many requests wait."""
+    weight: float = 1.0
+    """What the balancer is told of its capacity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,9 +27,14 @@ class AdminClient:
     def __init__(self, url: str, token: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self.url = url
+        unix = url.startswith("unix:")
+        transport = httpx.HTTPTransport(uds=url.removeprefix("unix:")) if unix else None
+        base = "http://localhost" if unix else url
         try:
             # No proxy of the environment's: it would be asked for 127.0.0.1, its own.
-            self._client = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
+            self._client = httpx.Client(
+                base_url=base, headers=headers, timeout=TIMEOUT_S, trust_env=False, transport=transport
+            )
         except (httpx.InvalidURL, ValueError) as error:
             raise AdminError(f"{url} is no URL: {error}") from None
 
@@ -71,7 +76,7 @@ class AdminClient:
             raise AdminError(f"{self.url}: expected http://host:port") from None
         except (httpx.ConnectError, httpx.ConnectTimeout):
             text = f"nobody answers at {self.url}: does lbproxy run there, and is that its `admin`?"
-            raise AdminError(f"{text} --admin HOST:PORT says another") from None
+            raise AdminError(f"{text} --admin HOST:PORT or unix:/PATH says another") from None
         except (httpx.HTTPError, ValueError) as error:
             raise AdminError(f"{self.url}: {error or type(error).__name__}") from None
 

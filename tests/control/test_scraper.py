@@ -20,7 +20,7 @@ from lbproxy.core.types import EndpointSpec, EndpointUid, LoadMetrics, LoraMetri
 from tests.control.rig import FAST_SCRAPE, Rig, page, rig, running, spec
 from tests.support.aio import run, until
 from tests.support.compiled import interpreted
-from tests.support.endpoint import Received, Script, ScriptedEndpoint, Wire, answer, hang, reset
+from tests.support.endpoint import NOT_FOUND, Received, Script, ScriptedEndpoint, Wire, answer, hang, reset
 from tests.support.pool import request
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "metrics"
@@ -336,6 +336,19 @@ def test_where_metrics_may_stand() -> None:
     assert places(None) == []
 
 
+def test_no_page_is_asked_for_twice() -> None:
+    """An endpoint that is on an engine's own port, or on a Unix socket, which has no ports."""
+    own = EndpointSpec(name="e", base_url="http://gpu-1:8002")
+    assert [str(one) for one in metrics_targets(own, Engines())] == [
+        "http://gpu-1:8002/metrics",
+        "http://gpu-1:8002/prometheus/metrics",
+    ]
+    unix = EndpointSpec(name="e", base_url="unix:/run/a")
+    assert [one.path for one in metrics_targets(unix, Engines())] == ["/metrics", "/prometheus/metrics"]
+    triton = EndpointSpec(name="e", base_url="unix:/run/a", engine="triton-tensorrt-llm")
+    assert [one.path for one in metrics_targets(triton, Engines())] == ["/metrics"]
+
+
 # --- Engines ----------------------------------------------------------------------------------------------------------
 
 SGLANG = page((FIXTURES / "sglang-0.5.23-load.prom").read_bytes())
@@ -384,6 +397,37 @@ def test_a_mixed_pool() -> None:
                 assert trtllm.asked("/metrics") == 1, "once found, the page is asked for where it is"
                 assert "unknown_engine" not in scrapers[2].status.results
                 assert not any(scrapers[3].status.missing.values()), "what an engine does not have is not missing"
+
+    run(main())
+
+
+HTML = answer(b"<html>", kind="text/html")
+
+
+@pytest.mark.parametrize(
+    "missing", [NOT_FOUND, answer(b"[]"), HTML, page(b"up 1\n")], ids=["404", "JSON", "HTML", "other"]
+)
+@pytest.mark.parametrize("engine", ["trtllm-serve", "triton-tensorrt-llm"])
+def test_pages_of_tensorrt_llm_are_found_and_recognised_where_they_are(missing: Script, engine: str) -> None:
+    """At /metrics of the endpoint itself, at /prometheus/metrics, and the one of Triton also on its own port."""
+    served = TRTLLM if engine == "trtllm-serve" else TRITON
+
+    async def found(scripts: dict[str, Script], engines: Engines) -> str | None:
+        async with ScriptedEndpoint(scripts) as server, rig(spec(server)) as r:
+            r.scraping.engines = engines
+            r.bring_up()
+            scraper = r.scraper(r.endpoints[0])
+            async with running(scraper.run):
+                await until(lambda: scraper.status.results)
+            return scraper.status.engine
+
+    async def main() -> None:
+        assert await found({"/metrics": served}, Engines()) == engine
+        assert await found({"/metrics": missing, "/prometheus/metrics": served}, Engines()) == engine
+        async with ScriptedEndpoint({"/metrics": served}) as aside:
+            beside = own_engines(f"{{triton-tensorrt-llm: {{metrics_port: {aside.port}}}}}")
+            expected = engine if engine == "triton-tensorrt-llm" else None  # another endpoint may listen there
+            assert await found({"/metrics": missing}, beside) == expected
 
     run(main())
 

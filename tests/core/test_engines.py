@@ -49,14 +49,33 @@ def test_other_pages_are_of_no_engine_and_a_failed_scrape(page: bytes) -> None:
     assert read(page.decode(), ENGINES["vllm"]) == Reading(None, SIGNALS)
 
 
-def test_an_engine_is_recognised_only_where_it_usually_stands() -> None:
+def test_on_the_endpoint_s_own_port_every_engine_is_recognised_whatever_the_path() -> None:
+    """Triton's OpenAI frontend has its page at the endpoint's own /metrics, and so has TensorRT-LLM behind Dynamo."""
+    pages = {
+        "vllm": b"vllm:num_requests_waiting 1\n",
+        "triton-tensorrt-llm": b"nv_trt_llm_request_metrics 1\n",
+        "trtllm-serve": b"trtllm_request_success_total 1\n",
+    }
+    for name, page in pages.items():
+        assert BUILT_IN.detect(page, Place()) == name
+        assert BUILT_IN.detect(page, Place("/prometheus/metrics")) == name
+
+
+def test_an_engine_whose_place_the_settings_say_is_recognised_only_there() -> None:
+    own = engines("  mine: {queued: q, metrics_port: 99}\n  vllm: {metrics_path: /m}")
+    assert own.detect(b"q 1\n", Place()) is None
+    assert own.detect(b"q 1\n", Place(port=99)) == "mine"
+    assert own.detect(b"vllm:num_requests_waiting 1\n", Place()) is None
+    assert own.detect(b"vllm:num_requests_waiting 1\n", Place("/m")) == "vllm"
+
+
+def test_on_another_port_only_the_engine_is_recognised_that_usually_stands_there() -> None:
     """On port 8002 of the same host there may be another endpoint, whose load is not this one's."""
     vllm, triton = b"vllm:num_requests_waiting 1\n", b"nv_trt_llm_request_metrics 1\n"
     neighbour = Place(port=8002)
     assert BUILT_IN.detect(vllm, Place()) == "vllm"
     assert BUILT_IN.detect(vllm, neighbour) is None
     assert BUILT_IN.detect(triton, neighbour) == "triton-tensorrt-llm"
-    assert BUILT_IN.detect(triton, Place()) is None
     assert BUILT_IN.detect(triton, None) == "triton-tensorrt-llm", "the settings say that it is here"
 
 

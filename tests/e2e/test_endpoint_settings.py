@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import httpx
 from tests.control.rig import model_list, page
 from tests.support.aio import run, until
 from tests.support.certificates import CA, server_context
+from tests.support.connect_proxy import ConnectProxy
 from tests.support.endpoint import OK, Script, ScriptedEndpoint, answer
 from tests.support.process import Process, lbproxy
 
@@ -140,3 +142,56 @@ def test_certificates_at_start_and_at_reload(tmp_path: Path) -> None:
                     assert (await ask(client, url, "m")).status_code == 200
 
     run(main())
+
+
+def test_everything_goes_through_the_proxy_and_its_password_shows_nowhere(tmp_path: Path) -> None:
+    password = "pr0xy-passw0rd"
+    digest = base64.b64encode(f"me:{password}".encode()).decode()
+
+    async def main() -> None:
+        async with (
+            ScriptedEndpoint(server_of("m"), tls=server_context()) as server,
+            ConnectProxy(user=f"me:{password}") as proxy,
+        ):
+            (tmp_path / "ca.pem").write_text(CA.read_text())
+            entry = (
+                f"{{url: '{server.url}', name: far, proxy: 'http://me:%s@127.0.0.1:{proxy.port}', tls: {{ca: ca.pem}}}}"
+            )
+            with lbproxy(tmp_path, [entry % password]) as (process, url, admin):
+                async with httpx.AsyncClient(timeout=30) as client:
+                    await until_up(client, admin, "far")
+                    await until(lambda: server.asked("/metrics"))
+                    assert (await ask(client, url, "m")).json() == {"served": "m"}
+                    assert len(proxy.asked) == len(server.wires)
+                    pages = [
+                        (await client.get(f"{admin}/{one}")).text for one in ("metrics", "admin/config", "admin/state")
+                    ]
+                    assert f"http://***@127.0.0.1:{proxy.port}" in pages[1]
+                checked = await asyncio.to_thread(check, tmp_path / "cfg.yaml")
+                assert f"http://***@127.0.0.1:{proxy.port}" in checked
+                # Other credentials, which the proxy refuses.
+                config = tmp_path / "cfg.yaml"
+                config.write_text(config.read_text().replace(password, f"{password}2"))
+                process.process.send_signal(1)
+                wrong = f"proxy 127.0.0.1:{proxy.port}: answered 407 Proxy Authentication Required to CONNECT"
+                await until(lambda: wrong in process.read(), "the health check says why")
+                async with httpx.AsyncClient(timeout=30) as client:
+                    await until(lambda: '"down"' in process.read(), "it is down")
+                    refused = await ask(client, url, "m")
+                    assert refused.status_code in {502, 503}
+                    pages.append(refused.text)
+                    pages.append((await client.get(f"{admin}/admin/state")).text)
+                checked += await asyncio.to_thread(check, config)
+                assert wrong in checked
+                assert await asyncio.to_thread(process.stop) == 0
+            for text in (*pages, checked, process.output):
+                assert password not in text
+                assert digest[:-3] not in text
+
+    run(main())
+
+
+def check(config: Path) -> str:
+    with Process("check", "--config", str(config)) as process:
+        process.process.wait(30)
+        return " ".join(process.read().split())

@@ -118,6 +118,17 @@ def test_a_stream_is_a_request_and_an_attempt() -> None:
     }
 
 
+def test_an_endpoint_on_a_unix_socket_has_its_path_for_an_address() -> None:
+    record, trace = request()
+    unix = Endpoint(name="vllm.sock", base_url="unix:/run/vllm.sock", uid=EndpointUid(3))
+    place(record, trace, unix, 100.25, 100.25)
+    _, attempt = spans_of(record)
+    said = {key: attempt.attributes.get(key) for key in ("server.address", "server.port", "url.full")}
+    assert said["server.address"] == "/run/vllm.sock"
+    assert said["server.port"] is None
+    assert str(said["url.full"]).startswith("http://localhost/v1/")
+
+
 def test_a_retry_after_a_wait_is_two_attempts_and_two_waits() -> None:
     record, trace = request(wait=Wait.FULL, error="answered 503", failed=(("gpu-1", "upstream_503"),))
     place(record, trace, ONE, 100.0, 101.0)

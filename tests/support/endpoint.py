@@ -133,7 +133,8 @@ async def reset(wire: Wire, _: Received) -> None:
 
 
 class ScriptedEndpoint:
-    """Listens on a free port of 127.0.0.1 (or `host`), and entered again on the same one.
+    """Listens on a free port of 127.0.0.1 (or `host`), and entered again on the same one; or on a Unix socket
+    at `path`.
 
     `scripts`: one for every path, or by path (which a test may change at any time), and 404 elsewhere.
     """
@@ -145,18 +146,22 @@ class ScriptedEndpoint:
         tls: ssl.SSLContext | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
+        path: str | None = None,
     ) -> None:
         self.scripts, self._otherwise = (scripts, NOT_FOUND) if isinstance(scripts, dict) else ({}, scripts)
         self.requests: list[Received] = []
         self.wires: list[Wire] = []
         self.host = host
         self.port = port
+        self.socket_path = path
         self._tls = tls
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def url(self) -> str:
+        if self.socket_path is not None:
+            return f"unix:{self.socket_path}"
         return f"{'https' if self._tls else 'http'}://{self.host}:{self.port}"
 
     def asked(self, path: str) -> int:
@@ -164,6 +169,9 @@ class ScriptedEndpoint:
         return sum(one.path == path for one in self.requests)
 
     async def __aenter__(self) -> ScriptedEndpoint:
+        if self.socket_path is not None:
+            self._server = await asyncio.start_unix_server(self._connected, self.socket_path, limit=1 << 26)
+            return self
         self._server = await asyncio.start_server(
             self._connected, self.host, self.port, limit=1 << 26, backlog=1024, ssl=self._tls
         )

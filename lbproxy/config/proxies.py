@@ -1,0 +1,72 @@
+"""The forward proxy that an endpoint is reached through: `http://[user:password@]host:port`.
+
+Nothing that is done with a settings tree shows the password; who connects reads `userinfo`. What is refused is not
+repeated in the error (`text.is_secret`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from urllib.parse import unquote_to_bytes
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from lbproxy.config.values import expected, read_host
+
+MAX_USERINFO_CHARS = 1024
+_URL = re.compile(
+    rf"(?i:http)://(?:(?P<userinfo>[!$&-.0-;=A-Z_a-z~%]{{1,{MAX_USERINFO_CHARS}}})@)?"
+    r"(?P<host>\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,254}):(?P<port>[0-9]{1,5})/?"
+)
+"""The characters of a user and password are those of RFC 3986, section 3.2.1; all others are written as %XX."""
+_ENCODED = re.compile("(?:[^%]|%[0-9A-Fa-f]{2})*")
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyUrl:
+    """Where a forward proxy is, and what it is shown."""
+
+    host: str
+    """Without brackets."""
+    port: int
+    userinfo: str | None = field(default=None, repr=False)
+    """`user:password`, decoded; None = it is shown nothing."""
+
+    @classmethod
+    def read(cls, value: object) -> ProxyUrl:
+        """From its URL. Raises PydanticCustomError, which does not repeat it."""
+        if isinstance(value, ProxyUrl):
+            return value
+        match = _URL.fullmatch(value) if isinstance(value, str) else None
+        host = None if match is None else read_host(match["host"])
+        if match is None or host is None or not 1 <= int(match["port"]) <= 65535:
+            raise expected("http://[user:password@]host:port")
+        return cls(host.strip("[]"), int(match["port"]), _userinfo(match["userinfo"]))
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{'' if self.userinfo is None else '***@'}{host}:{self.port}"
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(cls.read, serialization=core_schema.to_string_ser_schema())
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, object]:
+        return {"type": "string"}
+
+
+def _userinfo(written: str | None) -> str | None:
+    """`user:password` as it is sent; a colon would end the user's name (RFC 7617, section 2)."""
+    if written is None:
+        return None
+    user, _, password = written.partition(":")
+    try:
+        name, secret = (unquote_to_bytes(one).decode("utf-8") for one in (user, password))
+    except UnicodeDecodeError:
+        name = ""
+    if not name or ":" in name or not (name + secret).isprintable() or _ENCODED.fullmatch(written) is None:
+        raise expected("http://[user:password@]host:port")
+    return f"{name}:{secret}"

@@ -1,0 +1,55 @@
+"""CONNECT, said to a forward proxy on a connection that stands: RFC 9110, section 9.3.6.
+
+Bounded in bytes here; bounded in time by whoever calls. With HTTP and TLS the client speaks first, so nothing follows
+the head of the proxy's response: if anything does, there is no tunnel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from http import HTTPStatus
+from typing import Final
+
+from lbproxy.core.credentials import ApiKey
+
+MAX_HEAD_BYTES: Final = 16 << 10
+"""Of the proxy's response: a quarter of what an endpoint's may have, since it carries nothing but a yes or a no."""
+_STATUS_LINE: Final = re.compile(rb"HTTP/1\.[01] ([1-5][0-9]{2})(?: [^\r\n]*)?\r\n")
+
+
+async def ask_for_tunnel(
+    loop: asyncio.AbstractEventLoop, sock: socket.socket, target: str, credentials: ApiKey | None
+) -> None:
+    """Have the proxy at the other end of `sock` join it to `target`, `host:port`.
+
+    Raises OSError with what the proxy did instead. Nothing that it wrote is in the text but a status.
+    """
+    shown = "" if credentials is None else f"Proxy-Authorization: {credentials.reveal()}\r\n"
+    await loop.sock_sendall(sock, f"CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n{shown}\r\n".encode("ascii"))
+    head = b""
+    while (end := head.find(b"\r\n\r\n") + 4) < 4:
+        if not b"HTTP/1.".startswith(head[:7]):
+            raise OSError("does not speak HTTP/1.x")
+        if len(head) >= MAX_HEAD_BYTES:
+            raise OSError(f"the head of its response is larger than {MAX_HEAD_BYTES >> 10} KiB")
+        data = await loop.sock_recv(sock, MAX_HEAD_BYTES - len(head))
+        if not data:
+            raise OSError("closed the connection")
+        head += data
+    match = _STATUS_LINE.match(head)
+    if match is None:
+        raise OSError("does not speak HTTP/1.x")
+    status = int(match[1])
+    if not 200 <= status < 300:
+        raise OSError(f"answered {_named(status)} to CONNECT")
+    if end < len(head):
+        raise OSError("sent more than the head of its response")
+
+
+def _named(status: int) -> str:
+    try:
+        return f"{status} {HTTPStatus(status).phrase}"
+    except ValueError:
+        return str(status)
