@@ -121,7 +121,9 @@ def test_all_problems_come_at_once_each_with_its_path() -> None:
 
 
 def test_unknown_key_without_a_near_one_lists_the_known() -> None:
-    assert problems(MINIMAL + "drain: {zzz: 1}") == ("drain.zzz: unknown key, known here: deadline, lame_duck",)
+    assert problems(MINIMAL + "drain: {zzz: 1}") == (
+        "drain.zzz: unknown key, known here: deadline, lame_duck, restart_deadline",
+    )
     assert problems("listen: {hots: a, host: a, port: 1}\n" + MINIMAL) == (
         "listen.hots: unknown key, did you mean host?",
     )

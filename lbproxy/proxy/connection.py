@@ -25,7 +25,7 @@ from lbproxy.core.record import RequestRecord
 from lbproxy.core.types import LbError, Outcome
 from lbproxy.net.corked import Cork, Corked
 from lbproxy.proxy.deadlines import Deadlines
-from lbproxy.proxy.forwarding import Forwarding, Peer
+from lbproxy.proxy.forwarding import UNIX, Forwarding, Peer
 from lbproxy.proxy.linger import Linger
 from lbproxy.proxy.plain import read_plain
 from lbproxy.proxy.request import ClientRequest
@@ -175,7 +175,7 @@ class ClientConnection(web.RequestHandler):
         corked.set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
         super().connection_made(cast(asyncio.Transport, corked))
         peer = self.peername
-        self.address = peer[0] if isinstance(peer, tuple) else "" if peer is None else "unix:"
+        self.address = peer[0] if isinstance(peer, tuple) else "" if peer is None else UNIX
         if not self._front.connected():
             self._front.refuse_unread(self, LbError(Outcome.OVERLOADED))
             self.force_close()

@@ -18,6 +18,8 @@ from lbproxy.proxy.headers import RequestFields
 
 MAX_HOPS: Final = 10
 """lbproxys that a request may have passed. A chain has two or three."""
+UNIX: Final = "unix:"
+"""The address of a client on a Unix socket."""
 VIA_US: Final = "Via: 1.1 lbproxy\r\n"
 """For a response."""
 
@@ -38,7 +40,7 @@ class Forwarding:
         return self._mark in via or via.count(b"lbproxy") > MAX_HOPS
 
     def peer(self, address: str, *, encrypted: bool) -> Peer:
-        """Of one connection. `address`: its other end; empty for a Unix socket, behind which only this machine is."""
+        """Of one connection. `address`: its other end; UNIX, behind which only this machine is; empty = unknown."""
         return Peer(self, address, encrypted=encrypted)
 
 
@@ -47,14 +49,14 @@ class Peer:
 
     def __init__(self, forwarding: Forwarding, address: str, *, encrypted: bool) -> None:
         self.forwarding = forwarding
-        ip = None if not address else ip_address(address.partition("%")[0])
+        ip = None if address in {"", UNIX} else ip_address(address.partition("%")[0])
         if isinstance(ip, IPv6Address) and ip.ipv4_mapped is not None:  # of a socket for both families
             ip = ip.ipv4_mapped
         self._address = b"" if ip is None else str(ip).encode("ascii")
         self._proto = b"X-Forwarded-Proto: https\r\n" if encrypted else b"X-Forwarded-Proto: http\r\n"
         self._seen = self._proto if ip is None else b"X-Forwarded-For: %b\r\n%b" % (self._address, self._proto)
         self._passes = forwarding.mode == "off"
-        trusted = ip is None or any(ip in network for network in forwarding.trusted)
+        trusted = address == UNIX or any(ip in network for network in forwarding.trusted if ip is not None)
         self._appends = forwarding.mode == "append" and trusted
 
     def lines(self, fields: RequestFields, *, http10: bool = False) -> bytes:

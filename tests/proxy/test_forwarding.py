@@ -6,7 +6,7 @@ import pytest
 
 from lbproxy.config import ConfigError, ForwardedMode, parse
 from lbproxy.config.forwarded import LOOPBACK, MAX_TRUSTED, read_networks
-from lbproxy.proxy.forwarding import MAX_HOPS, Forwarding
+from lbproxy.proxy.forwarding import MAX_HOPS, UNIX, Forwarding
 from lbproxy.proxy.headers import RequestFields, read_request_fields
 from tests.support.aio import run
 from tests.support.endpoint import OK, ScriptedEndpoint
@@ -51,8 +51,13 @@ def test_what_a_trusted_proxy_says_stays_and_its_address_is_added(address: str) 
 
 
 def test_a_unix_socket_has_no_address_and_is_trusted() -> None:
-    assert told("", *CHAIN)["X-Forwarded-For"] == "192.0.2.1, 192.0.2.2"
-    assert "X-Forwarded-For" not in told("")
+    assert told(UNIX, *CHAIN)["X-Forwarded-For"] == "192.0.2.1, 192.0.2.2"
+    assert "X-Forwarded-For" not in told(UNIX)
+
+
+def test_who_is_unknown_is_not_trusted() -> None:
+    """A client that left before it was asked for its address."""
+    assert told("", *CHAIN) == {"X-Forwarded-Proto": "http", "X-Forwarded-Host": "lb:8080"}
 
 
 def test_off_touches_nothing() -> None:

@@ -94,7 +94,7 @@ class RawClient:
         return await self.reader.readuntil(b"\r\n\r\n")
 
     async def reply(self, *, bodiless: bool = False) -> Reply:
-        """The next whole response, informational ones too; raises IncompleteReadError or ConnectionError if it broke."""
+        """The next whole response, an informational one too; IncompleteReadError or ConnectionError if it broke."""
         reply = Reply(await self.head(), b"")
         if bodiless or reply.status < 200:
             return reply
