@@ -154,6 +154,10 @@ def test_what_is_wrong_is_said_in_one_shape() -> None:
             assert code(await client.post(add, headers=JSON, content=b"x" * 100_000)) == (413, "request_too_large")
             assert code(await client.post(add, json={"url": "http://a:1", "keep": 1})) == (422, "invalid_endpoint")
             assert code(await client.post(add, json={})) == (422, "invalid_endpoint")
+            for levels, expected in ((900, (422, "invalid_endpoint")), (5000, (400, "invalid_json"))):
+                for deep in ('{"url":%s}', '{"url":"http://a:1","tls":%s}', '{"x":%s}'):
+                    body = deep % ('{"a":' * levels + "1" + "}" * levels)
+                    assert code(await client.post(add, headers=JSON, content=body)) == expected, (levels, deep)
             assert code(await client.put("/admin/log-level", json={"level": ["x"]})) == (422, "invalid_level")
             for limit in ("0", "-1", "x", "1001", "9" * 5000, "٣"):
                 assert code(await client.get("/admin/decisions", params={"limit": limit})) == (400, "invalid_limit")

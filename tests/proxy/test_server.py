@@ -89,6 +89,28 @@ def test_bad_input_gets_a_clear_answer_and_harms_nobody(name: str) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("levels", [901, 1020, 100_000])
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/v1/messages", "/tokenize"),
+        *("/v1/audio/speech", "/v1/batches", "/v1/load_lora_adapter"),
+    ],
+)
+def test_json_nested_too_deep_is_refused_wherever_a_body_is_read(path: str, levels: int) -> None:
+    """Python's json, and so most servers, would fail over it."""
+    body = b'{"model":"m","messages":[],"tools":%s1%s}' % (b'{"a":' * levels, b"}" * levels)
+
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint, rig(endpoint.url, more="lora_management: true") as it:
+            reply = await it.ask(post(body, path))
+            assert (reply.status, code(reply)) == (400, "invalid_json")
+            assert not endpoint.requests
+            assert (await it.ask(post())).status == 200
+
+    run(main())
+
+
 @pytest.mark.parametrize("data", [data for data, *_ in BAD.values()], ids=BAD)
 def test_bad_input_in_pieces_gets_the_same_answer(data: bytes) -> None:
     """A parser may treat what comes in one packet and what comes in two differently."""
