@@ -27,6 +27,8 @@ would not, and nothing could be put into it as bytes."""
 MAX_DEPTH: Final = 900
 """How deep a request body is nested at most. Python's own json, which model servers read it with, takes no more than
 1000 less what stands on its stack, and a server that fails over a body would be blamed for it."""
+REASON_FIELD: Final = "x-lbproxy-reason"
+"""Names the code on every error of our own, for those who do not read its body."""
 MAX_MODEL_CARDS: Final = 10_000
 MAX_TOKENS: Final = 1 << 31
 MULTIPART_MODEL_BYTES: Final = 64 << 10

@@ -6,7 +6,7 @@ import random
 from math import ceil
 
 from lbproxy.core.flows import MAX_RETRY_AFTER_S
-from lbproxy.core.openai import error_body
+from lbproxy.core.openai import REASON_FIELD, error_body
 from lbproxy.core.types import LbError, Outcome
 from lbproxy.proxy.headers import status_line
 
@@ -32,8 +32,7 @@ def error_answer(error: LbError, request_id: str, *, attempts: int, keep_alive: 
         spread = rng.randint(*RETRY_AFTER_S)
         after_s = min(error.retry_after_s or 0.0, MAX_RETRY_AFTER_S)
         fields["retry-after"] = str(ceil(after_s) or spread)
-    if facts.status in {429, 502, 503, 504}:
-        fields["x-lbproxy-reason"] = facts.code
+    fields[REASON_FIELD] = facts.code
     if error.outcome in _DROPPED_REASONS:
         fields["x-llm-d-request-dropped-reason"] = _DROPPED_REASONS[error.outcome]
     if not facts.client_retry:

@@ -268,7 +268,10 @@ class FrontEnd(web.Server):
             client,
             record,
             ended,
-            keep_alive=request.keep_alive and not (self._last_requests or self.overload.tight),
+            # What HTTP/1.0 calls keep-alive would have to be confirmed, and ends with a relayed response anyway.
+            keep_alive=request.keep_alive
+            and request.version >= (1, 1)
+            and not (self._last_requests or self.overload.tight),
         )
         client.unread = request.content
         try:

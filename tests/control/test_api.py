@@ -118,7 +118,9 @@ async def site() -> AsyncIterator[tuple[Site, httpx.AsyncClient]]:
 
 
 def code(answer: httpx.Response) -> tuple[int, str]:
-    return answer.status_code, answer.json()["error"]["code"]
+    found = answer.json()["error"]["code"]
+    assert answer.headers["x-lbproxy-reason"] == found
+    return answer.status_code, found
 
 
 def test_a_page_from_elsewhere_cannot_have_a_browser_change_anything() -> None:

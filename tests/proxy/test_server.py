@@ -22,6 +22,7 @@ def code(reply: Reply) -> str:
     assert set(error) == {"message", "type", "param", "code"}
     assert reply.field("content-type") == "application/json; charset=utf-8"
     assert reply.field("x-request-id")
+    assert reply.field("x-lbproxy-reason") == error["code"]
     return str(error["code"])
 
 
@@ -85,6 +86,23 @@ def test_bad_input_gets_a_clear_answer_and_harms_nobody(name: str) -> None:
             assert len(it.records.requests) == 1
             assert it.records.requests[0].status == status
             assert (await it.ask(post())).status == 200
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/v1/models", "/v1/completions"])
+def test_http_1_0_is_told_that_the_connection_ends_and_it_does(path: str) -> None:
+    """Without the word such a client takes it for ended, while we would wait for more."""
+
+    async def main() -> None:
+        async with ScriptedEndpoint(answer(status=400)) as endpoint, rig(endpoint.url) as it:
+            data = f"GET {path} HTTP/1.0\r\nConnection: keep-alive\r\n\r\n".encode()
+            if path == "/v1/completions":
+                data = post(b"{}", path, "Connection: keep-alive\r\n", version="1.0")
+            client = await it.connect()
+            client.send(data)
+            raw = await asyncio.wait_for(client.reader.read(), 2.0)
+            assert b"\r\nconnection: close\r\n" in raw.lower()
 
     run(main())
 
