@@ -94,7 +94,7 @@ def test_every_key_has_a_description() -> None:
 
     sections: set[type[BaseModel]] = {type(value) for _, value in read(MINIMAL) if isinstance(value, BaseModel)}
     sections |= {Settings, EndpointSettings, EndpointTls, KeySettings, TlsSettings}
-    assert len(sections) == 22
+    assert len(sections) == 23
     assert [name for section in sections for name, text in fields(section) if not text or len(text) < 8] == []
 
 
@@ -341,6 +341,34 @@ def test_a_name_is_not_also_an_endpoint_or_lbproxy_itself() -> None:
     assert problem.startswith("endpoints[1].name: expected another name")
     (problem,) = problems("endpoints: ['dns+http://localhost:8080']")
     assert problem.startswith("endpoints[0].url: expected another server than lbproxy's own listen")
+
+
+def test_origins_are_written_as_browsers_do() -> None:
+    good = {
+        "https://Chat.Example": "https://chat.example",
+        "https://a:443": "https://a",
+        "http://a:80": "http://a",
+        "http://localhost:3000": "http://localhost:3000",
+        "http://[::1]:3000": "http://[::1]:3000",
+        "app://obsidian.md": "app://obsidian.md",
+        "*": "*",
+    }
+    for written, origin in good.items():
+        assert read(f"cors: {{origins: ['{written}']}}\n{MINIMAL}").cors.origins == (origin,)
+    assert read(MINIMAL).cors.origins == ()
+    for written in (
+        "chat.example",
+        "https://a/",
+        "https://a/b",
+        "https://u@a",
+        "null",
+        "",
+        "https://a b",
+        "https://*.a",
+    ):
+        assert "cors.origins[0]: expected" in problems(f"cors: {{origins: ['{written}']}}\n{MINIMAL}")[0]
+    assert "alone" in problems(f"cors: {{origins: ['*', 'https://a']}}\n{MINIMAL}")[0]
+    assert "at most 100" in problems(f"cors: {{origins: {['http://a'] * 101}}}\n{MINIMAL}")[0]
 
 
 def test_nameservers_are_normalised() -> None:

@@ -1,10 +1,10 @@
 """Settings: `parse` turns the text of a settings file into a frozen `Settings`, or says everything that is wrong.
 
 It reads no file, no environment but the mapping it is given, no clock and no network. Its modules: `text` (YAML and
-`${ENV}` to plain values), `tree` (which keys there are) with `clients`, `endpoints`, `models`, `routing`, `flows`,
-`health`, `engines`, `explain` and `traces` (its sections, by subject), `values` (numbers with units, hosts, URLs),
-`descriptions` (what each key is for). This one joins them and words the report: all problems at once, each with its
-path. Nothing else in lbproxy imports yaml or pydantic.
+`${ENV}` to plain values), `tree` (which keys there are) with `clients`, `cors`, `endpoints`, `models`, `routing`,
+`flows`, `health`, `engines`, `explain` and `traces` (its sections, by subject), `values` (numbers with units, hosts,
+URLs), `descriptions` (what each key is for). This one joins them and words the report: all problems at once, each with
+its path. Nothing else in lbproxy imports yaml or pydantic.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from lbproxy.config.access import (
     read_key_file,
 )
 from lbproxy.config.clients import Address, LimitSettings, TimeoutSettings, leads_to
+from lbproxy.config.cors import ANY_ORIGIN, CorsSettings
 from lbproxy.config.endpoints import (
     FOLDER,
     OWN_ENGINES,
@@ -67,6 +68,8 @@ __all__ = [
     "AuthSettings",
     "KeySettings",
     "Secret",
+    "CorsSettings",
+    "ANY_ORIGIN",
     "EndpointSettings",
     "EndpointTls",
     "EngineSettings",

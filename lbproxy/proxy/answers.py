@@ -22,8 +22,10 @@ RETRY_AFTER_S = (1, 5)
 """Spread, so that refused clients do not come back together; far below the 120 s above which SDKs give up."""
 
 
-def error_answer(error: LbError, request_id: str, *, attempts: int, keep_alive: bool, rng: random.Random) -> bytes:
-    """An error as a whole response."""
+def error_answer(
+    error: LbError, request_id: str, *, attempts: int, keep_alive: bool, rng: random.Random, more: str = ""
+) -> bytes:
+    """An error as a whole response. `more`: further field lines, each with its CRLF."""
     facts = error.outcome.value
     fields = {"x-request-id": request_id}
     if attempts:
@@ -41,16 +43,22 @@ def error_answer(error: LbError, request_id: str, *, attempts: int, keep_alive: 
         fields["www-authenticate"] = "Bearer"
     if error.allow is not None:
         fields["allow"] = error.allow
-    return json_answer(facts.status, error_body(error), fields, keep_alive=keep_alive)
+    return json_answer(facts.status, error_body(error), fields, keep_alive=keep_alive, more=more)
 
 
-def json_answer(status: int, body: bytes, fields: dict[str, str], *, keep_alive: bool) -> bytes:
-    """A JSON body as a whole response. `fields` are ASCII and without line breaks."""
+def json_answer(status: int, body: bytes, fields: dict[str, str], *, keep_alive: bool, more: str = "") -> bytes:
+    """A JSON body as a whole response. `fields` are ASCII and without line breaks, `more` are lines with their CRLF."""
     lines = [f"{name}: {value}\r\n" for name, value in fields.items()]
     if not keep_alive:
         lines.append("connection: close\r\n")
-    head = f"content-type: application/json; charset=utf-8\r\ncontent-length: {len(body)}\r\n{''.join(lines)}\r\n"
+    kind = "content-type: application/json; charset=utf-8\r\n"
+    head = f"{kind}content-length: {len(body)}\r\n{''.join(lines)}{more}\r\n"
     return status_line(status) + head.encode("ascii") + body
+
+
+def empty_answer(fields: str, *, keep_alive: bool) -> bytes:
+    """A 204. `fields`: lines with their CRLF."""
+    return status_line(204) + fields.encode("ascii") + (b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
 
 
 def model_not_found(model: str | None) -> LbError:
