@@ -101,7 +101,7 @@ def test_every_key_has_a_description() -> None:
 def test_defaults_are_those_of_the_failure_page() -> None:
     got = read(MINIMAL)
     assert (str(got.listen), str(got.admin)) == ("127.0.0.1:8080", "127.0.0.1:9901")
-    assert (got.admission.queue_bytes, got.limits.json_body, got.scrape.page) == (256 << 20, 32 << 20, 2 << 20)
+    assert (got.admission.queue_bytes, got.limits.json_body, got.scrape.page) == (256 << 20, 64 << 20, 2 << 20)
     assert (got.scrape.interval, got.health.down_interval, got.timeouts.first_byte) == (0.2, 0.5, 600.0)
 
 
@@ -527,6 +527,17 @@ def test_number_of_endpoints() -> None:
     assert problems("") == ("endpoints: required, but not there",)
 
 
+def test_a_smaller_body_is_one_for_json_too() -> None:
+    """What is to be lowered is memory; it takes one key."""
+    for written, both in (("8MiB", 8 << 20), ("1KiB", 1 << 10), (str(1 << 20), 1 << 20)):
+        limits = read(f"{MINIMAL}limits: {{body: {written}}}").limits
+        assert (limits.body, limits.json_body) == (both, both)
+    limits = read(f"{MINIMAL}limits: {{body: 1GiB}}").limits
+    assert (limits.body, limits.json_body) == (1 << 30, 64 << 20)
+    limits = read(f"{MINIMAL}limits: {{body: 8MiB, json_body: 2MiB}}").limits
+    assert (limits.body, limits.json_body) == (8 << 20, 2 << 20)
+
+
 # --- Keys that contradict each other ----------------------------------------------------------------------------------
 
 
@@ -534,6 +545,7 @@ def test_number_of_endpoints() -> None:
     ("text", "problem"),
     [
         ("limits: {json_body: 2MiB, body: 1MiB}", "limits.body: expected at least limits.json_body, got '1MiB'"),
+        ("limits: {body: 1XiB}", "limits.body: expected a size "),
         ("limits: {json_body: 128MiB}", "limits.body: expected at least limits.json_body, got 67108864"),
         ("scrape: {interval: 3s}", "scrape.stale_after: expected at least scrape.interval (else "),
         ("listen: 127.0.0.1:9901", "admin: expected another port: 127.0.0.1:9901 is taken by listen, got "),
