@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 
 from lbproxy.config.access import (
@@ -158,21 +158,22 @@ def _validated(
 
 
 def without_secrets(settings: Settings) -> dict[str, object]:
-    """Everything as JSON can say it, with `***` for what is secret. Durations are seconds, sizes bytes."""
-    return {key: _redacted(key, value) for key, value in settings.model_dump(mode="json").items()}
+    """Everything as JSON can say it, with `***` for what is secret. Durations are seconds, sizes bytes.
+
+    What is secret is so by its type, which never shows more than stars, and not by its name: `kv_cache_tokens` is none.
+    """
+    return {key: _with_three_stars(value) for key, value in settings.model_dump(mode="json").items()}
 
 
-_SECRET = re.compile(r"(?:^|_)(?:keys?|tokens?|secrets?|passwords?)$")
-
-
-def _redacted(key: str, value: object) -> object:
+def _with_three_stars(value: object) -> object:
     if isinstance(value, dict):
-        return {name: _redacted(name, inner) for name, inner in value.items()}
-    if _SECRET.search(key) and value not in (None, [], ""):
-        return "***"
+        return {name: _with_three_stars(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_redacted(key, one) for one in value]
-    return value
+        return [_with_three_stars(one) for one in value]
+    return "***" if value == _HIDDEN_BY_PYDANTIC else value
+
+
+_HIDDEN_BY_PYDANTIC = str(SecretStr("hidden"))
 
 
 def json_schema() -> dict[str, object]:
