@@ -53,8 +53,10 @@ _REPORT_LINE: Final = re.compile(rb"(?<=\r\n)endpoint-load-metrics: [ -~]{0,512}
 class ProtocolError(Exception):
     """The peer's bytes are not one unambiguous HTTP/1.1 message."""
 
-    at: int = 0
-    """Of a bad chunk line, or bad bytes behind a chunk: where in what was fed they begin, or go on."""
+    def __init__(self, problem: str, at: int = 0) -> None:
+        super().__init__(problem)
+        self.at = at
+        """Of a bad chunk line, or bad bytes behind a chunk: where in what was fed they begin, or go on."""
 
 
 class PayloadWatcher(Protocol):
@@ -192,9 +194,7 @@ class ChunkedFraming:
         if self._left <= 2 and at < end:
             closing = data[at : at + self._left]
             if closing != b"\r\n"[2 - self._left :][: len(closing)]:
-                error = ProtocolError("a chunk is longer than its size")
-                error.at = at
-                raise error
+                raise ProtocolError("a chunk is longer than its size", at)
             at += len(closing)
             self._left -= len(closing)
         return at
