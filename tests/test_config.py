@@ -94,14 +94,14 @@ def test_every_key_has_a_description() -> None:
 
     sections: set[type[BaseModel]] = {type(value) for _, value in read(MINIMAL) if isinstance(value, BaseModel)}
     sections |= {Settings, EndpointSettings, EndpointTls, KeySettings, TlsSettings}
-    assert len(sections) == 22
+    assert len(sections) == 23
     assert [name for section in sections for name, text in fields(section) if not text or len(text) < 8] == []
 
 
 def test_defaults_are_those_of_the_failure_page() -> None:
     got = read(MINIMAL)
     assert (str(got.listen), str(got.admin)) == ("127.0.0.1:8080", "127.0.0.1:9901")
-    assert (got.admission.queue_bytes, got.limits.json_body, got.scrape.page) == (256 << 20, 32 << 20, 2 << 20)
+    assert (got.admission.queue_bytes, got.limits.json_body, got.scrape.page) == (256 << 20, 64 << 20, 2 << 20)
     assert (got.scrape.interval, got.health.down_interval, got.timeouts.first_byte) == (0.2, 0.5, 600.0)
 
 
@@ -343,6 +343,34 @@ def test_a_name_is_not_also_an_endpoint_or_lbproxy_itself() -> None:
     assert problem.startswith("endpoints[0].url: expected another server than lbproxy's own listen")
 
 
+def test_origins_are_written_as_browsers_do() -> None:
+    good = {
+        "https://Chat.Example": "https://chat.example",
+        "https://a:443": "https://a",
+        "http://a:80": "http://a",
+        "http://localhost:3000": "http://localhost:3000",
+        "http://[::1]:3000": "http://[::1]:3000",
+        "app://obsidian.md": "app://obsidian.md",
+        "*": "*",
+    }
+    for written, origin in good.items():
+        assert read(f"cors: {{origins: ['{written}']}}\n{MINIMAL}").cors.origins == (origin,)
+    assert read(MINIMAL).cors.origins == ()
+    for written in (
+        "chat.example",
+        "https://a/",
+        "https://a/b",
+        "https://u@a",
+        "null",
+        "",
+        "https://a b",
+        "https://*.a",
+    ):
+        assert "cors.origins[0]: expected" in problems(f"cors: {{origins: ['{written}']}}\n{MINIMAL}")[0]
+    assert "alone" in problems(f"cors: {{origins: ['*', 'https://a']}}\n{MINIMAL}")[0]
+    assert "at most 100" in problems(f"cors: {{origins: {['http://a'] * 101}}}\n{MINIMAL}")[0]
+
+
 def test_nameservers_are_normalised() -> None:
     text = "dns: {nameservers: [10.0.0.2, '10.0.0.2:53', '10.0.0.3:5353', 'fd00::0:1', '[fd00::1]:5353', '[fd00::2]']}"
     assert read(MINIMAL + text).dns.nameservers == (
@@ -499,6 +527,17 @@ def test_number_of_endpoints() -> None:
     assert problems("") == ("endpoints: required, but not there",)
 
 
+def test_a_smaller_body_is_one_for_json_too() -> None:
+    """What is to be lowered is memory; it takes one key."""
+    for written, both in (("8MiB", 8 << 20), ("1KiB", 1 << 10), (str(1 << 20), 1 << 20)):
+        limits = read(f"{MINIMAL}limits: {{body: {written}}}").limits
+        assert (limits.body, limits.json_body) == (both, both)
+    limits = read(f"{MINIMAL}limits: {{body: 1GiB}}").limits
+    assert (limits.body, limits.json_body) == (1 << 30, 64 << 20)
+    limits = read(f"{MINIMAL}limits: {{body: 8MiB, json_body: 2MiB}}").limits
+    assert (limits.body, limits.json_body) == (8 << 20, 2 << 20)
+
+
 # --- Keys that contradict each other ----------------------------------------------------------------------------------
 
 
@@ -506,6 +545,7 @@ def test_number_of_endpoints() -> None:
     ("text", "problem"),
     [
         ("limits: {json_body: 2MiB, body: 1MiB}", "limits.body: expected at least limits.json_body, got '1MiB'"),
+        ("limits: {body: 1XiB}", "limits.body: expected a size "),
         ("limits: {json_body: 128MiB}", "limits.body: expected at least limits.json_body, got 67108864"),
         ("scrape: {interval: 3s}", "scrape.stale_after: expected at least scrape.interval (else "),
         ("listen: 127.0.0.1:9901", "admin: expected another port: 127.0.0.1:9901 is taken by listen, got "),

@@ -1,10 +1,10 @@
 """Settings: `parse` turns the text of a settings file into a frozen `Settings`, or says everything that is wrong.
 
 It reads no file, no environment but the mapping it is given, no clock and no network. Its modules: `text` (YAML and
-`${ENV}` to plain values), `tree` (which keys there are) with `clients`, `endpoints`, `models`, `routing`, `flows`,
-`health`, `engines`, `explain` and `traces` (its sections, by subject), `values` (numbers with units, hosts, URLs),
-`descriptions` (what each key is for). This one joins them and words the report: all problems at once, each with its
-path. Nothing else in lbproxy imports yaml or pydantic.
+`${ENV}` to plain values), `tree` (which keys there are) with `clients`, `cors`, `endpoints`, `models`, `routing`,
+`flows`, `health`, `engines`, `explain` and `traces` (its sections, by subject), `values` (numbers with units, hosts,
+URLs), `descriptions` (what each key is for). This one joins them and words the report: all problems at once, each with
+its path. Nothing else in lbproxy imports yaml or pydantic.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 
 from lbproxy.config.access import (
@@ -27,6 +27,7 @@ from lbproxy.config.access import (
     read_key_file,
 )
 from lbproxy.config.clients import Address, LimitSettings, TimeoutSettings, leads_to
+from lbproxy.config.cors import ANY_ORIGIN, CorsSettings
 from lbproxy.config.endpoints import (
     FOLDER,
     OWN_ENGINES,
@@ -71,6 +72,8 @@ __all__ = [
     "AuthSettings",
     "KeySettings",
     "Secret",
+    "CorsSettings",
+    "ANY_ORIGIN",
     "EndpointSettings",
     "EndpointTls",
     "ProxyUrl",
@@ -160,21 +163,22 @@ def _validated(
 
 
 def without_secrets(settings: Settings) -> dict[str, object]:
-    """Everything as JSON can say it, with `***` for what is secret. Durations are seconds, sizes bytes."""
-    return {key: _redacted(key, value) for key, value in settings.model_dump(mode="json").items()}
+    """Everything as JSON can say it, with `***` for what is secret. Durations are seconds, sizes bytes.
+
+    What is secret is so by its type, which never shows more than stars, and not by its name: `kv_cache_tokens` is none.
+    """
+    return {key: _with_three_stars(value) for key, value in settings.model_dump(mode="json").items()}
 
 
-_SECRET = re.compile(r"(?:^|_)(?:keys?|tokens?|secrets?|passwords?)$")
-
-
-def _redacted(key: str, value: object) -> object:
+def _with_three_stars(value: object) -> object:
     if isinstance(value, dict):
-        return {name: _redacted(name, inner) for name, inner in value.items()}
-    if _SECRET.search(key) and value not in (None, [], ""):
-        return "***"
+        return {name: _with_three_stars(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_redacted(key, one) for one in value]
-    return value
+        return [_with_three_stars(one) for one in value]
+    return "***" if value == _HIDDEN_BY_PYDANTIC else value
+
+
+_HIDDEN_BY_PYDANTIC = str(SecretStr("hidden"))
 
 
 def json_schema() -> dict[str, object]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import Annotated, TypeAlias
 
 from pydantic import ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from lbproxy.config.section import Section, ShortSection
 from lbproxy.config.values import Timeout, count, expected, hosts_overlap, read_host, read_socket_path, size
@@ -118,12 +120,18 @@ class TimeoutSettings(Section):
     """Seconds that a client's idle connection is kept (nginx's default)."""
 
 
+_BODY = size("1KiB", "1GiB")
+_BODY_BYTES = 64 * 1024**2
+"""Some images of a camera, in base64."""
+
+
 class LimitSettings(Section):
     """What one client can make lbproxy hold."""
 
-    json_body: Annotated[int, size("1KiB", "1GiB")] = 32 * 1024**2
-    """Bytes of a JSON request body; more is answered 413."""
-    body: Annotated[int, size("1KiB", "1GiB")] = 64 * 1024**2
+    json_body: Annotated[int, _BODY] = _BODY_BYTES
+    """Bytes of a JSON request body, images in it included; more is answered 413. Follows body where only that is
+    lowered."""
+    body: Annotated[int, _BODY] = _BODY_BYTES
     """Bytes of any other request body (audio, images); at least json_body."""
     body_rate: Annotated[int, size("1", "1GiB")] = 16 * 1024
     """Bytes a second of a request body, at least, after its first 10 s: slower ones only hold memory; 408."""
@@ -135,6 +143,15 @@ class LimitSettings(Section):
     memory: Annotated[int, size("16MiB", "1024GiB")] | None = None
     """Bytes that lbproxy may take: at 92 % of it requests are answered 503. null = what its cgroup, else the machine,
     has."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _json_body_follows(cls, value: object) -> object:
+        if not isinstance(value, dict) or "body" not in value or "json_body" in value:
+            return value
+        with suppress(PydanticCustomError):  # what is wrong with `body` is said of `body`
+            return {**value, "json_body": min(_BODY.read(value["body"]), _BODY_BYTES)}
+        return value
 
     @field_validator("body", mode="after")
     @classmethod

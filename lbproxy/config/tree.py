@@ -15,6 +15,7 @@ from pydantic_core import InitErrorDetails
 
 from lbproxy.config.access import AdminSettings, AuthSettings, ListenSettings
 from lbproxy.config.clients import Address, LimitSettings, TimeoutSettings
+from lbproxy.config.cors import CorsSettings
 from lbproxy.config.endpoints import DnsSettings, EndpointSettings, ScrapeSettings
 from lbproxy.config.engines import MAX_ENGINES, EngineSettings, check_engine_names, check_own_engines
 from lbproxy.config.explain import ExplainSettings
@@ -95,6 +96,8 @@ class Settings(Section):
     """Networks of the proxies in front of lbproxy, in CIDR notation. Unix sockets are trusted as well."""
     auth: AuthSettings = AuthSettings()
     """Who may send requests."""
+    cors: CorsSettings = CorsSettings()
+    """Web pages of other origins that may call lbproxy from a browser."""
     lora_management: bool = False
     """Clients may load and unload LoRA adapters, on every endpoint of the base model: all who may send requests."""
     drain: DrainSettings = DrainSettings()

@@ -6,6 +6,7 @@ Whoever reaches the port may read the first three; everything else is for who ma
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from collections import Counter
@@ -19,7 +20,7 @@ from lbproxy.config import Secret
 from lbproxy.control.access import AdminAccess
 from lbproxy.control.api import Api, ApiError
 from lbproxy.control.dashboard import Dashboard
-from lbproxy.core.openai import error_body
+from lbproxy.core.openai import REASON_FIELD, error_body
 from lbproxy.core.types import Health, LbError, Outcome
 from lbproxy.net.bind import bind, bound_port
 from lbproxy.net.listener import Listener
@@ -29,6 +30,7 @@ logger = logging.getLogger("lbproxy")
 
 KEEP_ALIVE_S = 75.0
 MAX_BODY_BYTES = 64 << 10
+SERVER = "lbproxy"
 SPARE_DESCRIPTORS = 4
 """Kept for connections here: when clients and endpoints have all others, this is where one looks for the reason."""
 SHUTDOWN_S = 1.0
@@ -97,8 +99,10 @@ class Admin:
         """
         sockets = inherited or await bind(host, port)
         await self._runner.setup()
-        assert self._runner.server is not None
-        self.listener = Listener(self._runner.server, spares=SPARE_DESCRIPTORS)
+        server = self._runner.server
+        assert server is not None
+        loop, options = asyncio.get_running_loop(), server._kwargs
+        self.listener = Listener(lambda: _Connection(server, loop=loop, **options), spares=SPARE_DESCRIPTORS)
         self.listener.start(sockets)
         self._port = bound_port(sockets)
         return self._port
@@ -133,7 +137,11 @@ class Admin:
             "draining": draining,
             "endpoints": {"serving": serving, **{health.value: counts[health] for health in Health}},
         }
-        return _json(200 if ready else 503, orjson.dumps(facts))
+        response = _json(200 if ready else 503, orjson.dumps(facts))
+        if not ready:
+            why = Outcome.DRAINING if draining else Outcome.NO_ENDPOINTS
+            response.headers[REASON_FIELD] = why.value.code
+        return response
 
     async def _show_metrics(self, _: web.Request) -> web.Response:
         body, content_type = await self._metrics.page()
@@ -150,7 +158,7 @@ def _json(status: int, body: bytes) -> web.Response:
 
 
 async def _name_server(_: web.Request, response: web.StreamResponse) -> None:
-    response.headers["Server"] = "lbproxy"  # aiohttp would tell its version and Python's
+    response.headers["Server"] = SERVER  # aiohttp would tell its version and Python's
 
 
 @web.middleware
@@ -158,20 +166,49 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     try:
         return await handler(request)
     except LbError as error:
-        response = _json(error.outcome.value.status, error_body(error))
+        response = _refusal(error)
         if error.outcome is Outcome.UNAUTHORIZED:
             response.headers["WWW-Authenticate"] = "Bearer"
         return response
     except web.HTTPMethodNotAllowed as error:
-        response = _json(405, error_body(LbError(Outcome.METHOD_NOT_ALLOWED)))
+        response = _refusal(LbError(Outcome.METHOD_NOT_ALLOWED))
         response.headers["Allow"] = ", ".join(sorted(error.allowed_methods))
         return response
     except web.HTTPNotFound:
-        return _json(404, error_body(LbError(Outcome.UNKNOWN_URL)))
+        return _refusal(LbError(Outcome.UNKNOWN_URL))
     except ApiError as error:
         return error.response()
     except web.HTTPException as error:  # what aiohttp itself refuses
-        return _json(error.status, error_body(LbError(Outcome.BAD_REQUEST, error.reason)))
+        return _refusal(LbError(Outcome.BAD_REQUEST, error.reason), error.status)
     except Exception:
         logger.exception("admin %s failed", request.path)
-        return _json(500, error_body(LbError(Outcome.INTERNAL_ERROR)))
+        return _refusal(LbError(Outcome.INTERNAL_ERROR))
+
+
+def _refusal(error: LbError, status: int | None = None) -> web.Response:
+    facts = error.outcome.value
+    response = _json(status or facts.status, error_body(error))
+    response.headers[REASON_FIELD] = facts.code
+    return response
+
+
+class _Connection(web.RequestHandler):
+    """aiohttp's, but for what it says of bytes that are no request."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """In the shape of all errors, and without a traceback in the log for whatever comes to this port."""
+        del request, message
+        if status >= 500:
+            logger.error("aiohttp failed", exc_info=exc)
+        response = _refusal(LbError(Outcome.INTERNAL_ERROR if status >= 500 else Outcome.BAD_REQUEST))
+        response.headers["Server"] = SERVER
+        response.force_close()
+        return response

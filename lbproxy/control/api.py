@@ -23,6 +23,7 @@ from lbproxy.control.openapi import ENTRY, EVENTS, document
 from lbproxy.control.overlay import UnknownEntryError
 from lbproxy.control.recent import MAX_SUMMARIES, Fields
 from lbproxy.control.state import State, drain_progress
+from lbproxy.core.openai import REASON_FIELD
 from lbproxy.core.snapshot import EndpointSnapshot
 from lbproxy.runtime import Runtime
 
@@ -92,13 +93,16 @@ class ApiError(Exception):
         super().__init__(message)
         kind = "server_error" if status >= 500 else "permission_error" if status == 403 else "invalid_request_error"
         self.status = status
+        self.code = code
         self.error: Fields = {"message": message, "type": kind, "param": None, "code": code}
         if problems is not None:
             self.error["problems"] = problems
 
     def response(self) -> web.Response:
         """As JSON."""
-        return _json({"error": self.error}, self.status)
+        answer = _json({"error": self.error}, self.status)
+        answer.headers[REASON_FIELD] = self.code
+        return answer
 
 
 class Api:

@@ -24,6 +24,11 @@ library, which is slower, but accepts what the model servers' own parsers accept
 _UTF8: Final = {"utf-8", "utf-8-sig"}
 """What JSON is written in between systems (RFC 8259, section 8.1). Python's json would read UTF-16 too, other servers
 would not, and nothing could be put into it as bytes."""
+MAX_DEPTH: Final = 900
+"""How deep a request body is nested at most. Python's own json, which model servers read it with, takes no more than
+1000 less what stands on its stack, and a server that fails over a body would be blamed for it."""
+REASON_FIELD: Final = "x-lbproxy-reason"
+"""Names the code on every error of our own, for those who do not read its body."""
 MAX_MODEL_CARDS: Final = 10_000
 MAX_TOKENS: Final = 1 << 31
 MULTIPART_MODEL_BYTES: Final = 64 << 10
@@ -55,6 +60,8 @@ def read_json_body(body: bytes, text: bytes | None = None) -> BodyFacts:
     fields = _load(text)
     if not isinstance(fields, dict):
         raise LbError(Outcome.INVALID_JSON, "The request body must be a JSON object.")
+    if len(text) > 2 * MAX_DEPTH and _is_too_deep(fields, text):
+        raise LbError(Outcome.INVALID_JSON, f"The request body is nested deeper than {MAX_DEPTH} levels.")
     model = fields.get("model")
     if "model" in fields:
         check_model_name(model)
@@ -87,6 +94,32 @@ def _load(body: bytes) -> object:
         else:
             return loaded
     raise LbError(Outcome.INVALID_JSON, f"The request body is not valid JSON: {problem}")
+
+
+def _is_too_deep(fields: dict[str, Any], text: bytes) -> bool:
+    """Whether lists and objects stand in each other more than `MAX_DEPTH` times. `text`: what was parsed.
+
+    Level by level: bodies have few lists and objects, so that to look at them costs less than to count brackets in a
+    long prompt. Where there are many values, as of token ids, the brackets are counted first.
+    """
+    level: list[Any] = [fields]
+    counted = False
+    for _ in range(MAX_DEPTH):
+        inner: list[Any] = []
+        for one in level:
+            if len(one) > _MANY_VALUES and not counted:
+                counted = True
+                if text.count(b"{") + text.count(b"[") <= MAX_DEPTH:
+                    return False
+            values = one.values() if type(one) is dict else one
+            inner += [each for each in values if type(each) is dict or type(each) is list]
+        if not inner:
+            return False
+        level = inner
+    return True
+
+
+_MANY_VALUES: Final = 500
 
 
 _DISPOSITION: Final = re.compile(rb"(?:^|\r\n)content-disposition:[ \t]*form-data;([^\r\n]*)\r\n", re.IGNORECASE)
@@ -129,11 +162,12 @@ _MODEL_KEY: Final = re.compile(
 )
 """The key `model` in each of its spellings, wherever in a valid JSON text. A quote that opens a string never follows a
 backslash; one that ends it, and so might only seem to open `model`, is followed by a comma, colon or bracket."""
+_BEGINNING: Final = 4 << 10
 MAX_MODEL_KEYS: Final = 1000
 
 
-def rename_model(body: bytes, model: str) -> bytes:
-    """A JSON object body with another model; all other bytes unchanged.
+def rename_model(body: bytes, model: str, text: bytes | None = None) -> bytes:
+    """A JSON object body with another model; all other bytes unchanged. `text`: its outline, if that was made.
 
     Every `model` of the outermost object is replaced, however it is spelled and however often it stands there, so that
     whichever of them a server's parser takes is the new one. The body was read by `read_json_body`. Linear: strings
@@ -141,11 +175,14 @@ def rename_model(body: bytes, model: str) -> bytes:
     body.
     """
     name = orjson.dumps(model)
-    if body.count(b'"model"') == 1 and b"\\u006" not in body:  # as nearly always, and ten times as fast
-        key = _MODEL_KEY.search(body, body.index(b'"model"'))
+    seen = body if text is None else text  # which has the same keys, and a fraction of the bytes
+    if seen.count(b'"model"') == 1 and b"\\u006" not in seen:  # as nearly always, and ten times as fast
+        at = body.find(b'"model"', 0, _BEGINNING)  # else near the end, mostly
+        key = _MODEL_KEY.search(body, body.rindex(b'"model"') if at < 0 else at)
         value = None if key is None else _STRING.match(body, key.end())
         if value is not None:
-            return body[: value.start()] + name + body[value.end() :]
+            whole = memoryview(body)  # slices of it are no copies
+            return b"".join((whole[: value.start()], name, whole[value.end() :]))
     pieces: list[bytes] = []
     depth = done = counted = 0
     for earlier, key in enumerate(_MODEL_KEY.finditer(body)):
@@ -198,7 +235,12 @@ def _model_card(entry: object) -> ModelCard | None:
     except LbError:
         return None
     parent = fields.get("parent")
-    raw = bytes(memoryview(orjson.dumps(entry)))  # a copy: what orjson returns holds on to 8 KiB as long as it lives
+    try:
+        raw = bytes(
+            memoryview(orjson.dumps(entry))
+        )  # a copy: what orjson returns holds on to 8 KiB as long as it lives
+    except orjson.JSONEncodeError:  # nested deeper than it writes
+        return None
     return ModelCard(fields["id"], raw, parent if isinstance(parent, str) else None)
 
 

@@ -51,7 +51,12 @@ _REPORT_LINE: Final = re.compile(rb"(?<=\r\n)endpoint-load-metrics: [ -~]{0,512}
 
 
 class ProtocolError(Exception):
-    """The endpoint's bytes are not one unambiguous HTTP/1.1 response."""
+    """The peer's bytes are not one unambiguous HTTP/1.1 message."""
+
+    def __init__(self, problem: str, at: int = 0) -> None:
+        super().__init__(problem)
+        self.at = at
+        """Of a bad chunk line, or bad bytes behind a chunk: where in what was fed they begin, or go on."""
 
 
 class PayloadWatcher(Protocol):
@@ -135,10 +140,14 @@ class CloseFraming:
 class ChunkedFraming:
     """A chunked body: RFC 9112, section 7.1."""
 
-    __slots__ = ("_in_trailer", "_left", "_line", "_trailer_bytes", "_watcher", "done")
+    __slots__ = ("_extensions_left", "_in_trailer", "_left", "_line", "_trailer_bytes", "_watcher", "done")
 
-    def __init__(self, watcher: PayloadWatcher | None = None) -> None:
+    def __init__(self, watcher: PayloadWatcher | None = None, *, max_extension_bytes: int | None = None) -> None:
+        """`max_extension_bytes`: of all chunk extensions together. None = each line has its bound, and they have none:
+        a stream can go on for hours, and nothing of it is kept.
+        """
         self._watcher = watcher
+        self._extensions_left = max_extension_bytes
         self._left = 0
         """What is still to come of the current chunk: its data and the CRLF after it."""
         self._line = b""
@@ -158,8 +167,12 @@ class ChunkedFraming:
                 if self._watcher is not None:
                     self._watcher.feed(data, eol + 2, end - 2)
                 return end
-        while at < end and not self.done:
-            at = self._walk_chunk(data, at, end) if self._left else self._walk_line(data, at, end)
+        try:
+            while at < end and not self.done:
+                at = self._walk_chunk(data, at, end) if self._left else self._walk_line(data, at, end)
+        except ProtocolError as error:
+            error.at = max(error.at, at)
+            raise
         return at
 
     def eof(self) -> bool:
@@ -181,7 +194,7 @@ class ChunkedFraming:
         if self._left <= 2 and at < end:
             closing = data[at : at + self._left]
             if closing != b"\r\n"[2 - self._left :][: len(closing)]:
-                raise ProtocolError("a chunk is longer than its size")
+                raise ProtocolError("a chunk is longer than its size", at)
             at += len(closing)
             self._left -= len(closing)
         return at
@@ -207,6 +220,10 @@ class ChunkedFraming:
         match = _CHUNK_LINE.fullmatch(line)
         if match is None:
             raise ProtocolError("a bad chunk size")
+        if self._extensions_left is not None:
+            self._extensions_left -= len(line) - match.end(1)
+            if self._extensions_left < 0:
+                raise ProtocolError("too much in chunk extensions")
         size = int(match[1], 16)
         if size:
             self._left = size + 2

@@ -130,9 +130,10 @@ class AdapterCalls:
         what = self._connections, origin, request.method, head, request.body
         answer = await send(*what, timeout_s=timeout_s, max_bytes=MAX_ANSWER_BYTES)
         try:
-            return Said(endpoint.name, answer.status, orjson.loads(answer.body))
+            orjson.loads(answer.body)
         except orjson.JSONDecodeError:
             return Said(endpoint.name, answer.status, answer.body.decode("utf-8", "replace"))
+        return Said(endpoint.name, answer.status, orjson.Fragment(answer.body))  # as it is, however deep it is nested
 
 
 def _name(fields: Mapping[str, object], key: str) -> str | None:

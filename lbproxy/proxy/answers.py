@@ -6,7 +6,7 @@ import random
 from math import ceil
 
 from lbproxy.core.flows import MAX_RETRY_AFTER_S
-from lbproxy.core.openai import error_body
+from lbproxy.core.openai import REASON_FIELD, error_body
 from lbproxy.core.types import LbError, Outcome
 from lbproxy.proxy.headers import status_line
 
@@ -22,8 +22,10 @@ RETRY_AFTER_S = (1, 5)
 """Spread, so that refused clients do not come back together; far below the 120 s above which SDKs give up."""
 
 
-def error_answer(error: LbError, request_id: str, *, attempts: int, keep_alive: bool, rng: random.Random) -> bytes:
-    """An error as a whole response."""
+def error_answer(
+    error: LbError, request_id: str, *, attempts: int, keep_alive: bool, rng: random.Random, more: str = ""
+) -> bytes:
+    """An error as a whole response. `more`: further field lines, each with its CRLF."""
     facts = error.outcome.value
     fields = {"x-request-id": request_id}
     if attempts:
@@ -32,8 +34,7 @@ def error_answer(error: LbError, request_id: str, *, attempts: int, keep_alive: 
         spread = rng.randint(*RETRY_AFTER_S)
         after_s = min(error.retry_after_s or 0.0, MAX_RETRY_AFTER_S)
         fields["retry-after"] = str(ceil(after_s) or spread)
-    if facts.status in {429, 502, 503, 504}:
-        fields["x-lbproxy-reason"] = facts.code
+    fields[REASON_FIELD] = facts.code
     if error.outcome in _DROPPED_REASONS:
         fields["x-llm-d-request-dropped-reason"] = _DROPPED_REASONS[error.outcome]
     if not facts.client_retry:
@@ -42,16 +43,22 @@ def error_answer(error: LbError, request_id: str, *, attempts: int, keep_alive: 
         fields["www-authenticate"] = "Bearer"
     if error.allow is not None:
         fields["allow"] = error.allow
-    return json_answer(facts.status, error_body(error), fields, keep_alive=keep_alive)
+    return json_answer(facts.status, error_body(error), fields, keep_alive=keep_alive, more=more)
 
 
-def json_answer(status: int, body: bytes, fields: dict[str, str], *, keep_alive: bool) -> bytes:
-    """A JSON body as a whole response. `fields` are ASCII and without line breaks."""
+def json_answer(status: int, body: bytes, fields: dict[str, str], *, keep_alive: bool, more: str = "") -> bytes:
+    """A JSON body as a whole response. `fields` are ASCII and without line breaks, `more` are lines with their CRLF."""
     lines = [f"{name}: {value}\r\n" for name, value in fields.items()]
     if not keep_alive:
         lines.append("connection: close\r\n")
-    head = f"content-type: application/json; charset=utf-8\r\ncontent-length: {len(body)}\r\n{''.join(lines)}\r\n"
+    kind = "content-type: application/json; charset=utf-8\r\n"
+    head = f"{kind}content-length: {len(body)}\r\n{''.join(lines)}{more}\r\n"
     return status_line(status) + head.encode("ascii") + body
+
+
+def empty_answer(fields: str, *, keep_alive: bool) -> bytes:
+    """A 204. `fields`: lines with their CRLF."""
+    return status_line(204) + fields.encode("ascii") + (b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
 
 
 def model_not_found(model: str | None) -> LbError:

@@ -24,11 +24,13 @@ from aiohttp.streams import StreamReader
 from lbproxy.core.record import RequestRecord
 from lbproxy.core.types import LbError, Outcome
 from lbproxy.net.corked import Cork, Corked
+from lbproxy.net.h1 import ProtocolError
 from lbproxy.proxy.deadlines import Deadlines
 from lbproxy.proxy.forwarding import UNIX, Forwarding, Peer
 from lbproxy.proxy.linger import Linger
 from lbproxy.proxy.plain import read_plain
 from lbproxy.proxy.request import ClientRequest
+from lbproxy.proxy.walk import RequestWalk
 
 logger = logging.getLogger("lbproxy")
 
@@ -37,7 +39,8 @@ WRITE_HIGH_WATER_BYTES = 64 << 10
 MAX_HEAD_BYTES = 64 << 10
 """All lines of a head together."""
 HEADS_AT_ONCE = 16
-"""How many heads are looked for in what comes at once; a body can look like many."""
+"""How many heads of what comes at once are given to aiohttp each by itself."""
+_REFUSED_IN_FRAMING = b"\0"
 HELD_BYTES = 64 << 10
 """What we hold of requests that came while another runs before the client is no longer read."""
 _BODILESS = (b"GET ", b"HEAD ")
@@ -131,6 +134,7 @@ class ClientConnection(web.RequestHandler):
         "_owed",
         "_peer",
         "_silent",
+        "_walk",
         "address",
         "body_reader",
         "turn",
@@ -157,6 +161,8 @@ class ClientConnection(web.RequestHandler):
         self._in_aiohttp = False
         self._owed: int | None = None
         """Bytes that are still to come of the one request that aiohttp was given; None = not known."""
+        self._walk = RequestWalk()
+        """Over all that aiohttp gets."""
         self._head_due = True
         """A head began and is not whole, or none came yet."""
         self._head_bytes = 0
@@ -241,17 +247,20 @@ class ClientConnection(web.RequestHandler):
 
     def _feed(self, data: bytes) -> None:
         """Give aiohttp what came, head by head: what is wrong with a request must not fail those before it, which it
-        would, as its parser gives back either messages or an error.
+        would, as its parser gives back either messages or an error. Bad chunk framing is made so bad that each parser
+        refuses it.
         """
-        at = 0
-        if self.body_reader is None:
-            for _ in range(HEADS_AT_ONCE):
-                end = data.find(b"\r\n\r\n", at) + 4
-                if end < 4 or end == len(data):
-                    break
-                super().data_received(data[at:end])
-                at = end
-        super().data_received(data[at:] if at else data)
+        at = fed = heads = 0
+        while at < len(data):
+            try:
+                at = self._walk.step(data, at)
+            except ProtocolError as error:
+                data = data[: error.at] + _REFUSED_IN_FRAMING
+                break
+            if self._walk.head_ended and heads < HEADS_AT_ONCE:
+                super().data_received(data[fed:at])
+                fed, heads = at, heads + 1
+        super().data_received(data[fed:] if fed else data)
 
     def _watch_head(self, size: int) -> None:
         """After aiohttp got so many bytes: it waits for the rest of a head, unless it has a request."""

@@ -54,6 +54,8 @@ class Exchange(ABC):
     """As it came. Set by `start`."""
     placed: InferenceRequest
     """As the balancer sees it. Set by `start`."""
+    cors = ""
+    """Field lines that its response gets in place of the endpoint's own; "" = the settings allow no origins."""
     step = Step.READING
     _work: asyncio.Task[None] | Connection | Relay | asyncio.TimerHandle | None = None
     """What is under way in this step: a dial, the connection that the request went out on, a relay, a timer."""
@@ -487,7 +489,7 @@ class Exchange(ABC):
 
     def _own_fields(self) -> str:
         record, shared = self.record, self._shared
-        always = f"{VIA_US}x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n"
+        always = f"{VIA_US}{self.cors}x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n"
         if not shared.expose_endpoint:
             return always
         fields = f"{always}x-lbproxy-endpoint: {record.endpoint}\r\n"

@@ -14,8 +14,10 @@ from ipaddress import IPv6Address, ip_address
 from typing import Final
 
 from lbproxy.config import ForwardedMode, Network
+from lbproxy.core.types import LbError, Outcome
 from lbproxy.proxy.headers import RequestFields
 
+MAX_FORWARDS_DIGITS: Final = 9
 MAX_HOPS: Final = 10
 """lbproxys that a request may have passed. A chain has two or three."""
 UNIX: Final = "unix:"
@@ -89,3 +91,17 @@ class Peer:
         if b"x-forwarded-host" not in names and fields.host:
             lines.append(b"X-Forwarded-Host: %b\r\n" % fields.host)
         return b"".join(lines)
+
+
+def may_forward(method: str, fields: RequestFields) -> bool:
+    """What Max-Forwards says of the request that has these fields (RFC 9110, section 7.6.2); one less goes on. Raises
+    LbError.
+    """
+    value = fields.max_forwards or b""
+    if method != "OPTIONS":  # or TRACE, which goes no further in any case
+        fields.forward += b"Max-Forwards: %b\r\n" % value
+        return True
+    if not (value.isdigit() and len(value) <= MAX_FORWARDS_DIGITS):
+        raise LbError(Outcome.BAD_REQUEST, "Max-Forwards is no number.")
+    fields.forward += b"Max-Forwards: %d\r\n" % (int(value) - 1)
+    return int(value) > 0

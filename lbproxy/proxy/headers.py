@@ -47,6 +47,7 @@ HINTS: Final = frozenset(
         b"x-lbproxy-slo-ttft-ms",
         b"x-session-id",
         b"x-lbproxy-explain",
+        b"origin",
         b"endpoint-load-metrics-format",
     }
 )
@@ -69,6 +70,11 @@ _PRIORITY: Final = re.compile(rb"-?[0-9]{1,3}")
 _MILLISECONDS: Final = re.compile(rb"[0-9]{1,9}")
 _FLOW: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _TARGET: Final = re.compile(r"/[!\"$-~]*")  # ASCII without white space and fragments
+
+REPLACES_CORS: Final = "Vary: Origin\r\n"
+"""What our own field lines begin with where they take the place of an endpoint's about origins (proxy/cors.py): a
+browser refuses two of them."""
+_CORS_LINES: Final = re.compile(rb"^access-control-[^\n]*\n", re.IGNORECASE | re.MULTILINE)
 
 _PHRASES: Final = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
@@ -112,6 +118,8 @@ class RequestFields:
     """x-session-id: what the client calls the conversation that this belongs to."""
     wants_load_report: bool = False
     """endpoint-load-metrics-format is there: the client itself asks the endpoint for its load."""
+    origin: str | None = None
+    """Of the web page that sends it; None: no page does."""
     explain: bool = False
     """x-lbproxy-explain: it would like to know why its request went where it went."""
 
@@ -121,6 +129,8 @@ class RequestFields:
             self.session = value[:MAX_SESSION_BYTES].decode("latin-1") or None
         elif key == b"endpoint-load-metrics-format":
             self.wants_load_report = True
+        elif key == b"origin":
+            self.origin = value.decode("latin-1")
         elif key == b"x-lbproxy-explain":
             self.explain = value == b"1"
         elif key == b"x-lbproxy-flow":
@@ -237,7 +247,8 @@ def origin_form(target: str) -> str:
 
 
 def client_head(head: ResponseHead, own: str, *, chunked: bool, keep_alive: bool) -> bytes:
-    """The head of an endpoint's answer as the client gets it: end-to-end fields, then framing and `own` field lines.
+    """The head of an endpoint's answer as the client gets it: end-to-end fields, then framing and `own` field lines,
+    which may begin with `REPLACES_CORS`.
 
     `chunked`: the client gets the body chunked. A body that the endpoint ends by closing is ended so for the client.
     """
@@ -249,4 +260,5 @@ def client_head(head: ResponseHead, own: str, *, chunked: bool, keep_alive: bool
     else:
         framing = b""
     end = b"\r\n" if keep_alive else b"Connection: close\r\n\r\n"
-    return (_PHRASES.get(status) or status_line(status)) + head.end_to_end + own.encode("ascii") + framing + end
+    end_to_end = _CORS_LINES.sub(b"", head.end_to_end) if own.startswith(REPLACES_CORS) else head.end_to_end
+    return (_PHRASES.get(status) or status_line(status)) + end_to_end + own.encode("ascii") + framing + end

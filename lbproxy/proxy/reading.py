@@ -89,8 +89,11 @@ class Reading:
         model = self._aliases.target(name, request.fields.session or record.id, self._served_now())
         if model == name:
             return facts, body
-        rename = rename_model if has_json(request) else rename_multipart_model
-        return facts._replace(model=model), rename(body, model)
+        if has_json(request):
+            renamed = rename_model(body, model, outline if body is request.body else None)
+        else:
+            renamed = rename_multipart_model(body, model)
+        return facts._replace(model=model), renamed
 
     def model_cards(self) -> list[ModelCard]:
         """What clients may name: what the endpoints that are up serve, and the settings' names for it."""

@@ -33,10 +33,11 @@ from lbproxy.proxy.adapters import AdapterCalls
 from lbproxy.proxy.answers import error_answer, model_not_found
 from lbproxy.proxy.bodies import outlined, read_body
 from lbproxy.proxy.connection import CLOSE, KEEP, ClientConnection
+from lbproxy.proxy.cors import Cors
 from lbproxy.proxy.deadlines import Deadlines
 from lbproxy.proxy.exchanger import LARGE_BODY_BYTES, Exchanger
-from lbproxy.proxy.forwarding import Forwarding
-from lbproxy.proxy.headers import RequestFields, origin_form, read_request_fields
+from lbproxy.proxy.forwarding import Forwarding, may_forward
+from lbproxy.proxy.headers import origin_form, read_request_fields
 from lbproxy.proxy.keys import KeyRing
 from lbproxy.proxy.overload import Overload, Unmetered
 from lbproxy.proxy.reading import Reading, has_json
@@ -55,9 +56,6 @@ FLUSH_S = 2.0
 """How long a stop waits for what is written already to reach slow clients."""
 MAX_LINE_BYTES = 16 << 10
 MAX_FIELDS = 128
-
-
-MAX_FORWARDS_DIGITS = 9
 
 
 class FrontEnd(web.Server):
@@ -93,6 +91,7 @@ class FrontEnd(web.Server):
         self.cork = exchanger.connections.cork
         self.keys: KeyRing | None = None
         """Each request must carry one of these; None = it need not. Kept by who reads them."""
+        self._cors = _cors_of(settings)
         self.sampling: Sampling | None = None
         """Which requests are traced; None = none, and what they say of traces goes on as it came. Kept as `keys`."""
         self._reading = Reading(settings, runtime)
@@ -139,6 +138,7 @@ class FrontEnd(web.Server):
         """Other settings for requests, bodies and connections that begin from now on."""
         self.exchanger = self.exchanger.under(settings)
         self._reading = Reading(settings, self._runtime)
+        self._cors = _cors_of(settings)
         self.overload.reconfigure(settings.limits)
         self.max_plain_body_bytes = min(settings.limits.json_body, WHOLE_BYTES)
         self.forwarding = self._forwarding(settings)
@@ -274,9 +274,14 @@ class FrontEnd(web.Server):
             client,
             record,
             ended,
-            keep_alive=request.keep_alive and not (self._last_requests or self.overload.tight),
+            # What HTTP/1.0 calls keep-alive would have to be confirmed, and ends with a relayed response anyway.
+            keep_alive=request.keep_alive
+            and request.version >= (1, 1)
+            and not (self._last_requests or self.overload.tight),
         )
         client.unread = request.content
+        if self._cors is not None:
+            turn.cors = self._cors.fields_for(request.headers.get("Origin"))
         try:
             await client.drained()
             await self._serve(request, turn)
@@ -303,6 +308,8 @@ class FrontEnd(web.Server):
             self, client, record, client.lane_ended, keep_alive=not (self._last_requests or self.overload.tight)
         )
         try:
+            if self._cors is not None:
+                turn.cors = self._cors.fields_for(plain.fields.origin)
             if self.sampling is not None:
                 record.trace, trace = self.sampling.begin(plain.trace)
                 plain = plain._replace(trace=trace)
@@ -340,6 +347,10 @@ class FrontEnd(web.Server):
         record.id = fields.request_id or record.id
         target = origin_form(request.raw_path)
         record.path = target.partition("?")[0]
+        if self._cors is not None and (preflight := self._cors.preflight(request.method, request.headers)):
+            record.route = "preflight"
+            turn.answer_preflight(preflight)  # to whoever asks: a browser sends no key with it
+            return
         credentials, trace = fields.credentials, fields.trace
         if self.sampling is not None:
             record.trace, trace = self.sampling.begin(trace)
@@ -353,7 +364,7 @@ class FrontEnd(web.Server):
             return
         if self._draining or self.overload.refuses is not None:
             raise self._refusal()
-        if fields.max_forwards is not None and not self._may_forward(request.method, fields):
+        if fields.max_forwards is not None and not may_forward(request.method, fields):
             turn.answer(200, b"{}", allow=", ".join(sorted(route.methods)))
             return
         body = await read_body(request, fields, route, turn, self.overload)
@@ -366,18 +377,6 @@ class FrontEnd(web.Server):
         else:
             self.overload.hold(turn, len(body))
             self._answer(read, turn, await outlined(body))
-
-    @staticmethod
-    def _may_forward(method: str, fields: RequestFields) -> bool:
-        """What Max-Forwards says (RFC 9110, section 7.6.2); one less goes on. Raises LbError."""
-        value = fields.max_forwards or b""
-        if method != "OPTIONS":
-            fields.forward += b"Max-Forwards: %b\r\n" % value
-            return True
-        if not (value.isdigit() and len(value) <= MAX_FORWARDS_DIGITS):
-            raise LbError(Outcome.BAD_REQUEST, "Max-Forwards is no number.")
-        fields.forward += b"Max-Forwards: %d\r\n" % (int(value) - 1)
-        return int(value) > 0
 
     async def _change_adapters(self, request: ClientRequest, turn: Turn) -> None:
         record, settings = turn.record, turn.settings
@@ -425,31 +424,41 @@ class FrontEnd(web.Server):
 
     # Answers and records
 
-    def refuse(self, client: ClientConnection, record: RequestRecord, error: LbError, *, keep_alive: bool) -> bool:
-        """Write an error, if the client is still there. Returns whether the connection lives on."""
+    def refuse(
+        self, client: ClientConnection, record: RequestRecord, error: LbError, *, keep_alive: bool, cors: str
+    ) -> bool:
+        """Write an error, if the client is still there. Returns whether the connection lives on. `cors`: see Turn."""
         # A body that was not read would be taken for the next request, or the next request for the body.
         keep_alive = keep_alive and not error.outcome.value.close and client.is_read
         record.outcome, record.status = error.outcome, error.outcome.value.status
-        answer = error_answer(error, record.id, attempts=record.attempts, keep_alive=keep_alive, rng=self._rng)
+        answer = error_answer(
+            error, record.id, attempts=record.attempts, keep_alive=keep_alive, rng=self._rng, more=cors
+        )
         self.write(client, record, answer)
         return keep_alive
 
     def refuse_unread(self, client: ClientConnection, error: LbError) -> None:
         """Answer what is no request: see connection.Front."""
         record = self.new_record("", "", client)
-        self.refuse(client, record, error, keep_alive=False)
+        self.refuse(client, record, error, keep_alive=False, cors=self._cors_of_unread())
         record.ended_at = self._runtime.now()
         self._runtime.emit(record)
 
     def _refusal_unheard(self) -> bytes:
         """What a connection is told that there is no room for."""
-        error = LbError(Outcome.OVERLOADED)
-        return error_answer(error, self._new_id(), attempts=0, keep_alive=False, rng=self._rng)
+        return self._unread_answer(LbError(Outcome.OVERLOADED))
 
     def _refusal_of_plain(self) -> bytes:
         """What a connection is told that speaks plain HTTP where TLS is spoken."""
-        error = LbError(Outcome.BAD_REQUEST, "TLS is spoken here: the URL begins with https://.")
-        return error_answer(error, self._new_id(), attempts=0, keep_alive=False, rng=self._rng)
+        return self._unread_answer(LbError(Outcome.BAD_REQUEST, "TLS is spoken here: the URL begins with https://."))
+
+    def _unread_answer(self, error: LbError) -> bytes:
+        cors = self._cors_of_unread()
+        return error_answer(error, self._new_id(), attempts=0, keep_alive=False, rng=self._rng, more=cors)
+
+    def _cors_of_unread(self) -> str:
+        """Field lines for what has no head that was read, so no origin that is known."""
+        return "" if self._cors is None else self._cors.for_others
 
     @staticmethod
     def write(client: ClientConnection, record: RequestRecord, answer: bytes) -> None:
@@ -467,6 +476,11 @@ class FrontEnd(web.Server):
 
     def _new_id(self) -> str:
         return f"{self._id_prefix}-{next(self._ids):x}"
+
+
+def _cors_of(settings: Settings) -> Cors | None:
+    """None = the settings allow no origins."""
+    return Cors(settings.cors.origins) if settings.cors.origins else None
 
 
 async def _happens(event: asyncio.Event, within_s: float) -> bool:

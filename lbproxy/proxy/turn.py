@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lbproxy.core.record import RequestRecord
 from lbproxy.core.types import LbError, Outcome
-from lbproxy.proxy.answers import json_answer
+from lbproxy.proxy.answers import empty_answer, json_answer
 from lbproxy.proxy.connection import ClientConnection
 from lbproxy.proxy.exchange import Exchange
 from lbproxy.proxy.steps import Step
@@ -40,7 +40,7 @@ class Turn(Exchange):
         front.turn_began()
 
     def _refuse(self, error: LbError) -> bool:
-        return self._front.refuse(self._connected, self.record, error, keep_alive=self.keep_alive)
+        return self._front.refuse(self._connected, self.record, error, keep_alive=self.keep_alive, cors=self.cors)
 
     def _body_gone(self) -> None:
         self._front.overload.let_go(self)
@@ -50,10 +50,18 @@ class Turn(Exchange):
         if self.step is not Step.OVER:
             self.record.status, self.record.outcome = status, Outcome.COMPLETED
             fields = {"x-request-id": self.record.id} | ({} if allow is None else {"allow": allow})
-            self._front.write(
-                self._connected, self.record, json_answer(status, body, fields, keep_alive=self.keep_alive)
-            )
+            answer = json_answer(status, body, fields, keep_alive=self.keep_alive, more=self.cors)
+            self._front.write(self._connected, self.record, answer)
             self.over(self.keep_alive)
+
+    def answer_preflight(self, cors: str) -> None:
+        """End with an answer to a browser's question, unless it is over. `cors`: field lines, each with its CRLF."""
+        if self.step is not Step.OVER:
+            self.record.status, self.record.outcome = 204, Outcome.COMPLETED
+            keep_alive = self.keep_alive and self._connected.is_read
+            answer = empty_answer(f"x-request-id: {self.record.id}\r\n{cors}", keep_alive=keep_alive)
+            self._front.write(self._connected, self.record, answer)
+            self.over(keep_alive)
 
     def _ended(self, reusable: bool) -> None:
         if self.held_bytes:

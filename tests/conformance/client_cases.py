@@ -290,6 +290,18 @@ def chunked(body: bytes) -> bytes:
 X = b"%x" % len(BODY)
 ONE = X + b"\r\n" + BODY + b"\r\n"
 END = b"0\r\n\r\n"
+
+
+def extended(size: int) -> bytes:
+    """The body in one chunk with an extension of so many bytes."""
+    return ONE.replace(X, X + b";" + b"x" * (size - 1), 1)
+
+
+def many_extended(each: int) -> bytes:
+    """In chunks of one byte, each with an extension of so many bytes."""
+    return b"".join(b"1;%s\r\n%c\r\n" % (b"x" * (each - 1), byte) for byte in BODY) + END
+
+
 CHUNKS = [
     case("chunks", "one", "9112 7.1", chunked(chunks())),
     case("chunks", "several", "9112 7.1", chunked(chunks(1, 2, 3, 4))),
@@ -333,8 +345,34 @@ CHUNKS = [
             ("a bare LF in an extension", X + b";a\n" + ONE[2:] + END),
             ("a bare CR in an extension", X + b";a\rb" + ONE[2:] + END),
             ("a comma behind the size", X + b"," + ONE[2:] + END),
+            ("LF behind an extension", X + b";a\n" + BODY + b"\r\n" + END),
+            ("LF behind a quoted extension", X + b';a="b"\n' + BODY + b"\r\n" + END),
+            ("a bare LF in a quoted extension", X + b';a="b\nc"' + ONE[2:] + END),
+            ("LF and CRLF behind the size", X + b"\n\r\n" + BODY + b"\r\n" + END),
+            ("two CR behind the size", X + b"\r" + ONE[2:] + END),
+            ("LF and CRLF behind the data", ONE[:-2] + b"\n\r\n" + END),
+            ("LF behind the last size", ONE + b"0\n\r\n"),
+            ("LF behind the last size's extension", ONE + b"0;a\n\r\n"),
         )
     ),
+    case("chunks", "LF behind a trailer", "9112 7.1.2", chunked(ONE + b"0\r\nX-T: 1\n\r\n"), 400, EITHER),
+    case("chunks", "LF in a trailer", "9112 7.1.2", chunked(ONE + b"0\r\nX-T: 1\nX-U: 2\r\n\r\n"), 400, EITHER),
+    case("chunks", "LF behind the trailers", "9112 7.1.2", chunked(ONE + b"0\r\nX-T: 1\r\n\n"), 400, EITHER),
+    case("chunks", "an extension of 4 KB", "9112 7.1.1", chunked(extended(4000) + END), own=True),
+    case("chunks", "an extension of more", "9112 7.1.1", chunked(extended((4 << 10) + 1) + END), 400, own=True),
+    case("chunks", "an extension of 1 MB", "9112 7.1.1", chunked(extended(1 << 20) + END), 400, own=True),
+    case("chunks", "extensions of 4 KiB together", "9112 7.1.1", chunked(many_extended(1000)), 400, own=True),
+    case("chunks", "extensions of less together", "9112 7.1.1", chunked(many_extended(100)), own=True),
+    case(
+        "chunks",
+        "a bad one, and a request before it",
+        "9112 9.3",
+        GOOD + chunked(extended(5000) + END),
+        400,
+        seen=1,
+        answers=2,
+    ),
+    case("chunks", "a size with 5,000 zeros", "9112 7.1", chunked(b"0" * 5000 + ONE + END), 400, EITHER),
     case("chunks", "a blank before the size", "9112 7.1", chunked(b" " + ONE + END), 400, EITHER),
     case("chunks", "a blank behind the size", "9112 7.1", chunked(ONE.replace(X, X + b" ", 1) + END), 400, EITHER),
     case("chunks", "a trailer without colon", "9112 7.1.2", chunked(ONE + b"0\r\nbad\r\n\r\n"), 400, EITHER),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -61,12 +63,50 @@ def test_it_lives() -> None:
     run(main())
 
 
+@pytest.mark.parametrize(
+    "data", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nHost: a\r\nX A: 1\r\n\r\n", b"\x16\x03\x01\r\n\r\n"]
+)
+def test_what_is_no_request_is_refused_in_the_shape_of_all_errors(
+    data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with site() as (made, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", made.admin.port)
+            writer.write(data)
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            writer.close()
+            assert head[:13] in {b"HTTP/1.0 400 ", b"HTTP/1.1 400 "}
+            assert b"\r\nx-lbproxy-reason: bad_request\r\n" in head + b"\r\n"
+            assert b"\r\nServer: lbproxy" in head
+            assert json.loads(body)["error"]["code"] == "bad_request"
+            assert not caplog.records
+
+    run(main())
+
+
+def test_errors_say_why_in_a_field() -> None:
+    async def main() -> None:
+        async with site() as (made, client):
+            made.pages.broken = True
+            for method, path, reason in (
+                ("GET", "/nowhere", "unknown_url"),
+                ("POST", "/healthz", "method_not_allowed"),
+                ("GET", "/metrics", "internal_error"),
+            ):
+                answer = await client.request(method, path)
+                assert answer.headers["x-lbproxy-reason"] == reason == answer.json()["error"]["code"]
+            refused = await client.get("/admin/state", headers={"host": "evil.example"})
+            assert refused.headers["x-lbproxy-reason"] == "forbidden"
+
+    run(main())
+
+
 def test_it_is_ready_while_an_endpoint_takes_requests() -> None:
     async def main() -> None:
         async with site() as (made, client):
             pool = made.rig
             answer = await client.get("/readyz")
-            assert answer.status_code == 503
+            assert (answer.status_code, answer.headers["x-lbproxy-reason"]) == (503, "no_endpoints")
             counts = {"serving": 0, "starting": 2, "up": 0, "ejected": 0, "half_open": 0, "down": 0}
             assert answer.json() == {"ready": False, "draining": False, "endpoints": counts}
             pool.runtime.report_health(pool.endpoints[0].uid, True, "test")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from typing import get_args
 
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel, SecretStr
 
-from lbproxy.config import ConfigError, Settings, parse, without_secrets
+from lbproxy.config import ConfigError, Secret, Settings, parse, without_secrets
 from lbproxy.control import feed
 from lbproxy.control.admin import Admin
 from lbproxy.control.api import Api
@@ -118,7 +121,9 @@ async def site() -> AsyncIterator[tuple[Site, httpx.AsyncClient]]:
 
 
 def code(answer: httpx.Response) -> tuple[int, str]:
-    return answer.status_code, answer.json()["error"]["code"]
+    found = answer.json()["error"]["code"]
+    assert answer.headers["x-lbproxy-reason"] == found
+    return answer.status_code, found
 
 
 def test_a_page_from_elsewhere_cannot_have_a_browser_change_anything() -> None:
@@ -154,6 +159,10 @@ def test_what_is_wrong_is_said_in_one_shape() -> None:
             assert code(await client.post(add, headers=JSON, content=b"x" * 100_000)) == (413, "request_too_large")
             assert code(await client.post(add, json={"url": "http://a:1", "keep": 1})) == (422, "invalid_endpoint")
             assert code(await client.post(add, json={})) == (422, "invalid_endpoint")
+            for levels, expected in ((900, (422, "invalid_endpoint")), (5000, (400, "invalid_json"))):
+                for deep in ('{"url":%s}', '{"url":"http://a:1","tls":%s}', '{"x":%s}'):
+                    body = deep % ('{"a":' * levels + "1" + "}" * levels)
+                    assert code(await client.post(add, headers=JSON, content=body)) == expected, (levels, deep)
             assert code(await client.put("/admin/log-level", json={"level": ["x"]})) == (422, "invalid_level")
             for limit in ("0", "-1", "x", "1001", "9" * 5000, "٣"):
                 assert code(await client.get("/admin/decisions", params={"limit": limit})) == (400, "invalid_limit")
@@ -441,6 +450,52 @@ def test_secrets_are_not_shown() -> None:
     address = {"unix": None, "mode": "0660", "host": "127.0.0.1", "port": 9901}
     assert shown["admin"] == {**address, "token": "***"}
     assert set(shown) == set(Settings.model_fields)
+
+
+def test_all_that_is_no_secret_is_shown() -> None:
+    """Also what is called a token or a key and is none."""
+    secrets = [f"hidden-{n}-0123456789" for n in range(6)]
+    text = f"""
+listen: {{host: 127.0.0.1, port: 8080, tls: {{cert: c.pem, key: k.pem}}}}
+admin: {{host: 127.0.0.1, port: 9901, token: {secrets[0]}}}
+auth: {{keys: [{secrets[1]}, {{name: team-b, key: {secrets[2]}}}]}}
+traces: {{endpoint: "http://c:4318", headers: {{authorization: {secrets[3]}, x-key: {secrets[4]}}}}}
+models: {{my_key: {{split: {{api_key: 1, other_token: 2}}}}}}
+flows: {{named: {{team_secret: {{tokens_per_minute: 1000}}}}}}
+endpoints: [{{url: "http://a:1", api_key: {secrets[5]}, kv_cache_tokens: 300000, weight: 2}}]
+"""
+    shown = without_secrets(parse(text, environ={}))
+    assert not [secret for secret in secrets if secret in json.dumps(shown)]
+    endpoint = shown["endpoints"][0]  # type: ignore[index]
+    assert {key: endpoint[key] for key in ("kv_cache_tokens", "weight", "api_key")} == {
+        "kv_cache_tokens": 300_000,
+        "weight": 2.0,
+        "api_key": "***",
+    }
+    assert shown["listen"]["tls"]["key"] == "k.pem"  # type: ignore[index]
+    assert shown["auth"]["keys"] == [{"name": "key-1", "key": "***"}, {"name": "team-b", "key": "***"}]  # type: ignore[index]
+    assert shown["traces"]["headers"] == {"authorization": "***", "x-key": "***"}  # type: ignore[index]
+    assert shown["models"]["my_key"]["split"] == {"api_key": 1.0, "other_token": 2.0}  # type: ignore[index]
+    assert shown["flows"]["named"]["team_secret"]["tokens_per_minute"] == 1000  # type: ignore[index]
+
+
+def test_what_is_called_a_secret_is_one_by_its_type() -> None:
+    """The type hides it wherever it is shown; a name that looks like one must be known to be none."""
+    none = {"EndpointSettings.kv_cache_tokens", "TlsSettings.key", "AuthSettings.keys"}
+    none |= {"FlowSettings.tokens_per_minute", "EngineSettings.block_size_tokens"}
+    none |= {"ExplainSettings.header", "FlowsSettings.header"}
+    sections: list[type[BaseModel]] = [Settings]
+    suspicious = set()
+    for section in sections:
+        for name, field in section.model_fields.items():
+            kinds = [field.annotation, *get_args(field.annotation)]
+            kinds += [inner for kind in kinds for inner in get_args(kind)]
+            found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+            sections += [kind for kind in found if kind not in sections]
+            if re.search("key|token|secret|password|credential|header", name) and not {Secret, SecretStr} & set(kinds):
+                suspicious.add(f"{section.__name__}.{name}")
+    assert len(sections) > 20
+    assert suspicious <= none, suspicious - none
 
 
 def test_a_waiting_request_is_part_of_the_queue_that_is_shown() -> None:

@@ -18,6 +18,7 @@ from lbproxy.core.openai import (
     rename_model,
     rename_multipart_model,
 )
+from lbproxy.core.outline import outline
 from lbproxy.core.types import LbError, ModelCard
 
 
@@ -155,6 +156,30 @@ def test_any_body_reads_as_before_but_for_the_model(
     after = json.loads(rename_model(body, "B"))
     assert after == before | {"model": "B"}
     assert list(after) == list(before)
+
+
+IMAGE = '"' + "A" * (5 << 20) + '"'
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"model":"a","x":IMAGE}',
+        '{"x":IMAGE,"model":"a"}',
+        '{"x":IMAGE,"model":"a","y":IMAGE}',
+        '{"x":IMAGE,"y":{"model":"c"},"model":"a"}',
+        '{"x":IMAGE,"\\u006dodel":"a"}',
+        '{"x":"\\"model\\":\\"c\\"BIG","model":"a"}',
+        '{"y":"model","x":IMAGE,"model":"a"}',
+    ],
+)
+def test_a_large_body_is_renamed_by_its_outline_alike(body: str) -> None:
+    """To look through images for other keys of that name would hold the loop."""
+    raw = body.replace("IMAGE", IMAGE).replace("BIG", IMAGE.strip('"')).encode()
+    text = outline(raw)
+    assert len(text) < len(raw) / 1.5
+    assert rename_model(raw, "B", text) == rename_model(raw, "B")
+    assert json.loads(rename_model(raw, "B", text)) == json.loads(raw) | {"model": "B"}
 
 
 def test_many_keys_are_refused_before_they_take_long() -> None:

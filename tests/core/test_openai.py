@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lbproxy.core.models import resolve
 from lbproxy.core.openai import (
+    MAX_DEPTH,
     error_body,
     model_list,
     read_json_body,
@@ -77,6 +78,34 @@ def test_the_model_is_the_one_that_a_servers_json_parser_sees(body: bytes) -> No
 )
 def test_what_is_no_json_object_is_said_so(body: bytes) -> None:
     assert outcome_of(body) is Outcome.INVALID_JSON
+
+
+def nested(levels: int, opening: bytes = b'{"a":', closing: bytes = b"}") -> bytes:
+    """A value of so many levels."""
+    return opening * levels + b"1" + closing * levels
+
+
+@pytest.mark.parametrize(("opening", "closing"), [(b'{"a":', b"}"), (b"[", b"]"), (b'[[1],{"a":', b"}]")])
+def test_a_body_nested_deeper_than_servers_can_read_is_refused(opening: bytes, closing: bytes) -> None:
+    """A server that answers 500 to it would be blamed for it, and the next one asked."""
+    per_level = len(closing)
+    body = b'{"model":"m","messages":[],"tools":%s,"x":%s}'
+    fits = nested((MAX_DEPTH - 1) // per_level, opening, closing)
+    assert read_json_body(body % (fits, b"1")).model == "m"
+    deeper = nested(MAX_DEPTH // per_level + 1, opening, closing)
+    for more in (b"1", b"NaN", b'"' + b"x" * (300 << 10) + b'"'):  # other ways to read it
+        with pytest.raises(LbError) as refused:
+            read_json_body(body % (deeper, more))
+        assert refused.value.outcome is Outcome.INVALID_JSON
+
+
+def test_brackets_in_text_and_side_by_side_do_not_count_as_depth() -> None:
+    assert read_json_body(b'{"model":"m","prompt":"%s","x":[%s{}]}' % (b"[{" * 5000, b'{"a":[]},' * 5000)).model == "m"
+
+
+def test_a_model_card_that_cannot_be_written_is_left_out() -> None:
+    page = b'{"data":[{"id":"deep","x":%s},{"id":"m"}]}' % nested(300)
+    assert [card.id for card in read_model_list(page) or ()] == ["m"]
 
 
 def test_a_body_whose_parsing_would_hold_the_loop_is_refused_unparsed() -> None:

@@ -43,6 +43,8 @@ ELSEWHERE = {
     ("engines.md", "cfg.yaml: 3 problems"): "tests/e2e/test_docs.py, with the refused settings before it",
     ("engines.md", "endpoint-load-metrics:"): "tests/proxy/test_load_reports.py",
     ("configuration.md", "cfg.yaml: 6 problems"): "tests/e2e/test_docs.py, with the refused settings before it",
+    ("configuration.md", "OPTIONS /v1"): "tests/proxy/test_cors.py",
+    ("configuration.md", "HTTP/1.1 204"): "tests/proxy/test_cors.py",
     ("docker.md", "docker compose"): "tests/test_deploy.py: its files and services exist",
     ("docker.md", "MODEL="): "tests/test_deploy.py: its files and services exist",
     ("docker.md", "docker build"): "tests/test_deploy.py: hadolint reads the Dockerfile; there is no docker here",

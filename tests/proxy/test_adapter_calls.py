@@ -73,6 +73,18 @@ def test_it_goes_to_every_endpoint_as_it_came_and_each_one_answers() -> None:
     run(main())
 
 
+def test_an_answer_that_is_nested_deep_is_passed_on_all_the_same() -> None:
+    deep = b'{"a":' * 500 + b"1" + b"}" * 500
+
+    async def main() -> None:
+        async with ScriptedEndpoint(answer(deep)) as one, rig(one.url, more=ALLOWED) as r:
+            reply = await r.ask(post(NEW, LOAD))
+            assert (reply.status, said(reply)) == (200, [("e1", 200)])
+            assert b'"body":%s}' % deep in reply.body
+
+    run(main())
+
+
 @pytest.mark.parametrize(
     ("script", "status"), [(TWICE, 400), (reset, 502), (hang, 504), (answer(status=500), 500)], ids=str
 )

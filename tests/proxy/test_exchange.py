@@ -22,7 +22,9 @@ def last(it: Rig) -> Outcome:
 
 
 def code(reply: Reply) -> str:
-    return str(json.loads(reply.body)["error"]["code"])
+    found = str(json.loads(reply.body)["error"]["code"])
+    assert reply.field("x-lbproxy-reason") == found
+    return found
 
 
 async def ends(client: RawClient) -> tuple[bytes, bool]:

@@ -22,6 +22,7 @@ def code(reply: Reply) -> str:
     assert set(error) == {"message", "type", "param", "code"}
     assert reply.field("content-type") == "application/json; charset=utf-8"
     assert reply.field("x-request-id")
+    assert reply.field("x-lbproxy-reason") == error["code"]
     return str(error["code"])
 
 
@@ -84,6 +85,45 @@ def test_bad_input_gets_a_clear_answer_and_harms_nobody(name: str) -> None:
             assert not endpoint.requests, "nothing of it went on"
             assert len(it.records.requests) == 1
             assert it.records.requests[0].status == status
+            assert (await it.ask(post())).status == 200
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/v1/models", "/v1/completions"])
+def test_http_1_0_is_told_that_the_connection_ends_and_it_does(path: str) -> None:
+    """Without the word such a client takes it for ended, while we would wait for more."""
+
+    async def main() -> None:
+        async with ScriptedEndpoint(answer(status=400)) as endpoint, rig(endpoint.url) as it:
+            data = f"GET {path} HTTP/1.0\r\nConnection: keep-alive\r\n\r\n".encode()
+            if path == "/v1/completions":
+                data = post(b"{}", path, "Connection: keep-alive\r\n", version="1.0")
+            client = await it.connect()
+            client.send(data)
+            raw = await asyncio.wait_for(client.reader.read(), 2.0)
+            assert b"\r\nconnection: close\r\n" in raw.lower()
+
+    run(main())
+
+
+@pytest.mark.parametrize("levels", [901, 1020, 100_000])
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/v1/messages", "/tokenize"),
+        *("/v1/audio/speech", "/v1/batches", "/v1/load_lora_adapter"),
+    ],
+)
+def test_json_nested_too_deep_is_refused_wherever_a_body_is_read(path: str, levels: int) -> None:
+    """Python's json, and so most servers, would fail over it."""
+    body = b'{"model":"m","messages":[],"tools":%s1%s}' % (b'{"a":' * levels, b"}" * levels)
+
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint, rig(endpoint.url, more="lora_management: true") as it:
+            reply = await it.ask(post(body, path))
+            assert (reply.status, code(reply)) == (400, "invalid_json")
+            assert not endpoint.requests
             assert (await it.ask(post())).status == 200
 
     run(main())
