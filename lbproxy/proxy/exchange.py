@@ -489,7 +489,7 @@ class Exchange(ABC):
 
     def _own_fields(self) -> str:
         record, shared = self.record, self._shared
-        always = f"{VIA_US}{self.cors}x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n"
+        always = f"{self.cors}{VIA_US}x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n"
         if not shared.expose_endpoint:
             return always
         fields = f"{always}x-lbproxy-endpoint: {record.endpoint}\r\n"
