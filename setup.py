@@ -61,7 +61,7 @@ COMPILED = {
         ),
     ],
     "lbproxy/net": ["corked", "h1", "patience", "pool"],
-    "lbproxy/proxy": ["exchange", "exchanger", "headers", "plain", "reading", "relay", "request", "turn"],
+    "lbproxy/proxy": ["exchange", "exchanger", "forwarding", "headers", "plain", "reading", "relay", "request", "turn"],
     "lbproxy/control": ["histogram", "line", "recent", "telemetry", "writer"],
 }
 """By folder, what each request goes through."""
