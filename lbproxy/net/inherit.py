@@ -81,12 +81,14 @@ class Inherited:
         for name, sock in self._sockets:
             is_named = name in {"listen", "admin"}
             if sock.family == socket.AF_UNIX:
-                fits = sock.getsockname() == wanted.unix
+                fits = sock.getsockname() == wanted.unix and _is_reached(sock)
             else:
                 own_host, own_port = sock.getsockname()[:2]
                 fits = own_host in hosts and (own_port == wanted.port or (is_named and wanted.port == 0))
             (taken if fits and (name == key or not is_named) else rest).append((name, sock))
         self._sockets = rest
+        if wanted.unix is not None and taken and self.has_predecessor:  # systemd has a setting of its own for that
+            os.chmod(wanted.unix, wanted.file_mode)
         return [sock for _, sock in taken]
 
     def ready(self) -> None:
@@ -104,6 +106,11 @@ class Inherited:
         if self._ready_fd is not None:
             os.close(self._ready_fd)
         self._sockets, self._ready_fd = [], None
+
+
+def _is_reached(sock: socket.socket) -> bool:
+    """Whether the file of a Unix socket is still there: without it no client can connect."""
+    return os.path.exists(sock.getsockname())
 
 
 async def _addresses(host: str) -> set[str]:

@@ -114,6 +114,36 @@ def test_an_inherited_socket_is_taken_by_its_path(tmp_path: Path) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("restart", [True, False], ids=["SIGUSR2", "systemd"])
+def test_another_mode_holds_after_a_restart_but_systemd_s_is_systemd_s(tmp_path: Path, restart: bool) -> None:
+    async def main() -> None:
+        path = tmp_path / "s"
+        reading, writing = os.pipe()
+        inherited = Inherited([("listen", bind_unix(str(path), 0o600))], writing if restart else None)
+        (sock,) = await inherited.take("listen", Address(unix=str(path), mode="0666"))
+        assert stat.S_IMODE(path.stat().st_mode) == (0o666 if restart else 0o600)
+        sock.close()
+        inherited.close()
+        os.close(reading)
+        if not restart:
+            os.close(writing)
+
+    run(main())
+
+
+def test_an_inherited_socket_whose_file_was_removed_is_not_taken(tmp_path: Path) -> None:
+    """No client reaches it any more; the restart opens another one at the path."""
+
+    async def main() -> None:
+        path = tmp_path / "s"
+        inherited = Inherited([("listen", bind_unix(str(path), 0o600))])
+        path.unlink()
+        assert await inherited.take("listen", Address(unix=str(path))) == []
+        inherited.close()
+
+    run(main())
+
+
 def test_an_inherited_socket_that_fits_no_setting_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     sock = bind_unix(str(tmp_path / "s"), 0o660)
     Inherited([("", sock)]).close()
