@@ -57,7 +57,7 @@ class Exchange(ABC):
     cors = ""
     """Field lines that its response gets in place of the endpoint's own; "" = the settings allow no origins."""
     step = Step.READING
-    _work: asyncio.Task[None] | Connection | Relay | asyncio.TimerHandle | None = None
+    _work: asyncio.Task[None] | Connection | Relay | asyncio.TimerHandle | None
     """What is under way in this step: a dial, the connection that the request went out on, a relay, a timer."""
     _ticket: Ticket | None = None
     """The attempt that runs."""
@@ -74,6 +74,7 @@ class Exchange(ABC):
 
     def __init__(self, shared: Exchanger, client: Client, record: RequestRecord, *, keep_alive: bool) -> None:
         self._shared = shared
+        self._work = None  # not in the class: mypyc leaves out a default of None for more than one other type
         self.client = client
         self.record = record
         self.keep_alive = keep_alive
