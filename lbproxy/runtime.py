@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from math import inf
 from typing import Final, Protocol
 
 from lbproxy.config import Settings
@@ -27,6 +28,7 @@ from lbproxy.core.retry import FailureKind, UpstreamError, Verdict
 from lbproxy.core.server_info import Description
 from lbproxy.core.snapshot import PoolSnapshot
 from lbproxy.core.types import (
+    Endpoint,
     EndpointSpec,
     EndpointUid,
     Health,
@@ -42,6 +44,10 @@ from lbproxy.core.types import (
 from lbproxy.pulse import Pulse
 
 logger = logging.getLogger("lbproxy")
+LOOK_S: Final = 2.0
+"""What a request waits at most for endpoints to say whether they have its model."""
+LOOK_AGAIN_S: Final = 5.0
+"""Between two such looks, whoever wants whatever."""
 
 
 class Sink(Protocol):
@@ -88,7 +94,19 @@ class Runtime:
         self.move_stranded: Callable[[], None] | None = None
         """Told, now and then, on which endpoints requests wait in vain: whoever has such should send them elsewhere."""
         self._check_due = False
+        self._members: dict[EndpointUid, Endpoint] = {}
+        self._drained: set[str] = set()
+        """URLs of endpoints that an operator drained, members or not: names of the settings come and go with DNS."""
         self._model_readers: dict[EndpointUid, ModelReader] = {}
+        self._look_ends: asyncio.TimerHandle | None = None
+        """All endpoints are being asked for their models, since somebody wants one that none listed."""
+        self._looked_at = -inf
+        self._unheard: set[EndpointUid] = set()
+        """Those of them that did not say yet."""
+        self._lookers: list[Callable[[], None]] = []
+        """To be called when that is over."""
+        self._wakers: dict[EndpointUid, Callable[[], None]] = {}
+        """Scrapers, to be called when their endpoints come up."""
         self._ended: list[RequestRecord] = []
         """What the sinks are told of at the end of this turn of the loop."""
 
@@ -179,6 +197,13 @@ class Runtime:
     def set_endpoints(self, specs: Sequence[EndpointSpec]) -> EndpointChanges:
         """The complete set, from discovery."""
         changes = self._balancer.set_endpoints(specs, now=self.now())
+        for gone in changes.removed:
+            del self._members[gone.uid]
+        for new in (*changes.added, *changes.changed):
+            self._members[new.uid] = new
+        for new in changes.added:
+            if new.base_url in self._drained:
+                self._balancer.drain(new.uid)
         self._pump_soon()
         return changes
 
@@ -230,16 +255,27 @@ class Runtime:
             if transition.after is Health.DOWN and not self._check_due:
                 self._check_due = True
                 self.loop.call_soon(self.check)
+            elif transition.before is Health.EJECTED:  # probers ask one that was down
+                self.doubt_models(transition.endpoint.uid)
+            if transition.after is Health.UP and (wake := self._wakers.get(transition.endpoint.uid)) is not None:
+                wake()
         self._transitions.clear()
 
     def drain(self, uid: EndpointUid, *, draining: bool = True) -> None:
-        """Give an endpoint no new requests (or again); what runs there finishes."""
+        """Give an endpoint no new requests (or again); what runs there finishes. That holds for its address, also if
+        discovery loses it for a while.
+        """
         self._balancer.drain(uid, draining=draining)
+        if (member := self._members.get(uid)) is not None:
+            (self._drained.add if draining else self._drained.discard)(member.base_url)
         self._pump_soon()
 
     def report_models(self, uid: EndpointUid, cards: Iterable[ModelCard] | None) -> None:
         """What an endpoint says it serves; None if it cannot say."""
         self._balancer.report_models(uid, cards)
+        self._unheard.discard(uid)
+        if self._look_ends is not None and not self._unheard:
+            self._end_look()
         self._pump_soon()
 
     def report_description(self, uid: EndpointUid, said: Description) -> None:
@@ -271,6 +307,45 @@ class Runtime:
         reader = self._model_readers.get(uid)
         if reader is not None:
             reader.doubt_models()
+
+    def lists_adapter(self, model: str | None) -> bool:
+        """Whether an endpoint lists `model`, and as an adapter."""
+        return any(card.id == model and card.parent is not None for card in self.model_cards())
+
+    def look_for_models(self, looked: Callable[[], None]) -> bool:
+        """Somebody wants a model that no endpoint listed: ask all of them anew, once in `LOOK_AGAIN_S` at most.
+
+        Returns whether that goes on; then `looked` is called when it is over, within `LOOK_S`. Many random names cost
+        no more than one.
+        """
+        if self._look_ends is None:
+            if self.now() < self._looked_at + LOOK_AGAIN_S:
+                return False
+            members = self._members.values()
+            self._unheard = {one.uid for one in members if one.models is None and self.health(one.uid) is Health.UP}
+            if not self._unheard:
+                return False
+            self._looked_at = self.now()
+            self._look_ends = self.loop.call_later(LOOK_S, self._end_look)
+            for uid in self._unheard:
+                self.doubt_models(uid)
+        self._lookers.append(looked)
+        return True
+
+    def _end_look(self) -> None:
+        if self._look_ends is not None:
+            self._look_ends.cancel()
+            self._look_ends = None
+        lookers, self._lookers = self._lookers, []
+        for looked in lookers:
+            looked()
+
+    def wakes_scraper(self, uid: EndpointUid, wake: Callable[[], None] | None) -> None:
+        """Call `wake` when this endpoint comes up: its metrics are wanted at once. None = no more."""
+        if wake is None:
+            self._wakers.pop(uid, None)
+        else:
+            self._wakers[uid] = wake
 
     def scrape_sent(self, uid: EndpointUid) -> None:
         """A scrape leaves now."""

@@ -152,11 +152,12 @@ class Entries:
         names: Iterable[Known] = (),
     ) -> None:
         """`own`: where lbproxy listens. `names`: such of which something is known already."""
+        names = list(names)
         by_entry = {one.entry: one for one in names}
         self.entries = entries
         self.certificates = certificates
         self.addresses = [one for one in entries if not one.is_name and not one.is_file]
-        self.names: list[Known] = [by_entry.get(one) or known_of(one, own) for one in entries if one.is_name]
+        self.names: list[Known] = [by_entry.get(one) or known_of(one, own, names) for one in entries if one.is_name]
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -246,9 +247,9 @@ class Discovery:
         """Those of the settings, in their order."""
 
     async def under(self, settings: Settings) -> Discovery:
-        """The same under other settings. Names and files that stay are known as before, others are asked once: a set
-        without their addresses would empty a pool that only changed how it is written down. Raises ConfigError if
-        certificates cannot be read.
+        """The same under other settings. What is known of names and files stays known, whatever else their entries say,
+        and those that changed are asked once: a set without their addresses would empty a pool that only changed how it
+        is written down. Raises ConfigError if certificates cannot be read.
         """
         resolver = self._resolver if settings.dns == self._settings.dns else None
         certificates = await asyncio.to_thread(read_certificates, settings.endpoints)

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
@@ -56,6 +56,11 @@ class KnownName:
         """Addresses in the last answer that had some, those beyond MAX_ENDPOINTS too."""
         self.problem: str | None = None
         """Why the last resolution brought nothing; None if it brought addresses, and before the first."""
+
+    def inherit(self, other: KnownName) -> None:
+        """Believe what was believed under other settings of this name, whatever else its entry said."""
+        self.found = other.found
+        self._adopt(tuple(one for one in other._addresses if self._is_other(one)))
 
     @property
     def members(self) -> list[Member]:
@@ -143,6 +148,14 @@ class KnownService:
         self.problem: str | None = None
         """See KnownName."""
 
+    def inherit(self, other: KnownService) -> None:
+        """Believe what was believed under other settings of this name, whatever else its entry said."""
+        self._servers = tuple(self._allowed(other._servers))
+        self._names = {key: self._name(*key) for key in dict.fromkeys((one.target, one.port) for one in self._servers)}
+        for key, name in self._names.items():
+            name.inherit(other._names[key])
+        self._arrange(tuple)
+
     @property
     def authorities(self) -> list[str]:
         """The endpoints' `host:port`."""
@@ -226,6 +239,16 @@ class KnownService:
 Known: TypeAlias = KnownName | KnownService
 
 
-def known_of(entry: EndpointSettings, own: Sequence[Address]) -> Known:
-    """Of an entry that is a name."""
-    return KnownService(entry, own) if entry.is_srv else KnownName(entry, own)
+def known_of(entry: EndpointSettings, own: Sequence[Address], before: Iterable[Known] = ()) -> Known:
+    """Of an entry that is a name. `before`: what is known of names, of which those of the same host say something."""
+    if entry.is_srv:
+        service = KnownService(entry, own)
+        for one in before:
+            if isinstance(one, KnownService) and one.host == service.host:
+                service.inherit(one)
+        return service
+    name = KnownName(entry, own)
+    for one in before:
+        if isinstance(one, KnownName) and one.host == name.host:
+            name.inherit(one)
+    return name

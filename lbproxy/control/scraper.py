@@ -231,11 +231,17 @@ class Scraper:
             self._ask_load(engine is not None and self._shared.engines.tables[engine].asks_load(is_single=True))
             return
         self._shared.running += 1
+        came_up = asyncio.Event()
+        self._runtime.wakes_scraper(self.endpoint.uid, came_up.set)
         try:
             while True:
                 due_at = await self.turn()
-                await asyncio.sleep(max(0.0, due_at - self._runtime.now()))
+                due = self._runtime.loop.call_later(due_at - self._runtime.now(), came_up.set)
+                await came_up.wait()
+                due.cancel()
+                came_up.clear()
         finally:
+            self._runtime.wakes_scraper(self.endpoint.uid, None)
             self._shared.running -= 1
 
     async def turn(self) -> float:

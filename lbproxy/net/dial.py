@@ -11,13 +11,12 @@ import socket
 from typing import Final
 
 from lbproxy.core.credentials import Proxy
+from lbproxy.net.names import Names
 from lbproxy.net.origin import Origin
 from lbproxy.net.tls import handshake_problem
 from lbproxy.net.tunnel import ask_for_tunnel
-from lbproxy.net.vanished import find_vanished
 from lbproxy.pulse import Pulse
 
-USER_TIMEOUT_S = 30.0
 RECEIVE_BUFFER_BYTES = 64 << 10
 """SO_RCVBUF: a slow client stops the endpoint after this and the client's own buffers, not after the kernel's 6 MB."""
 
@@ -36,21 +35,23 @@ def reason(error: OSError) -> str:
     return os.strerror(error.errno)
 
 
-async def open_socket(loop: asyncio.AbstractEventLoop, pulse: Pulse, origin: Origin, timeout_s: float) -> socket.socket:
+async def open_socket(
+    loop: asyncio.AbstractEventLoop, pulse: Pulse, names: Names, origin: Origin, timeout_s: float
+) -> socket.socket:
     """A connected socket that leads to `origin`. Raises OSError; TimeoutError after `timeout_s`.
 
     A proxy may take as long again for its response to CONNECT.
     """
     if origin[3] is not None:
-        return await _open_tunnel(loop, pulse, origin[3], Origin((origin[0], origin[1])), timeout_s)
+        return await _open_tunnel(loop, pulse, names, origin[3], Origin((origin[0], origin[1])), timeout_s)
     if origin.socket_path is not None:
         async with pulse.timeout(timeout_s):
             return await _open_unix(origin.socket_path)
-    return await _open_tcp(loop, pulse, origin[0], origin[1], timeout_s)
+    return await _open_tcp(loop, pulse, names, origin[0], origin[1], timeout_s)
 
 
 async def _open_tunnel(
-    loop: asyncio.AbstractEventLoop, pulse: Pulse, proxy: Proxy, target: Origin, timeout_s: float
+    loop: asyncio.AbstractEventLoop, pulse: Pulse, names: Names, proxy: Proxy, target: Origin, timeout_s: float
 ) -> socket.socket:
     """A connected socket that a proxy joins to `target`. Raises OSError.
 
@@ -58,7 +59,7 @@ async def _open_tunnel(
     not mean that the endpoint's process is gone.
     """
     try:
-        sock = await _open_tcp(loop, pulse, proxy.host, proxy.port, timeout_s)
+        sock = await _open_tcp(loop, pulse, names, proxy.host, proxy.port, timeout_s)
     except TimeoutError:
         raise OSError(f"proxy {proxy}: no connection within {timeout_s:g} s") from None
     except OSError as error:
@@ -107,7 +108,7 @@ async def _open_unix(path: str) -> socket.socket:
 
 
 async def _open_tcp(
-    loop: asyncio.AbstractEventLoop, pulse: Pulse, host: str, port: int, timeout_s: float
+    loop: asyncio.AbstractEventLoop, pulse: Pulse, names: Names, host: str, port: int, timeout_s: float
 ) -> socket.socket:
     """A connected socket to the first address of `host` that answers. Raises OSError; TimeoutError after `timeout_s`.
 
@@ -115,7 +116,7 @@ async def _open_tcp(
     """
     deadline = loop.time() - pulse.stalled_s() + timeout_s
     async with pulse.timeout(timeout_s):
-        addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = await names.addresses(host, port)
     error: OSError | None = None
     for tried, (family, kind, protocol, _, address) in enumerate(addresses):
         try:
@@ -136,11 +137,12 @@ async def _open_tcp(
             raise
         else:
             return sock
-    raise error or OSError(f"{host} has no address")
+    names.doubt(host, port)
+    assert error is not None
+    raise error
 
 
 def _tune(sock: socket.socket) -> None:
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    find_vanished(sock, USER_TIMEOUT_S)

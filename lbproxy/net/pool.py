@@ -27,9 +27,11 @@ from lbproxy.core.retry import FailureKind, UpstreamError
 from lbproxy.net.corked import Cork, Corked
 from lbproxy.net.dial import OUR_FAULT, open_socket, open_transport, reason
 from lbproxy.net.h1 import MAX_HEAD_BYTES, Framing, PayloadWatcher, ProtocolError, ResponseHead, parse_head
+from lbproxy.net.names import Names
 from lbproxy.net.origin import Origin
 from lbproxy.net.patience import Limits, Patience
 from lbproxy.net.tls import client_context
+from lbproxy.net.vanished import find_vanished
 from lbproxy.pulse import Pulse
 
 IDLE_S = 3.0
@@ -40,6 +42,7 @@ breaks later died with the request on it, which must then not be sent again: it 
 SWEEP_S: Final = 0.25
 CLOSING_S: Final = 0.01
 """An aborted transport lets go of its descriptor some turns of the loop later."""
+UNTAKEN_S: Final = 600.0
 MAX_INFORMATIONAL: Final = 8
 """1xx answers before the real one."""
 
@@ -292,6 +295,10 @@ class ConnectionPool:
         self.loop = asyncio.get_running_loop()
         self.pulse = pulse or Pulse()
         self.cork = Cork(self.loop)
+        self.names = Names(self.loop)
+        self.untaken_s = UNTAKEN_S
+        """How long the host of an endpoint may take nothing of what was sent. A busy server reads no large body for as
+        long as it is busy, so this is no shorter than a response may take to begin."""
         self._stalled_s = 0.0
         """By how much the limits of all connections were prolonged so far."""
         self._idle: defaultdict[Origin, dict[Connection, float]] = defaultdict(dict)
@@ -321,12 +328,13 @@ class ConnectionPool:
         """
         try:
             try:
-                sock = await open_socket(self.loop, self.pulse, origin, timeout_s)
+                sock = await open_socket(self.loop, self.pulse, self.names, origin, timeout_s)
             except OSError as error:
                 if error.errno not in OUR_FAULT or not self._close_idle():
                     raise
                 await asyncio.sleep(CLOSING_S)
-                sock = await open_socket(self.loop, self.pulse, origin, timeout_s)
+                sock = await open_socket(self.loop, self.pulse, self.names, origin, timeout_s)
+            find_vanished(sock, self.untaken_s)
             try:
                 if origin[2] is None:
                     connection = Connection(self, origin)
@@ -400,6 +408,7 @@ class ConnectionPool:
     def close(self) -> None:
         """Close every connection at once."""
         self._sweeper.cancel()
+        self.names.close()
         for task in self._dialling:
             task.cancel()
         for connection in [*self._busy, *(c for idle in self._idle.values() for c in idle)]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from http import HTTPStatus
 from math import ceil
 
 from lbproxy.core.flows import MAX_RETRY_AFTER_S
 from lbproxy.core.openai import REASON_FIELD, error_body
-from lbproxy.core.types import LbError, Outcome
+from lbproxy.core.types import LbError, Outcome, Ticket
 from lbproxy.proxy.headers import status_line
 
 # The names that users of llm-d's endpoint picker look for.
@@ -68,3 +69,14 @@ def model_not_found(model: str | None) -> LbError:
         f"The model `{model}` does not exist; GET /v1/models lists those that do.",
         param="model",
     )
+
+
+def refusal(ticket: Ticket, model: str | None) -> LbError:
+    """Of a request for `model` that got no place."""
+    outcome = ticket.outcome
+    assert outcome is not None
+    if outcome is Outcome.MODEL_NOT_FOUND:
+        return model_not_found(model)
+    if outcome.value.status != HTTPStatus.TOO_MANY_REQUESTS:
+        return LbError(outcome)
+    return LbError(outcome, ticket.refusal and ticket.refusal.message, retry_after_s=ticket.retry_after_s)

@@ -19,11 +19,9 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from http import HTTPStatus
-from typing import TypeVarTuple
+from typing import TypeAlias, TypeVarTuple
 
 from lbproxy.config import Settings
-from lbproxy.core.explain import compact
 from lbproxy.core.orca import read_field
 from lbproxy.core.record import RequestRecord
 from lbproxy.core.retry import STATUS_FAILURES, FailureKind, UpstreamError
@@ -32,9 +30,8 @@ from lbproxy.core.types import EndpointUid, InferenceRequest, LbError, Outcome, 
 from lbproxy.net.h1 import ResponseHead
 from lbproxy.net.origin import Origin
 from lbproxy.net.pool import Connection
-from lbproxy.proxy.answers import model_not_found
+from lbproxy.proxy.answers import refusal
 from lbproxy.proxy.exchanger import LARGE_BODY_BYTES, Exchanger
-from lbproxy.proxy.forwarding import VIA_US
 from lbproxy.proxy.headers import client_head
 from lbproxy.proxy.relay import Client, Relay, can_go_on, end_opened, is_json
 from lbproxy.proxy.request import ClientRequest
@@ -42,6 +39,7 @@ from lbproxy.proxy.steps import Step
 
 logger = logging.getLogger("lbproxy")
 Arguments = TypeVarTuple("Arguments")
+Work: TypeAlias = asyncio.Task[None] | Connection | Relay | asyncio.TimerHandle | None
 
 
 class Exchange(ABC):
@@ -57,19 +55,21 @@ class Exchange(ABC):
     cors = ""
     """Field lines that its response gets in place of the endpoint's own; "" = the settings allow no origins."""
     step = Step.READING
-    _work: asyncio.Task[None] | Connection | Relay | asyncio.TimerHandle | None
+    _work: Work
     """What is under way in this step: a dial, the connection that the request went out on, a relay, a timer."""
     _ticket: Ticket | None = None
     """The attempt that runs."""
     _opened: Relay | None = None
     """Of whatever attempt: the relay whose head, of a stream, the client has, and nothing of a body yet."""
+    _looked = False
+    """Endpoints were asked anew whether they have the model."""
     _failed: frozenset[EndpointUid] = frozenset()
     """Endpoints whose attempts failed."""
     _kinds: tuple[FailureKind, ...] = ()
     """Why they did."""
     _accused: EndpointUid | None = None
     """The one of them that answered 500."""
-    _last = Outcome.COMPLETED
+    _last: Outcome | None = None
     """How the last of them ended."""
 
     def __init__(self, shared: Exchanger, client: Client, record: RequestRecord, *, keep_alive: bool) -> None:
@@ -146,9 +146,7 @@ class Exchange(ABC):
 
     # Steps
 
-    def _enter(
-        self, step: Step, work: asyncio.Task[None] | Connection | Relay | asyncio.TimerHandle | None = None
-    ) -> None:
+    def _enter(self, step: Step, work: Work = None) -> None:
         """The only place where the step changes. What was under way is over, or was let go of."""
         self.step = step
         self._work = work
@@ -186,7 +184,8 @@ class Exchange(ABC):
     def _place(self) -> None:
         """Begin an attempt: ask for an endpoint."""
         self._enter(Step.PLACING)
-        ticket = self._shared.runtime.submit(self.placed, self._failed, self._settled_later, self._accused)
+        settled = lambda ticket: self._guarded(self._settled, ticket)  # noqa: E731
+        ticket = self._shared.runtime.submit(self.placed, self._failed, settled, self._accused)
         self._ticket = ticket
         if ticket.wait is not None:
             self.record.waits(ticket)
@@ -195,14 +194,15 @@ class Exchange(ABC):
         elif self.record.trace is not None:
             self.record.trace.waiting_since = ticket.submitted_at
 
-    def _settled_later(self, ticket: Ticket) -> None:
-        self._guarded(self._settled, ticket)
-
     def _settled(self, ticket: Ticket) -> None:
         """The ticket has a place, or will not get one."""
         if ticket.placed_on is None:
-            assert ticket.outcome is not None
-            self.refuse(self._refusal(ticket.outcome))
+            if ticket.outcome is Outcome.MODEL_NOT_FOUND and not self._looked:
+                self._looked = True
+                if self._shared.runtime.look_for_models(lambda: self._guarded(self._place_after_look)):
+                    self._enter(Step.LOOKING)
+                    return
+            self.refuse(self._refusal(ticket))
             return
         assert ticket.placed_at is not None
         endpoint, record = ticket.placed_on.endpoint, self.record
@@ -222,6 +222,10 @@ class Exchange(ABC):
             self._send(ticket, connection)
         else:
             self._dial(ticket)
+
+    def _place_after_look(self) -> None:
+        if self.step is Step.LOOKING:
+            self._place()
 
     def _dial(self, ticket: Ticket) -> None:
         endpoint = ticket.where.endpoint
@@ -268,7 +272,15 @@ class Exchange(ABC):
             self._cannot_go_on(head, ticket)
             return
         reusable = self.keep_alive and not self.request.http10
-        answer = client_head(head, self._own_fields(), chunked=False, keep_alive=reusable) + body
+        answer = (
+            client_head(
+                head,
+                self._own_fields(),
+                chunked=False,
+                keep_alive=reusable,
+            )
+            + body
+        )
         record.status = head.status
         record.outcome = Outcome.COMPLETED
         record.response_bytes = len(answer)
@@ -307,7 +319,11 @@ class Exchange(ABC):
             return
         relay = Relay(head, connection, ticket, self.record, self._shared.runtime, self)
         self._enter(Step.RELAYING, relay)
-        relay.begin(self, self._own_fields(), opened=self._opened)
+        relay.begin(
+            self,
+            self._own_fields(),
+            opened=self._opened,
+        )
 
     def _cannot_go_on(self, head: ResponseHead, ticket: Ticket) -> None:
         """The client has the head of a stream, and this is the head of something else."""
@@ -431,12 +447,9 @@ class Exchange(ABC):
         """Whether a 404 can only mean that the endpoint has a listed adapter no more: on a path that every model server
         has, for a model that is listed as an adapter. It is asked at once for what it does serve.
         """
-        runtime, model = self._shared.runtime, self.placed.model
-        if not self.request.route.has_prompt or ticket.placed_on is None:
+        if not self.request.route.has_prompt or not self._shared.runtime.lists_adapter(self.placed.model):
             return False
-        if all(card.id != model or card.parent is None for card in runtime.model_cards()):
-            return False
-        runtime.doubt_models(ticket.placed_on.endpoint.uid)
+        self._shared.runtime.doubt_models(ticket.where.endpoint.uid)
         return True
 
     def _note(self, ticket: Ticket, kind: FailureKind, label: str) -> None:
@@ -478,22 +491,10 @@ class Exchange(ABC):
 
     # What the client is told
 
-    def _refusal(self, outcome: Outcome) -> LbError:
-        if outcome is Outcome.MODEL_NOT_FOUND:
-            return model_not_found(self.record.alias or self.placed.model)
-        if outcome is Outcome.NO_ENDPOINTS and self._last is not Outcome.COMPLETED and self._shared.runtime.any_up():
+    def _refusal(self, ticket: Ticket) -> LbError:
+        if ticket.outcome is Outcome.NO_ENDPOINTS and self._last is not None and self._shared.runtime.any_up():
             return LbError(self._last)  # a live pool broke this request
-        ticket = self._ticket
-        if ticket is None or outcome.value.status != HTTPStatus.TOO_MANY_REQUESTS:
-            return LbError(outcome)
-        return LbError(outcome, ticket.refusal and ticket.refusal.message, retry_after_s=ticket.retry_after_s)
+        return refusal(ticket, self.record.alias or self.placed.model)
 
     def _own_fields(self) -> str:
-        record, shared = self.record, self._shared
-        always = f"{self.cors}{VIA_US}x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n"
-        if not shared.expose_endpoint:
-            return always
-        fields = f"{always}x-lbproxy-endpoint: {record.endpoint}\r\n"
-        if record.decision is None or not shared.explain_header or not self.request.fields.explain:
-            return fields
-        return f"{fields}x-lbproxy-explain: {compact(record.decision)}; queue_ms={1000.0 * record.queue_s:.1f}\r\n"
+        return self._shared.own_fields(self.record, self.cors, explain=self.request.fields.explain)

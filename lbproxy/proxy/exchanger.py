@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 from lbproxy.config import Settings
+from lbproxy.core.explain import compact
+from lbproxy.core.record import RequestRecord
 from lbproxy.net.patience import Limits
 from lbproxy.net.pool import ConnectionPool
+from lbproxy.proxy.forwarding import VIA_US
 from lbproxy.runtime import Runtime
 
 LARGE_BODY_BYTES: Final = 16 << 10
@@ -29,3 +32,15 @@ class Exchanger:
     def under(self, settings: Settings) -> Exchanger:
         """The same under other settings, for exchanges to come."""
         return Exchanger(settings, self.runtime, self.connections)
+
+    def own_fields(self, record: RequestRecord, cors: str, *, explain: bool) -> str:
+        """The field lines of ours in a response, each with its CRLF. `cors`: those about origins, which go first;
+        `explain`: the client would like to know why its request went where it went.
+        """
+        always = f"{cors}{VIA_US}x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n"
+        if not self.expose_endpoint:
+            return always
+        fields = f"{always}x-lbproxy-endpoint: {record.endpoint}\r\n"
+        if not explain or record.decision is None or not self.explain_header:
+            return fields
+        return f"{fields}x-lbproxy-explain: {compact(record.decision)}; queue_ms={1000.0 * record.queue_s:.1f}\r\n"

@@ -4,7 +4,9 @@ step          event                                                         next
 READING       the request was read                                          PLACING
 PLACING       placed, and a kept connection is there                        SENT
               placed, and none is there                                     DIALLING
+              no endpoint listed its model, and all are asked anew          LOOKING
               there is no place for it                                      OVER
+LOOKING       they were asked                                               PLACING
 DIALLING      connected                                                     SENT
               failed                                                        PLACING or OVER *
               stranded                                                      BACKING_OFF *
@@ -31,6 +33,7 @@ class Step(Enum):
 
     READING = "reading"
     PLACING = "placing"
+    LOOKING = "looking for its model"
     DIALLING = "dialling"
     SENT = "sent"
     RELAYING = "relaying"
@@ -40,7 +43,8 @@ class Step(Enum):
 
 NEXT_STEPS: Final = {
     Step.READING: frozenset({Step.PLACING, Step.OVER}),
-    Step.PLACING: frozenset({Step.SENT, Step.DIALLING, Step.OVER}),
+    Step.PLACING: frozenset({Step.SENT, Step.DIALLING, Step.LOOKING, Step.OVER}),
+    Step.LOOKING: frozenset({Step.PLACING, Step.OVER}),
     Step.DIALLING: frozenset({Step.SENT, Step.PLACING, Step.BACKING_OFF, Step.OVER}),
     Step.SENT: frozenset({Step.RELAYING, Step.DIALLING, Step.BACKING_OFF, Step.OVER}),
     Step.RELAYING: frozenset({Step.BACKING_OFF, Step.OVER}),

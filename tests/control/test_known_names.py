@@ -304,6 +304,27 @@ def test_under_other_settings_what_is_known_stays_and_what_is_new_is_asked_first
     run(main())
 
 
+def test_a_silent_nameserver_empties_no_pool_that_is_written_down_otherwise() -> None:
+    """What is known is known of the name, whatever else its entry says."""
+
+    async def main() -> None:
+        answers = Answers(old=says("10.0.0.1", "10.0.0.2"))
+        it = discovery(answers, "dns+http://old:8000")
+        await it.resolve_once()
+        answers.lookups["old"] = both(TIMEOUT)
+        text = "endpoints: [{url: 'dns+http://old:8000', engine: vllm, weight: 2}, 'dns+http://old:9000']"
+        after = await it.under(parse(text, environ={}))
+        assert [one.name for one in after.endpoints()] == [
+            f"10.0.0.{n}:{port}" for port in (8000, 9000) for n in (1, 2)
+        ]
+        assert [one.weight for one in after.endpoints()] == [2.0, 2.0, 1.0, 1.0]
+        answers.lookups["old"] = says("10.0.0.2")
+        await after.resolve_once()
+        assert [one.name for one in after.endpoints()] == ["10.0.0.2:8000", "10.0.0.2:9000"]
+
+    run(main())
+
+
 def test_a_resolver_is_closed_when_its_successor_has_another() -> None:
     closed: list[object] = []
 

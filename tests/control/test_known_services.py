@@ -7,7 +7,7 @@ from collections.abc import Collection
 import pytest
 
 from lbproxy.config import MAX_ENDPOINTS, EndpointSettings, parse
-from lbproxy.control.known import MAX_TARGETS, KnownService
+from lbproxy.control.known import MAX_TARGETS, KnownService, known_of
 from lbproxy.control.resolver import EMPTY, FAILED, NXDOMAIN, OK, TIMEOUT, Answer, Lookup, Server, Services, answer
 
 NAME = "srv+http://_vllm._tcp.llm.test"
@@ -164,8 +164,12 @@ def test_with_tls_targets_are_of_the_services_domain() -> None:
     assert named.targets(records) == ["a.llm.test", "b.evil.test", "c.evilllm.test"]
 
 
-def test_an_entry_is_compared_by_all_its_keys() -> None:
-    """What is known of a name outlives a reload only under the same keys."""
-    one = EndpointSettings(url=NAME)
-    assert KnownService(one).entry == EndpointSettings(url=NAME)
-    assert one != EndpointSettings(url=NAME, weight=2.0)
+def test_what_is_known_outlives_other_settings_of_the_name() -> None:
+    before = Service()
+    assert before.told(says("0 0 8000 a.llm.test", "1 0 8001 b.llm.test"))
+    after = known_of(EndpointSettings(url=NAME, weight=2.0), (), [before])
+    assert after.entry.weight == 2.0
+    assert after.members == before.members
+    assert after.results == {}, "it is asked again"
+    other = known_of(EndpointSettings(url="srv+http://other.test"), (), [before])
+    assert other.members == []

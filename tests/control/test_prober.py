@@ -9,6 +9,7 @@ import pytest
 
 from lbproxy.config import HealthSettings
 from lbproxy.control.prober import ask_health, ask_models
+from lbproxy.core.breaker import Cause
 from lbproxy.core.credentials import ApiKey, Tls
 from lbproxy.core.retry import FailureKind, UpstreamError
 from lbproxy.core.types import EndpointSpec, Health
@@ -307,5 +308,27 @@ def test_probes_show_the_key_over_tls() -> None:
                 await until(lambda: up(r))
             assert {one.path for one in server.requests} == {"/health", "/v1/models"}
             assert {one.field("authorization") for one in server.requests} == {"Bearer sk-1"}
+
+    run(main())
+
+
+def test_one_that_comes_back_from_an_ejection_is_asked_for_its_models_at_once() -> None:
+    async def main() -> None:
+        slow = HealthSettings(interval=0.01, models_interval=3600.0, timeout=5.0)
+        async with (
+            ScriptedEndpoint({"/health": OK, "/v1/models": model_list("a")}) as server,
+            rig(spec(server), health=slow) as r,
+            running(r.prober(r.endpoints[0]).run),
+        ):
+            await until(lambda: up(r))
+            server.scripts["/v1/models"] = model_list("b")
+            state = r.balancer._endpoints.get(r.endpoints[0].uid)
+            assert state is not None
+            r.balancer._judge._eject(state, Cause.FAULTS, "test", r.runtime.now())
+            assert [card.id for card in r.runtime.model_cards()] == ["a"]
+            state.breaker.until = r.runtime.now()
+            r.balancer._judge.due_at = r.runtime.now()
+            r.runtime.check()
+            await until(lambda: [card.id for card in r.runtime.model_cards()] == ["b"])
 
     run(main())

@@ -195,6 +195,26 @@ def test_only_endpoints_that_are_up_are_scraped() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("first", ["starting", "down"])
+def test_an_endpoint_that_comes_up_is_scraped_at_once(first: str) -> None:
+    """Not an interval later: until then only our own requests there are known."""
+
+    async def main() -> None:
+        slow = ScrapeSettings(interval=60.0, stale_after=120.0)
+        async with ScriptedEndpoint({"/metrics": GOOD}) as server, rig(spec(server), scrape=slow) as r:
+            if first == "down":
+                r.bring_up()
+                r.take_down(r.endpoints[0])
+            async with running(r.scraper(r.endpoints[0]).run):
+                await asyncio.sleep(0.05)
+                assert server.asked("/metrics") == 0
+                for _ in range(r.health.rise):
+                    r.runtime.report_health(r.endpoints[0].uid, True, "test")
+                await until(lambda: server.asked("/metrics"))
+
+    run(main())
+
+
 def test_an_endpoint_without_metrics_ends_its_scraper() -> None:
     async def main() -> None:
         async with ScriptedEndpoint({}) as server, rig(spec(server, metrics=None)) as r:

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -13,6 +14,7 @@ from lbproxy.core.retry import FailureKind, UpstreamError
 from lbproxy.net import pool as pool_module
 from lbproxy.net.fetch import fetch
 from lbproxy.net.h1 import ResponseHead, request_head
+from lbproxy.net.names import Address, Names
 from lbproxy.net.origin import Origin
 from lbproxy.net.patience import Limits
 from lbproxy.net.pool import Connection, ConnectionPool
@@ -157,30 +159,18 @@ def test_a_name_with_several_addresses_is_tried_in_order() -> None:
         async with ScriptedEndpoint() as endpoint:
             pool = ConnectionPool()
             loop = asyncio.get_running_loop()
-            real = loop.getaddrinfo
 
-            async def two(*_: object, **__: object) -> object:
-                kinds = await real("127.0.0.1", endpoint.port, type=socket.SOCK_STREAM)
+            async def two(*_: object) -> Sequence[Address]:
+                kinds = await loop.getaddrinfo("127.0.0.1", endpoint.port, type=socket.SOCK_STREAM)
                 dead = [(*kind[:4], ("127.0.0.2", 9)) for kind in kinds]
                 return [*dead, *kinds]
 
-            pool.loop = Loop(loop, two)  # type: ignore[assignment]
+            pool.names = Names(loop, two)
             connection = await pool.connect(Origin(("two.example", 1)), 5.0)
             connection.abort()
             pool.close()
 
     run(main())
-
-
-class Loop:
-    """A loop with a resolver of the test's."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, resolve: object) -> None:
-        self._loop = loop
-        self.getaddrinfo = resolve
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._loop, name)
 
 
 class Receiver:
