@@ -45,6 +45,7 @@ ELSEWHERE = {
     ("configuration.md", "cfg.yaml: 6 problems"): "tests/e2e/test_docs.py, with the refused settings before it",
     ("configuration.md", "OPTIONS /v1"): "tests/proxy/test_cors.py",
     ("configuration.md", "HTTP/1.1 204"): "tests/proxy/test_cors.py",
+    ("configuration.md", "curl --unix-socket"): "tests/e2e/test_unix_sockets.py: a client that asks by the path",
     ("docker.md", "docker compose"): "tests/test_deploy.py: its files and services exist",
     ("docker.md", "MODEL="): "tests/test_deploy.py: its files and services exist",
     ("docker.md", "docker build"): "tests/test_deploy.py: hadolint reads the Dockerfile; there is no docker here",
@@ -57,6 +58,7 @@ PICTURES = {
     ("architecture.md", "lbproxy/"),
     ("architecture.md", "config <-"),
     ("routing.md", "request ──▶"),
+    ("failures.md", "stateDiagram-v2\n    direction LR"),  # of net.patience's table: tests/proxy/test_patience.py
     ("admin.md", "lbproxy 0.1.0"),  # what `lbproxy status` drew: tests/test_terminal.py
 }
 COMMAND = re.compile(r"^(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\S*/)?(make|lbproxy|python|pip) ", re.MULTILINE)
