@@ -112,8 +112,8 @@ class TimeoutSettings(Section):
     """Seconds without a byte from the endpoint in mid-answer."""
     client_head: Timeout = 10.0
     """Seconds for a request's head, from its first byte; for the first one from the connection (HAProxy's advice)."""
-    client_body: Timeout = 120.0
-    """Seconds for a request's whole body to arrive."""
+    client_body: Timeout = 3600.0
+    """Seconds for a request's whole body to arrive: a far bound, as `limits.body_rate` ends what is too slow."""
     client_stall: Timeout = 60.0
     """Seconds in which a client must take some of what waits for it, else it is cut off (nginx's default)."""
     client_idle: Timeout = 75.0

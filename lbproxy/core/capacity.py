@@ -11,7 +11,8 @@ costs far more than too high, a hit is believed at once, and a miss when the one
 against hits from farther off; but each miss that hits speak against makes these count a little less.
 
 Invariants: a key is remembered exactly while no request in flight uses it and its segment is not forgotten; `_blocks`
-says how many keys each segment has, and `_rest` what else was used then that nobody can ask for again: answers.
+says how many keys each segment has, and `_rest` what else was used then that nobody can ask for again: answers. Empty
+segments are at most as many as the others, and `FEW_SEGMENTS`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ DOUBT: Final = 0.99
 """What is left of a hit's word when a miss contradicts it. After a restart that nobody told of there are many such."""
 GUESSED_TOKENS: Final = 2_000_000
 """Of a cache whose size nobody says. High: half the true size was found to cost far more than twice."""
+FEW_SEGMENTS: Final = 64
+"""So many are too few to look for empty ones."""
 SMALLEST_TOKENS: Final = 100_000
 """Caches of servers that are worth balancing are hardly smaller."""
 
@@ -116,7 +119,7 @@ def between(least: float, most: float) -> float:
 class CapacityLearner:
     """One endpoint's. A call costs about 0.1 µs for each block in it."""
 
-    __slots__ = ("_blocks", "_first", "_idle", "_rest", "_shared", "listens", "size")
+    __slots__ = ("_between", "_blocks", "_compact_at", "_first", "_idle", "_rest", "_shared", "listens", "size")
 
     def __init__(self, shared: Size) -> None:
         self.size = Size()
@@ -131,6 +134,10 @@ class CapacityLearner:
         """The oldest segment's number."""
         self._blocks = [0]
         self._rest = [0.0]
+        self._between = [0.0]
+        """The rest between each segment and the one before it."""
+        self._compact_at = FEW_SEGMENTS
+        """How many segments there may be until the empty ones are given up."""
 
     def placed(self, placement: Placement) -> None:
         """Note how far a request's blocks are. To be called before it is counted anywhere."""
@@ -192,7 +199,7 @@ class CapacityLearner:
         for (first, segment), (end, _) in pairwise([*runs, (depth, -1)][: MAX_STEPS + 1]):
             at = segment - self._first
             younger = sum(blocks[at + 1 :]) + blocks[at] / 2.0
-            rest = sum(self._rest[at + 1 :]) + self._rest[at] / 2.0
+            rest = sum(self._rest[at + 1 :]) + sum(self._between[at + 1 :]) + self._rest[at] / 2.0
             distance = max(distance, used_tokens + younger * block_tokens + rest)
             steps.append(Step(first, end, distance))
         for segment in taken:
@@ -223,13 +230,41 @@ class CapacityLearner:
         if self._blocks[-1] >= SEGMENT_BLOCKS:
             self._blocks.append(0)
             self._rest.append(0.0)
+            self._between.append(0.0)
+            if len(self._blocks) > self._compact_at:
+                self._compact()
         while len(idle) > max_blocks:
             for _ in range(self._blocks.pop(0)):
                 idle.popitem(last=False)
-            del self._rest[0]
+            del self._rest[0], self._between[0]
             self._first += 1
             if not self._blocks:
-                self._blocks, self._rest = [0], [0.0]
+                self._blocks, self._rest, self._between = [0], [0.0], [0.0]
+
+    def _compact(self) -> None:
+        """Give up segments of which each block was used again: what they hold lies between others from now on. Without
+        this each request of a long conversation would leave one for ever.
+        """
+        newest = len(self._blocks) - 1
+        blocks: list[int] = []
+        rest: list[float] = []
+        between: list[float] = []
+        numbers: dict[int, int] = {}
+        passed = 0.0
+        for at, count in enumerate(self._blocks):
+            passed += self._between[at]
+            if count or at == newest:
+                numbers[self._first + at] = len(blocks)
+                blocks.append(count)
+                rest.append(self._rest[at])
+                between.append(passed)
+                passed = 0.0
+            else:
+                passed += self._rest[at]
+        for key, segment in self._idle.items():
+            self._idle[key] = numbers[segment]
+        self._first, self._blocks, self._rest, self._between = 0, blocks, rest, between
+        self._compact_at = 2 * len(blocks) + FEW_SEGMENTS
 
     def forget(self, *, undo_misses: bool = False) -> None:
         """The endpoint lost what it had cached. Its size is the same. `undo_misses`: the last ones were of that."""
@@ -237,4 +272,5 @@ class CapacityLearner:
             self.size.undo_misses()
             self._shared.undo_misses()
         self._idle.clear()
-        self._first, self._blocks, self._rest = 0, [0], [0.0]
+        self._first, self._blocks, self._rest, self._between = 0, [0], [0.0], [0.0]
+        self._compact_at = FEW_SEGMENTS

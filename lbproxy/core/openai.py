@@ -31,8 +31,6 @@ REASON_FIELD: Final = "x-lbproxy-reason"
 """Names the code on every error of our own, for those who do not read its body."""
 MAX_MODEL_CARDS: Final = 10_000
 MAX_TOKENS: Final = 1 << 31
-MULTIPART_MODEL_BYTES: Final = 64 << 10
-"""How far into a multipart body the `model` field is looked for."""
 
 
 class BodyFacts(NamedTuple):
@@ -120,40 +118,6 @@ def _is_too_deep(fields: dict[str, Any], text: bytes) -> bool:
 
 
 _MANY_VALUES: Final = 500
-
-
-_DISPOSITION: Final = re.compile(rb"(?:^|\r\n)content-disposition:[ \t]*form-data;([^\r\n]*)\r\n", re.IGNORECASE)
-_NAMED_MODEL: Final = re.compile(rb"(?:^|;)[ \t]*name=(?:\"model\"|model)[ \t]*(?:;|$)", re.IGNORECASE)
-
-
-def read_multipart_model(body: bytes) -> str | None:
-    """The `model` field of a multipart form, if it stands in the first 64 KiB. Raises LbError if it is no name.
-
-    Linear: the first part of that name decides, and nothing is searched twice.
-    """
-    span = _multipart_model(body)
-    if span is None:
-        return None
-    model = body[span[0] : span[1]].decode("utf-8", "replace").strip()
-    check_model_name(model)
-    return model
-
-
-def _multipart_model(body: bytes) -> tuple[int, int] | None:
-    """From where to where the field's value goes."""
-    for part in _DISPOSITION.finditer(body, 0, MULTIPART_MODEL_BYTES):
-        if _NAMED_MODEL.search(part[1]) is None:
-            continue
-        begin = body.find(b"\r\n\r\n", part.end() - 2, MULTIPART_MODEL_BYTES) + 4
-        end = body.find(b"\r\n--", begin, MULTIPART_MODEL_BYTES)
-        return None if begin < 4 or end < 0 else (begin, end)
-    return None
-
-
-def rename_multipart_model(body: bytes, model: str) -> bytes:
-    """A form with another model in the field that `read_multipart_model` read; all other bytes unchanged."""
-    span = _multipart_model(body)
-    return body if span is None else body[: span[0]] + model.encode() + body[span[1] :]
 
 
 _STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)

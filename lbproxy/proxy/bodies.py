@@ -70,7 +70,7 @@ async def read_body(
 
 async def _read_up_to(limit: int, content: StreamReader, reader: Reader, overload: Overload) -> bytes:
     """Raises TimeoutError when the time is over, or as soon as less than the rate came for each second after the first
-    `GRACE_S`.
+    `GRACE_S`. The rate decides: a large body over a slow line takes long.
     """
     loop = asyncio.get_running_loop()
     began, timeout_s, rate = loop.time(), reader.settings.timeouts.client_body, reader.settings.limits.body_rate

@@ -6,15 +6,9 @@ from typing import Final
 
 from lbproxy.config import Settings
 from lbproxy.core.flows import FlowRules
+from lbproxy.core.forms import read_form_model, rename_form_model
 from lbproxy.core.models import Aliases, resolve
-from lbproxy.core.openai import (
-    BodyFacts,
-    read_json_body,
-    read_multipart_model,
-    rename_model,
-    rename_multipart_model,
-    with_model,
-)
+from lbproxy.core.openai import BodyFacts, read_json_body, rename_model, with_model
 from lbproxy.core.prefix import BlockKey, flatten, hash_prompt
 from lbproxy.core.record import RequestRecord
 from lbproxy.core.types import InferenceRequest, ModelCard
@@ -92,7 +86,7 @@ class Reading:
         if has_json(request):
             renamed = rename_model(body, model, outline if body is request.body else None)
         else:
-            renamed = rename_multipart_model(body, model)
+            renamed = rename_form_model(body, request.fields.content_type, model)
         return facts._replace(model=model), renamed
 
     def model_cards(self) -> list[ModelCard]:
@@ -112,7 +106,7 @@ class Reading:
             model = resolve(None, self._runtime.base_models())
             return facts._replace(model=model), with_model(body, model)
         if _is_read(request) and b"multipart/form-data" in request.fields.content_type:
-            named = read_multipart_model(body)
+            named = read_form_model(body, request.fields.content_type)
             return BodyFacts(resolve(named, self._runtime.base_models()) if is_inference else named), body
         return BodyFacts(None), body
 

@@ -89,6 +89,28 @@ TARGETS = [
 ]
 
 
+TARGETS += [
+    case(
+        "target",
+        f"{method}, Max-Forwards: {value}",
+        "9110 7.6.2",
+        f"{method} /v1/completions/x HTTP/1.1\r\nHost: lb\r\nMax-Forwards: {value}\r\n\r\n".encode(),
+        status,
+        closes=status == 400,
+        seen=int(value == "3" and status == 200),
+        body=b"",
+        own=True,
+    )
+    for method, value, status in (
+        ("OPTIONS", "0", 200),
+        ("OPTIONS", "3", 200),
+        ("OPTIONS", "x", 400),
+        ("TRACE", "0", 405),
+        ("TRACE", "3", 405),
+    )
+]
+
+
 def field(value: str | bytes, *, host: bool = True) -> bytes:
     return http(value, LENGTH, host=host)
 

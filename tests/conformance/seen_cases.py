@@ -147,6 +147,7 @@ CASES = [
             ("x_forwarded-proto", "https"),
             ("X_API_Key", "k"),
             ("x_request_id", "mine"),
+            ("max_forwards", "0"),
             ("x-gateway_destination-endpoint", "10.0.0.9:80"),
         )
     ),

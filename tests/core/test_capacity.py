@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lbproxy.core.capacity import (
     DOUBT,
+    FEW_SEGMENTS,
     GUESSED_TOKENS,
     SEGMENT_BLOCKS,
     SMALLEST_TOKENS,
@@ -259,3 +262,30 @@ def test_an_upper_bound_that_answers_contradict_is_not_believed() -> None:
     size.learn(300_000.0, None)
     size.limit(200_000.0)
     assert size.tokens == size.space_tokens == 300_000
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 60), st.integers(0, 500)), min_size=1, max_size=400),
+    st.sampled_from([200, 2000]),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_is_given_up_changes_no_distance(requests: list[tuple[int, int, int]], most: int) -> None:
+    bounded, unbounded = CapacityLearner(Size()), CapacityLearner(Size())
+    unbounded._compact_at = 1 << 30  # as before: it keeps them all
+    for first, count, rest in requests:
+        keys = range(first * 20, first * 20 + count)
+        found = [look_up(one, keys, beside=float(count)) for one in (bounded, unbounded)]
+        assert found[0] == found[1]
+        for one in (bounded, unbounded):
+            one.remember(keys, 0, rest_tokens=float(rest), max_blocks=most)
+    assert bounded._idle.keys() == unbounded._idle.keys()
+    assert len(bounded._blocks) <= 2 * sum(count > 0 for count in bounded._blocks) + FEW_SEGMENTS + 2
+
+
+def test_a_long_conversation_leaves_no_segment_for_each_of_its_requests() -> None:
+    """It kept one for ever: 40 bytes each, and milliseconds to add them up."""
+    learner = CapacityLearner(Size())
+    for length in range(20, 3000):
+        look_up(learner, range(length))
+        learner.remember(range(length), 0, rest_tokens=10.0, max_blocks=math.inf)
+    assert len(learner._blocks) <= 2 * FEW_SEGMENTS

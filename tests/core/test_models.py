@@ -14,9 +14,7 @@ from lbproxy.config import parse
 from lbproxy.core.models import Aliases
 from lbproxy.core.openai import (
     MAX_MODEL_KEYS,
-    read_multipart_model,
     rename_model,
-    rename_multipart_model,
 )
 from lbproxy.core.outline import outline
 from lbproxy.core.types import LbError, ModelCard
@@ -187,14 +185,3 @@ def test_many_keys_are_refused_before_they_take_long() -> None:
     with pytest.raises(LbError):
         rename_model(nested, "B")
     rename_model(nested.replace(b'{"model":"a"}', b"1", 1), "B")
-
-
-def form(*parts: tuple[str, str]) -> bytes:
-    lines = [f'--B\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n' for name, value in parts]
-    return ("".join(lines) + "--B--\r\n").encode()
-
-
-def test_a_forms_model() -> None:
-    before = form(("file", "RIFF"), ("model", "whisper"), ("x", "model"))
-    assert read_multipart_model(before) == "whisper"
-    assert rename_multipart_model(before, "B") == form(("file", "RIFF"), ("model", "B"), ("x", "model"))

@@ -16,7 +16,6 @@ from lbproxy.core.openai import (
     model_list,
     read_json_body,
     read_model_list,
-    read_multipart_model,
     with_model,
 )
 from lbproxy.core.types import LbError, Outcome
@@ -146,31 +145,6 @@ def test_a_model_is_put_in_without_touching_the_rest(fields: dict[str, object], 
         spliced = with_model(body, model)
         assert json.loads(spliced) == {"model": model, **fields}
         assert spliced.endswith(body.lstrip()[1:].lstrip())
-
-
-def form(name: str, value: str, disposition: str = "Content-Disposition") -> bytes:
-    return (
-        f'--B\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nsome bytes\r\n'
-        f"--B\r\n{disposition}: form-data; name={name}\r\n\r\n{value}\r\n--B--\r\n"
-    ).encode()
-
-
-def test_a_forms_model_is_found() -> None:
-    assert read_multipart_model(form('"model"', "whisper")) == "whisper"
-    assert read_multipart_model(form("model", "whisper", "content-disposition")) == "whisper"
-    assert read_multipart_model(form('"prompt"', "whisper")) is None
-    assert read_multipart_model(b"x" * 70_000 + form('"model"', "late")) is None
-    with pytest.raises(LbError):
-        read_multipart_model(form('"model"', ""))
-
-
-@pytest.mark.parametrize(
-    "line",
-    [b"\r\ncontent-disposition: form-data; name=model", b"\r\nContent-Disposition: form-data;" + b" name=model" * 40],
-)
-def test_a_form_without_an_end_is_no_form(line: bytes) -> None:
-    """It took 0.8 s of the event loop when each line was tried as the beginning."""
-    assert read_multipart_model(line * 2000) is None
 
 
 def test_no_model_means_the_only_one() -> None:

@@ -9,7 +9,15 @@ from tests.fuzz import heads
 from tests.fuzz.__main__ import FUZZERS, run
 from tests.fuzz.strictness import RULES
 
-RUNS = {"heads": 8000, "chunks": 6000, "metrics": 6000, "bodies": 12_000, "events": 12_000, "settings": 2000}
+RUNS = {
+    "heads": 8000,
+    "chunks": 6000,
+    "metrics": 6000,
+    "bodies": 12_000,
+    "forms": 6000,
+    "events": 12_000,
+    "settings": 2000,
+}
 
 
 @pytest.mark.parametrize("name", FUZZERS)

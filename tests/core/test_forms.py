@@ -1,0 +1,114 @@
+"""The model of a multipart form, wherever it stands in it. What parsers could differ about: tests/fuzz/forms.py."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lbproxy.core.forms import MAX_PART_HEAD_BYTES, MAX_PARTS, read_form_model, rename_form_model
+from lbproxy.core.types import LbError
+
+KIND = b"multipart/form-data; boundary=b0und"
+
+
+def part(name: str, value: bytes, more: str = "", *, head: str = "Content-Disposition: form-data; ") -> bytes:
+    return f"--B0und\r\n{head}name={name}{more}\r\n\r\n".encode() + value + b"\r\n"
+
+
+def form(*parts: bytes) -> bytes:
+    return b"".join(parts) + b"--B0und--\r\n"
+
+
+FILE = part('"file"', b"RIFF" + bytes(range(256)) * 1000, '; filename="a \\"b\\".wav"\r\nContent-Type: audio/wav')
+MODEL = part('"model"', b"whisper-1")
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (MODEL, FILE),
+        (FILE, MODEL),  # OpenAI's own example
+        (FILE * 3, part('"prompt"', b"model"), MODEL, part('"n"', b"1")),
+        (part("model", b"whisper-1", head="content-disposition:form-data;"),),
+        (part('"model"', b" whisper-1\n"),),
+        (part('"model"', b"whisper-1", "\r\nContent-Type: text/plain; charset=utf-8"),),
+        (part('"file"', b"\r\n--B0un\r\n--B0undx\r\n" + MODEL[9:], '; filename="x"'), MODEL),
+    ],
+)
+def test_it_is_found_and_replaced(parts: tuple[bytes, ...]) -> None:
+    body = form(*parts)
+    assert read_form_model(body, KIND) == "whisper-1"
+    renamed = rename_form_model(body, KIND, "ümlaut")
+    assert read_form_model(renamed, KIND) == "ümlaut"
+    assert rename_form_model(renamed, KIND, "x") == rename_form_model(body, KIND, "x"), "nothing else is another"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        form(),
+        form(FILE),
+        form(part('"MODEL"', b"m")),
+        form(part('"model"', b"m", '; filename="m"')),
+        form(part('"model"', b"m", '; name="x"')),
+        form(part('"mod\\el"', b"m")),
+        form(MODEL)[:-8],
+        form(MODEL, b"--B0und\nsome take LF for its end\r\n"),
+        form(FILE[:-2] + b"\n", MODEL),
+        form(FILE[:-2] + b"\r", MODEL),
+        form(MODEL, b"--B0und\r\nno colon\r\n\r\nx\r\n"),
+        form(MODEL, b"--B0und\r\nContent-Type: text/plain\r\n\r\nx\r\n"),
+        b"preamble\r\n" + form(MODEL),
+        form(part('"file"', b"", "\r\nX: " + "y" * MAX_PART_HEAD_BYTES), MODEL),
+        form(part('"n"', b"1") * MAX_PARTS, MODEL),
+        b"",
+        b"--B0und",
+    ],
+)
+def test_what_has_none_or_could_be_read_in_two_ways_has_none(body: bytes) -> None:
+    assert read_form_model(body, KIND) is None
+    assert rename_form_model(body, KIND, "x") == body
+
+
+def test_a_form_of_another_boundary_has_none() -> None:
+    for kind in (b"multipart/form-data", b"multipart/form-data; boundary=other", b"multipart/form-data; boundary="):
+        assert read_form_model(form(MODEL), kind) is None
+    assert read_form_model(form(MODEL), b'multipart/form-data; charset=x; boundary="b0und"') == "whisper-1"
+
+
+@pytest.mark.parametrize("parts", [(MODEL, FILE, MODEL), (part('"model"', b""),), (part('"model"', b"x" * 257),)])
+def test_two_of_them_and_what_is_no_name_are_refused(parts: tuple[bytes, ...]) -> None:
+    with pytest.raises(LbError):
+        read_form_model(form(*parts), KIND)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["model", "file", "prompt"]), st.binary(max_size=40)), max_size=6))
+def test_it_is_what_was_put_in(parts: list[tuple[str, bytes]]) -> None:
+    parts = [(name, b"m" if name == "model" else value.replace(b"--B0und", b"")) for name, value in parts]
+    body = form(*(part(f'"{name}"', value) for name, value in parts))
+    models = [value for name, value in parts if name == "model"]
+    if len(models) > 1:
+        with pytest.raises(LbError):
+            read_form_model(body, KIND)
+    else:
+        assert read_form_model(body, KIND) == ("m" if models else None)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"--B0und\r\n" + b"\r\n--B0und" * 400_000,
+        b"--B0und\r\ncontent-disposition: form-data" + b"; name=model" * 300_000,
+        form(part('"n"', b"1") * 100_000),
+        b"--B0und\r\n" + b"Content-Disposition: form-data; name=a\r\n\r\n" * 90_000,
+        form(part('"file"', b"\r\n--B0und-" * 400_000), MODEL),
+    ],
+)
+def test_4_mb_of_anything_take_no_longer_than_to_read_them(body: bytes) -> None:
+    """Each byte is looked at a fixed number of times: half a second is a hundred times what it takes."""
+    began = time.process_time()
+    read_form_model(body, KIND)
+    assert time.process_time() - began < 0.5
