@@ -118,11 +118,12 @@ class Runtime:
         avoid: frozenset[EndpointUid],
         settled: Callable[[Ticket], None],
         accused: EndpointUid | None = None,
+        again: bool = False,
     ) -> Ticket:
         """A ticket: placed or refused at once, as nearly always, or waiting: then `settled` is called when it is one or
-        the other, in a later turn of the loop. The caller must `close` it. `avoid` and `accused`: see the Balancer.
+        the other, in a later turn of the loop. The caller must `close` it. `avoid`, `accused` and `again`: see the Balancer.
         """
-        ticket = self._balancer.submit(request, now=self.now(), avoid=avoid, accused=accused)
+        ticket = self._balancer.submit(request, now=self.now(), avoid=avoid, accused=accused, again=again)
         if self._transitions:
             self._tell()
         if ticket.state is TicketState.WAITING:

@@ -138,11 +138,12 @@ class Balancer:
         now: float,
         avoid: frozenset[EndpointUid] = frozenset(),
         accused: EndpointUid | None = None,
+        again: bool = False,
     ) -> Ticket:
         """Ask for a place. The ticket comes back placed, closed with the reason, or waiting (then `poll` returns it).
 
         `avoid`: endpoints that failed this request already. If only such ones are left, NO_ENDPOINTS. `accused`: that
-        of them that answered it 500, if one did.
+        of them that answered it 500, if one did. `again`: it has asked before, and counts towards no limit anew.
         """
         ticket = Ticket(request, now, now + self._queue_timeout_s, avoid)
         ticket.flow = flow = self._flows.of(request.flow, now)
@@ -150,7 +151,7 @@ class Balancer:
             ticket.accused = accused
         if request.deadline is not None:
             ticket.deadline = min(ticket.deadline, request.deadline)
-        if not avoid:
+        if not (avoid or again):
             self._retries.requested(now=now)
             if flow.limited:
                 ticket.refusal = self._flows.admit(flow, request, now)

@@ -185,8 +185,8 @@ class Exchange(ABC):
         """Begin an attempt: ask for an endpoint."""
         self._enter(Step.PLACING)
         settled = lambda ticket: self._guarded(self._settled, ticket)  # noqa: E731
-        ticket = self._shared.runtime.submit(self.placed, self._failed, settled, self._accused)
-        self._ticket = ticket
+        submit, again = self._shared.runtime.submit, self._ticket is not None
+        self._ticket = ticket = submit(self.placed, self._failed, settled, self._accused, again)
         if ticket.wait is not None:
             self.record.waits(ticket)
         if ticket.state is not TicketState.WAITING:

@@ -64,7 +64,9 @@ MAX_HEAD_BYTES: Final = 64 << 10
 HOST: Final = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9\-._~!$&'()*+;=]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?")
 """RFC 3986, section 3.2.2, and a port. Without the comma, which makes one of two."""
 _MEANINGFUL: Final = (
-    NOT_FORWARDED | CREDENTIALS | HINTS | FORWARDED | TRACE_FIELDS | {b"content-type", b"content-encoding", b"via"}
+    NOT_FORWARDED
+    | (CREDENTIALS | HINTS | FORWARDED | TRACE_FIELDS)
+    | {b"content-type", b"content-encoding", b"via", b"max-forwards"}
 )
 _PRIORITY: Final = re.compile(rb"-?[0-9]{1,3}")
 _MILLISECONDS: Final = re.compile(rb"[0-9]{1,9}")

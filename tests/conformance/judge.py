@@ -29,6 +29,8 @@ def as_any_gateway(case: ClientCase, heard: Heard, endpoint: Endpoint) -> str:
     served = 1 <= len(seen) <= case.most and len(good) == len(seen)
     if case.must is Must.REFUSE:
         return "" if refused else f"not refused: {len(seen)} seen, {_statuses(heard)}"
+    if case.must is Must.SERVE and case.seen == 0:  # by the gateway itself
+        return "" if good and not seen else f"not served: {len(seen)} seen, {_statuses(heard)}"
     if case.must is Must.SERVE:
         return "" if served and len(seen) == case.most else f"not served: {len(seen)} seen, {_statuses(heard)}"
     return "" if refused or served else f"neither served nor refused: {len(seen)} seen, {_statuses(heard)}"
