@@ -31,7 +31,7 @@ COMPILED = {
             "choice",
             "endpoints",
         ),
-        *("estimate", "explain", "flows", "judge", "learning", "lora", "openai", "outline", "placement"),
+        *("estimate", "explain", "flows", "judge", "learning", "lora", "large_json", "openai", "outline", "placement"),
         *(
             "policy",
             "prefix",

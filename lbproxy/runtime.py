@@ -121,7 +121,7 @@ class Runtime:
         again: bool = False,
     ) -> Ticket:
         """A ticket: placed or refused at once, as nearly always, or waiting: then `settled` is called when it is one or
-        the other, in a later turn of the loop. The caller must `close` it. `avoid`, `accused` and `again`: see the Balancer.
+        the other, in a later turn of the loop. The caller must `close` it. Of the others see the Balancer.
         """
         ticket = self._balancer.submit(request, now=self.now(), avoid=avoid, accused=accused, again=again)
         if self._transitions:

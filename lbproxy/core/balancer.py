@@ -16,8 +16,7 @@ are considered in the order of service, first of all those in its line, and of t
 there. Nothing is looked at while nothing happens, but for the moment in which an endpoint has worked off enough.
 
 Invariants: an endpoint's in-flight count is the number of its PLACED tickets; a ticket closes once (a second `close` is
-a no-op); choosing and counting happen without anything in between, so two requests are never placed on one stale
-picture; nothing here awaits, so every method is atomic on an event loop.
+a no-op); nothing here awaits, so no two requests are placed on one stale picture.
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ class Balancer:
         """Ask for a place. The ticket comes back placed, closed with the reason, or waiting (then `poll` returns it).
 
         `avoid`: endpoints that failed this request already. If only such ones are left, NO_ENDPOINTS. `accused`: that
-        of them that answered it 500, if one did. `again`: it has asked before, and counts towards no limit anew.
+        of them that answered it 500. `again`: it has asked before, and counts towards no limit anew.
         """
         ticket = Ticket(request, now, now + self._queue_timeout_s, avoid)
         ticket.flow = flow = self._flows.of(request.flow, now)

@@ -6,7 +6,6 @@ raised. Bodies are never changed, but for the model name, which `with_model` and
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -14,19 +13,11 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
-from lbproxy.core.outline import WHOLE_BYTES, cost, outline
+from lbproxy.core.large_json import LargeJson, load_json
+from lbproxy.core.outline import MAX_DEPTH, WHOLE_BYTES, too_deep
 from lbproxy.core.types import LbError, ModelCard, Outcome
 
 MAX_MODEL_CHARS: Final = 256
-LENIENT_JSON_COST: Final = 4 << 20
-"""Up to here (see `core.outline`) a body that orjson refuses (NaN, lone surrogates) is read again by the standard
-library, which is slower, but accepts what the model servers' own parsers accept."""
-_UTF8: Final = {"utf-8", "utf-8-sig"}
-"""What JSON is written in between systems (RFC 8259, section 8.1). Python's json would read UTF-16 too, other servers
-would not, and nothing could be put into it as bytes."""
-MAX_DEPTH: Final = 900
-"""How deep a request body is nested at most. Python's own json, which model servers read it with, takes no more than
-1000 less what stands on its stack, and a server that fails over a body would be blamed for it."""
 REASON_FIELD: Final = "x-lbproxy-reason"
 """Names the code on every error of our own, for those who do not read its body."""
 MAX_MODEL_CARDS: Final = 10_000
@@ -46,20 +37,22 @@ class BodyFacts(NamedTuple):
     """The whole body, parsed; empty unless it is JSON."""
 
 
-def read_json_body(body: bytes, text: bytes | None = None) -> BodyFacts:
+def read_json_body(body: bytes, large: LargeJson | None = None) -> BodyFacts:
     """What is to be known of a JSON request body. Of duplicate keys the last counts, as in Python's json.
 
-    `text`: its outline, if that was made; else it is made here, in one go, if the body is large (`core.outline`).
+    `large`: how it was read already, in turns; else a large one is read so here, in one go.
     Raises LbError INVALID_JSON (not JSON, not an object, too deep, too much structure) or MISSING_MODEL (a `model` that
     is no usable name). An absent `model` is no error here.
     """
-    if text is None:
-        text = body if len(body) <= WHOLE_BYTES else outline(body)
-    fields = _load(text)
+    if large is None and len(body) > WHOLE_BYTES:
+        large = LargeJson(body)
+        while large.step():
+            pass
+    fields = load_json(body) if large is None else large.value
     if not isinstance(fields, dict):
         raise LbError(Outcome.INVALID_JSON, "The request body must be a JSON object.")
-    if len(text) > 2 * MAX_DEPTH and _is_too_deep(fields, text):
-        raise LbError(Outcome.INVALID_JSON, f"The request body is nested deeper than {MAX_DEPTH} levels.")
+    if large is None and len(body) > 2 * MAX_DEPTH and _is_too_deep(fields, body):
+        raise too_deep()
     model = fields.get("model")
     if "model" in fields:
         check_model_name(model)
@@ -77,21 +70,6 @@ def check_model_name(model: object) -> None:
     if not isinstance(model, str) or not 0 < len(model) <= MAX_MODEL_CHARS or not model.isprintable():
         text = f"`model` must be a string of 1 to {MAX_MODEL_CHARS} printable characters."
         raise LbError(Outcome.MISSING_MODEL, text, param="model")
-
-
-def _load(body: bytes) -> object:
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        problem = str(error)
-    if cost(body) <= LENIENT_JSON_COST and json.detect_encoding(body) in _UTF8:
-        try:
-            loaded: object = json.loads(body)
-        except (ValueError, RecursionError):
-            pass
-        else:
-            return loaded
-    raise LbError(Outcome.INVALID_JSON, f"The request body is not valid JSON: {problem}")
 
 
 def _is_too_deep(fields: dict[str, Any], text: bytes) -> bool:

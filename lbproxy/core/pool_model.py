@@ -12,6 +12,7 @@ from lbproxy.core.gaps import PoolGaps
 from lbproxy.core.learning import Samples
 from lbproxy.core.lora import LoadTimes
 from lbproxy.core.others import Mean
+from lbproxy.core.outline import KEPT_BYTES
 from lbproxy.core.prefill_work import work_tokens
 from lbproxy.core.prefix_index import MAX_ENTRIES, PrefixIndex
 from lbproxy.core.types import InferenceRequest, Usage
@@ -67,7 +68,7 @@ class PoolModel:
     def learn_usage(self, request: InferenceRequest, usage: Usage) -> None:
         """What the endpoint counted: how many bytes make a token."""
         tokens = usage.prompt_tokens or 0
-        if request.is_text(tokens):
+        if request.body_bytes <= KEPT_BYTES and request.is_text(tokens):  # of larger ones only parts are read
             self._seen_bytes = 0.98 * self._seen_bytes + request.prompt_bytes
             self._seen_tokens = 0.98 * self._seen_tokens + tokens
             self.bytes_per_token = self._seen_bytes / self._seen_tokens

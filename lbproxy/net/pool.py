@@ -43,6 +43,9 @@ SWEEP_S: Final = 0.25
 CLOSING_S: Final = 0.01
 """An aborted transport lets go of its descriptor some turns of the loop later."""
 UNTAKEN_S: Final = 600.0
+LARGE_BYTES: Final = 1 << 20
+"""A larger body is sent in slices, one a turn of the loop."""
+SLICE_BYTES: Final = 256 << 10
 MAX_INFORMATIONAL: Final = 8
 """1xx answers before the real one."""
 
@@ -99,6 +102,10 @@ class Connection:
         self._framing: Framing | None = None
         """Set from `relay` on, until the message is whole."""
         self._paused = False
+        self._is_full = False
+        """The transport takes no more for now."""
+        self._unsent: memoryview | None = None
+        """What the transport was not given yet of a large body."""
 
     # The exchange
 
@@ -116,8 +123,22 @@ class Connection:
             self._loop.call_soon(self._eof, None)
         elif len(body) < 16 << 10:
             transport.write(head + body)
-        else:
+        elif len(body) <= LARGE_BYTES:
             transport.writelines((head, body))
+        else:
+            transport.write(head)
+            self._unsent = memoryview(body)
+            self._send_more()
+
+    def _send_more(self) -> None:
+        """The next slice of a large body, which would hold the loop as a whole: it is copied, or encrypted."""
+        transport, body = self._transport, self._unsent
+        if transport is None or body is None or transport.is_closing() or self._is_full:
+            return
+        transport.write(body[:SLICE_BYTES])
+        self._unsent = body[SLICE_BYTES:] if len(body) > SLICE_BYTES else None
+        if self._unsent is not None:
+            self._loop.call_soon(self._send_more)
 
     def relay(self, head: ResponseHead, receiver: Receiver, watcher: PayloadWatcher | None) -> None:
         """Take the body: it goes to `receiver`, what is here already within this call. Call it from `Receiver.head`."""
@@ -152,7 +173,7 @@ class Connection:
 
     def abort(self) -> None:
         """Close at once, whatever goes on. Calls nobody. Legal at any time."""
-        self._receiver = None
+        self._receiver = self._unsent = None
         self._pool.forget(self)
         if self._transport is not None:
             self._transport.abort()
@@ -183,10 +204,13 @@ class Connection:
             self._find_head(receiver)
 
     def pause_writing(self) -> None:
-        """See asyncio.Protocol. A request that does not go out at once is ours, and whole: there is nobody to stop."""
+        """See asyncio.Protocol."""
+        self._is_full = True
 
     def resume_writing(self) -> None:
         """See asyncio.Protocol."""
+        self._is_full = False
+        self._send_more()
 
     def eof_received(self) -> None:
         """See asyncio.Protocol: None closes our side too, as no endpoint half-closes in mid-answer."""
@@ -259,7 +283,7 @@ class Connection:
         self._buffer = b""
         self.patience.over()
         transport = self._transport
-        if keeps and transport is not None and not transport.is_closing():
+        if keeps and self._unsent is None and transport is not None and not transport.is_closing():
             self._pool.keep(self, idle=not transport.get_write_buffer_size())
         else:
             self.abort()

@@ -7,8 +7,10 @@ from typing import Final
 from lbproxy.config import Settings
 from lbproxy.core.flows import FlowRules
 from lbproxy.core.forms import read_form_model, rename_form_model
+from lbproxy.core.large_json import LargeJson
 from lbproxy.core.models import Aliases, resolve
 from lbproxy.core.openai import BodyFacts, read_json_body, rename_model, with_model
+from lbproxy.core.outline import bytes_left_out
 from lbproxy.core.prefix import BlockKey, flatten, hash_prompt
 from lbproxy.core.record import RequestRecord
 from lbproxy.core.types import InferenceRequest, ModelCard
@@ -31,19 +33,21 @@ class Reading:
         self._served_until = float("-inf")
 
     def understand(
-        self, request: ClientRequest, record: RequestRecord, outline: bytes | None
+        self, request: ClientRequest, record: RequestRecord, large: LargeJson | None
     ) -> tuple[ClientRequest, InferenceRequest]:
         """The request as it is to be sent, and as the balancer sees it. Notes in `record` what is asked for.
 
-        `outline`: of the body, if that is JSON and one was made. Raises LbError.
+        `large`: its body, if that was read as JSON in turns. Raises LbError.
         """
-        facts, body = self._renamed(request, record, outline)
+        facts, body = self._renamed(request, record, large)
         if body is not request.body:
             request = request._replace(body=body)
         record.model, record.stream = facts.model, facts.stream
-        return request, self._placed(record, request, facts)
+        return request, self._placed(record, request, facts, is_large=large is not None)
 
-    def _placed(self, record: RequestRecord, request: ClientRequest, facts: BodyFacts) -> InferenceRequest:
+    def _placed(
+        self, record: RequestRecord, request: ClientRequest, facts: BodyFacts, *, is_large: bool
+    ) -> InferenceRequest:
         block_bytes, fields = self._runtime.block_bytes, request.fields
         model, stream, max_tokens, cache_salt, read = facts
         prompt_bytes = 0
@@ -52,6 +56,8 @@ class Reading:
             prompt = flatten(read)
             prompt_bytes = len(prompt)
             if prompt_bytes >= block_bytes:
+                if is_large:
+                    prompt_bytes += bytes_left_out(prompt, len(request.body))
                 keys = hash_prompt(prompt, model=model, salt=cache_salt, block_bytes=block_bytes)
         record.flow = flow = self._flow_rules.flow_of(record.key, fields.flow)
         slo_s = fields.slo_ttft_s
@@ -71,11 +77,13 @@ class Reading:
             request.route.is_inference or request.method not in {"POST", "PATCH"},
         )
 
-    def _renamed(self, request: ClientRequest, record: RequestRecord, outline: bytes | None) -> tuple[BodyFacts, bytes]:
+    def _renamed(
+        self, request: ClientRequest, record: RequestRecord, large: LargeJson | None
+    ) -> tuple[BodyFacts, bytes]:
         """What the body says, with the model to place by (None: any endpoint), and the body to send. Notes what the
         client called the model, if it used a name of the settings.
         """
-        facts, body = self._read(request, outline)
+        facts, body = self._read(request, large)
         name = facts.model
         if name is None or name not in self._aliases:
             return facts, body
@@ -84,7 +92,7 @@ class Reading:
         if model == name:
             return facts, body
         if has_json(request):
-            renamed = rename_model(body, model, outline if body is request.body else None)
+            renamed = rename_model(body, model, large.text if large is not None and body is request.body else None)
         else:
             renamed = rename_form_model(body, request.fields.content_type, model)
         return facts._replace(model=model), renamed
@@ -93,14 +101,14 @@ class Reading:
         """What clients may name: what the endpoints that are up serve, and the settings' names for it."""
         return self._aliases.listed(self._runtime.model_cards())
 
-    def _read(self, request: ClientRequest, outline: bytes | None) -> tuple[BodyFacts, bytes]:
+    def _read(self, request: ClientRequest, large: LargeJson | None) -> tuple[BodyFacts, bytes]:
         """The same by the name that the client used."""
         body = request.body
         is_inference = request.route.is_inference
         if has_json(request):
             if not body and not is_inference:
                 return BodyFacts(None), body
-            facts = read_json_body(body, outline)
+            facts = read_json_body(body, large)
             if facts.model is not None or not is_inference:
                 return facts, body
             model = resolve(None, self._runtime.base_models())

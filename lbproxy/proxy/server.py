@@ -21,6 +21,7 @@ from urllib.parse import unquote
 from aiohttp import web
 
 from lbproxy.config import Settings
+from lbproxy.core.large_json import LargeJson
 from lbproxy.core.openai import model_list
 from lbproxy.core.outline import WHOLE_BYTES
 from lbproxy.core.record import MAX_PATH_CHARS, RequestRecord
@@ -31,7 +32,7 @@ from lbproxy.net.listener import Listener, connections_within
 from lbproxy.net.vanished import find_vanished
 from lbproxy.proxy.adapters import AdapterCalls
 from lbproxy.proxy.answers import error_answer, model_not_found
-from lbproxy.proxy.bodies import outlined, read_body
+from lbproxy.proxy.bodies import read_body, read_large_json
 from lbproxy.proxy.connection import CLOSE, KEEP, ClientConnection
 from lbproxy.proxy.cors import Cors
 from lbproxy.proxy.deadlines import Deadlines
@@ -376,7 +377,7 @@ class FrontEnd(web.Server):
             self._answer(read, turn)
         else:
             self.overload.hold(turn, len(body))
-            self._answer(read, turn, await outlined(body))
+            self._answer(read, turn, await read_large_json(body))
 
     async def _change_adapters(self, request: ClientRequest, turn: Turn) -> None:
         record, settings = turn.record, turn.settings
@@ -385,8 +386,8 @@ class FrontEnd(web.Server):
         timeout_s, named = settings.timeouts.first_byte, settings.expose_endpoint
         turn.answer(*await self._adapter_calls.make(request, record.id, timeout_s=timeout_s, name_endpoints=named))
 
-    def _answer(self, request: ClientRequest, turn: Turn, outline: bytes | None = None) -> None:
-        """Begin the exchange of a request that was read whole; `outline`: of its body, if that is JSON.
+    def _answer(self, request: ClientRequest, turn: Turn, large: LargeJson | None = None) -> None:
+        """Begin the exchange of a request that was read whole; `large`: its body, if that is JSON and large.
 
         Raises LbError if nothing was sent.
         """
@@ -399,7 +400,7 @@ class FrontEnd(web.Server):
             raise self._refusal()
         if size > LARGE_BODY_BYTES and not turn.held_bytes:
             self.overload.hold(turn, size)
-        turn.start(*self._reading.understand(request, record, outline))
+        turn.start(*self._reading.understand(request, record, large))
 
     def _refusal(self) -> LbError:
         """What a request is told while no new ones are taken."""

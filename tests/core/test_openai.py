@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from lbproxy.core.models import resolve
 from lbproxy.core.openai import (
-    MAX_DEPTH,
     error_body,
     model_list,
     read_json_body,
     read_model_list,
     with_model,
 )
+from lbproxy.core.outline import MAX_DEPTH
 from lbproxy.core.types import LbError, Outcome
 
 

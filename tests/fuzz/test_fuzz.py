@@ -15,6 +15,7 @@ RUNS = {
     "metrics": 6000,
     "bodies": 12_000,
     "forms": 6000,
+    "segments": 6000,
     "events": 12_000,
     "settings": 2000,
 }

@@ -12,6 +12,7 @@ import pytest
 
 from lbproxy.core.retry import FailureKind, UpstreamError
 from lbproxy.net import pool as pool_module
+from lbproxy.net.corked import Corked
 from lbproxy.net.fetch import fetch
 from lbproxy.net.h1 import ResponseHead, request_head
 from lbproxy.net.names import Address, Names
@@ -285,6 +286,68 @@ def test_a_request_on_a_connection_that_was_just_lost_breaks() -> None:
             assert receiver.end is None, "not within the call"
             await until(lambda: receiver.end is not None, "told")
             pool.close()
+
+    run(main())
+
+
+@interpreted
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_large_body_leaves_in_slices_one_a_turn(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = bytes(range(256)) * (8 << 12)
+    writes: list[int] = []
+    write = Corked.write
+
+    def recorded(transport: Corked, data: bytes | bytearray | memoryview) -> None:
+        writes.append(len(data))
+        write(transport, data)
+
+    monkeypatch.setattr(Corked, "write", recorded)
+
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint:
+            pool = ConnectionPool()
+            for _ in range(2):
+                origin = Origin.parse(endpoint.url)
+                connection = pool.take(origin) or await pool.connect(origin, 5.0)
+                receiver = Receiver(connection)
+                head = request_head("POST", "/", "x", b"", len(body))
+                connection.send("POST", head, body, receiver, Limits(5.0, 5.0, 5.0))
+                await until(lambda: receiver.end is not None, "answered")  # noqa: B023 - called before the next one
+                assert receiver.end == "ended"
+                assert endpoint.requests[-1].body == body
+            assert len(endpoint.wires) == 1, "the connection is used again"
+            pool.close()
+
+    run(main(), plain=plain)
+    assert max(writes) == pool_module.SLICE_BYTES
+    assert sum(writes) > 2 * len(body)
+
+
+def test_a_response_before_the_whole_body_was_sent_ends_the_connection() -> None:
+    """What was not sent of it would be taken for the next request."""
+
+    async def main() -> None:
+        answered = asyncio.Event()
+
+        async def early(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer(status=413))
+            await answered.wait()
+            writer.close()
+
+        server = await asyncio.start_server(early, "127.0.0.1", 0)
+        pool = ConnectionPool()
+        body = bytes(32 << 20)
+        connection = await pool.connect(Origin(server.sockets[0].getsockname()[:2]), 5.0)
+        receiver = Receiver(connection)
+        head = request_head("POST", "/", "x", b"", len(body))
+        connection.send("POST", head, body, receiver, Limits(5.0, 5.0, 5.0))
+        await until(lambda: receiver.end is not None, "answered")
+        assert receiver.end == "ended"
+        assert pool.open_connections == 0
+        answered.set()
+        pool.close()
+        server.close()
 
     run(main())
 

@@ -138,9 +138,10 @@ def test_jobs_arrive_alike_whatever_the_policy() -> None:
                 now: float,
                 avoid: frozenset[EndpointUid] = frozenset(),
                 accused: EndpointUid | None = None,
+                again: bool = False,
             ) -> Ticket:
                 requests.append((now, request.id, request.prompt_bytes, request.stream))
-                return super().submit(request, now=now, avoid=avoid, accused=accused)
+                return super().submit(request, now=now, avoid=avoid, accused=accused, again=again)
 
         options = dataclasses.replace(STREAMS, stream_share=0.5, balancers=2)
         run(policy, shared(), options, kind=Watched)

@@ -89,9 +89,10 @@ class Recorder(Replica):
         now: float,
         avoid: frozenset[EndpointUid] = frozenset(),
         accused: EndpointUid | None = None,
+        again: bool = False,
     ) -> Ticket:
         self.events.append(Event(now, lambda it: it.submit(request, avoid)))
-        ticket = super().submit(request, now=now, avoid=avoid, accused=accused)
+        ticket = super().submit(request, now=now, avoid=avoid, accused=accused, again=again)
         self._decided(ticket, now)
         return ticket
 

@@ -1,0 +1,122 @@
+"""Large bodies that are read in many turns: what is read is what a parser reads in one."""
+
+from __future__ import annotations
+
+import json
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lbproxy.core import outline as outline_module
+from lbproxy.core.large_json import LargeJson, load_json
+from lbproxy.core.outline import bytes_left_out, outline
+from lbproxy.core.prefix import flatten
+from lbproxy.core.types import LbError
+
+MIB = 1 << 20
+SCALARS = st.sampled_from([0, -1.5, None, True, "", "a", 'q"', "\\", ",", "[", "]}", "\u00e9", "\U0001f600", "x" * 60])
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=6) | st.dictionaries(SCALARS.map(str), inner, max_size=4)
+)
+BODIES = st.dictionaries(st.sampled_from(["model", "messages", "prompt", "a", ""]), st.lists(VALUES, max_size=12))
+
+
+def read(body: bytes) -> LargeJson:
+    large = LargeJson(body)
+    while large.step():
+        pass
+    return large
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short slices and segments: what is cut somewhere is cut everywhere."""
+    monkeypatch.setattr(outline_module, "SLICE_BYTES", 24)
+    monkeypatch.setattr(outline_module, "SEGMENT_COST", 0)
+
+
+def by_one_parser(body: bytes) -> object:
+    try:
+        return load_json(body)
+    except LbError:
+        return LbError
+
+
+def by_segments(body: bytes) -> object:
+    try:
+        return read(body).value
+    except LbError:
+        return LbError
+
+
+@pytest.mark.usefixtures("small")
+@settings(max_examples=100, deadline=None)
+@given(body=BODIES, spaces=st.sampled_from([None, 1]), escaped=st.booleans())
+def test_segments_say_what_the_whole_says(body: object, spaces: int | None, escaped: bool) -> None:
+    text = json.dumps(body, indent=spaces, ensure_ascii=escaped).encode()
+    assert read(text).value == orjson.loads(text)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"a":[,1,2]}',
+        b'{"a":[1,,2]}',
+        b'{"a":[1,2,]}',
+        b'{"a":[1,2}',
+        b'{"a":[1,2]]',
+        b'{"a":[1,2]}{"a":[1,2]}',
+        b'{"a":[1,2],}',
+        b'[{"a":[1,2,3]}]',
+    ],
+)
+def test_no_comma_is_forgotten_at_a_cut(text: bytes) -> None:
+    assert by_segments(text) == by_one_parser(text)
+
+
+@pytest.mark.usefixtures("small")
+def test_of_equal_keys_the_last_counts() -> None:
+    text = b'{"a":[1,2,3],"b":[4,5],"a":[6,7,8],"a":[9,10,11],"b":0}'
+    assert read(text).value == {"a": [9, 10, 11], "b": 0}
+
+
+def test_a_million_tokens_are_parsed_in_many_turns() -> None:
+    body = b'{"model":"m","prompt":[' + b"12345," * 300_000 + b"1]}"
+    large = LargeJson(body)
+    steps = 1
+    while large.step():
+        steps += 1
+    assert steps > 15
+    assert large.value == {"model": "m", "prompt": [12345] * 300_000 + [1]}
+
+
+def test_long_texts_are_told_apart_and_counted_by_all_of_their_bytes() -> None:
+    """Documents of the same length, alike at both ends: their prefixes are not the same beyond where they differ."""
+    text = "all alike " * MIB
+    other = text[: 7 * MIB] + "X" + text[7 * MIB + 1 :]
+    prompts = [flatten(read(orjson.dumps({"prompt": one})).value) for one in (text, other, text)]  # type: ignore[arg-type]
+    assert prompts[0] == prompts[2] != prompts[1]
+    assert len(prompts[0]) < 5 * MIB
+    for prompt in prompts:
+        assert len(prompt) + bytes_left_out(prompt, 10**9) == pytest.approx(len(text), rel=0.01)
+    assert prompts[0][: 3 * MIB] == prompts[1][: 3 * MIB]
+
+
+@pytest.mark.parametrize("text", ["\u4e2d\u6587", "\U0001f600", "caf\u00e9 "])
+@pytest.mark.parametrize("escaped", [False, True])
+def test_text_of_any_language_can_be_shortened(text: str, escaped: bool) -> None:
+    """Also as Python's json writes it, all in escapes."""
+    body = json.dumps(
+        {"model": "m", "prompt": text * (24 * MIB // len(text) // (6 if escaped else 3))}, ensure_ascii=escaped
+    )
+    short = outline(body.encode()).text()
+    assert len(short) < 5 * MIB
+    assert json.loads(short)["prompt"].startswith(text * 1000)
+
+
+def test_who_writes_marks_himself_adds_no_more_than_his_body() -> None:
+    mark = "\ufdd099999999:0123456789abcdef\ufdd1"
+    assert bytes_left_out((mark * 50).encode(), 1000) == 1000

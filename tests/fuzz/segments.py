@@ -1,0 +1,65 @@
+"""Large JSON: what `core.large_json` reads in segments, cut wherever it can be, against its parser in one piece."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lbproxy.core import outline
+from lbproxy.core.large_json import LargeJson, load_json
+from lbproxy.core.types import LbError
+from tests.fuzz.oracle import DifferenceError
+
+NAME = "segments"
+SEEDS = [
+    b'{"model":"m","messages":[{"role":"user","content":"a,b"},{"role":"user","content":[{"type":"text","text":"]"}]}]}',
+    b'{"model":"m","prompt":[1,2,3,4,5,6,7,8,9,10],"stream":true}',
+    b'{"a":[1,2,3],"b":[4,5],"a":[6,7,8],"c":{"d":[9,10,11]},"":[[1,2],[3,4]]}',
+    b'{"input":["caf\xc3\xa9","\\u4e2d\\"","\\\\",""], "n": 1e5 , "x" : [ true , null , {} , [ ] ] }',
+    b'{}{"a":[NaN,1,2]}',
+    b'[{"a":[1,2,3]}]',
+]
+TOKENS = [
+    *(b",", b"[", b"]", b"{", b"}", b'"', b":", b"\\", b" ", b"0", b"NaN", b"-", b'"a":[1,2', b"],", b'"a":', b'""'),
+    *(b"\xef\xbb\xbf", b"\xff", b"\x00", b"\n", b'\\"', b"\\\\", b"\\ud800", b"1,2,3,4"),
+]
+_PAST_64_BITS = re.compile(rb"[0-9]{19}")
+
+
+@contextmanager
+def all_cut() -> Iterator[None]:
+    """Slices of a few bytes, and segments as short as can be."""
+    sizes = outline.SLICE_BYTES, outline.SEGMENT_COST
+    outline.SLICE_BYTES, outline.SEGMENT_COST = 24, 0
+    try:
+        yield
+    finally:
+        outline.SLICE_BYTES, outline.SEGMENT_COST = sizes
+
+
+def read_in_segments(data: bytes) -> object:
+    """What the body says. Raises LbError."""
+    with all_cut():
+        large = LargeJson(data)
+        while large.step():
+            pass
+    return large.value
+
+
+def check(data: bytes, _: random.Random) -> str:
+    """See the module."""
+    try:
+        whole = repr(load_json(data))  # as a text, in which NaN equals NaN
+    except LbError:
+        whole = "refused"
+    try:
+        segments = repr(read_in_segments(data))
+    except LbError:
+        segments = "refused"
+    if whole != segments and _PAST_64_BITS.search(data) and "refused" not in {whole, segments}:
+        return "a number past 64 bits"  # an int to the parser that takes what the first one refuses, of any segment
+    if whole != segments:
+        raise DifferenceError(f"whole {whole:.200}, in segments {segments:.200}")
+    return "refused" if whole == "refused" else "read alike"
