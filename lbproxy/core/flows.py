@@ -36,6 +36,10 @@ OUTPUT_COST: Final = 2.0
 """Of a token of the answer, beside one of the prompt that is not cached."""
 BYTES_PER_TOKEN: Final = 4.0
 """Where nobody looks at prompts."""
+FIRST_BINARY_TOKENS: Final = 1000.0
+"""Of audio, an image or a file, where no endpoint has counted the tokens of any: its bytes do not say."""
+BINARY_MODELS: Final = 64
+"""For which such tokens are counted apart."""
 FIRST_GUESS_TOKENS: Final = 200.0
 """Of an answer, before a flow had any."""
 MINUTE_S: Final = 60.0
@@ -178,6 +182,8 @@ class Flows:
         """Nobody in the table can be forgotten before."""
         self._alone = True
         """There is one flow at most: nothing is charged in advance. That saves 1 µs a request."""
+        self._binary_tokens: dict[str, float] = {}
+        """Mean of the prompt tokens that endpoints counted of a model's binary bodies."""
         self._take(settings)
 
     def _take(self, settings: FlowsSettings) -> None:
@@ -259,7 +265,7 @@ class Flows:
         """What a waiting ticket will be charged, about, by its flow's weight: virtual time."""
         request, flow = ticket.request, ticket.flow
         assert flow is not None
-        prompt = ticket.work_tokens or _prompt_tokens(request)
+        prompt = ticket.work_tokens or self._prompt_tokens(request)
         return (prompt + OUTPUT_COST * _answer_guess(flow, request)) / flow.weight
 
     def placed(self, ticket: Ticket, now: float) -> None:
@@ -268,7 +274,7 @@ class Flows:
         assert flow is not None
         flow.in_flight += 1
         if flow.tokens is not None:
-            ticket.billed = _prompt_tokens(request)
+            ticket.billed = self._prompt_tokens(request)
             flow.tokens.take(ticket.billed)
         if self._alone:
             return
@@ -276,7 +282,7 @@ class Flows:
         if flow.paid_until > start:  # `start_of`, written out
             start += (flow.paid_until - start) * exp2((flow.paid_at - now) / self._half_life_s)
         self._virtual = start
-        ticket.charged = cost = _prompt_cost(ticket) + OUTPUT_COST * _answer_guess(flow, request)
+        ticket.charged = cost = self._prompt_cost(ticket) + OUTPUT_COST * _answer_guess(flow, request)
         flow.paid_until = start + cost / flow.weight
         flow.paid_at = now
         flow.served_tokens += cost
@@ -287,7 +293,7 @@ class Flows:
         flow = ticket.flow
         assert flow is not None
         if ticket.charged:
-            over = _prompt_cost(ticket) + OUTPUT_COST * ticket.answered - ticket.charged
+            over = self._prompt_cost(ticket) + OUTPUT_COST * ticket.answered - ticket.charged
             if over > 0.0:
                 self._charge(flow, ticket, over, now)
         if flow.tokens is not None:
@@ -302,13 +308,15 @@ class Flows:
         if not served:
             prompt = answer = billed = 0.0
         else:
-            prompt, answer, billed = _prompt_cost(ticket), float(ticket.answered), ticket.billed
+            prompt, answer, billed = self._prompt_cost(ticket), float(ticket.answered), ticket.billed
         if served and usage is not None:
             if usage.completion_tokens is not None:
                 answer = float(usage.completion_tokens)
                 flow.answer_tokens += 0.1 * (answer - flow.answer_tokens)
             if usage.prompt_tokens is not None:
                 billed = usage.prompt_tokens + answer
+                if ticket.request.binary:
+                    self._learn_binary(ticket.request.model, usage.prompt_tokens)
                 if usage.cached_tokens is not None:
                     prompt = max(0.0, float(usage.prompt_tokens - usage.cached_tokens))
         more = prompt + OUTPUT_COST * answer - ticket.charged
@@ -327,14 +335,23 @@ class Flows:
         flow.served_tokens += more
         ticket.charged += more
 
+    def _prompt_cost(self, ticket: Ticket) -> float:
+        """Of a placed one."""
+        return self._prompt_tokens(ticket.request) if ticket.placement is None else ticket.placement.uncached
 
-def _prompt_cost(ticket: Ticket) -> float:
-    """Of a placed one."""
-    return _prompt_tokens(ticket.request) if ticket.placement is None else ticket.placement.uncached
+    def _prompt_tokens(self, request: InferenceRequest) -> float:
+        """Before the endpoint has counted them."""
+        if request.binary:
+            return self._binary_tokens.get(request.model or "", FIRST_BINARY_TOKENS)
+        return (request.prompt_bytes or request.body_bytes) / BYTES_PER_TOKEN
 
-
-def _prompt_tokens(request: InferenceRequest) -> float:
-    return (request.prompt_bytes or request.body_bytes) / BYTES_PER_TOKEN
+    def _learn_binary(self, model: str | None, tokens: int) -> None:
+        name = model or ""
+        mean = self._binary_tokens.get(name)
+        if mean is not None:
+            self._binary_tokens[name] = mean + 0.1 * (tokens - mean)
+        elif len(self._binary_tokens) < BINARY_MODELS:
+            self._binary_tokens[name] = float(tokens)
 
 
 def _answer_guess(flow: Flow, request: InferenceRequest) -> float:

@@ -238,6 +238,7 @@ class InferenceRequest(NamedTuple):
     deadline: float | None = None
     """When the client must have its first token, or else wants none."""
     repeatable: bool = True  # it may be sent again although an endpoint may have begun with it
+    binary: bool = False  # its body is no JSON but audio, an image or a file
 
     def is_text(self, tokens: int) -> bool:
         """Whether so many tokens can be the prompt's text. If not, there are images in it, or somebody is wrong."""

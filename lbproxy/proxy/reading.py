@@ -75,6 +75,7 @@ class Reading:
             flow,
             None if slo_s is None else record.started_at + slo_s,
             request.route.is_inference or request.method not in {"POST", "PATCH"},
+            bool(request.body) and not has_json(request),
         )
 
     def _renamed(

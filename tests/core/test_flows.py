@@ -507,3 +507,18 @@ def test_a_flow_is_told_its_new_rule() -> None:
     flows.reconfigure(rules(), 0.0)
     assert isinstance(flow, Flow)
     assert flow.requests is None
+
+
+def test_audio_counts_as_endpoints_count_it_and_not_by_its_bytes() -> None:
+    """20 MB are no five million tokens: the endpoint says how many, and what it said of others counts until then."""
+    balancer, _ = pool_of(1, flows=rules(default={"tokens_per_minute": 6000}))
+    audio = ask("one")._replace(prompt_bytes=0, body_bytes=20 << 20, binary=True, block_keys=())
+    for tokens in (1500, 1700):
+        ticket = balancer.submit(audio, now=0.0)
+        balancer.first_byte(ticket, now=0.0)
+        balancer.close(ticket, Outcome.COMPLETED, now=0.0, usage=Usage(tokens, 0, 0))
+    third = balancer.submit(audio, now=0.0)
+    assert third.outcome is None, "2,800 of 6,000 are left"
+    assert third.billed == pytest.approx(1520.0)
+    unknown = balancer.submit(audio._replace(model="unheard-of"), now=0.0)
+    assert unknown.outcome is not Outcome.RATE_LIMITED
