@@ -256,7 +256,7 @@ class Runtime:
             if transition.after is Health.DOWN and not self._check_due:
                 self._check_due = True
                 self.loop.call_soon(self.check)
-            elif transition.before is Health.EJECTED:  # probers ask one that was down
+            elif transition.before in {Health.EJECTED, Health.DOWN}:  # it may have been started anew
                 self.doubt_models(transition.endpoint.uid)
             if transition.after is Health.UP and (wake := self._wakers.get(transition.endpoint.uid)) is not None:
                 wake()

@@ -177,6 +177,7 @@ class Prober:
             if self._doubted.is_set():
                 self._doubted.clear()
                 await self.refresh_models()
+                await self._refresh_description()
                 await self._pause(DOUBT_S)
             elif self._health() is Health.UP:
                 if self._runtime.now() >= self._models_due_at:
@@ -199,10 +200,13 @@ class Prober:
         answer = await ask_health(self._endpoint, path, self._connections, self._settings.timeout)
         if answer.ok is None:
             return
-        if answer.ok and self._health() in {Health.STARTING, Health.DOWN}:
+        returns = answer.ok and self._health() in {Health.STARTING, Health.DOWN}
+        if returns:
             await self.refresh_models()
             await self._refresh_description()
         self._runtime.report_health(self._endpoint.uid, answer.ok, answer.reason, refused=answer.refused)
+        if returns:
+            self._doubted.clear()  # that it is up now is no news
 
     def doubt_models(self) -> None:
         """See runtime.ModelReader."""

@@ -3,7 +3,8 @@
 What context adds to a step is a property of the model and its hardware. So the slope is learned by all endpoints
 together, each from what is off its *own* means, and from gaps less the prefills that were in them: busy endpoints have
 more context and more prefills, which made lines learned by each alone five times too steep. How slow an endpoint is
-beside that line, prefills included, is its own; a little slower or faster is taken for luck, and so are few samples.
+beside that line, prefills included, is its own as far as it is no chance: what its blocks of samples scatter by is taken
+off, and few samples say nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +21,16 @@ FEW: Final = 5
 COLD: Final = 2.0
 """A server may be slow at its first streams: its first `FEW` samples are taken to be so much off the line at most, and
 for twice as many a new one counts twice."""
+BLOCK: Final = 24
+"""Samples that are averaged before they are compared: those that follow each other have the same context and prefills,
+and so scatter less than they are uncertain."""
+BLOCKS: Final = 40
+"""Over which the scatter is averaged."""
+CERTAIN: Final = 5.0
+"""Standard errors by which an endpoint must be off the line. More counts for what it is, less the same share."""
+FIRST_BLOCKS: Final = 3
+"""With fewer the scatter is not known, and an endpoint must be off by `OWN_GAP`, in ln."""
 OWN_GAP: Final = 0.25
-"""An endpoint's gaps are its own, not luck, if they are off the pool's line by more than this, in ln."""
 LEAST_DECODE: Final = 0.3
 """A gap is decode at least by this share, whatever prefills are believed to have taken of it."""
 LEAST_SLOPE: Final = 0.2
@@ -57,7 +66,10 @@ class PoolGaps:
 class Gaps:
     """One endpoint's, beside the pool's."""
 
-    __slots__ = ("_context", "_count", "_decode", "mean_ms", "pool")
+    __slots__ = (
+        *("_block_context", "_block_count", "_block_gap", "_blocks", "_off", "_scatter"),
+        *("_context", "_count", "_decode", "mean_ms", "pool"),
+    )
 
     def __init__(self, pool: PoolGaps) -> None:
         self.pool = pool
@@ -65,6 +77,10 @@ class Gaps:
         """Mean gap of late, prefills included."""
         self._count = 0
         self._context = self._decode = 0.0
+        self._block_count = 0
+        self._block_context = self._block_gap = 0.0
+        self._blocks = 0
+        self._off = self._scatter = 0.0  # mean and variance of how far blocks are off the line, in ln
 
     def learn(self, context: float, gap_ms: float, prefill_ms: float, endpoints: int) -> None:
         """A gap at so much `context`, of which prefills took `prefill_ms`; `endpoints`: how many learn the line."""
@@ -82,14 +98,33 @@ class Gaps:
         self.mean_ms += weight * (own_ms - self.mean_ms)
         rest = 1.0 - weight
         self.pool.learn(context, gap_ms, rest * off_context * off_context, rest * off_context * off_decode, endpoints)
+        self._block_count += 1
+        self._block_context += context
+        self._block_gap += gap_ms
+        if self._block_count == BLOCK:
+            self._compare()
+
+    def _compare(self) -> None:
+        """A block is full: how far is it off the line, and how much do blocks scatter?"""
+        off = math.log(max(0.1, self._block_gap / BLOCK) / max(0.1, self._expected_ms(self._block_context / BLOCK)))
+        self._block_count = 0
+        self._block_context = self._block_gap = 0.0
+        self._blocks = min(BLOCKS, self._blocks + 1)
+        weight = 1.0 / self._blocks
+        change = off - self._off
+        self._off += weight * change
+        self._scatter = (1.0 - weight) * (self._scatter + weight * change * change)
 
     def slowness(self) -> float:
-        """Gaps here, relative to the pool's line at the same context; 1 unless they are clearly others."""
+        """Gaps here, relative to the pool's line at the same context; the nearer to 1, the more chance may be in it."""
         if self._count < FEW:
             return 1.0
         off = math.log(max(0.1, self.mean_ms) / max(0.1, self._expected_ms(self._context)))
         off *= self._count / (self._count + FEW)
-        return math.exp(off) if abs(off) > OWN_GAP else 1.0
+        if self._blocks < FIRST_BLOCKS:
+            return math.exp(off) if abs(off) > OWN_GAP else 1.0
+        error = CERTAIN * CERTAIN * self._scatter / self._blocks
+        return math.exp(off * (1.0 - error / (off * off))) if off * off > error else 1.0
 
     def _expected_ms(self, context: float) -> float:
         return self.pool.gap_ms + self.pool.gap_per_token_ms * context

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from lbproxy.core.openai import made_up_card
-from lbproxy.core.types import EndpointSpec, EndpointUid
+from lbproxy.core.types import EndpointSpec, EndpointUid, Health
 from lbproxy.runtime import LOOK_AGAIN_S, LOOK_S
 from tests.support.aio import run, until
 from tests.support.endpoint import OK, ScriptedEndpoint
@@ -124,5 +124,27 @@ def test_what_an_operator_drained_stays_so_when_discovery_loses_it_for_a_while()
             it.runtime.set_endpoints(specs[1:])
             it.runtime.set_endpoints(specs)
             assert not any(one.draining for one in it.snapshots())
+
+    run(main())
+
+
+def test_an_endpoint_that_a_trial_brings_back_is_asked_for_its_models() -> None:
+    """No probe may have seen that it was started anew: by others, or with other models."""
+
+    async def main() -> None:
+        async with ScriptedEndpoint(OK) as one, rig(one.url) as it:
+            reader = Reader(it, it.endpoints[0].uid, "m")
+            async with asking(it, reader):
+                reader.names = ["new"]
+                for _ in range(5):
+                    it.runtime.report_health(reader.uid, False, "503", refused=False)
+                assert it.runtime.health(reader.uid) is Health.DOWN
+                for _ in range(20):
+                    await it.ask(post(b'{"model":"m"}'))
+                    if it.runtime.health(reader.uid) is Health.UP:
+                        break
+                    await asyncio.sleep(0.2)
+                await until(lambda: reader.asked, "asked")
+                await until(lambda: [card.id for card in it.runtime.model_cards()] == ["new"], "its new list")
 
     run(main())
