@@ -27,7 +27,7 @@ from lbproxy.net.corked import Cork, Corked
 from lbproxy.net.h1 import ProtocolError
 from lbproxy.proxy.deadlines import Deadlines
 from lbproxy.proxy.forwarding import UNIX, Forwarding, Peer
-from lbproxy.proxy.linger import Linger
+from lbproxy.proxy.linger import Linger, unsent_bytes
 from lbproxy.proxy.plain import read_plain
 from lbproxy.proxy.request import ClientRequest
 from lbproxy.proxy.walk import RequestWalk
@@ -339,7 +339,7 @@ class ClientConnection(web.RequestHandler):
     def linger(self) -> None:
         """The last answer was written: close when the client has it. aiohttp has no transport from here on."""
         transport = self.transport
-        if transport is None or transport.is_closing() or not transport.can_write_eof():
+        if transport is None or transport.is_closing() or not (transport.can_write_eof() or unsent_bytes(transport)):
             self.force_close()
             return
         self.transport = None
@@ -370,7 +370,7 @@ class ClientConnection(web.RequestHandler):
     def close_if_idle(self, for_s: float) -> None:
         """Close it if no request runs and none has begun to come for so long."""
         if not self.busy and not self._head_bytes and self._loop.time() - self._idle_since >= for_s:
-            self.force_close()
+            self.linger() if self.transport is not None and self.transport.get_write_buffer_size() else self.force_close()
 
     def reconfigure(self, idle_s: float) -> None:
         """Another time after which it is closed when idle."""

@@ -9,6 +9,7 @@ import asyncio
 import json
 import socket
 import ssl
+import time
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ from tests.proxy.test_opened import (
 )
 from tests.proxy.test_stop import test_an_answer_that_is_written_reaches_a_slow_client_though_we_stop
 from tests.support.aio import run, until
-from tests.support.endpoint import OK, ScriptedEndpoint
+from tests.support.endpoint import OK, Received, ScriptedEndpoint, Wire, answer
 from tests.support.rig import RawClient, Rig, post, rig
 from tests.support.tls import Authority
 
@@ -271,5 +272,35 @@ def test_a_stop_does_not_wait_for_a_goodbye_that_does_not_come(monkeypatch: pyte
                 await until(lambda: it.front.open_connections == 1, "it is there")
                 await it.front.stop(5.0)
                 assert it.front.open_connections == 0
+
+    run(main())
+
+
+def test_the_last_response_reaches_a_client_that_takes_longer_than_a_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not sent yet when a connection is closed has the time that any other byte has."""
+    monkeypatch.setattr(listener, "GOODBYE_S", 0.2)
+    body = bytes(range(256)) * 1200
+
+    async def script(wire: Wire, _: Received) -> None:
+        await wire.send(answer(body, more="Connection: close\r\n"))
+
+    def take(port: int, context: ssl.SSLContext) -> bytes:
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", port))
+            with context.wrap_socket(sock, server_hostname="127.0.0.1") as client:
+                client.sendall(post(more="Connection: close\r\n"))
+                got = client.recv(1024)
+                time.sleep(1.0)
+                while piece := client.recv(64 << 10):
+                    got += piece
+                return got
+
+    async def main() -> None:
+        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
+            assert it.tls is not None
+            got = await asyncio.to_thread(take, it.port, it.tls[1])
+            assert got.endswith(body), f"{len(got)} of {len(body)} bytes"
+            await until(lambda: it.front.open_connections == 0, "closed")
 
     run(main())
