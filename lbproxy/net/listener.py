@@ -34,8 +34,10 @@ PAUSE_S = 0.1
 LOG_EVERY_S = 10.0
 HANDSHAKE_S = 10.0
 """For a TLS handshake, from the connection on: as long as a request's head may take (timeouts.client_head)."""
-GOODBYE_S = 10.0
-"""For the end of a TLS connection: the rest of its last answer, and the peer's own goodbye, which many never say."""
+SHUTDOWN_S = 3600.0
+"""For the end of a TLS connection: a far bound, as what is not sent by then is thrown away. Whoever closes one watches
+over what the peer takes, and whether it closes, too (proxy/linger.py).
+"""
 _TLS_HANDSHAKE = b"\x16"
 """How a TLS client begins (RFC 8446, section 5.1); no HTTP method does."""
 CONNECTIONS, DESCRIPTORS = "connections", "descriptors"
@@ -166,7 +168,7 @@ class Listener:
             return
         left_s = max(0.1, due - self._loop.time())
         await self._loop.connect_accepted_socket(
-            self._factory, client, ssl=context, ssl_handshake_timeout=left_s, ssl_shutdown_timeout=GOODBYE_S
+            self._factory, client, ssl=context, ssl_handshake_timeout=left_s, ssl_shutdown_timeout=SHUTDOWN_S
         )
 
     async def _peek(self, client: socket.socket) -> bytes:

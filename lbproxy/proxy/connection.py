@@ -27,7 +27,7 @@ from lbproxy.net.corked import Cork, Corked
 from lbproxy.net.h1 import ProtocolError
 from lbproxy.proxy.deadlines import Deadlines
 from lbproxy.proxy.forwarding import UNIX, Forwarding, Peer
-from lbproxy.proxy.linger import Linger, unsent_bytes
+from lbproxy.proxy.linger import Linger
 from lbproxy.proxy.plain import read_plain
 from lbproxy.proxy.request import ClientRequest
 from lbproxy.proxy.walk import RequestWalk
@@ -172,6 +172,7 @@ class ClientConnection(web.RequestHandler):
         self._idle_since = self._loop.time()
         """When the last response was out, or the connection was made."""
         self._linger: Linger | None = None
+        """What waits for the client to close, too."""
 
     # asyncio.Protocol
 
@@ -192,6 +193,7 @@ class ClientConnection(web.RequestHandler):
         """The endpoint's connection is closed here and now; a handler's cancellation comes a moment later."""
         if self.turn is not None:
             self.turn.client_gone()
+        self.transport = self._linger = None  # aiohttp closes what is lost, now and when its handler ends
         super().connection_lost(exc)
         self._front.deadlines.gone(self)
         self._front.disconnected()
@@ -339,7 +341,7 @@ class ClientConnection(web.RequestHandler):
     def linger(self) -> None:
         """The last answer was written: close when the client has it. aiohttp has no transport from here on."""
         transport = self.transport
-        if transport is None or transport.is_closing() or not (transport.can_write_eof() or unsent_bytes(transport)):
+        if transport is None or transport.is_closing() or not transport.can_write_eof():
             self.force_close()
             return
         self.transport = None
@@ -348,9 +350,13 @@ class ClientConnection(web.RequestHandler):
         self._linger = Linger(transport, self, self._front.deadlines.stall_s)
 
     def force_close(self) -> None:
-        """Close now, whatever goes on."""
+        """Close now, whatever goes on. With TLS that takes a goodbye of both."""
+        transport = self.transport
         if self._linger is not None:
             self._linger.close()
+        elif transport is not None and not transport.can_write_eof():
+            self.transport = None
+            self._linger = Linger(transport, self, self._front.deadlines.stall_s)
         super().force_close()
 
     # Stopping
@@ -369,8 +375,10 @@ class ClientConnection(web.RequestHandler):
 
     def close_if_idle(self, for_s: float) -> None:
         """Close it if no request runs and none has begun to come for so long."""
-        if not self.busy and not self._head_bytes and self._loop.time() - self._idle_since >= for_s:
-            self.linger() if self.transport is not None and self.transport.get_write_buffer_size() else self.force_close()
+        if self._linger is not None:
+            self._linger.hurry()
+        elif not self.busy and not self._head_bytes and self._loop.time() - self._idle_since >= for_s:
+            self.force_close()
 
     def reconfigure(self, idle_s: float) -> None:
         """Another time after which it is closed when idle."""

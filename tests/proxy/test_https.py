@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from lbproxy.core.types import Outcome
 from lbproxy.net import listener
+from lbproxy.proxy import linger
 from tests.proxy.test_deadlines import (
     test_half_a_head_gets_408_also_on_a_kept_connection,
     test_who_takes_nothing_is_cut_off_and_its_endpoint_freed,
@@ -257,50 +259,94 @@ def test_a_stop_does_not_wait_for_a_handshake() -> None:
 
 def test_a_stop_does_not_wait_for_a_goodbye_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that keeps its connection for later reads nothing from it until then."""
-    monkeypatch.setattr(listener, "GOODBYE_S", 0.2)
+    monkeypatch.setattr(linger, "GOODBYE_S", 3600.0)
 
     async def main() -> None:
         async with ScriptedEndpoint(OK) as endpoint, rig(endpoint.url) as it:
-            assert it.tls is not None
-
-            def connect(context: ssl.SSLContext) -> ssl.SSLSocket:
-                return context.wrap_socket(
-                    socket.create_connection(("127.0.0.1", it.port)), server_hostname="127.0.0.1"
-                )
-
-            with await asyncio.to_thread(connect, it.tls[1]):
+            with await asyncio.to_thread(blocking, it):
                 await until(lambda: it.front.open_connections == 1, "it is there")
-                await it.front.stop(5.0)
+                await it.front.stop(3600.0)
                 assert it.front.open_connections == 0
 
     run(main())
 
 
-def test_the_last_response_reaches_a_client_that_takes_longer_than_a_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not sent yet when a connection is closed has the time that any other byte has."""
-    monkeypatch.setattr(listener, "GOODBYE_S", 0.2)
-    body = bytes(range(256)) * 1200
+def blocking(it: Rig, receive_bytes: int | None = None) -> ssl.SSLSocket:
+    """A client that reads when it is told to, and never says goodbye. For a thread."""
+    assert it.tls is not None
+    sock = socket.socket()
+    if receive_bytes is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    sock.connect(("127.0.0.1", it.port))
+    return it.tls[1].wrap_socket(sock, server_hostname="127.0.0.1")
+
+
+LAST_RESPONSE = post(more="Connection: close\r\n")
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["uvloop", "asyncio"])
+def test_a_slow_reader_gets_the_last_response_whole(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes. What TLS wrote when we closed was thrown away 10 s later, and logged as completed."""
+    monkeypatch.setattr(linger, "GOODBYE_S", 0.1)
+    monkeypatch.setattr(linger, "LOOK_S", 0.02)
+    size = 3 << 20
 
     async def script(wire: Wire, _: Received) -> None:
-        await wire.send(answer(body, more="Connection: close\r\n"))
-
-    def take(port: int, context: ssl.SSLContext) -> bytes:
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            sock.connect(("127.0.0.1", port))
-            with context.wrap_socket(sock, server_hostname="127.0.0.1") as client:
-                client.sendall(post(more="Connection: close\r\n"))
-                got = client.recv(1024)
-                time.sleep(1.0)
-                while piece := client.recv(64 << 10):
-                    got += piece
-                return got
+        await wire.send(answer(b"x" * size))
 
     async def main() -> None:
         async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
-            assert it.tls is not None
-            got = await asyncio.to_thread(take, it.port, it.tls[1])
-            assert got.endswith(body), f"{len(got)} of {len(body)} bytes"
-            await until(lambda: it.front.open_connections == 0, "closed")
+
+            def read(client: ssl.SSLSocket, pause_s: float) -> int:
+                time.sleep(pause_s)
+                return len(client.recv(16 << 10))
+
+            with await asyncio.to_thread(blocking, it, 16 << 10) as client:
+                client.sendall(LAST_RESPONSE)
+                got, looks = 0, 0
+                while data := await asyncio.to_thread(read, client, 0.1 if it.records.requests and looks < 10 else 0.0):
+                    got += data
+                    looks += bool(it.records.requests)
+                assert looks > 10, "some was left when the request was over"
+                assert got > size
+                assert it.records.requests[-1].outcome is Outcome.COMPLETED
+                await until(lambda: not it.front.open_connections, "it is closed")
+
+    run(main(), plain=plain)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["uvloop", "asyncio"])
+def test_who_has_everything_and_says_no_goodbye_keeps_no_descriptor(
+    plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linger, "GOODBYE_S", 0.1)
+    monkeypatch.setattr(linger, "LOOK_S", 0.02)
+
+    async def main() -> None:
+        async with ScriptedEndpoint(OK) as endpoint, rig(endpoint.url) as it:
+            with await asyncio.to_thread(blocking, it) as client:
+                client.sendall(LAST_RESPONSE)
+                await until(lambda: it.records.requests, "it was answered")
+                await until(lambda: not it.front.open_connections, "it is closed")
+
+    run(main(), plain=plain)
+
+
+def test_who_takes_nothing_of_the_last_response_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the kernel does not know TCP_USER_TIMEOUT."""
+    monkeypatch.setattr(linger, "LOOK_S", 0.02)
+
+    async def script(wire: Wire, _: Received) -> None:
+        await wire.send(answer(b"x" * 300_000))
+
+    async def main() -> None:
+        async with (
+            ScriptedEndpoint(script) as endpoint,
+            rig(endpoint.url, more="timeouts: {client_stall: 500ms}") as it,
+        ):
+            with await asyncio.to_thread(blocking, it, 16 << 10) as client:
+                client.sendall(LAST_RESPONSE)
+                await until(lambda: it.records.requests, "it was answered")
+                await until(lambda: not it.front.open_connections, "it is closed")
 
     run(main())
