@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
 
+from lbproxy.config import HealthSettings
+from lbproxy.control.prober import Prober
 from lbproxy.core.openai import made_up_card
 from lbproxy.core.types import EndpointSpec, EndpointUid, Health
 from lbproxy.runtime import LOOK_AGAIN_S, LOOK_S
 from tests.support.aio import run, until
-from tests.support.endpoint import OK, ScriptedEndpoint
+from tests.support.endpoint import OK, Script, ScriptedEndpoint, answer
 from tests.support.rig import Rig, post, rig
 
 
@@ -146,5 +149,36 @@ def test_an_endpoint_that_a_trial_brings_back_is_asked_for_its_models() -> None:
                     await asyncio.sleep(0.2)
                 await until(lambda: reader.asked, "asked")
                 await until(lambda: [card.id for card in it.runtime.model_cards()] == ["new"], "its new list")
+
+    run(main())
+
+
+def test_a_server_that_comes_back_with_other_models_between_two_probes_is_asked_for_them() -> None:
+    """A trial request found it first: what it lists now must not wait for the next look, half a minute later."""
+
+    def listing(name: str) -> bytes:
+        return answer(b'{"object":"list","data":[{"id":"%b","object":"model"}]}' % name.encode())
+
+    async def main() -> None:
+        paths: dict[str, Script] = {"/health": OK, "/v1/models": listing("m"), "/v1/chat/completions": OK}
+        more = "health: {fall: 1, rise: 1}"
+        async with ScriptedEndpoint(paths) as server, rig(server.url, more=more) as it:
+            seldom = HealthSettings(interval=3600.0, down_interval=3600.0)
+            prober = Prober(it.endpoints[0], it.runtime, it.connections, seldom, random.Random(1))
+            probing = asyncio.create_task(prober.run())
+            await until(lambda: server.asked("/v1/models") == server.asked("/health") == 1, "it was asked once")
+            await server.stop()
+            assert (await it.ask(post())).status >= 500
+            uid = it.endpoints[0].uid
+            assert it.runtime.health(uid) is Health.DOWN
+            server.scripts["/v1/models"] = listing("new")
+            async with server:
+                while it.runtime.health(uid) is not Health.UP:
+                    await it.ask(post())
+                await until(lambda: [card.id for card in it.runtime.model_cards()] == ["new"], "its new list")
+                assert (await it.ask(NEW)).status == 200
+                assert (await it.ask(post())).status == 404
+                assert server.asked("/health") == 1
+            probing.cancel()
 
     run(main())
