@@ -58,6 +58,8 @@ def http(*lines: str | bytes, body: bytes = BODY, first: str | bytes = LINE, hos
     return b"\r\n".join(one if isinstance(one, bytes) else one.encode("latin-1") for one in head) + body
 
 
+OWN_VIA = "1.1 lbproxy (its own word)"
+"""Stands for what the lbproxy that gets the case says of itself to endpoints: a word that is its own."""
 LENGTH = f"Content-Length: {len(BODY)}"
 GOOD = http(LENGTH)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.case import BODY, CHUNKED, GOOD, LENGTH, LINE, ClientCase, Must, case, chunks, http
+from tests.conformance.case import BODY, CHUNKED, GOOD, LENGTH, LINE, OWN_VIA, ClientCase, Must, case, chunks, http
 
 EITHER, REFUSE, SERVE = Must.EITHER, Must.REFUSE, Must.SERVE
 
@@ -128,6 +128,15 @@ FIELDS = [
         508,
         closes=False,
         own=True,
+    ),
+    *(
+        case("field", f"Via with our own word, {where}", "9110 7.6.3", field(via), 508, closes=False, own=True)
+        for where, via in {
+            "alone": f"Via: {OWN_VIA}",
+            "behind others": f"Via: 1.0 nginx, {OWN_VIA}",
+            "before others": f"Via: {OWN_VIA}, 1.1 lbproxy (other)",
+            "in the second of two lines": f"Via: 1.0 nginx\r\nVIA: {OWN_VIA}",
+        }.items()
     ),
     case("field", "names in any case", "9110 5.1", http("hOsT: lb", f"CONTENT-LENGTH: {len(BODY)}", host=False)),
     case("field", "no blank behind the colon", "9112 5", field("X-A:1")),

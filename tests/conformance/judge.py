@@ -7,7 +7,7 @@ import json
 import socket
 import struct
 
-from tests.conformance.case import GOOD, ClientCase, Must
+from tests.conformance.case import GOOD, OWN_VIA, ClientCase, Must
 from tests.conformance.seen_cases import SeenCase
 from tests.conformance.upstream_cases import Must as Must_
 from tests.conformance.upstream_cases import UpstreamCase
@@ -53,10 +53,11 @@ def _statuses(heard: Heard) -> str:
 
 async def as_lbproxy(case: ClientCase, port: int, endpoint: Endpoint, pace: str) -> str:
     """Send a case, and say what is wrong by our own rules, which are stricter; empty: nothing."""
+    via = await own_via(port, endpoint) if OWN_VIA.encode() in case.send else b""
     endpoint.seen.clear()
     talk = await Talk.open(port)
     try:
-        await talk.say(case.send, pace)
+        await talk.say(case.send.replace(OWN_VIA.encode(), via) if via else case.send, pace)
         if case.ends:
             talk.writer.write_eof()
             await talk.hear(lambda heard: False, 5.0)
@@ -78,6 +79,16 @@ async def as_lbproxy(case: ClientCase, port: int, endpoint: Endpoint, pace: str)
         return "" if case.closes else await _lives_on(talk, case, endpoint)
     finally:
         talk.close()
+
+
+async def own_via(port: int, endpoint: Endpoint) -> bytes:
+    """What an lbproxy says of itself to endpoints."""
+    talk = await Talk.open(port)
+    await talk.say(GOOD, "whole")
+    await talk.hear(lambda heard: bool(heard.answers) and heard.answers[-1].whole, 5.0)
+    talk.close()
+    (via,) = endpoint.seen[-1].values("via")
+    return via.encode("ascii")
 
 
 def _enough(case: ClientCase, heard: Heard) -> bool:

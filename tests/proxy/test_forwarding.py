@@ -6,6 +6,7 @@ import pytest
 
 from lbproxy.config import ConfigError, ForwardedMode, parse
 from lbproxy.config.forwarded import LOOPBACK, MAX_TRUSTED, read_networks
+from lbproxy.core.types import EndpointSpec
 from lbproxy.proxy.forwarding import MAX_HOPS, UNIX, Forwarding
 from lbproxy.proxy.headers import RequestFields, read_request_fields
 from tests.support.aio import run
@@ -118,6 +119,29 @@ def test_a_loop_ends_at_its_second_turn() -> None:
             chain = ", ".join(["1.1 lbproxy (other)"] * MAX_HOPS)
             assert (await it.ask(post(more=f"Via: {chain}\r\n"))).status == 200
             assert (await it.ask(post(more=f"Via: {chain}\r\nVia: 1.1 lbproxy\r\n"))).status == 508
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/load_lora_adapter"])
+def test_a_loop_through_another_process_ends_where_it_began(path: str) -> None:
+    """Each process has its own word: two that lead to each other are found when the first is met again."""
+    load = b'{"model":"m","lora_name":"a","lora_path":"/a"}'
+
+    async def main() -> None:
+        more = "lora_management: true\ntimeouts: {first_byte: 5s}"
+        async with (
+            rig("http://127.0.0.1:9", more=more) as first,
+            rig(f"http://127.0.0.1:{first.port}", more=more) as second,
+        ):
+            there = EndpointSpec(name="second", base_url=f"http://127.0.0.1:{second.port}")
+            first.endpoints = first.runtime.set_endpoints([there]).added
+            first.bring_up()
+            reply = await first.ask(post(load, path))
+            assert reply.status == 508
+            assert b"loop_detected" in reply.body
+            assert [record.status for record in first.records.requests] == [508, 508]
+            assert [record.status for record in second.records.requests] == [508]
 
     run(main())
 
