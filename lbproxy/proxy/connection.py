@@ -1,10 +1,18 @@
 """A client's connection: aiohttp's, with a fast lane for plain requests, and with ears for back-pressure and its end.
 
-Theory of operation. Bytes come in while the connection is in one of three states. *Free*: no request runs; a plain
-request (see proxy/plain.py) starts in the fast lane, anything else goes to aiohttp. *In the lane*: a plain request
-runs; what comes is held back, and judged when the answer is out. *In aiohttp*: all bytes go to aiohttp. It is left
-only when aiohttp answered exactly the bytes it was given, so that none of them is half a request; if that cannot be
-known, the connection stays with aiohttp, which can do everything, for good. Invariants:
+Theory of operation. What comes goes one of two ways, as the connection's state says:
+
+state     event                                                                       next state
+FREE      a plain request (see proxy/plain.py), and the client takes responses        LANE
+          anything else                                                               AIOHTTP
+LANE      its response is out, and nothing came meanwhile                             FREE
+          its response is out, and what came behind it is to be judged                BEHIND
+BEHIND    the next turn of the loop: it is judged like anything that comes            FREE
+AIOHTTP   aiohttp answered exactly the bytes that it was given                        FREE
+
+In LANE and BEHIND what comes is held back. AIOHTTP is left only where none of the bytes can be half a request; if that
+cannot be known, the connection stays with aiohttp, which can do everything, for good. That a connection is about to
+close is aiohttp's to know (`_close`, `_force_close`), in whichever state. Invariants:
 
 - One request runs at a time, and answers go out in the order of the requests.
 - An answer is written by the front end, never by aiohttp: `KEEP` and `CLOSE` tell aiohttp that it is out.
@@ -15,7 +23,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Protocol, cast
+from enum import Enum
+from typing import Final, Protocol, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
@@ -44,6 +53,25 @@ _REFUSED_IN_FRAMING = b"\0"
 HELD_BYTES = 64 << 10
 """What we hold of requests that came while another runs before the client is no longer read."""
 _BODILESS = (b"GET ", b"HEAD ")
+
+
+class State(Enum):
+    """Who gets what comes."""
+
+    FREE = "free"
+    LANE = "in the lane"
+    BEHIND = "behind the lane"
+    AIOHTTP = "in aiohttp"
+
+
+NEXT_STATES: Final = {
+    State.FREE: frozenset({State.LANE, State.AIOHTTP}),
+    State.LANE: frozenset({State.FREE, State.BEHIND}),
+    State.BEHIND: frozenset({State.FREE}),
+    State.AIOHTTP: frozenset({State.FREE}),
+}
+"""The table above, as tests hold it against what happens."""
+FREE, LANE, BEHIND, AIOHTTP = State  # a look-up less for each
 
 
 class _Written(web.StreamResponse):
@@ -128,8 +156,6 @@ class ClientConnection(web.RequestHandler):
         "_head_due",
         "_held",
         "_idle_since",
-        "_in_aiohttp",
-        "_in_lane",
         "_linger",
         "_owed",
         "_peer",
@@ -137,6 +163,7 @@ class ClientConnection(web.RequestHandler):
         "_walk",
         "address",
         "body_reader",
+        "state",
         "turn",
         "unread",
     )
@@ -154,11 +181,10 @@ class ClientConnection(web.RequestHandler):
         """The body of the request that aiohttp's handler has, read or not."""
         self._peer: Peer | None = None
         """What endpoints are told of the client, once one was."""
-        self._in_lane = False
-        """A plain request runs."""
+        self.state = FREE
+        """See above."""
         self._held = b""
-        """What came behind it."""
-        self._in_aiohttp = False
+        """What came in the states in which it is held back."""
         self._owed: int | None = None
         """Bytes that are still to come of the one request that aiohttp was given; None = not known."""
         self._walk = RequestWalk()
@@ -222,16 +248,17 @@ class ClientConnection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol, and the states above."""
-        if self._in_lane or self._held:
-            self._hold(data)
-            return
-        if not self._in_aiohttp and not self._close and not self._force_close and not self.writing_paused:
-            plain = read_plain(data, self._front.max_plain_body_bytes)
+        state = self.state
+        if state is FREE and not self._close and not self._force_close:
+            plain = None if self.writing_paused else read_plain(data, self._front.max_plain_body_bytes)
             if plain is not None:
                 self._start(plain)
                 return
-            self._in_aiohttp = True
+            self.state = AIOHTTP
             self._owed = 0 if data.startswith(_BODILESS) and data.find(b"\r\n\r\n") == len(data) - 4 else None
+        elif state is LANE or state is BEHIND:
+            self._hold(data)
+            return
         else:
             self._owed = None
         self._feed(data)
@@ -298,12 +325,12 @@ class ClientConnection(web.RequestHandler):
             self._front.deadlines.head_came(self)
         self._request_in_progress = True  # aiohttp's shutdown waits for it
         self.unread = None
-        self._in_lane = True
+        self.state = LANE
         self._front.serve_plain(plain, self)
 
     def lane_ended(self, keep_alive: bool) -> None:
         """The plain request's answer is out, as far as it will come."""
-        self._in_lane = False
+        self.state = BEHIND if self._held else FREE
         self._request_in_progress = False
         if self._handler_waiter is not None and not self._handler_waiter.done():
             self._handler_waiter.set_result(None)
@@ -318,6 +345,7 @@ class ClientConnection(web.RequestHandler):
 
     def _judge_held(self) -> None:
         held, self._held = self._held, b""
+        self.state = FREE
         if self.transport is None or self._force_close:
             return
         if len(held) > HELD_BYTES:
@@ -331,7 +359,7 @@ class ClientConnection(web.RequestHandler):
 
     def _process_keepalive(self) -> None:
         """aiohttp's idle timer takes a connection whose lane is busy for idle."""
-        if not self._in_lane:
+        if self.state is not LANE:
             super()._process_keepalive()
         else:
             self._keepalive_handle = self._loop.call_later(self._keepalive_timeout, self._process_keepalive)
@@ -364,7 +392,7 @@ class ClientConnection(web.RequestHandler):
     @property
     def busy(self) -> bool:
         """A request runs, or waits to: aiohttp's loop is not waiting for one, or the lane is in use."""
-        return self._waiter is None or self._in_lane or bool(self._messages)
+        return self._waiter is None or self.state is LANE or bool(self._messages)
 
     @property
     def held_bytes(self) -> int:
@@ -388,7 +416,7 @@ class ClientConnection(web.RequestHandler):
         """End what runs, visibly: the deadline of the drain has come, or memory is short."""
         if self.turn is not None:
             self.turn.cut(why)
-        if self._task_handler is not None and not self._in_lane:
+        if self._task_handler is not None and self.state is not LANE:
             self._task_handler.cancel()
 
     # aiohttp's side
@@ -397,7 +425,7 @@ class ClientConnection(web.RequestHandler):
         """aiohttp's handler wrote an answer after which the connection lives on."""
         self._idle_since = self._loop.time()
         if self._owed == 0 and self.is_read:
-            self._in_aiohttp = False
+            self.state = FREE
 
     @property
     def is_read(self) -> bool:

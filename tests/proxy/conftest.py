@@ -1,5 +1,5 @@
 """Every test of the data path runs on both ways in: the fast lane, and aiohttp for everything. What an exchange does is
-held against its table of steps.
+held against its table of steps, and what a client's connection becomes against that of its states.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from lbproxy.proxy import connection
+from lbproxy.proxy.connection import NEXT_STATES, ClientConnection, State
 from lbproxy.proxy.exchange import Exchange
 from lbproxy.proxy.steps import NEXT_STEPS, Step
 from tests.support.compiled import COMPILED
@@ -48,3 +49,33 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Steps]:
         monkeypatch.setattr(Exchange, "_enter", noting)
     yield steps
     assert not steps.unknown
+
+
+class States:
+    """Those that clients' connections took, one after the other."""
+
+    def __init__(self) -> None:
+        self.taken: set[tuple[State, State]] = set()
+
+    @property
+    def unknown(self) -> set[tuple[State, State]]:
+        """Those that their table does not have."""
+        return {(before, after) for before, after in self.taken if after not in NEXT_STATES[before]}
+
+
+@pytest.fixture(autouse=True)
+def states(monkeypatch: pytest.MonkeyPatch) -> Iterator[States]:
+    """As the test's connections take them."""
+    states = States()
+    write = ClientConnection.__setattr__
+
+    def noting(client: ClientConnection, name: str, value: object) -> None:
+        if name == "state" and isinstance(value, State):
+            before = getattr(client, name, value)
+            if before is not value:
+                states.taken.add((before, value))
+        write(client, name, value)
+
+    monkeypatch.setattr(ClientConnection, "__setattr__", noting)
+    yield states
+    assert not states.unknown

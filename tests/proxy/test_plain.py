@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import pytest
 from aiohttp.base_protocol import BaseProtocol
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 
 from lbproxy.core.types import Outcome
 from lbproxy.proxy import connection
+from lbproxy.proxy.connection import NEXT_STATES
 from lbproxy.proxy.headers import RequestFields, read_request_fields
 from lbproxy.proxy.plain import read_plain
+from tests.proxy.conftest import States
 from tests.support.aio import run, until
 from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, event
 from tests.support.rig import post, rig
@@ -297,5 +300,73 @@ def test_an_idle_connection_is_closed_but_a_long_answer_is_not() -> None:
             rest = await client.reader.readuntil(LAST)
             assert rest.endswith(event("2") + LAST)
             assert await client.reader.read() == b"", "closed for idleness, after the answer"
+
+    run(main())
+
+
+def test_a_body_that_looks_like_a_request_stays_a_body_where_its_head_came_while_the_client_took_nothing() -> None:
+    """Its bytes were run as a request of their own: behind a proxy that shares a connection, anybody's."""
+    inner = post(b'{"model":"m","inner":1}')
+    outer = f"POST /v1/completions HTTP/1.1\r\nHost: lb\r\nContent-Length: {len(inner)}\r\n\r\n".encode()
+    sent = 0
+
+    async def script(wire: Wire, _: Received) -> None:
+        await wire.send(answer(b"x" * 60_000))
+
+    async def main() -> None:
+        nonlocal sent
+        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
+            client = await it.connect()
+            transport = cast(asyncio.Transport, client.writer.transport)
+            transport.pause_reading()
+            (connected,) = it.front._clients()
+            while not connected.writing_paused:
+                client.send(post())
+                sent += 1
+                await until(lambda: len(it.records.requests) == sent, "it was answered")  # noqa: B023
+            client.send(outer)
+            await until(lambda: connected.busy, "its head is there")
+            transport.resume_reading()
+            for _ in range(sent):
+                assert (await client.reply()).status == 200
+            await until(lambda: not connected.writing_paused, "it took them")
+            client.send(inner)
+            await client.reply()
+            assert len(endpoint.requests) <= sent + 1
+            assert all(b"inner" not in one.body or one.body == inner for one in endpoint.requests)
+
+    run(main())
+
+
+def test_every_line_of_the_table_of_states_is_taken(way: str, states: States) -> None:
+    """So that the table says what happens, no less and no more; `conftest.states` sees to the latter."""
+    if way != "lane":
+        pytest.skip("about the lane")
+
+    slow = asyncio.Event()
+
+    async def script(wire: Wire, request: Received) -> None:
+        if b"slow" in request.body:
+            await slow.wait()
+        await wire.send(answer())
+
+    async def main() -> None:
+        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
+            client = await it.connect()
+            client.send(post())
+            await client.reply()
+            (connected,) = it.front._clients()
+            client.send(post(b'{"model":"m","slow":1}'))
+            await until(lambda: endpoint.requests[1:], "it runs")
+            client.send(post())
+            await until(lambda: connected._held, "it waits behind")
+            slow.set()
+            assert [(await client.reply()).status for _ in range(2)] == [200, 200]
+            client.send(b"GET /v1/models HTTP/1.1\r\nHost: lb\r\n\r\n")
+            await client.reply()
+            client.send(post())
+            await client.reply()
+            table = {(before, after) for before, afters in NEXT_STATES.items() for after in afters}
+            assert states.taken == table
 
     run(main())
