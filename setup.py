@@ -41,6 +41,7 @@ COMPILED = {
             "record",
             "retry",
             "scorers",
+            "serving",
             "slow_start",
             "snapshot",
             "sse",

@@ -1,10 +1,10 @@
-"""The set of endpoints: who is in it, in what standing, who serves which model, whose gauges may be believed.
+"""The set of endpoints: which are in it, in what state, and which of their gauges may be believed.
 
 Sole owner of every `EndpointState`. It is told what probes, connections and requests brought, and moves each endpoint
-through the states of `core.health`; it asks nobody itself. Invariants:
+through the states of `core.health`; it asks nobody itself. `core.serving` keeps the index of models. Invariants:
 
 - Requests go to members that are `UP` and not draining; to one that is half open, one at a time. In need only (see
-  `_usable` and `trials`) to one that is ejected or down.
+  `Serving` and `trials`) to one that is ejected or down.
 - An endpoint that leaves the set keeps its state object until its last ticket closes, so that counts never go astray.
 - Uids are never reused, so a report that arrives late about an endpoint that left is recognised and dropped.
 - The lists that `candidates` hands out are shared and rebuilt, never edited: the caller may keep one, and must not
@@ -22,7 +22,6 @@ from operator import attrgetter
 from typing import Final
 
 from lbproxy.config import BreakerSettings, HealthSettings, ScrapeSettings
-from lbproxy.core import health
 from lbproxy.core.breaker import Cause
 from lbproxy.core.estimate import LoadModel
 from lbproxy.core.explain import MAX_SHOWN
@@ -31,6 +30,7 @@ from lbproxy.core.openai import made_up_card
 from lbproxy.core.orca import LoadReport
 from lbproxy.core.pool_model import PoolModel
 from lbproxy.core.prior import assume_speeds
+from lbproxy.core.serving import Serving, is_open
 from lbproxy.core.snapshot import EndpointSnapshot
 from lbproxy.core.types import (
     Endpoint,
@@ -75,34 +75,39 @@ class EndpointSet:
         rng: random.Random,
     ) -> None:
         self._pool = pool
-        self.version = 0
-        """Changes whenever `candidates` may."""
-        has_loads = pool is not None
+        self.serving = Serving(panic=breaker.panic)
+        """Which endpoints serve which model, and may be asked for it."""
         self.judge = Judge(
-            settings, breaker, has_loads=has_loads, rng=rng, changed=self._reindex, listens_again=self._listens_again
+            settings,
+            breaker,
+            self.serving,
+            has_loads=pool is not None,
+            rng=rng,
+            listens_again=self._listens_again,
         )
         """Moves endpoints from state to state."""
-        self._panic = breaker.panic
         self._stale_after_s = scrape.stale_after
         self._trial_at = -inf
-        """Before this there is no use in looking for somebody to try."""
-        self._members: list[EndpointState] = []
-        """Those that health has nothing against."""
-        self._dial_s = DIAL_S
+        """Before this no endpoint can be tried, unless something changes."""
+        self._trials_version = self._absent_version = -1
+        """The version of `serving` for which `_trial_at` was found, and `_absent`."""
         self._states: dict[EndpointUid, EndpointState] = {}
         self._leaving: list[EndpointState] = []
         self._last_uid = 0
-        self._serving: list[EndpointState] = []
-        self._silent: list[EndpointState] = []
-        self._by_model: dict[str, list[EndpointState]] = {}
-        self._absent: tuple[tuple[Endpoint, str], ...] | None = None
+        self._absent: tuple[tuple[Endpoint, str], ...] = ()
+        if pool is not None:
+            pool.adapters = self.serving.adapters
+
+    @property
+    def version(self) -> int:
+        """Changes whenever `candidates` may."""
+        return self.serving.version
 
     def reconfigure(self, settings: HealthSettings, scrape: ScrapeSettings, breaker: BreakerSettings) -> None:
         """Judge by other settings what is reported from now on."""
         self.judge.reconfigure(settings, breaker, self._states.values())
-        self._panic = breaker.panic
+        self.serving.reconfigure(panic=breaker.panic)
         self._stale_after_s = scrape.stale_after
-        self._reindex()
 
     def use(self, pool: PoolModel | None) -> None:
         """Another policy's models, or none. What is placed still ends against the model that it began with."""
@@ -116,8 +121,8 @@ class EndpointSet:
                 if state.said_slots is not None:
                     state.load.room.slots.told(state.said_slots)
         if pool is not None:
+            pool.adapters = self.serving.adapters
             assume_speeds(self._states.values())
-        self._reindex()
 
     def remember(self, blocks: int) -> None:
         """So many blocks of all prefix caches together, from now on."""
@@ -145,6 +150,7 @@ class EndpointSet:
                 before, state.endpoint = state.endpoint, _identified(spec, state.endpoint.uid)
                 if spec.models != before.models:
                     state.models = _declared(spec)
+                    self.serving.changed(state)
                 if self._pool is not None and spec.kv_cache_tokens != before.kv_cache_tokens:
                     state.load.declare(spec.kv_cache_tokens)
                 if spec.health is None:
@@ -161,7 +167,7 @@ class EndpointSet:
         self._states = states
         if self._pool is not None:
             assume_speeds(states.values())
-        self._reindex()
+        self.serving.arrange(states.values())
         return EndpointChanges(added, [state.endpoint for state in removed], changed)
 
     def _join(self, spec: EndpointSpec, now: float) -> EndpointState:
@@ -194,22 +200,22 @@ class EndpointSet:
         """
         if now >= self.judge.due_at:
             self.judge.end_ejections(self._states.values(), now=now)
-        if model is None:
-            return self._serving
-        return self._by_model.get(model) or self._silent
+        return self.serving.candidates(model)
 
     def trials(self, model: str | None, *, now: float) -> Sequence[EndpointState]:
         """Endpoints that are down (or that nobody could connect to) and may be tried, when there are no candidates:
         each by one request at a time, and seldom. O(members), but not for each of the requests that find nobody.
         """
-        if now < self._trial_at:
+        version = self.serving.version
+        if now < self._trial_at and version == self._trials_version:
             return []
+        self._trials_version = version
         down = [state for state in self._states.values() if not state.draining and _is_unreachable(state)]
         free = [(state, _trial_at(state)) for state in down if state.trial is None]
         self._trial_at = min((at for _, at in free), default=inf)
         ready = [state for state, at in free if at <= now]
         named = [state for state in ready if model is None or (state.models is not None and model in state.models)]
-        return named or [state for state in ready if state.models is None and not self._serving]
+        return named or [state for state in ready if state.models is None and not self.any_up()]
 
     def is_known(self, model: str | None) -> bool:
         """Whether a member, whatever its health, says that it serves `model`."""
@@ -221,13 +227,17 @@ class EndpointSet:
 
     def any_up(self) -> bool:
         """Whether a member takes requests."""
-        return bool(self._serving)
+        return bool(self.serving.candidates(None))
 
     def absent(self) -> tuple[tuple[Endpoint, str], ...]:
         """Members that take no requests, and why: the first `MAX_SHOWN`. Found once for each change of the set."""
-        if self._absent is None:
+        if self._absent_version != self.serving.version:
+            self._absent_version = self.serving.version
+            is_readmitted = self.serving.is_readmitted
             out = (
-                state for state in self._states.values() if state.draining or not (state.readmitted or _is_open(state))
+                state
+                for state in self._states.values()
+                if state.draining or not (is_open(state) or is_readmitted(state))
             )
             first = islice(out, MAX_SHOWN)
             self._absent = tuple((one.endpoint, "draining" if one.draining else one.health.value) for one in first)
@@ -239,46 +249,7 @@ class EndpointSet:
 
     def model_cards(self) -> list[ModelCard]:
         """What the members that are up serve, one card a model: the first endpoint's word counts."""
-        cards: dict[str, ModelCard] = {}
-        for state in self._members:
-            for card in (state.models or {}).values():
-                cards.setdefault(card.id, card)
-        return list(cards.values())
-
-    def _reindex(self) -> None:
-        self.version += 1
-        self._absent = None
-        self._trial_at = -inf
-        self._dial_s = max(DIAL_S, DIAL_ANY_S * sum(s.health is Health.DOWN for s in self._states.values()))
-        self._members = [s for s in self._states.values() if s.health in health.ALIVE and not s.draining]
-        for state in self._states.values():
-            state.readmitted = False
-        self._serving = self._usable(self._members)
-        self._silent = self._usable([state for state in self._members if state.models is None])
-        by_model: dict[str, list[EndpointState]] = {}
-        for state in self._members:
-            for model in state.models or ():
-                by_model.setdefault(model, []).append(state)
-        self._by_model = {model: self._usable(states) for model, states in by_model.items()}
-        if self._pool is not None:
-            self._pool.adapters = frozenset(
-                card.id for state in self._members for card in (state.models or {}).values() if card.parent is not None
-            )
-
-    def _usable(self, members: list[EndpointState]) -> list[EndpointState]:
-        """Those of `members` that may be asked: the breaker's word counts, unless it leaves less than half of them.
-
-        Then it is more likely wrong, or all are bad, and there is nothing to lose. To one that nobody can connect to
-        there is no use in sending requests even so.
-        """
-        up = sum(state.health is Health.UP for state in members)
-        if up == len(members):
-            return members
-        if self._panic and 2 * up < len(members):
-            for state in members:
-                if not _is_open(state) and state.breaker.cause is not Cause.UNREACHABLE:
-                    state.readmitted = True
-        return [state for state in members if state.readmitted or _is_open(state)]
+        return self.serving.model_cards()
 
     # Reports
 
@@ -295,7 +266,8 @@ class EndpointSet:
         state = self._states.get(uid)
         if state is None or state.health is not Health.DOWN:
             return 0.0
-        wait_s = state.dialled_at + self._dial_s - now
+        between_s = max(DIAL_S, DIAL_ANY_S * len(self.serving.down))
+        wait_s = state.dialled_at + between_s - now
         if wait_s > 0.0:
             return wait_s
         state.dialled_at = now
@@ -319,7 +291,7 @@ class EndpointSet:
         if self._pool is not None and models is not None:
             state.load.adapters.keep(models)
         if _served(before) != _served(models):
-            self._reindex()
+            self.serving.changed(state)
 
     def scrape_sent(self, uid: EndpointUid) -> None:
         """A scrape leaves now: remember what of the load that it will show is ours."""
@@ -433,17 +405,13 @@ class EndpointSet:
         state = self._states.get(uid)
         if state is not None:
             state.draining = draining
-            self._reindex()
+            self.serving.changed(state)
 
     def snapshot(self, *, now: float) -> list[EndpointSnapshot]:
         """Members in the order of the settings, then those that are leaving."""
         states = [*self._states.values(), *self._leaving]
-        return [_snapshot(state, self.judge.slow_start.share(state, now), now) for state in states]
-
-
-def _is_open(state: EndpointState) -> bool:
-    """The breaker lets requests through: all, or the one that tries it."""
-    return state.health is Health.UP or (state.health is Health.HALF_OPEN and state.trial is None)
+        share, is_readmitted = self.judge.slow_start.share, self.serving.is_readmitted
+        return [_snapshot(state, share(state, now), is_readmitted(state), now) for state in states]
 
 
 def _is_unreachable(state: EndpointState) -> bool:
@@ -475,13 +443,13 @@ def _identified(spec: EndpointSpec, uid: EndpointUid) -> Endpoint:
     return Endpoint(uid=uid, **dict(zip(_FACTS, _facts_of(spec), strict=True)))
 
 
-def _snapshot(state: EndpointState, share: float, now: float) -> EndpointSnapshot:
+def _snapshot(state: EndpointState, share: float, readmitted: bool, now: float) -> EndpointSnapshot:
     return EndpointSnapshot(
         endpoint=state.endpoint,
         health=state.health,
         draining=state.draining,
         backing_off=now < state.backing_off_until,
-        readmitted=state.readmitted,
+        readmitted=readmitted,
         share=share,
         in_flight=state.in_flight,
         awaiting_first_byte=state.awaiting_first_byte,

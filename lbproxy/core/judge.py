@@ -1,7 +1,7 @@
 """Judges endpoints: turns what probes, connections and requests brought into moves through the states of `core.health`.
 
 It holds what several endpoints share of that (when the first ejection ends, the slow start, the watch over progress)
-and asks `core.breaker` whether failures are too many. Whom the states let through is `core.endpoints`' to say.
+and asks `core.breaker` whether failures are too many. Which endpoints may be asked, `core.serving` decides.
 Invariants:
 
 - Every move goes through `_move`, makes one `Transition`, and ends the trial that was under way.
@@ -22,6 +22,7 @@ from lbproxy.core.breaker import FAULTS, Breaker, Cause
 from lbproxy.core.health import Event
 from lbproxy.core.progress import Progress, ProgressWatch
 from lbproxy.core.retry import FailureKind
+from lbproxy.core.serving import Serving
 from lbproxy.core.slow_start import SlowStart
 from lbproxy.core.types import EndpointState, Health, Outcome, Ticket, Transition
 
@@ -48,14 +49,14 @@ class Judge:
         self,
         settings: HealthSettings,
         breaker: BreakerSettings,
+        serving: Serving,
         *,
         has_loads: bool,
         rng: random.Random,
-        changed: Callable[[], None],
         listens_again: Callable[[EndpointState], None],
     ) -> None:
-        """`changed` is called after every move and trial: it may be others' turn to get requests; `listens_again` when
-        an endpoint that refused connections is heard of again: another process, as far as is known.
+        """`serving` is notified of every move and trial; `listens_again` is called when an endpoint that refused
+        connections is heard of again: another process, as far as is known.
         """
         self.transitions: list[Transition] = []
         """Since the driver last took them away."""
@@ -64,7 +65,7 @@ class Judge:
         self.slow_start = SlowStart(settings.slow_start)
         self.progress = ProgressWatch(breaker.no_progress, has_loads=has_loads)
         self._rng = rng
-        self._changed = changed
+        self._serving = serving
         self._listens_again = listens_again
         self._first_up_at: float | None = None
         """When an endpoint took requests for the first time."""
@@ -143,7 +144,7 @@ class Judge:
         was_trial = ticket.trial
         if was_trial:
             self._release_trial(state)
-            self._changed()
+            self._serving.changed(state)
         if state.left:
             return
         if kind is FailureKind.TIMEOUT and self.progress.goes_on(ticket, now):
@@ -176,11 +177,11 @@ class Judge:
         """A ticket was placed on `state`, which is not up. Unless that was for want of others, it is the one request
         that tries it.
         """
-        if state.trial is None and not state.readmitted and not state.left:
+        if state.trial is None and not self._serving.is_readmitted(state) and not state.left:
             state.trial = ticket
             ticket.trial = True
             state.tried_at = state.dialled_at = now
-            self._changed()
+            self._serving.changed(state)
 
     def trial_ended(self, state: EndpointState, outcome: Outcome, *, now: float) -> None:
         """A trial ticket closes that brought neither a good answer's first byte nor a failure."""
@@ -188,12 +189,12 @@ class Judge:
             self._proved(state, now)
         else:
             self._release_trial(state)
-            self._changed()
+            self._serving.changed(state)
 
     def _proved(self, state: EndpointState, now: float) -> None:
         reason = "the request that tried it was answered"
         self._release_trial(state)
-        self._changed()
+        self._serving.changed(state)
         if state.left:
             return
         if state.health is Health.DOWN:
@@ -255,8 +256,8 @@ class Judge:
             self.slow_start.end(state)
         if state.health is Health.DOWN:
             state.dialled_at = now
-        self._changed()
-        if state.readmitted:
+        self._serving.changed(state)
+        if self._serving.is_readmitted(state):
             reason += "; used all the same, as less than half would be left"
         self.transitions.append(Transition(state.endpoint, before, state.health, reason, cause))
 

@@ -5,6 +5,8 @@ Each endpoint's own is in `core.estimate`, which also does the learning here. Po
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from mypy_extensions import mypyc_attr
 
 from lbproxy.core.capacity import Size
@@ -25,8 +27,8 @@ class PoolModel:
 
     def __init__(self, block_bytes: int, index_entries: int = MAX_ENTRIES) -> None:
         self.index = PrefixIndex(block_bytes, index_entries)
-        self.adapters: frozenset[str] = frozenset()
-        """The models that are LoRA adapters."""
+        self.adapters: Set[str] = frozenset()
+        """The models that are LoRA adapters. `core.serving` owns the set and keeps it current."""
         self.token_ms = 0.1
         """Prefill time per uncached token (rG)."""
         self.output_tokens = 200.0

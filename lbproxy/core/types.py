@@ -192,8 +192,6 @@ class EndpointState:
     """When the last of those was placed."""
     dialled_at: float = float("-inf")
     """When a probe or a trial last went to it while it was down."""
-    readmitted: bool = False
-    """Ejected, and used all the same for want of others."""
     was_up: bool = False
     """It took requests before."""
     slow_since: float | None = None

@@ -222,7 +222,7 @@ class Waiting:
         work = least_work(self._pool.least_work, now) if self._by_work and self._pool is not None else None
         for ticket in self._queue.in_order(work, self._flows, now):
             key, best = (ticket.request.model, ticket.avoid), ticket.best
-            if best is None or (everything and _is_out(best)):
+            if best is None or (everything and self._is_out(best, key[0])):
                 if key in stuck:
                     continue
             elif best.endpoint.uid not in opened:
@@ -254,7 +254,8 @@ class Waiting:
             if not opened and not everything:
                 return
 
-
-def _is_out(state: EndpointState) -> bool:
-    """It takes no requests any more."""
-    return state.left or state.draining or (state.health is not Health.UP and not state.readmitted)
+    def _is_out(self, state: EndpointState, model: str | None) -> bool:
+        """It takes no requests for `model` any more."""
+        if state.left or state.draining:
+            return True
+        return state.health is not Health.UP and not self._endpoints.serving.is_readmitted_for(state, model)

@@ -39,6 +39,9 @@ class HealthMachine(RuleBasedStateMachine):
     def states(self) -> dict[str, EndpointState]:
         return {state.endpoint.name: state for state in self.balancer._endpoints._states.values()}
 
+    def is_readmitted(self, state: EndpointState) -> bool:
+        return self.balancer._endpoints.serving.is_readmitted(state)
+
     def settle(self) -> None:
         """Every change of state is told, once, and is in the table."""
         for change in taken(self.balancer):
@@ -53,7 +56,7 @@ class HealthMachine(RuleBasedStateMachine):
     @rule()
     def submit(self) -> None:
         serving = {
-            name: (state.health, state.trial, state.readmitted, state.breaker.until)
+            name: (state.health, state.trial, self.is_readmitted(state), state.breaker.until)
             for name, state in self.states.items()
         }
         ticket = self.balancer.submit(request(MODEL), now=self.now)
@@ -116,7 +119,7 @@ class HealthMachine(RuleBasedStateMachine):
             assert trials == ([] if state.trial is None else [state.trial]), name
             assert not trials or state.health is not Health.UP
             assert 0.1 <= self.balancer._judge.slow_start.share(state, self.now) <= 1.0
-            assert self.panic or not state.readmitted
+            assert self.panic or not self.is_readmitted(state)
             assert state.health is not Health.EJECTED or state.breaker.until - self.now <= 90.0
 
     def teardown(self) -> None:
