@@ -1,4 +1,4 @@
-"""What the core costs: a routing decision, hashing a prompt, remembering it, scrapes, planning the queue; and memory.
+"""What the core costs: a decision, hashing a prompt, remembering it, scrapes, changes, planning the queue; and memory.
 
     .venv/bin/python -m benchmarks.decision [--policy adaptive] [--write]
 
@@ -18,6 +18,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from pathlib import Path
 
 from benchmarks.growth import Series, growth_rows, statement
@@ -32,7 +33,7 @@ from lbproxy.core.pool_model import PoolModel
 from lbproxy.core.prefix import hash_prompt
 from lbproxy.core.prefix_index import EndpointCache, PrefixIndex
 from lbproxy.core.readings import PageReader
-from lbproxy.core.types import EndpointSpec, EndpointUid, InferenceRequest, LoadMetrics, Outcome, Ticket
+from lbproxy.core.types import EndpointSpec, EndpointUid, InferenceRequest, LoadMetrics, ModelCard, Outcome, Ticket
 from lbproxy.process import is_compiled
 
 ENDPOINTS = (10, 100, 1000)
@@ -44,6 +45,7 @@ LIMITS_MIB = (8, 16, 24, 30, 48)
 PAGE = Path(__file__).parents[1] / "tests/fixtures/metrics/vllm-0.32.0-load-lora-t0.prom"
 CACHED = (120, 1_200, 12_000, 120_000)
 WAITING = (1, 10, 100, 1_000, 10_000)
+ADAPTERS = 200
 ABOUT = """\
 Microseconds of CPU on one core, the least of many rounds. First figure: the price of all candidates; second: all of
 the Balancer's part in a request (submit with placement, first byte, end).
@@ -55,6 +57,10 @@ random keys is in it, and stands for the hashing.
 ABOUT_SCRAPES = """\
 From the page's bytes to the endpoint's state, for every endpoint once. In lbproxy each endpoint has its own time, so
 that the event loop has other turns between two of them.
+"""
+ABOUT_CHANGES = f"""\
+Every endpoint lists {ADAPTERS} adapters. One endpoint is drained; the candidates for one model are asked for, the first
+time since; then the endpoint is in use again, and lists one adapter more.
 """
 ABOUT_PLANS = """\
 A plan goes over the queue after each arrival, first byte and end, at most once per turn of the event loop. It ends at
@@ -223,6 +229,34 @@ def _sweep(balancer: Balancer, readers: list[tuple[EndpointUid, PageReader]], pa
         balancer.report_scrape(uid, metrics)
 
 
+def changes(policy: str) -> tuple[str, list[Series]]:
+    """One endpoint drains, or lists other adapters, beside others that list the same."""
+    cards = [ModelCard("base", b"{}"), *(ModelCard(f"a{n}", b"{}", "base") for n in range(ADAPTERS + 1))]
+    heads = ("a drain", "candidates after it", "undrained", "one adapter more")
+    rows, times = [["endpoints", *heads]], []
+    for count in ENDPOINTS:
+        balancer = fleet(policy, count, random.Random(8))
+        for state in balancer._endpoints.members():
+            balancer.report_models(state.endpoint.uid, cards[:-1])
+        one = next(iter(balancer._endpoints.members())).endpoint.uid
+        calls: tuple[Callable[[], object], ...] = (
+            partial(balancer.drain, one),
+            partial(balancer._endpoints.candidates, "base", now=0.0),
+            partial(balancer.drain, one, draining=False),
+            partial(balancer.report_models, one, cards),
+        )
+        least = [inf] * len(calls)
+        for _ in range(100):
+            for place, call in enumerate(calls):
+                least[place] = min(least[place], micros(call, 1, calls=1))
+            balancer.report_models(one, cards[:-1])
+        rows.append([f"{count:,}", *(f"{value:.1f}" for value in least)])
+        times.append((count, least))
+    return table(rows), [
+        Series(head, "endpoints", [(count, least[place]) for count, least in times]) for place, head in enumerate(heads)
+    ]
+
+
 def caches(policy: str) -> tuple[str, list[Series]]:
     """The same decision beside caches of other sizes."""
     rows, times = [["cached blocks on each of 8 endpoints", "in all", "32 KB"]], []
@@ -368,6 +402,7 @@ def page(policy: str, command: str) -> str:
         ("Remembering a prompt", ABOUT_UPDATES, index_updates),
         ("By what is remembered", "", partial(caches, policy)),
         ("Scrapes", ABOUT_SCRAPES, partial(scraping, policy)),
+        ("Changes of one endpoint", ABOUT_CHANGES, partial(changes, policy)),
         ("By how many wait", ABOUT_PLANS, partial(queues, policy)),
     ):
         made, found = measured()
