@@ -198,8 +198,8 @@ class CapacityLearner:
         distance = 0.0
         for (first, segment), (end, _) in pairwise([*runs, (depth, -1)][: MAX_STEPS + 1]):
             at = segment - self._first
-            younger = sum(blocks[at + 1 :]) + blocks[at] / 2.0
-            rest = sum(self._rest[at + 1 :]) + sum(self._between[at + 1 :]) + self._rest[at] / 2.0
+            younger = float(sum(blocks[at + 1 :])) + blocks[at] / 2.0
+            rest = sum(self._rest[at + 1 :], 0.0) + sum(self._between[at + 1 :], 0.0) + self._rest[at] / 2.0
             distance = max(distance, used_tokens + younger * block_tokens + rest)
             steps.append(Step(first, end, distance))
         for segment in taken:

@@ -3,8 +3,8 @@
 What context adds to a step is a property of the model and its hardware. So the slope is learned by all endpoints
 together, each from what is off its *own* means, and from gaps less the prefills that were in them: busy endpoints have
 more context and more prefills, which made lines learned by each alone five times too steep. How slow an endpoint is
-beside that line, prefills included, is its own as far as it is no chance: what its blocks of samples scatter by is taken
-off, and few samples say nothing.
+beside that line, prefills included, is its own as far as it is no chance: what its blocks of samples scatter by is
+taken off, and few samples say nothing.
 """
 
 from __future__ import annotations
