@@ -217,7 +217,7 @@ class BalancerMachine(RuleBasedStateMachine):
         streams = {one for one, ticket in zip(placements, tickets, strict=True) if one.request.stream}
         started = {t.placement for t in tickets if t.first_byte_at is not None}
         assert {one for one in load.pending if one.request.stream} == streams - started
-        assert abs(load.pending_tokens - sum(one.uncached for one in load.pending)) < 1e-6
+        assert abs(load.pending_tokens - sum(one.work for one in load.pending)) < 1e-6
         assert load.live_tokens == sum(one.streamed for one in placements)
 
     def teardown(self) -> None:
