@@ -28,7 +28,7 @@ STALL: Final = 0.17
 """Share of a prefill's time by which each stream on the endpoint is held up (chunked prefill shares the step)."""
 STEPS: Final = 2.0
 """Inter-token gaps after which a prefill that goes first shows progress: the step that runs ends, and its own ends."""
-DECODE: Final = 0.1
+DECODE: Final = 0.07
 """What a millisecond of decode is worth beside one of waiting for the first token."""
 SPACE: Final = 20.0
 """What a full cache is worth, in prefills of the same prompt,"""
