@@ -18,52 +18,22 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 COMPILED = {
-    "lbproxy": ["runtime"],
-    "lbproxy/core": [
-        *(
-            "adaptive",
-            "admission",
-            "backpressure",
-            "balancer",
-            "baselines",
-            "breaker",
-            "capacity",
-            "choice",
-            "endpoints",
-        ),
-        *("estimate", "explain", "flows", "judge", "learning", "lora", "large_json", "openai", "outline", "placement"),
-        *(
-            "policy",
-            "prefix",
-            "prefix_index",
-            "pricing",
-            "progress",
-            "record",
-            "retry",
-            "scorers",
-            "serving",
-            "slow_start",
-            "snapshot",
-            "sse",
-            "types",
-            "gaps",
-            "others",
-            "overload",
-            "prefill_work",
-            "recall",
-            "lanes",
-            "line",
-            "response_times",
-            "room",
-            "slots",
-            "unread",
-            "pool_model",
-            "waiting",
-        ),
-    ],
-    "lbproxy/net": ["corked", "h1", "patience", "pool"],
-    "lbproxy/proxy": ["exchange", "exchanger", "forwarding", "headers", "plain", "reading", "relay", "request", "turn"],
-    "lbproxy/control": ["histogram", "line", "recent", "telemetry", "writer"],
+    "lbproxy": "runtime",
+    "lbproxy/core": "balancer",
+    "lbproxy/core/requests": "large_json openai outcome outline prompt_keys request retry sse",
+    "lbproxy/core/engines": "load_metrics",
+    "lbproxy/core/caches": "adapters cache_loss cache_size prefix_index",
+    "lbproxy/core/capacity": "lanes line others response_times room slots unread",
+    "lbproxy/core/knowledge": "gaps learning load_model placement pool_model prefill_work",
+    "lbproxy/core/endpoints": (
+        "backpressure breaker endpoint endpoint_set hang health judge progress serving slow_start state"
+    ),
+    "lbproxy/core/policies": "adaptive baselines explain policy registry scorers",
+    "lbproxy/core/queue": "choice flow flows held overload ticket waiting_queue",
+    "lbproxy/core/observed": "record snapshot",
+    "lbproxy/net": "corked h1 patience pool",
+    "lbproxy/proxy": "exchange exchanger forwarding headers plain reading relay request turn",
+    "lbproxy/control": "histogram line recent telemetry writer",
 }
 """By folder, what each request goes through."""
 
@@ -89,7 +59,7 @@ def extensions() -> list[Extension]:
         return []
     from mypyc.build import mypycify  # noqa: PLC0415 - not there, and not needed, where nothing is compiled
 
-    files = [f"{folder}/{name}.py" for folder, names in COMPILED.items() for name in names]
+    files = [f"{folder}/{name}.py" for folder, names in COMPILED.items() for name in names.split()]
     try:
         made: list[Extension] = mypycify(files, opt_level="2", debug_level="0", multi_file=True, group_name="lbproxy")
     except SystemExit:  # it said why: types that it does not know, or knows differently

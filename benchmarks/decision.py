@@ -24,16 +24,21 @@ from pathlib import Path
 from benchmarks.growth import Series, growth_rows, statement
 from lbproxy import __version__
 from lbproxy.config import AdmissionSettings, HealthSettings, RetrySettings, RoutingSettings, ScrapeSettings
-from lbproxy.core.admission import WORK_S
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.engines import ENGINES
-from lbproxy.core.estimate import LoadModel
-from lbproxy.core.policy import make_policy
-from lbproxy.core.pool_model import PoolModel
-from lbproxy.core.prefix import hash_prompt
-from lbproxy.core.prefix_index import EndpointCache, PrefixIndex
-from lbproxy.core.readings import PageReader
-from lbproxy.core.types import EndpointSpec, EndpointUid, InferenceRequest, LoadMetrics, ModelCard, Outcome, Ticket
+from lbproxy.core.caches.prefix_index import EndpointCache, PrefixIndex
+from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
+from lbproxy.core.engines.dialects import ENGINES
+from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.engines.readings import PageReader
+from lbproxy.core.knowledge.load_model import LoadModel
+from lbproxy.core.knowledge.pool_model import PoolModel
+from lbproxy.core.policies.registry import make_policy
+from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.queue.waiting_queue import WORK_S
+from lbproxy.core.requests.openai import ModelCard
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.prompt_keys import hash_prompt
+from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.process import is_compiled
 
 ENDPOINTS = (10, 100, 1000)

@@ -17,8 +17,9 @@ from collections import deque
 
 from benchmarks.decision import fill, fleet, prompt_of, table
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.record import RequestRecord
-from lbproxy.core.types import InferenceRequest, Outcome
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest
 
 POLICIES = ("adaptive", "least-request")
 ENDPOINTS = (3, 16, 100)

@@ -20,7 +20,7 @@ import orjson
 
 from lbproxy import __version__
 from lbproxy.config import Scenario
-from lbproxy.core.types import Outcome
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.fleet import Served
 from lbproxy.sim.report import as_table, estimate
 from lbproxy.sim.sharing import REFUSED, by_flow

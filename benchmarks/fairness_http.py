@@ -34,7 +34,7 @@ from benchmarks.overhead.load import BENCH, ROOT
 from benchmarks.overhead.process import LOAD_CORE, Proxy, free_port
 from lbproxy import __version__
 from lbproxy.config import Scenario
-from lbproxy.core.types import Outcome
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.fleet import Served
 from lbproxy.sim.report import as_table
 from lbproxy.sim.sharing import REFUSED

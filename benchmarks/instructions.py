@@ -6,8 +6,8 @@ kernel, no event loop. So it says what a change of our code saves, and nothing a
 if some 10,000 requests came a second. Loads: `1k` and `32k` are requests with a whole answer, `sse` is one event of a
 stream, `stream` a request whose answer has ten.
 
-`--part lbproxy.core.adaptive:Adaptive.price` counts only what happens within that function, with all that it calls.
-`--checkout PATH` runs the lbproxy of another checkout under this page's load, for a before and after.
+`--part lbproxy.core.policies.adaptive:Adaptive.price` counts only what happens within that function, with all that it
+calls. `--checkout PATH` runs the lbproxy of another checkout under this page's load, for a before and after.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from lbproxy import process
 from lbproxy.app import Proxy
 from lbproxy.config import parse
 from lbproxy.control import line
-from lbproxy.core.types import LoadMetrics, ModelCard
+from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.requests.openai import ModelCard
 from lbproxy.net.notify import Notifier
 from lbproxy.net.origin import Origin
 from lbproxy.net.pool import Connection

@@ -36,7 +36,7 @@ import orjson
 from benchmarks.surprises import SURPRISES, VARIANTS, Crowd, changed, run_crowd
 from lbproxy import __version__
 from lbproxy.config import Scenario, ScrapeSettings
-from lbproxy.core.types import Outcome
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.fleet import Sample, Served
 from lbproxy.sim.report import as_table, percentile
 from lbproxy.sim.sharing import REFUSED

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.decision import fleet, prompt_of
-from lbproxy.core.adaptive import Adaptive
-from lbproxy.core.types import EndpointState, InferenceRequest
+from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.policies.adaptive import Adaptive
+from lbproxy.core.requests.request import InferenceRequest
 
 HERE = Path(__file__).parent
 NOW = 100.0

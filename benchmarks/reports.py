@@ -17,8 +17,10 @@ from collections.abc import Iterator
 
 from lbproxy.config import parse
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.policy import make_policy
-from lbproxy.core.types import EndpointSpec, LoadMetrics, ModelCard
+from lbproxy.core.endpoints.endpoint import EndpointSpec
+from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.policies.registry import make_policy
+from lbproxy.core.requests.openai import ModelCard
 from lbproxy.net.origin import Origin
 from lbproxy.net.pool import Connection, ConnectionPool
 from lbproxy.proxy.exchanger import Exchanger

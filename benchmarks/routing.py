@@ -39,7 +39,7 @@ from benchmarks.targets import Found, Kept, Runner, chosen_parts, found_of, run_
 from benchmarks.verdicts import mean, page, ratio, shown
 from lbproxy import __version__
 from lbproxy.config import Scenario
-from lbproxy.core.policy import POLICIES
+from lbproxy.core.policies.registry import POLICIES
 from lbproxy.sim.report import Summary, as_json, markdown
 from lbproxy.sim_cli import Comparison, Result, Run, label, run_all, runs_of
 

@@ -33,8 +33,8 @@ from typing import NamedTuple
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from lbproxy.core.engines import ENGINES
-from lbproxy.core.readings import PageReader
+from lbproxy.core.engines.dialects import ENGINES
+from lbproxy.core.engines.readings import PageReader
 
 PAGES = Path(__file__).parents[1] / "tests" / "fixtures" / "metrics"
 MEASURED = {

@@ -23,7 +23,7 @@ import orjson
 from benchmarks.cells import CELLS, LADDER_SHORT, Cell
 from lbproxy import __version__
 from lbproxy.config import Scenario
-from lbproxy.core.policy import POLICIES
+from lbproxy.core.policies.registry import POLICIES
 from lbproxy.sim.oracle import ORACLES
 from lbproxy.sim.report import Summary
 from lbproxy.sim_cli import Run, runs_of, simulate

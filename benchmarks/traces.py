@@ -13,9 +13,11 @@ from functools import partial
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 
-from lbproxy.core.record import RequestRecord
-from lbproxy.core.trace import Sampling
-from lbproxy.core.types import Endpoint, EndpointUid, Outcome, Usage
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.observed.trace import Sampling
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import Usage
 from lbproxy.extras.spans import Spans
 from lbproxy.extras.traces import BATCH_REQUESTS
 

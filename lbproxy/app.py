@@ -38,10 +38,10 @@ from lbproxy.control.state import State
 from lbproxy.control.telemetry import Telemetry
 from lbproxy.control.watch import Loops, Watches
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.engines import Engines
-from lbproxy.core.policy import make_policy
-from lbproxy.core.record import RequestRecord
-from lbproxy.core.types import Endpoint, EndpointSpec
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec
+from lbproxy.core.engines.dialects import Engines
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.policies.registry import make_policy
 from lbproxy.extras import Tracing
 from lbproxy.net.bind import open_sockets
 from lbproxy.net.inherit import Inherited, start_successor

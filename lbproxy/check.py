@@ -14,10 +14,10 @@ from lbproxy.config import Settings
 from lbproxy.control.credentials import Credentials, read_credentials
 from lbproxy.control.discovery import Discovery
 from lbproxy.control.inspect import Inspection, inspect
-from lbproxy.core.engines import Engines
-from lbproxy.core.ignored import ignored_settings
-from lbproxy.core.readings import MAX_LORA
-from lbproxy.core.server_info import SERVER_INFO
+from lbproxy.core.engines.dialects import Engines
+from lbproxy.core.engines.readings import MAX_LORA
+from lbproxy.core.engines.server_info import SERVER_INFO
+from lbproxy.core.policies.ignored import ignored_settings
 from lbproxy.extras import find_traces
 from lbproxy.net.pool import ConnectionPool
 

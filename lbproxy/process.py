@@ -21,7 +21,7 @@ def prepare() -> None:
 
 def is_compiled() -> bool:
     """Whether the hot path runs as C: an installed wheel's does, unless there was no compiler (setup.py)."""
-    found = importlib.util.find_spec("lbproxy.core.types")
+    found = importlib.util.find_spec("lbproxy.core.balancer")
     return found is not None and found.origin is not None and not found.origin.endswith(".py")
 
 

@@ -18,29 +18,22 @@ from typing import Final, Protocol
 
 from lbproxy.config import Settings
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.endpoints import EndpointChanges
-from lbproxy.core.learned import EndpointLearned, PoolLearned, QueueSnapshot
-from lbproxy.core.orca import LoadReport
-from lbproxy.core.pricing import Policy
-from lbproxy.core.progress import CHECK_S
-from lbproxy.core.record import RequestRecord
-from lbproxy.core.retry import FailureKind, UpstreamError, Verdict
-from lbproxy.core.server_info import Description
-from lbproxy.core.snapshot import PoolSnapshot
-from lbproxy.core.types import (
-    Endpoint,
-    EndpointSpec,
-    EndpointUid,
-    Health,
-    InferenceRequest,
-    LoadMetrics,
-    ModelCard,
-    Outcome,
-    Ticket,
-    TicketState,
-    Transition,
-    Usage,
-)
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
+from lbproxy.core.endpoints.endpoint_set import EndpointChanges
+from lbproxy.core.endpoints.hang import CHECK_S
+from lbproxy.core.endpoints.health import Health, Transition
+from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.engines.orca import LoadReport
+from lbproxy.core.engines.server_info import Description
+from lbproxy.core.observed.learned import EndpointLearned, PoolLearned, QueueSnapshot
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.observed.snapshot import PoolSnapshot
+from lbproxy.core.policies.policy import Policy
+from lbproxy.core.queue.ticket import Ticket, TicketState
+from lbproxy.core.requests.openai import ModelCard
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.core.requests.retry import FailureKind, UpstreamError, Verdict
 from lbproxy.pulse import Pulse
 
 logger = logging.getLogger("lbproxy")

@@ -28,9 +28,9 @@ from lbproxy.config import (
     ScrapeSettings,
     WorkloadSettings,
 )
-from lbproxy.core.flows import FlowRules
-from lbproxy.core.policy import make_policy
-from lbproxy.core.pricing import Policy
+from lbproxy.core.policies.policy import Policy
+from lbproxy.core.policies.registry import make_policy
+from lbproxy.core.queue.flows import FlowRules
 from lbproxy.sim import plots, sharing
 from lbproxy.sim.catalogue import (
     WORKLOADS,

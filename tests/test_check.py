@@ -8,8 +8,8 @@ from rich.console import Console
 
 from lbproxy.check import ASKED, COSTS, NO_LOAD, NOT_ASKED, check
 from lbproxy.config import parse
-from lbproxy.core.engines import SIGNALS
-from lbproxy.core.readings import MAX_LORA
+from lbproxy.core.engines.dialects import SIGNALS
+from lbproxy.core.engines.readings import MAX_LORA
 from tests.control.rig import model_list, page
 from tests.support.aio import run
 from tests.support.endpoint import NOT_FOUND, OK, Script, ScriptedEndpoint, answer

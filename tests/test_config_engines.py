@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lbproxy.config import BUILT_IN_ENGINES, ConfigError, EngineSettings, MetricRatio, MetricSpec, json_schema, parse
 from lbproxy.config.engines import MAX_ENGINES, MAX_SPECS
-from lbproxy.core.engines import ENGINES
+from lbproxy.core.engines.dialects import ENGINES
 
 MINIMAL = "endpoints: [http://gpu-1:8000]\n"
 SPEC = "a metric as name or name{label=value,...}"

@@ -9,7 +9,7 @@ import pytest
 
 from lbproxy.config import ConfigError, Settings, parse, with_endpoints, without_secrets
 from lbproxy.control.discovery import Discovery
-from lbproxy.core.credentials import ApiKey, Proxy
+from lbproxy.core.endpoints.credentials import ApiKey, Proxy
 from tests.support.aio import run
 
 HIDDEN = "s3cretword"

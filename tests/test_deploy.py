@@ -146,7 +146,7 @@ def test_nothing_else_is_sent_to_the_builder() -> None:
     sent = {path.name for path in ROOT.iterdir() if not ignored(path.name)}
     assert sent == set(copied())
     assert ignored("lbproxy/core/__pycache__")
-    assert not ignored("lbproxy/core/types.py")
+    assert not ignored("lbproxy/core/balancer.py")
 
 
 def test_the_image_installs_the_locked_wheels_alone() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lbproxy.config import BUILT_IN_ENGINES, MetricRatio, MetricSpec, Signal, parse
-from lbproxy.core.engines import ENGINES, SIGNALS, Engines
-from lbproxy.core.readings import PageReader, Reading
+from lbproxy.core.engines.dialects import ENGINES, SIGNALS, Engines
+from lbproxy.core.engines.readings import PageReader, Reading
 from tests.support.docs import DOCS, blocks, expect_generated, table
 
 PAGE = DOCS / "engines.md"

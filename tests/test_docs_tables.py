@@ -36,9 +36,9 @@ from lbproxy.config import (
 from lbproxy.config.descriptions import descriptions
 from lbproxy.config.engines import SignalForm
 from lbproxy.config.values import Quantity
-from lbproxy.core.health import TABLE, Event
-from lbproxy.core.scorers import SCORERS
-from lbproxy.core.types import Health, LbError, Outcome
+from lbproxy.core.endpoints.health import TABLE, Event, Health
+from lbproxy.core.policies.scorers import SCORERS
+from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.proxy.answers import error_answer
 from lbproxy.sim.faults import COMMON, KINDS, Parameter
 from lbproxy.sim.presets import BLOCK_TOKENS, PRESETS
@@ -192,7 +192,7 @@ def test_failures_has_every_outcome_as_it_is_answered() -> None:
 
 
 def test_failures_draws_the_state_machine() -> None:
-    """The table of `core.health`, as a picture."""
+    """The table of `core.endpoints.health`, as a picture."""
     arrows = [f"    {before.value} --> {after.value}: {event.value}" for (before, event), after in TABLE.items()]
     picture = ["```mermaid", "stateDiagram-v2", "    [*] --> starting", *arrows, "```", ""]
     expect_generated(DOCS / "failures.md", "states", "\n".join(picture))

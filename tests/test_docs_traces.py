@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from lbproxy.core.types import Outcome, Usage, Wait
+from lbproxy.core.queue.ticket import Wait
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import Usage
 from tests.extras.test_spans import ONE, OTHER, decision, place, request, spans_of
 from tests.support.docs import DOCS, cells, expect_generated, generated, table
 from tests.support.otlp import SERVER, Span

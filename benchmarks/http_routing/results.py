@@ -17,7 +17,7 @@ from benchmarks.http_routing.cells import CELLS, MAX_MODEL_LEN, PRESET, arrivals
 from benchmarks.http_routing.client import Call, Counters
 from benchmarks.http_routing.trial import Trial, late
 from lbproxy.config import Scenario
-from lbproxy.core.types import Outcome
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.fleet import Served
 from lbproxy.sim.report import Summary, by_phase, summarise
 from lbproxy.sim.traces import TraceRow

@@ -2,7 +2,7 @@
 
 A *spec* names the series of one family that hold a signal: `family`, or `family{label=value,label2="v"}`. A signal is
 given by one spec, by a list of them (tried in order, since engines rename their families), or, for the utilisation of
-the cache, by two: what is used and what there is. What the specs then select on a page is `core.readings`'s.
+the cache, by two: what is used and what there is. What the specs then select on a page is `core.engines.readings`'s.
 
 Every spec is parsed here, once: what cannot be parsed is a settings error with its path, never a signal that is
 silently absent.
@@ -22,7 +22,7 @@ from lbproxy.config.section import Section
 from lbproxy.config.values import PATH, count, expected
 
 BUILT_IN_ENGINES = ("vllm", "sglang", "trtllm-serve", "triton-tensorrt-llm", "llamacpp")
-"""The keys of `core.engines.ENGINES` (a test holds the two together: config may not import core)."""
+"""The keys of `core.engines.dialects.ENGINES` (a test holds the two together: config may not import core)."""
 MAX_ENGINES = 64
 """Of one's own. A page of an unknown engine is looked through for the families of each."""
 MAX_SPECS = 16

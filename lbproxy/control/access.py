@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from lbproxy.config import Secret
-from lbproxy.core.types import LbError, Outcome
+from lbproxy.core.requests.outcome import LbError, Outcome
 
 OPEN = frozenset({"/healthz", "/readyz", "/metrics"})
 PAGE = frozenset({"/", "/dashboard"})

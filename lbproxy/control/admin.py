@@ -20,8 +20,9 @@ from lbproxy.config import Secret
 from lbproxy.control.access import AdminAccess
 from lbproxy.control.api import Api, ApiError
 from lbproxy.control.dashboard import Dashboard
-from lbproxy.core.openai import REASON_FIELD, error_body
-from lbproxy.core.types import Health, LbError, Outcome
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.requests.openai import REASON_FIELD, error_body
+from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.net.bind import bind, bound_port
 from lbproxy.net.listener import Listener
 from lbproxy.runtime import Runtime

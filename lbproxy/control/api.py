@@ -23,8 +23,8 @@ from lbproxy.control.openapi import ENTRY, EVENTS, document
 from lbproxy.control.overlay import UnknownEntryError
 from lbproxy.control.recent import MAX_SUMMARIES, Fields
 from lbproxy.control.state import State, drain_progress
-from lbproxy.core.openai import REASON_FIELD
-from lbproxy.core.snapshot import EndpointSnapshot
+from lbproxy.core.endpoints.state import EndpointSnapshot
+from lbproxy.core.requests.openai import REASON_FIELD
 from lbproxy.runtime import Runtime
 
 logger = logging.getLogger("lbproxy")

@@ -31,9 +31,10 @@ from lbproxy.config import MAX_ENDPOINTS, Address, ConfigError, EndpointSettings
 from lbproxy.control.known import MAX_LOGGED, Known, KnownName, Member, known_of
 from lbproxy.control.prober import JITTER
 from lbproxy.control.resolver import OK, Lookup, Resolver
-from lbproxy.core.credentials import ApiKey, Proxy, Tls
-from lbproxy.core.snapshot import EndpointSnapshot
-from lbproxy.core.types import EndpointSpec, Health
+from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
+from lbproxy.core.endpoints.endpoint import EndpointSpec
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.endpoints.state import EndpointSnapshot
 from lbproxy.net.tls import client_context
 from lbproxy.runtime import Runtime, supervise
 

@@ -9,10 +9,11 @@ from typing import TypeAlias
 from prometheus_client.core import Metric
 
 from lbproxy.control.families import counters, gauges, render
-from lbproxy.core.breaker import Cause
-from lbproxy.core.learned import FULL_BY, EndpointLearned
-from lbproxy.core.snapshot import EndpointSnapshot
-from lbproxy.core.types import EndpointUid, Health
+from lbproxy.core.endpoints.breaker import Cause
+from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.endpoints.state import EndpointSnapshot
+from lbproxy.core.observed.learned import FULL_BY, EndpointLearned
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from prometheus_client.utils import floatToGoString
 
 from lbproxy.config import EndpointSettings
 from lbproxy.control.histogram import Histogram
-from lbproxy.core.flows import OTHERS, FlowSnapshot
+from lbproxy.core.queue.flow import FlowSnapshot
+from lbproxy.core.queue.flows import OTHERS
 
 
 def add_to(family: HistogramMetricFamily, labels: Sequence[str], seen: Histogram) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from lbproxy.control.families import Totals
 from lbproxy.control.line import stamp
 from lbproxy.control.telemetry import FIRST_BYTE_BUCKETS
-from lbproxy.core.snapshot import PoolSnapshot
+from lbproxy.core.observed.snapshot import PoolSnapshot
 
 STEP_S = 5.0
 STEPS = 120

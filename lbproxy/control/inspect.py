@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from lbproxy.config import HealthSettings, ScrapeSettings
 from lbproxy.control.prober import ModelsAnswer, ask_description, ask_health, ask_models, self_describing
 from lbproxy.control.scraper import ScrapeError, Target, fetch_page, find_page
-from lbproxy.core.engines import Engines
-from lbproxy.core.openai import made_up_card
-from lbproxy.core.readings import PageReader
-from lbproxy.core.server_info import SERVER_INFO, Description, owner
-from lbproxy.core.types import EndpointSpec, LoadMetrics, ModelCard
+from lbproxy.core.endpoints.endpoint import EndpointSpec
+from lbproxy.core.engines.dialects import Engines
+from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.engines.readings import PageReader
+from lbproxy.core.engines.server_info import SERVER_INFO, Description, owner
+from lbproxy.core.requests.openai import ModelCard, made_up_card
 from lbproxy.net.pool import ConnectionPool
 
 FIRST_SCRAPE_TIMEOUT_S = 3.0
@@ -33,7 +34,7 @@ class Inspection:
     """What the question for health brought, in short."""
     engine: str | None
     owner: str | None
-    """The engine by its models, if it is one of `core.server_info`."""
+    """The engine by its models, if it is one of `core.engines.server_info`."""
     models: tuple[str, ...] | None
     """Base models; None = it does not say."""
     adapters: dict[str, tuple[str, ...]]

@@ -12,9 +12,9 @@ from typing import Final, TypeAlias
 
 import orjson
 
-from lbproxy.core.flows import ANONYMOUS
-from lbproxy.core.record import MAX_PATH_CHARS, RequestRecord
-from lbproxy.core.types import Outcome
+from lbproxy.core.observed.record import MAX_PATH_CHARS, RequestRecord
+from lbproxy.core.queue.flow import ANONYMOUS
+from lbproxy.core.requests.outcome import Outcome
 
 MAX_FIELD_CHARS: Final = 256
 MAX_ERROR_CHARS: Final = 512

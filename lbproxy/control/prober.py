@@ -7,8 +7,8 @@ Invariants:
   ever sees an endpoint that is up with unknown or old models, unless it cannot or will not say.
 - A failed question about models changes nothing: what an endpoint said last holds until it says something else.
 - An endpoint whose models the settings say is never asked for them.
-- What it says of itself is asked at the same moments, of engines of `core.server_info` alone. Whatever goes wrong with
-  that, the endpoint comes up all the same: a probe takes two `DESCRIPTION_TIMEOUT_S` longer.
+- What it says of itself is asked at the same moments, of engines of `core.engines.server_info` alone. Whatever goes
+  wrong with that, the endpoint comes up all the same: a probe takes two `DESCRIPTION_TIMEOUT_S` longer.
 - Nothing is logged but a change of models; whoever wants to know about health listens to transitions.
 """
 
@@ -21,10 +21,11 @@ import random
 from typing import NamedTuple
 
 from lbproxy.config import HealthSettings
-from lbproxy.core.openai import read_model_list
-from lbproxy.core.retry import FailureKind, UpstreamError
-from lbproxy.core.server_info import SERVER_INFO, Description, owner, read_description
-from lbproxy.core.types import Endpoint, EndpointSpec, Health, ModelCard
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.engines.server_info import SERVER_INFO, Description, owner, read_description
+from lbproxy.core.requests.openai import ModelCard, read_model_list
+from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.net.fetch import Answer, fetch
 from lbproxy.net.origin import Origin
 from lbproxy.net.pool import ConnectionPool

@@ -1,7 +1,7 @@
 """What happened of late: the last so many requests with the decisions about them, and what endpoints became.
 
 A sink. Per request it keeps a reference; everything else happens when somebody asks. Bounded by the setting, and by
-`core.explain` in what one decision holds.
+`core.policies.explain` in what one decision holds.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from itertools import islice
 from typing import Final, TypeAlias
 
 from lbproxy.control.line import OUTCOMES, stamp
-from lbproxy.core.explain import Decision
-from lbproxy.core.record import RequestRecord
-from lbproxy.core.types import Outcome, Transition, Wait
+from lbproxy.core.endpoints.health import Transition
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.policies.explain import Decision
+from lbproxy.core.queue.ticket import Wait
+from lbproxy.core.requests.outcome import Outcome
 
 Fields: TypeAlias = dict[str, object]
 """A JSON object."""
@@ -44,7 +46,7 @@ FULL: Final[dict[str, str]] = {
     "space": "had no space for more in its KV cache",
     "prefill": "had more than a quarter of a second of prefill queued",
 }
-"""What an endpoint that is full did: by `core.learned.FULL_BY`."""
+"""What an endpoint that is full did: by `core.observed.learned.FULL_BY`."""
 MAX_SUMMARIES: Final = 1000
 """Requests that one answer lists."""
 MAX_TRANSITIONS: Final = 100

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import TypeAlias
 
-from lbproxy.core.learned import FULL_BY, EndpointLearned, PoolLearned
-from lbproxy.core.types import Health, Wait
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.observed.learned import FULL_BY, EndpointLearned, PoolLearned
+from lbproxy.core.queue.ticket import Wait
 
 Schema: TypeAlias = dict[str, object]
 

@@ -28,11 +28,12 @@ from urllib.parse import urlsplit
 
 from lbproxy.config import ScrapeSettings
 from lbproxy.control.prober import JITTER
-from lbproxy.core.credentials import ApiKey
-from lbproxy.core.engines import Engines, Place
-from lbproxy.core.readings import MAX_LORA, PageReader, Reading
-from lbproxy.core.retry import UpstreamError
-from lbproxy.core.types import Endpoint, EndpointSpec, LoadMetrics
+from lbproxy.core.endpoints.credentials import ApiKey
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec
+from lbproxy.core.engines.dialects import Engines, Place
+from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.engines.readings import MAX_LORA, PageReader, Reading
+from lbproxy.core.requests.retry import UpstreamError
 from lbproxy.net.fetch import fetch
 from lbproxy.net.origin import Origin
 from lbproxy.net.pool import ConnectionPool

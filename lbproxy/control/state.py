@@ -16,9 +16,9 @@ from lbproxy.config import Settings
 from lbproxy.control.families import Loads
 from lbproxy.control.line import stamp
 from lbproxy.control.recent import Fields, Recent
-from lbproxy.core.learned import EndpointLearned, QueueSnapshot
-from lbproxy.core.record import RequestRecord
-from lbproxy.core.snapshot import EndpointSnapshot
+from lbproxy.core.endpoints.state import EndpointSnapshot
+from lbproxy.core.observed.learned import EndpointLearned, QueueSnapshot
+from lbproxy.core.observed.record import RequestRecord
 from lbproxy.runtime import Runtime
 
 RECENT_TRANSITIONS = 20

@@ -54,16 +54,13 @@ from lbproxy.control.line import LEVELS, OUTCOMES, access_line
 from lbproxy.control.log import configure_logging
 from lbproxy.control.scraper import Scraper
 from lbproxy.control.writer import LineWriter
-from lbproxy.core.learned import EndpointLearned, PoolLearned
-from lbproxy.core.record import RequestRecord
-from lbproxy.core.snapshot import PoolSnapshot
-from lbproxy.core.types import (
-    EndpointUid,
-    Health,
-    Outcome,
-    Transition,
-    Usage,
-)
+from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.endpoints.health import Health, Transition
+from lbproxy.core.observed.learned import EndpointLearned, PoolLearned
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.observed.snapshot import PoolSnapshot
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import Usage
 from lbproxy.pulse import Pulse
 
 logger = logging.getLogger("lbproxy")

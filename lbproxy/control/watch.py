@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeAlias
 
-from lbproxy.core.endpoints import EndpointChanges
-from lbproxy.core.types import Endpoint, EndpointUid
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
+from lbproxy.core.endpoints.endpoint_set import EndpointChanges
 from lbproxy.runtime import supervise
 
 Loops: TypeAlias = Iterable[tuple[str, Callable[[], Awaitable[None]]]]

@@ -1,7 +1,7 @@
 """The Balancer: tell it what happened and what time it is, and it says where each request goes.
 
-Sans-io. It owns the endpoint set, the tickets and the waiting queue; whom a request suits best, `core.choice` says. It
-is driven by the asyncio runtime, by the simulation and by tests alike. The contract of a driver is five steps:
+Sans-io. It owns the endpoint set, the tickets and the waiting queue; whom a request suits best, `core.queue.choice`
+says. It is driven by the asyncio runtime, by the simulation and by tests alike. The contract of a driver is five steps:
 
 1. Tell it every event as it happens (`submit`, `first_byte`, `progress`, `close`, `report_*`, `set_endpoints`).
 2. After any event, call `poll` and act on the tickets that it returns: each was placed or closed just now.
@@ -9,8 +9,8 @@ is driven by the asyncio runtime, by the simulation and by tests alike. The cont
 4. `close` every ticket that was placed, exactly once, whatever happened to its request.
 5. Take away `transitions` now and then: what endpoints became, for a log.
 
-Late binding: under a policy that `holds`, a request whose best endpoint is full (`core.room`) stays here, with a
-reservation in that endpoint's line. Newcomers are priced against the reservations and placed at once, unless the
+Late binding: under a policy that `holds`, a request whose best endpoint is full (`core.capacity.room`) stays here, with
+a reservation in that endpoint's line. Newcomers are priced against the reservations and placed at once, unless the
 endpoint that is best for them has a line too. What happens at an endpoint wakes it: while it has room, those that wait
 are considered in the order of service, first of all those in its line, and of the others a few, which may do better
 there. Nothing is looked at while nothing happens, but for the moment in which an endpoint has worked off enough.
@@ -35,32 +35,26 @@ from lbproxy.config import (
     RetrySettings,
     ScrapeSettings,
 )
-from lbproxy.core.admission import WaitingQueue
-from lbproxy.core.backpressure import Backpressure
-from lbproxy.core.choice import Choice, model_for
-from lbproxy.core.endpoints import EndpointChanges, EndpointSet
-from lbproxy.core.flows import Flow, Flows
-from lbproxy.core.learned import EndpointLearned, PoolLearned, QueueSnapshot, of_endpoint, of_pool, of_queue
-from lbproxy.core.orca import LoadReport
-from lbproxy.core.pricing import Policy
-from lbproxy.core.retry import FailureKind, Retries, Verdict
-from lbproxy.core.snapshot import PoolSnapshot
-from lbproxy.core.types import (
-    EndpointSpec,
-    EndpointState,
-    EndpointUid,
-    Health,
-    InferenceRequest,
-    LoadMetrics,
-    ModelCard,
-    Outcome,
-    Ticket,
-    TicketState,
-    Transition,
-    Usage,
-    Wait,
-)
-from lbproxy.core.waiting import Waiting
+from lbproxy.core.endpoints.backpressure import Backpressure
+from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
+from lbproxy.core.endpoints.endpoint_set import EndpointChanges, EndpointSet
+from lbproxy.core.endpoints.health import Health, Transition
+from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.engines.orca import LoadReport
+from lbproxy.core.observed.learned import EndpointLearned, PoolLearned, QueueSnapshot, of_endpoint, of_pool, of_queue
+from lbproxy.core.observed.snapshot import PoolSnapshot
+from lbproxy.core.policies.policy import Policy
+from lbproxy.core.queue.choice import Choice, model_for
+from lbproxy.core.queue.flow import Flow
+from lbproxy.core.queue.flows import Flows
+from lbproxy.core.queue.held import Waiting
+from lbproxy.core.queue.ticket import Ticket, TicketState, Wait
+from lbproxy.core.queue.waiting_queue import WaitingQueue
+from lbproxy.core.requests.openai import ModelCard
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.core.requests.retry import FailureKind, Retries, Verdict
 
 DEFAULT_BREAKER, DEFAULT_FLOWS = BreakerSettings(), FlowsSettings()
 
@@ -206,9 +200,9 @@ class Balancer:
             state.breaker.good += 1
             state.breaker.in_row = 0
             self._backpressure.answered(state)
-            if ticket.trial or ticket.accused is not None:
+            if ticket.trial is not None or ticket.accused is not None:
                 accused = None if ticket.accused is None else self._endpoints.get(ticket.accused)
-                self._judge.answered(ticket, state, accused, now=now)
+                self._judge.answered(state, accused, trial=ticket.is_trial, now=now)
             if ticket.placement is not None:
                 ticket.placement.load.first_byte(ticket.placement, now)
                 self._waiting.wake(state)
@@ -241,8 +235,8 @@ class Balancer:
             if outcome is Outcome.COMPLETED:
                 state.progress.at = now
             elif outcome is Outcome.UPSTREAM_BROKE:
-                self._judge.broke(ticket, timed_out=timed_out, now=now)
-            if ticket.trial:
+                self._judge.broke(state, timed_out=timed_out, placed_at=ticket.placed_at or 0.0, now=now)
+            if ticket.is_trial:
                 self._judge.trial_ended(state, outcome, now=now)
             served = ticket.first_byte_at is not None or (outcome is Outcome.COMPLETED and usage is not None)
             self._flows.ended(ticket, usage, now, served=served)
@@ -276,14 +270,16 @@ class Balancer:
         elsewhere = any(
             one.endpoint.uid not in tried and self._choice.takes(one)
             for one in self._endpoints.candidates(ticket.request.model, now=now)
-        ) and not (stranded and ticket.trial and state.health is Health.HALF_OPEN)
+        ) and not (stranded and ticket.is_trial and state.health is Health.HALF_OPEN)
         verdict = self._retries.decide(
             kind, earlier, elsewhere=elsewhere, now=now, repeatable=ticket.request.repeatable
         )
         # A 500 that is tried elsewhere counts if that goes well; one that came from two endpoints is the request's.
-        open_question = kind is FailureKind.ERROR and not ticket.trial and (verdict.again or kind in earlier)
+        open_question = kind is FailureKind.ERROR and not ticket.is_trial and (verdict.again or kind in earlier)
         if not stranded and not open_question:
-            self._judge.failed(ticket, state, kind, detail or kind.value, now=now, refused=refused)
+            trial, placed_at = ticket.is_trial, ticket.placed_at or 0.0
+            why = detail or kind.value
+            self._judge.failed(state, kind, why, trial=trial, placed_at=placed_at, now=now, refused=refused)
             self._waiting.wake_all()
         return verdict
 
@@ -457,7 +453,7 @@ class Balancer:
         ticket.placed_on = state
         ticket.placed_at = now
         if state.health is not Health.UP:
-            self._judge.tried(state, ticket, now=now)
+            ticket.trial = self._judge.tried(state, stream=ticket.request.stream, now=now)
         if self._pool is not None:
             ticket.placement = state.load.place(ticket.request, now)
         self._flows.placed(ticket, now)

@@ -7,7 +7,7 @@ import random
 from typing import TYPE_CHECKING, Protocol
 
 from lbproxy.config import ConfigError, Settings
-from lbproxy.core.trace import Sampling
+from lbproxy.core.observed.trace import Sampling
 from lbproxy.runtime import Sink
 
 if TYPE_CHECKING:

@@ -19,11 +19,13 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 from opentelemetry.util.types import AttributeValue
 
 from lbproxy import __version__
-from lbproxy.core.explain import Decision
-from lbproxy.core.flows import ANONYMOUS
-from lbproxy.core.record import RequestRecord
-from lbproxy.core.trace import Attempt, Trace
-from lbproxy.core.types import Endpoint, Outcome, Usage
+from lbproxy.core.endpoints.endpoint import Endpoint
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.observed.trace import Attempt, Trace
+from lbproxy.core.policies.explain import Decision
+from lbproxy.core.queue.flow import ANONYMOUS
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import Usage
 
 MAX_CHARS = 512
 """Of a text that a client or an endpoint wrote."""

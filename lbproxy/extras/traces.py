@@ -23,8 +23,8 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from lbproxy import __version__
 from lbproxy.config import TraceSettings
-from lbproxy.core.record import RequestRecord
-from lbproxy.core.types import Transition
+from lbproxy.core.endpoints.health import Transition
+from lbproxy.core.observed.record import RequestRecord
 from lbproxy.extras.spans import Spans
 
 logger = logging.getLogger("lbproxy")

@@ -10,7 +10,7 @@ import os
 import socket
 from typing import Final
 
-from lbproxy.core.credentials import Proxy
+from lbproxy.core.endpoints.credentials import Proxy
 from lbproxy.net.names import Names
 from lbproxy.net.origin import Origin
 from lbproxy.net.tls import handshake_problem

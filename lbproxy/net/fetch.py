@@ -7,8 +7,8 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple
 
-from lbproxy.core.credentials import ApiKey
-from lbproxy.core.retry import FailureKind, UpstreamError
+from lbproxy.core.endpoints.credentials import ApiKey
+from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.net.h1 import ResponseHead, request_head
 from lbproxy.net.origin import Origin
 from lbproxy.net.patience import Limits

@@ -266,7 +266,8 @@ class ResponseHead(NamedTuple):
     announced: bytes | None
     """The value of Content-Length, which with HEAD and 304 tells of a body that does not follow."""
     load_report: bytes = b""
-    """The field line with the endpoint's load (see `core.orca`), as it came, with its CRLF; of several the first."""
+    """The field line with the endpoint's load (see `core.engines.orca`), as it came, with its CRLF; of several the
+    first."""
 
     def framing(self, watcher: PayloadWatcher | None = None) -> Framing:
         """A new walker for this head's body."""

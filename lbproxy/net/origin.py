@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from urllib.parse import urlsplit
 
-from lbproxy.core.credentials import Proxy, Tls
+from lbproxy.core.endpoints.credentials import Proxy, Tls
 
 
 class Origin(tuple[str, int, Tls | None, Proxy | None]):

@@ -12,9 +12,9 @@ is nobody's silence, and neither is time in which we ourselves stood still (`pro
 
 What the end of a clock means is the same for all three: the attempt ends as a time-out. Before the first bytes went to
 the client it is told so by a status, or an event where it has the head of a stream; later by an event. Whether the
-endpoint is blamed is for `core.progress` to say: not if it shows that it goes on with other work. That an endpoint
-hangs, or is dead, is found by `core.progress` too, from outside and sooner. A host that vanished is the kernel's
-(`net.vanished`).
+endpoint is blamed is for `core.endpoints.progress` to say: not if it shows that it goes on with other work. That an
+endpoint hangs, or is dead, is found by `core.endpoints.progress` too, from outside and sooner. A host that vanished is
+the kernel's (`net.vanished`).
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Final, Protocol, cast
 
-from lbproxy.core.credentials import Tls
-from lbproxy.core.retry import FailureKind, UpstreamError
+from lbproxy.core.endpoints.credentials import Tls
+from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.net.corked import Cork, Corked
 from lbproxy.net.dial import OUR_FAULT, open_socket, open_transport, reason
 from lbproxy.net.h1 import MAX_HEAD_BYTES, Framing, PayloadWatcher, ProtocolError, ResponseHead, parse_head

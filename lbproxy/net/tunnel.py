@@ -12,7 +12,7 @@ import socket
 from http import HTTPStatus
 from typing import Final
 
-from lbproxy.core.credentials import ApiKey
+from lbproxy.core.endpoints.credentials import ApiKey
 
 MAX_HEAD_BYTES: Final = 16 << 10
 """Of the proxy's response: a quarter of what an endpoint's may have, since it carries nothing but a yes or a no."""

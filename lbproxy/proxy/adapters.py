@@ -17,10 +17,12 @@ from typing import NamedTuple
 
 import orjson
 
-from lbproxy.core.openai import read_json_body
-from lbproxy.core.retry import FailureKind, UpstreamError
-from lbproxy.core.snapshot import EndpointSnapshot
-from lbproxy.core.types import Endpoint, Health, LbError, Outcome
+from lbproxy.core.endpoints.endpoint import Endpoint
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.endpoints.state import EndpointSnapshot
+from lbproxy.core.requests.openai import read_json_body
+from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.net.fetch import send
 from lbproxy.net.origin import Origin
 from lbproxy.net.pool import ConnectionPool

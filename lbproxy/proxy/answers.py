@@ -6,9 +6,10 @@ import random
 from http import HTTPStatus
 from math import ceil
 
-from lbproxy.core.flows import MAX_RETRY_AFTER_S
-from lbproxy.core.openai import REASON_FIELD, error_body
-from lbproxy.core.types import LbError, Outcome, Ticket
+from lbproxy.core.queue.flow import MAX_RETRY_AFTER_S
+from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.requests.openai import REASON_FIELD, error_body
+from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.proxy.headers import status_line
 
 # The names that users of llm-d's endpoint picker look for.

@@ -13,8 +13,8 @@ from aiohttp import web
 from aiohttp.streams import StreamReader
 
 from lbproxy.config import Settings
-from lbproxy.core.large_json import LargeJson
-from lbproxy.core.types import LbError, Outcome
+from lbproxy.core.requests.large_json import LargeJson
+from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.proxy.connection import ClientConnection
 from lbproxy.proxy.headers import RequestFields
 from lbproxy.proxy.overload import Holder, Overload

@@ -30,8 +30,8 @@ from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 from aiohttp.streams import StreamReader
 
-from lbproxy.core.record import RequestRecord
-from lbproxy.core.types import LbError, Outcome
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.net.corked import Cork, Corked
 from lbproxy.net.h1 import ProtocolError
 from lbproxy.proxy.deadlines import Deadlines

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from lbproxy.config import ANY_ORIGIN
-from lbproxy.core.openai import REASON_FIELD
+from lbproxy.core.requests.openai import REASON_FIELD
 from lbproxy.proxy.headers import REPLACES_CORS
 
 MAX_AGE_S: Final = 600

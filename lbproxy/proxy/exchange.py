@@ -22,11 +22,14 @@ from collections.abc import Callable
 from typing import TypeAlias, TypeVarTuple
 
 from lbproxy.config import Settings
-from lbproxy.core.orca import read_field
-from lbproxy.core.record import RequestRecord
-from lbproxy.core.retry import STATUS_FAILURES, FailureKind, UpstreamError
-from lbproxy.core.sse import read_usage
-from lbproxy.core.types import EndpointUid, InferenceRequest, LbError, Outcome, Ticket, TicketState, Usage
+from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.engines.orca import read_field
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.queue.ticket import Ticket, TicketState
+from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.core.requests.retry import STATUS_FAILURES, FailureKind, UpstreamError
+from lbproxy.core.requests.sse import read_usage
 from lbproxy.net.h1 import ResponseHead
 from lbproxy.net.origin import Origin
 from lbproxy.net.pool import Connection

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from lbproxy.config import Settings
-from lbproxy.core.explain import compact
-from lbproxy.core.record import RequestRecord
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.policies.explain import compact
 from lbproxy.net.patience import Limits
 from lbproxy.net.pool import ConnectionPool
 from lbproxy.proxy.forwarding import VIA_US

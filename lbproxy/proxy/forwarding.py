@@ -14,7 +14,7 @@ from ipaddress import IPv6Address, ip_address
 from typing import Final
 
 from lbproxy.config import ForwardedMode, Network
-from lbproxy.core.types import LbError, Outcome
+from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.proxy.headers import RequestFields
 
 MAX_FORWARDS_DIGITS: Final = 9

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Final
 
-from lbproxy.core.trace import TRACE_FIELDS
-from lbproxy.core.types import LbError, Outcome
+from lbproxy.core.observed.trace import TRACE_FIELDS
+from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.net.h1 import ResponseHead
 
 _HOP_BY_HOP: Final = frozenset(
@@ -113,7 +113,7 @@ class RequestFields:
     priority: int | None = None
     """x-lbproxy-priority, -999 to 999; None: it is not there, or no such number."""
     flow: str | None = None
-    """x-lbproxy-flow; None: it is not there, or no name that `core.flows` takes."""
+    """x-lbproxy-flow; None: it is not there, or no name that `core.queue.flows` takes."""
     slo_ttft_s: float | None = None
     """x-lbproxy-slo-ttft-ms, but in seconds; None: it is not there, or no number of milliseconds."""
     session: str | None = None

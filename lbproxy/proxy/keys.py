@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from hashlib import sha256
 
-from lbproxy.core.types import LbError, Outcome
+from lbproxy.core.requests.outcome import LbError, Outcome
 
 _ONE_KEY = re.compile(rb"(?i:authorization:[ \t]*bearer +|x-api-key:[ \t]*)([!-~]{1,512})[ \t]*\r\n")
 """Exactly one field line: of two, lbproxy and a server behind it might each take another."""

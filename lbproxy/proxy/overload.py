@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from lbproxy.config import LimitSettings
-from lbproxy.core.types import LbError, Outcome
+from lbproxy.core.requests.outcome import LbError, Outcome
 
 logger = logging.getLogger("lbproxy")
 

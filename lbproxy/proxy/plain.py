@@ -14,7 +14,7 @@ import re
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from lbproxy.core.trace import TRACE_FIELDS
+from lbproxy.core.observed.trace import TRACE_FIELDS
 from lbproxy.net.h1 import LENGTH_LINE, split_field
 from lbproxy.proxy.headers import (
     CREDENTIALS,

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Final
 
 from lbproxy.config import Settings
-from lbproxy.core.flows import FlowRules
-from lbproxy.core.forms import read_form_model, rename_form_model
-from lbproxy.core.large_json import LargeJson
-from lbproxy.core.models import Aliases, resolve
-from lbproxy.core.openai import BodyFacts, read_json_body, rename_model, with_model
-from lbproxy.core.outline import bytes_left_out
-from lbproxy.core.prefix import BlockKey, flatten, hash_prompt
-from lbproxy.core.record import RequestRecord
-from lbproxy.core.types import InferenceRequest, ModelCard
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.queue.flows import FlowRules
+from lbproxy.core.requests.forms import read_form_model, rename_form_model
+from lbproxy.core.requests.large_json import LargeJson
+from lbproxy.core.requests.models import Aliases, resolve
+from lbproxy.core.requests.openai import BodyFacts, ModelCard, read_json_body, rename_model, with_model
+from lbproxy.core.requests.outline import bytes_left_out
+from lbproxy.core.requests.prompt_keys import BlockKey, flatten, hash_prompt
+from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.proxy.request import ClientRequest
 from lbproxy.proxy.routes import Body
 from lbproxy.runtime import Runtime

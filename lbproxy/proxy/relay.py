@@ -33,11 +33,13 @@ import struct
 from enum import Enum
 from typing import Final, Protocol
 
-from lbproxy.core.openai import error_event
-from lbproxy.core.record import RequestRecord
-from lbproxy.core.retry import FailureKind, UpstreamError
-from lbproxy.core.sse import EventScanner, JsonWatcher, UsageScanner
-from lbproxy.core.types import LbError, Outcome, Ticket, Usage
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.requests.openai import error_event
+from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.core.requests.request import Usage
+from lbproxy.core.requests.retry import FailureKind, UpstreamError
+from lbproxy.core.requests.sse import EventScanner, JsonWatcher, UsageScanner
 from lbproxy.net.h1 import ResponseHead
 from lbproxy.net.pool import Connection
 from lbproxy.proxy.headers import client_head

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from lbproxy.core.credentials import ApiKey, Tls
-from lbproxy.core.orca import REQUEST_HEADER
-from lbproxy.core.trace import Trace
-from lbproxy.core.types import Endpoint
+from lbproxy.core.endpoints.credentials import ApiKey, Tls
+from lbproxy.core.endpoints.endpoint import Endpoint
+from lbproxy.core.engines.orca import REQUEST_HEADER
+from lbproxy.core.observed.trace import Trace
 from lbproxy.net.fetch import bearer
 from lbproxy.net.h1 import request_head
 from lbproxy.net.origin import Origin

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import NamedTuple
 from urllib.parse import unquote
 
-from lbproxy.core.types import LbError, Outcome
+from lbproxy.core.requests.outcome import LbError, Outcome
 
 
 class Body(Enum):

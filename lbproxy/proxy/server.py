@@ -21,12 +21,12 @@ from urllib.parse import unquote
 from aiohttp import web
 
 from lbproxy.config import Settings
-from lbproxy.core.large_json import LargeJson
-from lbproxy.core.openai import model_list
-from lbproxy.core.outline import WHOLE_BYTES
-from lbproxy.core.record import MAX_PATH_CHARS, RequestRecord
-from lbproxy.core.trace import Sampling
-from lbproxy.core.types import LbError, Outcome
+from lbproxy.core.observed.record import MAX_PATH_CHARS, RequestRecord
+from lbproxy.core.observed.trace import Sampling
+from lbproxy.core.requests.large_json import LargeJson
+from lbproxy.core.requests.openai import model_list
+from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.core.requests.outline import WHOLE_BYTES
 from lbproxy.net.bind import bind, bound_port
 from lbproxy.net.listener import Listener, connections_within
 from lbproxy.net.vanished import find_vanished

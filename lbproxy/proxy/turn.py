@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lbproxy.core.record import RequestRecord
-from lbproxy.core.types import LbError, Outcome
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.proxy.answers import empty_answer, json_answer
 from lbproxy.proxy.connection import ClientConnection
 from lbproxy.proxy.exchange import Exchange

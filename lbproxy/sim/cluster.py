@@ -15,21 +15,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from lbproxy.core.flows import ANONYMOUS
-from lbproxy.core.progress import CHECK_S
-from lbproxy.core.retry import FailureKind
-from lbproxy.core.types import (
-    EndpointSpec,
-    EndpointUid,
-    InferenceRequest,
-    LoadMetrics,
-    ModelCard,
-    Outcome,
-    Ticket,
-    TicketState,
-    Transition,
-    Usage,
-)
+from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
+from lbproxy.core.endpoints.hang import CHECK_S
+from lbproxy.core.endpoints.health import Transition
+from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.queue.flow import ANONYMOUS
+from lbproxy.core.queue.ticket import Ticket, TicketState
+from lbproxy.core.requests.openai import ModelCard
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.core.requests.retry import FailureKind
 from lbproxy.sim.des import EventHeap
 from lbproxy.sim.engine import FirstToken, RequestTooLong, SimRequest
 from lbproxy.sim.fleet import BASE_MODEL, TOKEN_BYTES, Fault, FaultKind, FleetOptions, Sample, Served

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from lbproxy.core.orca import KV_UTILIZATION, WAITING
+from lbproxy.core.engines.orca import KV_UTILIZATION, WAITING
 from lbproxy.sim.engine import Gauges
 from lbproxy.sim.presets import BLOCK_TOKENS
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from lbproxy.core.flows import FlowRules
-from lbproxy.core.types import Outcome
+from lbproxy.core.queue.flows import FlowRules
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.engine import JITTER_SIGMA
 from lbproxy.sim.fixed import FixedTimes
 from lbproxy.sim.presets import Preset

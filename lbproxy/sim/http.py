@@ -25,7 +25,7 @@ from typing import Self
 import orjson
 from aiohttp import web
 
-from lbproxy.core.orca import REPORT_HEADER, REQUEST_HEADER
+from lbproxy.core.engines.orca import REPORT_HEADER, REQUEST_HEADER
 from lbproxy.sim import openai_api as api
 from lbproxy.sim.adapters import LOAD_PATH, UNLOAD_PATH, Adapters
 from lbproxy.sim.description import DESCRIPTIONS, describe

@@ -6,8 +6,11 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from lbproxy.core.retry import FailureKind
-from lbproxy.core.types import EndpointUid, InferenceRequest, LoadMetrics, LoraMetrics, Ticket
+from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.engines.load_metrics import LoadMetrics, LoraMetrics
+from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.requests.request import InferenceRequest
+from lbproxy.core.requests.retry import FailureKind
 from lbproxy.sim.engine import SimRequest
 from lbproxy.sim.fleet import Served, Server
 from lbproxy.sim.model_server import ModelServer, make_server

@@ -17,11 +17,15 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from lbproxy.core.pool_model import PoolModel
-from lbproxy.core.prefix import BLOCK_BYTES
-from lbproxy.core.pricing import Policy, Prices
-from lbproxy.core.room import HOLD_MS
-from lbproxy.core.types import EndpointState, EndpointUid, InferenceRequest, Outcome, Ticket, Usage
+from lbproxy.core.capacity.room import HOLD_MS
+from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.knowledge.pool_model import PoolModel
+from lbproxy.core.policies.policy import Policy, Prices
+from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.prompt_keys import BLOCK_BYTES
+from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.sim.cluster import Fleet
 from lbproxy.sim.engine import Engine, SimRequest
 from lbproxy.sim.fleet import FleetOptions

@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.types import EndpointUid, InferenceRequest, Outcome, Ticket, Usage
+from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.sim.des import EventHeap
 
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 
-from lbproxy.core.flows import OUTPUT_COST
-from lbproxy.core.types import Outcome
+from lbproxy.core.queue.flows import OUTPUT_COST
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.fleet import Served
 from lbproxy.sim.report import Estimate, Summary, estimate, summarise
 

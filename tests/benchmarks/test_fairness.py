@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.fairness import EXPERIMENTS, inversions, longest_queue
 from lbproxy.config import Scenario
-from lbproxy.core.types import Outcome
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.fleet import Served
 from lbproxy.sim.prompts import Piece
 from lbproxy.sim.workload import Job

@@ -21,7 +21,7 @@ from benchmarks.fairness_http import (
 )
 from benchmarks.http_routing.client import Call
 from lbproxy.config import parse
-from lbproxy.core.types import Outcome
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.prompts import Piece
 from lbproxy.sim.workload import Job
 

@@ -12,7 +12,7 @@ from benchmarks import overload
 from benchmarks.overload import CELLS, KINDS, QUICK, Cell, Figures, Kind, chosen, figures
 from benchmarks.surprises import SURPRISES, Crowd, Surprise, run_crowd
 from lbproxy.config import AdmissionSettings
-from lbproxy.core.types import Outcome
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.fleet import Sample, Served
 from lbproxy.sim.prompts import Piece
 from lbproxy.sim.sequence import Gauges

@@ -14,8 +14,8 @@ from benchmarks.picture import PARTS as PICTURED
 from benchmarks.picture import SCENE, parts, scene
 from benchmarks.targets import BOUND, OURS, PARTS, Found, Kept, Runner
 from benchmarks.verdicts import JUDGES, ladder, never_worse, no_loss, page, ratio, within_3_percent
-from lbproxy.core.adaptive import Adaptive
-from lbproxy.core.policy import POLICIES
+from lbproxy.core.policies.adaptive import Adaptive
+from lbproxy.core.policies.registry import POLICIES
 from lbproxy.sim.oracle import ORACLES
 from lbproxy.sim.report import Summary
 

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from lbproxy.config import HealthSettings, ScrapeSettings
 from lbproxy.control.prober import Prober
 from lbproxy.control.scraper import Scraper, Scraping
-from lbproxy.core.engines import Engines
-from lbproxy.core.types import Endpoint, EndpointSpec
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec
+from lbproxy.core.engines.dialects import Engines
 from tests.support.endpoint import ScriptedEndpoint, answer
 from tests.support.pool import Pool, make_balancer
 

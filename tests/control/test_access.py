@@ -13,7 +13,7 @@ from aiohttp.test_utils import make_mocked_request
 from lbproxy.config import Secret
 from lbproxy.control.access import OPEN, AdminAccess, require
 from lbproxy.control.admin import Admin
-from lbproxy.core.types import LbError, Outcome
+from lbproxy.core.requests.outcome import LbError, Outcome
 from tests.control.rig import rig
 from tests.support.aio import run
 

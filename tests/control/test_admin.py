@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from lbproxy.control.admin import Admin
-from lbproxy.core.types import EndpointSpec, InferenceRequest
+from lbproxy.core.endpoints.endpoint import EndpointSpec
+from lbproxy.core.requests.request import InferenceRequest
 from tests.control.rig import Rig, rig
 from tests.support.aio import run
 

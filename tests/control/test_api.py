@@ -25,20 +25,13 @@ from lbproxy.control.overlay import Overlay, UnknownEntryError
 from lbproxy.control.recent import FULL, MAX_TRANSITIONS, REFUSED, WAITS, Recent
 from lbproxy.control.state import State
 from lbproxy.control.telemetry import FIRST_BYTE_BUCKETS
-from lbproxy.core.learned import FULL_BY
-from lbproxy.core.record import RequestRecord
-from lbproxy.core.types import (
-    Endpoint,
-    EndpointSpec,
-    EndpointUid,
-    Health,
-    InferenceRequest,
-    Outcome,
-    TicketState,
-    Transition,
-    Usage,
-    Wait,
-)
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
+from lbproxy.core.endpoints.health import Health, Transition
+from lbproxy.core.observed.learned import FULL_BY
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.queue.ticket import TicketState, Wait
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest, Usage
 from tests.control.rig import Rig, rig
 from tests.support.aio import run, until
 

@@ -6,10 +6,12 @@ import pytest
 
 from lbproxy.config import RoutingSettings
 from lbproxy.control.recent import Recent
-from lbproxy.core.explain import Decision
-from lbproxy.core.policy import make_policy
-from lbproxy.core.record import RequestRecord
-from lbproxy.core.types import Endpoint, EndpointState, EndpointUid, Outcome
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
+from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.policies.explain import Decision
+from lbproxy.core.policies.registry import make_policy
+from lbproxy.core.requests.outcome import Outcome
 
 
 def explained(policy: str, costs: list[float], candidates: int | None = None) -> dict[str, object]:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lbproxy.core.capacity import GUESSED_TOKENS
-from lbproxy.core.credentials import ApiKey
-from lbproxy.core.types import EndpointSpec, Health
+from lbproxy.core.caches.cache_size import GUESSED_TOKENS
+from lbproxy.core.endpoints.credentials import ApiKey
+from lbproxy.core.endpoints.endpoint import EndpointSpec
+from lbproxy.core.endpoints.health import Health
 from tests.control.rig import FAST_HEALTH, Rig, model_list, page, rig, running, spec
 from tests.support.aio import run, until
 from tests.support.endpoint import NOT_FOUND, OK, Script, ScriptedEndpoint, answer, hang, reset

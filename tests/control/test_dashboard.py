@@ -12,7 +12,7 @@ from aiohttp import web
 from lbproxy.config import Secret
 from lbproxy.control.access import PAGE, AdminAccess, Handler
 from lbproxy.control.dashboard import PATH, Dashboard
-from lbproxy.core.types import LbError
+from lbproxy.core.requests.outcome import LbError
 from tests.support.aio import run
 
 SECRET = Secret.read("correct-horse-battery-staple")

@@ -11,8 +11,8 @@ from lbproxy.config import ConfigError, parse
 from lbproxy.control.discovery import Discovery
 from lbproxy.control.known import KnownName
 from lbproxy.control.resolver import EMPTY, Answer, Lookup, answer
-from lbproxy.core.credentials import ApiKey, Tls
-from lbproxy.core.types import EndpointSpec
+from lbproxy.core.endpoints.credentials import ApiKey, Tls
+from lbproxy.core.endpoints.endpoint import EndpointSpec
 from tests.support.aio import run
 from tests.support.certificates import CA, OTHER_CA
 

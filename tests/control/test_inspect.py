@@ -8,8 +8,8 @@ import pytest
 
 from lbproxy.config import HealthSettings, ScrapeSettings
 from lbproxy.control.inspect import Inspection, inspect
-from lbproxy.core.engines import SIGNALS, Engines
-from lbproxy.core.types import EndpointSpec
+from lbproxy.core.endpoints.endpoint import EndpointSpec
+from lbproxy.core.engines.dialects import SIGNALS, Engines
 from lbproxy.net.pool import ConnectionPool
 from tests.control.rig import model_list, page
 from tests.support.aio import run

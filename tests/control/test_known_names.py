@@ -12,7 +12,8 @@ from lbproxy.config import MAX_ENDPOINTS, EndpointSettings, parse
 from lbproxy.control.discovery import Discovery
 from lbproxy.control.known import KnownName
 from lbproxy.control.resolver import EMPTY, FAILED, NXDOMAIN, OK, TIMEOUT, Answer, Lookup, answer, usable_address
-from lbproxy.core.types import EndpointSpec, Health
+from lbproxy.core.endpoints.endpoint import EndpointSpec
+from lbproxy.core.endpoints.health import Health
 from tests.support.aio import run, until
 from tests.support.pool import Pool, make_balancer
 

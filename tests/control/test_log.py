@@ -20,8 +20,8 @@ from lbproxy.control import line as lines_of
 from lbproxy.control.line import access_line, plain, stamp
 from lbproxy.control.log import LineHandler, configure_logging
 from lbproxy.control.writer import MAX_LINES, LineWriter
-from lbproxy.core.record import RequestRecord
-from lbproxy.core.types import Outcome
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.requests.outcome import Outcome
 
 HOSTILE = [
     'quote " backslash \\ line\nfeed\r\n{"event":"request"}',

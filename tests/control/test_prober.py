@@ -9,10 +9,11 @@ import pytest
 
 from lbproxy.config import HealthSettings
 from lbproxy.control.prober import ask_health, ask_models
-from lbproxy.core.breaker import Cause
-from lbproxy.core.credentials import ApiKey, Tls
-from lbproxy.core.retry import FailureKind, UpstreamError
-from lbproxy.core.types import EndpointSpec, Health
+from lbproxy.core.endpoints.breaker import Cause
+from lbproxy.core.endpoints.credentials import ApiKey, Tls
+from lbproxy.core.endpoints.endpoint import EndpointSpec
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.net.origin import Origin
 from lbproxy.net.pool import Connection, ConnectionPool
 from tests.control.rig import FAST_HEALTH, Rig, model_list, rig, running, spec

@@ -14,9 +14,11 @@ import pytest
 from lbproxy.config import ScrapeSettings, parse
 from lbproxy.control import scraper as module
 from lbproxy.control.scraper import metrics_targets
-from lbproxy.core.engines import SIGNALS, Engines
-from lbproxy.core.orca import LoadReport
-from lbproxy.core.types import EndpointSpec, EndpointUid, LoadMetrics, LoraMetrics, Outcome
+from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
+from lbproxy.core.engines.dialects import SIGNALS, Engines
+from lbproxy.core.engines.load_metrics import LoadMetrics, LoraMetrics
+from lbproxy.core.engines.orca import LoadReport
+from lbproxy.core.requests.outcome import Outcome
 from tests.control.rig import FAST_SCRAPE, Rig, page, rig, running, spec
 from tests.support.aio import run, until
 from tests.support.compiled import interpreted

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from lbproxy.control.scraper import metrics_targets
-from lbproxy.core.credentials import ApiKey, Tls
-from lbproxy.core.engines import Engines
-from lbproxy.core.types import EndpointSpec
+from lbproxy.core.endpoints.credentials import ApiKey, Tls
+from lbproxy.core.endpoints.endpoint import EndpointSpec
+from lbproxy.core.engines.dialects import Engines
 from tests.control.rig import page, rig, running, spec
 from tests.support.aio import run, until
 from tests.support.certificates import CA, server_context

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from lbproxy.config import HealthSettings, ScrapeSettings
-from lbproxy.core.types import Health
+from lbproxy.core.endpoints.health import Health
 from tests.control.rig import model_list, page, rig, running, spec
 from tests.support.aio import run, until
 from tests.support.endpoint import OK, ScriptedEndpoint, hang

@@ -18,19 +18,16 @@ from lbproxy import __version__
 from lbproxy.config import LogSettings
 from lbproxy.control.telemetry import DURATION_BUCKETS, FIRST_BYTE_BUCKETS, QUEUE_BUCKETS, Telemetry
 from lbproxy.control.writer import LineWriter
-from lbproxy.core.breaker import Cause
-from lbproxy.core.learned import FULL_BY, EndpointLearned, PoolLearned
-from lbproxy.core.record import RequestRecord
-from lbproxy.core.snapshot import EndpointSnapshot, PoolSnapshot
-from lbproxy.core.types import (
-    Endpoint,
-    EndpointUid,
-    Health,
-    LoadMetrics,
-    Outcome,
-    Transition,
-    Usage,
-)
+from lbproxy.core.endpoints.breaker import Cause
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
+from lbproxy.core.endpoints.health import Health, Transition
+from lbproxy.core.endpoints.state import EndpointSnapshot
+from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.observed.learned import FULL_BY, EndpointLearned, PoolLearned
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.observed.snapshot import PoolSnapshot
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import Usage
 from tests.control.rig import Rig, rig
 from tests.control.test_log import HOSTILE, Reader
 from tests.support.aio import run

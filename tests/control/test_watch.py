@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from lbproxy.control.watch import APART_S, AT_ONCE, Watches
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.types import Endpoint
+from lbproxy.core.endpoints.endpoint import Endpoint
 from tests.support.aio import run, until
 from tests.support.pool import make_balancer, spec
 

@@ -11,12 +11,15 @@ from math import inf
 
 import pytest
 
-from lbproxy.core.adaptive import CROWDED, DECODE, STALL, STEPS, Adaptive
-from lbproxy.core.estimate import LoadModel
-from lbproxy.core.placement import freed_per_ms
-from lbproxy.core.pool_model import PoolModel
-from lbproxy.core.pricing import Prices
-from lbproxy.core.types import Endpoint, EndpointState, EndpointUid, InferenceRequest, LoadMetrics
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
+from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.knowledge.load_model import LoadModel
+from lbproxy.core.knowledge.placement import freed_per_ms
+from lbproxy.core.knowledge.pool_model import PoolModel
+from lbproxy.core.policies.adaptive import CROWDED, DECODE, STALL, STEPS, Adaptive
+from lbproxy.core.policies.policy import Prices
+from lbproxy.core.requests.request import InferenceRequest
 
 BASE, DECODES = 40.0, DECODE * 200 * 15.0
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from lbproxy.config import BreakerSettings, HealthSettings
-from lbproxy.core.backpressure import MAX_S, SUSPECT_AFTER
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.retry import FailureKind
-from lbproxy.core.types import Outcome, Ticket
+from lbproxy.core.endpoints.backpressure import MAX_S, SUSPECT_AFTER
+from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.retry import FailureKind
 from tests.support.pool import pool_of, request, seen
 
 K = FailureKind

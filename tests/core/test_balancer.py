@@ -8,7 +8,10 @@ import pytest
 
 from lbproxy.config import AdmissionSettings, HealthSettings
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.types import Endpoint, Health, Outcome, Ticket, TicketState
+from lbproxy.core.endpoints.endpoint import Endpoint
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.queue.ticket import Ticket, TicketState
+from lbproxy.core.requests.outcome import Outcome
 from tests.support.pool import MODEL, bring_up, card, make_balancer, pool_of, request, seen, show_gauges, spec, taken
 
 

@@ -7,18 +7,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lbproxy.config import AdmissionSettings
-from lbproxy.core.estimate import LoadModel
-from lbproxy.core.policy import POLICIES
-from lbproxy.core.snapshot import EndpointSnapshot
-from lbproxy.core.types import (
-    EndpointUid,
-    Health,
-    InferenceRequest,
-    Outcome,
-    Ticket,
-    TicketState,
-    Usage,
-)
+from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.endpoints.state import EndpointSnapshot
+from lbproxy.core.knowledge.load_model import LoadModel
+from lbproxy.core.policies.registry import POLICIES
+from lbproxy.core.queue.ticket import Ticket, TicketState
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest, Usage
 from tests.support.pool import MODEL, bring_up, make_balancer, show_gauges, spec
 from tests.support.prompts import chained
 
@@ -132,7 +128,7 @@ class BalancerMachine(RuleBasedStateMachine):
         if ticket.state is TicketState.PLACED:
             assert ticket.placed_on is not None
             assert ticket.placed_on.endpoint.uid not in avoided
-            assert ticket.placed_on.health is Health.UP or ticket.trial
+            assert ticket.placed_on.health is Health.UP or ticket.is_trial
             assert not ticket.placed_on.draining
         self.settle()
 

@@ -9,8 +9,12 @@ import pytest
 
 from lbproxy.config import AdmissionSettings
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.policy import POLICIES
-from lbproxy.core.types import Endpoint, EndpointState, InferenceRequest, Outcome, Ticket, TicketState
+from lbproxy.core.endpoints.endpoint import Endpoint
+from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.policies.registry import POLICIES
+from lbproxy.core.queue.ticket import Ticket, TicketState
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest
 from tests.support.pool import MODEL, bring_up, card, make_balancer, pool_of, show_gauges, spec
 
 WARM = list(range(100))

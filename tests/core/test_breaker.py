@@ -9,10 +9,13 @@ import pytest
 
 from lbproxy.config import BreakerSettings, HealthSettings
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.breaker import JITTER, MIN_SAMPLES, Breaker, Cause
-from lbproxy.core.endpoints import DIAL_S, TRIAL_S
-from lbproxy.core.retry import FailureKind
-from lbproxy.core.types import Endpoint, EndpointSpec, Health, Outcome, Ticket, TicketState, Transition
+from lbproxy.core.endpoints.breaker import JITTER, MIN_SAMPLES, Breaker, Cause
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec
+from lbproxy.core.endpoints.endpoint_set import DIAL_S, TRIAL_S
+from lbproxy.core.endpoints.health import Health, Transition
+from lbproxy.core.queue.ticket import Ticket, TicketState
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.retry import FailureKind
 from tests.support.pool import MODEL, card, make_balancer, pool_of, request, seen, spec, taken
 
 K = FailureKind
@@ -256,7 +259,7 @@ def test_one_request_at_a_time_tries_it() -> None:
     balancer, now, _ = half_open()
     tickets = [submit(balancer, now) for _ in range(30)]
     assert sum(name(ticket) == "e1" for ticket in tickets) == 1
-    (trial,) = [ticket for ticket in tickets if ticket.trial]
+    (trial,) = [ticket for ticket in tickets if ticket.is_trial]
     balancer.close(trial, Outcome.CLIENT_CLOSED, now=now)
     assert health(balancer, "e1", now) is Health.HALF_OPEN, "a client that left says nothing"
     assert chosen(balancer, now) == {"e1", "e2", "e3"}, "the next may"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lbproxy.core.capacity import (
+from lbproxy.core.caches.cache_size import (
     DOUBT,
     FEW_SEGMENTS,
     GUESSED_TOKENS,
@@ -19,9 +19,10 @@ from lbproxy.core.capacity import (
     Step,
     between,
 )
-from lbproxy.core.estimate import LoadModel
-from lbproxy.core.pool_model import PoolModel
-from lbproxy.core.types import InferenceRequest, LoadMetrics, Usage
+from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.knowledge.load_model import LoadModel
+from lbproxy.core.knowledge.pool_model import PoolModel
+from lbproxy.core.requests.request import InferenceRequest, Usage
 
 BLOCK = 100.0
 

@@ -16,11 +16,14 @@ from lbproxy.config import (
     ScrapeSettings,
 )
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.capacity import GUESSED_TOKENS
-from lbproxy.core.estimate import LoadModel
-from lbproxy.core.policy import make_policy
-from lbproxy.core.pool_model import PoolModel
-from lbproxy.core.types import EndpointUid, InferenceRequest, LoadMetrics, Outcome, Usage
+from lbproxy.core.caches.cache_size import GUESSED_TOKENS
+from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.knowledge.load_model import LoadModel
+from lbproxy.core.knowledge.pool_model import PoolModel
+from lbproxy.core.policies.registry import make_policy
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest, Usage
 from tests.support.pool import answer_unfound, bring_up, make_balancer, spec
 
 SAID = 307_200

@@ -8,8 +8,9 @@ from collections import Counter
 
 import pytest
 
-from lbproxy.core.readings import PageReader
-from lbproxy.core.types import EndpointSpec, Outcome
+from lbproxy.core.endpoints.endpoint import EndpointSpec
+from lbproxy.core.engines.readings import PageReader
+from lbproxy.core.requests.outcome import Outcome
 from tests.support.dialects import BUSY, ENGINES, FREE, PAGES, page_of
 from tests.support.pool import bring_up, make_balancer, request
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lbproxy.config import MetricRatio, MetricSpec, parse
-from lbproxy.core.engines import ENGINES, SIGNALS, Engines, EngineTable, Place
-from lbproxy.core.readings import PageReader, Reading
-from lbproxy.core.types import LoadMetrics
+from lbproxy.core.engines.dialects import ENGINES, SIGNALS, Engines, EngineTable, Place
+from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.engines.readings import PageReader, Reading
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "metrics"
 PAGES = sorted(FIXTURES.rglob("*.prom"))

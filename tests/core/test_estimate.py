@@ -8,12 +8,13 @@ from dataclasses import fields
 
 import pytest
 
-from lbproxy.core.estimate import LoadModel
-from lbproxy.core.learned import PoolLearned, of_endpoint, of_pool
-from lbproxy.core.lora import LoadTimes
-from lbproxy.core.placement import FREED_S, Placement, freed_per_ms
-from lbproxy.core.pool_model import PoolModel
-from lbproxy.core.types import InferenceRequest, LoadMetrics, LoraMetrics, Usage
+from lbproxy.core.caches.adapters import LoadTimes
+from lbproxy.core.engines.load_metrics import LoadMetrics, LoraMetrics
+from lbproxy.core.knowledge.load_model import LoadModel
+from lbproxy.core.knowledge.placement import FREED_S, Placement, freed_per_ms
+from lbproxy.core.knowledge.pool_model import PoolModel
+from lbproxy.core.observed.learned import PoolLearned, of_endpoint, of_pool
+from lbproxy.core.requests.request import InferenceRequest, Usage
 
 KIB = 1024
 

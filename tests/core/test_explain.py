@@ -11,11 +11,15 @@ from hypothesis import strategies as st
 
 from lbproxy.config import AdmissionSettings, HealthSettings
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.explain import IN_FULL_PER_S, MAX_SHOWN, Decision
-from lbproxy.core.policy import POLICIES
-from lbproxy.core.record import RequestRecord
-from lbproxy.core.retry import FailureKind
-from lbproxy.core.types import Endpoint, InferenceRequest, LoadMetrics, LoraMetrics, Outcome, Ticket, TicketState, Wait
+from lbproxy.core.endpoints.endpoint import Endpoint
+from lbproxy.core.engines.load_metrics import LoadMetrics, LoraMetrics
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.policies.explain import IN_FULL_PER_S, MAX_SHOWN, Decision
+from lbproxy.core.policies.registry import POLICIES
+from lbproxy.core.queue.ticket import Ticket, TicketState, Wait
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest
+from lbproxy.core.requests.retry import FailureKind
 from tests.support.pool import MODEL, card, make_balancer, pool_of, request
 
 SCORERS = {"queue": 2.0, "kv-utilization": 1.0, "in-flight": 0.5, "prefix": 3.0}

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from lbproxy.core.engines import ENGINES
-from lbproxy.core.exposition import (
+from lbproxy.core.engines.dialects import ENGINES
+from lbproxy.core.engines.exposition import (
     MAX_KNOWN_CHARS,
     MAX_LABELS,
     MAX_LINE_BYTES,
@@ -26,7 +26,7 @@ from lbproxy.core.exposition import (
     Samples,
     Scanner,
 )
-from lbproxy.core.readings import PageReader
+from lbproxy.core.engines.readings import PageReader
 
 PAGES = sorted((Path(__file__).parents[1] / "fixtures" / "metrics").rglob("*.prom"))
 WANTED = frozenset(family for table in ENGINES.values() for family in table.families())

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 
 from lbproxy.config import AdmissionSettings, FlowsSettings
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.flows import MAX_FLOWS, OTHERS, Bucket, Flow, FlowRules, Flows
-from lbproxy.core.types import InferenceRequest, Outcome, Ticket, TicketState, Usage, Wait
+from lbproxy.core.queue.flow import Bucket, Flow
+from lbproxy.core.queue.flows import MAX_FLOWS, OTHERS, FlowRules, Flows
+from lbproxy.core.queue.ticket import Ticket, TicketState, Wait
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest, Usage
 from tests.support.pool import MODEL, bring_up, make_balancer, pool_of, spec
 
 TOKENS = 100

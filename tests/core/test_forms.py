@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lbproxy.core.forms import MAX_PART_HEAD_BYTES, MAX_PARTS, read_form_model, rename_form_model
-from lbproxy.core.types import LbError
+from lbproxy.core.requests.forms import MAX_PART_HEAD_BYTES, MAX_PARTS, read_form_model, rename_form_model
+from lbproxy.core.requests.outcome import LbError
 
 KIND = b"multipart/form-data; boundary=b0und"
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lbproxy.core.gaps import Gaps, PoolGaps
+from lbproxy.core.knowledge.gaps import Gaps, PoolGaps
 
 
 def learned(slownesses: list[float], samples: int = 3000) -> tuple[PoolGaps, list[Gaps]]:

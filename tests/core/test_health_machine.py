@@ -7,10 +7,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lbproxy.config import BreakerSettings
-from lbproxy.core import health
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.retry import FailureKind
-from lbproxy.core.types import EndpointSpec, EndpointState, Health, Outcome, Ticket, TicketState
+from lbproxy.core.endpoints import health
+from lbproxy.core.endpoints.endpoint import EndpointSpec
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.queue.ticket import Ticket, TicketState
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.retry import FailureKind
 from tests.support.pool import MODEL, bring_up, make_balancer, request, taken
 
 NAMES = ("e1", "e2", "e3")
@@ -71,8 +75,8 @@ class HealthMachine(RuleBasedStateMachine):
                 assert not any(one is Health.UP for one, *_ in serving.values()), "ejected and tried: nobody is up"
             if was is Health.DOWN:
                 assert not any(one is Health.UP for one, *_ in serving.values())
-            assert ticket.trial or not over or readmitted, "who tries it is noted, so that nobody else does"
-            if ticket.trial:
+            assert ticket.is_trial or not over or readmitted, "who tries it is noted, so that nobody else does"
+            if ticket.is_trial:
                 assert trial is None
             self.open.append(ticket)
         self.settle()
@@ -115,7 +119,7 @@ class HealthMachine(RuleBasedStateMachine):
         if not hasattr(self, "balancer"):
             return
         for name, state in self.states.items():
-            trials = [ticket for ticket in self.open if ticket.trial and ticket.placed_on is state]
+            trials = [ticket.trial for ticket in self.open if ticket.is_trial and ticket.placed_on is state]
             assert trials == ([] if state.trial is None else [state.trial]), name
             assert not trials or state.health is not Health.UP
             assert 0.1 <= self.balancer._judge.slow_start.share(state, self.now) <= 1.0

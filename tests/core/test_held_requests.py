@@ -12,8 +12,11 @@ from statistics import fmean
 import pytest
 
 from lbproxy.config import AdmissionSettings
-from lbproxy.core.retry import FailureKind
-from lbproxy.core.types import EndpointUid, InferenceRequest, Outcome, Ticket, TicketState, Usage
+from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.queue.ticket import Ticket, TicketState
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.core.requests.retry import FailureKind
 from tests.support.pool import MODEL, card, make_balancer, pool_of, show_gauges, spec
 
 

@@ -7,8 +7,8 @@ from typing import get_args
 import pytest
 
 from lbproxy.config import RoutingSettings, parse
-from lbproxy.core.ignored import ignored_settings
-from lbproxy.core.types import EndpointSpec
+from lbproxy.core.endpoints.endpoint import EndpointSpec
+from lbproxy.core.policies.ignored import ignored_settings
 
 POLICIES = [name for name in get_args(RoutingSettings.model_fields["policy"].annotation) if name != "weighted"]
 BY_WEIGHT = {"adaptive", "least-request", "random", "p2c", "min-ttft"}

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lbproxy.core import outline as outline_module
-from lbproxy.core.large_json import LargeJson, load_json
-from lbproxy.core.outline import bytes_left_out, outline
-from lbproxy.core.prefix import flatten
-from lbproxy.core.types import LbError
+from lbproxy.core.requests import outline as outline_module
+from lbproxy.core.requests.large_json import LargeJson, load_json
+from lbproxy.core.requests.outcome import LbError
+from lbproxy.core.requests.outline import bytes_left_out, outline
+from lbproxy.core.requests.prompt_keys import flatten
 
 MIB = 1 << 20
 SCALARS = st.sampled_from([0, -1.5, None, True, "", "a", 'q"', "\\", ",", "[", "]}", "\u00e9", "\U0001f600", "x" * 60])

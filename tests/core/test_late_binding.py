@@ -8,22 +8,17 @@ from __future__ import annotations
 import pytest
 
 from lbproxy.config import AdmissionSettings, FlowsSettings
-from lbproxy.core.admission import LOOKUPS, WaitingQueue, least_work
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.flows import Flows
-from lbproxy.core.pricing import Prices
-from lbproxy.core.room import HOLD_MS
-from lbproxy.core.types import (
-    Endpoint,
-    EndpointUid,
-    InferenceRequest,
-    LoadMetrics,
-    Outcome,
-    Ticket,
-    TicketState,
-    Usage,
-)
-from lbproxy.core.waiting import MOVED, PRICE_AGAIN_S, PRICED
+from lbproxy.core.capacity.room import HOLD_MS
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
+from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.policies.policy import Prices
+from lbproxy.core.queue.flows import Flows
+from lbproxy.core.queue.held import MOVED, PRICE_AGAIN_S, PRICED
+from lbproxy.core.queue.ticket import Ticket, TicketState
+from lbproxy.core.queue.waiting_queue import LOOKUPS, WaitingQueue, least_work
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest, Usage
 from tests.support.compiled import interpreted
 from tests.support.pool import MODEL, bring_up, card, make_balancer, pool_of, spec
 
@@ -233,7 +228,7 @@ def test_held_requests_learn_that_their_endpoints_are_gone(later: float) -> None
     while balancer.next_deadline() is not None:  # so many at a time, but all of them now
         told += balancer.poll(now=later)
     assert len(told) == 50
-    trials = [ticket for ticket in waiting if ticket.trial]
+    trials = [ticket for ticket in waiting if ticket.is_trial]
     assert len(trials) == (2 if later else 0)
     assert all(ticket.outcome is Outcome.NO_ENDPOINTS for ticket in waiting if ticket not in trials)
 

@@ -8,9 +8,12 @@ import pytest
 
 from lbproxy.config import RoutingSettings
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.lora import DEFAULT_SLOTS, MAX_REMEMBERED, AdapterTable, Arrival, LoadTimes, prices_ms
-from lbproxy.core.policy import make_policy
-from lbproxy.core.types import Endpoint, EndpointState, InferenceRequest, LoadMetrics, LoraMetrics
+from lbproxy.core.caches.adapters import DEFAULT_SLOTS, MAX_REMEMBERED, AdapterTable, Arrival, LoadTimes, prices_ms
+from lbproxy.core.endpoints.endpoint import Endpoint
+from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.engines.load_metrics import LoadMetrics, LoraMetrics
+from lbproxy.core.policies.registry import make_policy
+from lbproxy.core.requests.request import InferenceRequest
 from tests.support.pool import MODEL, card, pool_of
 
 LOADED, LOADS, FIRST, WAITS = Arrival.LOADED, Arrival.LOADS, Arrival.FIRST, Arrival.WAITS

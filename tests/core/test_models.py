@@ -11,13 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lbproxy.config import parse
-from lbproxy.core.models import Aliases
-from lbproxy.core.openai import (
-    MAX_MODEL_KEYS,
-    rename_model,
-)
-from lbproxy.core.outline import outline
-from lbproxy.core.types import LbError, ModelCard
+from lbproxy.core.requests.models import Aliases
+from lbproxy.core.requests.openai import MAX_MODEL_KEYS, ModelCard, rename_model
+from lbproxy.core.requests.outcome import LbError
+from lbproxy.core.requests.outline import outline
 
 
 def aliases(text: str) -> Aliases:

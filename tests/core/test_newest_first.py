@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from lbproxy.config import AdmissionSettings, FlowsSettings
-from lbproxy.core.admission import WaitingQueue
-from lbproxy.core.flows import Flow, Flows
-from lbproxy.core.overload import FEW, STANDS_S, Overload
-from lbproxy.core.types import InferenceRequest, Ticket
+from lbproxy.core.queue.flow import Flow
+from lbproxy.core.queue.flows import Flows
+from lbproxy.core.queue.overload import FEW, STANDS_S, Overload
+from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.queue.waiting_queue import WaitingQueue
+from lbproxy.core.requests.request import InferenceRequest
 from tests.support.pool import MODEL
 
 

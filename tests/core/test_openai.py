@@ -9,16 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lbproxy.core.models import resolve
-from lbproxy.core.openai import (
-    error_body,
-    model_list,
-    read_json_body,
-    read_model_list,
-    with_model,
-)
-from lbproxy.core.outline import MAX_DEPTH
-from lbproxy.core.types import LbError, Outcome
+from lbproxy.core.requests.models import resolve
+from lbproxy.core.requests.openai import error_body, model_list, read_json_body, read_model_list, with_model
+from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.core.requests.outline import MAX_DEPTH
 
 
 def outcome_of(body: bytes) -> Outcome:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lbproxy.core.orca import MAX_REPORT_BYTES, RESPONSE_HEADERS, LoadReport, read_field, read_report
+from lbproxy.core.engines.orca import MAX_REPORT_BYTES, RESPONSE_HEADERS, LoadReport, read_field, read_report
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "http" / "vllm-0.32.0"
 

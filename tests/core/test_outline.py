@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lbproxy.core import outline as outline_module
-from lbproxy.core.openai import read_json_body
-from lbproxy.core.outline import Outline, bytes_left_out, outline
-from lbproxy.core.types import LbError
+from lbproxy.core.requests import outline as outline_module
+from lbproxy.core.requests.openai import read_json_body
+from lbproxy.core.requests.outcome import LbError
+from lbproxy.core.requests.outline import Outline, bytes_left_out, outline
 
 MIB = 1 << 20
 HEAD = 16

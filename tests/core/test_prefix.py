@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lbproxy.core import prefix
-from lbproxy.core.prefix import flatten, hash_prompt
+from lbproxy.core.requests import prompt_keys as prefix
+from lbproxy.core.requests.prompt_keys import flatten, hash_prompt
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("\ud800"),

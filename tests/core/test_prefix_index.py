@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lbproxy.core.prefix_index import ENTRY_BYTES, STALE_PATHS, EndpointCache, Node, PrefixIndex
+from lbproxy.core.caches.prefix_index import ENTRY_BYTES, STALE_PATHS, EndpointCache, Node, PrefixIndex
 from tests.support.prompts import chained
 
 Keys = tuple[object, ...]

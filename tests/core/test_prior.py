@@ -18,8 +18,9 @@ from lbproxy.config import (
     parse_scenario,
 )
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.policy import make_policy
-from lbproxy.core.types import InferenceRequest, Outcome
+from lbproxy.core.policies.registry import make_policy
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.sim.fleet import Served
 from lbproxy.sim_cli import Run, fleet_of, workload_of
 from tests.support.pool import MODEL, bring_up, make_balancer, spec

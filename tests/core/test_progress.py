@@ -6,11 +6,16 @@ import pytest
 
 from lbproxy.config import AdmissionSettings
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.breaker import Cause
-from lbproxy.core.openai import made_up_card
-from lbproxy.core.progress import CHECK_S, SILENCE_S, UNSTREAMED
-from lbproxy.core.retry import FailureKind
-from lbproxy.core.types import Endpoint, EndpointUid, Health, InferenceRequest, LoadMetrics, Outcome, Ticket
+from lbproxy.core.endpoints.breaker import Cause
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
+from lbproxy.core.endpoints.hang import CHECK_S, SILENCE_S, UNSTREAMED
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.requests.openai import made_up_card
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest
+from lbproxy.core.requests.retry import FailureKind
 from tests.support.pool import MODEL, pool_of, seen, taken
 
 K = FailureKind
@@ -176,7 +181,7 @@ def ejected_for_silence(stream: bool) -> tuple[Play, Ticket]:
     it.now += 2.0
     it.balancer.check(now=it.now)
     trial = it.place("e1", stream=stream)
-    assert trial.trial
+    assert trial.is_trial
     assert seen(it.balancer, it.now)["e1"].health is Health.HALF_OPEN
     return it, trial
 
@@ -286,7 +291,7 @@ def test_the_trial_of_an_endpoint_that_shows_nothing_may_take_as_long_as_its_res
     it.now += 2.0
     it.balancer.check(now=it.now)
     trial = it.place("e1", stream=False)
-    assert trial.trial
+    assert trial.is_trial
     assert not it.go(100.0, scraped=False)
     assert seen(it.balancer, it.now)["e1"].health is Health.HALF_OPEN
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lbproxy.config import MetricRatio, MetricSpec, Signal
-from lbproxy.core.engines import ENGINES, SIGNALS, EngineTable
-from lbproxy.core.exposition import Sample
-from lbproxy.core.readings import MAX_LORA, PageReader, Reading, select
-from lbproxy.core.types import LoadMetrics, LoraMetrics
+from lbproxy.core.engines.dialects import ENGINES, SIGNALS, EngineTable
+from lbproxy.core.engines.exposition import Sample
+from lbproxy.core.engines.load_metrics import LoadMetrics, LoraMetrics
+from lbproxy.core.engines.readings import MAX_LORA, PageReader, Reading, select
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "metrics"
 VLLM = ENGINES["vllm"]

@@ -16,11 +16,13 @@ from lbproxy.config import (
     ScrapeSettings,
 )
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.policy import make_policy
-from lbproxy.core.prefix_index import ENTRY_BYTES
-from lbproxy.core.pricing import Policy
-from lbproxy.core.retry import FailureKind
-from lbproxy.core.types import Health, Outcome, TicketState
+from lbproxy.core.caches.prefix_index import ENTRY_BYTES
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.policies.policy import Policy
+from lbproxy.core.policies.registry import make_policy
+from lbproxy.core.queue.ticket import TicketState
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.retry import FailureKind
 from tests.support.pool import make_balancer, pool_of, request, seen, show_gauges, spec
 
 

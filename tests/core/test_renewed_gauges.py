@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.orca import LoadReport
-from lbproxy.core.types import Endpoint, LoadMetrics, LoraMetrics, Outcome, Ticket
+from lbproxy.core.endpoints.endpoint import Endpoint
+from lbproxy.core.engines.load_metrics import LoadMetrics, LoraMetrics
+from lbproxy.core.engines.orca import LoadReport
+from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.requests.outcome import Outcome
 from tests.support.pool import pool_of, request, seen
 
 SCRAPED = LoadMetrics(

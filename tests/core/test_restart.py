@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.prefix import hash_prompt
-from lbproxy.core.recall import IN_A_ROW
-from lbproxy.core.retry import FailureKind
-from lbproxy.core.types import Endpoint, InferenceRequest, LoadMetrics, Outcome, Ticket, Usage
+from lbproxy.core.caches.cache_loss import IN_A_ROW
+from lbproxy.core.endpoints.endpoint import Endpoint
+from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.prompt_keys import hash_prompt
+from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.core.requests.retry import FailureKind
 from tests.support.pool import MODEL, pool_of
 
 PROMPT_BYTES = 40_000

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from lbproxy.config import RetrySettings
-from lbproxy.core.retry import BACKOFF_MAX_S, WINDOW_S, FailureKind, Retries
-from lbproxy.core.types import Outcome
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.retry import BACKOFF_MAX_S, WINDOW_S, FailureKind, Retries
 
 K = FailureKind
 

@@ -7,14 +7,14 @@ from math import inf
 
 import pytest
 
-from lbproxy.core.lanes import LATE_S, SURE, SURE_REPORTS, Lanes
-from lbproxy.core.line import Line
-from lbproxy.core.others import Mean, Others
-from lbproxy.core.response_times import LEAST, ResponseTimes
-from lbproxy.core.room import Room
-from lbproxy.core.slots import BLIND, FULL_CACHE, SPACE_S, Slots
-from lbproxy.core.unread import FIRST_MS, Unread
-from lbproxy.core.unread import SURE as SURE_OF_UNREAD
+from lbproxy.core.capacity.lanes import LATE_S, SURE, SURE_REPORTS, Lanes
+from lbproxy.core.capacity.line import Line
+from lbproxy.core.capacity.others import Mean, Others
+from lbproxy.core.capacity.response_times import LEAST, ResponseTimes
+from lbproxy.core.capacity.room import Room
+from lbproxy.core.capacity.slots import BLIND, FULL_CACHE, SPACE_S, Slots
+from lbproxy.core.capacity.unread import FIRST_MS, Unread
+from lbproxy.core.capacity.unread import SURE as SURE_OF_UNREAD
 
 # --- Requests that run at once ----------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lbproxy.core.openai import read_model_list
-from lbproxy.core.server_info import SERVER_INFO, owner, read_description
+from lbproxy.core.engines.server_info import SERVER_INFO, owner, read_description
+from lbproxy.core.requests.openai import read_model_list
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "http"
 DEEP = b"[" * 100_000

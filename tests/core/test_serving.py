@@ -18,11 +18,16 @@ from lbproxy.config import (
     ScrapeSettings,
 )
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.breaker import Cause
-from lbproxy.core.endpoints import DIAL_ANY_S, DIAL_S
-from lbproxy.core.explain import MAX_SHOWN
-from lbproxy.core.retry import FailureKind
-from lbproxy.core.types import EndpointSpec, EndpointState, EndpointUid, Health, ModelCard, Outcome, Ticket
+from lbproxy.core.endpoints.breaker import Cause
+from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
+from lbproxy.core.endpoints.endpoint_set import DIAL_ANY_S, DIAL_S
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.policies.explain import MAX_SHOWN
+from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.requests.openai import ModelCard
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.retry import FailureKind
 from tests.support.pool import card, make_balancer, pool_of, request, seen, spec
 
 FAR = 1e9

@@ -8,9 +8,13 @@ import pytest
 
 from lbproxy.config import AdmissionSettings, HealthSettings
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.endpoints import EndpointChanges
-from lbproxy.core.policy import POLICIES
-from lbproxy.core.types import Endpoint, Health, InferenceRequest, Outcome, Ticket
+from lbproxy.core.endpoints.endpoint import Endpoint
+from lbproxy.core.endpoints.endpoint_set import EndpointChanges
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.policies.registry import POLICIES
+from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest
 from tests.support.pool import MODEL, bring_up, card, pool_of, seen, spec
 
 POLICY_NAMES = [name for name in POLICIES if name != "weighted"]

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lbproxy.core import sse
-from lbproxy.core.sse import MAX_JSON_BYTES, EventScanner, JsonWatcher, UsageScanner, read_usage
-from lbproxy.core.types import Usage
+from lbproxy.core.requests import sse
+from lbproxy.core.requests.request import Usage
+from lbproxy.core.requests.sse import MAX_JSON_BYTES, EventScanner, JsonWatcher, UsageScanner, read_usage
 
 EVENTS = st.sampled_from(
     [b"data: {}", b": keep-alive", b'data: {"finish_reason": null}', b"data: x\r", b"a\nb", b"id: data: 1", b""]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lbproxy.core.trace import RANDOM, SAMPLED, Parent, Sampling, read_parent
-from lbproxy.core.types import Endpoint, EndpointUid
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
+from lbproxy.core.observed.trace import RANDOM, SAMPLED, Parent, Sampling, read_parent
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 OURS = re.compile(rb"traceparent: 00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})\r\n(?:tracestate: ([^\r\n]+)\r\n)?")

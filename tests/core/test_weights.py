@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.types import Outcome
+from lbproxy.core.requests.outcome import Outcome
 from tests.support.pool import bring_up, make_balancer, request, spec
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import h11
 import pytest
 
-from lbproxy.core.types import Outcome
+from lbproxy.core.requests.outcome import Outcome
 from tests.support.aio import run
 from tests.support.endpoint import Received, ScriptedEndpoint, Wire
 from tests.support.rig import post, rig

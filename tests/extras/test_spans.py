@@ -9,11 +9,15 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 
 from lbproxy.config import RoutingSettings
-from lbproxy.core.explain import Decision
-from lbproxy.core.policy import make_policy
-from lbproxy.core.record import RequestRecord
-from lbproxy.core.trace import Parent, Trace
-from lbproxy.core.types import Endpoint, EndpointState, EndpointUid, Outcome, Usage, Wait
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
+from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.observed.trace import Parent, Trace
+from lbproxy.core.policies.explain import Decision
+from lbproxy.core.policies.registry import make_policy
+from lbproxy.core.queue.ticket import Wait
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import Usage
 from lbproxy.extras.spans import MAX_CHARS, Spans
 from tests.support.otlp import CLIENT, INTERNAL, SERVER, Span, decode
 

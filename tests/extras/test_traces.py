@@ -12,9 +12,9 @@ import pytest
 
 from lbproxy import __version__
 from lbproxy.config import TraceSettings
-from lbproxy.core.record import RequestRecord
-from lbproxy.core.trace import Trace
-from lbproxy.core.types import Outcome
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.observed.trace import Trace
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.extras import traces as module
 from lbproxy.extras.traces import BATCH_REQUESTS, Traces
 from tests.support.aio import run, until

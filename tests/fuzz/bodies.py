@@ -1,12 +1,12 @@
-"""JSON bodies: the `model` that `core.openai` sees against the one that json.loads, as servers use it, sees."""
+"""JSON bodies: the `model` that `core.requests.openai` sees against the one that json.loads, as servers use it, sees."""
 
 from __future__ import annotations
 
 import json
 import random
 
-from lbproxy.core.openai import MAX_MODEL_CHARS, read_json_body, with_model
-from lbproxy.core.types import LbError
+from lbproxy.core.requests.openai import MAX_MODEL_CHARS, read_json_body, with_model
+from lbproxy.core.requests.outcome import LbError
 from tests.fuzz.oracle import DifferenceError
 from tests.fuzz.strictness import explain
 

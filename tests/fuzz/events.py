@@ -1,4 +1,4 @@
-"""Event streams: the scanners of `core.sse`, fed in pieces, against a plain look at the whole."""
+"""Event streams: the scanners of `core.requests.sse`, fed in pieces, against a plain look at the whole."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import random
 import re
 
-from lbproxy.core.sse import EventScanner, UsageScanner
-from lbproxy.core.types import Usage
+from lbproxy.core.requests.request import Usage
+from lbproxy.core.requests.sse import EventScanner, UsageScanner
 from tests.fuzz.mutate import pieces
 from tests.fuzz.oracle import DifferenceError
 

@@ -1,4 +1,5 @@
-"""Multipart forms: the `model` that `core.forms` reads against the one that werkzeug's parser, as servers use it, sees.
+"""Multipart forms: the `model` that `core.requests.forms` reads against the one that werkzeug's parser, as servers use
+it, sees.
 
 Where we read a model, the server must read the same, as requests are placed by ours. Where we read none it does not
 matter what others see in a broken form: the request goes to whoever serves the only model, or is refused.
@@ -11,8 +12,8 @@ import random
 from werkzeug.exceptions import RequestEntityTooLarge
 from werkzeug.sansio.multipart import Data, Epilogue, Field, File, MultipartDecoder, NeedData
 
-from lbproxy.core.forms import read_form_model, rename_form_model
-from lbproxy.core.types import LbError
+from lbproxy.core.requests.forms import read_form_model, rename_form_model
+from lbproxy.core.requests.outcome import LbError
 from tests.fuzz.oracle import DifferenceError
 
 NAME = "forms"

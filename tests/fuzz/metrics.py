@@ -1,4 +1,4 @@
-"""Metrics pages: `core.exposition.Scanner` against prometheus_client's parser, line by line.
+"""Metrics pages: `core.engines.exposition.Scanner` against prometheus_client's parser, line by line.
 
 Its parser gives a page up at the first bad line; ours skips the line. So each line is given to it by itself.
 """
@@ -9,7 +9,7 @@ import random
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from lbproxy.core.exposition import KnownLabels, Scanner
+from lbproxy.core.engines.exposition import KnownLabels, Scanner
 from tests.fuzz.oracle import DifferenceError
 from tests.fuzz.strictness import explain
 

@@ -1,4 +1,6 @@
-"""Large JSON: what `core.large_json` reads in segments, cut wherever it can be, against its parser in one piece."""
+"""Large JSON: what `core.requests.large_json` reads in segments, cut wherever it can be, against its parser in one
+piece.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lbproxy.core import outline
-from lbproxy.core.large_json import LargeJson, load_json
-from lbproxy.core.types import LbError
+from lbproxy.core.requests import outline
+from lbproxy.core.requests.large_json import LargeJson, load_json
+from lbproxy.core.requests.outcome import LbError
 from tests.fuzz.oracle import DifferenceError
 
 NAME = "segments"

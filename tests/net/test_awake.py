@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from lbproxy.core.retry import FailureKind, UpstreamError
+from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.net.fetch import fetch
 from lbproxy.net.origin import Origin
 from lbproxy.net.pool import Connection, ConnectionPool

@@ -8,8 +8,8 @@ import socket
 
 import pytest
 
-from lbproxy.core.credentials import ApiKey, Proxy, Tls
-from lbproxy.core.retry import FailureKind, UpstreamError
+from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
+from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.net.fetch import fetch
 from lbproxy.net.origin import Origin
 from lbproxy.net.pool import ConnectionPool

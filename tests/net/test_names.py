@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lbproxy.core.retry import FailureKind, UpstreamError
+from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.net.names import FRESH_S, MAX_NAMES, Address, Names
 from lbproxy.net.origin import Origin
 from lbproxy.net.pool import ConnectionPool

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lbproxy.core.retry import FailureKind, UpstreamError
+from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.net import pool as pool_module
 from lbproxy.net.corked import Corked
 from lbproxy.net.fetch import fetch

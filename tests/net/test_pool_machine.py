@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lbproxy.core.retry import UpstreamError
+from lbproxy.core.requests.retry import UpstreamError
 from lbproxy.net.h1 import ResponseHead
 from lbproxy.net.origin import Origin
 from lbproxy.net.patience import Limits

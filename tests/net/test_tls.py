@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from lbproxy.core.credentials import ApiKey, Tls
-from lbproxy.core.retry import FailureKind, UpstreamError
+from lbproxy.core.endpoints.credentials import ApiKey, Tls
+from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.net.fetch import fetch
 from lbproxy.net.origin import Origin
 from lbproxy.net.pool import ConnectionPool

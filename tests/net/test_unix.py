@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lbproxy.config import Address
-from lbproxy.core.retry import FailureKind, UpstreamError
+from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.net.bind import bind_unix, bound_port, open_sockets
 from lbproxy.net.fetch import fetch
 from lbproxy.net.inherit import Inherited

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from lbproxy.core.types import EndpointUid
+from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.proxy.adapters import MAX_CALLS
 from tests.support.aio import run, until
 from tests.support.endpoint import OK, Script, ScriptedEndpoint, answer, hang, reset

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lbproxy.core.types import Outcome
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.proxy.cors import Cors
 from lbproxy.proxy.keys import KeyRing
 from tests.support.aio import run

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from lbproxy.core.types import Outcome
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.proxy import bodies, deadlines
 from tests.support.aio import run, until
 from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, chunk, event, hang

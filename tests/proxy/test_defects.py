@@ -8,7 +8,7 @@ import contextlib
 import pytest
 import uvloop
 
-from lbproxy.core.sse import EventScanner, UsageScanner
+from lbproxy.core.requests.sse import EventScanner, UsageScanner
 from lbproxy.net.h1 import ChunkedFraming
 from lbproxy.net.pool import ConnectionPool
 from lbproxy.proxy.exchange import Exchange

@@ -10,8 +10,9 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from lbproxy.core.breaker import Cause
-from lbproxy.core.types import Health, Outcome
+from lbproxy.core.endpoints.breaker import Cause
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.net.pool import SWEEP_S
 from tests.support.aio import run, until
 from tests.support.endpoint import (

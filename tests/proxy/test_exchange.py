@@ -10,7 +10,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from lbproxy.core.types import Health, Outcome
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.net import pool as pool_module
 from tests.support.aio import run, until
 from tests.support.endpoint import LAST, OK, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, chunk, event

@@ -10,7 +10,7 @@ from hashlib import sha256
 
 import pytest
 
-from lbproxy.core.types import Outcome
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.proxy.keys import KeyRing
 from tests.support.aio import run, until
 from tests.support.endpoint import LAST, OK, STREAM_HEAD, Received, ScriptedEndpoint, Wire, event

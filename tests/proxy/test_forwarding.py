@@ -6,7 +6,7 @@ import pytest
 
 from lbproxy.config import ConfigError, ForwardedMode, parse
 from lbproxy.config.forwarded import LOOPBACK, MAX_TRUSTED, read_networks
-from lbproxy.core.types import EndpointSpec
+from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.proxy.forwarding import MAX_HOPS, UNIX, Forwarding
 from lbproxy.proxy.headers import RequestFields, read_request_fields
 from tests.support.aio import run

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lbproxy.core.types import Outcome
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.net import listener
 from lbproxy.proxy import linger
 from tests.proxy.test_deadlines import (

@@ -11,7 +11,7 @@ from hashlib import sha256
 
 import pytest
 
-from lbproxy.core.types import LbError, Outcome
+from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.proxy.keys import KeyRing
 from tests.support.aio import run
 from tests.support.endpoint import OK, ScriptedEndpoint

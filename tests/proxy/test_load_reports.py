@@ -6,7 +6,7 @@ import base64
 
 import pytest
 
-from lbproxy.core.types import LoadMetrics
+from lbproxy.core.engines.load_metrics import LoadMetrics
 from tests.support.aio import run
 from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, chunk, event
 from tests.support.rig import Reply, Rig, post, rig

@@ -13,9 +13,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from lbproxy.core.retry import FailureKind, UpstreamError
-from lbproxy.core.trace import Sampling
-from lbproxy.core.types import Outcome
+from lbproxy.core.observed.trace import Sampling
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.proxy.exchanger import LARGE_BODY_BYTES
 from lbproxy.proxy.relay import HOLD_HEAD_S
 from tests.support.aio import run, until

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from lbproxy.config import LimitSettings
-from lbproxy.core.types import LbError, Outcome
+from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.proxy.connection import ClientConnection
 from lbproxy.proxy.overload import BODIES, LAG, MEMORY, Overload
 from tests.support.aio import run, until

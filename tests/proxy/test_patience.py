@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from lbproxy.core.types import Health, Outcome
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.proxy.steps import NEXT_STEPS, Step
 from tests.proxy.conftest import Steps
 from tests.support.aio import run, until

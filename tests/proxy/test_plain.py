@@ -12,7 +12,7 @@ from aiohttp.http_parser import HttpRequestParser
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lbproxy.core.types import Outcome
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.proxy import connection
 from lbproxy.proxy.connection import NEXT_STATES
 from lbproxy.proxy.headers import RequestFields, read_request_fields

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lbproxy.core.credentials import ApiKey, Tls
-from lbproxy.core.types import Endpoint, EndpointUid
+from lbproxy.core.endpoints.credentials import ApiKey, Tls
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.proxy.headers import read_request_fields
 from lbproxy.proxy.request import ClientRequest
 from lbproxy.proxy.routes import find_route

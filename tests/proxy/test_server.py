@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from lbproxy.core.types import Outcome
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.runtime import Runtime
 from tests.support.aio import run, until
 from tests.support.compiled import interpreted

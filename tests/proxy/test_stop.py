@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 
-from lbproxy.core.types import Outcome
+from lbproxy.core.requests.outcome import Outcome
 from tests.support.aio import run, until
 from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, event
 from tests.support.rig import post, rig

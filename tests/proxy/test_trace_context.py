@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from lbproxy.core.record import RequestRecord
-from lbproxy.core.trace import Sampling, Trace
-from lbproxy.core.types import Outcome
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.observed.trace import Sampling, Trace
+from lbproxy.core.requests.outcome import Outcome
 from tests.support.aio import run, until
 from tests.support.endpoint import OK, Received, ScriptedEndpoint, Wire, answer, hang
 from tests.support.rig import Rig, post, rig

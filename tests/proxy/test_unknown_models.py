@@ -13,8 +13,9 @@ import pytest
 
 from lbproxy.config import HealthSettings
 from lbproxy.control.prober import Prober
-from lbproxy.core.openai import made_up_card
-from lbproxy.core.types import EndpointSpec, EndpointUid, Health
+from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.requests.openai import made_up_card
 from lbproxy.runtime import LOOK_AGAIN_S, LOOK_S
 from tests.support.aio import run, until
 from tests.support.endpoint import OK, Script, ScriptedEndpoint, answer

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import httpx
 
-from lbproxy.core.types import LbError
+from lbproxy.core.requests.outcome import LbError
 from lbproxy.proxy.keys import KeyRing
 from tests.support.aio import until
 from tests.support.endpoint import NOT_FOUND, OK, Script, ScriptedEndpoint, answer

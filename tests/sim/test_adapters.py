@@ -9,10 +9,10 @@ import openai
 import orjson
 import pytest
 
-from lbproxy.core.engines import ENGINES
-from lbproxy.core.openai import read_model_list
-from lbproxy.core.readings import PageReader
-from lbproxy.core.types import LoraMetrics
+from lbproxy.core.engines.dialects import ENGINES
+from lbproxy.core.engines.load_metrics import LoraMetrics
+from lbproxy.core.engines.readings import PageReader
+from lbproxy.core.requests.openai import read_model_list
 from lbproxy.sim.adapters import MAX_SERIES, Adapters
 from lbproxy.sim.http import MockOptions, MockServer
 from tests.sim.test_http import ENDLESS, HELLO, becomes, run

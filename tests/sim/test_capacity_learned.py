@@ -9,9 +9,12 @@ from statistics import fmean
 
 import pytest
 
-from lbproxy.core.capacity import GUESSED_TOKENS
-from lbproxy.core.endpoints import EndpointChanges
-from lbproxy.core.types import EndpointSpec, Outcome, Ticket, Usage
+from lbproxy.core.caches.cache_size import GUESSED_TOKENS
+from lbproxy.core.endpoints.endpoint import EndpointSpec
+from lbproxy.core.endpoints.endpoint_set import EndpointChanges
+from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import Usage
 from lbproxy.sim.catalogue import make_workload
 from lbproxy.sim.cluster import Fleet
 from lbproxy.sim.fleet import FleetOptions, Served, Server, decisions
@@ -29,7 +32,7 @@ class Silent(Replica):
 
 
 class Telling(Replica):
-    """Its servers say how large their caches are, as SGLang does without metrics (`core.server_info`)."""
+    """Its servers say how large their caches are, as SGLang does without metrics (`core.engines.server_info`)."""
 
     def set_endpoints(self, specs: Sequence[EndpointSpec], *, now: float) -> EndpointChanges:
         changes = super().set_endpoints(specs, now=now)

@@ -11,8 +11,12 @@ from itertools import pairwise
 import pytest
 
 from lbproxy.config import AdmissionSettings, HealthSettings, RetrySettings, RoutingSettings, ScrapeSettings
-from lbproxy.core.policy import POLICIES, make_policy
-from lbproxy.core.types import EndpointUid, InferenceRequest, LoadMetrics, Outcome, Ticket, TicketState, Usage
+from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.policies.registry import POLICIES, make_policy
+from lbproxy.core.queue.ticket import Ticket, TicketState
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.sim.catalogue import adapter_names, make_workload
 from lbproxy.sim.cluster import PROGRESS_S, Fleet
 from lbproxy.sim.des import EventHeap

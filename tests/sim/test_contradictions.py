@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from lbproxy.core.types import EndpointUid, LoadMetrics, Outcome
+from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.cluster import Fleet
 from lbproxy.sim.fixed import FixedTimes
 from lbproxy.sim.fleet import Fault, FaultKind, FleetOptions, Others, Sample, Served, Server

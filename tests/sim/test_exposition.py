@@ -2,7 +2,7 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from lbproxy.core.orca import LoadReport, read_report
+from lbproxy.core.engines.orca import LoadReport, read_report
 from lbproxy.sim.engine import Gauges
 from lbproxy.sim.exposition import Page, load_report, render
 

@@ -8,8 +8,9 @@ from collections import Counter
 
 import pytest
 
-from lbproxy.core.breaker import Cause
-from lbproxy.core.types import Health, Outcome
+from lbproxy.core.endpoints.breaker import Cause
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.cluster import Fleet
 from lbproxy.sim.fleet import Fault, FaultKind, FleetOptions, Served
 from lbproxy.sim.workload import Workload

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from lbproxy.config import Scenario
-from lbproxy.core.types import Outcome
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.fleet import Served
 from lbproxy.sim.prompts import Piece
 from lbproxy.sim.report import summarise

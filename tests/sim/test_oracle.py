@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from lbproxy.config import AdmissionSettings, HealthSettings, RetrySettings, RoutingSettings, ScrapeSettings
-from lbproxy.core.types import Outcome
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.catalogue import adapter_names, make_workload
 from lbproxy.sim.engine import Engine
 from lbproxy.sim.fleet import FleetOptions, Served, Server

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lbproxy.core.prefix import hash_prompt
+from lbproxy.core.requests.prompt_keys import hash_prompt
 from lbproxy.sim import text
 from lbproxy.sim.presets import BLOCK_TOKENS
 from lbproxy.sim.prompts import Piece, block_hashes, piece_text, prompt_text, routing_keys, size

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lbproxy.core.types import Outcome
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.fleet import Served
 from lbproxy.sim.plots import can_plot, plot
 from lbproxy.sim.prompts import Piece

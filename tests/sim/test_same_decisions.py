@@ -23,19 +23,14 @@ from lbproxy.config import (
     RoutingSettings,
     ScrapeSettings,
 )
-from lbproxy.core.endpoints import EndpointChanges
-from lbproxy.core.policy import make_policy
-from lbproxy.core.types import (
-    EndpointSpec,
-    EndpointUid,
-    InferenceRequest,
-    LoadMetrics,
-    ModelCard,
-    Outcome,
-    Ticket,
-    TicketState,
-    Usage,
-)
+from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
+from lbproxy.core.endpoints.endpoint_set import EndpointChanges
+from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.policies.registry import make_policy
+from lbproxy.core.queue.ticket import Ticket, TicketState
+from lbproxy.core.requests.openai import ModelCard
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.runtime import Runtime
 from lbproxy.sim.catalogue import make_workload
 from lbproxy.sim.cluster import Fleet

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lbproxy.config import parse_scenario
-from lbproxy.core.types import Outcome
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.catalogue import make_workload
 from lbproxy.sim.clients import Clients, Source
 from lbproxy.sim.fleet import Served

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lbproxy.config import parse
-from lbproxy.core.engines import Engines
+from lbproxy.core.engines.dialects import Engines
 
 
 class Load(NamedTuple):

@@ -15,20 +15,15 @@ from lbproxy.config import (
     ScrapeSettings,
 )
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.policy import make_policy
-from lbproxy.core.record import RequestRecord
-from lbproxy.core.snapshot import EndpointSnapshot
-from lbproxy.core.types import (
-    Endpoint,
-    EndpointSpec,
-    EndpointUid,
-    InferenceRequest,
-    LoadMetrics,
-    ModelCard,
-    Outcome,
-    Transition,
-    Usage,
-)
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
+from lbproxy.core.endpoints.health import Transition
+from lbproxy.core.endpoints.state import EndpointSnapshot
+from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.policies.registry import make_policy
+from lbproxy.core.requests.openai import ModelCard
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.net.pool import ConnectionPool
 from lbproxy.runtime import Runtime
 

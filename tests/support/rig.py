@@ -12,8 +12,9 @@ from contextlib import asynccontextmanager
 
 from lbproxy.config import Settings, parse
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.policy import make_policy
-from lbproxy.core.types import EndpointSpec, LoadMetrics
+from lbproxy.core.endpoints.endpoint import EndpointSpec
+from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.policies.registry import make_policy
 from lbproxy.proxy.exchanger import Exchanger
 from lbproxy.proxy.server import FrontEnd
 from tests.support.endpoint import Message

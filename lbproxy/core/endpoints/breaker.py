@@ -1,0 +1,115 @@
+"""The circuit breaker: when failed requests take an endpoint out, and for how long. One `Breaker` for each endpoint.
+
+It judges; the endpoint set acts (see `core.endpoints.endpoint_set`). Three ways lead out:
+
+- So many faults in a row: no connection, a reset, garbage, 502, 504, no answer in time, an answer that broke.
+- Too small a share of good answers in the last 30 s. Here a 500 counts too, but only when another endpoint did better
+  with the same request, or could not be asked: a request that fails everywhere is its own fault (`Ticket.accused`).
+- No progress: see `core.endpoints.progress`.
+
+429 and 503 are no faults: they say "not now", and `core.endpoints.backpressure` heeds them. A client that left says
+nothing.
+
+An ejection lasts `ejection` x 2^n, at most `max_ejection`, more or less by half at random, so that many do not come
+back in step (linkerd's and Envoy's way). n grows with each ejection, and begins anew when the endpoint behaved for
+`max_ejection`. After that time the endpoint is half open: one request at a time tries it.
+"""
+
+from __future__ import annotations
+
+import random
+from enum import Enum
+from typing import Final
+
+from lbproxy.config import BreakerSettings
+from lbproxy.core.requests.retry import FailureKind
+
+SLOTS: Final = 6
+SLOT_S: Final = 5.0
+"""The window of the success rate: 30 s, forgotten by the slot."""
+MIN_SAMPLES: Final = 5
+JITTER: Final = 0.5
+FAULTS: Final = frozenset(
+    {FailureKind.CONNECT, FailureKind.RESET, FailureKind.PROTOCOL, FailureKind.TIMEOUT, FailureKind.GATEWAY}
+)
+"""What counts in a row."""
+
+
+class Cause(Enum):
+    """Why an endpoint was ejected: a metric label."""
+
+    FAULTS = "faults"
+    UNREACHABLE = "unreachable"
+    """Faults in a row, the last of them that no connection could be made."""
+    SUCCESS_RATE = "success_rate"
+    NO_PROGRESS = "no_progress"
+
+
+class Breaker:
+    """What became of one endpoint's requests. `good` and `in_row` are written on the hot path, by the Balancer."""
+
+    __slots__ = ("_bad", "_good", "_turned_at", "bad", "cause", "ejections", "good", "in_row", "settings", "until")
+
+    def __init__(self, settings: BreakerSettings) -> None:
+        self.settings = settings
+        self.good = 0
+        """Good answers in the current slot of the window."""
+        self.bad = 0
+        self.in_row = 0
+        """Faults since the last good answer."""
+        self._good = [0] * (SLOTS - 1)
+        self._bad = [0] * (SLOTS - 1)
+        """The slots before."""
+        self._turned_at = 0.0
+        """When the current slot began."""
+        self.cause = Cause.FAULTS
+        """Of the last ejection."""
+        self.ejections = 0
+        """In a row: the n of the module's formula."""
+        self.until = float("inf")
+        """When the ejection ends."""
+
+    def turn(self, now: float) -> None:
+        """Forget what is older than the window. To be told at least once a second, else good answers look younger."""
+        turns = int((now - self._turned_at) / SLOT_S)
+        if turns <= 0:
+            return
+        self._turned_at += turns * SLOT_S
+        for _ in range(min(turns, SLOTS)):
+            self._good = [self.good, *self._good[:-1]]
+            self._bad = [self.bad, *self._bad[:-1]]
+            self.good = self.bad = 0
+
+    def fault(self, kind: FailureKind | None, now: float) -> tuple[Cause, str] | None:
+        """An attempt failed (None: its answer broke). The cause and reason, if that is one too many."""
+        settings = self.settings
+        self.turn(now)
+        self.bad += 1
+        if kind is None or kind in FAULTS:
+            self.in_row += 1
+            if settings.consecutive_failures is not None and self.in_row >= settings.consecutive_failures:
+                cause = Cause.UNREACHABLE if kind is FailureKind.CONNECT else Cause.FAULTS
+                return cause, f"{self.in_row} failures in a row"
+        good, bad = self.good + sum(self._good), self.bad + sum(self._bad)
+        if good + bad >= MIN_SAMPLES and good < settings.success_rate * (good + bad):
+            return Cause.SUCCESS_RATE, f"{good} good answers of {good + bad} in {SLOTS * SLOT_S:g} s"
+        return None
+
+    def eject(self, cause: Cause, now: float, rng: random.Random) -> float:
+        """Begin an ejection; what was counted before is void. Returns how many seconds it lasts."""
+        settings = self.settings
+        if self.ejections and now - self.until >= settings.max_ejection:
+            self.ejections = 0
+        lasts_s = min(settings.max_ejection, settings.ejection * 2.0 ** min(self.ejections, 40))
+        lasts_s *= rng.uniform(1 - JITTER, 1 + JITTER)
+        self.ejections += 1
+        self.cause = cause
+        self.until = now + lasts_s
+        self.reset()
+        return lasts_s
+
+    def reset(self) -> None:
+        """Count anew."""
+        self.good = self.bad = self.in_row = 0
+        self._good = [0] * (SLOTS - 1)
+        self._bad = [0] * (SLOTS - 1)

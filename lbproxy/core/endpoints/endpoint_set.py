@@ -1,0 +1,464 @@
+"""The set of endpoints: which are in it, in what state, and which of their gauges may be believed.
+
+Sole owner of every `EndpointState`. It is told what probes, connections and requests brought, and moves each endpoint
+through the states of `core.endpoints.health`; it asks nobody itself. `core.endpoints.serving` keeps the index of
+models. Invariants:
+
+- Requests go to members that are `UP` and not draining; to one that is half open, one at a time. In need only (see
+  `Serving` and `trials`) to one that is ejected or down.
+- An endpoint that leaves the set keeps its state object until its last ticket closes, so that counts never go astray.
+- Uids are never reused, so a report that arrives late about an endpoint that left is recognised and dropped.
+- The lists that `candidates` hands out are shared and rebuilt, never edited: the caller may keep one, and must not
+  change it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import islice
+from math import inf
+from operator import attrgetter
+from typing import Final
+
+from lbproxy.config import BreakerSettings, HealthSettings, ScrapeSettings
+from lbproxy.core.endpoints.breaker import Cause
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.endpoints.judge import Judge
+from lbproxy.core.endpoints.serving import Serving, is_open
+from lbproxy.core.endpoints.state import EndpointSnapshot, EndpointState
+from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.engines.orca import LoadReport
+from lbproxy.core.knowledge.load_model import LoadModel
+from lbproxy.core.knowledge.pool_model import PoolModel
+from lbproxy.core.knowledge.prior import assume_speeds
+from lbproxy.core.requests.openai import ModelCard, made_up_card
+
+TRIAL_S: Final = 0.5
+"""Between two requests that try an endpoint that is down, when nobody is up."""
+DIAL_S: Final = 0.35
+"""Between any two connections to one that is down, probes included: less than three in a second."""
+DIAL_ANY_S: Final = 0.005
+"""Between any two to any of those that are down, on average: dialling costs up to 1 ms, and many may be down."""
+
+MAX_ABSENT: Final = 16
+"""Of the endpoints that take no requests, so many are named where a decision is explained."""
+
+NOTHING: Final = LoadMetrics(scraped_at=-inf)
+"""Of an endpoint that said nothing yet."""
+
+
+@dataclass(frozen=True)
+class EndpointChanges:
+    """What `EndpointSet.replace` did."""
+
+    added: list[Endpoint]
+    removed: list[Endpoint]
+    changed: list[Endpoint] = field(default_factory=list)
+    """Those that stayed at their address, with their state and uid, but are called, probed or scraped otherwise now."""
+
+
+class EndpointSet:
+    """All endpoints and their states."""
+
+    def __init__(
+        self,
+        settings: HealthSettings,
+        scrape: ScrapeSettings,
+        breaker: BreakerSettings,
+        pool: PoolModel | None,
+        rng: random.Random,
+    ) -> None:
+        self._pool = pool
+        self.serving = Serving(panic=breaker.panic)
+        """Which endpoints serve which model, and may be asked for it."""
+        self.judge = Judge(
+            settings,
+            breaker,
+            self.serving,
+            has_loads=pool is not None,
+            rng=rng,
+            listens_again=self._listens_again,
+        )
+        """Moves endpoints from state to state."""
+        self._stale_after_s = scrape.stale_after
+        self._trial_at = -inf
+        """Before this no endpoint can be tried, unless something changes."""
+        self._trials_version = self._absent_version = -1
+        """The version of `serving` for which `_trial_at` was found, and `_absent`."""
+        self._states: dict[EndpointUid, EndpointState] = {}
+        self._leaving: list[EndpointState] = []
+        self._last_uid = 0
+        self._absent: tuple[tuple[Endpoint, str], ...] = ()
+        if pool is not None:
+            pool.adapters = self.serving.adapters
+
+    @property
+    def version(self) -> int:
+        """Changes whenever `candidates` may."""
+        return self.serving.version
+
+    def reconfigure(self, settings: HealthSettings, scrape: ScrapeSettings, breaker: BreakerSettings) -> None:
+        """Judge by other settings what is reported from now on."""
+        self.judge.reconfigure(settings, breaker, self._states.values())
+        self.serving.reconfigure(panic=breaker.panic)
+        self._stale_after_s = scrape.stale_after
+
+    def use(self, pool: PoolModel | None) -> None:
+        """Another policy's models, or none. What is placed still ends against the model that it began with."""
+        self._pool = pool
+        self.judge.progress.has_loads = pool is not None
+        for state in self._states.values():
+            if pool is not None:
+                state.load = LoadModel(pool, state.endpoint.kv_cache_tokens)
+                if state.said_tokens is not None:
+                    state.load.told(float(state.said_tokens), at_most=state.said_at_most)
+                if state.said_slots is not None:
+                    state.load.room.slots.told(state.said_slots)
+        if pool is not None:
+            pool.adapters = self.serving.adapters
+            assume_speeds([(state.endpoint.weight, state.load) for state in self._states.values()])
+
+    def remember(self, blocks: int) -> None:
+        """So many blocks of all prefix caches together, from now on."""
+        if self._pool is not None:
+            self._pool.index.max_entries = blocks
+            for state in self._states.values():
+                state.load.cache.trim(self._pool.index.fair_share)
+
+    # Membership
+
+    def replace(self, specs: Sequence[EndpointSpec], *, now: float) -> EndpointChanges:
+        """Make the set equal to `specs`, in that order. An endpoint whose address stays keeps its state.
+
+        One that is missing takes no more requests and is forgotten when its last ticket closes.
+        """
+        kept = {state.endpoint.base_url: state for state in self._states.values()}
+        states: dict[EndpointUid, EndpointState] = {}
+        added, changed = [], []
+        for spec in specs:
+            state = kept.pop(spec.base_url, None)
+            if state is None:
+                state = self._join(spec, now)
+                added.append(state.endpoint)
+            elif _facts_of(state.endpoint) != _facts_of(spec):
+                before, state.endpoint = state.endpoint, _identified(spec, state.endpoint.uid)
+                if spec.models != before.models:
+                    state.models = _declared(spec)
+                    self.serving.changed(state)
+                if self._pool is not None and spec.kv_cache_tokens != before.kv_cache_tokens:
+                    state.load.declare(spec.kv_cache_tokens)
+                if spec.health is None:
+                    self.judge.unprobed(state, now=now)
+                changed.append(state.endpoint)
+            states[state.endpoint.uid] = state
+        removed = list(kept.values())
+        for state in removed:
+            state.draining = True
+            self.judge.left(state)
+            if self._pool is not None:
+                self._pool.index.leave(state.load.cache)
+        self._leaving = [state for state in [*self._leaving, *removed] if state.in_flight]
+        self._states = states
+        if self._pool is not None:
+            assume_speeds([(state.endpoint.weight, state.load) for state in states.values()])
+        self.serving.arrange(states.values())
+        return EndpointChanges(added, [state.endpoint for state in removed], changed)
+
+    def _join(self, spec: EndpointSpec, now: float) -> EndpointState:
+        self._last_uid += 1
+        state = EndpointState(_identified(spec, EndpointUid(self._last_uid)), models=_declared(spec))
+        if self._pool is not None:
+            state.load = LoadModel(self._pool, spec.kv_cache_tokens)
+        self.judge.joined(state, now=now)
+        return state
+
+    def members(self) -> Iterable[EndpointState]:
+        """All of the set, in the order of the settings."""
+        return self._states.values()
+
+    def get(self, uid: EndpointUid) -> EndpointState | None:
+        """The state of a member; None if it left."""
+        return self._states.get(uid)
+
+    def released(self, state: EndpointState) -> None:
+        """Told when a ticket closed on `state`: a leaving endpoint is forgotten with its last one."""
+        if self._leaving and not state.in_flight and state in self._leaving:
+            self._leaving.remove(state)
+
+    # Who may serve
+
+    def candidates(self, model: str | None, *, now: float) -> Sequence[EndpointState]:
+        """The endpoints that may be asked for `model` (None: any model). Usually O(1).
+
+        Endpoints that say they serve it; if none does, those that are up but never said what they serve.
+        """
+        if now >= self.judge.due_at:
+            self.judge.end_ejections(self._states.values(), now=now)
+        return self.serving.candidates(model)
+
+    def trials(self, model: str | None, *, now: float) -> Sequence[EndpointState]:
+        """Endpoints that are down (or that nobody could connect to) and may be tried, when there are no candidates:
+        each by one request at a time, and seldom. O(members), but not for each of the requests that find nobody.
+        """
+        version = self.serving.version
+        if now < self._trial_at and version == self._trials_version:
+            return []
+        self._trials_version = version
+        down = [state for state in self._states.values() if not state.draining and _is_unreachable(state)]
+        free = [(state, _trial_at(state)) for state in down if state.trial is None]
+        self._trial_at = min((at for _, at in free), default=inf)
+        ready = [state for state, at in free if at <= now]
+        named = [state for state in ready if model is None or (state.models is not None and model in state.models)]
+        return named or [state for state in ready if state.models is None and not self.any_up()]
+
+    def is_known(self, model: str | None) -> bool:
+        """Whether a member, whatever its health, says that it serves `model`."""
+        return model is None or any(state.models and model in state.models for state in self._states.values())
+
+    def any_starting(self) -> bool:
+        """Whether a member has not been judged yet."""
+        return any(state.health is Health.STARTING for state in self._states.values())
+
+    def any_up(self) -> bool:
+        """Whether a member takes requests."""
+        return bool(self.serving.candidates(None))
+
+    def absent(self) -> tuple[tuple[Endpoint, str], ...]:
+        """Members that take no requests, and why: the first `MAX_ABSENT`. Found once for each change of the set."""
+        if self._absent_version != self.serving.version:
+            self._absent_version = self.serving.version
+            is_readmitted = self.serving.is_readmitted
+            out = (
+                state
+                for state in self._states.values()
+                if state.draining or not (is_open(state) or is_readmitted(state))
+            )
+            first = islice(out, MAX_ABSENT)
+            self._absent = tuple((one.endpoint, "draining" if one.draining else one.health.value) for one in first)
+        return self._absent
+
+    def base_models(self) -> list[str]:
+        """The distinct base models (no adapters) of all members that say what they serve, in the members' order."""
+        return list({card.id: None for card in self.model_cards() if card.parent is None})
+
+    def model_cards(self) -> list[ModelCard]:
+        """What the members that are up serve, one card a model: the first endpoint's word counts."""
+        return self.serving.model_cards()
+
+    # Reports
+
+    def report_health(self, uid: EndpointUid, ok: bool, reason: str, *, now: float, refused: bool) -> None:
+        """A probe's response, or a connection that failed; None of those that left."""
+        state = self._states.get(uid)
+        if state is not None:
+            self.judge.probed(state, ok, reason, now=now, refused=refused)
+
+    def may_probe_in(self, uid: EndpointUid, *, now: float) -> float:
+        """In how many seconds a probe may go out; 0 = now, and it is counted as gone. One that is down is not dialled
+        more than three times a second, trials included, and less often where more than 70 are down.
+        """
+        state = self._states.get(uid)
+        if state is None or state.health is not Health.DOWN:
+            return 0.0
+        between_s = max(DIAL_S, DIAL_ANY_S * len(self.serving.down))
+        wait_s = state.dialled_at + between_s - now
+        if wait_s > 0.0:
+            return wait_s
+        state.dialled_at = now
+        return 0.0
+
+    def check(self, *, now: float) -> list[EndpointUid]:
+        """Once a second: what time alone brings. Returns the endpoints where streams wait in vain for their start."""
+        states = list(self._states.values())
+        self.judge.check(states, now=now)
+        watch = self.judge.progress
+        waiting = (state for state in states if state.awaiting_first_byte)
+        return [state.endpoint.uid for state in waiting if watch.is_dead(state, now, stream=True)]
+
+    def report_models(self, uid: EndpointUid, cards: Iterable[ModelCard] | None) -> None:
+        """What /v1/models said. None: the endpoint has no such list; what it said before is forgotten."""
+        state = self._states.get(uid)
+        if state is None or state.endpoint.models is not None:
+            return
+        models = None if cards is None else {card.id: card for card in cards}
+        before, state.models = state.models, models
+        if self._pool is not None and models is not None:
+            state.load.adapters.keep(models)
+        if _served(before) != _served(models):
+            self.serving.changed(state)
+
+    def scrape_sent(self, uid: EndpointUid) -> None:
+        """A scrape leaves now: remember what of the load that it will show is ours."""
+        state = self._states.get(uid)
+        if state is not None:
+            state.in_flight_at_scrape = state.in_flight
+
+    def report_scrape(self, uid: EndpointUid, metrics: LoadMetrics) -> None:
+        """A scrape's good answer. A failed scrape is not reported: the old values age."""
+        state = self._states.get(uid)
+        if state is None:
+            return
+        before, placed = state.metrics, state.placed
+        state.progress.scraped(metrics, before, placed=placed, in_flight=state.in_flight, others=state.others)
+        state.metrics = metrics
+        state.fresh_until = state.scrape_until = metrics.scraped_at + self._stale_after_s
+        waiting = metrics.waiting or 0.0
+        queued = max(0.0, waiting - state.awaiting_first_byte)
+        if metrics.waiting is None and metrics.running is None:
+            state.others = None
+        else:
+            state.others = max(0.0, waiting + (metrics.running or 0.0) - state.in_flight_at_scrape)
+        state.others_running = max(0.0, (state.others or 0.0) - queued)
+        if self._pool is not None:
+            state.load.scraped(metrics, others=state.others, queued=queued, fresh_until=state.fresh_until)
+
+    def reported_at(self, uid: EndpointUid) -> float:
+        """When an endpoint's last load report came; long ago if it left the set."""
+        state = self._states.get(uid)
+        return -inf if state is None else state.reported_at
+
+    def report_cache_size(self, uid: EndpointUid, tokens: int, at_most: bool) -> None:
+        """How much an endpoint's KV cache holds, by its own word. It is kept for policies that come later."""
+        state = self._states.get(uid)
+        if state is not None:
+            state.said_tokens, state.said_at_most = tokens, at_most
+            if self._pool is not None:
+                state.load.told(float(tokens), at_most=at_most)
+
+    def report_slots(self, uid: EndpointUid, slots: int) -> None:
+        """How many requests an endpoint runs at once, by its own word. Kept like the size of its cache."""
+        state = self._states.get(uid)
+        if state is not None:
+            state.said_slots = slots
+            if self._pool is not None:
+                state.load.room.slots.told(slots)
+
+    def report_restart(self, uid: EndpointUid) -> None:
+        """An endpoint is another process than before."""
+        state = self._states.get(uid)
+        if state is not None and self._pool is not None:
+            state.load.restarted()
+
+    def _listens_again(self, state: EndpointState) -> None:
+        """Where nothing listened somebody does: another process, whose caches are empty. One that says when it was
+        started says itself, in its next page, whether it is another.
+        """
+        if self._pool is not None and state.load.started_at is None:
+            state.load.restarted()
+
+    def ask_load(self, uid: EndpointUid, ask: bool) -> None:
+        """Whether requests to an endpoint ask for load reports."""
+        state = self._states.get(uid)
+        if state is not None:
+            state.asks_load = ask
+
+    def report_load(self, state: EndpointState, report: LoadReport | None, *, answered: bool, now: float) -> None:
+        """A load report came with an answer of an endpoint; None = it was malformed. What it names is of now.
+
+        `answered`: the request that brought it is not among those that await their first byte.
+        """
+        if report is None:
+            state.malformed_reports += 1
+            return
+        state.load_reports += 1
+        waiting, running, kv_utilization = report
+        if waiting is None and running is None and kv_utilization is None:
+            return
+        state.reported_at = now
+        known, believed = state.metrics or NOTHING, state.metrics if now <= state.scrape_until else None
+        gauges = believed or NOTHING
+        metrics = state.metrics = LoadMetrics(
+            scraped_at=now,
+            waiting=gauges.waiting if waiting is None else waiting,
+            running=gauges.running if running is None else running,
+            kv_utilization=gauges.kv_utilization if kv_utilization is None else kv_utilization,
+            block_size_tokens=known.block_size_tokens,
+            kv_blocks=known.kv_blocks,
+            work=known.work,
+            lora=known.lora,
+            started_at=known.started_at,
+        )
+        state.fresh_until = now + self._stale_after_s
+        if metrics.waiting is None and metrics.running is None:
+            state.others = None
+            return
+        # The queue is all that vLLM says. Of ours at most those without a first byte are in it; how many of others'
+        # requests run, only a scrape tells.
+        known_waiting = metrics.waiting or 0.0
+        queued = max(0.0, known_waiting - (state.awaiting_first_byte - (not answered)))
+        if running is None:
+            state.others = queued + (0.0 if believed is None else state.others_running)
+        else:
+            state.others = max(0.0, known_waiting + running - state.in_flight)
+        if self._pool is not None:
+            until = state.fresh_until
+            state.load.scraped(NOTHING, others=state.others, queued=queued, fresh_until=until, reported=True)
+            state.load.queue_reported(metrics, until)
+
+    def drain(self, uid: EndpointUid, draining: bool) -> None:
+        """Stop (or resume) giving requests to a member; what runs there finishes."""
+        state = self._states.get(uid)
+        if state is not None:
+            state.draining = draining
+            self.serving.changed(state)
+
+    def snapshot(self, *, now: float) -> list[EndpointSnapshot]:
+        """Members in the order of the settings, then those that are leaving."""
+        states = [*self._states.values(), *self._leaving]
+        share, is_readmitted = self.judge.slow_start.share, self.serving.is_readmitted
+        return [_snapshot(state, share(state, now), is_readmitted(state), now) for state in states]
+
+
+def _is_unreachable(state: EndpointState) -> bool:
+    """Nobody could connect to it, or its health path says so."""
+    cause = state.breaker.cause
+    return state.health is Health.DOWN or (state.health is Health.EJECTED and cause is Cause.UNREACHABLE)
+
+
+def _trial_at(state: EndpointState) -> float:
+    """When the next request may try it."""
+    return max(state.tried_at + TRIAL_S, state.dialled_at + DIAL_S)
+
+
+def _declared(spec: EndpointSpec) -> dict[str, ModelCard] | None:
+    """The models that the settings say it serves; None = it will say."""
+    return None if spec.models is None else {name: made_up_card(name) for name in spec.models}
+
+
+def _served(models: dict[str, ModelCard] | None) -> dict[str, str | None] | None:
+    """Of what an endpoint lists, that which placing goes by."""
+    return None if models is None else {card.id: card.parent for card in models.values()}
+
+
+_FACTS: Final = [one.name for one in fields(EndpointSpec)]
+_facts_of: Final = attrgetter(*_FACTS)
+
+
+def _identified(spec: EndpointSpec, uid: EndpointUid) -> Endpoint:
+    return Endpoint(uid=uid, **dict(zip(_FACTS, _facts_of(spec), strict=True)))
+
+
+def _snapshot(state: EndpointState, share: float, readmitted: bool, now: float) -> EndpointSnapshot:
+    return EndpointSnapshot(
+        endpoint=state.endpoint,
+        health=state.health,
+        draining=state.draining,
+        backing_off=now < state.backing_off_until,
+        readmitted=readmitted,
+        share=share,
+        in_flight=state.in_flight,
+        awaiting_first_byte=state.awaiting_first_byte,
+        placed=state.placed,
+        tokens_streamed=state.tokens_streamed,
+        metrics=state.metrics,
+        metrics_age_s=None if state.metrics is None else max(0.0, now - state.metrics.scraped_at),
+        stale=now > state.fresh_until,
+        models=None if state.models is None else tuple(state.models),
+        asks_load=state.asks_load,
+        load_reports=state.load_reports,
+        malformed_reports=state.malformed_reports,
+        left=state.left,
+    )

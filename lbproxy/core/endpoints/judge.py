@@ -1,0 +1,292 @@
+"""Judges endpoints: turns what probes, connections and requests brought into moves through the states of
+`core.endpoints.health`.
+
+It holds what several endpoints share of that (when the first ejection ends, the slow start, the watch over progress)
+and asks `core.endpoints.breaker` whether failures are too many. Which endpoints may be asked, `core.endpoints.serving`
+decides. Invariants:
+
+- Every move goes through `_move`, makes one `Transition`, and ends the trial that was under way.
+- A trial request decides once: by a good answer's first byte, by a failure, or, if it ends otherwise, not at all.
+- Failures count only against members that are up: those of older requests say nothing about a trial.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
+from typing import Final
+
+from lbproxy.config import BreakerSettings, HealthSettings
+from lbproxy.core.endpoints import health
+from lbproxy.core.endpoints.breaker import FAULTS, Breaker, Cause
+from lbproxy.core.endpoints.hang import HangWatch
+from lbproxy.core.endpoints.health import Event, Health, Transition
+from lbproxy.core.endpoints.progress import Progress
+from lbproxy.core.endpoints.serving import Serving
+from lbproxy.core.endpoints.slow_start import SlowStart
+from lbproxy.core.endpoints.state import EndpointState, Trial
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.retry import FailureKind
+
+OWN_START_S: Final = 30.0
+"""Endpoints that come up for the first time, so soon after the first of all, are as old as we are: no slow start."""
+_PROBES_PROVE: Final = frozenset({Cause.FAULTS, Cause.UNREACHABLE})
+"""Of an endpoint ejected for something else, good probes prove nothing: its health path was fine all along."""
+
+
+_CAUSES: Final = {
+    FailureKind.CONNECT: Cause.UNREACHABLE,
+    FailureKind.RESET: Cause.FAULTS,
+    FailureKind.PROTOCOL: Cause.FAULTS,
+    FailureKind.GATEWAY: Cause.FAULTS,
+    FailureKind.ERROR: Cause.SUCCESS_RATE,
+}
+"""Why an endpoint is ejected whose trial failed so; if not said here, for the same as before."""
+
+
+class Judge:
+    """The state machines of all endpoints of one set."""
+
+    def __init__(
+        self,
+        settings: HealthSettings,
+        breaker: BreakerSettings,
+        serving: Serving,
+        *,
+        has_loads: bool,
+        rng: random.Random,
+        listens_again: Callable[[EndpointState], None],
+    ) -> None:
+        """`serving` is notified of every move and trial; `listens_again` is called when an endpoint that refused
+        connections is heard of again: another process, as far as is known.
+        """
+        self.transitions: list[Transition] = []
+        """Since the driver last took them away."""
+        self.due_at = inf
+        """When the first ejection ends."""
+        self.slow_start = SlowStart(settings.slow_start)
+        self.progress = HangWatch(breaker.no_progress, has_loads=has_loads)
+        self._rng = rng
+        self._serving = serving
+        self._listens_again = listens_again
+        self._first_up_at: float | None = None
+        """When an endpoint took requests for the first time."""
+        self.reconfigure(settings, breaker, ())
+
+    def reconfigure(self, settings: HealthSettings, breaker: BreakerSettings, states: Iterable[EndpointState]) -> None:
+        """Judge by other settings from now on. Ejections that run last as long as they were to."""
+        self._breaker = breaker
+        self._fall = settings.fall
+        self._rise = settings.rise
+        self.slow_start.duration_s = settings.slow_start
+        self.progress.silence_s = breaker.no_progress
+        for state in states:
+            state.breaker.settings = breaker
+
+    # Membership
+
+    def joined(self, state: EndpointState, *, now: float) -> None:
+        """`state` is new. One that is not probed is up until requests fail."""
+        state.breaker, state.progress = Breaker(self._breaker), Progress()
+        if state.endpoint.health is None:
+            state.health = Health.UP
+            self._came_up(state, now)
+
+    def unprobed(self, state: EndpointState, *, now: float) -> None:
+        """`state` is not probed any more: nobody would ever say that it is up."""
+        self._move(state, Event.ALIVE, "not probed any more", now=now)
+
+    def left(self, state: EndpointState) -> None:
+        """`state` is no member any more."""
+        self._release_trial(state)
+        self.slow_start.end(state)
+        state.left = True
+
+    # Health's word
+
+    def probed(self, state: EndpointState, ok: bool, reason: str, *, now: float, refused: bool = False) -> None:
+        """A probe's response, or a connection that failed. `fall` bad ones in a row take an endpoint down, `rise` good
+        ones bring it back; the first report of all decides at once, so that neither start waits for the counts.
+        `refused`: nothing listens there.
+        """
+        if refused:
+            state.refused = True
+        elif ok:
+            self._heard(state)
+        is_probed = state.endpoint.health is not None
+        if ok and not is_probed:
+            return
+        if not ok and not state.fails and state.health is not Health.DOWN:
+            state.progress.failing_since = now
+        state.fails = 0 if ok else state.fails + 1
+        state.passes = state.passes + 1 if ok else 0
+        first = state.health is Health.STARTING
+        if not ok and is_probed and (first or state.fails >= self._fall):
+            self._move(state, Event.DEAD, reason, now=now)
+        elif ok and (first or state.passes >= self._rise):
+            may_prove = state.health is Health.HALF_OPEN and state.trial is None
+            if may_prove and state.breaker.cause in _PROBES_PROVE:
+                self._move(state, Event.PROVED, reason, now=now)
+            else:
+                self._move(state, Event.ALIVE, reason, now=now)
+
+    # The breaker's word
+
+    def answered(self, state: EndpointState, accused: EndpointState | None, *, trial: bool, now: float) -> None:
+        """The first byte of a good answer came. `accused`: the endpoint that answered 500 to the same request; `trial`:
+        it tried `state`.
+        """
+        if accused is not None:
+            self._count(accused, FailureKind.ERROR, "answered 500 to a request that another could answer", now)
+        if trial:
+            self._proved(state, now)
+
+    def failed(  # noqa: PLR0913 - what is known of an attempt
+        self,
+        state: EndpointState,
+        kind: FailureKind,
+        detail: str,
+        *,
+        trial: bool,
+        placed_at: float,
+        now: float,
+        refused: bool = False,
+    ) -> None:
+        """An attempt at `state`, made at `placed_at`, failed by `kind`, and that counts; not a time-out while other
+        work there goes on. `trial`: it tried the endpoint.
+        """
+        if trial:
+            self._release_trial(state)
+            self._serving.changed(state)
+        if state.left:
+            return
+        if kind is FailureKind.TIMEOUT and self.progress.goes_on(state, placed_at, now):
+            return
+        if kind is FailureKind.CONNECT:
+            self.probed(state, False, detail, now=now, refused=refused)
+        if trial and state.health is Health.HALF_OPEN and _is_bad(kind):
+            cause = _CAUSES.get(kind, state.breaker.cause)
+            self._eject(state, cause, f"the request that tried it failed: {detail}", now)
+        elif _is_bad(kind):
+            self._count(state, kind, detail, now)
+
+    def broke(self, state: EndpointState, *, timed_out: bool, placed_at: float, now: float) -> None:
+        """A response broke in its middle, whose first byte counted as a good one."""
+        state.breaker.good = max(0, state.breaker.good - 1)
+        if not (timed_out and self.progress.goes_on(state, placed_at, now)):
+            self._count(state, None, "a response broke", now)
+
+    def _count(self, state: EndpointState, kind: FailureKind | None, detail: str, now: float) -> None:
+        if state.health is Health.UP and not state.left:
+            verdict = state.breaker.fault(kind, now)
+            if verdict is not None:
+                cause, reason = verdict
+                self._eject(state, cause, f"{reason}, the last: {detail}", now)
+
+    # Trials
+
+    def tried(self, state: EndpointState, *, stream: bool, now: float) -> Trial | None:
+        """A request was placed on `state`, which is not up. Unless that was for want of others, it is the one that
+        tries it: its trial is returned.
+        """
+        if state.trial is not None or self._serving.is_readmitted(state) or state.left:
+            return None
+        state.trial = Trial(stream=stream)
+        state.tried_at = state.dialled_at = now
+        self._serving.changed(state)
+        return state.trial
+
+    def trial_ended(self, state: EndpointState, outcome: Outcome, *, now: float) -> None:
+        """A trial ticket closes that brought neither a good answer's first byte nor a failure."""
+        if outcome is Outcome.COMPLETED:  # an answer without a body, or a refusal like 400: it works
+            self._proved(state, now)
+        else:
+            self._release_trial(state)
+            self._serving.changed(state)
+
+    def _proved(self, state: EndpointState, now: float) -> None:
+        reason = "the request that tried it was answered"
+        self._release_trial(state)
+        self._serving.changed(state)
+        if state.left:
+            return
+        if state.health is Health.DOWN:
+            self.probed(state, True, reason, now=now)
+        else:
+            self._move(state, Event.PROVED, reason, now=now)
+
+    @staticmethod
+    def _release_trial(state: EndpointState) -> None:
+        if state.trial is not None:
+            state.trial.ended = True
+            state.trial = None
+
+    # Time's word
+
+    def end_ejections(self, states: Iterable[EndpointState], *, now: float) -> None:
+        """Those that have lasted long enough."""
+        self.due_at = inf
+        for state in states:
+            if state.health is Health.EJECTED:
+                if state.breaker.until <= now:
+                    self._move(state, Event.TIME_OVER, "one request at a time may try it", now=now)
+                else:
+                    self.due_at = min(self.due_at, state.breaker.until)
+
+    def check(self, states: Sequence[EndpointState], *, now: float) -> None:
+        """Once a second: what time alone brings."""
+        if now >= self.due_at:
+            self.end_ejections(states, now=now)
+        self.slow_start.expire(now)
+        for state in states:
+            state.breaker.turn(now)
+        for state, reason in self.progress.hung(states, now):
+            self._eject(state, Cause.NO_PROGRESS, reason, now)
+
+    # The machine
+
+    def _eject(self, state: EndpointState, cause: Cause, reason: str, now: float) -> None:
+        lasts_s = state.breaker.eject(cause, now, self._rng)
+        self.due_at = min(self.due_at, state.breaker.until)
+        state.refusals, state.backing_off_until = 0, -inf  # from now on this is the breaker's
+        self._move(state, Event.FAULTY, f"{reason}; for {lasts_s:.1f} s", now=now, cause=cause)
+
+    def _move(self, state: EndpointState, event: Event, reason: str, *, now: float, cause: Cause | None = None) -> None:
+        """What `event` makes of `state`, with all that follows from it; nothing if it changes nothing."""
+        before = state.health
+        state.health = health.after(before, event)
+        if state.health is before:
+            return
+        self._release_trial(state)
+        state.passes = 0
+        if state.health in {Health.UP, Health.DOWN}:
+            state.fails = 0  # else probes go on failing: an ejection meanwhile must not put off that it is down
+        if state.health is Health.UP:
+            self._heard(state)
+            state.breaker.reset()
+            self._came_up(state, now)
+        else:
+            self.slow_start.end(state)
+        if state.health is Health.DOWN:
+            state.dialled_at = now
+        self._serving.changed(state)
+        if self._serving.is_readmitted(state):
+            reason += "; used all the same, as less than half would be left"
+        self.transitions.append(Transition(state.endpoint, before, state.health, reason, cause))
+
+    def _heard(self, state: EndpointState) -> None:
+        if state.refused:
+            state.refused = False
+            self._listens_again(state)
+
+    def _came_up(self, state: EndpointState, now: float) -> None:
+        if self._first_up_at is None:
+            self._first_up_at = now
+        if state.was_up or now - self._first_up_at > OWN_START_S:
+            self.slow_start.begin(state, now)
+        state.was_up = True
+
+
+def _is_bad(kind: FailureKind) -> bool:
+    return kind in FAULTS or kind is FailureKind.ERROR

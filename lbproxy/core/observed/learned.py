@@ -1,0 +1,138 @@
+"""What the balancer has learned of speeds, caches and the queue, in plain numbers, for whoever looks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from math import inf
+
+from lbproxy.core.knowledge.learning import Samples
+from lbproxy.core.knowledge.load_model import LoadModel
+from lbproxy.core.knowledge.pool_model import PoolModel
+from lbproxy.core.queue.ticket import Ticket
+
+FULL_BY = ("requests", "space", "prefill")
+"""Why an endpoint gets no more: it runs as many requests as it can, its KV cache has no space for more, or enough
+prefill is queued there."""
+MAX_GROUPS = 20
+"""Models, priorities and flows that the queue is told apart by."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointLearned:
+    """Of one endpoint."""
+
+    prefill_ms_per_token: float
+    base_ms: float
+    """Time to the first token that does not depend on the prompt."""
+    gap_ms: float
+    """Between two tokens, with what it has in flight now."""
+    prefill_queue_ms: float
+    """How long the prefill work takes that is queued there."""
+    cached_tokens: float
+    """Of prompts, believed to be in its prefix cache."""
+    capacity_tokens: float
+    context_tokens: float
+    """Prompts and answers of all in flight."""
+    wait_ms: float
+    """How long a request that is placed there now waits before its prefill begins: for prefills or for the end of
+    others."""
+    limit: float | None
+    """Requests that it runs at once, as far as anything showed it; None = nothing did."""
+    full_by: str | None
+    """Why it gets no more now, one of `FULL_BY`; None = it does."""
+    held: int
+    """Requests that wait in lbproxy for room there."""
+    samples: dict[str, int]
+    """From how many samples of its own a speed was learned, by its name here. 0: it is the others', or assumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLearned:
+    """Of all together."""
+
+    prefill_ms_per_token: float
+    base_ms: float
+    bytes_per_token: float
+    answer_tokens: float
+    """Mean length of an answer."""
+    hit_ratio: float
+    """Share of prompt tokens that was expected to be cached."""
+    adapter_load_ms: float
+    """Loaded on the same endpoint before; the first time takes longer."""
+    samples: dict[str, int]
+    """From how many samples each of these was learned, by its name. 0: it is assumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSnapshot:
+    """Who waits."""
+
+    waiting: int
+    bytes: int
+    oldest_s: float | None
+    by_priority: dict[int, int] = field(default_factory=dict)
+    by_model: dict[str | None, int] = field(default_factory=dict)
+    """Each the most frequent `MAX_GROUPS`."""
+    by_flow: dict[str, int] = field(default_factory=dict)
+    by_reason: dict[str, int] = field(default_factory=dict)
+
+
+def of_endpoint(load: LoadModel, *, now: float) -> EndpointLearned:
+    """One endpoint's."""
+    pool = load.pool
+    own_gap = load.gap_until > now
+    gap_ms, slope = (load.gap_ms, load.gap_per_token_ms) if own_gap else (pool.gap_ms, pool.gap_per_token_ms)
+    return EndpointLearned(
+        prefill_ms_per_token=pool.token_ms * load.speed,
+        base_ms=load.base_ms if load.base_until > now else pool.base_ms,
+        gap_ms=gap_ms + slope * load.context_tokens,
+        prefill_queue_ms=load.prefill_ms(now),
+        cached_tokens=load.cache.size * pool.index.block_bytes / pool.bytes_per_token,
+        capacity_tokens=load.capacity_tokens,
+        context_tokens=load.context_tokens,
+        wait_ms=load.room.wait_ms(load, now),
+        limit=None if load.room.slots.limit == inf else load.room.slots.limit,
+        full_by=load.room.full_by(load, now),
+        held=load.room.line.count,
+        samples=_counts(load.samples, EndpointLearned),
+    )
+
+
+def of_pool(pool: PoolModel) -> PoolLearned:
+    """All endpoints' together."""
+    return PoolLearned(
+        prefill_ms_per_token=pool.token_ms,
+        base_ms=pool.base_ms,
+        bytes_per_token=pool.bytes_per_token,
+        answer_tokens=pool.output_tokens,
+        hit_ratio=pool.hit_ratio,
+        adapter_load_ms=pool.load_times.again,
+        samples=_counts(pool.samples, PoolLearned),
+    )
+
+
+def _counts(samples: Samples, shown: type[EndpointLearned | PoolLearned]) -> dict[str, int]:
+    """Those of the values that are shown."""
+    return {name: getattr(samples, name) for name in _COUNTED[shown]}
+
+
+_COUNTED = {
+    shown: [one.name for one in fields(Samples) if one.name in {value.name for value in fields(shown)}]
+    for shown in (EndpointLearned, PoolLearned)
+}
+
+
+def of_queue(tickets: Iterable[Ticket], size: int, *, now: float) -> QueueSnapshot:
+    """Those that wait, the oldest first. O(n)."""
+    waiting = list(tickets)
+    return QueueSnapshot(
+        len(waiting),
+        size,
+        now - waiting[0].submitted_at if waiting else None,
+        dict(Counter(one.request.priority for one in waiting).most_common(MAX_GROUPS)),
+        dict(Counter(one.request.model for one in waiting).most_common(MAX_GROUPS)),
+        dict(Counter(one.request.flow for one in waiting).most_common(MAX_GROUPS)),
+        dict(Counter("unknown" if one.wait is None else one.wait.value for one in waiting)),
+    )

@@ -1,0 +1,18 @@
+"""What the pool is at one moment, for those who look: plain data, safe to keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lbproxy.core.endpoints.state import EndpointSnapshot
+from lbproxy.core.queue.flow import FlowSnapshot
+
+
+@dataclass(frozen=True)
+class PoolSnapshot:
+    """The whole pool at one moment, endpoints in the order of the settings."""
+
+    endpoints: list[EndpointSnapshot] = field(default_factory=list)
+    waiting: int = 0
+    waiting_bytes: int = 0
+    flows: list[FlowSnapshot] = field(default_factory=list)

@@ -1,0 +1,271 @@
+"""The adaptive policy: what a request costs on each endpoint, in milliseconds, its own and everybody else's.
+
+The price of an endpoint is the sum of six terms, each explained where it is added up below: the request's own time to
+its first token; the stall that its prefill imposes on the streams there; its decode, and the slow-down of theirs; the
+cache space that it takes from prefixes that may be needed again; the wait for cache space; and the loading of its
+adapter. There is no threshold, filter or gate: who is cheapest, is.
+
+It reads `EndpointState.load` (see `core.knowledge.load_model`) and remembers nothing. The constants were found by some
+5,000 runs of a step-level simulation of vLLM; docs/routing.md says what each is worth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, cast
+
+from lbproxy.core.caches.adapters import prices_ms
+from lbproxy.core.capacity.unread import FIRST_MS
+from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.knowledge.load_model import LoadModel
+from lbproxy.core.knowledge.placement import freed_per_ms
+from lbproxy.core.knowledge.pool_model import PoolModel
+from lbproxy.core.knowledge.prefill_work import PER_CONTEXT, SHORT, work_tokens
+from lbproxy.core.policies.policy import Policy, Prices
+from lbproxy.core.requests.prompt_keys import BLOCK_BYTES
+from lbproxy.core.requests.request import InferenceRequest
+
+STALL: Final = 0.17
+"""Share of a prefill's time by which each stream on the endpoint is held up (chunked prefill shares the step)."""
+STEPS: Final = 2.0
+"""Inter-token gaps after which a prefill that goes first shows progress: the step that runs ends, and its own ends."""
+DECODE: Final = 0.07
+"""What a millisecond of decode is worth beside one of waiting for the first token."""
+SPACE: Final = 20.0
+"""What a full cache is worth, in prefills of the same prompt,"""
+CROWDED: Final = 0.3
+"""and by what share of that more for each request that endpoints have in flight."""
+MAX_SPACE_WAIT_MS: Final = 60_000.0
+MIN_FREED_PER_MS: Final = 0.05
+
+
+class _Parts:
+    """What the price of one candidate was added up from, in milliseconds; and the candidate's before it. Kept for as
+    long as the decision is, and an object of its own, as compiled it holds bare numbers: what is kept of each request
+    costs by its objects, which are out of the processor's caches when they are let go.
+    """
+
+    __slots__ = (
+        *("adapter", "base", "before", "cache_space", "cost"),
+        *("decode", "prefill", "slow_down", "space_wait", "stall", "wait"),
+    )
+
+    def __init__(  # noqa: PLR0913, PLR0917 - as many as there are
+        self,
+        before: _Parts | None,
+        cost: float,
+        base: float,
+        wait: float,
+        prefill: float,
+        stall: float,
+        decode: float,
+        slow_down: float,
+        cache_space: float,
+        space_wait: float,
+    ) -> None:
+        self.before = before
+        self.cost = cost
+        self.base = base
+        self.wait = wait
+        self.prefill = prefill
+        self.stall = stall
+        self.decode = decode
+        self.slow_down = slow_down
+        self.cache_space = cache_space
+        self.space_wait = space_wait
+        self.adapter = -1.0
+        """Below 0: the request wants none."""
+
+    def add_adapter(self, ms: float) -> None:
+        """What waiting for its adapter costs it besides."""
+        self.adapter = ms
+        self.cost += ms
+
+
+class Adaptive(Policy):
+    """The default policy; see the module."""
+
+    block_bytes: int | None = BLOCK_BYTES
+    holds = True
+    reads_weights = True  # as speeds, until they are measured: see `core.knowledge.prior`
+    tolerance = 1.0
+    notes_costs = True
+    unit: str | None = "ms"
+    first_byte_parts = frozenset({"base", "wait", "prefill", "space_wait", "adapter"})
+
+    def price(  # noqa: PLR0915 - a call costs more than a statement
+        self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float
+    ) -> Prices:
+        """Milliseconds; the waits are for the prefill work ahead, the work is the request's own there."""
+        loads = [state.load for state in candidates]
+        if not request.prompt_bytes:
+            return self._price_unread(request.model, loads, now)
+        pool = loads[0].pool
+        token_ms, output, base = pool.token_ms, pool.output_tokens, pool.base_ms
+        prompt = max(1.0, request.prompt_bytes / pool.bytes_per_token)
+        block = pool.index.block_bytes / pool.bytes_per_token
+        blocks = len(request.block_keys) * block
+        depths = pool.index.match(request.block_keys)
+        mean_load = sum([load.in_flight for load in loads]) / len(loads)
+        space = SPACE * token_ms * pool.hit_ratio * (1.0 + CROWDED * mean_load)
+        space_tokens, decode, pool_gap = pool.size.space_tokens, DECODE * output, (pool.gap_ms, pool.gap_per_token_ms)
+        costs, waits, works, held, reports = [], [], [], pool.held > 0, pool.others.until >= now
+        least = _least_work(prompt, max([depths[load.slot] for load in loads]) * block) if held else 0.0
+        notes: _Parts | None = None
+        for load in loads:
+            if load.due_at <= now:
+                load.expire(now)
+            rate = token_ms * load.speed
+            # Prefill: of what is not cached here, after what is queued here, less what is done of the first of that.
+            cached = depths[load.slot] * block
+            uncached = prompt - cached
+            if uncached < 1.0:  # noqa: PLR1730 - max() takes four times as long
+                uncached = 1.0
+            beyond = cached + 0.5 * uncached - SHORT
+            own = uncached if beyond <= 0.0 else uncached * (1.0 + PER_CONTEXT * beyond)  # `work_tokens`, in place
+            prefill = own * rate
+            backlog = 0.0
+            if load.pending:
+                backlog, done = load.pending_tokens, (1000.0 * (now - load.since_at) - STEPS * load.mean_gap_ms) / rate
+                if done > 0.0:
+                    backlog -= done if done < load.head_tokens else load.head_tokens
+            in_flight, room = load.in_flight, load.room
+            streams, others = float(in_flight), room.others
+            if others.count or (reports and others.until < now):
+                streams += others.requests(now)
+                backlog += others.queued(now) * pool.work_tokens
+            wait = backlog * rate if backlog > 0.0 else 0.0  # rounding
+            if streams >= room.slots.limit or (held and room.line.count) or room.lanes.lanes > 1.0:
+                wait = _wait_ms(load, backlog, streams, least, now)
+            # Decode: a gap grows with the context that the batch reads in each step.
+            own_gap, slope = (load.gap_ms, load.gap_per_token_ms) if load.gap_until > now else pool_gap
+            gap = own_gap + slope * (load.context_tokens + prompt)
+            # Cache space: more is taken where more is full, and it matters more where more is reused. What is evicted
+            # may be computed anew on any endpoint, so this is at the pool's speed: at its own, slow ones looked far too
+            # dear (half the servers at half speed: goodput .46 instead of .75).
+            cache, live, capacity = load.cache, load.live_tokens, load.capacity_tokens
+            foreign = others.space(now) if others.cache_tokens else 0.0
+            first = load.base_ms if load.base_until > now else base
+            used = (cache.size * block + live + foreign) / (load.told_tokens or space_tokens)
+            cost = first + wait + prefill * (1.0 + STALL * streams) + decode * (gap + streams * slope * prompt)
+            space_cost = space * used * uncached
+            # Space for this request and for what those in flight will still say, as far as it is not there.
+            growth = in_flight * output - live
+            over = blocks - cached + output + foreign - capacity
+            over += cache.pinned * block + (growth if growth > live else live)
+            late = space_wait_ms(load, over, now) if over > 0.0 else 0.0
+            cost += space_cost + late
+            if self.explains:
+                stall, slow_down = prefill * STALL * streams, decode * streams * slope * prompt
+                notes = _Parts(notes, cost, first, wait, prefill, stall, decode * gap, slow_down, space_cost, late)
+            costs.append(cost)
+            waits.append(wait)
+            works.append(own)
+        return Prices(_with_adapters(costs, notes, loads, request.model, now), waits, works, notes)
+
+    def _price_unread(self, model: str | None, loads: list[LoadModel], now: float) -> Prices:
+        """Of a request whose work cannot be read: what such requests took there, for each that is there now."""
+        pool = loads[0].pool
+        elsewhere = pool.unread.ms(model, FIRST_MS)
+        costs, waits = [], []
+        notes: _Parts | None = None
+        for load in loads:
+            each = load.room.unread.ms(model, elsewhere)
+            in_flight = load.in_flight + load.room.others.requests(now)
+            wait = load.room.slots.wait_ms(in_flight + load.room.line.count, now)
+            cost = max(in_flight * each, wait) + each
+            if self.explains:
+                notes = _Parts(notes, cost, 0.0, cost - each, each, 0.0, 0.0, 0.0, 0.0, 0.0)
+            costs.append(cost)
+            waits.append(wait)
+        return Prices(_with_adapters(costs, notes, loads, model, now), waits, [1.0] * len(loads), notes)
+
+    def is_full(self, state: EndpointState, wait_ms: float, now: float) -> bool:
+        """By its room."""
+        return state.load.room.is_full(state.load, now)
+
+    def explain(self, notes: object, *, shown: Sequence[int]) -> list[dict[str, float]]:
+        """The terms of the module's docstring, in milliseconds, if `price` was to note them."""
+        parts = _listed(cast("_Parts | None", notes))
+        return [_named(parts[n]) for n in shown] if parts else []
+
+    def noted_costs(self, notes: object) -> list[float]:
+        """See Policy."""
+        return [parts.cost for parts in _listed(cast("_Parts | None", notes))]
+
+
+def _listed(last: _Parts | None) -> list[_Parts]:
+    """By candidate."""
+    found = []
+    while last is not None:
+        found.append(last)
+        last = last.before
+    return found[::-1]
+
+
+def _named(parts: _Parts) -> dict[str, float]:
+    named = {
+        "base": parts.base,
+        "wait": parts.wait,
+        "prefill": parts.prefill,
+        "stall": parts.stall,
+        "decode": parts.decode,
+        "slow_down": parts.slow_down,
+        "cache_space": parts.cache_space,
+        "space_wait": parts.space_wait,
+    }
+    if parts.adapter >= 0.0:
+        named["adapter"] = parts.adapter
+    return named
+
+
+def _least_work(prompt: float, cached: float) -> float:
+    """Of a prompt at the endpoint that has most of it."""
+    return work_tokens(max(1.0, prompt - cached), cached)
+
+
+def _wait_ms(load: LoadModel, backlog: float, ahead: float, work: float, now: float) -> float:
+    """The wait for what goes before a request with so much `work`: for prefills or, where no more requests run at once,
+    for the end of others. `backlog` is in tokens, `ahead` in requests, both without those that are held.
+    """
+    pool, room = load.pool, load.room
+    if room.line.count:
+        held, tokens = room.line.before(work, pool.turn_share, newest_first=pool.overloaded)
+        ahead += held
+        backlog += tokens
+    lanes = room.lanes.lanes
+    free = lanes > 1.0 and len(load.pending) < lanes
+    prefills = 0.0 if free else backlog * pool.token_ms * load.speed / lanes
+    return max(prefills, room.slots.wait_ms(ahead, now))
+
+
+def space_wait_ms(load: LoadModel, over_tokens: float, now: float) -> float:
+    """How long until `over_tokens` of cache space become free: at the rate of late, or a fifth of what decode makes."""
+    rate = max(freed_per_ms(load.freed, now), 0.2 * load.in_flight / max(5.0, load.mean_gap_ms), MIN_FREED_PER_MS)
+    return min(MAX_SPACE_WAIT_MS, over_tokens / rate)
+
+
+def _with_adapters(
+    costs: list[float], notes: _Parts | None, loads: Sequence[LoadModel], model: str | None, now: float
+) -> list[float]:
+    """The costs with what waiting for the adapter takes, if `model` is one."""
+    adapters = _adapter_ms(loads, model, loads[0].pool, now)
+    if adapters is None:
+        return costs
+    for parts, adapter in zip(_listed(notes), adapters, strict=False):
+        parts.add_adapter(adapter)
+    return [cost + adapter for cost, adapter in zip(costs, adapters, strict=True)]
+
+
+def _adapter_ms(loads: Sequence[LoadModel], adapter: str | None, pool: PoolModel, now: float) -> list[float] | None:
+    """What a request waits for its adapter on each endpoint. None: its model is none."""
+    if adapter is None or adapter not in pool.adapters:
+        return None
+    return prices_ms(
+        adapter,
+        [load.adapters for load in loads],
+        times=pool.load_times,
+        in_flight=[float(load.in_flight) for load in loads],
+        answer_ms=[pool.output_tokens * (load.gap_ms + load.gap_per_token_ms * load.context_tokens) for load in loads],
+        now=now,
+    )

@@ -1,0 +1,161 @@
+"""What is kept of a decision so that it can be explained later: who was asked, what each costs, who was left out.
+
+A `Decision` is made of every request, in the same breath as the choice, from lists that are there anyway; what the
+costs consist of is worked out when somebody asks. Bounded: of more than `MAX_SHOWN` candidates the cheapest so many are
+kept, and as many of each kind that was left out. That selection grows with the fleet, so it is made for `IN_FULL_PER_S`
+requests a second and for those that something is special about: that waited, that are tried again, or whose clients
+ask. Of the others, in such a fleet, the chosen candidate and the next are kept, with their costs alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import Final
+
+from lbproxy.core.endpoints.endpoint import Endpoint
+from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.policies.policy import Policy
+
+MAX_SHOWN: Final = 16
+IN_FULL_PER_S: Final = 500
+"""In a fleet of more than `MAX_SHOWN`."""
+
+
+class Decision:
+    """One placement. It is made for each request, so it is what was there; what it says is worked out when asked."""
+
+    __slots__ = (
+        "_costs",
+        "absent",
+        "at",
+        "before",
+        "candidates",
+        "chosen_state",
+        "left_out",
+        "notes",
+        "parts",
+        "policy",
+        "shown_states",
+    )
+
+    def __init__(  # noqa: PLR0913, PLR0917 - it is what was there
+        self,
+        policy: Policy,
+        at: float,
+        chosen_state: EndpointState,
+        shown_states: Sequence[EndpointState],
+        costs: Sequence[float] | None,
+        notes: object,
+        absent: Sequence[tuple[Endpoint, str]],
+    ) -> None:
+        self.policy = policy
+        self.at = at
+        self.chosen_state = chosen_state
+        self.shown_states = shown_states
+        self.candidates = len(shown_states)
+        """How many could be asked."""
+        self._costs = costs
+        """None: the notes have them."""
+        self.notes = notes
+        """See `Policy.explain`."""
+        self.parts: list[dict[str, float]] | None = None
+        """Of `shown`, if they are worked out already."""
+        self.absent = absent
+        """Endpoints that took no requests at all, and why: at most MAX_SHOWN."""
+        self.left_out: Sequence[tuple[Endpoint, str]] = ()
+        """Endpoints that take requests and got no turn, and why: at most MAX_SHOWN."""
+        self.before: Decision | None = None
+        """About the same request's attempt before. Set by `RequestRecord.decided`."""
+
+    @property
+    def chosen(self) -> Endpoint:
+        """The endpoint that got it."""
+        return self.chosen_state.endpoint
+
+    @property
+    def costs(self) -> Sequence[float]:
+        """Of `shown`. Empty: there was nobody to compare with, and the policy was not asked."""
+        return self.policy.noted_costs(self.notes) if self._costs is None else self._costs
+
+    @property
+    def shown(self) -> list[Endpoint]:
+        """The cheapest candidates. The chosen one is among them; the first, if they are not all."""
+        return [state.endpoint for state in self.shown_states]
+
+    @property
+    def place(self) -> int:
+        """Of the chosen one in `shown`."""
+        return self.shown_states.index(self.chosen_state)
+
+    @property
+    def cost(self) -> float | None:
+        """Of the chosen one."""
+        costs = self.costs
+        return costs[self.place] if costs else None
+
+    def breakdown(self) -> list[dict[str, float]]:
+        """For each of `shown` what its cost consists of; the values of one add up to its cost."""
+        return self._known_parts() or [{"cost": cost} for cost in self.costs]
+
+    def _known_parts(self) -> list[dict[str, float]]:
+        costs = self.costs
+        if self.parts is not None or not costs:
+            return self.parts or []
+        return self.policy.explain(self.notes, shown=range(len(costs)))
+
+    def first_byte_ms(self) -> float | None:
+        """How long the first byte was expected to take from here; None if the policy expects nothing."""
+        wanted = self.policy.first_byte_parts
+        parts = self._known_parts() if wanted else []
+        return sum(value for name, value in parts[self.place].items() if name in wanted) if parts else None
+
+    def cut(self, *, in_full: bool) -> None:
+        """Keep the cheapest candidates alone, whose costs' parts are worked out, or not."""
+        costs = self.costs
+        kept = cheapest(costs, self.place, MAX_SHOWN if in_full else 2)
+        self.parts = self.policy.explain(self.notes, shown=kept) if in_full else []
+        self.shown_states = [self.shown_states[index] for index in kept]
+        self._costs = [costs[index] for index in kept]
+        self.notes = None
+
+
+def cheapest(costs: Sequence[float], index: int, count: int) -> list[int]:
+    """Of many: `index`, and the cheapest of the others; `count` in all."""
+    if count == 2:
+        others = [*costs]
+        others[index] = inf
+        return [index, others.index(min(others))]
+    most = sorted(costs)[count - 1]
+    return [index, *[n for n, cost in enumerate(costs) if cost <= most and n != index][: count - 1]]
+
+
+class Explainer:
+    """Says which decisions are explained in full."""
+
+    def __init__(self) -> None:
+        self._left = 0
+        self._since = float("-inf")
+
+    def in_full(self, now: float) -> bool:
+        """Whether the decision about a usual request is to have its parts, in a fleet of more than MAX_SHOWN."""
+        if now - self._since >= 1.0:
+            self._since = now
+            self._left = IN_FULL_PER_S
+        self._left -= 1
+        return self._left >= 0
+
+
+def compact(made: Decision) -> str:
+    """One line of ASCII: the endpoint, its cost and what that consists of, of how many, and who came next."""
+    fields = [f"endpoint={made.chosen.name}"]
+    if made.cost is not None:
+        fields.append(f"cost={made.cost:.1f}")
+        parts = made.breakdown()
+        fields += [f"{name}={value:.1f}" for name, value in parts[made.place].items() if round(value, 1)]
+    fields.append(f"candidates={made.candidates}")
+    others = [(cost, one.name) for one, cost in zip(made.shown, made.costs, strict=False) if one is not made.chosen]
+    if others:
+        cost, name = min(others)
+        fields.append(f"next={name}:{cost:.1f}")
+    return "; ".join(fields)

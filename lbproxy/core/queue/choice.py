@@ -1,0 +1,260 @@
+"""The decision: which endpoint a request goes to now, or why to none.
+
+`Choice.choose` goes from the endpoints that may be asked to the one that is cheapest by the policy, in steps: without
+those that failed the request already, those that are backing off, those that are full, those whose slow start gives
+them no turn; the policy prices who is left. It counts nothing: whoever asks places the ticket, before anything else is
+chosen. Invariant: nothing changes here but the slow start's credit, and where the ticket would wait.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from math import inf
+from typing import Final, TypeAlias
+
+from lbproxy.config import AdmissionSettings
+from lbproxy.core.capacity.room import HOLD_MS
+from lbproxy.core.endpoints.backpressure import Backpressure
+from lbproxy.core.endpoints.endpoint_set import EndpointSet
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.knowledge.pool_model import PoolModel
+from lbproxy.core.policies.explain import MAX_SHOWN, Decision, Explainer
+from lbproxy.core.policies.policy import Policy, Prices
+from lbproxy.core.queue.ticket import Ticket, Wait
+from lbproxy.core.requests.outcome import Outcome
+
+TEST_S: Final = 1.0
+"""A request that would be refused because it cannot be in time is let through after so long without one: a prediction
+that refuses must be tested, as who is refused teaches nothing."""
+
+Chosen: TypeAlias = EndpointState | Outcome | Wait
+"""Where to place a ticket, or how it ends, or why it waits."""
+
+
+class Choice:
+    """Applies the policy to the endpoints that may be asked."""
+
+    policy: Policy
+    holds: bool
+    """Requests wait while the endpoint that is best for them is full (`core.capacity.room`), or others wait for it."""
+    explains = False
+    """Tickets that are placed say why: `Ticket.decision`."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        admission: AdmissionSettings,
+        endpoints: EndpointSet,
+        backpressure: Backpressure,
+        rng: random.Random,
+    ) -> None:
+        self._endpoints = endpoints
+        self._backpressure = backpressure
+        self._slow_start = endpoints.judge.slow_start
+        self.starting = self._slow_start.starting
+        self._rng = rng
+        self._explainer = Explainer()
+        self._tested_at = -inf
+        self.adopt(policy, admission)
+
+    def adopt(self, policy: Policy, admission: AdmissionSettings) -> None:
+        """Choose by these from now on."""
+        self.policy = policy
+        hold = admission.order == "shortest" if admission.hold is None else admission.hold
+        self.holds = policy.holds and hold
+        self._tolerance = policy.tolerance
+        self._skip_price = not (self.holds or policy.refuses)
+        self._max_in_flight = admission.max_in_flight_per_endpoint
+
+    def choose(self, ticket: Ticket, *, now: float, in_turn: bool = False) -> Chosen:
+        """The endpoint that `ticket` is to be placed on at once, or why there is none.
+
+        `in_turn`: it is its turn, whoever else waits for that endpoint. If it is to be held for an endpoint,
+        `ticket.best` is that one.
+        """
+        ticket.best = None
+        members = self._members(ticket, True, now)
+        if not members:
+            return self._why_nobody(ticket) or Wait.FULL
+        candidates = members
+        if now < self._backpressure.until:
+            candidates = self._backpressure.willing(members, now=now)
+        limit = self._max_in_flight
+        if limit is not None:
+            candidates = [state for state in candidates if state.in_flight < limit]
+        if not candidates:
+            return Wait.FULL
+        choose = self._gently if self.starting else self._cheapest
+        chosen = choose(ticket, candidates, now, in_turn)
+        made = ticket.decision
+        if made is not None and made.candidates < len(members):
+            left_out = ((state.endpoint, self._why_not(state, now)) for state in members)
+            told = [(endpoint, why) for endpoint, why in left_out if why is not None][:MAX_SHOWN]
+            made.left_out = told
+        return chosen
+
+    def hopeless(self, ticket: Ticket, *, now: float) -> Outcome | None:
+        """How a ticket ends that nobody may be asked for any more; None if it may wait. Tries nobody who is down."""
+        return None if self._members(ticket, False, now) else self._why_nobody(ticket)
+
+    def takes(self, state: EndpointState) -> bool:
+        """Whether the settings let `state` have one more."""
+        return self._max_in_flight is None or state.in_flight < self._max_in_flight
+
+    def is_open(self, state: EndpointState, now: float) -> bool:
+        """Whether a request that waits may go to `state` now."""
+        if now < state.backing_off_until or not self.takes(state):
+            return False
+        return not (self.holds and self.policy.is_full(state, 0.0, now))
+
+    # Who may be asked
+
+    def _members(self, ticket: Ticket, trials: bool, now: float) -> Sequence[EndpointState]:
+        """The endpoints that may be asked. `trials`: if nobody is up, one that is down may be tried."""
+        model = ticket.request.model
+        members = self._endpoints.candidates(model, now=now)
+        if not members and trials and not self._endpoints.any_starting():
+            members = self._endpoints.trials(model, now=now)
+        if ticket.avoid:
+            return [state for state in members if state.endpoint.uid not in ticket.avoid]
+        return members
+
+    def _why_nobody(self, ticket: Ticket) -> Outcome | None:
+        """Nobody may be asked: the outcome; None = an endpoint that is not judged yet may bring the answer."""
+        if ticket.avoid:
+            return Outcome.NO_ENDPOINTS
+        if self._endpoints.any_starting():
+            return None
+        if self._endpoints.any_up() and not self._endpoints.is_known(ticket.request.model):
+            return Outcome.MODEL_NOT_FOUND
+        return Outcome.NO_ENDPOINTS
+
+    # Which of them
+
+    def _gently(self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, in_turn: bool) -> Chosen:
+        """Choose while some of `candidates` have their slow start: without those, unless nobody else is free."""
+        allowed = self._slow_start.allowed(candidates)
+        chosen = self._cheapest(ticket, allowed, now, in_turn)
+        if not isinstance(chosen, EndpointState) and len(allowed) < len(candidates):
+            chosen = self._cheapest(ticket, candidates, now, in_turn)
+        if isinstance(chosen, EndpointState):
+            self._slow_start.placed(chosen, candidates, now)
+        return chosen
+
+    def _cheapest(self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, in_turn: bool) -> Chosen:
+        """The cheapest of `candidates`, if it has room and nobody waits for it."""
+        if self._skip_price and len(candidates) == 1:
+            if self.explains:
+                ticket.decision = self._decision(candidates[0], candidates, (), None, now)
+            return candidates[0]
+        small = len(candidates) <= MAX_SHOWN
+        special = ticket.wait is not None or bool(ticket.avoid) or ticket.request.explain
+        noted = self.explains and (small or special or self._explainer.in_full(now))
+        self.policy.explains = noted
+        prices = self.policy.price(ticket.request, candidates, now=now)
+        index = self._lowest(prices.costs, candidates)
+        if prices.costs[index] == inf:
+            return Outcome.SATURATED
+        if ticket.request.deadline is not None and prices.waits_ms is not None:
+            in_time = self._in_time(ticket.request.deadline, candidates, prices, now)
+            if not in_time and not self._is_test(candidates, now):
+                ticket.retry_after_s = min(prices.waits_ms) / 1000.0
+                return Outcome.TOO_LATE
+            if in_time and index not in in_time:
+                index = self._lowest_of(in_time, candidates, prices)
+        if self.holds and prices.waits_ms is not None:
+            best, wait_ms = candidates[index], prices.waits_ms[index]
+            is_full = self.policy.is_full(best, wait_ms, now)
+            if best.health is Health.DOWN:  # a trial: what was queued there is gone
+                is_full = False
+            if is_full or (best.load.room.line.count and not in_turn):
+                ticket.best = best
+                ticket.best_wait_s = wait_ms / 1000.0
+                ticket.best_tokens = 0.0 if prices.work_tokens is None else prices.work_tokens[index]
+                if not is_full:
+                    return Wait.BEHIND
+                return Wait.BUSY if min(prices.waits_ms) > HOLD_MS else Wait.HELD
+        if self.explains:
+            costs = None if noted and self.policy.notes_costs else prices.costs
+            ticket.decision = made = self._decision(candidates[index], candidates, costs, prices.notes, now)
+            if not small:
+                made.cut(in_full=noted)
+        return candidates[index]
+
+    def _lowest_of(self, indices: list[int], candidates: Sequence[EndpointState], prices: Prices) -> int:
+        """The cheapest of these."""
+        return indices[self._lowest([prices.costs[n] for n in indices], [candidates[n] for n in indices])]
+
+    def _is_test(self, candidates: Sequence[EndpointState], now: float) -> bool:
+        """Whether a request goes to one of `candidates` though it would be late there, to see whether it is."""
+        if now - self._tested_at < TEST_S and all(state.in_flight for state in candidates):
+            return False
+        self._tested_at = now
+        return True
+
+    @staticmethod
+    def _in_time(deadline: float, candidates: Sequence[EndpointState], prices: Prices, now: float) -> list[int]:
+        """The indices of those that are expected to bring the first token by then."""
+        left_ms = 1000.0 * (deadline - now)
+        assert prices.waits_ms is not None
+        assert prices.work_tokens is not None
+        return [
+            n
+            for n, (state, wait, work) in enumerate(zip(candidates, prices.waits_ms, prices.work_tokens, strict=True))
+            if prices.costs[n] < inf and state.load.first_byte_ms(wait, work, now) <= left_ms
+        ]
+
+    def _lowest(self, costs: list[float], candidates: Sequence[EndpointState]) -> int:
+        """The index of the lowest cost; among those as good, the endpoint chosen longest ago, or any never chosen."""
+        if len(costs) == 1:
+            return 0
+        # Loops of one's own: min() and lists of some of them take three times as long when compiled.
+        best = costs[0]
+        for cost in costs:
+            if cost < best:  # noqa: PLR1730
+                best = cost
+        limit = best + self._tolerance
+        found = alike = oldest_alike = 0
+        oldest = -1
+        for index, cost in enumerate(costs):
+            if cost <= limit:
+                alike += 1
+                placed_seq = candidates[index].placed_seq
+                if oldest < 0 or placed_seq < oldest:
+                    oldest, found, oldest_alike = placed_seq, index, 1
+                elif placed_seq == oldest:
+                    oldest_alike += 1
+        if alike == 1:
+            return found
+        if not self._tolerance:
+            return self._rng.choice([n for n, cost in enumerate(costs) if cost <= limit])
+        if oldest_alike > 1:
+            same = [n for n, cost in enumerate(costs) if cost <= limit and candidates[n].placed_seq == oldest]
+            return self._rng.choice(same)
+        while self._rng.getrandbits(1):  # what a choice of one draws, in a tenth of its time: seeds mean what they did
+            pass
+        return found
+
+    def _decision(
+        self,
+        chosen: EndpointState,
+        candidates: Sequence[EndpointState],
+        costs: Sequence[float] | None,
+        notes: object,
+        now: float,
+    ) -> Decision:
+        return Decision(self.policy, now, chosen, candidates, costs, notes, self._endpoints.absent())
+
+    def _why_not(self, state: EndpointState, now: float) -> str | None:
+        if now < state.backing_off_until:
+            return "backing off"
+        if not self.takes(state):
+            return "full"
+        return "slow start" if state.slow_since is not None and state.slow_credit < 1.0 else None
+
+
+def model_for(policy: Policy) -> PoolModel | None:
+    """What `policy` needs, empty; None if it needs nothing."""
+    return None if policy.block_bytes is None else PoolModel(policy.block_bytes, policy.index_entries)

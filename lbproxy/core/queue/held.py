@@ -1,0 +1,265 @@
+"""Which requests that wait are looked at, and when.
+
+A request that waits is held for the endpoint that is best for it, with a place in that endpoint's line
+(`core.capacity.line`), or for any that takes it (`Ticket.best`). What happens at an endpoint wakes it (`wake`); one
+that works off a prefill queue is looked at when that is short enough (`_open_later`); nothing is looked at while
+nothing happens. `serve` then has those that wait considered in the order of service, as long as a woken endpoint has
+room: all that are held for it, and of the others a few, which may do better there. Whether a request is placed, the
+Balancer says.
+
+Invariants: a ticket has a place in a line only while it is in the queue; `PoolModel.held` is the number of these
+places; `_openings` has one entry for each endpoint at most that is not out of date.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from math import inf
+from typing import Final
+
+from lbproxy.config import AdmissionSettings
+from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.endpoints.endpoint_set import EndpointSet
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.knowledge.pool_model import PoolModel
+from lbproxy.core.queue.choice import Choice
+from lbproxy.core.queue.flows import Flows
+from lbproxy.core.queue.overload import Overload
+from lbproxy.core.queue.ticket import Ticket, TicketState
+from lbproxy.core.queue.waiting_queue import WORK_S, WaitingQueue, least_work
+
+PRICED: Final = 32
+"""Requests that wait which are priced at a time; if there are more to price, the driver's loop gets a turn between."""
+MOVED: Final = 6
+"""Of these, requests in other lines that may do better at an endpoint that has room."""
+LATE: Final = 0.8
+"""Under overload, requests that have waited for this share of what is too long will be late when they are served."""
+PRICE_AGAIN_S: Final = 0.05
+"""How long after its last price a request in another line is priced again at the earliest."""
+PATIENCE: Final = 6.0
+"""The queue is too long if its last request would wait for a sixth of the queue timeout: 5 s, unless the settings say
+another. Where longer waits are allowed, late responses are preferred to none."""
+SOON_S: Final = 1e-6
+"""Rounding must not have an endpoint looked at just before it has room."""
+
+
+class Waiting:
+    """The requests that wait, in the Balancer's queue."""
+
+    def __init__(self, endpoints: EndpointSet, choice: Choice, queue: WaitingQueue, flows: Flows) -> None:
+        self._endpoints, self._choice, self._queue, self._flows = endpoints, choice, queue, flows
+        self._pool: PoolModel | None = None
+        self._by_work = False
+        self._long_s = 0.0
+        self._woken: dict[EndpointUid, EndpointState] = {}
+        """Endpoints where something happened since the queue was looked at."""
+        self._all_woken = False
+        """The same of the set of endpoints, or of the settings."""
+        self._openings: list[tuple[float, EndpointUid]] = []
+        """A heap: when endpoints may have room again without anything happening there."""
+        self._opens_at: dict[EndpointUid, float] = {}
+        """The entries that count."""
+        self._overload = Overload()
+
+    def adopt(self, admission: AdmissionSettings, pool: PoolModel | None) -> None:
+        """Other settings, and perhaps other models of the endpoints: who waits is looked at anew."""
+        if pool is not self._pool:
+            for ticket in self._queue:
+                self.release(ticket)
+                ticket.best = None
+        self._pool = pool
+        self._by_work = admission.order == "shortest" and pool is not None
+        self._queue_timeout_s = admission.queue_timeout
+        self._long_s = admission.queue_timeout / PATIENCE
+        self._all_woken = True
+
+    # What happens
+
+    def wake(self, state: EndpointState | None) -> None:
+        """Something happened at an endpoint; None: it left the set."""
+        if state is not None and self._queue:
+            self._woken[state.endpoint.uid] = state
+
+    def wake_all(self) -> None:
+        """The endpoints changed."""
+        self._all_woken = True
+
+    def wake_at(self, uid: EndpointUid, at: float) -> None:
+        """Something happens at an endpoint by itself, then."""
+        if at < self._opens_at.get(uid, inf):
+            self._opens_at[uid] = at
+            heappush(self._openings, (at, uid))
+
+    @property
+    def is_woken(self) -> bool:
+        """`serve` has something to do."""
+        return bool(self._queue.ready and (self._woken or self._all_woken))
+
+    @property
+    def next_at(self) -> float:
+        """When it will have, if nothing happens."""
+        return self._openings[0][0] if self._openings and self._queue.ready else inf
+
+    # Who waits
+
+    def begin(self, ticket: Ticket, now: float) -> None:
+        """A ticket that was just considered waits from now on. Before it is in the queue."""
+        if not self._queue.ready:  # nobody looked at what opens by itself
+            self._woken.clear()
+            self._all_woken = False
+            for state in self._endpoints.candidates(None, now=now):
+                self._open_later(state, now)
+        self._observe(self._queue.ready + 1, now)
+        self._reserve(ticket, now)
+        if ticket.best is not None and self._choice.is_open(ticket.best, now):
+            self._woken[ticket.best.endpoint.uid] = ticket.best
+
+    def release(self, ticket: Ticket) -> None:
+        """Give up a ticket's place in a line, if it has one."""
+        if ticket.reserved is not None and self._pool is not None:
+            line, work, tokens = ticket.reserved
+            line.remove(work, tokens)
+            ticket.reserved = None
+            self._pool.held -= 1
+
+    def pace_s(self, ticket: Ticket) -> float:
+        """How long a newcomer waits for any endpoint, at the pace at which those before it leave. 0 = no idea."""
+        if not self._queue.ready:
+            return 0.0
+        share = self._queue.before(ticket)
+        return self._overload.wait_s(self._queue.ready if share < 0.0 else round(share * self._queue.ready))
+
+    def comes_too_late(self, ticket: Ticket, now: float) -> bool:
+        """Whether a newcomer that waits for any endpoint will not be placed by its deadline, at the pace of late."""
+        deadline = ticket.request.deadline
+        if deadline is None or ticket.best is not None:
+            return False
+        ticket.retry_after_s = self.pace_s(ticket)
+        return now + ticket.retry_after_s > deadline
+
+    def is_hopeless(self, ticket: Ticket, now: float) -> bool:
+        """Whether a newcomer would wait longer than it may for the endpoint that is best for it, by learned speeds."""
+        if ticket.best is None:
+            return False
+        load = ticket.best.load
+        is_known = load.pool.samples.prefill_ms_per_token or load.room.slots.limit < inf
+        if not is_known or not load.room.line.count:
+            return False
+        return now + ticket.best_wait_s > ticket.submitted_at + self._queue_timeout_s
+
+    def forget(self, now: float) -> None:
+        """Nobody waits."""
+        self._observe(0, now)
+        self._woken.clear()
+        self._openings.clear()
+        self._opens_at.clear()
+        self._all_woken = False
+
+    def _reserve(self, ticket: Ticket, now: float) -> None:
+        """A place in the line of the endpoint that the ticket is held for."""
+        state, pool = ticket.best, self._pool
+        if state is None or pool is None:
+            return
+        line = state.load.room.line
+        if self._by_work and now - ticket.work_at >= WORK_S:
+            ticket.work_tokens, ticket.work_at = pool.least_work(ticket.request), now
+        line.add(ticket.work_tokens, ticket.best_tokens)
+        ticket.reserved = line, ticket.work_tokens, ticket.best_tokens
+        pool.held += 1
+        self._open_later(state, now)
+
+    def _observe(self, waiting: int, now: float) -> None:
+        """While it is overloaded, the newest go first."""
+        overload = self._overload
+        overload.observe(waiting, self._long_s, now)
+        self._queue.late_s = LATE * self._long_s if overload.stands else inf
+        if self._pool is not None:
+            self._pool.overloaded = overload.stands
+
+    def _open_later(self, state: EndpointState, now: float) -> None:
+        """Look at an endpoint again when it has worked off enough."""
+        if self._pool is not None and self._choice.holds:
+            opens_in_s = state.load.room.opens_in_s(state.load, now)
+            if 0.0 < opens_in_s < inf:
+                self.wake_at(state.endpoint.uid, now + opens_in_s + SOON_S)
+
+    # Their turn
+
+    def pass_time(self, now: float) -> None:
+        """Wake what has room by now."""
+        while self._openings and self._openings[0][0] <= now:
+            at, uid = heappop(self._openings)
+            if self._opens_at.get(uid) == at:
+                del self._opens_at[uid]
+                self.wake(self._endpoints.get(uid))
+
+    def serve(self, now: float, consider: Callable[[Ticket, float], None], changed: list[Ticket]) -> None:
+        """Have those that wait for what was woken considered, in the order of service; those that stop waiting are
+        appended to `changed`.
+        """
+        self._observe(self._queue.ready, now)
+        everything, self._all_woken = self._all_woken, False
+        woken, self._woken = self._woken, {}
+        is_open = self._choice.is_open
+        opened = {uid: state for uid, state in woken.items() if is_open(state, now)}
+        if everything:
+            for state in self._endpoints.candidates(None, now=now):
+                if is_open(state, now):
+                    opened[state.endpoint.uid] = state
+        if opened or everything:
+            self._serve_by_turn(opened, everything, now, consider, changed)
+        for state in woken.values():
+            self._open_later(state, now)
+
+    def _serve_by_turn(
+        self,
+        opened: dict[EndpointUid, EndpointState],
+        everything: bool,
+        now: float,
+        consider: Callable[[Ticket, float], None],
+        changed: list[Ticket],
+    ) -> None:
+        left, moves, moved = PRICED, MOVED, False
+        stuck: set[tuple[str | None, frozenset[EndpointUid]]] = set()
+        work = least_work(self._pool.least_work, now) if self._by_work and self._pool is not None else None
+        for ticket in self._queue.in_order(work, self._flows, now):
+            key, best = (ticket.request.model, ticket.avoid), ticket.best
+            if best is None or (everything and self._is_out(best, key[0])):
+                if key in stuck:
+                    continue
+            elif best.endpoint.uid not in opened:
+                if moves <= 0 or now - ticket.priced_at < PRICE_AGAIN_S:
+                    continue
+                moves -= 1
+            left -= 1
+            if left < 0:  # the rest in another turn, if that may bring anything
+                if moved:
+                    self._woken.update(opened)
+                    self._all_woken = self._all_woken or everything
+                return
+            self.release(ticket)
+            consider(ticket, now)
+            moved = moved or ticket.best is not best
+            if ticket.state is TicketState.WAITING:
+                self._reserve(ticket, now)
+                if ticket.best is None:
+                    stuck.add(key)
+                continue
+            moved = True
+            self._queue.remove(ticket)
+            self._overload.left()
+            changed.append(ticket)
+            stuck.discard(key)
+            placed_on = ticket.placed_on
+            if placed_on is not None and not self._choice.is_open(placed_on, now):
+                opened.pop(placed_on.endpoint.uid, None)
+            if not opened and not everything:
+                return
+
+    def _is_out(self, state: EndpointState, model: str | None) -> bool:
+        """It takes no requests for `model` any more."""
+        if state.left or state.draining:
+            return True
+        return state.health is not Health.UP and not self._endpoints.serving.is_readmitted_for(state, model)

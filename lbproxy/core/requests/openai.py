@@ -1,0 +1,222 @@
+"""OpenAI's wire formats, as far as a balancer must read or write them: request bodies, model lists, error bodies.
+
+Everything read here comes from outside and is not trusted. What is wrong is said in an `LbError`; nothing else is
+raised. Bodies are never changed, but for the model name, which `with_model` and `rename_model` splice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import orjson
+
+from lbproxy.core.requests.large_json import LargeJson, load_json
+from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.core.requests.outline import MAX_DEPTH, WHOLE_BYTES, too_deep
+
+MAX_MODEL_CHARS: Final = 256
+REASON_FIELD: Final = "x-lbproxy-reason"
+"""Names the code on every error of our own, for those who do not read its body."""
+MAX_MODEL_CARDS: Final = 10_000
+MAX_TOKENS: Final = 1 << 31
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """One entry of an endpoint's /v1/models."""
+
+    id: str
+    raw: bytes
+    """The entry's JSON as the endpoint gave it, fields unknown to us included."""
+    parent: str | None = None
+    """The base model, if this entry is a LoRA adapter."""
+
+
+class BodyFacts(NamedTuple):
+    """What routing needs from a request body."""
+
+    model: str | None
+    stream: bool = False
+    max_tokens: int | None = None
+    """The longest answer that is wanted; None = not said, or not in numbers."""
+    cache_salt: str | None = None
+    """vLLM's: requests share cached prefixes only with those that have the same."""
+    fields: Mapping[str, object] = MappingProxyType({})
+    """The whole body, parsed; empty unless it is JSON."""
+
+
+def read_json_body(body: bytes, large: LargeJson | None = None) -> BodyFacts:
+    """What is to be known of a JSON request body. Of duplicate keys the last counts, as in Python's json.
+
+    `large`: how it was read already, in turns; else a large one is read so here, in one go.
+    Raises LbError INVALID_JSON (not JSON, not an object, too deep, too much structure) or MISSING_MODEL (a `model` that
+    is no usable name). An absent `model` is no error here.
+    """
+    if large is None and len(body) > WHOLE_BYTES:
+        large = LargeJson(body)
+        while large.step():
+            pass
+    fields = load_json(body) if large is None else large.value
+    if not isinstance(fields, dict):
+        raise LbError(Outcome.INVALID_JSON, "The request body must be a JSON object.")
+    if large is None and len(body) > 2 * MAX_DEPTH and _is_too_deep(fields, body):
+        raise too_deep()
+    model = fields.get("model")
+    if "model" in fields:
+        check_model_name(model)
+    limit = fields.get("max_completion_tokens", fields.get("max_tokens"))
+    salt = fields.get("cache_salt")
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or not 0 < limit < MAX_TOKENS):
+        limit = None
+    stream = fields.get("stream") is True
+    # Past a NamedTuple's own constructor, which takes as long again: one is made for every request.
+    return tuple.__new__(BodyFacts, (model, stream, limit, salt if isinstance(salt, str) else None, fields))
+
+
+def check_model_name(model: object) -> None:
+    """Raise LbError MISSING_MODEL unless `model` is a string that can be a name."""
+    if not isinstance(model, str) or not 0 < len(model) <= MAX_MODEL_CHARS or not model.isprintable():
+        text = f"`model` must be a string of 1 to {MAX_MODEL_CHARS} printable characters."
+        raise LbError(Outcome.MISSING_MODEL, text, param="model")
+
+
+def _is_too_deep(fields: dict[str, Any], text: bytes) -> bool:
+    """Whether lists and objects stand in each other more than `MAX_DEPTH` times. `text`: what was parsed.
+
+    Level by level: bodies have few lists and objects, so that to look at them costs less than to count brackets in a
+    long prompt. Where there are many values, as of token ids, the brackets are counted first.
+    """
+    level: list[Any] = [fields]
+    counted = False
+    for _ in range(MAX_DEPTH):
+        inner: list[Any] = []
+        for one in level:
+            if len(one) > _MANY_VALUES and not counted:
+                counted = True
+                if text.count(b"{") + text.count(b"[") <= MAX_DEPTH:
+                    return False
+            values = one.values() if type(one) is dict else one
+            inner += [each for each in values if type(each) is dict or type(each) is list]
+        if not inner:
+            return False
+        level = inner
+    return True
+
+
+_MANY_VALUES: Final = 500
+
+
+_STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_MODEL_KEY: Final = re.compile(
+    rb'"(?<!\\")(?:m|\\u006[dD])(?:o|\\u006[fF])(?:d|\\u0064)(?:e|\\u0065)(?:l|\\u006[cC])"[ \t\r\n]*:[ \t\r\n]*'
+)
+"""The key `model` in each of its spellings, wherever in a valid JSON text. A quote that opens a string never follows a
+backslash; one that ends it, and so might only seem to open `model`, is followed by a comma, colon or bracket."""
+_BEGINNING: Final = 4 << 10
+MAX_MODEL_KEYS: Final = 1000
+
+
+def rename_model(body: bytes, model: str, text: bytes | None = None) -> bytes:
+    """A JSON object body with another model; all other bytes unchanged. `text`: its outline, if that was made.
+
+    Every `model` of the outermost object is replaced, however it is spelled and however often it stands there, so that
+    whichever of them a server's parser takes is the new one. The body was read by `read_json_body`. Linear: strings
+    are skipped, brackets counted. Raises LbError INVALID_JSON for more than MAX_MODEL_KEYS keys `model` in the whole
+    body.
+    """
+    name = orjson.dumps(model)
+    seen = body if text is None else text  # which has the same keys, and a fraction of the bytes
+    if seen.count(b'"model"') == 1 and b"\\u006" not in seen:  # as nearly always, and ten times as fast
+        at = body.find(b'"model"', 0, _BEGINNING)  # else near the end, mostly
+        key = _MODEL_KEY.search(body, body.rindex(b'"model"') if at < 0 else at)
+        value = None if key is None else _STRING.match(body, key.end())
+        if value is not None:
+            whole = memoryview(body)  # slices of it are no copies
+            return b"".join((whole[: value.start()], name, whole[value.end() :]))
+    pieces: list[bytes] = []
+    depth = done = counted = 0
+    for earlier, key in enumerate(_MODEL_KEY.finditer(body)):
+        if earlier == MAX_MODEL_KEYS:
+            raise LbError(Outcome.INVALID_JSON, f"The JSON body has more than {MAX_MODEL_KEYS} keys `model`.")
+        between = _STRING.sub(b"", body[counted : key.start()])
+        depth += between.count(b"{") + between.count(b"[") - between.count(b"}") - between.count(b"]")
+        counted = key.start()
+        value = _STRING.match(body, key.end())
+        if depth == 1 and value is not None:
+            pieces += (body[done : value.start()], name)
+            done = value.end()
+    assert pieces, "it names a model, in UTF-8"
+    return b"".join((*pieces, body[done:]))
+
+
+_OPENING: Final = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*\{[ \t\r\n]*")
+
+
+def with_model(body: bytes, model: str) -> bytes:
+    """A JSON object body that names no model, with `model` put in as its first field; all other bytes unchanged.
+
+    The body was read by `read_json_body`. Servers differ in whether they take a request without a model.
+    """
+    opening = _OPENING.match(body)
+    assert opening is not None, "it is an object, in UTF-8"
+    rest = body[opening.end() :]
+    separator = b"" if rest.startswith(b"}") else b","
+    return opening[0] + b'"model":' + orjson.dumps(model) + separator + rest
+
+
+def read_model_list(page: bytes) -> list[ModelCard] | None:
+    """The cards of a /v1/models answer; None if it is no such list. Entries without a usable id are left out."""
+    try:
+        listing = orjson.loads(page)
+    except orjson.JSONDecodeError:
+        return None
+    if not isinstance(listing, dict) or not isinstance(listing.get("data"), list):
+        return None
+    cards = (_model_card(entry) for entry in listing["data"][:MAX_MODEL_CARDS])
+    return [card for card in cards if card is not None]
+
+
+def _model_card(entry: object) -> ModelCard | None:
+    if not isinstance(entry, dict):
+        return None
+    fields: dict[str, Any] = entry
+    try:
+        check_model_name(fields.get("id"))
+    except LbError:
+        return None
+    parent = fields.get("parent")
+    try:
+        raw = bytes(
+            memoryview(orjson.dumps(entry))
+        )  # a copy: what orjson returns holds on to 8 KiB as long as it lives
+    except orjson.JSONEncodeError:  # nested deeper than it writes
+        return None
+    return ModelCard(fields["id"], raw, parent if isinstance(parent, str) else None)
+
+
+def made_up_card(name: str, **fields: object) -> ModelCard:
+    """A card of a model that no endpoint told of: of the settings. `fields` are further ones."""
+    entry = {"id": name, "object": "model", "created": 0, "owned_by": "lbproxy"} | fields
+    return ModelCard(name, bytes(memoryview(orjson.dumps(entry))))
+
+
+def model_list(cards: Iterable[ModelCard]) -> bytes:
+    """The body of GET /v1/models. Each entry stands as its endpoint gave it."""
+    return b'{"object":"list","data":[' + b",".join(card.raw for card in cards) + b"]}"
+
+
+def error_body(error: LbError) -> bytes:
+    """The JSON body that OpenAI's SDKs turn into a typed exception."""
+    facts = error.outcome.value
+    return orjson.dumps(
+        {"error": {"message": error.message, "type": facts.error_type, "param": error.param, "code": facts.code}}
+    )
+
+
+def error_event(error: LbError) -> bytes:
+    """One SSE event that makes OpenAI's SDKs raise in the middle of a stream."""
+    return b"data: " + error_body(error) + b"\n\n"

@@ -1,0 +1,48 @@
+"""What the balancer sees of a request, and what an endpoint says that it used."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lbproxy.core.requests.prompt_keys import BlockKey
+
+
+class InferenceRequest(NamedTuple):
+    """What the decision may see of a request: no headers object, no body."""
+
+    id: str
+    model: str | None
+    """As the client named it; None = not named, or a route that is not placed by model."""
+    stream: bool = False
+    body_bytes: int = 0
+    prompt_bytes: int = 0
+    """Bytes of the flattened prompt; 0 = not a prompt that can be read."""
+    block_keys: tuple[BlockKey, ...] = ()
+    """One key for each full block of the prompt, each standing for all up to it: see
+    `core.requests.prompt_keys.hash_prompt`."""
+    max_tokens: int | None = None
+    """The longest answer that the client takes; None = it did not say."""
+    priority: int = 0
+    """Higher goes first; below 0 is shed first."""
+    session: str | None = None
+    """What the client calls the conversation that this belongs to."""
+    explain: bool = False  # the client would like to know why it went where it went
+    flow: str = "anonymous"
+    """Whose it is: see `core.queue.flows`."""
+    deadline: float | None = None
+    """When the client must have its first token, or else wants none."""
+    repeatable: bool = True  # it may be sent again although an endpoint may have begun with it
+    binary: bool = False  # its body is no JSON but audio, an image or a file
+
+    def is_text(self, tokens: int) -> bool:
+        """Whether so many tokens can be the prompt's text. If not, there are images in it, or somebody is wrong."""
+        return tokens > 0 and 0.5 <= self.prompt_bytes / tokens <= 16.0
+
+
+class Usage(NamedTuple):
+    """What the endpoint said that a request used. None = it did not say."""
+
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Those of the prompt that were in the endpoint's prefix cache."""
+    completion_tokens: int | None = None

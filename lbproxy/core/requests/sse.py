@@ -1,0 +1,207 @@
+"""Watchers over the payload of an answer that is relayed verbatim. They see every byte and alter none.
+
+They answer what must be known while an answer goes by, or when it breaks or ends: whether a token came yet and how many
+events did, what the endpoint says that it used, whether the last byte ended an event (only there may an error event
+follow), and, for a body that no framing ends, whether it claims to be whole. Each piece costs a few searches at C speed
+and a copy of some bytes; nothing is parsed before the end.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Final
+
+import orjson
+
+from lbproxy.core.requests.request import Usage
+
+_ENDS = (b"\n\n", b"\n\r\n")
+"""A line that is empty, whichever line ends: some servers mix them."""
+_SEAM_BYTES: Final = 32
+"""What is kept of the last piece: longer than every mark that a cut may go through."""
+_FINISH: Final = re.compile(
+    rb'\[DONE\]|"finish_reason"[ \t]*:[ \t]*"|"message_stop"|"response\.(?:completed|failed|incomplete)"'
+)
+_DATA: Final = b"data:"
+_DATA_LINE: Final = b"\ndata:"
+"""Inside JSON a line feed is written as an escape, so this is always the beginning of a line."""
+
+
+class EventScanner:
+    """Fed with the payload of one response, in order, in pieces of any size."""
+
+    __slots__ = ("_seam", "_watch_finish", "at_boundary", "events", "finished")
+
+    def __init__(self, *, watch_finish: bool = False) -> None:
+        self.events = 0
+        """Events with data that began so far. Comments are none: vLLM sends some before there is any token."""
+        self.at_boundary = True
+        """The last byte so far ended an event, or nothing came yet."""
+        self.finished = False
+        """A finish reason or [DONE] was seen. Only with `watch_finish`: framed bodies need no such guess."""
+        self._watch_finish = watch_finish
+        self._seam = b"\n"
+
+    def feed(self, data: bytes, start: int, end: int) -> None:
+        """The next piece is `data[start:end]`."""
+        if start == end:
+            return
+        self.events += data.count(_DATA_LINE, start, end)
+        if self.at_boundary and data.startswith(_DATA, start, end):
+            self.events += 1  # as nearly every piece begins
+        else:
+            self._look_across(data[start : min(end, start + _SEAM_BYTES)])
+        if self._watch_finish and not self.finished:
+            self.finished = _FINISH.search(data, start, end) is not None
+        if data.endswith(_ENDS, start, end):  # nearly every piece: no mark goes through such a cut
+            self.at_boundary = True
+            self._seam = b"\n"
+            return
+        if end - start >= _SEAM_BYTES:
+            self._seam = data[end - _SEAM_BYTES : end]
+        else:
+            self._seam = (self._seam + data[start:end])[-_SEAM_BYTES:]
+        self.at_boundary = self._seam.endswith(_ENDS)
+
+    def _look_across(self, first: bytes) -> None:
+        """Find the marks that the cut between the last piece and this one went through."""
+        most = len(_DATA_LINE) - 1
+        self.events += (self._seam[-most:] + first[:most]).count(_DATA_LINE)
+        if self._watch_finish and not self.finished:
+            self.finished = _FINISH.search(self._seam + first) is not None
+
+    @property
+    def whole(self) -> bool:
+        """The stream may have ended here. Meaningful only with `watch_finish`."""
+        return self.at_boundary and self.finished
+
+
+_USAGE: Final = b'"usage"'
+_USAGE_BEGINS: Final = tuple(_USAGE[:n] for n in range(len(_USAGE) - 1, 0, -1))
+"""How a piece ends if the word goes on in the next; the longest first."""
+_USAGE_BYTES: Final = 1024
+"""How much from there on is kept: vLLM's object has some 150."""
+_COUNT: Final = re.compile(
+    rb'"((?:prompt|input|completion|output)_tokens|cached_tokens|cache_read_input_tokens)"'
+    rb"[ \t]*:[ \t]*([0-9]{1,9})(?![0-9])"
+)
+_COUNTS: Final = {
+    b"prompt_tokens": 0,
+    b"input_tokens": 0,
+    b"cached_tokens": 1,
+    b"cache_read_input_tokens": 1,
+    b"completion_tokens": 2,
+    b"output_tokens": 2,
+}
+"""Where in `Usage` each stands: the names of OpenAI's two APIs, and of Anthropic's."""
+_TOO_MANY: Final = 1_000_000_000
+
+
+class UsageScanner:
+    """Finds the last `usage` object of a payload, streamed or not."""
+
+    __slots__ = ("_begun", "_tail")
+
+    def __init__(self) -> None:
+        self._tail = b""
+        """From the last `"usage"` on."""
+        self._begun = b""
+        """What may be the beginning of the word, at the very end."""
+
+    def feed(self, data: bytes, start: int, end: int) -> None:
+        """The next piece is `data[start:end]`."""
+        at = data.rfind(_USAGE, start, end)
+        if at >= 0:
+            self._tail = data[at : min(end, at + _USAGE_BYTES)]
+        elif self._begun:
+            self._look_across(data, start, end)
+            return
+        elif self._tail and len(self._tail) < _USAGE_BYTES:
+            self._tail += data[start : min(end, start + _USAGE_BYTES - len(self._tail))]
+        self._begun = _beginning(data, start, end) if data.endswith(_USAGE_BEGINS, start, end) else b""
+
+    def _look_across(self, data: bytes, start: int, end: int) -> None:
+        """Find the word that the cut between the last piece and this one went through, or goes on going."""
+        piece = data[start:end]
+        seam = self._begun + piece
+        if seam.startswith(_USAGE):
+            self._tail = seam[:_USAGE_BYTES]
+        elif self._tail:
+            self._tail = (self._tail + piece)[:_USAGE_BYTES]
+        self._begun = _beginning(seam, 0, len(seam))
+
+    @property
+    def usage(self) -> Usage | None:
+        """What it says; None if it says nothing."""
+        return _read_counts(self._tail) if self._tail else None
+
+
+def _read_counts(tail: bytes) -> Usage | None:
+    """What a payload says from its last `"usage"` on.
+
+    Where an object follows at once it is parsed, up to the brace that should end it: half of what a search costs.
+    What is no such object, was cut, or says something odd, is searched.
+    """
+    text, brace, _ = tail[8 if tail[7:9] == b":{" else 9 :].partition(b"}")
+    try:
+        said = orjson.loads(text + brace)
+    except orjson.JSONDecodeError:
+        return _search_counts(tail)
+    if type(said) is dict and "cached_tokens" not in said:
+        prompt, completion = said.get("prompt_tokens"), said.get("completion_tokens")
+        if type(prompt) is int and type(completion) is int and 0 <= prompt < _TOO_MANY and 0 <= completion < _TOO_MANY:
+            return tuple.__new__(Usage, (prompt, None, completion))  # past a wrapper that takes as long as the rest
+    return _search_counts(tail)
+
+
+def _search_counts(tail: bytes) -> Usage | None:
+    counts: list[int | None] = [None, None, None]
+    if tail.startswith(_USAGE):
+        for name, count in _COUNT.findall(tail):
+            if counts[_COUNTS[name]] is None:
+                counts[_COUNTS[name]] = int(count)
+    return None if counts == [None, None, None] else Usage(*counts)
+
+
+def _beginning(data: bytes, start: int, end: int) -> bytes:
+    """What of the word may have begun at the end of a piece."""
+    return next((begin for begin in _USAGE_BEGINS if data.endswith(begin, start, end)), b"")
+
+
+def read_usage(body: bytes) -> Usage | None:
+    """The usage of an answer that came in one piece."""
+    at = body.rfind(_USAGE)
+    return None if at < 0 else _read_counts(body[at : at + _USAGE_BYTES])
+
+
+MAX_JSON_BYTES: Final = 1 << 20
+
+
+class JsonWatcher:
+    """Keeps the payload, up to a bound, to tell whether it is a whole JSON text."""
+
+    __slots__ = ("_pieces", "_size")
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._size = 0
+
+    def feed(self, data: bytes, start: int, end: int) -> None:
+        """The next piece is `data[start:end]`."""
+        self._size += end - start
+        if self._size <= MAX_JSON_BYTES:
+            self._pieces.append(data[start:end])
+        else:
+            self._pieces.clear()
+
+    @property
+    def whole(self) -> bool:
+        """It parses, or it is too large to tell."""
+        if self._size > MAX_JSON_BYTES:
+            return True
+        try:
+            json.loads(b"".join(self._pieces))  # takes NaN and a byte order mark, as those who wrote it may
+        except (ValueError, RecursionError):
+            return False
+        return True
