@@ -24,7 +24,7 @@ COMPILED = {
     "lbproxy/core/engines": "load_metrics",
     "lbproxy/core/caches": "adapters cache_loss cache_size prefix_index",
     "lbproxy/core/capacity": "lanes line others response_times room slots unread",
-    "lbproxy/core/knowledge": "gaps learning load_model placement pool_model prefill_work",
+    "lbproxy/core/knowledge": "gaps kv_model learning load_model placement pool_model prefill_work speed work",
     "lbproxy/core/endpoints": (
         "backpressure breaker endpoint endpoint_set hang health judge progress serving slow_start state"
     ),

@@ -270,7 +270,7 @@ def caches(policy: str) -> tuple[str, list[Series]]:
         balancer = fleet(policy, 8, rng, blocks)
         fill(balancer, 8, balancer.block_bytes or 1024, rng, blocks)
         states = balancer._endpoints.candidates(None, now=0.0)
-        held = sum(state.load.cache.size for state in states) if balancer._pool is not None else 0
+        held = sum(state.load.kv.cache.size for state in states) if balancer._pool is not None else 0
         took = cell(balancer, 32 << 10, rng)
         rows.append([f"{blocks:,}", f"{held:,}", pair(took)])
         times.append((blocks, took[1]))

@@ -203,8 +203,8 @@ class Balancer:
             if ticket.trial is not None or ticket.accused is not None:
                 accused = None if ticket.accused is None else self._endpoints.get(ticket.accused)
                 self._judge.answered(state, accused, trial=ticket.is_trial, now=now)
-            if ticket.placement is not None:
-                ticket.placement.load.first_byte(ticket.placement, now)
+            if ticket.load is not None and ticket.placement is not None:
+                ticket.load.first_byte(ticket.placement, now)
                 self._waiting.wake(state)
 
     def progress(self, ticket: Ticket, tokens: int, *, now: float) -> None:
@@ -215,8 +215,8 @@ class Balancer:
             state.progress.at = now
             if tokens:
                 self._flows.progress(ticket, tokens, now)
-            if ticket.placement is not None:
-                ticket.placement.load.progress(ticket.placement, tokens, now)
+            if ticket.load is not None and ticket.placement is not None:
+                ticket.load.progress(ticket.placement, tokens, now)
 
     def close(
         self, ticket: Ticket, outcome: Outcome, *, now: float, usage: Usage | None = None, timed_out: bool = False
@@ -240,8 +240,8 @@ class Balancer:
                 self._judge.trial_ended(state, outcome, now=now)
             served = ticket.first_byte_at is not None or (outcome is Outcome.COMPLETED and usage is not None)
             self._flows.ended(ticket, usage, now, served=served)
-            if ticket.placement is not None:
-                ticket.placement.load.end(ticket.placement, usage, now)
+            if ticket.load is not None and ticket.placement is not None:
+                ticket.load.end(ticket.placement, usage, now)
             self._endpoints.released(state)
             self._waiting.wake(state)
         self._end(ticket, outcome)
@@ -455,7 +455,8 @@ class Balancer:
         if state.health is not Health.UP:
             ticket.trial = self._judge.tried(state, stream=ticket.request.stream, now=now)
         if self._pool is not None:
-            ticket.placement = state.load.place(ticket.request, now)
+            ticket.load = state.load
+            ticket.placement = ticket.load.place(ticket.request, now)
         self._flows.placed(ticket, now)
         if self._queue:
             for one in self._choice.starting:  # a placement gives them credit

@@ -8,9 +8,8 @@ the first of its body is the commit point: after it nothing is ever retried. Wha
 which `proxy.steps` has the table. Invariants:
 
 - It ends exactly once, in `over`, whatever happens; every ticket is closed by then.
-- What is under way in a step (`_work`: a dial, a connection, a relay, a timer) is let go of when the step ends.
-- What another endpoint gets are the same bytes.
-- Whatever follows a head that is out (`_opened`) is the body of a stream of events, and nothing else.
+- What is under way in a step (`_work`: a dial, a connection, a relay, a timer) is released when the step ends.
+- Each attempt sends the same bytes. What follows a head that is out (`_opened`) is the body of a stream of events.
 """
 
 from __future__ import annotations
@@ -275,15 +274,7 @@ class Exchange(ABC):
             self._cannot_go_on(head, ticket)
             return
         reusable = self.keep_alive and not self.request.http10
-        answer = (
-            client_head(
-                head,
-                self._own_fields(),
-                chunked=False,
-                keep_alive=reusable,
-            )
-            + body
-        )
+        answer = client_head(head, self._own_fields(), chunked=False, keep_alive=reusable) + body
         record.status = head.status
         record.outcome = Outcome.COMPLETED
         record.response_bytes = len(answer)
@@ -322,11 +313,7 @@ class Exchange(ABC):
             return
         relay = Relay(head, connection, ticket, self.record, self._shared.runtime, self)
         self._enter(Step.RELAYING, relay)
-        relay.begin(
-            self,
-            self._own_fields(),
-            opened=self._opened,
-        )
+        relay.begin(self, self._own_fields(), opened=self._opened)
 
     def _cannot_go_on(self, head: ResponseHead, ticket: Ticket) -> None:
         """The client has the head of a stream, and this is the head of something else."""

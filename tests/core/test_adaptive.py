@@ -30,8 +30,8 @@ def pool_of(count: int) -> tuple[PoolModel, list[EndpointState]]:
     for n in range(count):
         state = EndpointState(Endpoint(uid=EndpointUid(n + 1), name=f"e{n}", base_url=f"http://10.0.0.{n}:8000"))
         state.load = LoadModel(pool)
-        state.load.gap_per_token_ms = 0.0  # so that decode is the same everywhere, but where a test wants it
-        state.load.gap_until = float("inf")
+        state.load.speed.gap_per_token_ms = 0.0  # so that decode is the same everywhere, but where a test wants it
+        state.load.speed.gap_until = float("inf")
         states.append(state)
     return pool, states
 
@@ -113,7 +113,7 @@ def test_decode_is_dearer_where_more_context_is_read() -> None:
     """Each of 200 tokens: [.0001 * (C + P) + D * .0001 * P], with C = 6 * 5,000 and P = 1,000."""
     pool, (one, two) = pool_of(2)
     pool.hit_ratio = 0.0
-    two.load.gap_per_token_ms = one.load.gap_per_token_ms = 1e-4
+    two.load.speed.gap_per_token_ms = one.load.speed.gap_per_token_ms = 1e-4
     decoding(two, 6, 5000)
     prices = price(prompt(1000), [one, two])
     stall = STALL * 6 * 100.0
@@ -125,7 +125,7 @@ def test_space_is_dearer_where_the_cache_is_full() -> None:
     """20 * .3 * fill * prefill * (1 + .3 * mean in flight)."""
     pool, (empty, full) = pool_of(2)
     for state in (empty, full):
-        state.load.capacity_tokens = state.load.told_tokens = 102_400.0
+        state.load.kv.capacity_tokens = state.load.kv.told_tokens = 102_400.0
     full.load.end(full.load.place(prompt(51_200, list(range(200))), 0.0), None, 0.0)
     pool.hit_ratio = 0.3
     prices = price(prompt(1000), [empty, full])
@@ -140,7 +140,7 @@ def test_a_request_that_does_not_fit_waits_for_space() -> None:
     """Over by 1,000 pinned + 200 still to come + 1,024 new + 200 - 2,000 tokens, at .2 * 1 / 15 a millisecond."""
     pool, (full,) = pool_of(1)
     pool.hit_ratio = 0.0
-    full.load.capacity_tokens = full.load.told_tokens = 2000.0
+    full.load.kv.capacity_tokens = full.load.kv.told_tokens = 2000.0
     full.load.first_byte(full.load.place(prompt(1024, [1, 2, 3, 4]), 0.0), 0.0)
     pool.hit_ratio = 0.0
     request = prompt(1024, [5, 6, 7, 8])
@@ -148,14 +148,14 @@ def test_a_request_that_does_not_fit_waits_for_space() -> None:
     over = 1024 + 200 + 1024 + 200 - 2000
     assert price(request, [full]).costs == pytest.approx([own + over / 0.05])
     full.load.end(full.load.place(prompt(16), 0.0), None, 0.0)
-    full.load.freed = 15_000.0, 0.0  # one token a millisecond
+    full.load.work.freed = 15_000.0, 0.0  # one token a millisecond
     assert price(request, [full]).costs[0] == pytest.approx(own + over / 1.0, rel=0.01)
 
 
 def test_the_wait_for_space_is_a_minute_at_most() -> None:
     pool, (full,) = pool_of(1)
     pool.hit_ratio = 0.0
-    full.load.capacity_tokens = full.load.told_tokens = 16.0
+    full.load.kv.capacity_tokens = full.load.kv.told_tokens = 16.0
     assert price(prompt(100_000, list(range(390))), [full]).costs == pytest.approx(
         [BASE + 10_000 * (1 + 42_000 / 30_000) + DECODES + 60_000]
     )
@@ -163,7 +163,7 @@ def test_the_wait_for_space_is_a_minute_at_most() -> None:
 
 def test_a_slow_endpoint_costs_its_own_speed() -> None:
     _, (slow, fast) = pool_of(2)
-    slow.load.speed = 4.0
+    slow.load.speed.factor = 4.0
     for state in (slow, fast):
         state.load.place(prompt(1000), 0.0)
     prices = price(prompt(500), [slow, fast])
@@ -189,9 +189,9 @@ def test_requests_that_do_not_stream_leave_the_queue_by_themselves() -> None:
     _, (state,) = pool_of(1)
     state.load.place(prompt(1000)._replace(stream=False), 0.0)
     assert price(prompt(1), [state], now=0.13).waits_ms == [0.0]
-    assert state.load.pending, "not yet due: 140 ms"
+    assert state.load.work.pending, "not yet due: 140 ms"
     assert price(prompt(1), [state], now=0.15).waits_ms == [0.0]
-    assert not state.load.pending
+    assert not state.load.work.pending
 
 
 def test_a_request_that_cannot_be_read_goes_where_least_is_going_on() -> None:
@@ -207,37 +207,39 @@ def test_the_price_of_a_random_state_is_the_formula() -> None:
     rng = random.Random(7)
     pool, states = pool_of(6)
     for state in states:
-        state.load.capacity_tokens = state.load.told_tokens = 40_000.0
-        state.load.gap_per_token_ms = rng.uniform(0, 1e-3)
-        state.load.speed = rng.choice([1.0, 2.0, 0.5])
+        state.load.kv.capacity_tokens = state.load.kv.told_tokens = 40_000.0
+        state.load.speed.gap_per_token_ms = rng.uniform(0, 1e-3)
+        state.load.speed.factor = rng.choice([1.0, 2.0, 0.5])
         for n in range(rng.randrange(9)):
             placement = state.load.place(prompt(rng.randrange(300, 4000), [n, n + 1, n + 2]), 0.0)
             if rng.random() < 0.7:
                 state.load.first_byte(placement, 0.01)
                 state.load.progress(placement, rng.randrange(400), 0.02)
     now, request = 0.03, prompt(2000, [1, 2, 3, 4, 5, 6, 7])
-    mean = sum(state.load.in_flight for state in states) / len(states)
+    mean = sum(state.load.work.in_flight for state in states) / len(states)
     block = 1024 / pool.bytes_per_token
     prices = price(request, states, now=now)
     for state, cost in zip(states, prices.costs, strict=True):
-        e, output, d = state.load, pool.output_tokens, state.load.in_flight
-        matched = pool.index.match(request.block_keys)[e.slot] * block
-        rate = pool.token_ms * e.speed
+        e, output, d = state.load, pool.output_tokens, state.load.work.in_flight
+        matched = pool.index.match(request.block_keys)[e.kv.slot] * block
+        rate = pool.token_ms * e.speed.factor
         prefill = max(1.0, 2000 - matched) * rate
-        backlog = e.pending_tokens - min(
-            max(0.0, 1000 * (now - e.since_at) - STEPS * e.mean_gap_ms) / rate, e.head_tokens
+        backlog = e.work.pending_tokens - min(
+            max(0.0, 1000 * (now - e.work.since_at) - STEPS * e.speed.mean_gap_ms) / rate, e.work.head_tokens
         )
-        fill = (e.cache.size * block + e.live_tokens) / e.told_tokens
-        context = e.context_tokens
-        g = e.live_tokens / max(1, d)
-        over = e.cache.pinned * block + d * max(g, output - g) + 7 * block - matched + output - e.capacity_tokens
+        fill = (e.kv.cache.size * block + e.work.live_tokens) / e.kv.told_tokens
+        context = e.work.context_tokens
+        g = e.work.live_tokens / max(1, d)
+        over = e.kv.cache.pinned * block + d * max(g, output - g) + 7 * block - matched + output - e.kv.capacity_tokens
         space = 0.0
         if over > 0:
-            space = min(60_000, over / max(freed_per_ms(e.freed, now), 0.2 * d / max(5.0, e.mean_gap_ms), 0.05))
+            space = min(
+                60_000, over / max(freed_per_ms(e.work.freed, now), 0.2 * d / max(5.0, e.speed.mean_gap_ms), 0.05)
+            )
         expected = (
-            ((e.base_ms if e.base_until > now else pool.base_ms) + backlog * rate + prefill)
+            ((e.speed.base_ms if e.speed.base_until > now else pool.base_ms) + backlog * rate + prefill)
             + STALL * d * prefill
-            + DECODE * output * (e.gap_ms + e.gap_per_token_ms * (context + 2000 + d * 2000))
+            + DECODE * output * (e.speed.gap_ms + e.speed.gap_per_token_ms * (context + 2000 + d * 2000))
             + 20 * pool.hit_ratio * fill * prefill * (1 + CROWDED * mean)
             + space
         )
@@ -248,7 +250,7 @@ def test_only_requests_for_adapters_pay_for_them() -> None:
     pool, states = pool_of(2)
     pool.adapters = frozenset(["lora"])
     states[0].load.place(prompt(1, model="lora"), 0.0)
-    states[0].load.in_flight = 0
+    states[0].load.work.in_flight = 0
     with_base, with_lora = price(prompt(100), states).costs, price(prompt(100, model="lora"), states).costs
     assert [lora - base for lora, base in zip(with_lora, with_base, strict=True)] == pytest.approx([0.0, 500.0])
 

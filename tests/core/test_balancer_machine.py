@@ -206,15 +206,17 @@ class BalancerMachine(RuleBasedStateMachine):
     @staticmethod
     def check_model(load: LoadModel, tickets: list[Ticket]) -> None:
         placements = [ticket.placement for ticket in tickets if ticket.placement is not None]
-        assert load.in_flight == len(placements) == len(tickets)
-        pinned = {key for one in placements if one.cache is load.cache for key in one.request.block_keys[: one.end.end]}
-        assert load.cache.pinned == len(pinned) <= load.cache.size or not load.cache.attached
-        assert set(load.pending) <= set(placements)
+        assert load.work.in_flight == len(placements) == len(tickets)
+        pinned = {
+            key for one in placements if one.cache is load.kv.cache for key in one.request.block_keys[: one.end.end]
+        }
+        assert load.kv.cache.pinned == len(pinned) <= load.kv.cache.size or not load.kv.cache.attached
+        assert set(load.work.pending) <= set(placements)
         streams = {one for one, ticket in zip(placements, tickets, strict=True) if one.request.stream}
         started = {t.placement for t in tickets if t.first_byte_at is not None}
-        assert {one for one in load.pending if one.request.stream} == streams - started
-        assert abs(load.pending_tokens - sum(one.work for one in load.pending)) < 1e-6
-        assert load.live_tokens == sum(one.streamed for one in placements)
+        assert {one for one in load.work.pending if one.request.stream} == streams - started
+        assert abs(load.work.pending_tokens - sum(one.work for one in load.work.pending)) < 1e-6
+        assert load.work.live_tokens == sum(one.streamed for one in placements)
 
     def teardown(self) -> None:
         """Nothing leaks: when all is closed, everything is as at the start."""
@@ -228,8 +230,13 @@ class BalancerMachine(RuleBasedStateMachine):
         for load in {
             id(t.placed_on.load): t.placed_on.load for t in self.tickets if t.placement and t.placed_on
         }.values():
-            assert (load.in_flight, load.pending_tokens, load.context_tokens, load.live_tokens) == (0, 0.0, 0.0, 0.0)
-            assert (load.cache.pinned, load.adapters._active) == (0, {})
+            assert (load.work.in_flight, load.work.pending_tokens, load.work.context_tokens, load.work.live_tokens) == (
+                0,
+                0.0,
+                0.0,
+                0.0,
+            )
+            assert (load.kv.cache.pinned, load.adapters._active) == (0, {})
 
 
 TestBalancer = BalancerMachine.TestCase

@@ -48,7 +48,7 @@ def load(state: EndpointState, requests: int, tokens: int = 100, keys: list[int]
 
 def cache(state: EndpointState, keys: list[int]) -> None:
     """A request that was served there."""
-    state.load.cache.unpin(state.load.cache.pin(tuple(keys))[1])
+    state.load.kv.cache.unpin(state.load.kv.cache.pin(tuple(keys))[1])
 
 
 def chosen(balancer: Balancer, request: InferenceRequest, now: float = 0.1) -> str:
@@ -190,7 +190,7 @@ def test_lmetric_multiplies() -> None:
     balancer, states = fleet("lmetric")
     load(states[0], 1, 1000)
     load(states[1], 4, 100)
-    for placement in list(states[1].load.pending):
+    for placement in list(states[1].load.work.pending):
         states[1].load.first_byte(placement, 0.05)
     load(states[2], 1, 2000)
     assert chosen(balancer, ask(500)) == "e2"
@@ -201,7 +201,7 @@ def test_lmetric_multiplies() -> None:
 def test_min_ttft_cares_for_nobody_else() -> None:
     balancer, states = fleet("min-ttft", 2)
     load(states[0], 50)
-    for placement in list(states[0].load.pending):
+    for placement in list(states[0].load.work.pending):
         states[0].load.first_byte(placement, 0.05)
     load(states[1], 1, 6000)
     assert chosen(balancer, ask(500)) == "e1", "50 streams, but nothing queued"

@@ -203,9 +203,9 @@ def test_an_endpoint_without_gauges_is_measured_by_its_answers(none: int | None)
     load = LoadModel(PoolModel(1024))
     answer(load, range(10_000, 10_064), 0)
     thrash(load, none)
-    assert load.capacity_tokens == pytest.approx(63.5 * 64 * 256 + 64 * 128, rel=0.02), "of 2 million"
-    assert load.cache.size * 256 <= load.capacity_tokens
-    assert SMALLEST_TOKENS < load.pool.size.space_tokens < load.capacity_tokens
+    assert load.kv.capacity_tokens == pytest.approx(63.5 * 64 * 256 + 64 * 128, rel=0.02), "of 2 million"
+    assert load.kv.cache.size * 256 <= load.kv.capacity_tokens
+    assert SMALLEST_TOKENS < load.pool.size.space_tokens < load.kv.capacity_tokens
 
 
 def test_a_size_that_the_engine_says_is_never_overruled() -> None:
@@ -214,17 +214,17 @@ def test_a_size_that_the_engine_says_is_never_overruled() -> None:
         LoadMetrics(scraped_at=0.0, kv_blocks=200_000, block_size_tokens=16), others=None, queued=0.0, fresh_until=1.0
     )
     thrash(load)
-    assert load.capacity_tokens == load.told_tokens == 3_200_000
-    assert load.learner is None
+    assert load.kv.capacity_tokens == load.kv.told_tokens == 3_200_000
+    assert load.kv.learner is None
 
 
 def test_answers_that_do_not_say_what_was_cached_cost_and_teach_nothing() -> None:
     load = LoadModel(PoolModel(1024))
     thrash(load, None)
-    assert load.capacity_tokens == GUESSED_TOKENS
+    assert load.kv.capacity_tokens == GUESSED_TOKENS
     assert load.pool.size.space_tokens == Size().space_tokens
-    assert load.learner is not None
-    assert not load.learner.listens
+    assert load.kv.learner is not None
+    assert not load.kv.learner.listens
 
 
 def test_what_was_never_prefilled_cannot_be_missed() -> None:
@@ -234,7 +234,7 @@ def test_what_was_never_prefilled_cannot_be_missed() -> None:
     for _ in range(10):
         answer(load, range(64), 0, started=False)
     answer(load, range(64), 0)
-    assert load.capacity_tokens == GUESSED_TOKENS
+    assert load.kv.capacity_tokens == GUESSED_TOKENS
 
 
 def test_after_a_restart_nothing_is_missed_that_was_there_before() -> None:
@@ -246,7 +246,7 @@ def test_after_a_restart_nothing_is_missed_that_was_there_before() -> None:
     load.end(running, Usage(64 * 256, 0, 0), 0.9)
     for first in (0, 100, 200, 2000):
         answer(load, range(first, first + 64), 0)
-    assert load.capacity_tokens == GUESSED_TOKENS
+    assert load.kv.capacity_tokens == GUESSED_TOKENS
 
 
 def test_segments_are_small_beside_a_cache() -> None:

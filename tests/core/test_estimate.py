@@ -41,18 +41,23 @@ def test_a_request_is_counted_from_placement_to_end() -> None:
     one = load.place(prompt(1024, [1, 2, 3, 4]), 1.0)
     two = load.place(prompt(1536, [1, 2, 3, 4, 5, 6]), 1.0)
     assert (one.uncached, two.uncached) == (1024.0, 512.0), "the second finds the first's blocks"
-    assert (load.in_flight, load.pending_tokens, load.head_tokens) == (2, 1536.0, 1024.0)
-    assert (load.context_tokens, load.cache.pinned) == (2560.0, 6)
+    assert (load.work.in_flight, load.work.pending_tokens, load.work.head_tokens) == (2, 1536.0, 1024.0)
+    assert (load.work.context_tokens, load.kv.cache.pinned) == (2560.0, 6)
     load.first_byte(one, 1.1)
-    assert (load.pending_tokens, load.head_tokens, load.since_at) == (512.0, 512.0, 1.1)
+    assert (load.work.pending_tokens, load.work.head_tokens, load.work.since_at) == (512.0, 512.0, 1.1)
     load.progress(one, 20, 1.5)
-    assert (load.context_tokens, load.live_tokens) == (2580.0, 20.0)
+    assert (load.work.context_tokens, load.work.live_tokens) == (2580.0, 20.0)
     load.end(one, None, 2.0)
     load.end(one, None, 2.0)
-    assert (load.in_flight, load.context_tokens, load.live_tokens) == (1, 1536.0, 0.0)
+    assert (load.work.in_flight, load.work.context_tokens, load.work.live_tokens) == (1, 1536.0, 0.0)
     load.end(two, None, 2.0)
-    assert (load.in_flight, load.pending_tokens, load.context_tokens, load.cache.pinned) == (0, 0.0, 0.0, 0)
-    assert load.cache.size == 6, "and stays cached"
+    assert (load.work.in_flight, load.work.pending_tokens, load.work.context_tokens, load.kv.cache.pinned) == (
+        0,
+        0.0,
+        0.0,
+        0,
+    )
+    assert load.kv.cache.size == 6, "and stays cached"
 
 
 def test_the_backlog_shrinks_while_the_first_of_it_is_prefilled() -> None:
@@ -74,12 +79,12 @@ def test_a_request_that_does_not_stream_is_prefilled_when_it_should_be() -> None
     assert [one.due_at, two.due_at] == pytest.approx([0.14, 0.24])
     assert load.backlog_tokens(0.15) == pytest.approx(900.0), "since its predicted time the second is on"
     assert load.backlog_tokens(0.25) == 0.0
-    assert (load.in_flight, load.pending) == (2, {})
+    assert (load.work.in_flight, load.work.pending) == (2, {})
     load.first_byte(one, 3.0)
     load.end(one, Usage(1000, None, 300), 3.0)
-    assert load.in_flight == 1
+    assert load.work.in_flight == 1
     assert load.pool.output_tokens == pytest.approx(200 + 0.02 * 100)
-    assert (load.pool.token_ms, load.base_ms) == (0.1, 40.0), "it is no sample"
+    assert (load.pool.token_ms, load.speed.base_ms) == (0.1, 40.0), "it is no sample"
 
 
 @pytest.mark.parametrize("by", ["first byte", "end"])
@@ -92,7 +97,7 @@ def test_where_nobody_streams_answers_that_come_too_soon_say_how_fast_prefill_is
         if by == "first byte":
             load.first_byte(placement, n + 0.04)
         load.end(placement, Usage(8000, 0, 1), n + 0.04)
-    assert pool.token_ms * load.speed * 8000 < 80.0
+    assert pool.token_ms * load.speed.factor * 8000 < 80.0
     assert load.prefill_ms(60.0) == 0.0
 
 
@@ -105,7 +110,7 @@ def test_many_small_prompts_at_once_say_it_too() -> None:
         for placement in batch:
             load.first_byte(placement, n + 0.02)
             load.end(placement, Usage(250, 0, 1), n + 0.02)
-    assert pool.token_ms * load.speed * 25_000 < 100.0
+    assert pool.token_ms * load.speed.factor * 25_000 < 100.0
 
 
 def test_an_answer_that_comes_late_does_not_say_that_prefill_is_slow() -> None:
@@ -114,10 +119,10 @@ def test_an_answer_that_comes_late_does_not_say_that_prefill_is_slow() -> None:
     load = LoadModel(pool)
     for n in range(60):
         placement = load.place(prompt(8000, stream=False), 10.0 * n)
-        load.expire(10.0 * n + 5.0)
+        load.work.expire(10.0 * n + 5.0, load.speed)
         load.first_byte(placement, 10.0 * n + 9.0)
         load.end(placement, Usage(8000, 0, 300), 10.0 * n + 9.0)
-    assert (pool.token_ms, load.speed) == (0.1, 1.0)
+    assert (pool.token_ms, load.speed.factor) == (0.1, 1.0)
 
 
 def test_a_request_that_failed_soon_says_nothing_of_speed() -> None:
@@ -125,7 +130,7 @@ def test_a_request_that_failed_soon_says_nothing_of_speed() -> None:
     load = LoadModel(pool)
     for n in range(60):
         load.end(load.place(prompt(8000, stream=False), float(n)), None, n + 0.01)
-    assert (pool.token_ms, load.speed) == (0.1, 1.0)
+    assert (pool.token_ms, load.speed.factor) == (0.1, 1.0)
 
 
 def test_a_stream_that_begins_proves_that_what_came_before_is_prefilled() -> None:
@@ -134,11 +139,11 @@ def test_a_stream_that_begins_proves_that_what_came_before_is_prefilled() -> Non
     stream = load.place(prompt(1000), 0.0)
     later = load.place(prompt(70_000, stream=False), 0.0)
     load.first_byte(stream, 0.5)
-    assert list(load.pending) == [later]
+    assert list(load.work.pending) == [later]
     load.end(silent, None, 1.0)
     load.end(stream, None, 1.0)
     load.end(later, None, 1.0)
-    assert (load.in_flight, load.pending_tokens) == (0, 0.0)
+    assert (load.work.in_flight, load.work.pending_tokens) == (0, 0.0)
 
 
 def test_a_request_that_is_given_up_leaves_the_queue_and_the_clock() -> None:
@@ -146,12 +151,12 @@ def test_a_request_that_is_given_up_leaves_the_queue_and_the_clock() -> None:
     load = LoadModel(PoolModel(KIB))
     one, two, three = (load.place(prompt(1000), 0.0) for _ in range(3))
     load.end(two, None, 0.05)
-    assert (load.pending_tokens, load.since_at) == (2000.0, 0.0)
+    assert (load.work.pending_tokens, load.work.since_at) == (2000.0, 0.0)
     load.end(one, None, 0.06)
-    assert (load.pending_tokens, load.since_at, load.head_tokens) == (1000.0, 0.06, 1000.0)
+    assert (load.work.pending_tokens, load.work.since_at, load.work.head_tokens) == (1000.0, 0.06, 1000.0)
     load.first_byte(one, 0.07)
     load.progress(one, 5, 0.08)
-    assert load.context_tokens == 1000.0, "what comes late counts no more"
+    assert load.work.context_tokens == 1000.0, "what comes late counts no more"
     load.end(three, None, 0.1)
 
 
@@ -160,11 +165,11 @@ def test_the_cache_is_cut_to_what_the_engine_has_room_for() -> None:
     scrape(load, kv_blocks=128, block_size_tokens=16)  # 2,048 tokens, 8 blocks of ours
     for first in range(0, 40, 4):
         load.end(load.place(prompt(1024, list(range(first, first + 4))), 1.0), None, 1.1)
-    assert load.cache.size == 8
+    assert load.kv.cache.size == 8
     held = load.place(prompt(1024, [100, 101, 102, 103]), 2.0)
     load.progress(held, 600, 3.0)
     other = load.place(prompt(256, [200]), 3.0)
-    assert load.cache.size == 5, "streamed tokens take room too: (2048 - 600) / 256"
+    assert load.kv.cache.size == 5, "streamed tokens take room too: (2048 - 600) / 256"
     load.end(held, None, 4.0)
     load.end(other, None, 4.0)
 
@@ -179,9 +184,9 @@ def test_an_endpoint_that_left_or_restarted_takes_its_cache_along() -> None:
     fresh = one.place(prompt(512, [1, 2]), 1.0)
     one.end(running, None, 2.0)
     assert pool.index.match((1, 2)) == [2, 2]
-    assert one.cache.pinned == 2, "the old request's pins are not the new one's"
-    pool.index.leave(two.cache)
-    assert pool.index.match((1, 2))[one.slot] == 2
+    assert one.kv.cache.pinned == 2, "the old request's pins are not the new one's"
+    pool.index.leave(two.kv.cache)
+    assert pool.index.match((1, 2))[one.kv.slot] == 2
     two.end(kept, None, 3.0)
     one.end(fresh, None, 3.0)
     assert pool.index.entries == 2
@@ -192,10 +197,10 @@ def test_another_start_time_is_a_restart() -> None:
     load.end(load.place(prompt(512, [1, 2]), 0.0), None, 0.0)
     for started_at, left in ((5.0, 2), (5.0, 2), (6.0, 0)):
         scrape(load, started_at=started_at)
-        assert load.cache.size == left
+        assert load.kv.cache.size == left
     load.end(load.place(prompt(512, [1, 2]), 0.0), None, 0.0)
     scrape(load)
-    assert load.cache.size == 2, "not said is not changed"
+    assert load.kv.cache.size == 2, "not said is not changed"
 
 
 def test_others_load_counts_when_two_scrapes_say_so() -> None:
@@ -234,8 +239,8 @@ def test_freed_space_is_a_rate_that_is_forgotten() -> None:
     placement = load.place(prompt(512, [1, 2]), 0.0)
     load.progress(placement, 88, 1.0)
     load.end(placement, None, 10.0)
-    assert freed_per_ms(load.freed, 10.0) == pytest.approx(600 / 15_000)
-    assert freed_per_ms(load.freed, 10.0 + FREED_S) == pytest.approx(600 / 15_000 / math.e)
+    assert freed_per_ms(load.work.freed, 10.0) == pytest.approx(600 / 15_000)
+    assert freed_per_ms(load.work.freed, 10.0 + FREED_S) == pytest.approx(600 / 15_000 / math.e)
 
 
 # --- Learning ---------------------------------------------------------------------------------------------------------
@@ -265,9 +270,9 @@ def test_speed_and_fixed_time_are_learned() -> None:
         for tokens in (100, 3000):
             load.end(server.serve(tokens), None, server.now + 0.1)
             server.now += 1.0
-    rate = load.pool.token_ms * load.speed
+    rate = load.pool.token_ms * load.speed.factor
     assert rate == pytest.approx(0.054, rel=0.15)
-    assert load.base_ms == pytest.approx(22.0, rel=0.35)
+    assert load.speed.base_ms == pytest.approx(22.0, rel=0.35)
 
 
 def test_a_slow_endpoint_is_told_from_the_pool() -> None:
@@ -278,7 +283,7 @@ def test_a_slow_endpoint_is_told_from_the_pool() -> None:
         for server in servers:
             server.load.end(server.serve(4000), None, server.now)
             server.now += 1.0
-    rates = [pool.token_ms * server.load.speed for server in servers]
+    rates = [pool.token_ms * server.load.speed.factor for server in servers]
     assert rates[3] == pytest.approx(0.2, rel=0.3)
     assert rates[:3] == pytest.approx([0.05] * 3, rel=0.1)
 
@@ -292,7 +297,7 @@ def test_endpoints_that_differ_by_noise_alone_count_as_equal() -> None:
         for server in servers:
             server.load.end(server.serve(4000), None, server.now)
             server.now += 1.0
-    assert [server.load.speed for server in servers] == [1.0] * 3
+    assert [server.load.speed.factor for server in servers] == [1.0] * 3
 
 
 def test_a_batch_of_first_bytes_is_one_sample() -> None:
@@ -325,7 +330,7 @@ def test_a_prompt_that_nobody_could_read_teaches_nothing() -> None:
     load.first_byte(placement, 30.0)
     load.end(placement, None, 31.0)
     pool = load.pool
-    assert (load.base_ms, pool.token_ms, pool.hit_ratio, pool.output_tokens) == (40.0, 0.1, 0.3, 200.0)
+    assert (load.speed.base_ms, pool.token_ms, pool.hit_ratio, pool.output_tokens) == (40.0, 0.1, 0.3, 200.0)
 
 
 def test_what_was_learned_says_from_how_many_samples() -> None:
@@ -372,14 +377,14 @@ def test_gaps_are_learned_as_a_line_over_the_context() -> None:
         for stream in streams:
             load.first_byte(stream, now)
         for _ in range(10):
-            gap_ms = (15.0 + 1e-4 * load.context_tokens) * rng.lognormvariate(0, 0.03)
+            gap_ms = (15.0 + 1e-4 * load.work.context_tokens) * rng.lognormvariate(0, 0.03)
             now += 10 * gap_ms / 1000
             for stream in streams:
                 load.progress(stream, 10, now)
         for stream in streams:
             load.end(stream, None, now)
-    assert load.gap_per_token_ms == pytest.approx(1e-4, rel=0.15)
-    assert load.gap_ms == pytest.approx(15.0, rel=0.1)
+    assert load.speed.gap_per_token_ms == pytest.approx(1e-4, rel=0.15)
+    assert load.speed.gap_ms == pytest.approx(15.0, rel=0.1)
 
 
 def test_a_gap_with_a_prefill_queued_is_no_gap() -> None:
@@ -387,13 +392,13 @@ def test_a_gap_with_a_prefill_queued_is_no_gap() -> None:
     stream = load.place(prompt(1000), 0.0)
     load.first_byte(stream, 0.1)
     load.progress(stream, 1, 0.1)
-    before = load.mean_gap_ms
+    before = load.speed.mean_gap_ms
     other = load.place(prompt(9000), 0.2)
     load.progress(stream, 1, 1.0)
-    assert load.mean_gap_ms == before
+    assert load.speed.mean_gap_ms == before
     load.first_byte(other, 1.1)
     load.progress(stream, 10, 1.2)
-    assert load.mean_gap_ms == pytest.approx(20.0)
+    assert load.speed.mean_gap_ms == pytest.approx(20.0)
 
 
 def test_one_gap_in_five_is_looked_at() -> None:
@@ -403,7 +408,7 @@ def test_one_gap_in_five_is_looked_at() -> None:
     load.progress(stream, 1, 0.2)
     for n in range(10):
         load.progress(stream, 1, 0.2 + 0.01 * (n + 1) if n % 5 == 0 else 0.2 + 0.01 * (n + 1) + 0.005)
-    assert load.mean_gap_ms == pytest.approx((10.0 + 2 * 5.0) / 3), "a new one counts twice at the beginning"
+    assert load.speed.mean_gap_ms == pytest.approx((10.0 + 2 * 5.0) / 3), "a new one counts twice at the beginning"
 
 
 def test_an_endpoint_without_samples_of_late_is_taken_to_be_like_the_others() -> None:
@@ -415,9 +420,9 @@ def test_an_endpoint_without_samples_of_late_is_taken_to_be_like_the_others() ->
         for n in range(100):
             load.progress(stream, 10, 0.1 + 10 * gap_s * (n + 1))
     assert pool.gap_ms != PoolModel(KIB).gap_ms
-    assert slow.gap_ms > 1.3 * pool.gap_ms
-    assert slow.gap_until == pytest.approx(60.1 + 30.0, abs=3.0)
-    assert LoadModel(pool).gap_until < 0.0
+    assert slow.speed.gap_ms > 1.3 * pool.gap_ms
+    assert slow.speed.gap_until == pytest.approx(60.1 + 30.0, abs=3.0)
+    assert LoadModel(pool).speed.gap_until < 0.0
 
 
 def test_a_fixed_time_of_its_own_is_believed_for_a_while_and_then_tried_again() -> None:
@@ -428,9 +433,9 @@ def test_a_fixed_time_of_its_own_is_believed_for_a_while_and_then_tried_again() 
             stream = load.place(prompt(100), n)
             load.first_byte(stream, n + took)
             load.end(stream, None, n + 0.2)
-    assert usual.base_until < 0.0, "as far from the pool's as noise is"
-    assert slow.base_ms > 2 * pool.base_ms
-    assert slow.base_until == pytest.approx(199.1 + 30.0, abs=2.0)
+    assert usual.speed.base_until < 0.0, "as far from the pool's as noise is"
+    assert slow.speed.base_ms > 2 * pool.base_ms
+    assert slow.speed.base_until == pytest.approx(199.1 + 30.0, abs=2.0)
 
 
 def test_bytes_per_token_come_from_usage() -> None:
@@ -466,7 +471,7 @@ def test_the_first_use_of_an_adapter_teaches_its_load_and_nothing_else() -> None
         load.end(placement, None, 1.0)
     assert pool.load_times.first == pytest.approx(700.0, rel=0.06)
     assert pool.load_times.again == LoadTimes().again
-    assert (pool.token_ms, load.base_ms) == (0.1, 40.0)
+    assert (pool.token_ms, load.speed.base_ms) == (0.1, 40.0)
 
 
 def test_who_waits_for_a_slot_teaches_nothing() -> None:
@@ -478,10 +483,10 @@ def test_who_waits_for_a_slot_teaches_nothing() -> None:
     load.first_byte(first, 0.1)
     second = load.place(InferenceRequest("r", "two", True, 8000, 8000), 0.2)
     load.end(first, None, 5.0)
-    learned = pool.load_times, pool.token_ms, load.base_ms
+    learned = pool.load_times, pool.token_ms, load.speed.base_ms
     load.first_byte(second, 5.3)
     load.end(second, None, 6.0)
-    assert (pool.load_times, pool.token_ms, load.base_ms) == learned
+    assert (pool.load_times, pool.token_ms, load.speed.base_ms) == learned
 
 
 def test_whatever_happens_the_numbers_stay_numbers() -> None:
@@ -489,7 +494,7 @@ def test_whatever_happens_the_numbers_stay_numbers() -> None:
     rng = random.Random(5)
     pool = PoolModel(KIB)
     loads = [LoadModel(pool) for _ in range(3)]
-    running: list[Placement] = []
+    running: list[tuple[LoadModel, Placement]] = []
     now = 0.0
     for _ in range(5000):
         now += rng.choice([0.0, 0.0, 0.0005, 0.01, 1.0, 100.0])
@@ -498,21 +503,33 @@ def test_whatever_happens_the_numbers_stay_numbers() -> None:
             keys = tuple(range(rng.randrange(20)))
             size = rng.choice([0, 1, 5000, 10**7])
             request = InferenceRequest("r", "m", rng.random() < 0.5, size, size, keys)
-            running.append(rng.choice(loads).place(request, now))
+            load = rng.choice(loads)
+            running.append((load, load.place(request, now)))
         elif what == 2:
-            one = rng.choice(running)
-            one.load.first_byte(one, now)
+            load, one = rng.choice(running)
+            load.first_byte(one, now)
         elif what == 3:
-            one = rng.choice(running)
-            one.load.progress(one, rng.choice([0, 1, 1000]), now)
+            load, one = rng.choice(running)
+            load.progress(one, rng.choice([0, 1, 1000]), now)
         else:
-            one = running.pop(rng.randrange(len(running)))
-            one.load.end(one, Usage(rng.randrange(10**6), None, rng.randrange(10**4)), now)
-    for one in running:
-        one.load.end(one, None, now)
+            load, one = running.pop(rng.randrange(len(running)))
+            load.end(one, Usage(rng.randrange(10**6), None, rng.randrange(10**4)), now)
+    for load, one in running:
+        load.end(one, None, now)
     for load in loads:
-        assert (load.in_flight, load.pending, load.pending_tokens, load.context_tokens) == (0, {}, 0.0, 0.0)
-        for value in (load.speed, load.base_ms, load.gap_ms, load.gap_per_token_ms, freed_per_ms(load.freed, now)):
+        assert (load.work.in_flight, load.work.pending, load.work.pending_tokens, load.work.context_tokens) == (
+            0,
+            {},
+            0.0,
+            0.0,
+        )
+        for value in (
+            load.speed.factor,
+            load.speed.base_ms,
+            load.speed.gap_ms,
+            load.speed.gap_per_token_ms,
+            freed_per_ms(load.work.freed, now),
+        ):
             assert math.isfinite(value)
             assert value >= 0.0
     assert 0.0 < pool.token_ms < 1000.0

@@ -104,7 +104,7 @@ def test_shortest_work_first_counting_what_is_cached() -> None:
     warm = balancer.submit(ask(1024, keys=[1, 2, 3, 4]), now=0.0)
     assert warm.state is TicketState.WAITING
     balancer.close(warm, Outcome.CLIENT_CLOSED, now=0.0)
-    running.placed_on.load.cache.pin((1, 2, 3, 4))  # type: ignore[union-attr]
+    running.placed_on.load.kv.cache.pin((1, 2, 3, 4))  # type: ignore[union-attr]
     names = {"long": ask(1900, name="long"), "mid": ask(1500, name="mid"), "warm": ask(1025, keys=[1, 2, 3, 4])}
     tickets = {name: balancer.submit(request, now=0.0) for name, request in names.items()}
     balancer.close(running, Outcome.COMPLETED, now=0.1)
@@ -140,7 +140,7 @@ def test_a_reservation_lets_those_behind_see_what_is_spoken_for() -> None:
     one, two = fill(balancer, 2)
     keys = list(range(40))
     assert one.placed_on is not None
-    one.placed_on.load.cache.pin(tuple(keys))
+    one.placed_on.load.kv.cache.pin(tuple(keys))
     waiting = [balancer.submit(ask(11_000, keys=[*keys, 100 + n]), now=0.0) for n in range(60)]
     assert {ticket.best for ticket in waiting} == {one.placed_on, two.placed_on}
     learned = balancer.learned(now=0.0)
@@ -254,7 +254,7 @@ def test_so_many_are_priced_at_a_time_and_no_more(monkeypatch: pytest.MonkeyPatc
     one, two = fill(balancer, 2, tokens=4000)
     keys = list(range(400))
     assert one.placed_on is not None
-    one.placed_on.load.cache.pin(tuple(keys))
+    one.placed_on.load.kv.cache.pin(tuple(keys))
     waiting = [balancer.submit(ask(102_400, keys=keys), now=0.0) for _ in range(100)]
     asked: list[InferenceRequest] = []
     price = balancer._choice.policy.price
@@ -353,7 +353,7 @@ def test_a_scrape_and_a_restart_reach_the_model_of_the_cache() -> None:
     for started_at, cached in ((7.0, 16), (7.0, 16), (8.0, 0)):
         balancer.scrape_sent(uid)
         balancer.report_scrape(uid, LoadMetrics(scraped_at=2.0, started_at=started_at))
-        assert home.placed_on.load.cache.size == cached
+        assert home.placed_on.load.kv.cache.size == cached
     balancer.close(balancer.submit(again, now=3.0), Outcome.COMPLETED, now=3.0)
     for endpoint in endpoints:
         balancer.report_restart(endpoint.uid)

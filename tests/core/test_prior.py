@@ -42,7 +42,7 @@ LONG = InferenceRequest("r", MODEL, stream=True, body_bytes=32_000, prompt_bytes
 
 def speeds(balancer: Balancer) -> list[float]:
     """Prefill time relative to the pool's."""
-    return [state.load.speed for state in balancer._endpoints.members()]
+    return [state.load.speed.factor for state in balancer._endpoints.members()]
 
 
 def prefill(balancer: Balancer, name: str, took_s: float, now: float) -> None:
@@ -65,7 +65,7 @@ def test_twice_the_weight_is_taken_for_half_the_time() -> None:
 @pytest.mark.parametrize("weight", [1.0, 7.0, 0.3])
 def test_equal_weights_change_nothing_at_all(weight: float) -> None:
     balancer = pool(weight, weight, weight)
-    assert [state.load.ln_speed for state in balancer._endpoints.members()] == [0.0, 0.0, 0.0]
+    assert [state.load.speed.ln_factor for state in balancer._endpoints.members()] == [0.0, 0.0, 0.0]
     assert speeds(balancer) == [1.0, 1.0, 1.0]
 
 
@@ -84,10 +84,10 @@ def test_the_faster_one_is_chosen_first() -> None:
 def test_what_was_measured_counts_more_than_any_later_guess() -> None:
     balancer = pool(1, 1)
     prefill(balancer, "e1", 3.0, now=1.0)
-    measured = speeds(balancer)[0], next(iter(balancer._endpoints.members())).load.ln_speed
+    measured = speeds(balancer)[0], next(iter(balancer._endpoints.members())).load.speed.ln_factor
     assert measured[1] > 0.0
     join(balancer, 8, 1)  # a reload
-    assert (speeds(balancer)[0], next(iter(balancer._endpoints.members())).load.ln_speed) == measured
+    assert (speeds(balancer)[0], next(iter(balancer._endpoints.members())).load.speed.ln_factor) == measured
     assert speeds(balancer)[1] == pytest.approx(2.0), "nothing was measured of that one"
 
 

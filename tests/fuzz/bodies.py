@@ -1,4 +1,4 @@
-"""JSON bodies: the `model` that `core.requests.openai` sees against the one that json.loads, as servers use it, sees."""
+"""JSON bodies: the `model` that `requests.openai` sees against the one that json.loads, as servers use it, sees."""
 
 from __future__ import annotations
 

@@ -8,12 +8,9 @@ in flight share say nothing either: an engine that starts two of them in one ste
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lbproxy.core.requests.request import Usage
-
-if TYPE_CHECKING:
-    from lbproxy.core.knowledge.placement import Placement
 
 EXPECTED_TOKENS: Final = 1024.0
 """Less is no sign: engines cache whole blocks, and some leave the last of them out."""
@@ -44,16 +41,3 @@ class Recall:
             return False
         self._gone = 0
         return True
-
-
-def surely_cached(placement: Placement) -> float:
-    """Tokens of a prompt that its endpoint has in its cache unless that was lost; 0 where the endpoint itself tells of
-    restarts.
-    """
-    load = placement.load
-    if load.started_at is not None or placement.cache is not load.cache:
-        return 0.0
-    steps = placement.steps
-    if load.learner is not None and not (steps and load.learner.size.holds(steps[0].distance)):
-        return 0.0  # it may have been evicted
-    return placement.left_blocks * load.pool.index.block_bytes / load.pool.bytes_per_token

@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from lbproxy.core.requests.prompt_keys import BlockKey
 
 if TYPE_CHECKING:
-    from lbproxy.core.knowledge.placement import Placement
-    from lbproxy.core.requests.request import Usage
+    pass
 
 SEGMENT_BLOCKS: Final = 16
 """The order of last use is kept by segments of so many blocks: 1.3 % of a cache of 300,000 tokens."""
@@ -138,40 +137,6 @@ class CapacityLearner:
         """The rest between each segment and the one before it."""
         self._compact_at = FEW_SEGMENTS
         """How many segments there may be until the empty ones are given up."""
-
-    def placed(self, placement: Placement) -> None:
-        """Note how far a request's blocks are. To be called before it is counted anywhere."""
-        if self.listens:
-            load, pool = placement.load, placement.load.pool
-            block_tokens = pool.index.block_bytes / pool.bytes_per_token
-            # Of each request in flight half a block on average is no full block, and stands in no index.
-            used_tokens = (load.cache.pinned + load.in_flight / 2.0) * block_tokens + load.live_tokens
-            placement.steps = self.look_up(
-                placement.request.block_keys,
-                load.cache.pinned_depth(placement.request.block_keys),
-                used_tokens=used_tokens,
-                block_tokens=block_tokens,
-            )
-
-    def ended(self, placement: Placement, usage: Usage | None, output_tokens: int) -> None:
-        """A request that was prefilled is over, and counted no more."""
-        request, pool = placement.request, placement.load.pool
-        if usage is not None and usage.prompt_tokens:
-            self.listens = self.listens or usage.cached_tokens is not None
-            count = len(request.block_keys)
-            if placement.steps and count >= FEW_KEYS and request.is_text(usage.prompt_tokens):
-                # vLLM says nothing where the others say 0.
-                self.learn(placement.steps, (usage.cached_tokens or 0) / usage.prompt_tokens * (count + 0.5))
-        if self.listens and placement.cache is placement.load.cache:
-            index = pool.index
-            block_tokens = index.block_bytes / pool.bytes_per_token
-            room = (index.max_entries - index.entries) / max(1, index.members)
-            self.remember(
-                request.block_keys[: placement.end.end],
-                placement.load.cache.pinned_depth(request.block_keys),
-                rest_tokens=output_tokens + block_tokens / 2.0,
-                max_blocks=min(room, REMEMBERED * self.size.tokens / block_tokens),
-            )
 
     def look_up(
         self, keys: Sequence[BlockKey], in_use: int, *, used_tokens: float, block_tokens: float

@@ -15,7 +15,7 @@ with a reservation (`core.capacity.line`).
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lbproxy.core.capacity.lanes import Lanes
 from lbproxy.core.capacity.line import Line
@@ -23,9 +23,6 @@ from lbproxy.core.capacity.others import Mean, Others
 from lbproxy.core.capacity.response_times import ResponseTimes
 from lbproxy.core.capacity.slots import QUEUE_S, Slots
 from lbproxy.core.capacity.unread import Unread
-
-if TYPE_CHECKING:
-    from lbproxy.core.knowledge.load_model import LoadModel
 
 HOLD_MS: Final = 250.0
 """An endpoint with more prefill work than this gets no more. Less starves the engines; more binds too early, and puts
@@ -85,44 +82,23 @@ class Room:
 
     # Reading
 
-    def wait_ms(self, load: LoadModel, now: float) -> float:
-        """How long a request that is placed there now waits before its own prefill begins."""
-        return max(load.prefill_ms(now), self.slots.wait_ms(load.in_flight + self.others.requests(now), now))
-
-    def is_full(self, load: LoadModel, now: float) -> bool:
-        """Whether no request should be placed there now. What is overdue counts from here on."""
-        slots, silent = self.slots, False
-        if load.pending:
-            head = next(iter(load.pending))
-            silent = not head.request.stream
-            if head.late_at <= now:
-                slots.overdue(head.late_at, load.in_flight - len(load.pending), now)
-        if self._lacks(load, now) is not None:
-            return True
-        if load.prefill_ms(now) <= HOLD_MS:
-            return False
-        pending = len(load.pending)
+    def may_start(self, pending: int, now: float, *, silent: bool) -> bool:
+        """Whether another request is placed here although the prefill work before it is enough, to see whether it
+        starts at once. `pending`: requests without a first byte, `silent`: of which the first does not stream.
+        """
         if silent and pending <= SILENT:
-            return False
-        return not (slots.is_idle(now) and self.lanes.may_try(pending, now))
+            return True
+        return self.slots.is_idle(now) and self.lanes.may_try(pending, now)
 
-    def full_by(self, load: LoadModel, now: float) -> str | None:
-        """Why no request should be placed there now; None: one may. Changes nothing."""
-        return self._lacks(load, now) or ("prefill" if load.prefill_ms(now) > HOLD_MS else None)
-
-    def opens_in_s(self, load: LoadModel, now: float) -> float:
-        """In how many seconds it has room without anything happening there; infinite: it does not."""
-        if self._lacks(load, now) is not None:
-            return inf
-        return max(0.0, load.prefill_ms(now) - HOLD_MS) / 1000.0
-
-    def _lacks(self, load: LoadModel, now: float) -> str | None:
-        """What does not come by itself, if it is full for want of that."""
-        if load.in_flight < OURS:
+    def lacks(self, in_flight: int, now: float, *, growth: float, overloaded: bool) -> str | None:
+        """What there is no room for, if that does not come by itself; None: nothing. `in_flight`: of ours; `growth`:
+        the share of the cache that these will take besides.
+        """
+        if in_flight < OURS:
             return None
-        slots, in_flight = self.slots, load.in_flight + self.others.requests(now)
-        if slots.is_full(in_flight, now):
+        slots, requests = self.slots, in_flight + self.others.requests(now)
+        if slots.is_full(requests, now):
             return "space" if slots.by_space else "requests"
         if not slots.by_space:
             return None
-        return "space" if slots.lacks_space(in_flight, load.growth(), now, overloaded=load.pool.overloaded) else None
+        return "space" if slots.lacks_space(requests, growth, now, overloaded=overloaded) else None

@@ -114,7 +114,7 @@ class EndpointSet:
             if pool is not None:
                 state.load = LoadModel(pool, state.endpoint.kv_cache_tokens)
                 if state.said_tokens is not None:
-                    state.load.told(float(state.said_tokens), at_most=state.said_at_most)
+                    state.load.kv.told(float(state.said_tokens), at_most=state.said_at_most)
                 if state.said_slots is not None:
                     state.load.room.slots.told(state.said_slots)
         if pool is not None:
@@ -126,7 +126,7 @@ class EndpointSet:
         if self._pool is not None:
             self._pool.index.max_entries = blocks
             for state in self._states.values():
-                state.load.cache.trim(self._pool.index.fair_share)
+                state.load.kv.cache.trim(self._pool.index.fair_share)
 
     # Membership
 
@@ -149,7 +149,7 @@ class EndpointSet:
                     state.models = _declared(spec)
                     self.serving.changed(state)
                 if self._pool is not None and spec.kv_cache_tokens != before.kv_cache_tokens:
-                    state.load.declare(spec.kv_cache_tokens)
+                    state.load.kv.declare(spec.kv_cache_tokens)
                 if spec.health is None:
                     self.judge.unprobed(state, now=now)
                 changed.append(state.endpoint)
@@ -159,7 +159,7 @@ class EndpointSet:
             state.draining = True
             self.judge.left(state)
             if self._pool is not None:
-                self._pool.index.leave(state.load.cache)
+                self._pool.index.leave(state.load.kv.cache)
         self._leaving = [state for state in [*self._leaving, *removed] if state.in_flight]
         self._states = states
         if self._pool is not None:
@@ -326,7 +326,7 @@ class EndpointSet:
         if state is not None:
             state.said_tokens, state.said_at_most = tokens, at_most
             if self._pool is not None:
-                state.load.told(float(tokens), at_most=at_most)
+                state.load.kv.told(float(tokens), at_most=at_most)
 
     def report_slots(self, uid: EndpointUid, slots: int) -> None:
         """How many requests an endpoint runs at once, by its own word. Kept like the size of its cache."""
@@ -346,7 +346,7 @@ class EndpointSet:
         """Where nothing listened somebody does: another process, whose caches are empty. One that says when it was
         started says itself, in its next page, whether it is another.
         """
-        if self._pool is not None and state.load.started_at is None:
+        if self._pool is not None and state.load.kv.started_at is None:
             state.load.restarted()
 
     def ask_load(self, uid: EndpointUid, ask: bool) -> None:

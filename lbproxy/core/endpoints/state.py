@@ -95,7 +95,7 @@ class EndpointState:
     breaker: Breaker
     """What became of its requests."""
     load: LoadModel
-    """What `core.knowledge.load_model` knows of its work. Set only under policies that need it (`Policy.block_bytes`)."""
+    """What is known of its work and speed. Set only under policies that need it (`Policy.block_bytes`)."""
 
     def __init__(self, endpoint: Endpoint, models: dict[str, ModelCard] | None = None) -> None:
         self.endpoint = endpoint

@@ -1,16 +1,14 @@
-"""One placed request, as the model of its endpoint's work counts it. `core.knowledge.load_model` writes it."""
+"""One placed request, as the model of its endpoint's work counts it. The load model writes it."""
 
 from __future__ import annotations
 
 from math import exp
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lbproxy.core.caches.adapters import Arrival
+from lbproxy.core.caches.cache_size import Step
+from lbproxy.core.caches.prefix_index import EndpointCache, Node
 from lbproxy.core.requests.request import InferenceRequest
-
-if TYPE_CHECKING:
-    from lbproxy.core.caches.cache_size import Step
-    from lbproxy.core.knowledge.load_model import LoadModel
 
 NEVER: Final = float("inf")
 FREED_S: Final = 15.0
@@ -31,7 +29,6 @@ class Placement:
         "in_flight",
         "late_at",
         "left_blocks",
-        "load",
         "placed_at",
         "predicted_s",
         "prefilled_ms",
@@ -45,16 +42,16 @@ class Placement:
         "work",
     )
 
-    def __init__(self, load: LoadModel, request: InferenceRequest, now: float) -> None:
-        self.load = load
-        self.cache = load.cache
+    def __init__(self, request: InferenceRequest, cache: EndpointCache, root: Node, now: float) -> None:
+        """`cache`: the endpoint's, in which the prompt is pinned up to `end`; `root`: of the index of prefixes."""
+        self.cache = cache
         self.request = request
         self.placed_at = now
         self.prompt_tokens = 1.0
         self.uncached = 1.0
         self.work = 1.0
         """Its prefill, in tokens (`core.knowledge.prefill_work`)."""
-        self.end = load.pool.index.root
+        self.end = root
         """The end of what is pinned of the prompt in `cache`."""
         self.left_blocks = 0
         """Blocks of the prompt that finished requests left in the cache, and no request in flight uses."""
@@ -90,6 +87,6 @@ class Placement:
 
 
 def freed_per_ms(freed: tuple[float, float], now: float) -> float:
-    """Tokens of cache space that became free, per millisecond, of late: from a `LoadModel.freed`."""
+    """Tokens of cache space that became free, per millisecond, of late: from a `Work.freed`."""
     tokens, at = freed
     return tokens * exp((at - now) / FREED_S) / (1000.0 * FREED_S)

@@ -9,7 +9,7 @@ proportions of weights count. Invariant: where all are equal, nothing is assumed
 from __future__ import annotations
 
 from collections.abc import Collection
-from math import exp, log
+from math import log
 from typing import Final
 
 from lbproxy.core.knowledge.learning import clip
@@ -29,6 +29,4 @@ def assume_speeds(weighted: Collection[tuple[float, LoadModel]]) -> None:
     else:
         guesses = [0.0] * len(weights)  # exactly, which a mean of logarithms is not
     for (_, load), guess in zip(weighted, guesses, strict=True):
-        if not load.samples.prefill_ms_per_token:
-            load.ln_speed = guess
-            load.speed = exp(guess)
+        load.speed.assume(guess)

@@ -82,21 +82,23 @@ class QueueSnapshot:
 def of_endpoint(load: LoadModel, *, now: float) -> EndpointLearned:
     """One endpoint's."""
     pool = load.pool
-    own_gap = load.gap_until > now
-    gap_ms, slope = (load.gap_ms, load.gap_per_token_ms) if own_gap else (pool.gap_ms, pool.gap_per_token_ms)
+    own_gap = load.speed.gap_until > now
+    gap_ms, slope = (
+        (load.speed.gap_ms, load.speed.gap_per_token_ms) if own_gap else (pool.gap_ms, pool.gap_per_token_ms)
+    )
     return EndpointLearned(
-        prefill_ms_per_token=pool.token_ms * load.speed,
-        base_ms=load.base_ms if load.base_until > now else pool.base_ms,
-        gap_ms=gap_ms + slope * load.context_tokens,
+        prefill_ms_per_token=pool.token_ms * load.speed.factor,
+        base_ms=load.speed.base_ms if load.speed.base_until > now else pool.base_ms,
+        gap_ms=gap_ms + slope * load.work.context_tokens,
         prefill_queue_ms=load.prefill_ms(now),
-        cached_tokens=load.cache.size * pool.index.block_bytes / pool.bytes_per_token,
-        capacity_tokens=load.capacity_tokens,
-        context_tokens=load.context_tokens,
-        wait_ms=load.room.wait_ms(load, now),
+        cached_tokens=load.kv.cache.size * pool.index.block_bytes / pool.bytes_per_token,
+        capacity_tokens=load.kv.capacity_tokens,
+        context_tokens=load.work.context_tokens,
+        wait_ms=load.wait_ms(now),
         limit=None if load.room.slots.limit == inf else load.room.slots.limit,
-        full_by=load.room.full_by(load, now),
+        full_by=load.full_by(now),
         held=load.room.line.count,
-        samples=_counts(load.samples, EndpointLearned),
+        samples=_counts(load.speed.samples, EndpointLearned),
     )
 
 

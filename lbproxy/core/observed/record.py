@@ -79,7 +79,7 @@ class RequestRecord:
         best = ticket.best
         self.wait, self.held_for, self.full_by = ticket.wait, None, None
         if best is not None:
-            self.held_for, self.full_by = best.endpoint.name, best.load.room.full_by(best.load, ticket.submitted_at)
+            self.held_for, self.full_by = best.endpoint.name, best.load.full_by(ticket.submitted_at)
 
     def decided(self, decision: Decision) -> None:
         """About one more attempt."""

@@ -106,18 +106,19 @@ class Adaptive(Policy):
         block = pool.index.block_bytes / pool.bytes_per_token
         blocks = len(request.block_keys) * block
         depths = pool.index.match(request.block_keys)
-        mean_load = sum([load.in_flight for load in loads]) / len(loads)
+        mean_load = sum([load.work.in_flight for load in loads]) / len(loads)
         space = SPACE * token_ms * pool.hit_ratio * (1.0 + CROWDED * mean_load)
         space_tokens, decode, pool_gap = pool.size.space_tokens, DECODE * output, (pool.gap_ms, pool.gap_per_token_ms)
         costs, waits, works, held, reports = [], [], [], pool.held > 0, pool.others.until >= now
-        least = _least_work(prompt, max([depths[load.slot] for load in loads]) * block) if held else 0.0
+        least = _least_work(prompt, max([depths[load.kv.slot] for load in loads]) * block) if held else 0.0
         notes: _Parts | None = None
         for load in loads:
-            if load.due_at <= now:
-                load.expire(now)
-            rate = token_ms * load.speed
+            there, speed, kv, room = load.work, load.speed, load.kv, load.room
+            if there.due_at <= now:
+                there.expire(now, speed)
+            rate = token_ms * speed.factor
             # Prefill: of what is not cached here, after what is queued here, less what is done of the first of that.
-            cached = depths[load.slot] * block
+            cached = depths[kv.slot] * block
             uncached = prompt - cached
             if uncached < 1.0:  # noqa: PLR1730 - max() takes four times as long
                 uncached = 1.0
@@ -125,12 +126,12 @@ class Adaptive(Policy):
             own = uncached if beyond <= 0.0 else uncached * (1.0 + PER_CONTEXT * beyond)  # `work_tokens`, in place
             prefill = own * rate
             backlog = 0.0
-            if load.pending:
-                backlog, done = load.pending_tokens, (1000.0 * (now - load.since_at) - STEPS * load.mean_gap_ms) / rate
+            if there.pending:
+                backlog = there.pending_tokens
+                done = (1000.0 * (now - there.since_at) - STEPS * speed.mean_gap_ms) / rate
                 if done > 0.0:
-                    backlog -= done if done < load.head_tokens else load.head_tokens
-            in_flight, room = load.in_flight, load.room
-            streams, others = float(in_flight), room.others
+                    backlog -= done if done < there.head_tokens else there.head_tokens
+            in_flight, streams, others = there.in_flight, float(there.in_flight), room.others
             if others.count or (reports and others.until < now):
                 streams += others.requests(now)
                 backlog += others.queued(now) * pool.work_tokens
@@ -138,15 +139,15 @@ class Adaptive(Policy):
             if streams >= room.slots.limit or (held and room.line.count) or room.lanes.lanes > 1.0:
                 wait = _wait_ms(load, backlog, streams, least, now)
             # Decode: a gap grows with the context that the batch reads in each step.
-            own_gap, slope = (load.gap_ms, load.gap_per_token_ms) if load.gap_until > now else pool_gap
-            gap = own_gap + slope * (load.context_tokens + prompt)
+            own_gap, slope = (speed.gap_ms, speed.gap_per_token_ms) if speed.gap_until > now else pool_gap
+            gap = own_gap + slope * (there.context_tokens + prompt)
             # Cache space: more is taken where more is full, and it matters more where more is reused. What is evicted
             # may be computed anew on any endpoint, so this is at the pool's speed: at its own, slow ones looked far too
             # dear (half the servers at half speed: goodput .46 instead of .75).
-            cache, live, capacity = load.cache, load.live_tokens, load.capacity_tokens
+            cache, live, capacity = kv.cache, there.live_tokens, kv.capacity_tokens
             foreign = others.space(now) if others.cache_tokens else 0.0
-            first = load.base_ms if load.base_until > now else base
-            used = (cache.size * block + live + foreign) / (load.told_tokens or space_tokens)
+            first = speed.base_ms if speed.base_until > now else base
+            used = (cache.size * block + live + foreign) / (kv.told_tokens or space_tokens)
             cost = first + wait + prefill * (1.0 + STALL * streams) + decode * (gap + streams * slope * prompt)
             space_cost = space * used * uncached
             # Space for this request and for what those in flight will still say, as far as it is not there.
@@ -171,7 +172,7 @@ class Adaptive(Policy):
         notes: _Parts | None = None
         for load in loads:
             each = load.room.unread.ms(model, elsewhere)
-            in_flight = load.in_flight + load.room.others.requests(now)
+            in_flight = load.work.in_flight + load.room.others.requests(now)
             wait = load.room.slots.wait_ms(in_flight + load.room.line.count, now)
             cost = max(in_flight * each, wait) + each
             if self.explains:
@@ -182,7 +183,7 @@ class Adaptive(Policy):
 
     def is_full(self, state: EndpointState, wait_ms: float, now: float) -> bool:
         """By its room."""
-        return state.load.room.is_full(state.load, now)
+        return state.load.is_full(now)
 
     def explain(self, notes: object, *, shown: Sequence[int]) -> list[dict[str, float]]:
         """The terms of the module's docstring, in milliseconds, if `price` was to note them."""
@@ -234,14 +235,18 @@ def _wait_ms(load: LoadModel, backlog: float, ahead: float, work: float, now: fl
         ahead += held
         backlog += tokens
     lanes = room.lanes.lanes
-    free = lanes > 1.0 and len(load.pending) < lanes
-    prefills = 0.0 if free else backlog * pool.token_ms * load.speed / lanes
+    free = lanes > 1.0 and len(load.work.pending) < lanes
+    prefills = 0.0 if free else backlog * pool.token_ms * load.speed.factor / lanes
     return max(prefills, room.slots.wait_ms(ahead, now))
 
 
 def space_wait_ms(load: LoadModel, over_tokens: float, now: float) -> float:
     """How long until `over_tokens` of cache space become free: at the rate of late, or a fifth of what decode makes."""
-    rate = max(freed_per_ms(load.freed, now), 0.2 * load.in_flight / max(5.0, load.mean_gap_ms), MIN_FREED_PER_MS)
+    rate = max(
+        freed_per_ms(load.work.freed, now),
+        0.2 * load.work.in_flight / max(5.0, load.speed.mean_gap_ms),
+        MIN_FREED_PER_MS,
+    )
     return min(MAX_SPACE_WAIT_MS, over_tokens / rate)
 
 
@@ -265,7 +270,10 @@ def _adapter_ms(loads: Sequence[LoadModel], adapter: str | None, pool: PoolModel
         adapter,
         [load.adapters for load in loads],
         times=pool.load_times,
-        in_flight=[float(load.in_flight) for load in loads],
-        answer_ms=[pool.output_tokens * (load.gap_ms + load.gap_per_token_ms * load.context_tokens) for load in loads],
+        in_flight=[float(load.work.in_flight) for load in loads],
+        answer_ms=[
+            pool.output_tokens * (load.speed.gap_ms + load.speed.gap_per_token_ms * load.work.context_tokens)
+            for load in loads
+        ],
         now=now,
     )

@@ -108,8 +108,8 @@ class LlmD(Policy):
         uncached = _uncached(request, candidates)
         blocks = len(request.block_keys)
         depths = candidates[0].load.pool.index.match(request.block_keys)
-        tokens = [state.load.pending_uncached() for state in candidates]
-        warm = [blocks > 0 and depths[state.load.slot] >= 0.8 * blocks for state in candidates]
+        tokens = [state.load.work.pending_uncached() for state in candidates]
+        warm = [blocks > 0 and depths[state.load.kv.slot] >= 0.8 * blocks for state in candidates]
         costs = [queued + own for queued, own in zip(tokens, uncached, strict=True)]
         best_warm = min((t for t, is_warm in zip(tokens, warm, strict=True) if is_warm), default=inf)
         best_cold = min((t for t, is_warm in zip(tokens, warm, strict=True) if not is_warm), default=inf)
@@ -133,10 +133,10 @@ class CacheAware(Policy):
         if max(loads) - min(loads) > 64 and max(loads) > 1.5 * min(loads):
             return Prices([float(load) for load in loads])
         depths = candidates[0].load.pool.index.match(request.block_keys)
-        matches = [depths[state.load.slot] for state in candidates]
+        matches = [depths[state.load.kv.slot] for state in candidates]
         if max(matches) * BASELINE_BLOCK_BYTES > 0.3 * request.prompt_bytes:
             return Prices([-float(match) for match in matches])
-        return Prices([float(state.load.cache.size) for state in candidates])
+        return Prices([float(state.load.kv.cache.size) for state in candidates])
 
 
 class PrefixHash(Policy):
@@ -174,7 +174,7 @@ class Preble(Policy):
         pool = candidates[0].load.pool
         uncached = _uncached(request, candidates)
         block = pool.index.block_bytes / pool.bytes_per_token
-        work = [state.load.recent_tokens(now) for state in candidates]
+        work = [state.load.work.recent_tokens(now) for state in candidates]
         fewest = min(uncached)
         if request.prompt_bytes / pool.bytes_per_token - fewest > fewest:
             holders = [load if own == fewest else inf for load, own in zip(work, uncached, strict=True)]
@@ -182,7 +182,7 @@ class Preble(Policy):
                 return Prices(holders)
         costs = []
         for state, load, own in zip(candidates, work, uncached, strict=True):
-            evicted = max(0.0, state.load.cache.size * block + own - state.load.capacity_tokens)
+            evicted = max(0.0, state.load.kv.cache.size * block + own - state.load.kv.capacity_tokens)
             costs.append(load + evicted * pool.hit_ratio + own)
         return Prices(costs)
 
@@ -203,8 +203,8 @@ class Dynamo(Policy):
         costs = []
         for state, own in zip(candidates, _uncached(request, candidates), strict=True):
             load = state.load
-            in_use = load.cache.pinned * block + load.live_tokens
-            costs.append((load.pending_uncached() + own + in_use + prompt) / 16.0)
+            in_use = load.kv.cache.pinned * block + load.work.live_tokens
+            costs.append((load.work.pending_uncached() + own + in_use + prompt) / 16.0)
         return Prices(costs)
 
 
@@ -220,7 +220,7 @@ class LMetric(Policy):
         uncached = _uncached(request, candidates)
         return Prices(
             [
-                (state.load.pending_uncached() + own) * (state.in_flight + 1)
+                (state.load.work.pending_uncached() + own) * (state.in_flight + 1)
                 for state, own in zip(candidates, uncached, strict=True)
             ]
         )
@@ -238,7 +238,7 @@ class MinTtft(Policy):
         token_ms = candidates[0].load.pool.token_ms
         return Prices(
             [
-                state.load.base_ms + (state.load.backlog_tokens(now) + own) * token_ms * state.load.speed
+                state.load.speed.base_ms + (state.load.backlog_tokens(now) + own) * token_ms * state.load.speed.factor
                 for state, own in zip(candidates, _uncached(request, candidates), strict=True)
             ]
         )
@@ -254,7 +254,7 @@ def _uncached(request: InferenceRequest, candidates: Sequence[EndpointState]) ->
     depths = pool.index.match(request.block_keys)
     prompt = request.prompt_bytes / pool.bytes_per_token
     block = pool.index.block_bytes / pool.bytes_per_token
-    return [max(1.0, prompt - depths[state.load.slot] * block) for state in candidates]
+    return [max(1.0, prompt - depths[state.load.kv.slot] * block) for state in candidates]
 
 
 def _queue(state: EndpointState, now: float) -> float:

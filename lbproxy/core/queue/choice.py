@@ -203,7 +203,7 @@ class Choice:
         return [
             n
             for n, (state, wait, work) in enumerate(zip(candidates, prices.waits_ms, prices.work_tokens, strict=True))
-            if prices.costs[n] < inf and state.load.first_byte_ms(wait, work, now) <= left_ms
+            if prices.costs[n] < inf and state.load.speed.first_byte_ms(wait, work, now) <= left_ms
         ]
 
     def _lowest(self, costs: list[float], candidates: Sequence[EndpointState]) -> int:

@@ -181,7 +181,7 @@ class Waiting:
     def _open_later(self, state: EndpointState, now: float) -> None:
         """Look at an endpoint again when it has worked off enough."""
         if self._pool is not None and self._choice.holds:
-            opens_in_s = state.load.room.opens_in_s(state.load, now)
+            opens_in_s = state.load.opens_in_s(now)
             if 0.0 < opens_in_s < inf:
                 self.wake_at(state.endpoint.uid, now + opens_in_s + SOON_S)
 

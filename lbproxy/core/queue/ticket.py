@@ -7,6 +7,7 @@ from enum import Enum
 from lbproxy.core.capacity.line import Line
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.state import EndpointState, Trial
+from lbproxy.core.knowledge.load_model import LoadModel
 from lbproxy.core.knowledge.placement import Placement
 from lbproxy.core.policies.explain import Decision
 from lbproxy.core.queue.flow import Flow, Refusal
@@ -50,6 +51,8 @@ class Ticket:
     first_byte_at: float | None = None
     outcome: Outcome | None = None
     """Set when CLOSED."""
+    load: LoadModel | None = None
+    """Its endpoint's when it was placed; None under policies without such models."""
     placement: Placement | None = None
     """How its endpoint's `LoadModel` counts it; None under policies without such models."""
     best: EndpointState | None = None
