@@ -31,9 +31,11 @@ COMPILED = {
     "lbproxy/core/policies": "adaptive baselines explain policy registry scorers",
     "lbproxy/core/queue": "choice flow flows held overload ticket waiting_queue",
     "lbproxy/core/observed": "record snapshot",
-    "lbproxy/net": "corked h1 patience pool",
-    "lbproxy/proxy": "exchange exchanger forwarding headers plain reading relay request turn",
-    "lbproxy/control": "histogram line recent telemetry writer",
+    "lbproxy/net/connections": "corked h1 patience pool",
+    "lbproxy/proxy/request": "client_request forwarding headers plain reading",
+    "lbproxy/proxy/exchange": "exchange exchanger relay steps",
+    "lbproxy/proxy/front": "turn",
+    "lbproxy/control/telemetry": "access_line histogram recent telemetry writer",
 }
 """By folder, what each request goes through."""
 

@@ -23,7 +23,9 @@ from pathlib import Path
 
 from benchmarks.growth import Series, growth_rows, statement
 from lbproxy import __version__
-from lbproxy.config import AdmissionSettings, HealthSettings, RetrySettings, RoutingSettings, ScrapeSettings
+from lbproxy.config.sections.endpoints import ScrapeSettings
+from lbproxy.config.sections.health import HealthSettings
+from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings, RoutingSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.caches.prefix_index import EndpointCache, PrefixIndex
 from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid

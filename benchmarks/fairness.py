@@ -19,11 +19,11 @@ from statistics import fmean
 import orjson
 
 from lbproxy import __version__
-from lbproxy.config import Scenario
+from lbproxy.config.scenario import Scenario
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.sim.fleet import Served
-from lbproxy.sim.report import as_table, estimate
-from lbproxy.sim.sharing import REFUSED, by_flow
+from lbproxy.sim.fleet.fleet import Served
+from lbproxy.sim.fleet.report import as_table, estimate
+from lbproxy.sim.fleet.sharing import REFUSED, by_flow
 from lbproxy.sim_cli import runs_of, serve
 
 HERE = Path(__file__).parent

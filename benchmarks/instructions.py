@@ -32,13 +32,13 @@ import uvloop
 
 from lbproxy import process
 from lbproxy.app import Proxy
-from lbproxy.config import parse
-from lbproxy.control import line
+from lbproxy.config.parse import parse
+from lbproxy.control.telemetry import access_line as line
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.requests.openai import ModelCard
-from lbproxy.net.notify import Notifier
-from lbproxy.net.origin import Origin
-from lbproxy.net.pool import Connection
+from lbproxy.net.connections.pool import Connection
+from lbproxy.net.dialing.origin import Origin
+from lbproxy.net.listening.notify import Notifier
 
 ROOT = Path(__file__).parents[1]
 LOADS = ("1k", "32k", "sse", "stream")

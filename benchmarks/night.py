@@ -36,7 +36,7 @@ from lbproxy.demo.load import Load
 from lbproxy.demo.show import clock
 from lbproxy.demo.timeline import SLOWNESS, Act, Step, Timeline, Verb
 from lbproxy.demo.traffic import MODEL, SERVERS, mock_arguments
-from lbproxy.sim.mix import everyday
+from lbproxy.sim.workloads.mix import everyday
 from tests.support.browser import BROWSER
 from tests.support.browser import page as browser_page
 

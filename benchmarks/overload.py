@@ -35,11 +35,12 @@ import orjson
 
 from benchmarks.surprises import SURPRISES, VARIANTS, Crowd, changed, run_crowd
 from lbproxy import __version__
-from lbproxy.config import Scenario, ScrapeSettings
+from lbproxy.config.scenario import Scenario
+from lbproxy.config.sections.endpoints import ScrapeSettings
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.sim.fleet import Sample, Served
-from lbproxy.sim.report import as_table, percentile
-from lbproxy.sim.sharing import REFUSED
+from lbproxy.sim.fleet.fleet import Sample, Served
+from lbproxy.sim.fleet.report import as_table, percentile
+from lbproxy.sim.fleet.sharing import REFUSED
 from lbproxy.sim_cli import Run, fleet_of, runs_of, workload_of
 
 HERE = Path(__file__).parent

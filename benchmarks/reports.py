@@ -15,16 +15,16 @@ import statistics
 import time
 from collections.abc import Iterator
 
-from lbproxy.config import parse
+from lbproxy.config.parse import parse
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.requests.openai import ModelCard
-from lbproxy.net.origin import Origin
-from lbproxy.net.pool import Connection, ConnectionPool
-from lbproxy.proxy.exchanger import Exchanger
-from lbproxy.proxy.server import FrontEnd
+from lbproxy.net.connections.pool import Connection, ConnectionPool
+from lbproxy.net.dialing.origin import Origin
+from lbproxy.proxy.exchange.exchanger import Exchanger
+from lbproxy.proxy.front.server import FrontEnd
 from lbproxy.runtime import Runtime
 
 REQUESTS = 1000

@@ -38,9 +38,9 @@ from benchmarks.cells import CELLS, GIE_LORA, LORA, LORA_CAPACITY, ROBUSTNESS, C
 from benchmarks.targets import Found, Kept, Runner, chosen_parts, found_of, run_parts
 from benchmarks.verdicts import mean, page, ratio, shown
 from lbproxy import __version__
-from lbproxy.config import Scenario
+from lbproxy.config.scenario import Scenario
 from lbproxy.core.policies.registry import POLICIES
-from lbproxy.sim.report import Summary, as_json, markdown
+from lbproxy.sim.fleet.report import Summary, as_json, markdown
 from lbproxy.sim_cli import Comparison, Result, Run, label, run_all, runs_of
 
 HERE = Path(__file__).parent

@@ -13,9 +13,10 @@ from statistics import fmean
 
 import orjson
 
-from lbproxy.config import Scenario, ScrapeSettings
-from lbproxy.sim.report import percentile
-from lbproxy.sim.sharing import REFUSED
+from lbproxy.config.scenario import Scenario
+from lbproxy.config.sections.endpoints import ScrapeSettings
+from lbproxy.sim.fleet.report import percentile
+from lbproxy.sim.fleet.sharing import REFUSED
 from lbproxy.sim_cli import Run, fleet_of, workload_of
 
 VARIANTS = ("adaptive", "adaptive/hold=false")

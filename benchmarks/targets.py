@@ -22,10 +22,10 @@ import orjson
 
 from benchmarks.cells import CELLS, LADDER_SHORT, Cell
 from lbproxy import __version__
-from lbproxy.config import Scenario
+from lbproxy.config.scenario import Scenario
 from lbproxy.core.policies.registry import POLICIES
-from lbproxy.sim.oracle import ORACLES
-from lbproxy.sim.report import Summary
+from lbproxy.sim.fleet.oracle import ORACLES
+from lbproxy.sim.fleet.report import Summary
 from lbproxy.sim_cli import Run, runs_of, simulate
 
 OURS, FLOOR, LEAST = "adaptive", "round-robin", "least-request"

@@ -13,8 +13,8 @@ from statistics import fmean
 
 from benchmarks.targets import BOUND, FLOOR, LEAST, OURS, PARTS, TOP, Found, Part
 from lbproxy import __version__
-from lbproxy.sim.oracle import ORACLES
-from lbproxy.sim.report import RESAMPLES, Estimate, Summary, markdown, percentile
+from lbproxy.sim.fleet.oracle import ORACLES
+from lbproxy.sim.fleet.report import RESAMPLES, Estimate, Summary, markdown, percentile
 
 NO_LOSS: Mapping[str, tuple[str, bool]] = {
     "ttft_mean": ("TTFT", False),
@@ -37,8 +37,8 @@ is of the seeds that all of them have.
 ABOUT_ORACLES = """\
 `oracle` places each request at once where its first token would truly come first; `oracle, late` holds back as adaptive
 does (left out where nothing ever waits a second: there both do the same). Both see the engines' state, the caches and
-the lengths of answers; neither looks at what a placement costs others (`lbproxy/sim/oracle.py`). Below 1x, adaptive is
-better than greed with perfect knowledge; goodput is better above 1x.
+the lengths of answers; neither looks at what a placement costs others (`lbproxy/sim/fleet/oracle.py`). Below 1x,
+adaptive is better than greed with perfect knowledge; goodput is better above 1x.
 
 """
 

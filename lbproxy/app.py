@@ -23,34 +23,37 @@ from functools import partial
 from typing import NamedTuple
 
 from lbproxy import __version__, process
-from lbproxy.config import Address, AdminSettings, ConfigError, ListenSettings, Settings
-from lbproxy.control.admin import Admin
-from lbproxy.control.api import Api
-from lbproxy.control.credentials import Files
-from lbproxy.control.discovery import Discovery, warn_of_unverified
-from lbproxy.control.history import History
-from lbproxy.control.memory import Memory
-from lbproxy.control.overlay import Overlay
-from lbproxy.control.prober import Prober
-from lbproxy.control.recent import Recent
-from lbproxy.control.scraper import Scraper, Scraping
-from lbproxy.control.state import State
-from lbproxy.control.telemetry import Telemetry
-from lbproxy.control.watch import Loops, Watches
+from lbproxy.config.sections.access import AdminSettings, ListenSettings
+from lbproxy.config.sections.clients import Address
+from lbproxy.config.text import ConfigError
+from lbproxy.config.tree import Settings
+from lbproxy.control.admin.api import Api
+from lbproxy.control.admin.key_files import Files
+from lbproxy.control.admin.server import Admin
+from lbproxy.control.admin.state import State
+from lbproxy.control.discovery.discovery import Discovery, warn_of_unverified
+from lbproxy.control.discovery.overlay import Overlay
+from lbproxy.control.discovery.watch import Loops, Watches
+from lbproxy.control.probing.prober import Prober
+from lbproxy.control.probing.scraper import Scraper, Scraping
+from lbproxy.control.telemetry.history import History
+from lbproxy.control.telemetry.memory import Memory
+from lbproxy.control.telemetry.recent import Recent
+from lbproxy.control.telemetry.telemetry import Telemetry
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec
 from lbproxy.core.engines.dialects import Engines
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.extras import Tracing
-from lbproxy.net.bind import open_sockets
-from lbproxy.net.inherit import Inherited, start_successor
-from lbproxy.net.notify import Notifier
-from lbproxy.net.pool import ConnectionPool
-from lbproxy.proxy.exchanger import Exchanger
-from lbproxy.proxy.keys import KeyRing
-from lbproxy.proxy.overload import Overload
-from lbproxy.proxy.server import FrontEnd
+from lbproxy.net.connections.pool import ConnectionPool
+from lbproxy.net.listening.bind import open_sockets
+from lbproxy.net.listening.inherit import Inherited, start_successor
+from lbproxy.net.listening.notify import Notifier
+from lbproxy.proxy.exchange.exchanger import Exchanger
+from lbproxy.proxy.front.overload import Overload
+from lbproxy.proxy.front.server import FrontEnd
+from lbproxy.proxy.request.keys import KeyRing
 from lbproxy.runtime import Runtime, Sink, logger, supervise
 
 SUCCESSOR_WAITS_S = 3.0
@@ -357,7 +360,7 @@ class Proxy:
             self.watches.restart()
         self._start_sources()
 
-    # Steering: see control.api
+    # Steering: see control.admin.api
 
     async def add_endpoint(self, entry: Mapping[str, object], *, keep: bool) -> str:
         """See api.Steering."""

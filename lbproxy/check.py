@@ -10,16 +10,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lbproxy.config import Settings
-from lbproxy.control.credentials import Credentials, read_credentials
-from lbproxy.control.discovery import Discovery
-from lbproxy.control.inspect import Inspection, inspect
+from lbproxy.config.tree import Settings
+from lbproxy.control.admin.key_files import Credentials, read_credentials
+from lbproxy.control.discovery.discovery import Discovery
+from lbproxy.control.probing.inspect import Inspection, inspect
 from lbproxy.core.engines.dialects import Engines
 from lbproxy.core.engines.readings import MAX_LORA
 from lbproxy.core.engines.server_info import SERVER_INFO
 from lbproxy.core.policies.ignored import ignored_settings
 from lbproxy.extras import find_traces
-from lbproxy.net.pool import ConnectionPool
+from lbproxy.net.connections.pool import ConnectionPool
 
 COSTS = {
     "waiting": "requests that others queue there are not seen",

@@ -18,7 +18,10 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from lbproxy import __version__, process
-from lbproxy.config import ConfigError, Settings, addresses, json_schema, parse, parse_scenario
+from lbproxy.config import addresses
+from lbproxy.config.parse import json_schema, parse, parse_scenario
+from lbproxy.config.text import ConfigError
+from lbproxy.config.tree import Settings
 
 MAX_SETTINGS_BYTES = 1 << 20
 T = TypeVar("T")
@@ -215,8 +218,8 @@ def _demo_traffic(args: argparse.Namespace) -> int:
 
 
 def _mock(args: argparse.Namespace) -> int:
-    from lbproxy.sim.http import MockOptions, MockServer  # noqa: PLC0415
-    from lbproxy.sim.mock_options import ENGINES  # noqa: PLC0415
+    from lbproxy.sim.mock.http import MockOptions, MockServer  # noqa: PLC0415
+    from lbproxy.sim.mock.mock_options import ENGINES  # noqa: PLC0415
 
     given = {name: value for name, value in vars(args).items() if name not in {"command", "config", "fault", "adapter"}}
     try:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from math import inf
 from typing import Final, Protocol
 
-from lbproxy.config import Settings
+from lbproxy.config.tree import Settings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.endpoint_set import EndpointChanges

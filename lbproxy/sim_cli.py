@@ -19,36 +19,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lbproxy.config import (
-    ConfigError,
-    HealthSettings,
-    RetrySettings,
-    RoutingSettings,
-    Scenario,
-    ScrapeSettings,
-    WorkloadSettings,
-)
+from lbproxy.config.scenario import Scenario, WorkloadSettings
+from lbproxy.config.sections.endpoints import ScrapeSettings
+from lbproxy.config.sections.health import HealthSettings
+from lbproxy.config.sections.routing import RetrySettings, RoutingSettings
+from lbproxy.config.text import ConfigError
 from lbproxy.core.policies.policy import Policy
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.queue.flows import FlowRules
-from lbproxy.sim import plots, sharing
-from lbproxy.sim.catalogue import (
-    WORKLOADS,
-    UnknownWorkload,
-    adapter_names,
-    checked,
-    make_workload,
-    takes_trace,
-    workload_parameters,
-)
-from lbproxy.sim.clients import Clients, Source
-from lbproxy.sim.cluster import Fleet
-from lbproxy.sim.fixed import FixedTimes
-from lbproxy.sim.fleet import TOKEN_BYTES, Fault, FaultKind, FleetOptions, Others, Served, Server
-from lbproxy.sim.oracle import OracleBalancer, OracleFleet
-from lbproxy.sim.presets import PRESETS
-from lbproxy.sim.replicas import Replica
-from lbproxy.sim.report import (
+from lbproxy.sim.engine.fixed import FixedTimes
+from lbproxy.sim.engine.presets import PRESETS
+from lbproxy.sim.fleet import plots, sharing
+from lbproxy.sim.fleet.cluster import Fleet
+from lbproxy.sim.fleet.fleet import TOKEN_BYTES, Fault, FaultKind, FleetOptions, Others, Served, Server
+from lbproxy.sim.fleet.oracle import OracleBalancer, OracleFleet
+from lbproxy.sim.fleet.replicas import Replica
+from lbproxy.sim.fleet.report import (
     Estimate,
     Summary,
     as_json,
@@ -60,9 +46,19 @@ from lbproxy.sim.report import (
     paired,
     summarise,
 )
-from lbproxy.sim.sharing import Share, by_flow
-from lbproxy.sim.traces import TraceError, TraceRow, read_azure, read_mooncake
-from lbproxy.sim.workload import Workload
+from lbproxy.sim.fleet.sharing import Share, by_flow
+from lbproxy.sim.workloads.catalogue import (
+    WORKLOADS,
+    UnknownWorkload,
+    adapter_names,
+    checked,
+    make_workload,
+    takes_trace,
+    workload_parameters,
+)
+from lbproxy.sim.workloads.clients import Clients, Source
+from lbproxy.sim.workloads.traces import TraceError, TraceRow, read_azure, read_mooncake
+from lbproxy.sim.workloads.workload import Workload
 
 AnyReplica = TypeVar("AnyReplica", bound=Replica)
 
@@ -82,7 +78,7 @@ class Run:
     rows: tuple[TraceRow, ...] | None = None
     """Of the trace that the workload replays."""
     oracle: str | None = None
-    """One of `sim.oracle.ORACLES` in place of the policy."""
+    """One of `sim.fleet.oracle.ORACLES` in place of the policy."""
 
 
 @dataclass(frozen=True, slots=True)

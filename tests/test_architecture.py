@@ -37,20 +37,47 @@ IMPURE = {
     "ssl",
 }
 ONLY_IN = {
-    "prometheus_client": {"control/telemetry.py", "control/families.py", "control/endpoint_families.py"},
+    "prometheus_client": {
+        "control/telemetry/telemetry.py",
+        "control/telemetry/families.py",
+        "control/telemetry/endpoint_families.py",
+    },
     "yaml": {"config/"},
     "pydantic": {"config/"},
     "pydantic_core": {"config/"},
     "uvloop": {"cli.py"},
     "rich": {"check.py", "sim_cli.py", "cli.py", "terminal/", "demo/show.py"},
     "httpx": {"terminal/"},
-    "matplotlib": {"sim/plots.py"},
-    "dns": {"control/nameservers.py"},
+    "matplotlib": {"sim/fleet/plots.py"},
+    "dns": {"control/discovery/nameservers.py"},
     "opentelemetry": {"extras/spans.py", "extras/traces.py"},
 }
 READS_FILES = {
-    *("app.py", "cli.py", "control/credentials.py", "control/dashboard/__init__.py", "control/discovery.py"),
-    "control/memory.py",
+    *(
+        "app.py",
+        "cli.py",
+        "control/admin/key_files.py",
+        "control/admin/dashboard/page.py",
+        "control/discovery/discovery.py",
+    ),
+    "control/telemetry/memory.py",
+}
+ROOMS = {
+    "core": "requests engines caches capacity knowledge endpoints policies queue observed",
+    "control": "probing discovery telemetry admin",
+    "net": "dialing connections",
+    "proxy": "request exchange front",
+    "sim": "engine workloads fleet",
+}
+"""The rooms of a layer: a module imports its own room and those that stand left of it."""
+ALONE = {"net/listening", "sim/mock", "sim/engine"}
+"""Rooms that stand beside the others. What they have in common is `sim/engine`."""
+MAX_MODULES = 12
+"""In a folder, besides its `__init__`."""
+MAX_ATTRIBUTES = 15
+"""Of a class that does something: more is two classes."""
+LARGE = {
+    *("EndpointState", "Ticket", "RequestRecord", "Placement"),  # plain facts, of which most things need a few
 }
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 70
@@ -82,7 +109,7 @@ def room(dotted: str) -> str | None:
 
 
 def is_pure(file: Path) -> bool:
-    return place(file).startswith(("core/", "sim/")) and place(file) not in {"sim/http.py", "sim/sabotage.py"}
+    return place(file).startswith(("core/", "sim/")) and place(file) not in {"sim/mock/http.py", "sim/mock/sabotage.py"}
 
 
 def each(files: list[Path]) -> pytest.MarkDecorator:
@@ -138,7 +165,7 @@ def test_files_are_read_in_few_places(file: Path) -> None:
         assert not methods & {"open", "read_text", "read_bytes", "fdopen"}
 
 
-OWN_TASKS = {"net/pool.py", "net/listener.py", "net/names.py", "sim/sabotage.py"}
+OWN_TASKS = {"net/connections/pool.py", "net/listening/listener.py", "net/dialing/names.py", "sim/mock/sabotage.py"}
 """These own what they start, and end it: dialling, accepting (docs/decisions/0009) and resolving, a simulated server's
 faults."""
 
@@ -162,6 +189,72 @@ def test_nothing_grows_too_large(file: Path) -> None:
 @each(FILES)
 def test_every_module_says_what_it_is_for(file: Path) -> None:
     assert ast.get_docstring(tree(file))
+
+
+def dotted(file: Path) -> str:
+    """The module's name."""
+    return ".".join(("lbproxy", *file.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def graph() -> dict[str, set[str]]:
+    """Module -> the modules of ours that it imports, for their types alone too."""
+    names = {dotted(file): file for file in FILES}
+    found = {
+        name: {one if one in names else one.rpartition(".")[0] for one in imports(file)} for name, file in names.items()
+    }
+    return {name: (others & names.keys()) - {name} for name, others in found.items()}
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    left = graph()
+    while free := [name for name, others in left.items() if not others & left.keys()]:
+        for name in free:
+            del left[name]
+    assert not left, "these are in a circle, or import one"
+
+
+@each([file for file in FILES if place(file).split("/")[0] in ROOMS])
+def test_rooms_import_to_the_left(file: Path) -> None:
+    layer, *rooms = place(file).split("/")
+    order = ROOMS[layer].split()
+    for other in graph()[dotted(file)]:
+        parts = other.split(".")[1:]
+        if parts[0] != layer or len(parts) < 3 or len(rooms) < 2 or parts[1] == rooms[0]:
+            continue
+        if rooms[0] in order:
+            assert parts[1] in order[: order.index(rooms[0])], f"{other} stands right of {rooms[0]}"
+        else:
+            assert f"{layer}/{parts[1]}" in ALONE, f"{rooms[0]} stands alone"
+
+
+def test_folders_are_rooms_and_not_heaps() -> None:
+    folders = {file.parent for file in FILES} - {ROOT}
+    for folder in folders:
+        modules = [file.name for file in folder.glob("*.py") if file.name != "__init__.py"]
+        assert len(modules) <= MAX_MODULES, f"{folder.relative_to(ROOT)}: {len(modules)} modules"
+        said = ast.get_docstring(tree(folder / "__init__.py"))
+        assert said, f"{folder.relative_to(ROOT)} does not say what it is for"
+        assert not list(imports(folder / "__init__.py")), "an __init__ exports nothing"
+
+
+@each(FILES)
+def test_no_class_has_too_many_attributes(file: Path) -> None:
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.ClassDef) and not node.decorator_list and node.name not in LARGE:
+            count = len(attributes(node))
+            assert count <= MAX_ATTRIBUTES, f"{node.name} has {count}"
+
+
+def attributes(node: ast.ClassDef) -> set[str]:
+    """What a class sets of itself."""
+    return {
+        one.attr
+        for one in ast.walk(node)
+        if isinstance(one, ast.Attribute)
+        and isinstance(one.ctx, ast.Store)
+        and isinstance(one.value, ast.Name)
+        and one.value.id == "self"
+    }
 
 
 def test_the_rules_can_fail() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from lbproxy.check import ASKED, COSTS, NO_LOAD, NOT_ASKED, check
-from lbproxy.config import parse
+from lbproxy.config.parse import parse
 from lbproxy.core.engines.dialects import SIGNALS
 from lbproxy.core.engines.readings import MAX_LORA
 from tests.control.rig import model_list, page

@@ -11,20 +11,14 @@ from typing import cast, get_args, get_origin
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from lbproxy.config import (
-    Address,
-    ConfigError,
-    EndpointSettings,
-    EndpointTls,
-    KeySettings,
-    RoutingSettings,
-    Settings,
-    TlsSettings,
-    json_schema,
-    parse,
-    parse_endpoints,
-)
 from lbproxy.config.descriptions import descriptions
+from lbproxy.config.parse import json_schema, parse, parse_endpoints
+from lbproxy.config.sections.access import KeySettings, TlsSettings
+from lbproxy.config.sections.clients import Address
+from lbproxy.config.sections.endpoints import EndpointSettings, EndpointTls
+from lbproxy.config.sections.routing import RoutingSettings
+from lbproxy.config.text import ConfigError
+from lbproxy.config.tree import Settings
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = (ROOT / "config.example.yaml").read_text()

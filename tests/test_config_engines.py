@@ -8,8 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lbproxy.config import BUILT_IN_ENGINES, ConfigError, EngineSettings, MetricRatio, MetricSpec, json_schema, parse
-from lbproxy.config.engines import MAX_ENGINES, MAX_SPECS
+from lbproxy.config.parse import json_schema, parse
+from lbproxy.config.sections.engines import (
+    BUILT_IN_ENGINES,
+    MAX_ENGINES,
+    MAX_SPECS,
+    EngineSettings,
+    MetricRatio,
+    MetricSpec,
+)
+from lbproxy.config.text import ConfigError
 from lbproxy.core.engines.dialects import ENGINES
 
 MINIMAL = "endpoints: [http://gpu-1:8000]\n"

@@ -7,8 +7,10 @@ import random
 
 import pytest
 
-from lbproxy.config import ConfigError, Settings, parse, with_endpoints, without_secrets
-from lbproxy.control.discovery import Discovery
+from lbproxy.config.parse import parse, with_endpoints, without_secrets
+from lbproxy.config.text import ConfigError
+from lbproxy.config.tree import Settings
+from lbproxy.control.discovery.discovery import Discovery
 from lbproxy.core.endpoints.credentials import ApiKey, Proxy
 from tests.support.aio import run
 

@@ -13,8 +13,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lbproxy.config import BUILT_IN_ENGINES, ConfigError, RoutingSettings, Settings, parse
-from lbproxy.config.text import MAX_DEPTH, MAX_PROBLEMS_SHOWN, MAX_TEXT_CHARS
+from lbproxy.config.parse import parse
+from lbproxy.config.sections.engines import BUILT_IN_ENGINES
+from lbproxy.config.sections.routing import RoutingSettings
+from lbproxy.config.text import MAX_DEPTH, MAX_PROBLEMS_SHOWN, MAX_TEXT_CHARS, ConfigError
+from lbproxy.config.tree import Settings
 
 EXAMPLE = (Path(__file__).parents[1] / "config.example.yaml").read_text()
 FIXTURES = Path(__file__).parent / "fixtures" / "config"

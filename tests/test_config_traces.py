@@ -7,7 +7,9 @@ import json
 
 import pytest
 
-from lbproxy.config import ConfigError, Settings, parse, without_secrets
+from lbproxy.config.parse import parse, without_secrets
+from lbproxy.config.text import ConfigError
+from lbproxy.config.tree import Settings
 
 SECRET = "Bearer sk-0123456789-abcdefghij"
 

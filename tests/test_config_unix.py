@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from lbproxy.config import Address, ConfigError, Settings, parse
+from lbproxy.config.parse import parse
+from lbproxy.config.sections.clients import Address
+from lbproxy.config.text import ConfigError
+from lbproxy.config.tree import Settings
 
 
 def settings(text: str) -> Settings:

@@ -23,7 +23,8 @@ import pytest
 import yaml
 
 from lbproxy.cli import _parser
-from lbproxy.config import Settings, parse
+from lbproxy.config.parse import parse
+from lbproxy.config.tree import Settings
 from tests.support.compose import (
     BASE,
     DOCKERFILE,

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lbproxy.config import BUILT_IN_ENGINES, MetricRatio, MetricSpec, Signal, parse
+from lbproxy.config.parse import parse
+from lbproxy.config.sections.engines import BUILT_IN_ENGINES, MetricRatio, MetricSpec, Signal
 from lbproxy.core.engines.dialects import ENGINES, SIGNALS, Engines
 from lbproxy.core.engines.readings import PageReader, Reading
 from tests.support.docs import DOCS, blocks, expect_generated, table

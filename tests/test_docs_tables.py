@@ -20,28 +20,21 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from lbproxy.cli import _parser
-from lbproxy.config import (
-    Address,
-    AdminSettings,
-    EndpointSettings,
-    EndpointTls,
-    EngineSettings,
-    FlowSettings,
-    KeySettings,
-    ListenSettings,
-    ModelSettings,
-    Settings,
-    TlsSettings,
-)
 from lbproxy.config.descriptions import descriptions
-from lbproxy.config.engines import SignalForm
+from lbproxy.config.sections.access import AdminSettings, KeySettings, ListenSettings, TlsSettings
+from lbproxy.config.sections.clients import Address
+from lbproxy.config.sections.endpoints import EndpointSettings, EndpointTls
+from lbproxy.config.sections.engines import EngineSettings, SignalForm
+from lbproxy.config.sections.flows import FlowSettings
+from lbproxy.config.sections.models import ModelSettings
+from lbproxy.config.tree import Settings
 from lbproxy.config.values import Quantity
 from lbproxy.core.endpoints.health import TABLE, Event, Health
 from lbproxy.core.policies.scorers import SCORERS
 from lbproxy.core.requests.outcome import LbError, Outcome
-from lbproxy.proxy.answers import error_answer
-from lbproxy.sim.faults import COMMON, KINDS, Parameter
-from lbproxy.sim.presets import BLOCK_TOKENS, PRESETS
+from lbproxy.proxy.request.answers import error_answer
+from lbproxy.sim.engine.presets import BLOCK_TOKENS, PRESETS
+from lbproxy.sim.mock.faults import COMMON, KINDS, Parameter
 from tests.support.docs import DOCS, cells, expect_generated, generated, table
 
 UNITS = {

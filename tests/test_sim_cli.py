@@ -10,20 +10,20 @@ import pytest
 from pydantic import BaseModel
 
 from lbproxy.cli import main
-from lbproxy.config import (
-    ConfigError,
+from lbproxy.config.parse import parse_scenario
+from lbproxy.config.scenario import (
     FaultSettings,
-    FlowsSettings,
     OthersSettings,
+    PresetName,
     Scenario,
     ServerSettings,
     WorkloadSettings,
-    parse_scenario,
 )
-from lbproxy.config.scenario import PresetName
-from lbproxy.sim.catalogue import WORKLOADS, workload_parameters
-from lbproxy.sim.plots import can_plot
-from lbproxy.sim.presets import PRESETS
+from lbproxy.config.sections.flows import FlowsSettings
+from lbproxy.config.text import ConfigError
+from lbproxy.sim.engine.presets import PRESETS
+from lbproxy.sim.fleet.plots import can_plot
+from lbproxy.sim.workloads.catalogue import WORKLOADS, workload_parameters
 from lbproxy.sim_cli import fleet_options, label, run_all, runs_of
 from tests.support.docs import DOCS, blocks, expect_generated, table
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 import orjson
 import xxhash
 
-from lbproxy.sim.catalogue import WARM_UP, make_workload
-from lbproxy.sim.prompts import prompt_text
-from lbproxy.sim.traces import TraceRow, mooncake_like
-from lbproxy.sim.workload import Arrival, Job
+from lbproxy.sim.workloads.catalogue import WARM_UP, make_workload
+from lbproxy.sim.workloads.prompts import prompt_text
+from lbproxy.sim.workloads.traces import TraceRow, mooncake_like
+from lbproxy.sim.workloads.workload import Arrival, Job
 
 MODEL = "sim"
 PRESET = "qwen-32b-2xh100"

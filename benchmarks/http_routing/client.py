@@ -27,9 +27,9 @@ import orjson
 import uvloop
 
 from benchmarks.http_routing.cells import CELLS, arrivals, body, digest
-from lbproxy.sim.report import percentile
-from lbproxy.sim.traces import read_mooncake
-from lbproxy.sim.workload import Arrival, Job
+from lbproxy.sim.fleet.report import percentile
+from lbproxy.sim.workloads.traces import read_mooncake
+from lbproxy.sim.workloads.workload import Arrival, Job
 
 TIMEOUT_S = 300.0
 """For one answer, from when its request was due; later ones have failed."""

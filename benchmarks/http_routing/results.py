@@ -1,7 +1,7 @@
 """From runs to figures: those of HTTP and those of virtual time, of the same arrivals, in the same words.
 
-Both become `lbproxy.sim.fleet.Served`, so that `lbproxy.sim.report` computes them alike and compares them by seed. Runs
-are kept as lines of JSON while they are made, so that a long form can go on where it was interrupted.
+Both become `lbproxy.sim.fleet.fleet.Served`, so that `lbproxy.sim.fleet.report` computes them alike and compares them
+by seed. Runs are kept as lines of JSON while they are made, so that a long form can go on where it was interrupted.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import orjson
 from benchmarks.http_routing.cells import CELLS, MAX_MODEL_LEN, PRESET, arrivals
 from benchmarks.http_routing.client import Call, Counters
 from benchmarks.http_routing.trial import Trial, late
-from lbproxy.config import Scenario
+from lbproxy.config.scenario import Scenario
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.sim.fleet import Served
-from lbproxy.sim.report import Summary, by_phase, summarise
-from lbproxy.sim.traces import TraceRow
-from lbproxy.sim.workload import Arrival, OpenLoop
+from lbproxy.sim.fleet.fleet import Served
+from lbproxy.sim.fleet.report import Summary, by_phase, summarise
+from lbproxy.sim.workloads.traces import TraceRow
+from lbproxy.sim.workloads.workload import Arrival, OpenLoop
 from lbproxy.sim_cli import Run, serve_workload
 
 
@@ -36,7 +36,7 @@ class Row(TypedDict):
     """Why it is not believed."""
     digest: str
     summary: dict[str, float]
-    """Of `lbproxy.sim.report.Summary`; the hit ratio is of the servers' counters."""
+    """Of `lbproxy.sim.fleet.report.Summary`; the hit ratio is of the servers' counters."""
     phases: dict[str, dict[str, float]]
     usage_hit_ratio: float
     """As the answers' usage has it. Unlike the counters it leaves out a warm-up that does not drain, as virtual time

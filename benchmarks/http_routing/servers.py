@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack
 import uvloop
 
 from benchmarks.http_routing.cells import MAX_MODEL_LEN, MODEL, PRESET
-from lbproxy.sim.http import MockOptions, MockServer
+from lbproxy.sim.mock.http import MockOptions, MockServer
 
 
 async def run(count: int, seed: int) -> None:

@@ -1,8 +1,8 @@
 """What `lbproxy sim` simulates: a fleet of simulated servers, a workload, and the policies to compare on it.
 
 Read like the settings and by the same rules: frozen, no unknown keys, every number in its range, all problems told at
-once. Which workloads there are and which parameters they have is the simulation's to say (`sim.catalogue`), as config
-may not import it; so their names are text here and checked where they are used.
+once. Which workloads there are and which parameters they have is the simulation's to say (`sim.workloads.catalogue`),
+as config may not import it; so their names are text here and checked where they are used.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import InitErrorDetails
 
-from lbproxy.config.flows import FlowsSettings, Priority
-from lbproxy.config.routing import AdmissionSettings, RoutingSettings
 from lbproxy.config.section import Section
+from lbproxy.config.sections.flows import FlowsSettings, Priority
+from lbproxy.config.sections.routing import AdmissionSettings, RoutingSettings
 from lbproxy.config.values import Quantity, count, duration, expected
 
 MAX_SERVERS = 1024
 MAX_COPIES = 256
 MAX_WORKLOADS = 32
 PresetName: TypeAlias = Literal["llama-8b-h100", "qwen-32b-2xh100", "qwen-32b-4xh100", "llama-70b-fp8-4xh100"]
-"""Keys of `sim.presets.PRESETS` (a test holds the two together)."""
+"""Keys of `sim.engine.presets.PRESETS` (a test holds the two together)."""
 Servers: TypeAlias = Annotated[int, count("1", "1024")]
 Tokens: TypeAlias = Annotated[int, count("128", "100000000")]
 Ranks: TypeAlias = Annotated[int, count("1", "64")]

@@ -13,19 +13,18 @@ from typing import Annotated, Literal
 from pydantic import Field, RootModel, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import InitErrorDetails
 
-from lbproxy.config.access import AdminSettings, AuthSettings, ListenSettings
-from lbproxy.config.clients import Address, LimitSettings, TimeoutSettings
-from lbproxy.config.cors import CorsSettings
-from lbproxy.config.endpoints import DnsSettings, EndpointSettings, ScrapeSettings
-from lbproxy.config.engines import MAX_ENGINES, EngineSettings, check_engine_names, check_own_engines
-from lbproxy.config.explain import ExplainSettings
-from lbproxy.config.flows import FlowsSettings
-from lbproxy.config.forwarded import LOOPBACK, MAX_TRUSTED, ForwardedMode, Network, read_networks
-from lbproxy.config.health import BreakerSettings, HealthSettings
-from lbproxy.config.models import MAX_ALIASES, ModelSettings, check_aliases
-from lbproxy.config.routing import AdmissionSettings, RetrySettings, RoutingSettings
 from lbproxy.config.section import Section
-from lbproxy.config.traces import TraceSettings
+from lbproxy.config.sections.access import AdminSettings, AuthSettings, ListenSettings
+from lbproxy.config.sections.clients import Address, LimitSettings, TimeoutSettings
+from lbproxy.config.sections.cors import CorsSettings
+from lbproxy.config.sections.endpoints import DnsSettings, EndpointSettings, ScrapeSettings
+from lbproxy.config.sections.engines import MAX_ENGINES, EngineSettings, check_engine_names, check_own_engines
+from lbproxy.config.sections.flows import FlowsSettings
+from lbproxy.config.sections.forwarded import LOOPBACK, MAX_TRUSTED, ForwardedMode, Network, read_networks
+from lbproxy.config.sections.health import BreakerSettings, HealthSettings
+from lbproxy.config.sections.models import MAX_ALIASES, ModelSettings, check_aliases
+from lbproxy.config.sections.observing import ExplainSettings, TraceSettings
+from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings, RoutingSettings
 from lbproxy.config.values import Timeout, duration, expected, hosts_overlap
 
 MAX_ENDPOINTS = 1024

@@ -27,14 +27,10 @@ from math import inf
 
 from mypy_extensions import mypyc_attr
 
-from lbproxy.config import (
-    AdmissionSettings,
-    BreakerSettings,
-    FlowsSettings,
-    HealthSettings,
-    RetrySettings,
-    ScrapeSettings,
-)
+from lbproxy.config.sections.endpoints import ScrapeSettings
+from lbproxy.config.sections.flows import FlowsSettings
+from lbproxy.config.sections.health import BreakerSettings, HealthSettings
+from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings
 from lbproxy.core.endpoints.backpressure import Backpressure
 from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.endpoint_set import EndpointChanges, EndpointSet

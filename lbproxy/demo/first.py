@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from lbproxy import app
-from lbproxy.config import parse
+from lbproxy.config.parse import parse
 from lbproxy.demo.taken import in_options
-from lbproxy.sim.http import MockOptions, MockServer
+from lbproxy.sim.mock.http import MockOptions, MockServer
 
 SERVERS = 3
 MODEL = "demo"

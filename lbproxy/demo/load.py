@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from lbproxy.sim.mix import Ask, body
+from lbproxy.sim.workloads.mix import Ask, body
 
 TIMEOUT_S = 300.0
 """For one answer: a patient client's."""

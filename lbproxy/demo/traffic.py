@@ -18,7 +18,7 @@ from lbproxy.demo.fleet import Fields, Fleet, FleetError
 from lbproxy.demo.load import Load
 from lbproxy.demo.taken import in_options
 from lbproxy.demo.timeline import SLOWNESS, Timeline, Verb, bad_night, names
-from lbproxy.sim.mix import ADAPTERS, everyday
+from lbproxy.sim.workloads.mix import ADAPTERS, everyday
 
 SERVERS = 6
 MODEL = "demo"

@@ -6,7 +6,8 @@ import asyncio
 import random
 from typing import TYPE_CHECKING, Protocol
 
-from lbproxy.config import ConfigError, Settings
+from lbproxy.config.text import ConfigError
+from lbproxy.config.tree import Settings
 from lbproxy.core.observed.trace import Sampling
 from lbproxy.runtime import Sink
 

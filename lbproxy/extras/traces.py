@@ -22,7 +22,7 @@ from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from lbproxy import __version__
-from lbproxy.config import TraceSettings
+from lbproxy.config.sections.observing import TraceSettings
 from lbproxy.core.endpoints.health import Transition
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.extras.spans import Spans

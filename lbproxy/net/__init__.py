@@ -1,1 +1,6 @@
-"""The wire towards the endpoints: HTTP/1.1 on our own connections, shared by the data path and the probes."""
+"""The wire: sockets that listen, connections that are dialled, HTTP/1.1 as a client of the endpoints.
+
+    dialing -> connections        listening
+
+Shared by the data plane and the probes. Never: which endpoint, or what a response means.
+"""

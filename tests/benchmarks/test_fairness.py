@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.fairness import EXPERIMENTS, inversions, longest_queue
-from lbproxy.config import Scenario
+from lbproxy.config.scenario import Scenario
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.sim.fleet import Served
-from lbproxy.sim.prompts import Piece
-from lbproxy.sim.workload import Job
+from lbproxy.sim.fleet.fleet import Served
+from lbproxy.sim.workloads.prompts import Piece
+from lbproxy.sim.workloads.workload import Job
 
 
 def served(name: str, priority: int, came: float, placed: float | None, ended: float = 9.0) -> Served:

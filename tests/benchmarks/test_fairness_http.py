@@ -20,10 +20,10 @@ from benchmarks.fairness_http import (
     waiting,
 )
 from benchmarks.http_routing.client import Call
-from lbproxy.config import parse
+from lbproxy.config.parse import parse
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.sim.prompts import Piece
-from lbproxy.sim.workload import Job
+from lbproxy.sim.workloads.prompts import Piece
+from lbproxy.sim.workloads.workload import Job
 
 LOG = b"""\
 {"event":"ready","time":"2026-01-01T00:00:00.000Z"}

@@ -19,11 +19,11 @@ from benchmarks.http_routing.client import Answer, Call, Client, Counters, Readi
 from benchmarks.http_routing.results import Row, Source, believed, keep, paired_seeds, read, row_of, simulated
 from benchmarks.http_routing.routers import names, routers
 from benchmarks.http_routing.trial import MAX_LAG_S, Task, Trial, late, order
-from lbproxy.sim.http import MockOptions, MockServer
-from lbproxy.sim.prompts import Piece
-from lbproxy.sim.text import block_hashes, render_chat
-from lbproxy.sim.traces import TraceRow, mooncake_like
-from lbproxy.sim.workload import Job
+from lbproxy.sim.mock.http import MockOptions, MockServer
+from lbproxy.sim.mock.text import block_hashes, render_chat
+from lbproxy.sim.workloads.prompts import Piece
+from lbproxy.sim.workloads.traces import TraceRow, mooncake_like
+from lbproxy.sim.workloads.workload import Job
 from tests.support.aio import run
 
 TINY = Cell("tiny", "ladder", 1, {"groups": 2, "shared_tokens": 640, "question_tokens": 64, "output_tokens": 5})

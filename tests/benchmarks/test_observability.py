@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.observability import BEGIN, END, OFF, ON, PARTS, SIDES, insert, interval
-from lbproxy.config import parse
+from lbproxy.config.parse import parse
 
 
 def test_the_interval_of_a_median_is_that_of_the_sign_test() -> None:

@@ -390,14 +390,14 @@ def test_the_section_is_replaced_where_it_stands() -> None:
 def test_hotspots_of_canned_samples() -> None:
     """Waiting threads are left out; a function's lines add up to it."""
     samples = (
-        "main (/a/b/lbproxy/cli.py:1);work (/a/b/lbproxy/proxy/exchange.py:10) 60\n"
-        "main (/a/b/lbproxy/cli.py:1);work (/a/b/lbproxy/proxy/exchange.py:20) 20\n"
+        "main (/a/b/lbproxy/cli.py:1);work (/a/b/lbproxy/proxy/exchange/exchange.py:10) 60\n"
+        "main (/a/b/lbproxy/cli.py:1);work (/a/b/lbproxy/proxy/exchange/exchange.py:20) 20\n"
         "main (/a/b/lbproxy/cli.py:2) 20\n"
-        "write (/a/b/lbproxy/control/log.py:5);wait (/usr/lib/python3.11/threading.py:331) 900\n"
+        "write (/a/b/lbproxy/control/telemetry/log.py:5);wait (/usr/lib/python3.11/threading.py:331) 900\n"
         "run (/usr/lib/python3.11/threading.py:982);_worker (/usr/lib/python3.11/concurrent/futures/thread.py:81) 800\n"
     )
     section = hotspots.render(samples)
     assert "100 samples." in section
-    assert "| work (proxy/exchange.py) | 80.0% | 80.0% |" in section
+    assert "| work (proxy/exchange/exchange.py) | 80.0% | 80.0% |" in section
     assert "| main (lbproxy/cli.py) | 20.0% | 100.0% |" in section
-    assert "| work (proxy/exchange.py:10) | 60.0% |" in section
+    assert "| work (proxy/exchange/exchange.py:10) | 60.0% |" in section

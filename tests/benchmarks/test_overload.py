@@ -11,12 +11,12 @@ import pytest
 from benchmarks import overload
 from benchmarks.overload import CELLS, KINDS, QUICK, Cell, Figures, Kind, chosen, figures
 from benchmarks.surprises import SURPRISES, Crowd, Surprise, run_crowd
-from lbproxy.config import AdmissionSettings
+from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.sim.fleet import Sample, Served
-from lbproxy.sim.prompts import Piece
-from lbproxy.sim.sequence import Gauges
-from lbproxy.sim.workload import Job
+from lbproxy.sim.engine.sequence import Gauges
+from lbproxy.sim.fleet.fleet import Sample, Served
+from lbproxy.sim.workloads.prompts import Piece
+from lbproxy.sim.workloads.workload import Job
 from lbproxy.sim_cli import runs_of
 
 

@@ -7,9 +7,10 @@ import random
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 
-from lbproxy.config import HealthSettings, ScrapeSettings
-from lbproxy.control.prober import Prober
-from lbproxy.control.scraper import Scraper, Scraping
+from lbproxy.config.sections.endpoints import ScrapeSettings
+from lbproxy.config.sections.health import HealthSettings
+from lbproxy.control.probing.prober import Prober
+from lbproxy.control.probing.scraper import Scraper, Scraping
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec
 from lbproxy.core.engines.dialects import Engines
 from tests.support.endpoint import ScriptedEndpoint, answer

@@ -10,9 +10,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from lbproxy.config import Secret
-from lbproxy.control.access import OPEN, AdminAccess, require
-from lbproxy.control.admin import Admin
+from lbproxy.config.sections.access import Secret
+from lbproxy.control.admin.access import OPEN, AdminAccess, require
+from lbproxy.control.admin.server import Admin
 from lbproxy.core.requests.outcome import LbError, Outcome
 from tests.control.rig import rig
 from tests.support.aio import run

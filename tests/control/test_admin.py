@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from lbproxy.control.admin import Admin
+from lbproxy.control.admin.server import Admin
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.requests.request import InferenceRequest
 from tests.control.rig import Rig, rig

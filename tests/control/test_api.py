@@ -15,16 +15,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, SecretStr
 
-from lbproxy.config import ConfigError, Secret, Settings, parse, without_secrets
-from lbproxy.control import feed
-from lbproxy.control.admin import Admin
-from lbproxy.control.api import Api
-from lbproxy.control.families import Loads, Totals
-from lbproxy.control.history import STEPS, History, quantile_ms
-from lbproxy.control.overlay import Overlay, UnknownEntryError
-from lbproxy.control.recent import FULL, MAX_TRANSITIONS, REFUSED, WAITS, Recent
-from lbproxy.control.state import State
-from lbproxy.control.telemetry import FIRST_BYTE_BUCKETS
+from lbproxy.config.parse import parse, without_secrets
+from lbproxy.config.sections.access import Secret
+from lbproxy.config.text import ConfigError
+from lbproxy.config.tree import Settings
+from lbproxy.control.admin import feed
+from lbproxy.control.admin.api import Api
+from lbproxy.control.admin.server import Admin
+from lbproxy.control.admin.state import State
+from lbproxy.control.discovery.overlay import Overlay, UnknownEntryError
+from lbproxy.control.telemetry.families import Loads, Totals
+from lbproxy.control.telemetry.history import STEPS, History, quantile_ms
+from lbproxy.control.telemetry.recent import FULL, MAX_TRANSITIONS, REFUSED, WAITS, Recent
+from lbproxy.control.telemetry.telemetry import FIRST_BYTE_BUCKETS
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.health import Health, Transition
 from lbproxy.core.observed.learned import FULL_BY

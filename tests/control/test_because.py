@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lbproxy.config import RoutingSettings
-from lbproxy.control.recent import Recent
+from lbproxy.config.sections.routing import RoutingSettings
+from lbproxy.control.telemetry.recent import Recent
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.observed.record import RequestRecord

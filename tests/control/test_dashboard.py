@@ -9,9 +9,9 @@ import re
 import httpx
 from aiohttp import web
 
-from lbproxy.config import Secret
-from lbproxy.control.access import PAGE, AdminAccess, Handler
-from lbproxy.control.dashboard import PATH, Dashboard
+from lbproxy.config.sections.access import Secret
+from lbproxy.control.admin.access import PAGE, AdminAccess, Handler
+from lbproxy.control.admin.dashboard.page import PATH, Dashboard
 from lbproxy.core.requests.outcome import LbError
 from tests.support.aio import run
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lbproxy.config import ConfigError, parse
-from lbproxy.control.discovery import Discovery
-from lbproxy.control.known import KnownName
-from lbproxy.control.resolver import EMPTY, Answer, Lookup, answer
+from lbproxy.config.parse import parse
+from lbproxy.config.text import ConfigError
+from lbproxy.control.discovery.discovery import Discovery
+from lbproxy.control.discovery.dns_answers import EMPTY, Answer, Lookup, answer
+from lbproxy.control.discovery.known_names import KnownName
 from lbproxy.core.endpoints.credentials import ApiKey, Tls
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from tests.support.aio import run

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from lbproxy.config import HealthSettings, ScrapeSettings
-from lbproxy.control.inspect import Inspection, inspect
+from lbproxy.config.sections.endpoints import ScrapeSettings
+from lbproxy.config.sections.health import HealthSettings
+from lbproxy.control.probing.inspect import Inspection, inspect
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.engines.dialects import SIGNALS, Engines
-from lbproxy.net.pool import ConnectionPool
+from lbproxy.net.connections.pool import ConnectionPool
 from tests.control.rig import model_list, page
 from tests.support.aio import run
 from tests.support.endpoint import NOT_FOUND, OK, ScriptedEndpoint, answer, hang

@@ -8,10 +8,22 @@ from collections.abc import Sequence
 
 import pytest
 
-from lbproxy.config import MAX_ENDPOINTS, EndpointSettings, parse
-from lbproxy.control.discovery import Discovery
-from lbproxy.control.known import KnownName
-from lbproxy.control.resolver import EMPTY, FAILED, NXDOMAIN, OK, TIMEOUT, Answer, Lookup, answer, usable_address
+from lbproxy.config.parse import parse
+from lbproxy.config.sections.endpoints import EndpointSettings
+from lbproxy.config.tree import MAX_ENDPOINTS
+from lbproxy.control.discovery.discovery import Discovery
+from lbproxy.control.discovery.dns_answers import (
+    EMPTY,
+    FAILED,
+    NXDOMAIN,
+    OK,
+    TIMEOUT,
+    Answer,
+    Lookup,
+    answer,
+    usable_address,
+)
+from lbproxy.control.discovery.known_names import KnownName
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.endpoints.health import Health
 from tests.support.aio import run, until

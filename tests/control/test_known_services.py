@@ -6,9 +6,22 @@ from collections.abc import Collection
 
 import pytest
 
-from lbproxy.config import MAX_ENDPOINTS, EndpointSettings, parse
-from lbproxy.control.known import MAX_TARGETS, KnownService, known_of
-from lbproxy.control.resolver import EMPTY, FAILED, NXDOMAIN, OK, TIMEOUT, Answer, Lookup, Server, Services, answer
+from lbproxy.config.parse import parse
+from lbproxy.config.sections.endpoints import EndpointSettings
+from lbproxy.config.tree import MAX_ENDPOINTS
+from lbproxy.control.discovery.dns_answers import (
+    EMPTY,
+    FAILED,
+    NXDOMAIN,
+    OK,
+    TIMEOUT,
+    Answer,
+    Lookup,
+    Server,
+    Services,
+    answer,
+)
+from lbproxy.control.discovery.known_names import MAX_TARGETS, KnownService, known_of
 
 NAME = "srv+http://_vllm._tcp.llm.test"
 NOBODY = Lookup(Answer(NXDOMAIN, detail="no such name"), Answer(NXDOMAIN, detail="no such name"))

@@ -16,10 +16,10 @@ from aiohttp.http_exceptions import BadStatusLine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lbproxy.control import line as lines_of
-from lbproxy.control.line import access_line, plain, stamp
-from lbproxy.control.log import LineHandler, configure_logging
-from lbproxy.control.writer import MAX_LINES, LineWriter
+from lbproxy.control.telemetry import access_line as lines_of
+from lbproxy.control.telemetry.access_line import access_line, plain, stamp
+from lbproxy.control.telemetry.log import LineHandler, configure_logging
+from lbproxy.control.telemetry.writer import MAX_LINES, LineWriter
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.outcome import Outcome
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lbproxy.control.memory import Memory, cgroup_limits
+from lbproxy.control.telemetry.memory import Memory, cgroup_limits
 
 
 @pytest.mark.parametrize(

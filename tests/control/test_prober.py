@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from lbproxy.config import HealthSettings
-from lbproxy.control.prober import ask_health, ask_models
+from lbproxy.config.sections.health import HealthSettings
+from lbproxy.control.probing.prober import ask_health, ask_models
 from lbproxy.core.endpoints.breaker import Cause
 from lbproxy.core.endpoints.credentials import ApiKey, Tls
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
-from lbproxy.net.origin import Origin
-from lbproxy.net.pool import Connection, ConnectionPool
+from lbproxy.net.connections.pool import Connection, ConnectionPool
+from lbproxy.net.dialing.origin import Origin
 from tests.control.rig import FAST_HEALTH, Rig, model_list, rig, running, spec
 from tests.support.aio import run, until
 from tests.support.certificates import CA, server_context

@@ -7,8 +7,9 @@ import threading
 
 import pytest
 
-from lbproxy.config import DnsSettings
-from lbproxy.control.resolver import EMPTY, FAILED, NXDOMAIN, OK, TIMEOUT, Lookup, Resolver, addresses_in
+from lbproxy.config.sections.endpoints import DnsSettings
+from lbproxy.control.discovery.dns_answers import EMPTY, FAILED, NXDOMAIN, OK, TIMEOUT, Lookup
+from lbproxy.control.discovery.resolver import Resolver, addresses_in
 from tests.support.aio import run, until
 from tests.support.dns import DnsServer, Says
 

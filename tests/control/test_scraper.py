@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from lbproxy.config import ScrapeSettings, parse
-from lbproxy.control import scraper as module
-from lbproxy.control.scraper import metrics_targets
+from lbproxy.config.parse import parse
+from lbproxy.config.sections.endpoints import ScrapeSettings
+from lbproxy.control.probing import scraper as module
+from lbproxy.control.probing.scraper import metrics_targets
 from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
 from lbproxy.core.engines.dialects import SIGNALS, Engines
 from lbproxy.core.engines.load_metrics import LoadMetrics, LoraMetrics

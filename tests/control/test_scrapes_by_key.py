@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lbproxy.control.scraper import metrics_targets
+from lbproxy.control.probing.scraper import metrics_targets
 from lbproxy.core.endpoints.credentials import ApiKey, Tls
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.engines.dialects import Engines

@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from lbproxy.config import HealthSettings, ScrapeSettings
+from lbproxy.config.sections.endpoints import ScrapeSettings
+from lbproxy.config.sections.health import HealthSettings
 from lbproxy.core.endpoints.health import Health
 from tests.control.rig import model_list, page, rig, running, spec
 from tests.support.aio import run, until

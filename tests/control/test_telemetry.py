@@ -15,9 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from lbproxy import __version__
-from lbproxy.config import LogSettings
-from lbproxy.control.telemetry import DURATION_BUCKETS, FIRST_BYTE_BUCKETS, QUEUE_BUCKETS, Telemetry
-from lbproxy.control.writer import LineWriter
+from lbproxy.config.tree import LogSettings
+from lbproxy.control.telemetry.telemetry import DURATION_BUCKETS, FIRST_BYTE_BUCKETS, QUEUE_BUCKETS, Telemetry
+from lbproxy.control.telemetry.writer import LineWriter
 from lbproxy.core.endpoints.breaker import Cause
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.endpoints.health import Health, Transition

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lbproxy.config import BreakerSettings, HealthSettings
+from lbproxy.config.sections.health import BreakerSettings, HealthSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.backpressure import MAX_S, SUSPECT_AFTER
 from lbproxy.core.queue.ticket import Ticket

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lbproxy.config import AdmissionSettings
+from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointSnapshot

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from lbproxy.config import AdmissionSettings
+from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.endpoints.state import EndpointState

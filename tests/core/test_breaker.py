@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from lbproxy.config import BreakerSettings, HealthSettings
+from lbproxy.config.sections.health import BreakerSettings, HealthSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.breaker import JITTER, MIN_SAMPLES, Breaker, Cause
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec

@@ -6,15 +6,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lbproxy.config import (
-    AdmissionSettings,
-    BreakerSettings,
-    FlowsSettings,
-    HealthSettings,
-    RetrySettings,
-    RoutingSettings,
-    ScrapeSettings,
-)
+from lbproxy.config.sections.endpoints import ScrapeSettings
+from lbproxy.config.sections.flows import FlowsSettings
+from lbproxy.config.sections.health import BreakerSettings, HealthSettings
+from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings, RoutingSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.caches.cache_size import GUESSED_TOKENS
 from lbproxy.core.endpoints.endpoint import EndpointUid

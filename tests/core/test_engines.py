@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lbproxy.config import MetricRatio, MetricSpec, parse
+from lbproxy.config.parse import parse
+from lbproxy.config.sections.engines import MetricRatio, MetricSpec
 from lbproxy.core.engines.dialects import ENGINES, SIGNALS, Engines, EngineTable, Place
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.readings import PageReader, Reading

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lbproxy.config import AdmissionSettings, HealthSettings
+from lbproxy.config.sections.health import HealthSettings
+from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.engines.load_metrics import LoadMetrics, LoraMetrics

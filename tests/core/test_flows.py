@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lbproxy.config import AdmissionSettings, FlowsSettings
+from lbproxy.config.sections.flows import FlowsSettings
+from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.queue.flow import Bucket, Flow
 from lbproxy.core.queue.flows import MAX_FLOWS, OTHERS, FlowRules, Flows

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lbproxy.config import BreakerSettings
+from lbproxy.config.sections.health import BreakerSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints import health
 from lbproxy.core.endpoints.endpoint import EndpointSpec

@@ -11,7 +11,7 @@ from statistics import fmean
 
 import pytest
 
-from lbproxy.config import AdmissionSettings
+from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import Outcome

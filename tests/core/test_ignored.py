@@ -6,7 +6,8 @@ from typing import get_args
 
 import pytest
 
-from lbproxy.config import RoutingSettings, parse
+from lbproxy.config.parse import parse
+from lbproxy.config.sections.routing import RoutingSettings
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.policies.ignored import ignored_settings
 

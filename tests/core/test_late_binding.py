@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from lbproxy.config import AdmissionSettings, FlowsSettings
+from lbproxy.config.sections.flows import FlowsSettings
+from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.capacity.room import HOLD_MS
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lbproxy.config import RoutingSettings
+from lbproxy.config.sections.routing import RoutingSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.caches.adapters import DEFAULT_SLOTS, MAX_REMEMBERED, AdapterTable, Arrival, LoadTimes, prices_ms
 from lbproxy.core.endpoints.endpoint import Endpoint

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lbproxy.config import parse
+from lbproxy.config.parse import parse
 from lbproxy.core.requests.models import Aliases
 from lbproxy.core.requests.openai import MAX_MODEL_KEYS, ModelCard, rename_model
 from lbproxy.core.requests.outcome import LbError

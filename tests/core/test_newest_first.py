@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lbproxy.config import AdmissionSettings, FlowsSettings
+from lbproxy.config.sections.flows import FlowsSettings
+from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.queue.flow import Flow
 from lbproxy.core.queue.flows import Flows
 from lbproxy.core.queue.overload import FEW, STANDS_S, Overload

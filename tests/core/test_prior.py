@@ -7,21 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from lbproxy.config import (
-    AdmissionSettings,
-    BreakerSettings,
-    FlowsSettings,
-    HealthSettings,
-    RetrySettings,
-    RoutingSettings,
-    ScrapeSettings,
-    parse_scenario,
-)
+from lbproxy.config.parse import parse_scenario
+from lbproxy.config.sections.endpoints import ScrapeSettings
+from lbproxy.config.sections.flows import FlowsSettings
+from lbproxy.config.sections.health import BreakerSettings, HealthSettings
+from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings, RoutingSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest
-from lbproxy.sim.fleet import Served
+from lbproxy.sim.fleet.fleet import Served
 from lbproxy.sim_cli import Run, fleet_of, workload_of
 from tests.support.pool import MODEL, bring_up, make_balancer, spec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lbproxy.config import AdmissionSettings
+from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.breaker import Cause
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lbproxy.config import MetricRatio, MetricSpec, Signal
+from lbproxy.config.sections.engines import MetricRatio, MetricSpec, Signal
 from lbproxy.core.engines.dialects import ENGINES, SIGNALS, EngineTable
 from lbproxy.core.engines.exposition import Sample
 from lbproxy.core.engines.load_metrics import LoadMetrics, LoraMetrics

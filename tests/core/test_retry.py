@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lbproxy.config import RetrySettings
+from lbproxy.config.sections.routing import RetrySettings
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.retry import BACKOFF_MAX_S, WINDOW_S, FailureKind, Retries
 

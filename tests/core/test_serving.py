@@ -9,14 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lbproxy.config import (
-    AdmissionSettings,
-    BreakerSettings,
-    FlowsSettings,
-    HealthSettings,
-    RetrySettings,
-    ScrapeSettings,
-)
+from lbproxy.config.sections.endpoints import ScrapeSettings
+from lbproxy.config.sections.flows import FlowsSettings
+from lbproxy.config.sections.health import BreakerSettings, HealthSettings
+from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.breaker import Cause
 from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid

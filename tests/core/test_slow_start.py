@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from lbproxy.config import AdmissionSettings, HealthSettings
+from lbproxy.config.sections.health import HealthSettings
+from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.endpoints.endpoint_set import EndpointChanges

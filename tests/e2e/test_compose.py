@@ -19,7 +19,7 @@ import yaml
 from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from lbproxy.config import parse
+from lbproxy.config.parse import parse
 from tests.support.aio import run, until
 from tests.support.compose import (
     BASE,

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from aiohttp import web
 
-from lbproxy.control.dashboard import Dashboard
+from lbproxy.control.admin.dashboard.page import Dashboard
 from tests.support.aio import run
 from tests.support.browser import needs_browser, page
 from tests.support.fleet import MODEL, fleet

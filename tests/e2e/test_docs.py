@@ -32,7 +32,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from lbproxy.config import ConfigError, parse
+from lbproxy.config.parse import parse
+from lbproxy.config.text import ConfigError
 from tests.support.aio import run, until
 from tests.support.docs import DOCS, PAGES, ROOT, Block, all_blocks, blocks, expect_generated, table
 from tests.support.otlp import Collector

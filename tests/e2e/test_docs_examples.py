@@ -20,8 +20,8 @@ import httpx
 import pytest
 
 from lbproxy.cli import _parser
-from lbproxy.config import read_key_file
-from lbproxy.control.schemas import COMPONENTS
+from lbproxy.config.sections.access import read_key_file
+from lbproxy.control.admin.schemas import COMPONENTS
 from tests.support.docs import ROOT, Block, all_blocks
 from tests.support.process import lbproxy, mock
 
@@ -58,7 +58,7 @@ PICTURES = {
     ("architecture.md", "lbproxy/"),
     ("architecture.md", "config <-"),
     ("routing.md", "request ──▶"),
-    ("failures.md", "stateDiagram-v2\n    direction LR"),  # of net.patience's table: tests/proxy/test_patience.py
+    ("failures.md", "stateDiagram-v2\n    direction LR"),  # tests/proxy/test_patience.py
     ("admin.md", "lbproxy 0.1.0"),  # what `lbproxy status` drew: tests/test_terminal.py
 }
 COMMAND = re.compile(r"^(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\S*/)?(make|lbproxy|python|pip) ", re.MULTILINE)

@@ -22,7 +22,7 @@ from lbproxy.demo.fleet import Fleet, FleetError
 from lbproxy.demo.load import Load, Seen
 from lbproxy.demo.timeline import Act, Verb
 from lbproxy.demo.traffic import MODEL, mock_arguments
-from lbproxy.sim.mix import everyday
+from lbproxy.sim.workloads.mix import everyday
 from tests.support import aio
 from tests.support.process import Process
 

@@ -40,7 +40,7 @@ def test_a_start_loads_only_what_it_needs(tmp_path: Path) -> None:
         process.wait_for("listens on")
         assert process.stop() == 0
         modules = loaded(process)
-    assert {"lbproxy.app", "lbproxy.proxy.server", "aiohttp.web"} <= modules, "the list is not what it should be"
+    assert {"lbproxy.app", "lbproxy.proxy.front.server", "aiohttp.web"} <= modules, "the list is not what it should be"
     needless = {name: why for name, why in UNWANTED.items() if any(f"{one}.".startswith(f"{name}.") for one in modules)}
     assert needless == {}
 

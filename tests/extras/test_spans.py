@@ -8,7 +8,7 @@ import pytest
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 
-from lbproxy.config import RoutingSettings
+from lbproxy.config.sections.routing import RoutingSettings
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.observed.record import RequestRecord

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from lbproxy import __version__
-from lbproxy.config import TraceSettings
+from lbproxy.config.sections.observing import TraceSettings
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.trace import Trace
 from lbproxy.core.requests.outcome import Outcome

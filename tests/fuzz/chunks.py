@@ -1,4 +1,6 @@
-"""Chunked bodies: `net.h1.ChunkedFraming`, fed in pieces, against h11: same payload, same end, or both broken."""
+"""Chunked bodies: `net.connections.h1.ChunkedFraming`, fed in pieces, against h11: same payload, same end, or both
+broken.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import random
 
 import h11
 
-from lbproxy.net.h1 import ChunkedFraming, ProtocolError
+from lbproxy.net.connections.h1 import ChunkedFraming, ProtocolError
 from tests.fuzz.mutate import pieces
 from tests.fuzz.oracle import DifferenceError
 from tests.fuzz.strictness import explain

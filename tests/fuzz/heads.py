@@ -1,4 +1,4 @@
-"""Response heads: `net.h1.parse_head` against h11 and llhttp (httptools).
+"""Response heads: `net.connections.h1.parse_head` against h11 and llhttp (httptools).
 
 What we take both must take, with the same status, framing and fields, and a connection that we keep llhttp would keep.
 What we refuse both refuse, or a rule says why.
@@ -12,7 +12,7 @@ import h11
 import httptools
 from h11._connection import _body_framing
 
-from lbproxy.net.h1 import ProtocolError, ResponseHead, parse_head
+from lbproxy.net.connections.h1 import ProtocolError, ResponseHead, parse_head
 from tests.fuzz.oracle import DifferenceError
 from tests.fuzz.strictness import explain
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from lbproxy.config import ConfigError, parse
+from lbproxy.config.parse import parse
+from lbproxy.config.text import ConfigError
 from tests.fuzz.oracle import DifferenceError
 
 NAME = "settings"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lbproxy.net.h1 import parse_head
+from lbproxy.net.connections.h1 import parse_head
 from tests.fuzz import heads
 from tests.fuzz.__main__ import FUZZERS, run
 from tests.fuzz.strictness import RULES

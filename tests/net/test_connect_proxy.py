@@ -10,9 +10,9 @@ import pytest
 
 from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
-from lbproxy.net.fetch import fetch
-from lbproxy.net.origin import Origin
-from lbproxy.net.pool import ConnectionPool
+from lbproxy.net.connections.fetch import fetch
+from lbproxy.net.connections.pool import ConnectionPool
+from lbproxy.net.dialing.origin import Origin
 from tests.support.aio import run
 from tests.support.certificates import CA, server_context
 from tests.support.connect_proxy import ConnectProxy

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from lbproxy.net.corked import BATCH, Cork, Corked
+from lbproxy.net.connections.corked import BATCH, Cork, Corked
 
 
 class Inner(asyncio.Transport):

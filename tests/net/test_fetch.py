@@ -10,9 +10,9 @@ import tracemalloc
 import pytest
 
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
-from lbproxy.net.fetch import fetch
-from lbproxy.net.origin import Origin
-from lbproxy.net.pool import ConnectionPool
+from lbproxy.net.connections.fetch import fetch
+from lbproxy.net.connections.pool import ConnectionPool
+from lbproxy.net.dialing.origin import Origin
 from tests.support.aio import run, until
 from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, event
 

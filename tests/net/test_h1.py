@@ -8,8 +8,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lbproxy.net import h1
-from lbproxy.net.h1 import ChunkedFraming, CloseFraming, LengthFraming, ProtocolError, parse_head, request_head
+from lbproxy.net.connections import h1
+from lbproxy.net.connections.h1 import (
+    ChunkedFraming,
+    CloseFraming,
+    LengthFraming,
+    ProtocolError,
+    parse_head,
+    request_head,
+)
 
 
 class Payload:

@@ -11,8 +11,8 @@ from typing import cast
 
 import pytest
 
-from lbproxy.net.bind import bind
-from lbproxy.net.listener import CONNECTIONS, DESCRIPTORS, PAUSE_S, Listener
+from lbproxy.net.listening.bind import bind
+from lbproxy.net.listening.listener import CONNECTIONS, DESCRIPTORS, PAUSE_S, Listener
 from tests.support.aio import run, until
 from tests.support.limits import descriptors_left
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
-from lbproxy.net.names import FRESH_S, MAX_NAMES, Address, Names
-from lbproxy.net.origin import Origin
-from lbproxy.net.pool import ConnectionPool
+from lbproxy.net.connections.pool import ConnectionPool
+from lbproxy.net.dialing.names import FRESH_S, MAX_NAMES, Address, Names
+from lbproxy.net.dialing.origin import Origin
 from tests.support.aio import run, until
 from tests.support.endpoint import ScriptedEndpoint
 

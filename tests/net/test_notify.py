@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lbproxy.net.notify import Notifier
+from lbproxy.net.listening.notify import Notifier
 
 
 @pytest.fixture(params=["path", "abstract"])

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 import pytest
 
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
-from lbproxy.net import pool as pool_module
-from lbproxy.net.corked import Corked
-from lbproxy.net.fetch import fetch
-from lbproxy.net.h1 import ResponseHead, request_head
-from lbproxy.net.names import Address, Names
-from lbproxy.net.origin import Origin
-from lbproxy.net.patience import Limits
-from lbproxy.net.pool import Connection, ConnectionPool
+from lbproxy.net.connections import pool as pool_module
+from lbproxy.net.connections.corked import Corked
+from lbproxy.net.connections.fetch import fetch
+from lbproxy.net.connections.h1 import ResponseHead, request_head
+from lbproxy.net.connections.patience import Limits
+from lbproxy.net.connections.pool import Connection, ConnectionPool
+from lbproxy.net.dialing.names import Address, Names
+from lbproxy.net.dialing.origin import Origin
 from lbproxy.pulse import Pulse
 from tests.support.aio import run, stand_still, until
 from tests.support.compiled import interpreted

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lbproxy.core.requests.retry import UpstreamError
-from lbproxy.net.h1 import ResponseHead
-from lbproxy.net.origin import Origin
-from lbproxy.net.patience import Limits
-from lbproxy.net.pool import IDLE_S, Connection, ConnectionPool
+from lbproxy.net.connections.h1 import ResponseHead
+from lbproxy.net.connections.patience import Limits
+from lbproxy.net.connections.pool import IDLE_S, Connection, ConnectionPool
+from lbproxy.net.dialing.origin import Origin
 
 ORIGINS = [Origin(("10.0.0.1", 1)), Origin(("10.0.0.2", 1))]
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"

@@ -8,10 +8,10 @@ import pytest
 
 from lbproxy.core.endpoints.credentials import ApiKey, Tls
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
-from lbproxy.net.fetch import fetch
-from lbproxy.net.origin import Origin
-from lbproxy.net.pool import ConnectionPool
-from lbproxy.net.tls import client_context
+from lbproxy.net.connections.fetch import fetch
+from lbproxy.net.connections.pool import ConnectionPool
+from lbproxy.net.dialing.origin import Origin
+from lbproxy.net.dialing.tls import client_context
 from tests.support.aio import run, until
 from tests.support.certificates import CA, OTHER_CA, server_context
 from tests.support.endpoint import OK, ScriptedEndpoint, answer

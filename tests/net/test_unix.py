@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from lbproxy.config import Address
+from lbproxy.config.sections.clients import Address
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
-from lbproxy.net.bind import bind_unix, bound_port, open_sockets
-from lbproxy.net.fetch import fetch
-from lbproxy.net.inherit import Inherited
-from lbproxy.net.origin import Origin
-from lbproxy.net.pool import ConnectionPool
-from lbproxy.net.vanished import find_vanished
+from lbproxy.net.connections.fetch import fetch
+from lbproxy.net.connections.pool import ConnectionPool
+from lbproxy.net.dialing.origin import Origin
+from lbproxy.net.dialing.vanished import find_vanished
+from lbproxy.net.listening.bind import bind_unix, bound_port, open_sockets
+from lbproxy.net.listening.inherit import Inherited
 from tests.support.aio import run
 from tests.support.endpoint import OK, ScriptedEndpoint
 

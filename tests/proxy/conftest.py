@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from lbproxy.proxy import connection
-from lbproxy.proxy.connection import NEXT_STATES, ClientConnection, State
-from lbproxy.proxy.exchange import Exchange
-from lbproxy.proxy.steps import NEXT_STEPS, Step
+from lbproxy.proxy.exchange.exchange import Exchange
+from lbproxy.proxy.exchange.steps import NEXT_STEPS, Step
+from lbproxy.proxy.front import connection
+from lbproxy.proxy.front.connection import NEXT_STATES, ClientConnection, State
 from tests.support.compiled import COMPILED
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.proxy.cors import Cors
-from lbproxy.proxy.keys import KeyRing
+from lbproxy.proxy.request.cors import Cors
+from lbproxy.proxy.request.keys import KeyRing
 from tests.support.aio import run
 from tests.support.endpoint import LAST, OK, Received, ScriptedEndpoint, Wire, answer
 from tests.support.rig import Reply, post, rig, settings_for

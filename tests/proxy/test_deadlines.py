@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.proxy import bodies, deadlines
+from lbproxy.proxy.front import bodies, deadlines
 from tests.support.aio import run, until
 from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, chunk, event, hang
 from tests.support.rig import post, rig

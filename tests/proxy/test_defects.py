@@ -9,10 +9,10 @@ import pytest
 import uvloop
 
 from lbproxy.core.requests.sse import EventScanner, UsageScanner
-from lbproxy.net.h1 import ChunkedFraming
-from lbproxy.net.pool import ConnectionPool
-from lbproxy.proxy.exchange import Exchange
-from lbproxy.proxy.relay import Relay
+from lbproxy.net.connections.h1 import ChunkedFraming
+from lbproxy.net.connections.pool import ConnectionPool
+from lbproxy.proxy.exchange.exchange import Exchange
+from lbproxy.proxy.exchange.relay import Relay
 from lbproxy.runtime import Runtime
 from tests.support.aio import until
 from tests.support.compiled import interpreted

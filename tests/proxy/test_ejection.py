@@ -13,7 +13,7 @@ import pytest
 from lbproxy.core.endpoints.breaker import Cause
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.net.pool import SWEEP_S
+from lbproxy.net.connections.pool import SWEEP_S
 from tests.support.aio import run, until
 from tests.support.endpoint import (
     LAST,

@@ -12,7 +12,7 @@ import pytest
 
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.net import pool as pool_module
+from lbproxy.net.connections import pool as pool_module
 from tests.support.aio import run, until
 from tests.support.endpoint import LAST, OK, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, chunk, event
 from tests.support.rig import RawClient, Reply, Rig, post, rig

@@ -11,7 +11,7 @@ from hashlib import sha256
 import pytest
 
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.proxy.keys import KeyRing
+from lbproxy.proxy.request.keys import KeyRing
 from tests.support.aio import run, until
 from tests.support.endpoint import LAST, OK, STREAM_HEAD, Received, ScriptedEndpoint, Wire, event
 from tests.support.rig import Rig, post, rig

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from lbproxy.config import ConfigError, ForwardedMode, parse
-from lbproxy.config.forwarded import LOOPBACK, MAX_TRUSTED, read_networks
+from lbproxy.config.parse import parse
+from lbproxy.config.sections.forwarded import LOOPBACK, MAX_TRUSTED, ForwardedMode, read_networks
+from lbproxy.config.text import ConfigError
 from lbproxy.core.endpoints.endpoint import EndpointSpec
-from lbproxy.proxy.forwarding import MAX_HOPS, UNIX, Forwarding
-from lbproxy.proxy.headers import RequestFields, read_request_fields
+from lbproxy.proxy.request.forwarding import MAX_HOPS, UNIX, Forwarding
+from lbproxy.proxy.request.headers import RequestFields, read_request_fields
 from tests.support.aio import run
 from tests.support.endpoint import OK, ScriptedEndpoint
 from tests.support.rig import post, rig

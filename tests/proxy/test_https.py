@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.net import listener
-from lbproxy.proxy import linger
+from lbproxy.net.listening import listener
+from lbproxy.proxy.front import linger
 from tests.proxy.test_deadlines import (
     test_half_a_head_gets_408_also_on_a_kept_connection,
     test_who_takes_nothing_is_cut_off_and_its_endpoint_freed,

@@ -12,7 +12,7 @@ from hashlib import sha256
 import pytest
 
 from lbproxy.core.requests.outcome import LbError, Outcome
-from lbproxy.proxy.keys import KeyRing
+from lbproxy.proxy.request.keys import KeyRing
 from tests.support.aio import run
 from tests.support.endpoint import OK, ScriptedEndpoint
 from tests.support.rig import Reply, Rig, post, rig

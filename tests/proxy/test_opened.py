@@ -16,8 +16,8 @@ import pytest
 from lbproxy.core.observed.trace import Sampling
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
-from lbproxy.proxy.exchanger import LARGE_BODY_BYTES
-from lbproxy.proxy.relay import HOLD_HEAD_S
+from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES
+from lbproxy.proxy.exchange.relay import HOLD_HEAD_S
 from tests.support.aio import run, until
 from tests.support.compiled import interpreted
 from tests.support.endpoint import (

@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from lbproxy.config import LimitSettings
+from lbproxy.config.sections.clients import LimitSettings
 from lbproxy.core.requests.outcome import LbError, Outcome
-from lbproxy.proxy.connection import ClientConnection
-from lbproxy.proxy.overload import BODIES, LAG, MEMORY, Overload
+from lbproxy.proxy.front.connection import ClientConnection
+from lbproxy.proxy.front.overload import BODIES, LAG, MEMORY, Overload
 from tests.support.aio import run, until
 from tests.support.endpoint import STREAM_HEAD, Received, ScriptedEndpoint, Wire, event
 from tests.support.rig import post, rig

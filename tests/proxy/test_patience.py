@@ -1,4 +1,4 @@
-"""Which clock of an attempt runs (`net.patience`), seen by a client; and what an exchange does after what."""
+"""Which clock of an attempt runs (`net.connections.patience`), as a client sees it; and the steps of an exchange."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.proxy.steps import NEXT_STEPS, Step
+from lbproxy.proxy.exchange.steps import NEXT_STEPS, Step
 from tests.proxy.conftest import Steps
 from tests.support.aio import run, until
 from tests.support.compiled import interpreted

@@ -13,10 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.proxy import connection
-from lbproxy.proxy.connection import NEXT_STATES
-from lbproxy.proxy.headers import RequestFields, read_request_fields
-from lbproxy.proxy.plain import read_plain
+from lbproxy.proxy.front import connection
+from lbproxy.proxy.front.connection import NEXT_STATES
+from lbproxy.proxy.request.headers import RequestFields, read_request_fields
+from lbproxy.proxy.request.plain import read_plain
 from tests.proxy.conftest import States
 from tests.support.aio import run, until
 from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, event

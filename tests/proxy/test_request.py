@@ -6,9 +6,9 @@ import pytest
 
 from lbproxy.core.endpoints.credentials import ApiKey, Tls
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
-from lbproxy.proxy.headers import read_request_fields
-from lbproxy.proxy.request import ClientRequest
-from lbproxy.proxy.routes import find_route
+from lbproxy.proxy.request.client_request import ClientRequest
+from lbproxy.proxy.request.headers import read_request_fields
+from lbproxy.proxy.request.routes import find_route
 
 PATH = "/v1/completions"
 

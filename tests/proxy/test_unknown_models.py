@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from lbproxy.config import HealthSettings
-from lbproxy.control.prober import Prober
+from lbproxy.config.sections.health import HealthSettings
+from lbproxy.control.probing.prober import Prober
 from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.requests.openai import made_up_card

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lbproxy.net.h1 import ProtocolError
-from lbproxy.proxy.walk import MAX_EXTENSION_BYTES, RequestWalk
+from lbproxy.net.connections.h1 import ProtocolError
+from lbproxy.proxy.request.walk import MAX_EXTENSION_BYTES, RequestWalk
 from tests.conformance.case import BODY, CHUNKED, GOOD, LINE, chunks, http
 
 GET = b"GET /v1/models HTTP/1.1\r\nHost: lb\r\n\r\n"

@@ -21,7 +21,7 @@ from pathlib import Path
 import httpx
 
 from lbproxy.core.requests.outcome import LbError
-from lbproxy.proxy.keys import KeyRing
+from lbproxy.proxy.request.keys import KeyRing
 from tests.support.aio import until
 from tests.support.endpoint import NOT_FOUND, OK, Script, ScriptedEndpoint, answer
 from tests.support.load import load

@@ -9,8 +9,10 @@ from hashlib import sha256
 
 import pytest
 
-from lbproxy.config import ConfigError, Secret, Settings, parse, read_key_file
-from lbproxy.config.access import MAX_KEYS, MAX_SECRET_CHARS, MIN_SECRET_CHARS
+from lbproxy.config.parse import parse
+from lbproxy.config.sections.access import MAX_KEYS, MAX_SECRET_CHARS, MIN_SECRET_CHARS, Secret, read_key_file
+from lbproxy.config.text import ConfigError
+from lbproxy.config.tree import Settings
 
 KEY = "sk-0123456789-abcdefghij"
 DIGEST = sha256(KEY.encode())

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lbproxy.config import MAX_ENDPOINTS
-from lbproxy.config.access import MIN_SECRET_CHARS
-from lbproxy.control.telemetry import MAX_LABEL_CHARS, MAX_MODEL_LABELS
-from lbproxy.net.listener import HANDSHAKE_S
+from lbproxy.config.sections.access import MIN_SECRET_CHARS
+from lbproxy.config.tree import MAX_ENDPOINTS
+from lbproxy.control.telemetry.telemetry import MAX_LABEL_CHARS, MAX_MODEL_LABELS
+from lbproxy.net.listening.listener import HANDSHAKE_S
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "SECURITY.md").read_text()

@@ -6,9 +6,9 @@ the engine: it has its own tests. No aborts: `run` is told all arrivals beforeha
 
 from dataclasses import dataclass, field
 
-from lbproxy.sim.engine import FirstToken, SimRequest, StepDone
-from lbproxy.sim.kv_cache import BlockPool
-from lbproxy.sim.presets import BLOCK_TOKENS, Preset
+from lbproxy.sim.engine.engine import FirstToken, SimRequest, StepDone
+from lbproxy.sim.engine.kv_cache import BlockPool
+from lbproxy.sim.engine.presets import BLOCK_TOKENS, Preset
 
 
 @dataclass(eq=False)

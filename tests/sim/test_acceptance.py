@@ -9,8 +9,8 @@ import random
 from dataclasses import dataclass
 from statistics import fmean
 
-from lbproxy.sim.engine import Engine, SimRequest
-from lbproxy.sim.presets import PRESETS
+from lbproxy.sim.engine.engine import Engine, SimRequest
+from lbproxy.sim.engine.presets import PRESETS
 
 
 @dataclass(frozen=True)

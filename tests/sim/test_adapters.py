@@ -13,8 +13,8 @@ from lbproxy.core.engines.dialects import ENGINES
 from lbproxy.core.engines.load_metrics import LoraMetrics
 from lbproxy.core.engines.readings import PageReader
 from lbproxy.core.requests.openai import read_model_list
-from lbproxy.sim.adapters import MAX_SERIES, Adapters
-from lbproxy.sim.http import MockOptions, MockServer
+from lbproxy.sim.mock.adapters import MAX_SERIES, Adapters
+from lbproxy.sim.mock.http import MockOptions, MockServer
 from tests.sim.test_http import ENDLESS, HELLO, becomes, run
 
 TWO = MockOptions(speed=50.0, adapters=("a", "b"), max_loras=2)

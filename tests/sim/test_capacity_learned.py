@@ -15,10 +15,10 @@ from lbproxy.core.endpoints.endpoint_set import EndpointChanges
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import Usage
-from lbproxy.sim.catalogue import make_workload
-from lbproxy.sim.cluster import Fleet
-from lbproxy.sim.fleet import FleetOptions, Served, Server, decisions
-from lbproxy.sim.replicas import Replica
+from lbproxy.sim.fleet.cluster import Fleet
+from lbproxy.sim.fleet.fleet import FleetOptions, Served, Server, decisions
+from lbproxy.sim.fleet.replicas import Replica
+from lbproxy.sim.workloads.catalogue import make_workload
 from tests.sim.test_cluster import QWEN, replicas
 
 

@@ -10,21 +10,23 @@ from itertools import pairwise
 
 import pytest
 
-from lbproxy.config import AdmissionSettings, HealthSettings, RetrySettings, RoutingSettings, ScrapeSettings
+from lbproxy.config.sections.endpoints import ScrapeSettings
+from lbproxy.config.sections.health import HealthSettings
+from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings, RoutingSettings
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.policies.registry import POLICIES, make_policy
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
-from lbproxy.sim.catalogue import adapter_names, make_workload
-from lbproxy.sim.cluster import PROGRESS_S, Fleet
-from lbproxy.sim.des import EventHeap
-from lbproxy.sim.fleet import Fault, FleetOptions, Served, Server, decisions
-from lbproxy.sim.presets import PRESETS
-from lbproxy.sim.prompts import Piece
-from lbproxy.sim.replicas import Replica
-from lbproxy.sim.workload import Job, OpenLoop, Workload
+from lbproxy.sim.engine.presets import PRESETS
+from lbproxy.sim.fleet.cluster import PROGRESS_S, Fleet
+from lbproxy.sim.fleet.des import EventHeap
+from lbproxy.sim.fleet.fleet import Fault, FleetOptions, Served, Server, decisions
+from lbproxy.sim.fleet.replicas import Replica
+from lbproxy.sim.workloads.catalogue import adapter_names, make_workload
+from lbproxy.sim.workloads.prompts import Piece
+from lbproxy.sim.workloads.workload import Job, OpenLoop, Workload
 from tests.sim.test_engine import STEADY
 
 QWEN = Server(dataclasses.replace(PRESETS["qwen-32b-2xh100"], max_model_len=131_072))

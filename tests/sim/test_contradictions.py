@@ -11,11 +11,11 @@ import pytest
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.sim.cluster import Fleet
-from lbproxy.sim.fixed import FixedTimes
-from lbproxy.sim.fleet import Fault, FaultKind, FleetOptions, Others, Sample, Served, Server
-from lbproxy.sim.replicas import Replica
-from lbproxy.sim.workload import Job, OpenLoop
+from lbproxy.sim.engine.fixed import FixedTimes
+from lbproxy.sim.fleet.cluster import Fleet
+from lbproxy.sim.fleet.fleet import Fault, FaultKind, FleetOptions, Others, Sample, Served, Server
+from lbproxy.sim.fleet.replicas import Replica
+from lbproxy.sim.workloads.workload import Job, OpenLoop
 from tests.sim.test_cluster import QWEN, job, replicas, run, shared
 from tests.sim.test_engine import STEADY
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from lbproxy.sim import openai_api as api
-from lbproxy.sim.engine import Engine
-from lbproxy.sim.fleet import FleetOptions, Server
-from lbproxy.sim.http import MockOptions, MockServer, _Flight
-from lbproxy.sim.presets import PRESETS
-from lbproxy.sim.prompts import Piece, prompt_text
-from lbproxy.sim.workload import Arrival, Job, OpenLoop
+from lbproxy.sim.engine.engine import Engine
+from lbproxy.sim.engine.presets import PRESETS
+from lbproxy.sim.fleet.fleet import FleetOptions, Server
+from lbproxy.sim.mock import openai_api as api
+from lbproxy.sim.mock.http import MockOptions, MockServer, _Flight
+from lbproxy.sim.workloads.prompts import Piece, prompt_text
+from lbproxy.sim.workloads.workload import Arrival, Job, OpenLoop
 from tests.sim.test_cluster import run
 
 PRESET = dataclasses.replace(PRESETS["llama-8b-h100"], kv_tokens=8_000)

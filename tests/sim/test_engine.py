@@ -8,8 +8,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lbproxy.sim.engine import Engine, FirstToken, RequestTooLong, SimRequest, StepDone
-from lbproxy.sim.presets import BLOCK_TOKENS, PRESETS, Preset
+from lbproxy.sim.engine.engine import Engine, FirstToken, RequestTooLong, SimRequest, StepDone
+from lbproxy.sim.engine.presets import BLOCK_TOKENS, PRESETS, Preset
 from tests.sim.reference import Reference
 
 STEADY = Preset(

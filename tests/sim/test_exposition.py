@@ -3,8 +3,8 @@
 from prometheus_client.parser import text_string_to_metric_families
 
 from lbproxy.core.engines.orca import LoadReport, read_report
-from lbproxy.sim.engine import Gauges
-from lbproxy.sim.exposition import Page, load_report, render
+from lbproxy.sim.engine.engine import Gauges
+from lbproxy.sim.mock.exposition import Page, load_report, render
 
 GAUGES = Gauges(3, 5, 0.25, 1000, 400, 2, 900, 700)
 

@@ -11,9 +11,9 @@ import pytest
 from lbproxy.core.endpoints.breaker import Cause
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.sim.cluster import Fleet
-from lbproxy.sim.fleet import Fault, FaultKind, FleetOptions, Served
-from lbproxy.sim.workload import Workload
+from lbproxy.sim.fleet.cluster import Fleet
+from lbproxy.sim.fleet.fleet import Fault, FaultKind, FleetOptions, Served
+from lbproxy.sim.workloads.workload import Workload
 from tests.sim.test_cluster import QWEN, replicas, small
 
 FROM_S, UNTIL_S = 30.0, 60.0

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from lbproxy.sim.fixed import FixedEngine, FixedTimes
-from lbproxy.sim.presets import PRESETS
-from lbproxy.sim.sequence import RequestTooLong, SimRequest, StepDone
+from lbproxy.sim.engine.fixed import FixedEngine, FixedTimes
+from lbproxy.sim.engine.presets import PRESETS
+from lbproxy.sim.engine.sequence import RequestTooLong, SimRequest, StepDone
 
 TWO_SLOTS = dataclasses.replace(PRESETS["llama-8b-h100"], max_sequences=2)
 TIMES = FixedTimes(ttft_s=1.0, token_s=0.1)

@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from prometheus_client.parser import text_string_to_metric_families
 
 from lbproxy.core.engines.server_info import read_description
-from lbproxy.sim.http import MockOptions, MockServer, serve
+from lbproxy.sim.mock.http import MockOptions, MockServer, serve
 
 FAST = MockOptions(speed=50.0)
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hello"}]

@@ -1,6 +1,6 @@
 """The block pool alone: sharing, eviction order, and what a failed take leaves behind."""
 
-from lbproxy.sim.kv_cache import BlockPool
+from lbproxy.sim.engine.kv_cache import BlockPool
 
 
 def filled(total: int, *prompts: list[int]) -> BlockPool:

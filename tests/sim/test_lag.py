@@ -2,7 +2,7 @@
 
 import pytest
 
-from lbproxy.sim.lag import LagMeter
+from lbproxy.sim.mock.lag import LagMeter
 
 
 def test_nothing_recorded_is_no_lag() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from lbproxy.config import Scenario
+from lbproxy.config.scenario import Scenario
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.sim.fleet import Served
-from lbproxy.sim.prompts import Piece
-from lbproxy.sim.report import summarise
-from lbproxy.sim.workload import Job, OpenLoop, Workload, fresh_ids
+from lbproxy.sim.fleet.fleet import Served
+from lbproxy.sim.fleet.report import summarise
+from lbproxy.sim.workloads.prompts import Piece
+from lbproxy.sim.workloads.workload import Job, OpenLoop, Workload, fresh_ids
 from lbproxy.sim_cli import Run, runs_of, serve, serve_workload
 
 

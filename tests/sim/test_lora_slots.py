@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from lbproxy.sim.engine import Engine, FirstToken, SimRequest
-from lbproxy.sim.lora_slots import DISK_LOAD_MS, HOST_LOAD_MS, STEP_SHARE, LoraSlots
-from lbproxy.sim.text import block_hashes
+from lbproxy.sim.engine.engine import Engine, FirstToken, SimRequest
+from lbproxy.sim.engine.lora_slots import DISK_LOAD_MS, HOST_LOAD_MS, STEP_SHARE, LoraSlots
+from lbproxy.sim.mock.text import block_hashes
 from tests.sim.test_engine import STEADY, drain, hashes, milliseconds
 
 TWO_SLOTS = dataclasses.replace(STEADY, max_loras=2, api_ms=1.0)

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from lbproxy.sim.mix import ADAPTERS, MAX_ANSWER, MAX_PROMPT, SHARES, Ask, body, everyday
-from lbproxy.sim.prompts import prompt_text
+from lbproxy.sim.workloads.mix import ADAPTERS, MAX_ANSWER, MAX_PROMPT, SHARES, Ask, body, everyday
+from lbproxy.sim.workloads.prompts import prompt_text
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,9 @@
 import orjson
 import pytest
 
-from lbproxy.sim import openai_api as api
-from lbproxy.sim.openai_api import ApiError, Json
-from lbproxy.sim.text import to_token_ids
+from lbproxy.sim.mock import openai_api as api
+from lbproxy.sim.mock.openai_api import ApiError, Json
+from lbproxy.sim.mock.text import to_token_ids
 
 
 def test_prompt_forms_that_mean_the_same_become_the_same_bytes() -> None:

@@ -8,17 +8,19 @@ import random
 import pytest
 from pydantic import ValidationError
 
-from lbproxy.config import AdmissionSettings, HealthSettings, RetrySettings, RoutingSettings, ScrapeSettings
+from lbproxy.config.sections.endpoints import ScrapeSettings
+from lbproxy.config.sections.health import HealthSettings
+from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings, RoutingSettings
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.sim.catalogue import adapter_names, make_workload
-from lbproxy.sim.engine import Engine
-from lbproxy.sim.fleet import FleetOptions, Served, Server
-from lbproxy.sim.foresight import Work, foresee, slot_free_at
-from lbproxy.sim.oracle import ORACLES, Oracle, OracleBalancer, OracleFleet
-from lbproxy.sim.presets import PRESETS, Preset
-from lbproxy.sim.prompts import Piece
-from lbproxy.sim.sequence import SimRequest
-from lbproxy.sim.workload import Job, OpenLoop, Workload
+from lbproxy.sim.engine.engine import Engine
+from lbproxy.sim.engine.foresight import Work, foresee, slot_free_at
+from lbproxy.sim.engine.presets import PRESETS, Preset
+from lbproxy.sim.engine.sequence import SimRequest
+from lbproxy.sim.fleet.fleet import FleetOptions, Served, Server
+from lbproxy.sim.fleet.oracle import ORACLES, Oracle, OracleBalancer, OracleFleet
+from lbproxy.sim.workloads.catalogue import adapter_names, make_workload
+from lbproxy.sim.workloads.prompts import Piece
+from lbproxy.sim.workloads.workload import Job, OpenLoop, Workload
 from tests.sim.test_engine import STEADY
 
 QWEN = dataclasses.replace(PRESETS["qwen-32b-2xh100"], max_model_len=131_072)

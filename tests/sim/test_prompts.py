@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lbproxy.core.requests.prompt_keys import hash_prompt
-from lbproxy.sim import text
-from lbproxy.sim.presets import BLOCK_TOKENS
-from lbproxy.sim.prompts import Piece, block_hashes, piece_text, prompt_text, routing_keys, size
+from lbproxy.sim.engine.presets import BLOCK_TOKENS
+from lbproxy.sim.mock import text
+from lbproxy.sim.workloads.prompts import Piece, block_hashes, piece_text, prompt_text, routing_keys, size
 
 LENGTHS = (1, 3, 8, 15, 16, 17, 32, 40, 100, 256, 300)
 pieces = st.builds(Piece, st.integers(1, 4), st.sampled_from(LENGTHS))

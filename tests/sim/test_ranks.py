@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from lbproxy.sim.ranks import RankedEngine
-from lbproxy.sim.sequence import RequestTooLong, SimRequest, StepDone
+from lbproxy.sim.engine.ranks import RankedEngine
+from lbproxy.sim.engine.sequence import RequestTooLong, SimRequest, StepDone
 from tests.sim.test_engine import STEADY
 
 

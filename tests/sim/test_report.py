@@ -3,10 +3,9 @@
 import pytest
 
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.sim.fleet import Served
-from lbproxy.sim.plots import can_plot, plot
-from lbproxy.sim.prompts import Piece
-from lbproxy.sim.report import (
+from lbproxy.sim.fleet.fleet import Served
+from lbproxy.sim.fleet.plots import can_plot, plot
+from lbproxy.sim.fleet.report import (
     Summary,
     as_json,
     by_phase,
@@ -19,7 +18,8 @@ from lbproxy.sim.report import (
     percentile,
     summarise,
 )
-from lbproxy.sim.workload import Job
+from lbproxy.sim.workloads.prompts import Piece
+from lbproxy.sim.workloads.workload import Job
 
 
 def served(  # noqa: PLR0917

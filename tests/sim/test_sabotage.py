@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 import httpx
 import pytest
 
-from lbproxy.sim.faults import GARBAGE, KINDS, FaultBook, FaultError, parse_fault, parse_faults
-from lbproxy.sim.http import MockOptions, MockServer
+from lbproxy.sim.mock.faults import GARBAGE, KINDS, FaultBook, FaultError, parse_fault, parse_faults
+from lbproxy.sim.mock.http import MockOptions, MockServer
 from tests.support.aio import run as run_loop
 from tests.support.aio import until
 from tests.support.rig import post

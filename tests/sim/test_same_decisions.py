@@ -16,13 +16,9 @@ from typing import NamedTuple
 
 import pytest
 
-from lbproxy.config import (
-    AdmissionSettings,
-    HealthSettings,
-    RetrySettings,
-    RoutingSettings,
-    ScrapeSettings,
-)
+from lbproxy.config.sections.endpoints import ScrapeSettings
+from lbproxy.config.sections.health import HealthSettings
+from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings, RoutingSettings
 from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.endpoint_set import EndpointChanges
 from lbproxy.core.engines.load_metrics import LoadMetrics
@@ -32,11 +28,11 @@ from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.runtime import Runtime
-from lbproxy.sim.catalogue import make_workload
-from lbproxy.sim.cluster import Fleet
-from lbproxy.sim.fleet import FleetOptions, Server
-from lbproxy.sim.presets import PRESETS
-from lbproxy.sim.replicas import Replica
+from lbproxy.sim.engine.presets import PRESETS
+from lbproxy.sim.fleet.cluster import Fleet
+from lbproxy.sim.fleet.fleet import FleetOptions, Server
+from lbproxy.sim.fleet.replicas import Replica
+from lbproxy.sim.workloads.catalogue import make_workload
 
 BUSY = {"prompt_tokens": 6000, "shared_tokens": 3000, "groups": 4, "output_tokens": 60, "rate": 20, "duration_s": 12}
 

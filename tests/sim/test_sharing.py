@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from lbproxy.config import parse_scenario
+from lbproxy.config.parse import parse_scenario
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.sim.catalogue import make_workload
-from lbproxy.sim.clients import Clients, Source
-from lbproxy.sim.fleet import Served
-from lbproxy.sim.sharing import Share, as_json, by_flow, rows
+from lbproxy.sim.fleet.fleet import Served
+from lbproxy.sim.fleet.sharing import Share, as_json, by_flow, rows
+from lbproxy.sim.workloads.catalogue import make_workload
+from lbproxy.sim.workloads.clients import Clients, Source
 from lbproxy.sim_cli import Run, runs_of, serve, workload_of
 
 TWO = """

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lbproxy.sim.text import (
+from lbproxy.sim.mock.text import (
     BLOCK_BYTES,
     NATURAL_TOKENS,
     answer,

@@ -4,8 +4,8 @@ from statistics import fmean, median
 
 import pytest
 
-from lbproxy.sim.prompts import Piece
-from lbproxy.sim.traces import (
+from lbproxy.sim.workloads.prompts import Piece
+from lbproxy.sim.workloads.traces import (
     TraceError,
     TraceRow,
     azure_like,

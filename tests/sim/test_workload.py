@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from lbproxy.sim.catalogue import (
+from lbproxy.sim.workloads.catalogue import (
     LADDER_RATES,
     WORKLOADS,
     UnknownWorkload,
@@ -13,9 +13,9 @@ from lbproxy.sim.catalogue import (
     takes_trace,
     workload_parameters,
 )
-from lbproxy.sim.prompts import size
-from lbproxy.sim.traces import TraceRow
-from lbproxy.sim.workload import Arrival, Job, Workload
+from lbproxy.sim.workloads.prompts import size
+from lbproxy.sim.workloads.traces import TraceRow
+from lbproxy.sim.workloads.workload import Arrival, Job, Workload
 
 
 def phases(workload: Workload) -> list[list[Arrival]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lbproxy.config import parse
+from lbproxy.config.parse import parse
 from lbproxy.core.engines.dialects import Engines
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lbproxy.sim.http import MockOptions, MockServer
+from lbproxy.sim.mock.http import MockOptions, MockServer
 from tests.support.process import Program
 
 MODEL = "qwen3-8b"

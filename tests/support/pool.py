@@ -5,15 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from lbproxy.config import (
-    AdmissionSettings,
-    BreakerSettings,
-    FlowsSettings,
-    HealthSettings,
-    RetrySettings,
-    RoutingSettings,
-    ScrapeSettings,
-)
+from lbproxy.config.sections.endpoints import ScrapeSettings
+from lbproxy.config.sections.flows import FlowsSettings
+from lbproxy.config.sections.health import BreakerSettings, HealthSettings
+from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings, RoutingSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.health import Transition
@@ -24,7 +19,7 @@ from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
-from lbproxy.net.pool import ConnectionPool
+from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.runtime import Runtime
 
 MODEL = "m"

@@ -10,13 +10,14 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from lbproxy.config import Settings, parse
+from lbproxy.config.parse import parse
+from lbproxy.config.tree import Settings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.policies.registry import make_policy
-from lbproxy.proxy.exchanger import Exchanger
-from lbproxy.proxy.server import FrontEnd
+from lbproxy.proxy.exchange.exchanger import Exchanger
+from lbproxy.proxy.front.server import FrontEnd
 from tests.support.endpoint import Message
 from tests.support.pool import Pool
 

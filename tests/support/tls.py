@@ -7,7 +7,7 @@ from pathlib import Path
 
 import trustme
 
-from lbproxy.net.certificate import server_context
+from lbproxy.net.listening.certificate import server_context
 
 NAME = "127.0.0.1"
 

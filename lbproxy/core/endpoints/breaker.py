@@ -21,7 +21,7 @@ import random
 from enum import Enum
 from typing import Final
 
-from lbproxy.config import BreakerSettings
+from lbproxy.config.sections.health import BreakerSettings
 from lbproxy.core.requests.retry import FailureKind
 
 SLOTS: Final = 6

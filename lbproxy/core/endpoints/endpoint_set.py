@@ -22,7 +22,8 @@ from math import inf
 from operator import attrgetter
 from typing import Final
 
-from lbproxy.config import BreakerSettings, HealthSettings, ScrapeSettings
+from lbproxy.config.sections.endpoints import ScrapeSettings
+from lbproxy.config.sections.health import BreakerSettings, HealthSettings
 from lbproxy.core.endpoints.breaker import Cause
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.health import Health

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Final
 
-from lbproxy.config import BreakerSettings, HealthSettings
+from lbproxy.config.sections.health import BreakerSettings, HealthSettings
 from lbproxy.core.endpoints import health
 from lbproxy.core.endpoints.breaker import FAULTS, Breaker, Cause
 from lbproxy.core.endpoints.hang import HangWatch

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lbproxy.config import EngineSettings, MetricRatio, MetricSpec, Signal
+from lbproxy.config.sections.engines import EngineSettings, MetricRatio, MetricSpec, Signal
 from lbproxy.core.engines.exposition import Scanner
 
 SIGNALS = ("waiting", "running", "kv_utilization", "block_size_tokens", "kv_blocks")

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from lbproxy.config import MetricRatio, MetricSpec, Signal
+from lbproxy.config.sections.engines import MetricRatio, MetricSpec, Signal
 from lbproxy.core.engines.dialects import SIGNALS, EngineTable
 from lbproxy.core.engines.exposition import KnownLabels, Sample, Samples, Scanner
 from lbproxy.core.engines.load_metrics import LoadMetrics, LoraMetrics

@@ -68,7 +68,7 @@ class RequestRecord:
 
     def __init__(self, id: str, method: str, path: str, client: str, started_at: float) -> None:  # noqa: A002
         self.id = id
-        """At most 128 of the characters that `proxy.headers` lets through: it needs no escapes anywhere."""
+        """At most 128 of the characters that `proxy.request.headers` lets through: it needs no escapes anywhere."""
         self.method = method
         self.path = path
         self.client = client

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from lbproxy.config import Settings
+from lbproxy.config.tree import Settings
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.policies.registry import make_policy
 

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, TypeAlias, cast
 
-from lbproxy.config import RoutingSettings
+from lbproxy.config.sections.routing import RoutingSettings
 from lbproxy.core.caches.prefix_index import ENTRY_BYTES
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.policies.adaptive import Adaptive

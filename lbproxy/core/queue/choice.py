@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import Final, TypeAlias
 
-from lbproxy.config import AdmissionSettings
+from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.capacity.room import HOLD_MS
 from lbproxy.core.endpoints.backpressure import Backpressure
 from lbproxy.core.endpoints.endpoint_set import EndpointSet
@@ -86,8 +86,10 @@ class Choice:
             candidates = [state for state in candidates if state.in_flight < limit]
         if not candidates:
             return Wait.FULL
-        choose = self._gently if self.starting else self._cheapest
-        chosen = choose(ticket, candidates, now, in_turn)
+        if self.starting:
+            chosen = self._gently(ticket, candidates, now, in_turn)
+        else:
+            chosen = self._cheapest(ticket, candidates, now, in_turn)
         made = ticket.decision
         if made is not None and made.candidates < len(members):
             left_out = ((state.endpoint, self._why_not(state, now)) for state in members)

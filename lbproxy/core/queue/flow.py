@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Final, NamedTuple
 
-from lbproxy.config import FlowSettings
+from lbproxy.config.sections.flows import FlowSettings
 
 ANONYMOUS: Final = "anonymous"
 """The flow of requests that say nothing of theirs."""

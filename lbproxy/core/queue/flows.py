@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from math import exp2
 from typing import Final
 
-from lbproxy.config import FlowSettings, FlowsSettings
+from lbproxy.config.sections.flows import FlowSettings, FlowsSettings
 from lbproxy.core.queue.flow import (
     ANONYMOUS,
     MAX_RETRY_AFTER_S,

@@ -18,7 +18,7 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Final
 
-from lbproxy.config import AdmissionSettings
+from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.endpoint_set import EndpointSet
 from lbproxy.core.endpoints.health import Health

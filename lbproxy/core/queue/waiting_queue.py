@@ -18,7 +18,7 @@ from itertools import chain
 from math import inf
 from typing import Final
 
-from lbproxy.config import AdmissionSettings
+from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.queue.flow import Flow
 from lbproxy.core.queue.flows import Flows
 from lbproxy.core.queue.ticket import Ticket

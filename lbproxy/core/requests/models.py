@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import orjson
 import xxhash
 
-from lbproxy.config import ModelSettings
+from lbproxy.config.sections.models import ModelSettings
 from lbproxy.core.requests.openai import ModelCard, made_up_card
 from lbproxy.core.requests.outcome import LbError, Outcome
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from lbproxy.config import RetrySettings
+from lbproxy.config.sections.routing import RetrySettings
 from lbproxy.core.requests.outcome import Outcome
 
 WINDOW_S: Final = 10

@@ -1,0 +1,7 @@
+"""The parts of the settings tree: one module for each subject, in the order of config.example.yaml.
+
+A class is a section, its fields are keys with their defaults, and the docstring below a field is its documentation.
+
+In: `config.tree` joins them; whoever is configured by one imports it. Never: what the settings do.
+A new key is a field here, a line in config.example.yaml and a row that the tests write into docs/configuration.md.
+"""

@@ -1,0 +1,185 @@
+"""Settings of who may do what: the secrets that callers prove themselves with.
+
+A secret's text is read, made a digest, and forgotten: nothing that is done with a settings tree (printing, comparing,
+dumping) can show it. What is refused under a key that holds secrets is not repeated in the error (`text.is_secret`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from dataclasses import dataclass, field
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, field_validator, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from lbproxy.config.section import Section, ShortSection
+from lbproxy.config.sections.clients import Address
+from lbproxy.config.text import ConfigError
+from lbproxy.config.values import expected
+
+MIN_SECRET_CHARS = 16
+"""A digest without salt is as good as a salted one where nobody can guess: 16 random letters and digits are 95 bits."""
+MAX_SECRET_CHARS = 512
+_SECRET = re.compile(rf"[!-~]{{{MIN_SECRET_CHARS},{MAX_SECRET_CHARS}}}")
+_DIGEST = re.compile(r"sha256:([0-9A-Fa-f]{64})")
+WANTED_SECRET = f"{MIN_SECRET_CHARS} to {MAX_SECRET_CHARS} visible ASCII characters, or sha256: and 64 hex digits"
+
+
+@dataclass(frozen=True, slots=True)
+class Secret:
+    """A key or a token, known by its SHA-256 digest alone."""
+
+    digest: bytes = field(repr=False)
+
+    @classmethod
+    def read(cls, value: object) -> Secret:
+        """From its text, or from `sha256:` and the hexadecimal digest. Raises PydanticCustomError without the text."""
+        if isinstance(value, Secret):
+            return value
+        if not isinstance(value, str):
+            raise expected(f"a secret: {WANTED_SECRET} (quote it if YAML reads it as a number)")
+        if (ready := _DIGEST.fullmatch(value)) is not None:
+            return cls(bytes.fromhex(ready[1]))
+        if value.startswith("sha256:") or _SECRET.fullmatch(value) is None:
+            raise expected(f"a secret: {WANTED_SECRET}")
+        return cls(digest_of(value.encode("ascii")))
+
+    def is_in(self, text: bytes) -> bool:
+        """Whether `text` is the secret. Takes the same time whatever is wrong with it."""
+        return hmac.compare_digest(digest_of(text), self.digest)
+
+    def __str__(self) -> str:
+        return "***"
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(cls.read, serialization=core_schema.to_string_ser_schema())
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, object]:
+        return {"type": "string"}
+
+
+def digest_of(text: bytes) -> bytes:
+    """What is kept of a secret."""
+    return hashlib.sha256(text).digest()
+
+
+class AdminSettings(Address):
+    """Where lbproxy shows itself: `host:port`, or a mapping."""
+
+    token: Secret | None = None
+    """What everything but /healthz, /readyz and /metrics asks for, as `Authorization: Bearer TOKEN`; 16 to 512
+    characters, or its `sha256:` digest. null = all else answers this machine only."""
+
+
+class TlsSettings(Section):
+    """HTTPS instead of HTTP. Both files are read again when they change."""
+
+    cert: str
+    """The certificate and those between it and the root, in one PEM file."""
+    key: str
+    """Its private key, a PEM file without a passphrase."""
+
+    @field_validator("cert", "key", mode="after")
+    @classmethod
+    def _check_path(cls, value: str) -> str:
+        return check_path(value)
+
+
+class ListenSettings(Address):
+    """Where clients connect: `host:port`, or a mapping."""
+
+    tls: TlsSettings | None = None
+    """The certificate to serve HTTPS with, TLS 1.2 and later; a reload changes it. null = plain HTTP."""
+
+
+def check_path(value: str) -> str:
+    """The path of a file, which nobody looks for yet. Raises PydanticCustomError."""
+    if not value or "\0" in value:
+        raise expected("the path of a file")
+    return value
+
+
+MAX_KEYS = 10_000
+_KEY_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_KEY_LINE = re.compile(rf"(?:({_KEY_NAME.pattern}):[ \t]+)?(\S+)")
+
+
+class KeySettings(ShortSection):
+    """One API key: its text, or a mapping."""
+
+    name: str = ""
+    """What the log calls who has it: 1 to 64 of letters, digits and `._-`. Two keys may have one name: that is how one
+    is replaced. Default: `key-` and its place in the list."""
+    key: Secret
+    """Its text, 16 to 512 characters that `Authorization: Bearer KEY` can carry, or `sha256:` and its digest."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        return value if isinstance(value, dict | KeySettings) else {"key": value}
+
+    @field_validator("name", mode="after")
+    @classmethod
+    def _check_name(cls, value: str) -> str:
+        if value and not _KEY_NAME.fullmatch(value):
+            raise expected("a name of 1 to 64 letters, digits and ._-")
+        return value
+
+
+class AuthSettings(Section):
+    """Who may send requests."""
+
+    keys: tuple[KeySettings, ...] = ()
+    """API keys, one of which each request to `listen` must carry. None here and no `file` = no request must."""
+    file: str | None = None
+    """More of them: a file with a `NAME: KEY` in each line, read again when it changes. At least one must be there."""
+
+    @field_validator("keys", mode="after")
+    @classmethod
+    def _named(cls, value: tuple[KeySettings, ...]) -> tuple[KeySettings, ...]:
+        named = tuple(one.model_copy(update={"name": one.name or f"key-{n}"}) for n, one in enumerate(value, 1))
+        if len({one.key for one in named}) < len(named):
+            raise expected("each key once")
+        return named
+
+    @field_validator("file", mode="after")
+    @classmethod
+    def _check_path(cls, value: str | None) -> str | None:
+        return None if value is None else check_path(value)
+
+
+def read_key_file(text: str, *, source: str) -> list[KeySettings]:
+    """The keys in a file's text: a `NAME: KEY` in each line, or a key alone; empty lines and those with # are nothing.
+
+    Raises ConfigError, which names lines by their numbers and repeats nothing of them.
+    """
+    keys: list[KeySettings] = []
+    lines: dict[bytes, int] = {}
+    problems = []
+    for number, line in enumerate(text.splitlines(), 1):
+        content = line.strip()
+        if not content or content.startswith("#"):
+            continue
+        match = _KEY_LINE.fullmatch(content)
+        try:
+            if match is None or (not match[1] and ":" in content and not content.startswith("sha256:")):
+                raise expected("NAME: KEY, with a space after the colon")
+            key = Secret.read(match[2])
+        except PydanticCustomError as error:
+            problems.append(f"line {number}: {error.message()}")
+            continue
+        if key.digest in lines:
+            problems.append(f"line {number}: expected each key once, but line {lines[key.digest]} has this one too")
+        lines.setdefault(key.digest, number)
+        keys.append(KeySettings(name=match[1] or f"key-{len(keys) + 1}", key=key))
+    if not keys and not problems:
+        problems.append("no key is in it")
+    if len(keys) > MAX_KEYS:
+        problems.append(f"expected at most {MAX_KEYS} keys, got {len(keys)}")
+    if problems:
+        raise ConfigError(source, problems)
+    return keys

@@ -1,0 +1,322 @@
+"""Settings of the model servers, and of how their names are resolved and their metrics read."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from typing import Annotated
+
+from pydantic import SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_core import InitErrorDetails
+
+from lbproxy.config.section import Section, ShortSection
+from lbproxy.config.sections.clients import Address, leads_to
+from lbproxy.config.sections.engines import BUILT_IN_ENGINES
+from lbproxy.config.sections.proxies import ProxyUrl
+from lbproxy.config.values import (
+    PATH,
+    Interval,
+    Quantity,
+    Timeout,
+    check_model_name,
+    count,
+    expected,
+    read_dns_url,
+    read_host,
+    read_nameserver,
+    read_origin,
+    read_srv_url,
+    read_unix_url,
+    size,
+)
+
+MAX_NAMESERVERS = 8
+MAX_MODELS = 1000
+OWN_ENGINES = "own engines"
+"""Key of the validation context: the names in `engines`, which the endpoints' engines are among."""
+FOLDER = "folder"
+"""Key of the validation context: where relative paths begin, the folder of the settings file."""
+
+
+def _absolute(path: str, info: ValidationInfo) -> str:
+    """A path that a file of settings names: relative to that file. Raises the error to show if it can be none."""
+    if not 0 < len(path) <= 1024 or not path.isprintable():
+        raise expected("a path")
+    return posixpath.join((info.context or {}).get(FOLDER, ""), path)
+
+
+class EndpointTls(Section):
+    """How an https endpoint's certificate is judged."""
+
+    ca: str | None = None
+    """File of the certificates (PEM) that may have signed it, relative to the settings file. null = those that this
+    machine trusts."""
+    verify: bool = True
+    """false = any certificate of any name: whoever is in between can read and change everything. Said at the start."""
+    server_name: str | None = None
+    """The name that the certificate must have, also sent as SNI and `Host`. null = the URL's host or DNS name."""
+
+    @field_validator("ca", mode="after")
+    @classmethod
+    def _locate(cls, value: str | None, info: ValidationInfo) -> str | None:
+        return None if value is None else _absolute(value, info)
+
+    @field_validator("verify", mode="after")
+    @classmethod
+    def _not_both(cls, value: bool, info: ValidationInfo) -> bool:
+        if not value and info.data.get("ca") is not None:
+            raise expected("true beside tls.ca (without verification it is of no use)")
+        return value
+
+    @field_validator("server_name", mode="after")
+    @classmethod
+    def _check_name(cls, value: str | None) -> str | None:
+        host = None if value is None else read_host(value)
+        if value is not None and host is None:
+            raise expected("a host name")
+        return host and host.rstrip(".")
+
+
+class EndpointSettings(ShortSection):
+    """One model server, or all that a DNS name or a file leads to: a URL, or a mapping."""
+
+    url: str
+    """`http://host:port`; `dns+http://name:port` = every address of the name; `srv+http://name` = every server of its
+    SRV records; or these with https. No path. Port 80, with https 443, if none is said. `unix:/path` = a server on a
+    Unix socket of this machine. `file:path` = the endpoints that a file lists."""
+    name: str = ""
+    """What logs, metrics and clients call it: 1 to 64 of letters, digits and `._:[]-`. Default: the URL's host:port, or
+    the name of its socket or file."""
+    engine: str = "auto"
+    """Which software it runs, so which metrics it has: a built-in one or one of `engines`. `auto` = recognised from its
+    metrics."""
+    metrics: str | None = "auto"
+    """Where its load stands: `auto` (the engine's usual place), a path, `:port/path` on the same host, an absolute URL
+    (one server only), or null = not scraped."""
+    health: str | None = "/health"
+    """Path that answers below 500 while the server lives. null = not probed: up until requests fail."""
+    models: tuple[str, ...] | None = None
+    """A list of models: it serves exactly these, and is not asked. null = what its /v1/models says."""
+    weight: Annotated[float, Quantity("0.001", "100000", "a number", whole=False)] = 1.0
+    """Its capacity beside the others': for least-request, p2c and random. adaptive and min-ttft take it for the speed
+    until they have measured that; the others ignore it."""
+    kv_cache_tokens: Annotated[int, count("1000", "1000000000")] | None = None
+    """How many tokens its KV cache holds, as vLLM prints at its start: `GPU KV cache size: 307,200 tokens`. Counts more
+    than what the server says. null = what its metrics say, or SGLang and llama.cpp elsewhere; else learned."""
+    api_key: SecretStr | None = None
+    """Sent to it as `Authorization: Bearer`, instead of what the client sent. Write ${NAME} rather than the key."""
+    proxy: ProxyUrl | None = None
+    """`http://[user:password@]host:port`: the forward proxy that every connection to it goes through, by CONNECT, with
+    http too. User and password as in a URL: `@` is `%40`. Write ${NAME} rather than the password."""
+    tls: EndpointTls = EndpointTls()
+    """With https."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_url(cls, value: object) -> object:
+        return {"url": value} if isinstance(value, str) else value
+
+    @field_validator("url", mode="before")
+    @classmethod
+    def _normalise_url(cls, value: object, info: ValidationInfo) -> str:
+        if isinstance(value, str):
+            if value.startswith("file:"):
+                return "file:" + _absolute(re.sub("^//+", "/", value[5:]), info)
+            url = read_origin(value, root_only=True) or read_dns_url(value) or read_srv_url(value)
+            url = url or read_unix_url(value)
+            if url is not None:
+                return url
+        forms = "http://host:port, dns+http://name:port, srv+http://name (or https; no path), unix:/path or file:path"
+        raise expected(forms)
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _default_name(cls, value: object, info: ValidationInfo) -> object:
+        url = info.data.get("url")
+        name = (url.rpartition("/")[2].removeprefix("file:") if url else "unnamed") if value in (None, "") else value
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9._:\[\]-]{1,64}", name):
+            raise expected("1 to 64 letters, digits or any of ._:[]-")
+        return name
+
+    @field_validator("engine", mode="after")
+    @classmethod
+    def _check_engine(cls, value: str, info: ValidationInfo) -> str:
+        own = (info.context or {}).get(OWN_ENGINES, ())
+        known = dict.fromkeys(("auto", *BUILT_IN_ENGINES, *own))
+        if value not in known:
+            raise expected(f"one of {', '.join(known)}")
+        return value
+
+    @field_validator("metrics", mode="after")
+    @classmethod
+    def _check_metrics(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None or value == "auto" or PATH.fullmatch(value):
+            return value
+        port, slash, path = value.removeprefix(":").partition("/")
+        url = info.data.get("url", "")
+        if (
+            value.startswith(":")
+            and slash
+            and not url.startswith("unix:")
+            and re.fullmatch("[0-9]{1,5}", port)
+            and PATH.fullmatch(f"/{path}")
+        ):
+            if 1 <= int(port) <= 65535:
+                return f":{int(port)}/{path}"
+        elif not _is_name(url) and read_origin(value):
+            return value
+        one = "" if _is_name(url) else "an absolute URL "
+        other_port = "" if url.startswith("unix:") else ":port/path, "
+        raise expected(f"auto, an absolute path, {other_port}{one}or null")
+
+    @field_validator("health", mode="after")
+    @classmethod
+    def _check_health(cls, value: str | None) -> str | None:
+        if value is None or PATH.fullmatch(value):
+            return value
+        raise expected("an absolute path or null")
+
+    @field_validator("models", mode="after")
+    @classmethod
+    def _check_models(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if value is None:
+            return None
+        if not 1 <= len(value) <= MAX_MODELS:
+            raise expected(f"1 to {MAX_MODELS} models, or null")
+        return tuple(dict.fromkeys(map(check_model_name, value)))
+
+    @field_validator("api_key", mode="after")
+    @classmethod
+    def _check_key(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not re.fullmatch(r"[!-~]{1,1024}", value.get_secret_value()):
+            raise expected("1 to 1024 printable ASCII characters without spaces")
+        return value
+
+    @field_validator("proxy", mode="after")
+    @classmethod
+    def _is_far(cls, value: ProxyUrl | None, info: ValidationInfo) -> ProxyUrl | None:
+        if value is not None and info.data.get("url", "").startswith("unix:"):
+            raise expected("nothing here, since the url is a Unix socket")
+        return value
+
+    @field_validator("tls", mode="after")
+    @classmethod
+    def _has_tls(cls, value: EndpointTls, info: ValidationInfo) -> EndpointTls:
+        if value != EndpointTls() and "https://" not in info.data.get("url", "https://"):
+            raise expected("nothing here, since the url is not https")
+        return value
+
+    @model_validator(mode="after")
+    def _nothing_beside_a_file(self) -> EndpointSettings:
+        if self.is_file and self.model_fields_set - {"url", "name"}:
+            raise expected("only url and name with a file (its entries have keys of their own)")
+        return self
+
+    @property
+    def authority(self) -> str:
+        """The URL's `host:port`. Of an SRV name the name, of a Unix socket the whole URL."""
+        return self.url if self.is_unix else self.url.rpartition("/")[2]
+
+    @property
+    def path(self) -> str:
+        """Of a file."""
+        return self.url.removeprefix("file:")
+
+    @property
+    def base_url(self) -> str:
+        """Where requests go: `http://host:port`, `https://host:port` or `unix:/path`. Of an endpoint, not of a name."""
+        return self.url if self.is_unix else f"{self.scheme}://{self.authority}"
+
+    @property
+    def scheme(self) -> str:
+        """`http`, `https` or `unix`."""
+        return self.url.partition(":")[0].rpartition("+")[2]
+
+    @property
+    def is_name(self) -> bool:
+        """Whether this stands for what DNS says of a name."""
+        return _is_name(self.url)
+
+    @property
+    def is_unix(self) -> bool:
+        """Whether it listens on a Unix socket."""
+        return self.url.startswith("unix:")
+
+    @property
+    def is_srv(self) -> bool:
+        """Whether its SRV records."""
+        return self.url.startswith("srv+")
+
+    @property
+    def is_file(self) -> bool:
+        """Whether this stands for the endpoints that a file lists."""
+        return self.url.startswith("file:")
+
+    @property
+    def names_files(self) -> bool:
+        """Whether lbproxy reads a file of this machine for it."""
+        return self.is_file or (self.tls is not None and self.tls.ca is not None)
+
+    def leads_to(self, address: Address) -> bool:
+        """Whether it is known to be a listener of ours: of SRV names and files that is seen later."""
+        if self.is_unix or address.unix is not None:
+            return self.is_unix and self.url == str(address)
+        return not self.is_srv and not self.is_file and leads_to(self.authority, address)
+
+
+def _is_name(url: str) -> bool:
+    return url.startswith(("dns+", "srv+"))
+
+
+class DnsSettings(Section):
+    """Resolving the names of `dns+` and `srv+` endpoints. Requests never wait for it."""
+
+    nameservers: tuple[str, ...] | None = None
+    """A list of `ip` or `ip:port` to ask, at most 8. null = as this machine does: hosts file, then resolv.conf."""
+    interval: Interval = 5.0
+    """Seconds between two resolutions of a name, whatever its TTL. A failed one changes nothing."""
+    timeout: Timeout = 2.0
+    """Seconds for one resolution in all; each nameserver is asked about twice in that time."""
+
+    @field_validator("nameservers", mode="before")
+    @classmethod
+    def _some(cls, value: object) -> object:
+        if isinstance(value, list | tuple) and not 1 <= len(value) <= MAX_NAMESERVERS:
+            raise expected(f"1 to {MAX_NAMESERVERS} nameservers, or null")
+        return value
+
+    @field_validator("nameservers", mode="after")
+    @classmethod
+    def _normalise(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if value is None:
+            return None
+        read = [read_nameserver(text) for text in value]
+        wrong = [
+            InitErrorDetails(type=expected("ip or ip:port, such as 10.0.0.2 or [fd00::2]:53"), loc=(n,), input=value[n])
+            for n, one in enumerate(read)
+            if one is None
+        ]
+        if wrong:
+            raise ValidationError.from_exception_data("nameservers", wrong)
+        return tuple(dict.fromkeys(one for one in read if one))
+
+
+class ScrapeSettings(Section):
+    """Reading the endpoints' own metrics."""
+
+    interval: Interval = 0.2
+    """Seconds between two scrapes of an endpoint. A burst is judged by gauges at most this old, plus our own count. 2.5
+    times that for one without requests, longer with more than 100 endpoints; at most half of stale_after."""
+    timeout: Timeout = 0.5
+    """Seconds a scrape may take."""
+    stale_after: Timeout = 2.0
+    """Seconds after which gauges are not believed any more and our own in-flight count decides alone."""
+    page: Annotated[int, size("1KiB", "64MiB")] = 2 * 1024**2
+    """Bytes of one page of metrics at most; vLLM's has 48 to 64 KB. A longer one is a failed scrape."""
+
+    @field_validator("stale_after", mode="after")
+    @classmethod
+    def _outlives_interval(cls, value: float, info: ValidationInfo) -> float:
+        if value < info.data.get("interval", 0.0):
+            raise expected("at least scrape.interval (else stale before the next scrape)")
+        return value

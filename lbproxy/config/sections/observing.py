@@ -1,0 +1,87 @@
+"""Settings of what is kept of requests: their decisions, to be explained, and traces, and who gets these."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import Field, SecretStr, field_validator
+
+from lbproxy.config.section import Section
+from lbproxy.config.values import PATH, Quantity, Timeout, count, expected, read_origin
+
+DEFAULT_PATH = "/v1/traces"
+MAX_HEADERS = 32
+_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
+_HEADER_VALUE = re.compile(r"[!-~](?:[ -~]{0,4094}[!-~])?")
+_NOT_OURS = frozenset({"content-encoding", "content-length", "content-type", "host", "transfer-encoding"})
+_URL = re.compile(r"(https?://[^/?#]+)(/[^?#]*)?", re.IGNORECASE)
+
+
+class TraceSettings(Section):
+    """Traces by OpenTelemetry: needs the extra `otel`."""
+
+    endpoint: str | None = None
+    """URL of a collector that takes OTLP over HTTP: `http://collector:4318`; `/v1/traces` is added if it has no path.
+    null = no traces: nothing is imported, and what clients say of traces goes on as it came."""
+    sample_ratio: Annotated[float, Quantity("0", "1", "a number", whole=False)] = 1.0
+    """Share of the requests that are traced, of those that nobody has decided about."""
+    follow_clients: bool = True
+    """A client's `traceparent` says whether its request is traced. false = sample_ratio says it for all, so that no
+    client can have all of its own traced; the trace goes on all the same."""
+    service_name: str | None = None
+    """What traces call lbproxy. null = what OTEL_SERVICE_NAME says, else `lbproxy`."""
+    headers: dict[str, SecretStr] = Field(default={}, json_schema_extra={"maxProperties": MAX_HEADERS})
+    """Sent to the collector with each export. Write ${NAME} rather than a secret."""
+    timeout: Timeout = 10.0
+    """Seconds for one export, with its retries; then what was in it is lost."""
+    queue_requests: Annotated[int, count("1", "100000")] = 2048
+    """Requests whose spans wait for the collector; one more is lost, and counted."""
+
+    @field_validator("endpoint", mode="after")
+    @classmethod
+    def _check_endpoint(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        match = _URL.fullmatch(value)
+        origin = read_origin(match[1]) if match is not None else None
+        path = DEFAULT_PATH if match is None or match[2] in {None, "/"} else match[2]
+        if origin is None or not PATH.fullmatch(path):
+            raise expected("the URL of a collector, such as http://collector:4318 (no user, query or fragment)")
+        return origin + path
+
+    @field_validator("service_name", mode="after")
+    @classmethod
+    def _check_service_name(cls, value: str | None) -> str | None:
+        if value is not None and not (0 < len(value) <= 255 and value.isprintable()):
+            raise expected("a name of 1 to 255 printable characters")
+        return value
+
+    @field_validator("headers", mode="after")
+    @classmethod
+    def _check_headers(cls, value: dict[str, SecretStr]) -> dict[str, SecretStr]:
+        if len(value) > MAX_HEADERS:
+            raise expected(f"at most {MAX_HEADERS} headers")
+        for name, text in value.items():
+            if not _HEADER.fullmatch(name) or name.lower() in _NOT_OURS:
+                raise expected(f"names of header fields, and none of {', '.join(sorted(_NOT_OURS))}")
+            if not _HEADER_VALUE.fullmatch(text.get_secret_value()):
+                raise expected("values of 1 to 4096 visible ASCII characters, with spaces between")
+        if len({name.lower() for name in value}) < len(value):
+            raise expected("each header once")
+        return value
+
+
+class ExplainSettings(Section):
+    """Why requests went where they went: `lbproxy explain`, /admin/decisions."""
+
+    requests: Annotated[int, count("0", "100000")] = 1000
+    """Recent requests that are remembered with their decisions, 1 to 6 KB each. 0 = none."""
+    header: bool = False
+    """A request with `x-lbproxy-explain: 1` gets the decision in a header of that name, if expose_endpoint is true too.
+    It tells clients of the fleet's names and load."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether decisions have to say why."""
+        return self.header or self.requests > 0

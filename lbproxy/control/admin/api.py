@@ -1,0 +1,380 @@
+"""The admin API under /admin/: what lbproxy shows of itself, and the few things that can be changed while it runs.
+
+JSON in and out; errors have the shape of the API for clients, with all `problems` where there are several. One table,
+`Api.routes`, says which paths there are; the router and /admin/openapi.json are both made from it. It decides nothing:
+what is read is `control.admin.state`'s, what is changed the `Steering`'s, who may is `control.admin.access`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NoReturn, Protocol
+
+import orjson
+from aiohttp import web
+
+from lbproxy.config.parse import without_secrets
+from lbproxy.config.text import ConfigError
+from lbproxy.config.tree import Settings
+from lbproxy.control.admin.feed import Feed
+from lbproxy.control.admin.openapi import ENTRY, EVENTS, document
+from lbproxy.control.admin.state import State, drain_progress
+from lbproxy.control.discovery.overlay import UnknownEntryError
+from lbproxy.control.telemetry.history import History
+from lbproxy.control.telemetry.recent import MAX_SUMMARIES, Fields
+from lbproxy.core.endpoints.state import EndpointSnapshot
+from lbproxy.core.requests.openai import REASON_FIELD
+from lbproxy.runtime import Runtime
+
+logger = logging.getLogger("lbproxy")
+
+BODY_S = 10.0
+"""In which a request's body must come."""
+MAX_NAMED = 10
+"""Endpoints that are named to whoever named one that is not there."""
+LEVELS = ("debug", "info", "warning", "error")
+DECISIONS_SHOWN = 20
+"""In each frame of the feed."""
+BACK = "it is in the settings file, so a reload or a restart brings it back"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Steering(Protocol):
+    """What can be changed: the composition root. What changes the set of endpoints waits for what else changes it."""
+
+    settings: Settings
+    """In force."""
+
+    async def reload(self) -> list[str] | None:
+        """Read the settings again. Returns what is wrong with them; None: they came from no file."""
+        ...
+
+    async def add_endpoint(self, entry: Mapping[str, object], *, keep: bool) -> str:
+        """One more; returns its name. Raises ConfigError."""
+        ...
+
+    async def remove_endpoint(self, name: str) -> bool:
+        """One less; returns whether the file has it. Raises UnknownEntryError; ConfigError if it is the last."""
+        ...
+
+    def set_log_level(self, level: str) -> None:
+        """Until a reload or a restart."""
+        ...
+
+    def origin(self, name: str) -> str:
+        """Where an endpoint comes from."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One path with one method."""
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    shows: str
+    """What a success looks like: one of `control.admin.schemas`, or EVENTS."""
+    statuses: tuple[int, ...] = (200,)
+    """Those of its own; what every path may answer comes on top."""
+    query: Mapping[str, Fields] = field(default_factory=dict)
+    """Parameters with their schemas."""
+    body: Fields | None = None
+    """The schema of what it takes."""
+
+
+class ApiError(Exception):
+    """An answer that is no success."""
+
+    def __init__(self, status: int, code: str, message: str, problems: list[str] | None = None) -> None:
+        super().__init__(message)
+        kind = "server_error" if status >= 500 else "permission_error" if status == 403 else "invalid_request_error"
+        self.status = status
+        self.code = code
+        self.error: Fields = {"message": message, "type": kind, "param": None, "code": code}
+        if problems is not None:
+            self.error["problems"] = problems
+
+    def response(self) -> web.Response:
+        """As JSON."""
+        answer = _json({"error": self.error}, self.status)
+        answer.headers[REASON_FIELD] = self.code
+        return answer
+
+
+class Api:
+    """Handlers, and the table of them."""
+
+    def __init__(self, runtime: Runtime, state: State, history: History, steering: Steering) -> None:
+        self._runtime = runtime
+        self._state = state
+        self._history = history
+        self._steering = steering
+        self.feed = Feed(self._frame)
+        self.routes = self._make_routes()
+        self._document: dict[str, object] | None = None
+        """Made when it is first asked for."""
+
+    def add_to(self, router: web.UrlDispatcher) -> None:
+        """All routes. A path that ends in a name takes what is percent-encoded too."""
+        for route in self.routes:
+            path = route.path.replace("{name}", "{name:[^/]+}").replace("{id}", "{id:.+}")
+            router.add_route(route.method, path, _guarded(route.handler))
+
+    def _make_routes(self) -> list[Route]:
+        limit: Fields = {"type": "integer", "minimum": 1, "maximum": MAX_SUMMARIES, "default": 100}
+        level: Fields = {
+            "type": "object",
+            "required": ["level"],
+            "properties": {"level": {"type": "string", "enum": list(LEVELS)}},
+        }
+        one = "/admin/endpoints/{name}"
+        return [
+            Route("GET", "/admin/state", self._get_state, "Everything at a glance", "State"),
+            Route(
+                "GET", "/admin/history", self._get_history, "The last ten minutes in steps of five seconds", "History"
+            ),
+            Route(
+                "GET",
+                "/admin/events",
+                self._events,
+                "The state once a second, as server-sent events",
+                EVENTS,
+                (200, 503),
+            ),
+            Route("GET", "/admin/endpoints", self._get_endpoints, "All endpoints", "Endpoints"),
+            Route("POST", "/admin/endpoints", self._add, "Add an endpoint", "Added", (201, 422), body=ENTRY),
+            Route("GET", one, self._get_endpoint, "One endpoint", "Endpoint", (200, 404)),
+            Route("DELETE", one, self._remove, "Remove an endpoint; its requests finish", "Removed", (200, 404, 409)),
+            Route("POST", f"{one}/drain", self._drain, "Give it no new requests", "Drain", (200, 404), body={}),
+            Route("POST", f"{one}/undrain", self._undrain, "Give it requests again", "Drain", (200, 404), body={}),
+            Route(
+                "GET",
+                "/admin/decisions",
+                self._get_decisions,
+                "Recent requests, the newest first",
+                "Requests",
+                query={"limit": limit, "endpoint": {"type": "string"}},
+            ),
+            Route(
+                "GET",
+                "/admin/decisions/{id}",
+                self._explain,
+                "Why a request went where it went",
+                "Explained",
+                (200, 404),
+            ),
+            Route("GET", "/admin/config", self._get_config, "The settings in force, without secrets", "Settings"),
+            Route(
+                "POST",
+                "/admin/reload",
+                self._reload,
+                "Read the settings again",
+                "Reloaded",
+                (200, 409, 422),
+                body={},
+            ),
+            Route(
+                "GET", "/admin/log-level", self._get_log_level, "The least severe lines that are written", "LogLevel"
+            ),
+            Route(
+                "PUT",
+                "/admin/log-level",
+                self._put_log_level,
+                "Change it until a reload",
+                "LogLevel",
+                (200, 422),
+                body=level,
+            ),
+            Route("GET", "/admin/openapi.json", self._openapi, "This document", "Document"),
+        ]
+
+    # Reading
+
+    def _frame(self) -> Fields:
+        return self._state.everything() | {
+            "decisions": self._state.recent.requests(DECISIONS_SHOWN),
+            "history": self._history.points,
+        }
+
+    async def _get_state(self, _: web.Request) -> web.Response:
+        return _json(self._state.everything())
+
+    async def _get_history(self, _: web.Request) -> web.Response:
+        return _json({"points": self._history.points})
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        if not self.feed.has_room:
+            raise ApiError(503, "too_many_viewers", f"{self.feed.viewers} others look on already.")
+        return await self.feed.show(request)
+
+    async def _get_endpoints(self, _: web.Request) -> web.Response:
+        return _json({"endpoints": self._state.endpoints()})
+
+    async def _get_endpoint(self, request: web.Request) -> web.Response:
+        return _json(self._shown(self._named(request).endpoint.name))
+
+    async def _get_decisions(self, request: web.Request) -> web.Response:
+        text = request.query.get("limit", "100")
+        if not (text.isascii() and text.isdigit() and len(text) < 6 and 1 <= int(text) <= MAX_SUMMARIES):
+            raise ApiError(400, "invalid_limit", f"limit: expected 1 to {MAX_SUMMARIES}")
+        found = self._state.recent.requests(int(text), endpoint=request.query.get("endpoint"))
+        return _json({"decisions": found})
+
+    async def _explain(self, request: web.Request) -> web.Response:
+        found = self._state.recent.explain(request.match_info["id"])
+        if found is None:
+            kept = self._steering.settings.explain.requests
+            text = f"No request of that id among the last {kept} (explain.requests), nor among those that run."
+            raise ApiError(404, "unknown_request", text)
+        return _json(found)
+
+    async def _get_config(self, _: web.Request) -> web.Response:
+        return _json(without_secrets(self._steering.settings))
+
+    async def _get_log_level(self, _: web.Request) -> web.Response:
+        return _json({"level": self._steering.settings.log.level})
+
+    async def _openapi(self, _: web.Request) -> web.Response:
+        if self._document is None:
+            self._document = await asyncio.to_thread(document, self.routes)
+        return _json(self._document)
+
+    # Changing
+
+    async def _add(self, request: web.Request) -> web.Response:
+        entry = await _read_object(request)
+        keep = entry.pop("keep", False)
+        if not isinstance(keep, bool):
+            raise ApiError(422, "invalid_endpoint", "The endpoint cannot be added.", ["keep: expected true or false"])
+        try:
+            name = await self._steering.add_endpoint(entry, keep=keep)
+        except ConfigError as error:
+            raise _unacceptable("invalid_endpoint", "The endpoint cannot be added.", error) from None
+        _log("endpoint %s was added", name)
+        found = self._state.endpoint(name)
+        return _json({"name": name, "keep": keep, "endpoint": found}, 201)
+
+    async def _remove(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        before = self._state.find(name)
+        try:
+            returns = await self._steering.remove_endpoint(name)
+        except UnknownEntryError:
+            self._not_an_entry(name, before)
+        except ConfigError as error:
+            text = f"{name} is the last endpoint: drain it instead."
+            raise ApiError(409, "last_endpoint", text, list(error.problems)) from None
+        _log("endpoint %s was removed", name)
+        left = self._state.find(name)
+        running = 0 if left is None else left.in_flight
+        return _json({"name": name, "removed": True, "in_flight": running, "note": BACK if returns else None})
+
+    def _not_an_entry(self, name: str, found: EndpointSnapshot | None) -> NoReturn:
+        if found is None:
+            raise self._unknown(name)
+        if found.left:
+            raise ApiError(409, "leaving", f"{name} was removed already; {found.in_flight} requests finish there.")
+        raise ApiError(409, "discovered", f"{name} is one address of a name: drain it, or remove the name.")
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        return self._set_draining(request, True)
+
+    async def _undrain(self, request: web.Request) -> web.Response:
+        return self._set_draining(request, False)
+
+    def _set_draining(self, request: web.Request, draining: bool) -> web.Response:
+        found = self._named(request)
+        name = found.endpoint.name
+        if found.left:
+            if draining:
+                return _json(drain_progress(found))
+            raise ApiError(404, "unknown_endpoint", f"{name} was removed; {found.in_flight} requests finish there.")
+        if found.draining != draining:
+            self._runtime.drain(found.endpoint.uid, draining=draining)
+            _log("endpoint %s is draining" if draining else "endpoint %s takes requests again", name)
+        return _json(drain_progress(self._named(request)))
+
+    async def _reload(self, _: web.Request) -> web.Response:
+        problems = await self._steering.reload()
+        if problems is None:
+            raise ApiError(409, "no_settings_file", "It runs without a settings file, so there is nothing to reload.")
+        if problems:
+            raise ApiError(422, "settings_refused", "The settings are refused, and the old ones hold.", problems)
+        return _json({"reloaded": True, "endpoints": len(self._runtime.snapshot().endpoints)})
+
+    async def _put_log_level(self, request: web.Request) -> web.Response:
+        level = (await _read_object(request)).get("level")
+        if level not in LEVELS or not isinstance(level, str):
+            raise ApiError(422, "invalid_level", f"level: expected one of {', '.join(LEVELS)}")
+        self._steering.set_log_level(level)
+        _log("the log's level is %s until a reload", level)
+        return _json({"level": level})
+
+    def _named(self, request: web.Request) -> EndpointSnapshot:
+        name = request.match_info["name"]
+        found = self._state.find(name)
+        if found is None:
+            raise self._unknown(name)
+        return found
+
+    def _unknown(self, name: str) -> ApiError:
+        names = [one.endpoint.name for one in self._runtime.snapshot().endpoints]
+        listed = ", ".join(names[:MAX_NAMED]) or "none"
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        return ApiError(404, "unknown_endpoint", f"There is no endpoint {name}. There are: {listed}{more}.")
+
+    def _shown(self, name: str) -> Fields:
+        found = self._state.endpoint(name)
+        assert found is not None, "nothing awaits in between"
+        return found
+
+
+def _guarded(handler: Handler) -> Handler:
+    """The handler, but for what a web page from elsewhere could have a browser send without asking first (CORS)."""
+
+    async def serve(request: web.Request) -> web.StreamResponse:
+        simple = request.method in {"POST", "PUT"} and "Authorization" not in request.headers
+        if simple and request.content_type != "application/json":
+            raise ApiError(415, "content_type", "Send content-type: application/json (an empty body will do).")
+        return await handler(request)
+
+    return serve
+
+
+async def _read_object(request: web.Request) -> dict[str, object]:
+    """The body. Raises ApiError."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            body = await request.read()
+    except TimeoutError:
+        raise ApiError(408, "request_timeout", "The body did not come in time.") from None
+    except web.HTTPRequestEntityTooLarge:
+        raise ApiError(413, "request_too_large", "The body is too large.") from None
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, "invalid_json", f"The body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, "invalid_json", "The body must be a JSON object.")
+    return value
+
+
+def _unacceptable(code: str, message: str, error: ConfigError) -> ApiError:
+    return ApiError(422, code, message, list(error.problems))
+
+
+def _log(text: str, subject: str) -> None:
+    logger.warning(text, subject, extra={"event": "admin"})
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    body = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
+    return web.Response(
+        status=status, body=body, content_type="application/json", headers={"Cache-Control": "no-store"}
+    )

@@ -1,0 +1,1 @@
+"""The dashboard: one page that lives on the admin API. `page` puts its HTML, style and script together."""

@@ -1,0 +1,215 @@
+"""The admin listener: /healthz, /readyz, /metrics, the API under /admin/ and the dashboard. A port of its own, so that
+it answers while clients fill the other.
+
+Whoever reaches the port may read the first three; everything else is for who may (control/admin/access.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import orjson
+from aiohttp import web
+
+from lbproxy.config.sections.access import Secret
+from lbproxy.control.admin.access import AdminAccess
+from lbproxy.control.admin.api import Api, ApiError
+from lbproxy.control.admin.dashboard.page import Dashboard
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.requests.openai import REASON_FIELD, error_body
+from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.net.listening.bind import bind, bound_port
+from lbproxy.net.listening.listener import Listener
+from lbproxy.runtime import Runtime
+
+logger = logging.getLogger("lbproxy")
+
+KEEP_ALIVE_S = 75.0
+MAX_BODY_BYTES = 64 << 10
+SERVER = "lbproxy"
+SPARE_DESCRIPTORS = 4
+"""Kept for connections here: when clients and endpoints have all others, this is where one looks for the reason."""
+SHUTDOWN_S = 1.0
+"""How long a page that is being written may take when lbproxy stops."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Drainable(Protocol):
+    """What stops taking requests before it ends: the listener for clients."""
+
+    @property
+    def draining(self) -> bool:
+        """It takes no more."""
+        ...
+
+
+class Pages(Protocol):
+    """What /metrics shows: telemetry."""
+
+    async def page(self) -> tuple[bytes, str]:
+        """The page and its content type."""
+        ...
+
+
+class Admin:
+    """One listener. `start`, then `close`."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        front: Drainable,
+        metrics: Pages,
+        token: Secret | None = None,
+        api: Api | None = None,
+    ) -> None:
+        self._runtime = runtime
+        self._front = front
+        self._metrics = metrics
+        self._api = api
+        self._port: int | None = None
+        self.listener: Listener | None = None
+        """Set by `start`."""
+        self.access = AdminAccess(token)
+        middlewares = [_errors_as_json, self.access.middleware]
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
+        app.on_response_prepare.append(_name_server)
+        for path, handler in (("/healthz", _healthz), ("/readyz", self._readyz), ("/metrics", self._show_metrics)):
+            app.router.add_get(path, handler)
+        if api is not None:
+            api.add_to(app.router)
+            Dashboard().add_to(app.router)
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            keepalive_timeout=KEEP_ALIVE_S,  # the runner's own default is an hour
+            shutdown_timeout=SHUTDOWN_S,
+            lingering_time=SHUTDOWN_S,
+            auto_decompress=False,
+        )
+
+    async def start(self, host: str, port: int, inherited: Sequence[socket.socket] = ()) -> int:
+        """Accept connections; returns the port (port 0: any free one; 0 of a Unix socket). Raises OSError.
+
+        `inherited`: sockets that listen there already, to use instead.
+        """
+        sockets = inherited or await bind(host, port)
+        await self._runner.setup()
+        server = self._runner.server
+        assert server is not None
+        loop, options = asyncio.get_running_loop(), server._kwargs
+        self.listener = Listener(lambda: _Connection(server, loop=loop, **options), spares=SPARE_DESCRIPTORS)
+        self.listener.start(sockets)
+        self._port = bound_port(sockets)
+        return self._port
+
+    def stop_accepting(self) -> None:
+        """Only those who are connected are still answered."""
+        if self.listener is not None:
+            self.listener.close()
+
+    @property
+    def port(self) -> int:
+        """Where it listens, once started."""
+        assert self._port is not None
+        return self._port
+
+    async def close(self) -> None:
+        """Stop. Legal also if it was never started."""
+        self.stop_accepting()
+        if self._api is not None:
+            self._api.feed.close()
+        await self._runner.cleanup()
+
+    async def _readyz(self, _: web.Request) -> web.Response:
+        """200 while a client's request would find an endpoint."""
+        endpoints = self._runtime.snapshot().endpoints
+        counts = Counter(one.health for one in endpoints)
+        serving = sum(one.serving for one in endpoints)
+        draining = self._front.draining
+        ready = serving > 0 and not draining
+        facts = {
+            "ready": ready,
+            "draining": draining,
+            "endpoints": {"serving": serving, **{health.value: counts[health] for health in Health}},
+        }
+        response = _json(200 if ready else 503, orjson.dumps(facts))
+        if not ready:
+            why = Outcome.DRAINING if draining else Outcome.NO_ENDPOINTS
+            response.headers[REASON_FIELD] = why.value.code
+        return response
+
+    async def _show_metrics(self, _: web.Request) -> web.Response:
+        body, content_type = await self._metrics.page()
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
+
+async def _healthz(_: web.Request) -> web.Response:
+    """200 while the process lives and its loop turns."""
+    return web.Response(text="ok")
+
+
+def _json(status: int, body: bytes) -> web.Response:
+    return web.Response(status=status, body=body, content_type="application/json")
+
+
+async def _name_server(_: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = SERVER  # aiohttp would tell its version and Python's
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except LbError as error:
+        response = _refusal(error)
+        if error.outcome is Outcome.UNAUTHORIZED:
+            response.headers["WWW-Authenticate"] = "Bearer"
+        return response
+    except web.HTTPMethodNotAllowed as error:
+        response = _refusal(LbError(Outcome.METHOD_NOT_ALLOWED))
+        response.headers["Allow"] = ", ".join(sorted(error.allowed_methods))
+        return response
+    except web.HTTPNotFound:
+        return _refusal(LbError(Outcome.UNKNOWN_URL))
+    except ApiError as error:
+        return error.response()
+    except web.HTTPException as error:  # what aiohttp itself refuses
+        return _refusal(LbError(Outcome.BAD_REQUEST, error.reason), error.status)
+    except Exception:
+        logger.exception("admin %s failed", request.path)
+        return _refusal(LbError(Outcome.INTERNAL_ERROR))
+
+
+def _refusal(error: LbError, status: int | None = None) -> web.Response:
+    facts = error.outcome.value
+    response = _json(status or facts.status, error_body(error))
+    response.headers[REASON_FIELD] = facts.code
+    return response
+
+
+class _Connection(web.RequestHandler):
+    """aiohttp's, but for what it says of bytes that are no request."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """In the shape of all errors, and without a traceback in the log for whatever comes to this port."""
+        del request, message
+        if status >= 500:
+            logger.error("aiohttp failed", exc_info=exc)
+        response = _refusal(LbError(Outcome.INTERNAL_ERROR if status >= 500 else Outcome.BAD_REQUEST))
+        response.headers["Server"] = SERVER
+        response.force_close()
+        return response

@@ -1,0 +1,166 @@
+"""What lbproxy shows of itself as JSON: its endpoints, the queue, what it learned, what happened of late.
+
+Everything is read from the Runtime's snapshots when somebody asks; about 15 µs an endpoint. What is not known is null,
+never 0, and gauges that are too old to be believed are not shown.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Protocol
+
+from lbproxy import __version__
+from lbproxy.config.tree import Settings
+from lbproxy.control.telemetry.access_line import stamp
+from lbproxy.control.telemetry.families import Loads
+from lbproxy.control.telemetry.recent import Fields, Recent
+from lbproxy.core.endpoints.state import EndpointSnapshot
+from lbproxy.core.observed.learned import EndpointLearned, QueueSnapshot
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.runtime import Runtime
+
+RECENT_TRANSITIONS = 20
+
+
+class Front(Protocol):
+    """The listener for clients, which stops taking requests before it ends."""
+
+    url: str | None
+    """Where clients reach it; None: it does not listen yet."""
+
+    @property
+    def draining(self) -> bool:
+        """It takes no more."""
+        ...
+
+    @property
+    def running(self) -> int:
+        """Requests that were read and have no whole answer yet."""
+        ...
+
+    @property
+    def open_connections(self) -> int:
+        """Of clients."""
+        ...
+
+    def running_records(self) -> Iterable[RequestRecord]:
+        """What is known so far of the requests that run."""
+        ...
+
+
+class State:
+    """Reads; changes nothing."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        front: Front,
+        recent: Recent,
+        *,
+        settings: Callable[[], Settings],
+        origin: Callable[[str], str],
+        loads: Loads,
+    ) -> None:
+        """`origin`: where an endpoint comes from, by its name."""
+        self.recent = recent
+        self._runtime = runtime
+        self._front = front
+        self._settings = settings
+        self._origin = origin
+        self._loads = loads
+        self._started_at = time.monotonic()
+
+    def everything(self) -> Fields:
+        """GET /admin/state."""
+        learned = self._runtime.learned()
+        loads = self._loads
+        return {
+            "version": __version__,
+            "at": stamp(time.time()),
+            "listen": self._front.url,
+            "uptime_s": round(time.monotonic() - self._started_at, 1),
+            "policy": self._settings().routing.policy,
+            "stopping": self._front.draining,
+            "running": self._front.running,
+            "client_connections": self._front.open_connections,
+            "settings": {"accepted": loads.succeeded, "at": stamp(loads.succeeded_at)},
+            "endpoints": self.endpoints(),
+            "queue": _queue(self._runtime.queue()),
+            "learned": None if learned is None else _rounded(asdict(learned[0])),
+            "transitions": self.recent.transitions()[:RECENT_TRANSITIONS],
+        }
+
+    def endpoints(self) -> list[Fields]:
+        """In the order of the settings, then those that are leaving."""
+        learned = self._runtime.learned()
+        by_uid = {} if learned is None else learned[1]
+        digests = self.recent.by_endpoint()
+        return [
+            self._endpoint(one, by_uid.get(one.endpoint.uid), digests.get(one.endpoint.name))
+            for one in self._runtime.snapshot().endpoints
+        ]
+
+    def find(self, name: str) -> EndpointSnapshot | None:
+        """A member by its name; if there is none, one that is leaving."""
+        found = [one for one in self._runtime.snapshot().endpoints if one.endpoint.name == name]
+        return found[0] if found else None  # members come first
+
+    def endpoint(self, name: str) -> Fields | None:
+        """The same of one."""
+        return next((one for one in self.endpoints() if one["name"] == name), None)
+
+    def _endpoint(self, one: EndpointSnapshot, learned: EndpointLearned | None, recent: Fields | None) -> Fields:
+        fresh = None if one.stale else one.metrics
+        endpoint = one.endpoint
+        return {
+            "name": endpoint.name,
+            "url": endpoint.base_url,
+            "engine": endpoint.engine,
+            "from": self._origin(endpoint.name),
+            "health": one.health.value,
+            "draining": one.draining,
+            "leaving": one.left,
+            "backing_off": one.backing_off,
+            "readmitted": one.readmitted,
+            "share": round(one.share, 3),
+            "in_flight": one.in_flight,
+            "awaiting_first_byte": one.awaiting_first_byte,
+            "placed": one.placed,
+            "waiting": None if fresh is None else fresh.waiting,
+            "running": None if fresh is None else fresh.running,
+            "kv_utilization": None if fresh is None or fresh.kv_utilization is None else round(fresh.kv_utilization, 4),
+            "metrics_age_s": None if one.metrics_age_s is None else round(one.metrics_age_s, 3),
+            "models": one.models,
+            "learned": None if learned is None else _rounded(asdict(learned)),
+            "recent": recent,
+        }
+
+
+def drain_progress(one: EndpointSnapshot) -> Fields:
+    """How far an endpoint's draining is."""
+    return {
+        "name": one.endpoint.name,
+        "draining": one.draining,
+        "leaving": one.left,
+        "in_flight": one.in_flight,
+        "awaiting_first_byte": one.awaiting_first_byte,
+        "drained": one.draining and not one.in_flight,
+    }
+
+
+def _queue(queue: QueueSnapshot) -> Fields:
+    return {
+        "waiting": queue.waiting,
+        "bytes": queue.bytes,
+        "oldest_s": None if queue.oldest_s is None else round(queue.oldest_s, 3),
+        "by_priority": {str(priority): count for priority, count in queue.by_priority.items()},
+        "by_model": {model or "": count for model, count in queue.by_model.items()},
+        "by_flow": queue.by_flow,
+        "by_reason": queue.by_reason,
+    }
+
+
+def _rounded(values: Fields) -> Fields:
+    return {name: round(value, 4) if isinstance(value, float) else value for name, value in values.items()}

@@ -1,0 +1,480 @@
+"""Where the set of endpoints comes from. The only module of the control plane that may read files of settings.
+
+Every source yields complete sets: the Balancer compares them with what it has, so that a source that was restarted, or
+that missed a change, is right again with its next set. The sources are the settings' own addresses, which never change;
+the names of `dns+` and `srv+` entries, each resolved again and again by a loop of its own; and the files of `file:`
+entries, each looked at by a loop of its own, in which there may be addresses and names again.
+
+What to believe of DNS is `control.discovery.known_names`'s. Of a file:
+
+- One that cannot be read, or holds anything but a good list of endpoints, changes nothing. It is told once.
+- A new one is taken when it stayed the same from one look to the next: whoever writes in place is then done.
+- An empty list is acted on only against endpoints that are down by their health checks, as with DNS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import logging
+import os
+import random
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeAlias
+
+from lbproxy.config.parse import parse_endpoints
+from lbproxy.config.sections.clients import Address
+from lbproxy.config.sections.endpoints import EndpointSettings
+from lbproxy.config.sections.proxies import ProxyUrl
+from lbproxy.config.text import ConfigError
+from lbproxy.config.tree import MAX_ENDPOINTS, Settings
+from lbproxy.control.discovery.dns_answers import OK, Lookup
+from lbproxy.control.discovery.known_names import MAX_LOGGED, Known, KnownName, Member, known_of
+from lbproxy.control.discovery.resolver import Resolver
+from lbproxy.control.probing.prober import JITTER
+from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
+from lbproxy.core.endpoints.endpoint import EndpointSpec
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.endpoints.state import EndpointSnapshot
+from lbproxy.net.dialing.tls import client_context
+from lbproxy.runtime import Runtime, supervise
+
+logger = logging.getLogger("lbproxy")
+
+FIRST_RETRY_S = 1.0
+"""Between resolutions at most until the first good one: what starts together with lbproxy may get its name later."""
+TARGETS_AT_ONCE = 16
+"""Targets of an SRV name whose addresses are asked for at the same time."""
+LOOK_S = 0.5
+"""Between two looks at a file of endpoints. A look is one stat, in a thread."""
+MAX_FILE_BYTES = 1 << 20
+MAX_HOSTS_CHARS = 4 << 20
+HOSTS = Path("/etc/hosts")
+MAX_CERTIFICATES_CHARS = 4 << 20
+
+Certificates: TypeAlias = Mapping[str, str]
+"""The text of the files that `tls.ca` names, by their paths."""
+NO_CERTIFICATES: Certificates = MappingProxyType({})
+Publish: TypeAlias = Callable[[list[EndpointSpec]], None]
+"""Gets each new complete set."""
+
+
+def read_hosts() -> str:
+    """The hosts file; empty if there is none."""
+    with contextlib.suppress(OSError), HOSTS.open(encoding="utf-8", errors="replace") as file:
+        return file.read(MAX_HOSTS_CHARS)
+    return ""
+
+
+def _spec(entry: EndpointSettings, name: str, member: Member | None, certificates: Certificates) -> EndpointSpec:
+    """Of an entry that is an address itself (None), or a member of one that is a name."""
+    return EndpointSpec(
+        name=name,
+        base_url=f"{entry.scheme}://{member.authority}" if member else entry.base_url,
+        engine=entry.engine,
+        metrics=entry.metrics,
+        health=entry.health,
+        models=entry.models,
+        weight=entry.weight * (member.weight if member else 1.0),
+        kv_cache_tokens=entry.kv_cache_tokens,
+        api_key=None if entry.api_key is None else ApiKey(entry.api_key.get_secret_value()),
+        tls=_tls(entry, member, certificates) if entry.scheme == "https" else None,
+        proxy=None if entry.proxy is None else _proxy(entry.proxy),
+    )
+
+
+def _proxy(url: ProxyUrl) -> Proxy:
+    if url.userinfo is None:
+        return Proxy(url.host, url.port)
+    return Proxy(url.host, url.port, ApiKey(f"Basic {base64.b64encode(url.userinfo.encode()).decode()}"))
+
+
+def _tls(entry: EndpointSettings, member: Member | None, certificates: Certificates) -> Tls:
+    ca = None if entry.tls.ca is None else certificates[entry.tls.ca]
+    return Tls(ca, entry.tls.verify, entry.tls.server_name or (member and member.found_by.rstrip(".")))
+
+
+def read_certificates(
+    entries: Sequence[EndpointSettings], path: str = "endpoints", source: str = "settings"
+) -> Certificates:
+    """The files of certificates that endpoints' `tls.ca` name. Raises ConfigError; `path` is where the entries stand.
+
+    Takes up to 20 ms for each different one: what needs them is made here, to know that they are good.
+    """
+    texts: dict[str, str] = {}
+    wrong: dict[str, str] = {}
+    problems = []
+    for index, entry in enumerate(entries):
+        if entry.scheme != "https":
+            continue
+        ca = entry.tls.ca
+        if ca is not None and ca not in texts and ca not in wrong:
+            try:
+                texts[ca] = _read_certificates(ca)
+            except ValueError as error:
+                wrong[ca] = str(error)
+        if ca in wrong:
+            problems.append(f"{path}[{index}].tls.ca: expected a file of certificates, but {wrong[ca]}, got '{ca}'")
+    if problems:
+        raise ConfigError(source, problems)
+    return texts
+
+
+def _read_certificates(path: str) -> str:
+    """Raises ValueError with what is wrong."""
+    try:
+        with Path(path).open(encoding="ascii", errors="replace") as file:
+            text = file.read(MAX_CERTIFICATES_CHARS + 1)
+    except OSError as error:
+        raise ValueError(_unreadable(error)) from None
+    if len(text) > MAX_CERTIFICATES_CHARS:
+        raise ValueError("it is larger than 4 MiB")
+    try:
+        client_context(text, True)
+    except ValueError as error:
+        raise ValueError(f"it holds {error}") from None
+    return text
+
+
+def _unreadable(error: OSError) -> str:
+    return f"it cannot be read: {os.strerror(error.errno).lower() if error.errno else error}"
+
+
+# --- Entries, and files of them ---------------------------------------------------------------------------------------
+
+
+class Entries:
+    """A list of entries, as the settings or a file have it: the addresses, and what is known of the names."""
+
+    def __init__(
+        self,
+        entries: Sequence[EndpointSettings] = (),
+        certificates: Certificates = NO_CERTIFICATES,
+        own: Sequence[Address] = (),
+        names: Iterable[Known] = (),
+    ) -> None:
+        """`own`: where lbproxy listens. `names`: such of which something is known already."""
+        names = list(names)
+        by_entry = {one.entry: one for one in names}
+        self.entries = entries
+        self.certificates = certificates
+        self.addresses = [one for one in entries if not one.is_name and not one.is_file]
+        self.names: list[Known] = [by_entry.get(one) or known_of(one, own, names) for one in entries if one.is_name]
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def up(self, down: Collection[str]) -> list[EndpointSettings]:
+        """Those that are not known to be down."""
+        gone = {one.entry for one in self.names if down and set(one.authorities) <= set(down)}
+        gone.update(one for one in self.addresses if one.authority in down)
+        return [one for one in self.entries if one not in gone]
+
+
+@dataclass
+class EndpointFile:
+    """What is known of one `file:` entry."""
+
+    entry: EndpointSettings
+    known: Entries = field(default_factory=Entries)
+    """As of the last good one."""
+    results: dict[str, int] = field(default_factory=dict)
+    """Versions that were read, by result: `ok`, `invalid`, `unreadable`."""
+    problem: str | None = None
+    """What is wrong with it as it is now."""
+    empty: bool = False
+    """It is good, and lists nothing."""
+    seen: tuple[int, ...] | None = None
+    """What told the file that the last look saw from others; None: there was none."""
+    read: tuple[int, ...] | None = None
+    """The same of the one that was read last."""
+
+    def note(self, result: str, problem: str | None) -> None:
+        """One version was read."""
+        self.problem = problem
+        self.results[result] = self.results.get(result, 0) + 1
+
+
+def _look(path: str) -> tuple[int, ...] | None:
+    """What tells the file from its other versions; None if it is not there."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+def _read_endpoints(path: str, settings: Settings) -> tuple[Sequence[EndpointSettings], Certificates]:
+    """The endpoints that a file lists, with the certificates that they name. Raises ConfigError, OSError."""
+    with Path(path).open("rb") as file:
+        data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(path, ["it is larger than 1 MiB"])
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(path, [f"not UTF-8: {error.reason} at byte {error.start}"]) from None
+    folder = os.path.dirname(path)
+    entries = parse_endpoints(text, environ=os.environ, source=path, folder=folder, settings=settings)
+    return entries, read_certificates(entries, "", path)
+
+
+class Discovery:
+    """The settings' endpoints as complete sets. `close` it last."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        rng: random.Random,
+        resolver: Resolver | None = None,
+        before: Discovery | None = None,
+        certificates: Certificates | None = None,
+    ) -> None:
+        """`before`: what it knows of names and files stays known. `certificates`: read already.
+
+        Raises ConfigError if certificates cannot be read.
+        """
+        self._settings = settings
+        self._rng = rng
+        self._resolver = resolver or Resolver(settings.dns, read_hosts)
+        self._own = [one for one in (settings.listen, settings.admin) if one is not None]
+        if certificates is None:
+            certificates = read_certificates(settings.endpoints)
+        names = before._root.names if before is not None else []
+        self._root: Entries = Entries(settings.endpoints, certificates, self._own, names)
+        files = {one.entry: one.known for one in before.files} if before is not None else {}
+        self.files: list[EndpointFile] = [
+            EndpointFile(one, files.get(one, Entries())) for one in settings.endpoints if one.is_file
+        ]
+        """Those of the settings, in their order."""
+
+    async def under(self, settings: Settings) -> Discovery:
+        """The same under other settings. What is known of names and files stays known, whatever else their entries say,
+        and those that changed are asked once: a set without their addresses would empty a pool that only changed how it
+        is written down. Raises ConfigError if certificates cannot be read.
+        """
+        resolver = self._resolver if settings.dns == self._settings.dns else None
+        certificates = await asyncio.to_thread(read_certificates, settings.endpoints)
+        successor = Discovery(settings, self._rng, resolver, self, certificates)
+        for file in successor.files:
+            await successor._read(file, tuple)
+        await asyncio.gather(*(successor._resolve(name, tuple) for name in successor.names if not name.results))
+        return successor
+
+    def replaced_by(self, successor: Discovery) -> None:
+        """It takes over: `close` what it does not use."""
+        if successor._resolver is not self._resolver:
+            self.close()
+
+    def close(self) -> None:
+        """End what still resolves."""
+        self._resolver.close()
+
+    @property
+    def names(self) -> list[Known]:
+        """The names of the settings and of the files, as of now."""
+        return [name for entries in self._all() for name in entries.names]
+
+    def _all(self) -> list[Entries]:
+        return [self._root, *(file.known for file in self.files)]
+
+    def endpoints(self) -> list[EndpointSpec]:
+        """The complete set as far as known: the settings' addresses, those of files, then those of names, each in their
+        order.
+
+        Names and addresses are distinct: of two entries that lead to one address the first counts. At most
+        MAX_ENDPOINTS.
+        """
+        specs: dict[str, EndpointSpec] = {}
+        taken: set[str] = set()
+
+        def add(entry: EndpointSettings, name: str, member: Member | None, certificates: Certificates) -> None:
+            authority = member.authority if member else entry.authority
+            if authority not in specs and len(specs) < MAX_ENDPOINTS:
+                specs[authority] = _spec(entry, name, member, certificates)
+                taken.add(name)
+
+        for entries in self._all():
+            for entry in entries.addresses:
+                name = entry.name if entry.name not in taken else f"{entry.name}/{entry.authority}"
+                add(entry, name, None, entries.certificates)
+        for entries in self._all():
+            for one in entries.names:
+                for member in one.members:
+                    add(one.entry, _name(one.entry, member.authority, taken), member, entries.certificates)
+        return list(specs.values())
+
+    async def resolve_once(self) -> None:
+        """Read every file, then resolve every name, all at the same time."""
+        for file in self.files:
+            await self._read(file, tuple)
+        await asyncio.gather(*(self._resolve(name, tuple) for name in self.names))
+
+    def loops(self, runtime: Runtime, publish: Publish) -> Iterator[tuple[str, Callable[[], Awaitable[None]]]]:
+        """One loop for each name and each file, and what to call it, for `runtime.supervise`."""
+        for name in self._root.names:
+            yield f"discovery of {name.entry.name}", partial(self._follow, name, runtime, publish)
+        for file in self.files:
+            yield f"discovery of {file.entry.name}", partial(self._follow_file, file, runtime, publish)
+
+    # Names
+
+    async def _follow(self, name: Known, runtime: Runtime, publish: Publish) -> None:
+        """Until cancelled."""
+        while True:
+            began_at = runtime.now()
+            before, was_good = name.members, name.problem is None
+            await self._resolve(name, lambda: _down(runtime.snapshot().endpoints))
+            if was_good != (name.problem is None):
+                _log_problem(name)
+            if name.members != before:
+                await asyncio.sleep(0)  # both take about 10 ms for 1,000 addresses: requests may go between
+                authorities = [one.authority for one in before]
+                if name.authorities != authorities:  # else only weights are others
+                    _log_change(name.entry, authorities, name.authorities, name.found)
+                publish(self.endpoints())
+            interval_s = self._settings.dns.interval
+            if OK not in name.results:
+                interval_s = min(interval_s, FIRST_RETRY_S)
+            due_at = began_at + interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER)
+            await asyncio.sleep(max(0.0, due_at - runtime.now()))
+
+    async def _resolve(self, name: Known, down: Callable[[], Collection[str]]) -> None:
+        if isinstance(name, KnownName):
+            name.hear(await self._resolver.lookup(name.host), down)
+            return
+        services = await self._resolver.services(name.host)
+        few = asyncio.Semaphore(TARGETS_AT_ONCE)
+
+        async def lookup(target: str) -> Lookup:
+            async with few:
+                return await self._resolver.lookup(f"{target}.")  # it is absolute: no search list
+
+        targets = name.targets(services)
+        name.hear(services, dict(zip(targets, await asyncio.gather(*map(lookup, targets)), strict=True)), down)
+
+    # Files
+
+    async def _follow_file(self, file: EndpointFile, runtime: Runtime, publish: Publish) -> None:
+        """Until cancelled, with the loops of the names in it."""
+        followed: dict[int, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as group:
+            while True:
+                before, problem = file.known, file.problem
+                if await self._is_new(file) or file.empty:
+                    await self._read(file, lambda: _down(runtime.snapshot().endpoints))
+                if file.problem != problem:
+                    _log_file_problem(file)
+                if file.known is not before:
+                    _log_change(file.entry, _shown(before), _shown(file.known), len(file.known.entries))
+                    warn_of_unverified(file.known.entries)
+                    publish(self.endpoints())
+                names = {id(name): name for name in file.known.names}
+                for key in followed.keys() - names.keys():
+                    followed.pop(key).cancel()
+                for key, name in names.items():
+                    if key not in followed:
+                        run = partial(self._follow, name, runtime, publish)
+                        loop = supervise(f"discovery of {name.entry.name}", run, self._rng)
+                        followed[key] = group.create_task(loop)
+                await asyncio.sleep(LOOK_S * self._rng.uniform(1 - JITTER, 1 + JITTER))
+
+    async def _is_new(self, file: EndpointFile) -> bool:
+        """Whether another version than the one that was read last is there, and whole."""
+        now = await asyncio.to_thread(_look, file.entry.path)
+        first, settled = not file.results, now == file.seen
+        file.seen = now
+        return first or (settled and now != file.read)
+
+    async def _read(self, file: EndpointFile, down: Callable[[], Collection[str]]) -> None:
+        """Take over what a file says, as far as it is to be believed."""
+        path, again = file.entry.path, file.empty
+        looked = await asyncio.to_thread(_look, path)
+        try:
+            entries, certificates = await asyncio.to_thread(_read_endpoints, path, self._settings)
+        except ConfigError as error:
+            file.note("invalid", "; ".join(error.problems[:MAX_LOGGED]))
+            file.empty = False
+        except OSError as error:
+            file.note("unreadable", _unreadable(error))
+            file.empty = False
+        else:
+            if not (again and not entries):
+                file.note("ok", None)
+            file.empty = not entries
+            if not entries:
+                entries, certificates = file.known.up(down()), file.known.certificates
+            if (entries, certificates) != (file.known.entries, file.known.certificates):
+                known = Entries(entries, certificates, self._own, file.known.names)
+                # As with a reload: without their addresses, names that replace them would empty the pool.
+                await asyncio.gather(*(self._resolve(name, down) for name in known.names if not name.results))
+                file.known = known
+        file.seen = file.read = looked
+
+
+def _shown(entries: Entries) -> list[str]:
+    return [one.authority for one in entries.entries]
+
+
+def _name(entry: EndpointSettings, authority: str, taken: Collection[str]) -> str:
+    """What the endpoint at one address of a name is called."""
+    if entry.name == entry.authority and authority not in taken:  # no name of its own
+        return authority
+    return f"{entry.name}/{authority}"  # no entry's name has a slash, and no two entries have one name
+
+
+def _down(endpoints: Sequence[EndpointSnapshot]) -> set[str]:
+    """The `host:port` of members that are down. One that is leaving may have a successor there, which stands before."""
+    health: dict[str, Health] = {}
+    for one in endpoints:
+        health.setdefault(one.endpoint.authority, one.health)
+    return {authority for authority, verdict in health.items() if verdict is Health.DOWN}
+
+
+def _log_change(entry: EndpointSettings, before: Sequence[str], now: Sequence[str], found: int) -> None:
+    old, new = set(before), set(now)
+    added, removed = [one for one in now if one not in old], [one for one in before if one not in new]
+    extra: dict[str, object] = {"event": "discovery", "source": entry.name, "endpoints": len(now)}
+    extra |= {"added": added[:MAX_LOGGED], "removed": removed[:MAX_LOGGED]}
+    text = "%s has %d %s%s: added %s; removed %s"
+    what = "endpoints" if entry.is_file else "addresses"
+    cut = f" (of {found})" if found > len(now) else ""
+    logger.info(text, entry.name, len(now), what, cut, _some(added), _some(removed), extra=extra)
+
+
+def _log_file_problem(file: EndpointFile) -> None:
+    extra: dict[str, object] = {"event": "discovery", "source": file.entry.name, "endpoints": len(file.known.entries)}
+    if file.problem is None:
+        logger.info("%s can be read again", file.entry.name, extra=extra)
+        return
+    text = "%s is refused, so what is known of it stays (%d endpoints): %s"
+    extra["reason"] = file.problem
+    logger.warning(text, file.entry.name, len(file.known.entries), file.problem, extra=extra)
+
+
+def warn_of_unverified(entries: Sequence[EndpointSettings]) -> None:
+    """A line of the log for those whose certificates nobody looks at, if there are such."""
+    names = [one.name for one in entries if not one.tls.verify]
+    if names:
+        text = "nobody verifies the certificates of %s (tls.verify: false): who is in between reads and changes all"
+        logger.warning(text, _some(names))
+
+
+def _log_problem(name: Known) -> None:
+    extra: dict[str, object] = {"event": "discovery", "source": name.entry.name, "endpoints": len(name.authorities)}
+    if name.problem is None:
+        logger.info("%s can be resolved again", name.entry.name, extra=extra)
+        return
+    text = "%s cannot be resolved, so what is known of it stays (%d addresses): %s"
+    extra["reason"] = name.problem
+    logger.warning(text, name.entry.name, len(name.authorities), name.problem, extra=extra)
+
+
+def _some(authorities: Sequence[str]) -> str:
+    more = f" and {len(authorities) - MAX_LOGGED} more" if len(authorities) > MAX_LOGGED else ""
+    return (", ".join(authorities[:MAX_LOGGED]) or "none") + more

@@ -1,0 +1,6 @@
+"""Asks each endpoint how it is: health, models, metrics. One supervised loop each (`prober`, `scraper`).
+
+What comes back is handed to the Balancer as it is; `inspect` is the same, once, for `lbproxy check`.
+
+In: `discovery.watch` starts and ends the loops. Never: verdicts, which are the Balancer's.
+"""

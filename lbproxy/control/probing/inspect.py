@@ -1,0 +1,178 @@
+"""Dials an endpoint once and says everything that was found: for `lbproxy check`. Changes and reports nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from lbproxy.config.sections.endpoints import ScrapeSettings
+from lbproxy.config.sections.health import HealthSettings
+from lbproxy.control.probing.prober import ModelsAnswer, ask_description, ask_health, ask_models, self_describing
+from lbproxy.control.probing.scraper import ScrapeError, Target, fetch_page, find_page
+from lbproxy.core.endpoints.endpoint import EndpointSpec
+from lbproxy.core.engines.dialects import Engines
+from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.engines.readings import PageReader
+from lbproxy.core.engines.server_info import SERVER_INFO, Description, owner
+from lbproxy.core.requests.openai import ModelCard, made_up_card
+from lbproxy.net.connections.pool import ConnectionPool
+
+FIRST_SCRAPE_TIMEOUT_S = 3.0
+"""The scraper tries again at once; here one answer decides, and the first page of a cold server may be slow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What one endpoint showed. A field is None or empty when it showed nothing."""
+
+    endpoint: EndpointSpec
+    reachable: bool
+    """It answered something, to whichever question."""
+    healthy: bool | None
+    """Whether it would be called up; None = it is not to be asked."""
+    health: str
+    """What the question for health brought, in short."""
+    engine: str | None
+    owner: str | None
+    """The engine by its models, if it is one of `core.engines.server_info`."""
+    models: tuple[str, ...] | None
+    """Base models; None = it does not say."""
+    adapters: dict[str, tuple[str, ...]]
+    """Adapters by the base model that they say they belong to."""
+    present: tuple[str, ...]
+    """Signals of load that its metrics show."""
+    missing: tuple[str, ...]
+    """Signals that its engine should show and it does not."""
+    lacking: tuple[str, ...]
+    """Signals that its engine never shows."""
+    asks_load: bool | None
+    """Whether its answers would be asked for load reports; None = its engine has none, or it is not known."""
+    load: LoadMetrics | None
+    """What they said."""
+    said: Description | None
+    """What it says of itself outside its metrics."""
+    page: str | None
+    """Where its metrics stand; None = they were not found, or are not to be asked for."""
+    problems: tuple[str, ...]
+    """Short texts, the worst first. Problems with metrics or models alone do not make an endpoint unusable."""
+
+    @property
+    def usable(self) -> bool:
+        """lbproxy could send it requests now."""
+        return self.reachable and self.healthy is not False
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What the question for metrics brought."""
+
+    answered: bool
+    engine: str | None = None
+    present: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    lacking: tuple[str, ...] = ()
+    asks_load: bool | None = None
+    metrics: LoadMetrics | None = None
+    page: str | None = None
+    problem: str | None = None
+
+
+async def inspect(
+    endpoint: EndpointSpec,
+    connections: ConnectionPool,
+    health: HealthSettings,
+    scrape: ScrapeSettings,
+    engines: Engines,
+) -> Inspection:
+    """Ask `endpoint` everything once, all at the same time but for the size of its cache, whose page depends on what it
+    is. Takes as long as the longest time-out at most, and two `SIZE_TIMEOUT_S`.
+    """
+    async with asyncio.TaskGroup() as questions:
+        load_task = questions.create_task(_ask_load(endpoint, connections, scrape, engines))
+        models_task = questions.create_task(_ask_models(endpoint, connections, health.timeout))
+        answer = None
+        if endpoint.health is not None:
+            answer = await ask_health(endpoint, endpoint.health, connections, health.timeout)
+    load, listed = load_task.result(), models_task.result()
+    owned_by = None if listed.cards is None else owner(listed.cards)
+    describing = self_describing(endpoint, owned_by)
+    said = None
+    if describing is not None:
+        said = await ask_description(endpoint, describing, connections, health.timeout)
+    problems = []
+    if answer is not None and not answer.ok:
+        problems.append(answer.reason)
+    if listed.cards is None:
+        problems.append(f"models unknown: {listed.reason}")
+    if load.problem is not None:
+        problems.append(f"load unknown: {load.problem}")
+    models, adapters = _by_parent(listed.cards)
+    answered = [load.answered, listed.answered, answer is not None and answer.answered]
+    return Inspection(
+        endpoint=endpoint,
+        reachable=any(answered),
+        healthy=None if answer is None else answer.ok is True,
+        health="not asked" if answer is None else answer.reason,
+        engine=load.engine,
+        owner=owned_by if owned_by in SERVER_INFO else None,
+        models=models,
+        adapters=adapters,
+        present=load.present,
+        missing=load.missing,
+        lacking=load.lacking,
+        asks_load=load.asks_load,
+        load=load.metrics,
+        said=said,
+        page=load.page,
+        problems=tuple(problems),
+    )
+
+
+async def _ask_models(endpoint: EndpointSpec, connections: ConnectionPool, timeout_s: float) -> ModelsAnswer:
+    if endpoint.models is None:
+        return await ask_models(endpoint, connections, timeout_s)
+    return ModelsAnswer(True, [made_up_card(name) for name in endpoint.models], False, "the settings say")
+
+
+async def _ask_load(
+    endpoint: EndpointSpec, connections: ConnectionPool, settings: ScrapeSettings, engines: Engines
+) -> _Load:
+    engine = None if endpoint.engine == "auto" else endpoint.engine
+    if endpoint.metrics is None:
+        return _Load(False, engine)
+    timeout_s = max(settings.timeout, FIRST_SCRAPE_TIMEOUT_S)
+
+    async def ask(target: Target) -> bytes:
+        return await fetch_page(target, connections, timeout_s=timeout_s, max_bytes=settings.page)
+
+    try:
+        found = await find_page(endpoint, engines, ask)
+    except ScrapeError as error:
+        return _Load(error.answered, engine, problem=error.detail)
+    table = engines.tables[found.engine]
+    reader = PageReader(table, keep_s=0.0)
+    reading = reader.read(found.page, scraped_at=0.0, wall_time=time.time())
+    signals = table.signals()
+    present = tuple(name for name, signal in signals.items() if signal and name not in reading.missing)
+    return _Load(
+        True,
+        found.engine,
+        present,
+        reading.missing,
+        tuple(name for name, signal in signals.items() if not signal),
+        table.asks_load(is_single=reader.is_single) if table.load_reports else None,
+        reading.metrics,
+        str(found.target),
+        None if present else f"none of {found.engine}'s metrics is on the page",
+    )
+
+
+def _by_parent(cards: list[ModelCard] | None) -> tuple[tuple[str, ...] | None, dict[str, tuple[str, ...]]]:
+    if cards is None:
+        return None, {}
+    adapters: dict[str, tuple[str, ...]] = {}
+    for card in cards:
+        if card.parent is not None:
+            adapters[card.parent] = (*adapters.get(card.parent, ()), card.id)
+    return tuple(card.id for card in cards if card.parent is None), adapters

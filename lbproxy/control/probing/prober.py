@@ -1,0 +1,254 @@
+"""Asks one endpoint whether it lives, which models it serves and how much its cache holds, for ever.
+
+It reports; the Balancer judges. One prober per endpoint, so an endpoint that hangs, lies or is gone slows no other.
+Invariants:
+
+- An endpoint that was not up is asked for its models before the answer that may bring it up is reported: no request
+  ever sees an endpoint that is up with unknown or old models, unless it cannot or will not say.
+- A failed question about models changes nothing: what an endpoint said last holds until it says something else.
+- An endpoint whose models the settings say is never asked for them.
+- What it says of itself is asked at the same moments, of engines of `core.engines.server_info` alone. Whatever goes
+  wrong with that, the endpoint comes up all the same: a probe takes two `DESCRIPTION_TIMEOUT_S` longer.
+- Nothing is logged but a change of models; whoever wants to know about health listens to transitions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from typing import NamedTuple
+
+from lbproxy.config.sections.health import HealthSettings
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.engines.server_info import SERVER_INFO, Description, owner, read_description
+from lbproxy.core.requests.openai import ModelCard, read_model_list
+from lbproxy.core.requests.retry import FailureKind, UpstreamError
+from lbproxy.net.connections.fetch import Answer, fetch
+from lbproxy.net.connections.pool import ConnectionPool
+from lbproxy.net.dialing.origin import Origin
+from lbproxy.runtime import Runtime
+
+logger = logging.getLogger("lbproxy")
+
+MODELS_PATH = "/v1/models"
+MAX_HEALTH_BYTES = 64 << 10
+MAX_MODELS_BYTES = 4 << 20
+MAX_INFO_BYTES = 2 << 20
+"""SGLang's page: 17 KB, and 20 KB for each data-parallel rank."""
+DESCRIPTION_TIMEOUT_S = 1.0
+"""For what it says of itself, which an endpoint that comes up waits for; SGLang takes 0.02 s when idle."""
+JITTER = 0.1
+"""Intervals vary by this share both ways, so that many probers do not come to act in step."""
+MAX_MODELS_LOGGED = 20
+DOUBT_S = 0.5
+"""Between two questions for models that somebody doubts."""
+
+
+class HealthAnswer(NamedTuple):
+    """What became of one question for health."""
+
+    ok: bool | None
+    """None: our own fault (no descriptors left), so it says nothing about the endpoint."""
+    answered: bool
+    """Something that speaks HTTP is there."""
+    reason: str
+    refused: bool = False
+    """Nothing listens there."""
+
+
+class ModelsAnswer(NamedTuple):
+    """What became of one question for models."""
+
+    valid: bool
+    """False: the endpoint failed to answer; what it said before still counts."""
+    cards: list[ModelCard] | None
+    """If valid: what it serves, or None if it has no such list."""
+    answered: bool
+    """Something that speaks HTTP is there."""
+    reason: str
+
+
+async def ask_health(endpoint: EndpointSpec, path: str, connections: ConnectionPool, timeout_s: float) -> HealthAnswer:
+    """One GET of `path`. Any valid answer but a 5xx means alive: a server that refuses us (401, 404) still works."""
+    try:
+        answer = await _get(endpoint, path, connections, timeout_s, MAX_HEALTH_BYTES)
+    except UpstreamError as error:
+        ok = None if error.kind is FailureKind.EXHAUSTED else False
+        return HealthAnswer(ok, False, error.detail, error.refused)
+    return HealthAnswer(answer.status < 500, True, f"GET {path} answered {answer.status}")
+
+
+async def ask_models(endpoint: EndpointSpec, connections: ConnectionPool, timeout_s: float) -> ModelsAnswer:
+    """One GET of /v1/models."""
+    try:
+        answer = await _get(endpoint, MODELS_PATH, connections, timeout_s, MAX_MODELS_BYTES)
+    except UpstreamError as error:
+        return ModelsAnswer(False, None, False, error.detail)
+    reason = f"GET {MODELS_PATH} answered {answer.status}"
+    if answer.status == 200:
+        cards = read_model_list(answer.body)
+        if cards is None:
+            return ModelsAnswer(False, None, True, f"{reason} with something that is no model list")
+        return ModelsAnswer(True, cards, True, reason)
+    # 408 and 429 are for now only; the other refusals (401, 404, a redirect) will be the same next time.
+    return ModelsAnswer(answer.status < 500 and answer.status not in {408, 429}, None, True, reason)
+
+
+def self_describing(endpoint: EndpointSpec, owner: str | None) -> str | None:
+    """The engine, if it is one that describes itself. `owner`: by its models."""
+    engine = owner if endpoint.engine == "auto" else endpoint.engine
+    return engine if engine in SERVER_INFO else None
+
+
+async def ask_description(
+    endpoint: EndpointSpec, engine: str, connections: ConnectionPool, timeout_s: float
+) -> Description | None:
+    """What an endpoint says of itself; None if nothing. `engine`: what it runs, of `SERVER_INFO`. Each of its paths may
+    take as long as the timeout, and `DESCRIPTION_TIMEOUT_S`.
+    """
+    timeout_s = min(DESCRIPTION_TIMEOUT_S, timeout_s)
+    for path in SERVER_INFO[engine].paths:
+        try:
+            answer = await _get(endpoint, path, connections, timeout_s, MAX_INFO_BYTES)
+        except UpstreamError:
+            return None
+        if answer.status != 404:
+            return read_description(engine, answer.body) if answer.status == 200 else None
+    return None
+
+
+async def _get(
+    endpoint: EndpointSpec, path: str, connections: ConnectionPool, timeout_s: float, max_bytes: int
+) -> Answer:
+    origin, key = Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy), endpoint.api_key
+    return await fetch(connections, origin, path, timeout_s=timeout_s, max_bytes=max_bytes, key=key)
+
+
+class Prober:
+    """Looks after one endpoint. `run` is a loop for `runtime.supervise`."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        runtime: Runtime,
+        connections: ConnectionPool,
+        settings: HealthSettings,
+        rng: random.Random,
+    ) -> None:
+        self._endpoint = endpoint
+        self._runtime = runtime
+        self._connections = connections
+        self._settings = settings
+        self._rng = rng
+        self._doubted = asyncio.Event()
+        self._models_due_at = self._description_due_at = float("-inf")
+        self._owner: str | None = None
+        """The engine, by the models that it listed last."""
+        self._logged: frozenset[str] | None = None
+        """The models named in the last log line; None: none yet, or it cannot say."""
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        with self._runtime.reads_models(self._endpoint.uid, self):
+            await self._keep_asking()
+
+    async def _keep_asking(self) -> None:
+        # Two loops, so that a slow list does not delay the verdict on an endpoint that is up.
+        async with asyncio.TaskGroup() as loops:
+            if self._endpoint.models is None or self._engine() is not None:
+                loops.create_task(self._keep_models())
+            if self._endpoint.health is not None:
+                loops.create_task(self._keep_health(self._endpoint.health))
+
+    async def _keep_health(self, path: str) -> None:
+        while True:
+            wait_s = self._runtime.may_probe_in(self._endpoint.uid)
+            if wait_s > 0.0:
+                await asyncio.sleep(wait_s)
+                continue
+            await self._probe(path)
+            down = self._health() is Health.DOWN
+            await self._pause(self._settings.down_interval if down else self._settings.interval)
+
+    async def _keep_models(self) -> None:
+        while True:
+            if self._doubted.is_set():
+                self._doubted.clear()
+                await self.refresh_models()
+                await self._refresh_description()
+                await self._pause(DOUBT_S)
+            elif self._health() is Health.UP:
+                if self._runtime.now() >= self._models_due_at:
+                    await self.refresh_models()
+                if self._runtime.now() >= self._description_due_at:
+                    await self._refresh_description()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._doubted.wait(), self._jittered(self._settings.interval))
+
+    async def _pause(self, interval_s: float) -> None:
+        await asyncio.sleep(self._jittered(interval_s))
+
+    def _jittered(self, interval_s: float) -> float:
+        return interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER)
+
+    def _health(self) -> Health | None:
+        return self._runtime.health(self._endpoint.uid)
+
+    async def _probe(self, path: str) -> None:
+        answer = await ask_health(self._endpoint, path, self._connections, self._settings.timeout)
+        if answer.ok is None:
+            return
+        returns = answer.ok and self._health() in {Health.STARTING, Health.DOWN}
+        if returns:
+            await self.refresh_models()
+            await self._refresh_description()
+        self._runtime.report_health(self._endpoint.uid, answer.ok, answer.reason, refused=answer.refused)
+        if returns:
+            self._doubted.clear()  # that it is up now is no news
+
+    def doubt_models(self) -> None:
+        """See runtime.ModelReader."""
+        self._doubted.set()
+
+    async def refresh_models(self) -> None:
+        """See runtime.ModelReader."""
+        if self._endpoint.models is not None:
+            return
+        answer = await ask_models(self._endpoint, self._connections, self._settings.timeout)
+        if not answer.valid:
+            return
+        self._models_due_at = self._runtime.now() + self._jittered(self._settings.models_interval)
+        self._owner = None if answer.cards is None else owner(answer.cards)
+        self._runtime.report_models(self._endpoint.uid, answer.cards)
+        self._log_change(answer)
+
+    def _engine(self) -> str | None:
+        return self_describing(self._endpoint, self._owner)
+
+    async def _refresh_description(self) -> None:
+        # As often as for the models, though it said it before: nobody tells of a restart that no probe saw.
+        engine = self._engine()
+        if engine is None:
+            return
+        said = await ask_description(self._endpoint, engine, self._connections, self._settings.timeout)
+        self._description_due_at = self._runtime.now() + self._jittered(self._settings.models_interval)
+        if said is not None:
+            self._runtime.report_description(self._endpoint.uid, said)
+
+    def _log_change(self, answer: ModelsAnswer) -> None:
+        models = None if answer.cards is None else frozenset(card.id for card in answer.cards)
+        if models == self._logged:
+            return
+        self._logged = models
+        name = self._endpoint.name
+        if answer.cards is None:
+            extra: dict[str, object] = {"event": "models", "endpoint": name, "models": None}
+            logger.info("%s no longer says what it serves: %s", name, answer.reason, extra=extra)
+            return
+        shown = [card.id for card in answer.cards[:MAX_MODELS_LOGGED]]
+        more = "" if len(answer.cards) == len(shown) else f" and {len(answer.cards) - len(shown)} more"
+        extra = {"event": "models", "endpoint": name, "models": shown}
+        logger.info("%s serves %s%s", name, ", ".join(shown) or "no models", more, extra=extra)

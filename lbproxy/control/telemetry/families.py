@@ -1,0 +1,259 @@
+"""What telemetry builds its page of: histograms, families by kind, and those about lbproxy's own load.
+
+With `control.telemetry.telemetry` the only module that knows prometheus_client.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from lbproxy.config.sections.endpoints import EndpointSettings
+from lbproxy.control.telemetry.histogram import Histogram
+from lbproxy.core.queue.flow import FlowSnapshot
+from lbproxy.core.queue.flows import OTHERS
+
+
+def add_to(family: HistogramMetricFamily, labels: Sequence[str], seen: Histogram) -> None:
+    """Append what was seen to a family, as the series with these labels."""
+    bounds = [*map(floatToGoString, seen.bounds), "+Inf"]
+    cumulative = 0
+    buckets: list[tuple[str, float]] = []
+    for bound, count in zip(bounds, seen.counts, strict=True):
+        cumulative += count
+        buckets.append((bound, cumulative))
+    family.add_metric(labels, buckets, seen.total)
+
+
+def counters(
+    name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float]]
+) -> CounterMetricFamily:
+    """Counters by label values."""
+    family = CounterMetricFamily(f"lbproxy_{name}", f"{text}.", labels=labels)
+    for values, count in rows:
+        family.add_metric(values, count)
+    return family
+
+
+def counter(name: str, text: str, value: float) -> CounterMetricFamily:
+    """One counter."""
+    return CounterMetricFamily(f"lbproxy_{name}", f"{text}.", value=value)
+
+
+def gauges(
+    name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float | None]]
+) -> GaugeMetricFamily:
+    """Gauges by label values; None: no sample."""
+    family = GaugeMetricFamily(f"lbproxy_{name}", f"{text}.", labels=labels)
+    for values, value in rows:
+        if value is not None:
+            family.add_metric(values, value)
+    return family
+
+
+def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    """One gauge."""
+    return GaugeMetricFamily(f"lbproxy_{name}", f"{text}.", value=value)
+
+
+def histogram(name: str, text: str, labels: Sequence[str] = ("route",)) -> HistogramMetricFamily:
+    """A family for `add_to`."""
+    return HistogramMetricFamily(f"lbproxy_{name}", f"{text}.", labels=labels)
+
+
+def render(family: Metric) -> bytes:
+    """One family as text."""
+    return generate_latest(_Single(family))
+
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+def keep(series: MutableMapping[Key, Value], wanted: Callable[[Key], bool]) -> None:
+    """Forget the others."""
+    for key in [key for key in series if not wanted(key)]:
+        del series[key]
+
+
+class _Single(Collector):
+    """Makes generate_latest render one family."""
+
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> Iterable[Metric]:
+        """See prometheus_client's Collector."""
+        return (self._family,)
+
+
+# --- Our own load -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Totals:
+    """Requests that ended, since the start."""
+
+    first_bytes: list[int]
+    """Streams by time to their first byte: by its bucket."""
+    tokens: int
+    """Of answers."""
+    requests: int = 0
+    errors: int = 0
+    """Those of them that an endpoint or lbproxy failed."""
+    rejected: int = 0
+    """Those that were answered 429."""
+
+
+class Load(Protocol):
+    """What is refused because we ourselves are the bottleneck: proxy.front.overload.Overload."""
+
+    refuses: str | None
+    """Why new requests are."""
+    refused: dict[str, int]
+    """How many were, by why."""
+    ended: int
+    held_bytes: int
+    max_held_bytes: int
+    rss_bytes: int | None
+    limit_bytes: int | None
+
+
+class Door(Protocol):
+    """The clients' listener."""
+
+    refused: dict[str, int]
+    """Connections, by why."""
+    failed_handshakes: int
+    """Connections that no TLS came of."""
+
+
+class Loads:
+    """How settings were loaded."""
+
+    def __init__(self) -> None:
+        self.succeeded = True
+        """The last time."""
+        self.succeeded_at = time.time()
+        """The last time that it did; wall time."""
+        self.stale: set[str] = set()
+        """What else is read from files, and could not be when they changed last."""
+
+
+def load_families(load: Load, door: Door) -> Iterator[Metric]:
+    """What is refused, and how near it is."""
+    reasons = [((reason,), float(reason == load.refuses)) for reason in load.refused]
+    text = "1 while new requests are refused because lbproxy itself lacks something"
+    yield gauges("overloaded", text, ("reason",), reasons)
+    refused = [((reason,), float(count)) for reason, count in (load.refused | door.refused).items()]
+    text = "Requests, and for connections and descriptors connections, that lbproxy refused because it lacked something"
+    yield counters("overload_refusals", text, ("reason",), refused)
+    text = "Clients' connections that were closed because no TLS handshake came of them in 10 s"
+    yield counter("tls_handshake_failures", text, door.failed_handshakes)
+    yield counter("overload_ended_requests", "Requests that were ended because memory was nearly full", load.ended)
+    yield gauge("buffered_body_bytes", "Bytes of the request bodies that are held", load.held_bytes)
+    yield gauge("buffered_body_limit_bytes", "Bytes of request bodies that may be held", load.max_held_bytes)
+    memory = [((), load.limit_bytes)]
+    yield gauges("memory_limit_bytes", "Memory that lbproxy may take, by its settings or its cgroup", (), memory)
+
+
+# --- Where endpoints come from ----------------------------------------------------------------------------------------
+
+
+MAX_FLOW_LABELS = 100
+
+
+def flow_families(flows: Sequence[FlowSnapshot]) -> Iterator[Metric]:
+    """What each flow has and had. Those after the first `MAX_FLOW_LABELS` are one, `others`."""
+    rows: dict[str, list[float]] = {}
+    for number, one in enumerate(flows):
+        row = rows.setdefault(one.name if number < MAX_FLOW_LABELS else OTHERS, [0.0] * 4)
+        for n, value in enumerate((one.waiting, one.in_flight, one.served_tokens, one.refused)):
+            row[n] += value
+    columns = [[((name,), row[n]) for name, row in rows.items()] for n in range(4)]
+    yield gauges("flow_waiting_requests", "Requests in the queue, by flow", ("flow",), columns[0])
+    yield gauges("flow_in_flight", "Requests at endpoints, by flow", ("flow",), columns[1])
+    text = "What a flow was charged: tokens of prompts that were not cached, and twice those of answers"
+    yield counters("flow_served_tokens", text, ("flow",), columns[2])
+    text = "Requests refused because their flow's limit of requests or tokens per minute was reached"
+    yield counters("flow_refused", text, ("flow",), columns[3])
+
+
+class Found(Protocol):
+    """What is known of a DNS name."""
+
+    entry: EndpointSettings
+    results: dict[str, int]
+
+    @property
+    def authorities(self) -> list[str]:
+        """The addresses that are believed."""
+        ...
+
+
+class Listed(Protocol):
+    """What is known of a file of endpoints."""
+
+    entry: EndpointSettings
+    results: dict[str, int]
+    problem: str | None
+
+    @property
+    def known(self) -> Sized:
+        """The endpoints that are believed."""
+        ...
+
+
+def source_families(names: Sequence[Found], files: Sequence[Listed]) -> Iterator[Metric]:
+    """How finding endpoints gets on. The settings and a file may have names that are called alike: these are added."""
+    resolutions: Counter[tuple[str, str]] = Counter()
+    addresses: Counter[tuple[str]] = Counter()
+    for one in names:
+        addresses[(one.entry.name,)] += len(one.authorities)
+        resolutions.update({(one.entry.name, word): count for word, count in one.results.items()})
+    if addresses:
+        text = "Resolutions of a dns+ or srv+ name, by result"
+        yield counters("dns_resolutions", text, ("name", "result"), resolutions.items())
+        yield gauges("dns_addresses", "Addresses that are believed of such a name", ("name",), addresses.items())
+    if files:
+        reads = [((one.entry.name, word), count) for one in files for word, count in one.results.items()]
+        text = "Versions of a file of endpoints that were read, by result"
+        yield counters("file_reads", text, ("name", "result"), reads)
+        good = [((one.entry.name,), float(one.problem is None)) for one in files]
+        text = "0 while a file of endpoints cannot be read or is wrong: what is known of it stays"
+        yield gauges("file_valid", text, ("name",), good)
+        sizes = [((one.entry.name,), float(len(one.known))) for one in files]
+        yield gauges("file_endpoints", "Endpoints that are believed of such a file", ("name",), sizes)
+
+
+class Traced(Protocol):
+    """What sends traces: extras.traces.Traces."""
+
+    @property
+    def results(self) -> dict[str, int]:
+        """How many requests' traces became what."""
+        ...
+
+
+class Tracing(Protocol):
+    """Who has it: extras.Tracing."""
+
+    @property
+    def traces(self) -> Traced | None:
+        """None while requests are not traced."""
+        ...
+
+
+def trace_family(traces: Traced) -> Metric:
+    """What becomes of traces."""
+    rows = [((word,), count) for word, count in traces.results.items()]
+    text = "Requests that were traced, by what became of their spans: dropped, as too many waited, and failed are lost"
+    return counters("traces", text, ("result",), rows)

@@ -1,0 +1,103 @@
+"""JSON lines on standard output: how they are written, and everything that goes through the standard library's loggers.
+
+Theory of operation. The event loop must never wait for whoever reads our log, so a line is only appended to a bounded
+queue (`control.telemetry.writer`); a thread takes what has gathered every 50 ms and writes it in one piece. Invariants:
+
+- Every line is one JSON object in ASCII, whatever the strings in it: a client's bytes can neither forge a line nor
+  break the reader's decoder.
+- A reader that is slow, gone, or a full disk costs lines, which are counted, and nothing else.
+- Bodies, prompts, keys and query strings (which can carry keys) are never written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+
+from lbproxy.control.telemetry.access_line import stamp
+from lbproxy.control.telemetry.writer import LineWriter
+
+MAX_TRACEBACK_CHARS = 8192
+AIOHTTP_LINE_EVERY_S = 1.0
+
+
+_STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", "event"}
+
+
+class JsonFormatter(logging.Formatter):
+    """A log record as one JSON object: time, level, event, message, then whatever was given as `extra`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See logging.Formatter."""
+        fields: dict[str, object] = {
+            "time": stamp(record.created),
+            "level": record.levelname.lower(),
+            "event": getattr(record, "event", "log"),
+            "message": record.getMessage()[:MAX_TRACEBACK_CHARS],
+        }
+        if not record.name.startswith("lbproxy"):
+            fields["logger"] = record.name
+        fields.update((name, value) for name, value in record.__dict__.items() if name not in _STANDARD)
+        if record.exc_info is not None and record.exc_info[1] is not None:
+            error = record.exc_info[1]
+            if _is_clients_fault(error):
+                fields["error"] = type(error).__name__  # its text repeats the client's bytes
+            else:
+                fields["traceback"] = self.formatException(record.exc_info)[-MAX_TRACEBACK_CHARS:]
+        return json.dumps(fields, default=str, separators=(",", ":"))
+
+
+def _is_clients_fault(error: BaseException) -> bool:
+    """aiohttp logs with a traceback what it could not parse."""
+    return type(error).__module__.startswith("aiohttp.")
+
+
+class LineHandler(logging.Handler):
+    """Hands log records, as JSON lines, to a LineWriter."""
+
+    def __init__(self, writer: LineWriter) -> None:
+        super().__init__()
+        self.internal_errors = 0
+        """Failures logged with their traceback: defects of ours."""
+        self._writer = writer
+        self._aiohttp_next_at = 0.0
+        self._aiohttp_suppressed = 0
+        self.setFormatter(JsonFormatter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See logging.Handler."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None and record.levelno >= logging.ERROR and not _is_clients_fault(error):
+            self.internal_errors += 1
+        if record.name.startswith("aiohttp.") and not self._let_through(record):
+            return
+        try:
+            self._writer.write([self.format(record).encode("ascii") + b"\n"])
+        except Exception:  # noqa: BLE001 - logging's own way: a bad format string must not fail the request
+            self.handleError(record)
+
+    def _let_through(self, record: logging.LogRecord) -> bool:
+        """Whether this line of aiohttp's is written: whoever sends garbage must not fill the disk."""
+        now = time.monotonic()
+        if now < self._aiohttp_next_at:
+            self._aiohttp_suppressed += 1
+            return False
+        self._aiohttp_next_at = now + AIOHTTP_LINE_EVERY_S
+        record.suppressed = self._aiohttp_suppressed
+        self._aiohttp_suppressed = 0
+        return True
+
+
+def configure_logging(level: str, writer: LineWriter) -> LineHandler:
+    """Send all loggers' lines to `writer`: ours from `level` on, others' warnings and errors.
+
+    Called again, it replaces what it did before. `logging.getLogger().removeHandler(...)` undoes it.
+    """
+    root = logging.getLogger()
+    for handler in [one for one in root.handlers if isinstance(one, LineHandler)]:
+        root.removeHandler(handler)
+    handler = LineHandler(writer)
+    root.addHandler(handler)
+    logging.getLogger("lbproxy").setLevel(level.upper())
+    return handler

@@ -1,0 +1,248 @@
+"""What happened of late: the last so many requests with the decisions about them, and what endpoints became.
+
+A sink. Per request it keeps a reference; everything else happens when somebody asks. Bounded by the setting, and by
+`core.policies.explain` in what one decision holds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Final, TypeAlias
+
+from lbproxy.control.telemetry.access_line import OUTCOMES, stamp
+from lbproxy.core.endpoints.health import Transition
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.policies.explain import Decision
+from lbproxy.core.queue.ticket import Wait
+from lbproxy.core.requests.outcome import Outcome
+
+Fields: TypeAlias = dict[str, object]
+"""A JSON object."""
+
+REFUSED: Final = frozenset(
+    {
+        Outcome.SATURATED,
+        Outcome.EXPIRED,
+        Outcome.RATE_LIMITED,
+        Outcome.TOO_LATE,
+        Outcome.NO_ENDPOINTS,
+        Outcome.MODEL_NOT_FOUND,
+    }
+)
+"""What the balancer says of requests that it does not place."""
+WAITS: Final[dict[Wait, str]] = {
+    Wait.HELD: "the endpoint that was best for it was full, and others were not",
+    Wait.BUSY: "every endpoint had more than a quarter of a second of work before it",
+    Wait.FULL: "every endpoint had as many requests as it may have, or none was judged yet",
+    Wait.BEHIND: "others waited already for the endpoint that was best for it",
+    Wait.FLOW: "its flow had as many requests as it may have",
+}
+FULL: Final[dict[str, str]] = {
+    "requests": "ran as many requests as it can at once",
+    "space": "had no space for more in its KV cache",
+    "prefill": "had more than a quarter of a second of prefill queued",
+}
+"""What an endpoint that is full did: by `core.observed.learned.FULL_BY`."""
+MAX_SUMMARIES: Final = 1000
+"""Requests that one answer lists."""
+MAX_TRANSITIONS: Final = 100
+
+
+class Recent:
+    """A sink of the Runtime."""
+
+    def __init__(self, limit: int, now: Callable[[], float], running: Callable[[], Iterable[RequestRecord]]) -> None:
+        """`limit`: how many ended requests are kept. `running`: those that have not ended."""
+        self._now = now
+        self._running = running
+        self._kept: deque[RequestRecord] = deque(maxlen=limit)
+        self._transitions: deque[tuple[float, Transition]] = deque(maxlen=MAX_TRANSITIONS)
+
+    def reconfigure(self, limit: int) -> None:
+        """Keep so many from now on: the newest stay."""
+        if limit != self._kept.maxlen:
+            self._kept = deque(self._kept, maxlen=limit)
+
+    def ended(self, records: list[RequestRecord]) -> None:
+        """See runtime.Sink."""
+        for record in records:
+            if record.attempts or record.wait is not None or record.outcome in REFUSED:  # it came to the balancer
+                self._kept.append(record)
+
+    def transition(self, transition: Transition) -> None:
+        """See runtime.Sink."""
+        self._transitions.append((self._now(), transition))
+
+    def transitions(self) -> list[Fields]:
+        """What endpoints became, the newest first."""
+        offset = time.time() - self._now()
+        return [
+            {
+                "at": stamp(at + offset),
+                "endpoint": one.endpoint.name,
+                "from": one.before.value,
+                "to": one.after.value,
+                "reason": one.reason,
+            }
+            for at, one in reversed(self._transitions)
+        ]
+
+    def requests(self, limit: int, *, endpoint: str | None = None) -> list[Fields]:
+        """Summaries of the last that ended, the newest first; of those that `endpoint` had last, if one is named."""
+        chosen = (one for one in reversed(self._kept) if endpoint is None or one.endpoint == endpoint)
+        offset = time.time() - self._now()
+        return [_summary(one, offset) for one in islice(chosen, limit)]
+
+    def explain(self, request_id: str) -> Fields | None:
+        """All that is known of one request, also of one that runs; of several that have this id, of the newest."""
+        for running, records in ((True, self._running()), (False, reversed(self._kept))):
+            for record in records:
+                if record.id == request_id and (record.decision is not None or not running):
+                    return _explained(record, time.time() - self._now(), running=running)
+        return None
+
+    def by_endpoint(self) -> dict[str, Fields]:
+        """How the kept requests went on each endpoint: of those that it had last."""
+        groups: defaultdict[str, list[RequestRecord]] = defaultdict(list)
+        for record in self._kept:
+            if record.endpoint is not None and record.placed_at is not None:
+                groups[record.endpoint].append(record)
+        return {name: _digest(records) for name, records in groups.items()}
+
+
+def _digest(records: list[RequestRecord]) -> Fields:
+    first_bytes = [one.first_byte_at - one.placed_at for one in records if _is_timed(one)]  # type: ignore[operator]
+    usages = [one.usage for one in records if one.usage is not None]
+    told = [one for one in usages if one.cached_tokens is not None and one.prompt_tokens]
+    prompts = sum(one.prompt_tokens or 0 for one in told)
+    return {
+        "requests": len(records),
+        "failed": sum(one.outcome is not Outcome.COMPLETED for one in records),
+        "first_byte_ms": _ms(statistics.median(first_bytes)) if first_bytes else None,
+        "hit_ratio": round(sum(one.cached_tokens or 0 for one in told) / prompts, 3) if prompts else None,
+    }
+
+
+def _is_timed(record: RequestRecord) -> bool:
+    """The first byte of an answer that is no stream is its end."""
+    return record.stream and record.first_byte_at is not None and record.placed_at is not None
+
+
+def _summary(record: RequestRecord, offset: float) -> Fields:
+    """One line about a request. `offset`: wall time less ours."""
+    outcome, status = OUTCOMES[record.outcome]
+    made = record.decision
+    return {
+        "id": record.id,
+        "at": stamp(record.started_at + offset),
+        "model": record.model,
+        "endpoint": record.endpoint,
+        "status": record.status or status,
+        "outcome": outcome,
+        "attempts": record.attempts,
+        "queue_ms": _ms(record.queue_s),
+        "waited_because": None if record.wait is None else record.wait.value,
+        "duration_ms": _ms(record.ended_at - record.started_at),
+        "cost": None if made is None else _rounded(made.cost),
+        "candidates": None if made is None else made.candidates,
+        "predicted": _predicted(record),
+        "observed": _observed(record),
+    }
+
+
+def _explained(record: RequestRecord, offset: float, *, running: bool) -> Fields:
+    fields = _summary(record, offset)
+    if running:
+        fields |= {"status": None, "outcome": None, "duration_ms": None}
+    return fields | {
+        "running": running,
+        "method": record.method,
+        "path": record.path,
+        "route": record.route,
+        "stream": record.stream,
+        "client": record.client,
+        "flow": record.flow,
+        "error": record.error,
+        "waited": None if record.wait is None else _waited(record, record.wait),
+        "failed": [{"endpoint": endpoint, "failure": failure} for endpoint, failure in record.failed],
+        "decisions": [_decision(one, offset) for one in record.decisions],
+    }
+
+
+def _waited(record: RequestRecord, wait: Wait) -> Fields:
+    why = "" if record.full_by is None else f"; {record.held_for} {FULL[record.full_by]}"
+    return {
+        "because": wait.value,
+        "meaning": WAITS[wait] + why,
+        "endpoint": record.held_for,
+        "full_by": record.full_by,
+    }
+
+
+def _decision(made: Decision, offset: float) -> Fields:
+    parts = made.breakdown()
+    shown: list[Fields] = [
+        {"endpoint": one.name, "chosen": one is made.chosen, "cost": _rounded(cost)}
+        for one, cost in zip(made.shown, made.costs, strict=False)
+    ]
+    for one, part in zip(shown, parts, strict=False):
+        one["parts"] = {name: _rounded(value) for name, value in part.items()}
+    shown.sort(key=lambda one: one["cost"] if isinstance(one["cost"], float) else float("inf"))
+    return {
+        "at": stamp(made.at + offset),
+        "policy": made.policy.name,
+        "endpoint": made.chosen.name,
+        "because": _because(made),
+        "cost": _rounded(made.cost),
+        "unit": made.policy.unit,
+        "candidates": made.candidates,
+        "shown": shown,
+        "left_out": [{"endpoint": one.name, "why": why} for one, why in (*made.left_out, *made.absent)],
+    }
+
+
+def _because(made: Decision) -> str:
+    if made.cost is None:
+        return "it was the only candidate"
+    limit = min(made.costs) + made.policy.tolerance
+    if made.cost > limit:
+        return "what would cost less would begin it later"
+    alike = sum(cost <= limit for cost in made.costs)
+    if alike == 1:
+        return "it was the cheapest"
+    many = f"{alike} or more" if alike == len(made.costs) < made.candidates else str(alike)
+    if made.policy.tolerance:
+        return f"{many} cost about the same, and it had gone longest without a request"
+    return f"{many} cost the same, and it was drawn of these"
+
+
+def _predicted(record: RequestRecord) -> Fields:
+    made = record.decision
+    return {
+        "first_byte_ms": None if made is None else _rounded(made.first_byte_ms()),
+        "cached_tokens": _rounded(record.predicted_cached_tokens),
+    }
+
+
+def _observed(record: RequestRecord) -> Fields:
+    usage = record.usage
+    timed = record.first_byte_at is not None and record.placed_at is not None
+    return {
+        "first_byte_ms": _ms(record.first_byte_at - record.placed_at) if timed else None,  # type: ignore[operator]
+        "cached_tokens": None if usage is None else usage.cached_tokens,
+        "prompt_tokens": None if usage is None else usage.prompt_tokens,
+        "completion_tokens": None if usage is None else usage.completion_tokens,
+    }
+
+
+def _ms(seconds: float) -> float:
+    return round(1000.0 * seconds, 3)
+
+
+def _rounded(value: float | None) -> float | None:
+    """None also for what is infinite, which JSON cannot say: it must not go there."""
+    return None if value is None or value in (float("inf"), float("-inf")) else round(float(value), 3)

@@ -1,0 +1,413 @@
+"""What lbproxy tells of itself: every Prometheus family, and the sink that feeds the access log.
+
+`Telemetry.request` runs once per request on the event loop, so it only adds to plain dicts and lists; all else happens
+in `page`, when somebody scrapes. What belongs to an endpoint or to the queue is not counted here at all but read from
+the Balancer's snapshot at that moment. Invariants:
+
+- Names and labels are an interface: dashboards depend on them.
+- Labels are bounded: routes, outcomes and endpoints by design, status codes to registered ones and our own, models to
+  the first 100 that endpoints say they serve, flows to the 100 that got most. Whatever else a client writes into
+  `model` is `other`.
+- What an engine did not say, or said too long ago, has no sample. It is never 0.
+- Series of an endpoint or model that is gone vanish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Iterator
+from http import HTTPStatus
+from typing import Final, Protocol
+
+from prometheus_client import ProcessCollector
+from prometheus_client.core import Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from lbproxy import __version__
+from lbproxy.config.tree import LogSettings
+from lbproxy.control.discovery.discovery import Discovery
+from lbproxy.control.probing.scraper import Scraper
+from lbproxy.control.telemetry import access_line as line
+from lbproxy.control.telemetry.access_line import LEVELS, OUTCOMES, access_line
+from lbproxy.control.telemetry.endpoint_families import one_per_name, render_endpoints
+from lbproxy.control.telemetry.families import (
+    Door,
+    Load,
+    Loads,
+    Totals,
+    Tracing,
+    add_to,
+    counter,
+    counters,
+    flow_families,
+    gauge,
+    gauges,
+    histogram,
+    keep,
+    load_families,
+    render,
+    source_families,
+    trace_family,
+)
+from lbproxy.control.telemetry.histogram import Histogram
+from lbproxy.control.telemetry.log import configure_logging
+from lbproxy.control.telemetry.writer import LineWriter
+from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.endpoints.health import Health, Transition
+from lbproxy.core.observed.learned import EndpointLearned, PoolLearned
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.observed.snapshot import PoolSnapshot
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import Usage
+from lbproxy.pulse import Pulse
+
+logger = logging.getLogger("lbproxy")
+
+MAX_MODEL_LABELS: Final = 100
+MAX_LABEL_CHARS: Final = 128
+MAX_TRANSITION_COUNTS: Final = 4096
+"""About what 1,024 endpoints with the states that most know can have: then those that left are forgotten."""
+MODELS_EVERY_S: Final = 1.0
+"""How often an unknown model name may make us look again at what the endpoints serve."""
+OTHER: Final = "other"
+SAMPLES_A_TURN: Final = 1000
+"""Of a page of metrics: to write so many takes about 5 ms."""
+ENDPOINTS_A_TURN: Final = 50
+"""Of more the page is written in a thread."""
+
+# Seconds; with +Inf 12 buckets each. A short chat answer takes about 1 s, a long generation minutes.
+DURATION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 180.0, 600.0)
+FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0, 120.0)
+LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 10.0, 30.0)
+
+_BROKEN: Final = {OUTCOMES[one][0] for one in (Outcome.UPSTREAM_BROKE, Outcome.CUT)}
+_CODES_SHOWN: Final = frozenset(map(int, HTTPStatus)) | {status for _, status in OUTCOMES.values()}
+
+
+class Snapshots(Protocol):
+    """Where the state of the pool is read: the Runtime."""
+
+    def snapshot(self) -> PoolSnapshot:
+        """Everything, now."""
+        ...
+
+    def learned(self) -> tuple[PoolLearned, dict[EndpointUid, EndpointLearned]] | None:
+        """What was learned; None under policies that learn nothing."""
+        ...
+
+
+class Connections(Protocol):
+    """Something that has connections open: the listener, the connection pool."""
+
+    @property
+    def open_connections(self) -> int:
+        """How many."""
+        ...
+
+
+class _RouteTimes:
+    """The histograms of one route."""
+
+    __slots__ = ("duration", "first_byte")
+
+    def __init__(self) -> None:
+        self.duration = Histogram(DURATION_BUCKETS)
+        self.first_byte = {stream: Histogram(FIRST_BYTE_BUCKETS) for stream in (False, True)}
+        """By whether a stream was wanted: the first byte of a whole answer is its end."""
+
+
+class Telemetry:
+    """A sink of the Runtime. Make it first, then tell it by `watch` what to read; `close` it last."""
+
+    def __init__(self, log: LogSettings, writer: LineWriter | None = None) -> None:
+        """Takes over the process's logging. `writer` is standard output unless given, and closed by `close`."""
+        self._writer = writer or LineWriter()
+        self._log_handler = configure_logging(log.level, self._writer)
+        self._write_access = self._writer.write if log.access else None
+        self._access_level: int = logging.getLevelNamesMapping()[log.level.upper()]
+        self._pool: Snapshots | None = None
+        self._clients: Connections | None = None
+        self._upstreams: Connections | None = None
+        self._scrapers: dict[EndpointUid, Scraper] = {}
+        self._sources: Discovery | None = None
+        self._tracing: Tracing | None = None
+
+        self._requests: defaultdict[tuple[str, str, int], int] = defaultdict(int)
+        self._by_endpoint: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._failed: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._by_model: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._times: defaultdict[str, _RouteTimes] = defaultdict(_RouteTimes)
+        self._queue_wait = Histogram(QUEUE_BUCKETS)
+        self._attempts = 0
+        self._retries = 0
+        self._tokens = [0, 0]
+        """Of prompts and of answers."""
+        self._cached_tokens = [0.0, 0.0]
+        """Of prompts, as expected and as endpoints said, over the answers that say."""
+        self._request_bytes = 0
+        self._response_bytes = 0
+        self._transitions: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._ejections: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._model_labels: dict[str, str] = {}
+        self._models_due_at = float("-inf")
+
+        self._lag = Histogram(LAG_BUCKETS)
+        self._load: Load | None = None
+        self._door: Door | None = None
+        self.loads = Loads()
+        """Of the settings. Kept by who loads them."""
+        self._process = ProcessCollector(registry=None)
+
+    def watch(self, pool: Snapshots, clients: Connections, upstreams: Connections) -> None:
+        """What the gauges are read from."""
+        self._pool, self._clients, self._upstreams = pool, clients, upstreams
+
+    def watch_scrapes(self, scraper: Scraper) -> None:
+        """Show how this scraper gets on, until its endpoint leaves the pool."""
+        self._scrapers[scraper.endpoint.uid] = scraper
+
+    def watch_load(self, load: Load, door: Door, pulse: Pulse) -> None:
+        """Show what is refused and why, and how late the event loop is."""
+        self._load, self._door = load, door
+        pulse.listen(self._lag.observe)
+
+    def reconfigure(self, log: LogSettings) -> None:
+        """Log by other settings from now on."""
+        logging.getLogger("lbproxy").setLevel(log.level.upper())
+        self._write_access = self._writer.write if log.access else None
+        self._access_level = logging.getLevelNamesMapping()[log.level.upper()]
+
+    def watch_sources(self, sources: Discovery) -> None:
+        """Show how finding endpoints gets on."""
+        self._sources = sources
+
+    def watch_traces(self, tracing: Tracing) -> None:
+        """Show what becomes of traces, while there are any."""
+        self._tracing = tracing
+
+    def close(self) -> None:
+        """Write what is left of the log, and let go of the process's logging."""
+        logging.getLogger().removeHandler(self._log_handler)
+        self._writer.close()
+
+    # Sink
+
+    def ended(self, records: list[RequestRecord]) -> None:
+        """See runtime.Sink. 5 µs each, the access log's line included."""
+        for record in records:
+            self._count(record)
+        if self._write_access is not None:
+            at, level = line.now(), self._access_level
+            self._write_access([access_line(one, at) for one in records if LEVELS[one.outcome] >= level])
+
+    def _count(self, record: RequestRecord) -> None:
+        outcome, status = OUTCOMES[record.outcome]
+        started_at, first_byte_at, route = record.started_at, record.first_byte_at, record.route
+        self._requests[route, outcome, record.status or status] += 1
+        if record.placed_at is not None:
+            # Refusals take no time and would hide how long the real ones take.
+            times = self._times[route]
+            times.duration.observe(record.ended_at - started_at)
+            if first_byte_at is not None:
+                times.first_byte[record.stream].observe(first_byte_at - started_at)
+            self._queue_wait.observe(record.queue_s)
+            attempts = record.attempts
+            self._attempts += attempts
+            if attempts > 1:
+                self._retries += attempts - 1
+            self._by_endpoint[record.endpoint or "", outcome] += 1
+        if record.failed:
+            for failure in record.failed:
+                self._failed[failure] += 1
+        if record.usage is not None:
+            self._count_tokens(record.usage, record.predicted_cached_tokens)
+        self._request_bytes += record.request_bytes
+        self._response_bytes += record.response_bytes
+        model = record.model
+        if model is not None:
+            label = self._model_labels.get(model)
+            if label is None:
+                label = self._label_new_model(model, record.ended_at)
+            self._by_model[label, outcome] += 1
+
+    def _count_tokens(self, usage: Usage, predicted: float | None) -> None:
+        self._tokens[0] += usage.prompt_tokens or 0
+        self._tokens[1] += usage.completion_tokens or 0
+        if usage.cached_tokens is not None and predicted is not None:
+            self._cached_tokens[0] += predicted
+            self._cached_tokens[1] += usage.cached_tokens
+
+    def totals(self) -> Totals:
+        """What was counted since the start."""
+        totals = Totals(first_bytes=[0] * (len(FIRST_BYTE_BUCKETS) + 1), tokens=self._tokens[1])
+        for (_, outcome, status), count in self._requests.items():
+            totals.requests += count
+            if status >= 500 or outcome in _BROKEN:
+                totals.errors += count
+            elif status == 429:
+                totals.rejected += count
+        for times in self._times.values():
+            for index, count in enumerate(times.first_byte[True].counts):
+                totals.first_bytes[index] += count
+        return totals
+
+    def transition(self, transition: Transition) -> None:
+        """See runtime.Sink. One log line, and a count."""
+        name, before, after = transition.endpoint.name, transition.before.value, transition.after.value
+        self._transitions[name, after] += 1
+        if transition.cause is not None:
+            self._ejections[name, transition.cause.value] += 1
+        if len(self._transitions) > MAX_TRANSITION_COUNTS:
+            self._forget_the_gone(self._snapshot())
+        level = logging.WARNING if transition.after in {Health.DOWN, Health.EJECTED} else logging.INFO
+        extra = {"event": "transition", "endpoint": name, "from": before, "to": after, "reason": transition.reason}
+        logger.log(level, "%s is %s: %s", name, after.replace("_", " "), transition.reason, extra=extra)
+
+    def _label_new_model(self, model: str, now: float) -> str:
+        """The label of a name seen for the first time, or of one that is not known to be served."""
+        if now < self._models_due_at:
+            return OTHER
+        self._models_due_at = now + MODELS_EVERY_S
+        self._forget_the_gone(self._snapshot())
+        return self._model_labels.get(model, OTHER)
+
+    # Page
+
+    async def page(self) -> tuple[bytes, str]:
+        """Everything in Prometheus text format, and its content type. About 0.1 ms for each endpoint.
+
+        A page of a small fleet is made in one turn of the loop: under load each further turn may take long. What is
+        large about a large one is written in a thread, and the loop gets a turn in between.
+        """
+        snapshot = self._snapshot()
+        self._forget_the_gone(snapshot)
+        endpoints, ejections = one_per_name(snapshot.endpoints), dict(self._ejections)
+        found = None if self._pool is None else self._pool.learned()
+        learned = {} if found is None else found[1]
+        if len(endpoints) > ENDPOINTS_A_TURN:
+            pieces = await asyncio.to_thread(render_endpoints, endpoints, learned, ejections)
+        else:
+            pieces = render_endpoints(endpoints, learned, ejections)
+        written = 0
+        for family in self._families(snapshot):
+            written += len(family.samples)
+            if written > SAMPLES_A_TURN:
+                written = 0
+                await asyncio.sleep(0)
+            pieces.append(render(family))
+        return b"".join(pieces), CONTENT_TYPE_PLAIN_0_0_4
+
+    def _families(self, snapshot: PoolSnapshot) -> Iterator[Metric]:
+        # None of these iterates over live state while it is suspended.
+        yield from self._request_families()
+        yield from self._endpoint_counters()
+        yield from self._scrape_families()
+        if self._sources is not None:
+            yield from source_families(self._sources.names, self._sources.files)
+        yield from self._process_families(snapshot)
+        if self._tracing is not None and self._tracing.traces is not None:
+            yield trace_family(self._tracing.traces)
+        if self._load is not None and self._door is not None:
+            yield from load_families(self._load, self._door)
+        yield from self._process.collect()
+
+    def _snapshot(self) -> PoolSnapshot:
+        return PoolSnapshot() if self._pool is None else self._pool.snapshot()
+
+    def _forget_the_gone(self, snapshot: PoolSnapshot) -> None:
+        """Drop the series of endpoints and models that are no more, and learn the models that are."""
+        uids = {one.endpoint.uid for one in snapshot.endpoints}
+        names = {one.endpoint.name for one in snapshot.endpoints}
+        keep(self._scrapers, lambda uid: uid in uids)
+        keep(self._by_endpoint, lambda key: key[0] in names)
+        keep(self._failed, lambda key: key[0] in names)
+        keep(self._transitions, lambda key: key[0] in names)
+        keep(self._ejections, lambda key: key[0] in names)
+        served = dict.fromkeys(model for one in snapshot.endpoints for model in one.models or ())
+        kept = [model for model in self._model_labels if model in served]
+        new = [model for model in served if model not in self._model_labels]
+        self._model_labels = {model: model[:MAX_LABEL_CHARS] for model in [*kept, *new][:MAX_MODEL_LABELS]}
+        labels = {OTHER, *self._model_labels.values()}
+        keep(self._by_model, lambda key: key[0] in labels)
+
+    def _request_families(self) -> Iterator[Metric]:
+        requests: defaultdict[tuple[str, str, str], int] = defaultdict(int)
+        for (route, outcome, status), count in self._requests.items():
+            code = str(status) if status in _CODES_SHOWN else f"{status // 100}xx"
+            requests[route, outcome, code] += count
+        yield counters(
+            "requests",
+            "Requests that ended, by route, outcome and status",
+            ("route", "outcome", "code"),
+            requests.items(),
+        )
+        duration = histogram("request_duration_seconds", "From a request's head to its end; refused ones left out")
+        text = "From a request's head to its answer's first body byte; that of an answer that is no stream is its end"
+        first_byte = histogram("time_to_first_byte_seconds", text, ("route", "stream"))
+        for route, times in self._times.items():
+            add_to(duration, [route], times.duration)
+            for stream, seen in times.first_byte.items():
+                add_to(first_byte, [route, str(stream).lower()], seen)
+        yield duration
+        yield first_byte
+        queue_wait = histogram(
+            "queue_wait_seconds", "Waiting for a place on an endpoint, all attempts of a request together", ()
+        )
+        add_to(queue_wait, [], self._queue_wait)
+        yield queue_wait
+        yield counter("attempts", "Times a request was sent, or tried to be sent, to an endpoint", self._attempts)
+        yield counter("retries", "Attempts after a request's first", self._retries)
+        yield counter("prompt_tokens", "Tokens of prompts, where the answer's usage says", self._tokens[0])
+        yield counter("completion_tokens", "Tokens of answers, where their usage says", self._tokens[1])
+        text = "Prompt tokens in an endpoint's cache, as expected when placing and as its usage said, where it says"
+        kinds = zip((("predicted",), ("observed",)), self._cached_tokens, strict=True)
+        yield counters("cached_prompt_tokens", text, ("kind",), kinds)
+        yield counter("request_bytes", "Bytes of request bodies", self._request_bytes)
+        yield counter("response_bytes", "Bytes of answers as sent to clients", self._response_bytes)
+        by_model = self._by_model.items()
+        text = f"Requests by model; names that no endpoint is known to serve, and all after {MAX_MODEL_LABELS}: other"
+        yield counters("model_requests", text, ("model", "outcome"), by_model)
+
+    def _endpoint_counters(self) -> Iterator[Metric]:
+        by_endpoint = self._by_endpoint.items()
+        text = "Requests that ended, by the endpoint that had them last"
+        yield counters("endpoint_requests", text, ("endpoint", "outcome"), by_endpoint)
+        text = "Attempts that an endpoint failed before it answered, by how; they may have gone well elsewhere"
+        yield counters("endpoint_failed_attempts", text, ("endpoint", "failure"), self._failed.items())
+        text = "Changes of an endpoint's health, by what it became"
+        yield counters("endpoint_transitions", text, ("endpoint", "to"), self._transitions.items())
+
+    def _scrape_families(self) -> Iterator[Metric]:
+        scrapes = {one.endpoint.name: one.status for one in self._scrapers.values()}
+        results = [((name, word), n) for name, status in scrapes.items() for word, n in status.results.items()]
+        yield counters("scrapes", "Scrapes of an endpoint's own metrics, by result", ("endpoint", "result"), results)
+        missing = [((name, s), float(gone)) for name, one in scrapes.items() for s, gone in one.missing.items()]
+        text = "1 while the endpoint's metrics lack a signal that its engine should show: routing does without it"
+        yield gauges("scrape_missing_metrics", text, ("endpoint", "signal"), missing)
+        times = [((name,), one.last_duration_s) for name, one in scrapes.items()]
+        yield gauges("scrape_duration_seconds", "How long the last scrape took", ("endpoint",), times)
+
+    def _process_families(self, snapshot: PoolSnapshot) -> Iterator[Metric]:
+        yield gauge("waiting_requests", "Requests in the queue because no endpoint has room", snapshot.waiting)
+        yield gauge("waiting_bytes", "Bytes of their bodies", snapshot.waiting_bytes)
+        yield from flow_families(snapshot.flows)
+        if self._clients is not None:
+            yield gauge("client_connections", "Open connections from clients", self._clients.open_connections)
+        if self._upstreams is not None:
+            text = "Open connections to endpoints, idle ones included"
+            yield gauge("upstream_connections", text, self._upstreams.open_connections)
+        text = "Failures that were logged with a traceback: defects of lbproxy, please report them"
+        yield counter("internal_errors", text, self._log_handler.internal_errors)
+        text = "Log lines lost because standard output was too slow or broken"
+        yield counter("log_lines_dropped", text, self._writer.dropped)
+        lag = histogram("loop_lag_seconds", "How late the event loop was, looked at 20 times a second", ())
+        add_to(lag, [], self._lag)
+        yield lag
+        text = "1 if the settings were read well the last time, 0 if they were refused: then the old ones hold"
+        yield gauge("config_reload_success", text, float(self.loads.succeeded and not self.loads.stale))
+        text = "When settings were last taken over, in seconds since 1970"
+        yield gauge("config_last_reload_success_timestamp_seconds", text, self.loads.succeeded_at)
+        yield gauges("build_info", "Always 1", ("version",), [((__version__,), 1.0)])

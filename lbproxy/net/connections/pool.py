@@ -1,0 +1,461 @@
+"""Connections to the endpoints: opened, kept for a moment, taken again, and watched for silence.
+
+Theory of operation. A `Connection` is an asyncio protocol that carries one exchange at a time. `send` names a receiver,
+which is called as the answer comes: `head`, then, if it took the body by `relay`, every read in the very callback in
+which it came, then the end. No future and no task stands between the socket and the receiver. A connection returns
+itself to the pool when a message ended cleanly and nothing speaks against it; in every other case it is closed.
+Invariants:
+
+- A connection with an unread or unexpected byte is never reused.
+- After `abort`, or when its receiver let go, a connection calls nobody any more.
+- Kept connections live shorter than the 5 s after which vLLM and SGLang (uvicorn) close them.
+
+One sweep each 250 ms looks after the clocks of all connections (`net.connections.patience`): a timer per request would
+cost more than they need in precision. Connecting has its own time-out. None of them runs while we stand still: see
+`pulse`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Final, Protocol, cast
+
+from lbproxy.core.endpoints.credentials import Tls
+from lbproxy.core.requests.retry import FailureKind, UpstreamError
+from lbproxy.net.connections.corked import Cork, Corked
+from lbproxy.net.connections.h1 import MAX_HEAD_BYTES, Framing, PayloadWatcher, ProtocolError, ResponseHead, parse_head
+from lbproxy.net.connections.patience import Limits, Patience
+from lbproxy.net.dialing.dial import OUR_FAULT, open_socket, open_transport, reason
+from lbproxy.net.dialing.names import Names
+from lbproxy.net.dialing.origin import Origin
+from lbproxy.net.dialing.tls import client_context
+from lbproxy.net.dialing.vanished import find_vanished
+from lbproxy.pulse import Pulse
+
+IDLE_S = 3.0
+MAX_IDLE_PER_ORIGIN: Final = 1024
+STALE_S = 0.5
+"""A kept connection that breaks this soon after a request went out was closed before it: the keep-alive race. One that
+breaks later died with the request on it, which must then not be sent again: it may be what killed the server."""
+SWEEP_S: Final = 0.25
+CLOSING_S: Final = 0.01
+"""An aborted transport lets go of its descriptor some turns of the loop later."""
+UNTAKEN_S: Final = 600.0
+LARGE_BYTES: Final = 1 << 20
+"""A larger body is sent in slices, one a turn of the loop."""
+SLICE_BYTES: Final = 256 << 10
+MAX_INFORMATIONAL: Final = 8
+"""1xx answers before the real one."""
+
+
+class Receiver(Protocol):
+    """Where an answer goes. Called from the connection's own callbacks; must not block."""
+
+    def whole(self, head: ResponseHead, body: bytes) -> None:
+        """The answer, after any 1xx ones, that came in one piece; its length says so. Nothing follows."""
+        ...
+
+    def hints(self, head: ResponseHead) -> None:
+        """103 Early Hints: fields of the response to come."""
+        ...
+
+    def head(self, head: ResponseHead) -> None:
+        """The head of any other answer. Before this returns, `relay` must be called for the body, or `abort`."""
+        ...
+
+    def body(self, data: bytes) -> None:
+        """The next bytes of the message, framing included."""
+        ...
+
+    def ended(self) -> None:
+        """The message is whole. Nothing follows."""
+        ...
+
+    def broke(self, error: UpstreamError) -> None:
+        """There will be no answer, or its body will never be whole. Nothing follows."""
+        ...
+
+
+class Connection:
+    """One connection to an endpoint: an asyncio.Protocol by its methods. Made by `ConnectionPool` only."""
+
+    def __init__(self, pool: ConnectionPool, origin: Origin) -> None:
+        self.origin = origin
+        self.reused = False
+        """An exchange went over this connection before the one it was taken for."""
+        self.patience = Patience()
+        """The clock of the exchange that goes on."""
+        self._pool = pool
+        self._loop = pool.loop
+        self._transport: Corked | None = None
+        self._buffer = b""
+        """What came of a head that is not whole."""
+        self._keeps = False
+        """The answer that is relayed leaves a connection that can be used again."""
+        self._method = ""
+        self._sent_at = 0.0
+        self._informational = 0
+        self._receiver: Receiver | None = None
+        """Set while an exchange goes on."""
+        self._framing: Framing | None = None
+        """Set from `relay` on, until the message is whole."""
+        self._paused = False
+        self._is_full = False
+        """The transport takes no more for now."""
+        self._unsent: memoryview | None = None
+        """What the transport was not given yet of a large body."""
+
+    # The exchange
+
+    def send(self, method: str, head: bytes, body: bytes, receiver: Receiver, limits: Limits) -> None:
+        """Send a request, whole. The response goes to `receiver`, from the next turn of the loop on, or a TIMEOUT when
+        a clock of these `limits` runs out: the receiver tells when the response `began`.
+        """
+        self._method = method
+        self._receiver = receiver
+        self._informational = 0
+        self._sent_at = now = self._loop.time()
+        self.patience.sent(limits, now)
+        transport = self._transport
+        if transport is None:  # lost in the turn in which it was made or taken
+            self._loop.call_soon(self._eof, None)
+        elif len(body) < 16 << 10:
+            transport.write(head + body)
+        elif len(body) <= LARGE_BYTES:
+            transport.writelines((head, body))
+        else:
+            transport.write(head)
+            self._unsent = memoryview(body)
+            self._send_more()
+
+    def _send_more(self) -> None:
+        """The next slice of a large body, which would hold the loop as a whole: it is copied, or encrypted."""
+        transport, body = self._transport, self._unsent
+        if transport is None or body is None or transport.is_closing() or self._is_full:
+            return
+        transport.write(body[:SLICE_BYTES])
+        self._unsent = body[SLICE_BYTES:] if len(body) > SLICE_BYTES else None
+        if self._unsent is not None:
+            self._loop.call_soon(self._send_more)
+
+    def relay(self, head: ResponseHead, receiver: Receiver, watcher: PayloadWatcher | None) -> None:
+        """Take the body: it goes to `receiver`, what is here already within this call. Call it from `Receiver.head`."""
+        self._framing = head.framing(watcher)
+        self._receiver = receiver
+        self._keeps = head.keep_alive
+        data, self._buffer = self._buffer, b""
+        self._relay(data)
+
+    def began(self) -> None:
+        """What the client waits for arrived: the first event, or byte of any other body. Now silence counts."""
+        self.patience.began(self._loop.time())
+
+    @property
+    def at_boundary(self) -> bool:
+        """Bytes framed as the message is could follow what was relayed so far."""
+        return self._framing is not None and self._framing.at_boundary
+
+    def pause(self) -> None:
+        """Stop reading: the receiver is full. Its slowness is not the endpoint's silence."""
+        if not self._paused and self._transport is not None:
+            self._paused = True
+            self.patience.paused(self._loop.time())
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read again."""
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self.patience.resumed(self._loop.time())
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """Close at once, whatever goes on. Calls nobody. Legal at any time."""
+        self._receiver = self._unsent = None
+        self._pool.forget(self)
+        if self._transport is not None:
+            self._transport.abort()
+
+    # Time limits
+
+    def sweep(self, now: float) -> None:
+        """Called by the pool now and then: break what was silent for too long."""
+        if now >= self.patience.deadline:
+            self._break(UpstreamError(FailureKind.TIMEOUT, f"{self.origin}: {self.patience.reason}"))
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol."""
+        self._transport = Corked(cast(asyncio.Transport, transport), self._pool.cork)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        receiver = self._receiver
+        if receiver is None:
+            self.abort()  # a kept connection must be silent
+        elif self._framing is not None:
+            self.patience.heard(self._loop.time())
+            self._relay(data)
+        else:
+            self._buffer = self._buffer + data if self._buffer else data
+            self._find_head(receiver)
+
+    def pause_writing(self) -> None:
+        """See asyncio.Protocol."""
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        """See asyncio.Protocol."""
+        self._is_full = False
+        self._send_more()
+
+    def eof_received(self) -> None:
+        """See asyncio.Protocol: None closes our side too, as no endpoint half-closes in mid-answer."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._transport = None
+        self._pool.forget(self)
+        self._eof(exc)
+
+    # What the bytes mean
+
+    def _find_head(self, receiver: Receiver) -> None:
+        end = self._buffer.find(b"\r\n\r\n") + 4
+        try:
+            if (len(self._buffer) if end < 4 else end) > MAX_HEAD_BYTES:
+                raise ProtocolError("the response head is too large")
+            if end < 4:
+                if not b"HTTP/1.".startswith(self._buffer[:7]):
+                    raise ProtocolError("the response is not HTTP/1.x")
+                return
+            head = parse_head(self._buffer[:end], self._method)
+            if head.status == 101:
+                raise ProtocolError("the endpoint switches protocols")
+        except ProtocolError as error:
+            self._break(UpstreamError(FailureKind.PROTOCOL, f"{self.origin}: {error}"))
+            return
+        rest = self._buffer = self._buffer[end:]
+        if head.length == len(rest) and head.status >= 200:
+            # Most answers that are no streams. Neither framing nor relay: 7 us less for each.
+            self._release(head.keep_alive)
+            receiver.whole(head, rest)
+            return
+        if head.status >= 200:
+            receiver.head(head)
+            return
+        if head.status == 103:
+            receiver.hints(head)
+        self._informational += 1
+        if self._informational > MAX_INFORMATIONAL:
+            self._break(UpstreamError(FailureKind.PROTOCOL, f"{self.origin}: too many 1xx answers"))
+        elif self._buffer and self._receiver is receiver:
+            self._find_head(receiver)
+
+    def _relay(self, data: bytes) -> None:
+        framing, receiver = self._framing, self._receiver
+        assert framing is not None
+        assert receiver is not None
+        try:
+            end = framing.feed(data)
+        except ProtocolError as error:
+            self._break(UpstreamError(FailureKind.PROTOCOL, f"{self.origin}: {error}"))
+            return
+        if end < len(data):
+            self._keeps = False  # bytes after the end of a message are fatal to its connection
+            data = data[:end]
+        if data:
+            receiver.body(data)
+        if framing.done and self._receiver is receiver:  # which may have let go
+            self._finish(receiver)
+
+    def _finish(self, receiver: Receiver) -> None:
+        self._release(self._keeps)
+        receiver.ended()
+
+    def _release(self, keeps: bool) -> None:
+        """The message is whole: back to the pool before the receiver hears, which may want a connection at once. What
+        idles there holds nothing of it."""
+        self._receiver = self._framing = None
+        self._buffer = b""
+        self.patience.over()
+        transport = self._transport
+        if keeps and self._unsent is None and transport is not None and not transport.is_closing():
+            self._pool.keep(self, idle=not transport.get_write_buffer_size())
+        else:
+            self.abort()
+
+    def _eof(self, exc: Exception | None) -> None:
+        """The endpoint closed the connection."""
+        receiver, self._receiver = self._receiver, None
+        if receiver is None:
+            return
+        if self._framing is not None and exc is None and self._framing.eof():
+            receiver.ended()
+        else:
+            receiver.broke(self._lost(exc))
+
+    def _lost(self, exc: Exception | None) -> UpstreamError:
+        unanswered = self._framing is None and not self._buffer and not self._informational
+        stale = self.reused and unanswered and self._loop.time() - self._sent_at < STALE_S
+        detail = f"{self.origin}: " + (f"connection lost: {exc}" if exc else "closed")
+        return UpstreamError(FailureKind.STALE if stale else FailureKind.RESET, detail)
+
+    def _break(self, error: UpstreamError) -> None:
+        receiver = self._receiver
+        self.abort()
+        if receiver is not None:
+            receiver.broke(error)
+
+
+class ConnectionPool:
+    """All connections to all endpoints. Must be made inside a running loop; `close` it there."""
+
+    def __init__(self, pulse: Pulse | None = None) -> None:
+        """`pulse` tells when silence was our own."""
+        self.loop = asyncio.get_running_loop()
+        self.pulse = pulse or Pulse()
+        self.cork = Cork(self.loop)
+        self.names = Names(self.loop)
+        self.untaken_s = UNTAKEN_S
+        """How long the host of an endpoint may take nothing of what was sent. A busy server reads no large body for as
+        long as it is busy, so this is no shorter than a response may take to begin."""
+        self._stalled_s = 0.0
+        """By how much the limits of all connections were prolonged so far."""
+        self._idle: defaultdict[Origin, dict[Connection, float]] = defaultdict(dict)
+        self._busy: set[Connection] = set()
+        self._dialling: set[asyncio.Task[None]] = set()
+        self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
+
+    @property
+    def open_connections(self) -> int:
+        """Kept and busy ones."""
+        return len(self._busy) + sum(map(len, self._idle.values()))
+
+    def take(self, origin: Origin) -> Connection | None:
+        """The kept connection that was used last, None if there is none."""
+        idle = self._idle.get(origin)
+        if not idle:
+            return None
+        connection, _ = idle.popitem()
+        connection.reused = True
+        self._busy.add(connection)
+        return connection
+
+    async def connect(self, origin: Origin, timeout_s: float) -> Connection:
+        """A new connection. Raises UpstreamError CONNECT, or EXHAUSTED when we are out of descriptors.
+
+        `timeout_s` is for the connection to stand; a TLS handshake may take as long again.
+        """
+        try:
+            try:
+                sock = await open_socket(self.loop, self.pulse, self.names, origin, timeout_s)
+            except OSError as error:
+                if error.errno not in OUR_FAULT or not self._close_idle():
+                    raise
+                await asyncio.sleep(CLOSING_S)
+                sock = await open_socket(self.loop, self.pulse, self.names, origin, timeout_s)
+            find_vanished(sock, self.untaken_s)
+            try:
+                if origin[2] is None:
+                    connection = Connection(self, origin)
+                    await open_transport(self.loop, cast(asyncio.Protocol, connection), sock)
+                else:
+                    connection = await self._shake_hands(origin, origin[2], sock, timeout_s)
+            except BaseException:
+                sock.close()
+                raise
+        except TimeoutError:
+            raise UpstreamError(FailureKind.CONNECT, f"{origin}: no connection within {timeout_s:g} s") from None
+        except OSError as error:
+            kind = FailureKind.EXHAUSTED if error.errno in OUR_FAULT else FailureKind.CONNECT
+            refused = isinstance(error, ConnectionRefusedError | FileNotFoundError)  # that file is a Unix socket
+            raise UpstreamError(kind, f"{origin}: {reason(error)}", refused=refused) from error
+        self._busy.add(connection)
+        return connection
+
+    async def _shake_hands(self, origin: Origin, tls: Tls, sock: socket.socket, timeout_s: float) -> Connection:
+        """A connection over TLS. Raises OSError; TimeoutError after `timeout_s`."""
+        context = client_context(tls.ca, tls.verify)
+        name = tls.server_name or origin[0].rstrip(".")
+        connection = Connection(self, origin)
+        async with self.pulse.timeout(timeout_s):
+            await self.loop.create_connection(
+                lambda: cast(asyncio.Protocol, connection), sock=sock, ssl=context, server_hostname=name
+            )
+        return connection
+
+    def dial(
+        self, origin: Origin, timeout_s: float, opened: Callable[[Connection | UpstreamError], None]
+    ) -> asyncio.Task[None]:
+        """`connect` for callers that do not await: `opened` is called with the result, never within this call.
+
+        Cancelling the task ends it, and then nobody is called.
+        """
+
+        async def connect() -> None:
+            try:
+                result: Connection | UpstreamError = await self.connect(origin, timeout_s)
+            except UpstreamError as error:
+                result = error
+            opened(result)
+
+        task = self.loop.create_task(connect())
+        self._dialling.add(task)
+        task.add_done_callback(self._dialling.discard)
+        return task
+
+    def keep(self, connection: Connection, *, idle: bool) -> None:
+        """An exchange ended cleanly. `idle`: and nothing of the request is left to send."""
+        self._busy.discard(connection)
+        kept = self._idle[connection.origin]
+        if idle and len(kept) < MAX_IDLE_PER_ORIGIN:
+            kept[connection] = self.loop.time()
+            if connection._paused:  # it must be read, to see it close
+                connection.resume()
+                connection.patience.over()
+        else:
+            connection.abort()
+
+    def forget(self, connection: Connection) -> None:
+        """The connection is closed."""
+        self._busy.discard(connection)
+        idle = self._idle.get(connection.origin)
+        if idle is not None:
+            idle.pop(connection, None)
+            if not idle:
+                del self._idle[connection.origin]
+
+    def close(self) -> None:
+        """Close every connection at once."""
+        self._sweeper.cancel()
+        self.names.close()
+        for task in self._dialling:
+            task.cancel()
+        for connection in [*self._busy, *(c for idle in self._idle.values() for c in idle)]:
+            connection.abort()
+
+    def _close_idle(self) -> bool:
+        """Make room where descriptors are short. Returns whether there was anything to close."""
+        idle = [connection for kept in self._idle.values() for connection in kept]
+        for connection in idle:
+            connection.abort()
+        return bool(idle)
+
+    def _sweep(self) -> None:
+        self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
+        stalled_s = self.pulse.stalled_s() - self._stalled_s
+        self._stalled_s += stalled_s
+        now = self.loop.time()
+        for connection in list(self._busy):
+            connection.patience.prolong(stalled_s)
+            connection.sweep(now)
+        for idle in list(self._idle.values()):
+            for connection, since in list(idle.items()):
+                if now - since < IDLE_S:
+                    break  # in the order in which they were kept
+                connection.abort()

@@ -1,0 +1,148 @@
+"""A connection to an endpoint, by TCP, a Unix socket or through a forward proxy: the first of its addresses that
+answers in time, tuned for streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from typing import Final
+
+from lbproxy.core.endpoints.credentials import Proxy
+from lbproxy.net.dialing.names import Names
+from lbproxy.net.dialing.origin import Origin
+from lbproxy.net.dialing.tls import handshake_problem
+from lbproxy.net.dialing.tunnel import ask_for_tunnel
+from lbproxy.pulse import Pulse
+
+RECEIVE_BUFFER_BYTES = 64 << 10
+"""SO_RCVBUF: a slow client stops the endpoint after this and the client's own buffers, not after the kernel's 6 MB."""
+
+OUR_FAULT: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+"""What errors of connect(2) and socket(2) say of this process or machine, not of the peer."""
+QUEUE_FULL_S = 0.01
+"""Until a Unix socket whose queue of connections is full is asked again."""
+
+
+def reason(error: OSError) -> str:
+    """Why there is no connection, in short: without the address, which asyncio repeats."""
+    if (problem := handshake_problem(error)) is not None:
+        return problem
+    if error.errno is None or isinstance(error, socket.gaierror):
+        return error.strerror or str(error)
+    return os.strerror(error.errno)
+
+
+async def open_socket(
+    loop: asyncio.AbstractEventLoop, pulse: Pulse, names: Names, origin: Origin, timeout_s: float
+) -> socket.socket:
+    """A connected socket that leads to `origin`. Raises OSError; TimeoutError after `timeout_s`.
+
+    A proxy may take as long again for its response to CONNECT.
+    """
+    if origin[3] is not None:
+        return await _open_tunnel(loop, pulse, names, origin[3], Origin((origin[0], origin[1])), timeout_s)
+    if origin.socket_path is not None:
+        async with pulse.timeout(timeout_s):
+            return await _open_unix(origin.socket_path)
+    return await _open_tcp(loop, pulse, names, origin[0], origin[1], timeout_s)
+
+
+async def _open_tunnel(
+    loop: asyncio.AbstractEventLoop, pulse: Pulse, names: Names, proxy: Proxy, target: Origin, timeout_s: float
+) -> socket.socket:
+    """A connected socket that a proxy joins to `target`. Raises OSError.
+
+    Its text names the proxy, and its type says nothing of the target: that nothing listens at the proxy's address does
+    not mean that the endpoint's process is gone.
+    """
+    try:
+        sock = await _open_tcp(loop, pulse, names, proxy.host, proxy.port, timeout_s)
+    except TimeoutError:
+        raise OSError(f"proxy {proxy}: no connection within {timeout_s:g} s") from None
+    except OSError as error:
+        if error.errno in OUR_FAULT:
+            raise
+        raise OSError(f"proxy {proxy}: {reason(error)}") from error
+    try:
+        async with pulse.timeout(timeout_s):
+            await ask_for_tunnel(loop, sock, str(target), proxy.credentials)
+    except TimeoutError:
+        sock.close()
+        raise OSError(f"proxy {proxy}: no response to CONNECT within {timeout_s:g} s") from None
+    except OSError as error:
+        sock.close()
+        raise OSError(f"proxy {proxy}: {reason(error)}") from error
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def open_transport(loop: asyncio.AbstractEventLoop, protocol: asyncio.Protocol, sock: socket.socket) -> None:
+    """Give a connected socket, without TLS, to `protocol`."""
+    if sock.family == socket.AF_UNIX:
+        await loop.create_unix_connection(lambda: protocol, sock=sock)
+    else:
+        await loop.create_connection(lambda: protocol, sock=sock)
+
+
+async def _open_unix(path: str) -> socket.socket:
+    """A connected socket to whoever listens at `path`, once there is room in its queue. Raises OSError."""
+    while True:
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
+            sock.connect(path)  # at once, or not at all
+        except BlockingIOError:  # its queue is full: unlike with TCP, nothing goes on in the background
+            sock.close()
+            await asyncio.sleep(QUEUE_FULL_S)
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+
+
+async def _open_tcp(
+    loop: asyncio.AbstractEventLoop, pulse: Pulse, names: Names, host: str, port: int, timeout_s: float
+) -> socket.socket:
+    """A connected socket to the first address of `host` that answers. Raises OSError; TimeoutError after `timeout_s`.
+
+    Each address gets an equal share of the time that is left, so that a silent one does not eat it all.
+    """
+    deadline = loop.time() - pulse.stalled_s() + timeout_s
+    async with pulse.timeout(timeout_s):
+        addresses = await names.addresses(host, port)
+    error: OSError | None = None
+    for tried, (family, kind, protocol, _, address) in enumerate(addresses):
+        try:
+            sock = socket.socket(family, kind, protocol)
+        except OSError as problem:
+            error = problem
+            continue
+        try:
+            _tune(sock)
+            left_s = max(0.0, deadline + pulse.stalled_s() - loop.time())
+            async with pulse.timeout(left_s / (len(addresses) - tried)):
+                await loop.sock_connect(sock, address)
+        except OSError as problem:  # TimeoutError is one
+            sock.close()
+            error = problem
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    names.doubt(host, port)
+    assert error is not None
+    raise error
+
+
+def _tune(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

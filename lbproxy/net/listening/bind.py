@@ -1,0 +1,98 @@
+"""Listening sockets opened: TCP on every address of a host, or one Unix socket at a path.
+
+Invariants of a Unix socket: a file that no process listens on is replaced, as a killed process leaves it behind; a file
+that a process listens on, or that is no socket, is left alone. Nobody connects before the file has its mode. The file
+stays when the socket is closed: a successor may use it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Sequence
+
+from lbproxy.config.sections.clients import Address
+
+BACKLOG = 4096
+"""Connections that wait to be accepted; the kernel caps it at net.core.somaxconn."""
+
+
+async def open_sockets(address: Address, key: str) -> list[socket.socket]:
+    """Sockets on an address. Raises OSError with a text that says which setting to change: `key`."""
+    try:
+        if address.unix is not None:
+            return [bind_unix(address.unix, address.file_mode)]
+        return await bind(address.host, address.port)
+    except OSError as error:
+        why = os.strerror(error.errno).lower() if error.errno else str(error)
+        raise OSError(f"cannot listen on {address} ({key}): {why}") from error
+
+
+async def bind(host: str, port: int) -> list[socket.socket]:
+    """Listening sockets on every address of `host`, on one port (0: any free one). Raises OSError."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    sockets: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            sock = socket.socket(family, kind, protocol)
+            sockets.append(sock)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind((address[0], address[1] or sockets[0].getsockname()[1], *address[2:]))
+            sock.listen(BACKLOG)
+    except OSError:
+        for sock in sockets:
+            sock.close()
+        raise
+    return sockets
+
+
+def bind_unix(path: str, mode: int) -> socket.socket:
+    """A listening socket at `path`, whose file has this mode. Raises OSError."""
+    _remove_stale(path)
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.bind(path)
+        os.chmod(path, mode)
+        sock.listen(BACKLOG)  # until here whoever connects is refused
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _remove_stale(path: str) -> None:
+    """Remove a socket file that no process listens on. Raises OSError if anything else is there."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise OSError("a file that is no socket is there")
+    with socket.socket(socket.AF_UNIX) as client:
+        client.setblocking(False)
+        try:
+            client.connect(path)
+        except ConnectionRefusedError:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            return
+        except BlockingIOError:  # its queue is full
+            pass
+    raise OSError("another process listens there")
+
+
+def bound_port(sockets: Sequence[socket.socket]) -> int:
+    """The port of listening sockets; 0 for a Unix socket."""
+    return 0 if sockets[0].family == socket.AF_UNIX else int(sockets[0].getsockname()[1])
+
+
+def shown(sock: socket.socket) -> str:
+    """Where a socket listens: `host:port` or `unix:/path`."""
+    name = sock.getsockname()
+    return f"unix:{name}" if sock.family == socket.AF_UNIX else f"{name[0]}:{name[1]}"

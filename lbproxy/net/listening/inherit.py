@@ -1,0 +1,202 @@
+"""Listening sockets that come from another process, or go to one: a restart in which the address is never closed.
+
+They come as systemd passes them (sd_listen_fds(3)): from descriptor 3 on, `LISTEN_FDS` of them, named by
+`LISTEN_FDNAMES`, and meant for us if `LISTEN_PID` is our own. A successor of ours gets them the same way, but for the
+last: who spawns a process cannot write its pid into its environment, so `LBPROXY_PREDECESSOR` has the parent's. It also
+gets a pipe, `LBPROXY_READY_FD`, on which it says that it accepts; if that closes without a word, it never did.
+
+Invariants: a socket that nobody uses is closed; the variables are taken out of the environment, so that no child of
+ours takes them for its own; a successor that is not ready in time is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import socket
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import NamedTuple
+
+from lbproxy.config.sections.clients import Address
+from lbproxy.net.listening.bind import shown
+
+logger = logging.getLogger("lbproxy")
+
+FIRST_FD = 3
+MAX_SOCKETS = 64
+READY_WITHIN_S = 60.0
+"""Longer than a slow machine takes to start Python."""
+_OUT_OF_THE_WAY = 64
+"""Descriptors are put above this before they go to their places, so that none is overwritten."""
+_READY = b"ready"
+
+
+class Inherited:
+    """What this process was given. `take` what fits, then `close` the rest."""
+
+    def __init__(self, sockets: Sequence[tuple[str, socket.socket]] = (), ready_fd: int | None = None) -> None:
+        self._sockets = list(sockets)
+        self._ready_fd = ready_fd
+
+    @classmethod
+    def from_environment(cls, environ: MutableMapping[str, str]) -> Inherited:
+        """What `environ` says, whose variables about it are removed."""
+        said = {
+            name: environ.pop(name, "")
+            for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LBPROXY_PREDECESSOR", "LBPROXY_READY_FD")
+        }
+        succeeds = said["LBPROXY_PREDECESSOR"] == str(os.getppid())
+        if not (succeeds or said["LISTEN_PID"] == str(os.getpid())) or not said["LISTEN_FDS"].isdecimal():
+            return cls()
+        names = said["LISTEN_FDNAMES"].split(":")
+        sockets = []
+        for index in range(min(int(said["LISTEN_FDS"]), MAX_SOCKETS)):
+            sock = _listening(FIRST_FD + index)
+            if sock is not None:
+                sockets.append((names[index] if index < len(names) else "", sock))
+        ready_fd = said["LBPROXY_READY_FD"]
+        if not succeeds or not ready_fd.isdecimal():
+            return cls(sockets)
+        os.set_inheritable(int(ready_fd), False)
+        return cls(sockets, int(ready_fd))
+
+    @property
+    def has_predecessor(self) -> bool:
+        """It serves until we say that we do."""
+        return self._ready_fd is not None
+
+    async def take(self, key: str, wanted: Address) -> list[socket.socket]:
+        """The sockets for a setting, `listen` or `admin`: those on its address. One that is named by another setting is
+        none; port 0 is any port, but then the name must be right. Raises OSError if the host cannot be resolved.
+        """
+        if not self._sockets:
+            return []
+        hosts = set() if wanted.unix is not None else await _addresses(wanted.host)
+        taken: list[tuple[str, socket.socket]] = []
+        rest: list[tuple[str, socket.socket]] = []
+        for name, sock in self._sockets:
+            is_named = name in {"listen", "admin"}
+            if sock.family == socket.AF_UNIX:
+                fits = sock.getsockname() == wanted.unix and _is_reached(sock)
+            else:
+                own_host, own_port = sock.getsockname()[:2]
+                fits = own_host in hosts and (own_port == wanted.port or (is_named and wanted.port == 0))
+            (taken if fits and (name == key or not is_named) else rest).append((name, sock))
+        self._sockets = rest
+        if wanted.unix is not None and taken and self.has_predecessor:  # systemd has a setting of its own for that
+            os.chmod(wanted.unix, wanted.file_mode)
+        return [sock for _, sock in taken]
+
+    def ready(self) -> None:
+        """Tell the predecessor, if there is one, that we accept."""
+        if self._ready_fd is not None:
+            with contextlib.suppress(OSError):  # it is gone: so much the better
+                os.write(self._ready_fd, _READY)
+
+    def close(self) -> None:
+        """Close what nobody took."""
+        for name, sock in self._sockets:
+            text = "an inherited socket fits no setting and is closed: %s (%s)"
+            logger.warning(text, shown(sock), name or "unnamed", extra={"event": "start"})
+            sock.close()
+        if self._ready_fd is not None:
+            os.close(self._ready_fd)
+        self._sockets, self._ready_fd = [], None
+
+
+def _is_reached(sock: socket.socket) -> bool:
+    """Whether the file of a Unix socket is still there: without it no client can connect."""
+    return os.path.exists(sock.getsockname())
+
+
+async def _addresses(host: str) -> set[str]:
+    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return {str(address[0]) for *_, address in found}
+
+
+def _listening(fd: int) -> socket.socket | None:
+    """The socket at `fd`, if it is a TCP or Unix one that listens."""
+    try:
+        sock = socket.socket(fileno=fd)
+    except OSError:
+        return None
+    is_stream = sock.family in {socket.AF_INET, socket.AF_INET6, socket.AF_UNIX} and sock.type == socket.SOCK_STREAM
+    if not is_stream or not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        sock.close()
+        return None
+    sock.set_inheritable(False)
+    return sock
+
+
+# --- A successor ------------------------------------------------------------------------------------------------------
+
+
+class _Child(NamedTuple):
+    pid: int
+    ready_fd: int
+    """Where it says that it accepts."""
+
+
+async def start_successor(command: Sequence[str], sockets: Mapping[str, Sequence[socket.socket]]) -> int | None:
+    """Run `command` with the sockets, by the setting that they are for, and wait until it accepts.
+
+    Its pid; None if it did not, and then it is gone. Raises OSError if it cannot be started at all.
+    """
+    child = _spawn(command, [(key, sock) for key, listening in sockets.items() for sock in listening])
+    try:
+        said = await _said(child.ready_fd)
+    except BaseException:
+        os.kill(child.pid, signal.SIGKILL)
+        raise
+    finally:
+        os.close(child.ready_fd)
+    if said == _READY:
+        return child.pid
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child.pid, signal.SIGKILL)
+    await asyncio.to_thread(os.waitpid, child.pid, 0)
+    return None
+
+
+async def _said(fd: int) -> bytes:
+    """What comes from a pipe; empty if it closes, or nothing comes in time."""
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(fd, readable.set)
+    try:
+        async with asyncio.timeout(READY_WITHIN_S):
+            await readable.wait()
+        return os.read(fd, len(_READY))
+    except TimeoutError:
+        return b""
+    finally:
+        loop.remove_reader(fd)
+
+
+def _spawn(command: Sequence[str], sockets: Sequence[tuple[str, socket.socket]]) -> _Child:
+    """posix_spawn, and no fork: we have threads."""
+    reading, writing = os.pipe()
+    moved = [
+        fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _OUT_OF_THE_WAY) for fd in (*(s.fileno() for _, s in sockets), writing)
+    ]
+    environ = {
+        **os.environ,
+        "LISTEN_FDS": str(len(sockets)),
+        "LISTEN_FDNAMES": ":".join(name for name, _ in sockets),
+        "LBPROXY_PREDECESSOR": str(os.getpid()),
+        "LBPROXY_READY_FD": str(FIRST_FD + len(sockets)),
+    }
+    try:
+        actions = [(os.POSIX_SPAWN_DUP2, fd, FIRST_FD + index) for index, fd in enumerate(moved)]
+        pid = os.posix_spawn(command[0], list(command), environ, file_actions=actions)
+    except BaseException:
+        os.close(reading)
+        raise
+    finally:
+        for fd in (*moved, writing):
+            os.close(fd)
+    return _Child(pid, reading)

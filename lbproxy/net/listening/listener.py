@@ -1,0 +1,244 @@
+"""Listening sockets, and the loop that accepts from them under a limit on descriptors.
+
+Why our own: a server of the event loop's cannot refuse before it has built a connection, closes what it has no
+descriptor for without a word or a count, and cannot stop accepting while the socket lives on in a successor. Theory of
+operation: a reader on each socket accepts up to `BATCH` connections per turn of the loop. One that there is no room
+for is told so and closed, without a transport. When descriptors run out, accepting pauses for `PAUSE_S`; in the pause
+nothing is tried, so that a full process does not spin. Invariants:
+
+- A spare descriptor is held from the start, so that there is always one to say no with, or for a listener without a
+  refusal (the admin's) some to serve with.
+- With TLS, what connects costs a descriptor and a timer until its first byte shows that it means TLS; then it has the
+  rest of `HANDSHAKE_S` for the handshake. All of these count as open (`handshaking`).
+- Every connection is either handed to a protocol of the factory, or closed here and counted in `refused`.
+- After `close` the sockets are only let go: connections in their queues belong to whoever else has them open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import resource
+import socket
+import ssl
+from collections.abc import Callable, Sequence
+
+logger = logging.getLogger("lbproxy")
+
+BATCH = 64
+"""Connections accepted in one turn: a burst must not keep running streams waiting for more than some milliseconds."""
+DESCRIPTOR_SHARE = 0.45
+PAUSE_S = 0.1
+LOG_EVERY_S = 10.0
+HANDSHAKE_S = 10.0
+"""For a TLS handshake, from the connection on: as long as a request's head may take (timeouts.client_head)."""
+SHUTDOWN_S = 3600.0
+"""For the end of a TLS connection: a far bound, as what is not sent by then is thrown away. Whoever closes one watches
+over what the peer takes, and whether it closes, too (proxy/front/linger.py).
+"""
+_TLS_HANDSHAKE = b"\x16"
+"""How a TLS client begins (RFC 8446, section 5.1); no HTTP method does."""
+CONNECTIONS, DESCRIPTORS = "connections", "descriptors"
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_GONE = {
+    errno.ECONNABORTED,
+    errno.EPERM,
+    errno.EPROTO,
+    errno.ENETDOWN,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+    errno.EOPNOTSUPP,
+    errno.ENOPROTOOPT,
+}
+"""What accept(2) reports of a connection that died in the queue: the next one may be well."""
+
+
+def connections_within(limit: int) -> int:
+    """How many connections may be open: `limit`, but of the descriptors no more than that each can have another one, to
+    an endpoint, and some are left for ourselves. Asked each time: the system's limit can be changed from outside.
+    """
+    return min(limit, int(DESCRIPTOR_SHARE * resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
+
+
+class Listener:
+    """Accepts from sockets, which it owns. `start`, then `close`."""
+
+    def __init__(
+        self,
+        factory: Callable[[], asyncio.BaseProtocol],
+        *,
+        room: Callable[[], bool] = lambda: True,
+        refusal: Callable[[], bytes] | None = None,
+        spares: int = 1,
+        misled: Callable[[], bytes] = bytes,
+    ) -> None:
+        """`room`: whether one more connection may be served. `refusal`: what is sent to one that there is no room or
+        no descriptor for, closed then; None = the spare descriptors are used up to serve instead. `misled`: what is
+        sent to one that does not speak TLS where it should.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._factory = factory
+        self._room = room
+        self._refusal = refusal
+        self._misled = misled
+        self._wanted_spares = spares
+        self._spares: list[socket.socket] = []
+        self._resume: asyncio.TimerHandle | None = None
+        self._log_at = float("-inf")
+        self._accepting: set[asyncio.Task[None]] = set()
+        self._tls: ssl.SSLContext | None = None
+        self.sockets: Sequence[socket.socket] = ()
+        self.refused = {CONNECTIONS: 0, DESCRIPTORS: 0}
+        """Connections closed here, by what was lacking."""
+        self.failed_handshakes = 0
+        """Connections closed because no TLS came of them."""
+
+    def use_tls(self, context: ssl.SSLContext | None) -> None:
+        """Speak TLS with those that are accepted from now on; None = do not."""
+        self._tls = context
+
+    @property
+    def handshaking(self) -> int:
+        """Connections that are not with a protocol yet: their TLS handshake is under way, or did not begin."""
+        return 0 if self._tls is None else len(self._accepting)
+
+    def start(self, sockets: Sequence[socket.socket]) -> None:
+        """Accept from now on."""
+        self.sockets = sockets
+        self._refill()
+        for sock in sockets:
+            sock.setblocking(False)
+            self._loop.add_reader(sock, self._accept, sock)
+
+    def close(self) -> None:
+        """Accept no more. Legal at any time."""
+        if self._resume is None:
+            self._ignore()
+        else:
+            self._resume.cancel()
+        for sock in self.sockets:
+            sock.close()
+        for spare in self._spares:
+            spare.close()
+        self.sockets, self._spares, self._resume = (), [], None
+
+    def _accept(self, sock: socket.socket) -> None:
+        for _ in range(BATCH):
+            try:
+                client, _ = sock.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno in _GONE:
+                    continue
+                if error.errno not in _EXHAUSTED:
+                    raise
+                self._exhausted(sock, error)
+                return
+            if self._room() or self._refusal is None:
+                self._serve(client)
+            else:
+                self._refuse(client, CONNECTIONS)
+
+    def _serve(self, client: socket.socket) -> None:
+        task = self._loop.create_task(self._hand_over(client))
+        self._accepting.add(task)
+        task.add_done_callback(self._accepting.discard)
+
+    async def _hand_over(self, client: socket.socket) -> None:
+        try:
+            if self._tls is None:
+                await self._loop.connect_accepted_socket(self._factory, client)
+            else:
+                await self._hand_over_tls(client, self._tls)
+        except OSError:  # gone by now, or no descriptor for its transport, or no TLS
+            self.failed_handshakes += self._tls is not None
+            client.close()
+
+    async def _hand_over_tls(self, client: socket.socket, context: ssl.SSLContext) -> None:
+        due = self._loop.time() + HANDSHAKE_S
+        async with asyncio.timeout_at(due):
+            first = await self._peek(client)
+        if first != _TLS_HANDSHAKE:
+            self.failed_handshakes += len(first)  # who left without a word asked for nothing
+            _tell_and_close(client, self._misled() if first else b"")
+            return
+        left_s = max(0.1, due - self._loop.time())
+        await self._loop.connect_accepted_socket(
+            self._factory, client, ssl=context, ssl_handshake_timeout=left_s, ssl_shutdown_timeout=SHUTDOWN_S
+        )
+
+    async def _peek(self, client: socket.socket) -> bytes:
+        """The first byte that comes, which stays to be read; empty if the peer is gone."""
+        client.setblocking(False)
+        readable = asyncio.Event()
+        self._loop.add_reader(client, readable.set)
+        try:
+            await readable.wait()
+        except asyncio.CancelledError:
+            self._loop.remove_reader(client)
+            client.close()
+            raise
+        self._loop.remove_reader(client)
+        return client.recv(1, socket.MSG_PEEK)
+
+    def _refuse(self, client: socket.socket, why: str) -> None:
+        self.refused[why] += 1
+        assert self._refusal is not None
+        _tell_and_close(client, self._refusal() if self._tls is None else b"")
+        if why == CONNECTIONS:
+            self._log("connections are refused: as many are open as limits.connections and the descriptors allow")
+
+    # No descriptors
+
+    def _exhausted(self, sock: socket.socket, error: OSError) -> None:
+        """Nothing can be accepted. Say no with the spare descriptors, or serve with them, then pause."""
+        self._log("no connection can be accepted: %s", error.strerror)
+        for _ in range(BATCH):
+            if not self._spares:
+                break
+            self._spares.pop().close()
+            try:
+                client, _ = sock.accept()
+            except OSError:
+                self._refill()
+                break
+            if self._refusal is None:
+                self._serve(client)
+            else:
+                self._refuse(client, DESCRIPTORS)
+                self._refill()
+        self._ignore()
+        self._resume = self._loop.call_later(PAUSE_S, self._listen_again)
+
+    def _ignore(self) -> None:
+        for sock in self.sockets:
+            self._loop.remove_reader(sock)
+
+    def _listen_again(self) -> None:
+        self._resume = None
+        self._refill()
+        for sock in self.sockets:
+            self._loop.add_reader(sock, self._accept, sock)
+
+    def _refill(self) -> None:
+        with contextlib.suppress(OSError):
+            while len(self._spares) < self._wanted_spares:
+                self._spares.append(socket.socket())  # not connected: nothing but a descriptor
+
+    def _log(self, text: str, *arguments: object) -> None:
+        """A warning, but not one for every connection."""
+        now = self._loop.time()
+        if now - self._log_at >= LOG_EVERY_S:
+            self._log_at = now
+            logger.warning(text, *arguments, extra={"event": "overload"})
+
+
+def _tell_and_close(client: socket.socket, answer: bytes) -> None:
+    with contextlib.suppress(OSError):
+        client.send(answer, socket.MSG_DONTWAIT)
+        client.recv(1 << 16, socket.MSG_DONTWAIT)  # what is left unread would make a reset of the close
+    client.close()

@@ -1,0 +1,149 @@
+"""Loading and unloading LoRA adapters: one client's call, made at every endpoint of a base model.
+
+Off unless the settings say `lora_management: true`: whoever may ask the models may then change them. What the client
+sends goes to each endpoint as it is; the answer is the worst of their statuses, and what each of them said. An endpoint
+that answered is asked for its models before the client hears of it: the adapter can be used, or is gone, at once.
+
+Bounds: `MAX_CALLS` at a time, each to `MAX_AT_ONCE` endpoints at a time, `timeouts.first_byte` for each of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import orjson
+
+from lbproxy.core.endpoints.endpoint import Endpoint
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.endpoints.state import EndpointSnapshot
+from lbproxy.core.requests.openai import read_json_body
+from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.core.requests.retry import FailureKind, UpstreamError
+from lbproxy.net.connections.fetch import send
+from lbproxy.net.connections.pool import ConnectionPool
+from lbproxy.net.dialing.origin import Origin
+from lbproxy.proxy.request.client_request import ClientRequest
+from lbproxy.runtime import Runtime
+
+logger = logging.getLogger("lbproxy")
+
+MAX_CALLS = 8
+MAX_AT_ONCE = 64
+MAX_ANSWER_BYTES = 64 << 10
+_STATUSES = {FailureKind.TIMEOUT: 504, FailureKind.EXHAUSTED: 503}
+_MESSAGES = {
+    504: "The model server did not answer in time.",
+    503: "The model server is down, or cannot be asked now.",
+    502: "The model server could not be asked, or its answer was not valid HTTP.",
+}
+
+
+class Said(NamedTuple):
+    """What became of it at one endpoint."""
+
+    endpoint: str
+    status: int
+    body: object
+    """Its answer, parsed if it is JSON."""
+
+
+class AdapterCalls:
+    """Makes them."""
+
+    def __init__(self, runtime: Runtime, connections: ConnectionPool) -> None:
+        self._runtime = runtime
+        self._connections = connections
+        self._calls = 0
+
+    async def make(
+        self, request: ClientRequest, request_id: str, *, timeout_s: float, name_endpoints: bool
+    ) -> tuple[int, bytes]:
+        """The status and the body of the answer. Raises LbError if nobody was asked.
+
+        Cancelled, it stops: some of the endpoints may have done it then.
+        """
+        fields = read_json_body(request.body).fields
+        adapter = _name(fields, "lora_name")
+        if adapter is None:
+            raise LbError(Outcome.MISSING_MODEL, "The request names no `lora_name`.", param="lora_name")
+        endpoints = self._endpoints_of(self._base_model(_name(fields, "base_model_name"), adapter, request))
+        if self._calls >= MAX_CALLS:
+            raise LbError(Outcome.SATURATED, "Too many adapters are being loaded or unloaded.")
+        self._calls += 1
+        try:
+            slots = asyncio.Semaphore(MAX_AT_ONCE)
+            async with asyncio.TaskGroup() as tasks:
+                asked = [tasks.create_task(self._ask(one, request, request_id, timeout_s, slots)) for one in endpoints]
+        finally:
+            self._calls -= 1
+        said = [task.result() for task in asked]
+        counts = dict(Counter(str(one.status) for one in said))
+        extra = {"event": "adapters", "adapter": adapter, "path": request.target, "id": request_id, "statuses": counts}
+        logger.info("%s of %s: %s", request.target.partition("?")[0], adapter, counts, extra=extra)
+        data = [{**({"endpoint": one.endpoint} if name_endpoints else {}), **_rest(one)} for one in said]
+        return max(one.status for one in said), orjson.dumps({"object": "list", "data": data})
+
+    def _base_model(self, named: str | None, adapter: str, request: ClientRequest) -> str:
+        """Whose adapter it is: as named, or as listed if it is to be unloaded, or of the only base model there is."""
+        bases = self._runtime.base_models()
+        if not bases:
+            raise LbError(Outcome.NO_ENDPOINTS)
+        if named is not None:
+            if named not in bases:
+                raise LbError(Outcome.MODEL_NOT_FOUND, f"No base model `{named}` is served.", param="base_model_name")
+            return named
+        if request.target.startswith("/v1/unload"):
+            for card in self._runtime.model_cards():
+                if card.id == adapter and card.parent in bases:
+                    return card.parent
+        if len(bases) > 1:
+            message = "The request names no `base_model_name`, and more than one is served."
+            raise LbError(Outcome.MISSING_MODEL, message, param="base_model_name")
+        return bases[0]
+
+    def _endpoints_of(self, base: str) -> list[EndpointSnapshot]:
+        """All that list it, whatever their health; not those that are leaving."""
+        everybody = self._runtime.snapshot().endpoints
+        return [one for one in everybody if one.models and base in one.models and not one.draining]
+
+    async def _ask(
+        self, one: EndpointSnapshot, request: ClientRequest, request_id: str, timeout_s: float, slots: asyncio.Semaphore
+    ) -> Said:
+        endpoint = one.endpoint
+        if one.health is Health.DOWN:
+            return Said(endpoint.name, 503, _MESSAGES[503])
+        async with slots:
+            try:
+                said = await self._send(endpoint, request, request_id, timeout_s)
+            except UpstreamError as error:
+                status = _STATUSES.get(error.kind, 502)
+                return Said(endpoint.name, status, _MESSAGES[status])
+            if said.status < 500:  # also one that has it already, or has it no more
+                await self._runtime.refresh_models(endpoint.uid)
+            return said
+
+    async def _send(self, endpoint: Endpoint, request: ClientRequest, request_id: str, timeout_s: float) -> Said:
+        origin = Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy)
+        head = request.head_for(endpoint, request_id)
+        what = self._connections, origin, request.method, head, request.body
+        answer = await send(*what, timeout_s=timeout_s, max_bytes=MAX_ANSWER_BYTES)
+        try:
+            orjson.loads(answer.body)
+        except orjson.JSONDecodeError:
+            return Said(endpoint.name, answer.status, answer.body.decode("utf-8", "replace"))
+        return Said(endpoint.name, answer.status, orjson.Fragment(answer.body))  # as it is, however deep it is nested
+
+
+def _name(fields: Mapping[str, object], key: str) -> str | None:
+    value = fields.get(key)
+    if value is not None and not (isinstance(value, str) and value):
+        raise LbError(Outcome.MISSING_MODEL, f"`{key}` must be a name.", param=key)
+    return value
+
+
+def _rest(one: Said) -> dict[str, object]:
+    return {"status": one.status, "body": one.body}

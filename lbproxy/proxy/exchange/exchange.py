@@ -1,0 +1,491 @@
+"""One request from its place in the balancer to the end of its answer: attempts, the commit point, the relay.
+
+Theory of operation. An `Exchange` is driven by callbacks alone, of the runtime (a place was found), of the pool (a
+connection was made) and of that connection (its response arrived, or it broke); no task waits for it, which is most of
+why a request is cheap. Each attempt places, sends, and ends in a head or a failure; after a failure, or a head that
+another endpoint may do better, the balancer says whether to go round again. A head that is taken is a `Relay`'s, and
+the first of its body is the commit point: after it nothing is ever retried. What it does at any time is its `step`, of
+which `proxy.exchange.steps` has the table. Invariants:
+
+- It ends exactly once, in `over`, whatever happens; every ticket is closed by then.
+- What is under way in a step (`_work`: a dial, a connection, a relay, a timer) is released when the step ends.
+- Each attempt sends the same bytes. What follows a head that is out (`_opened`) is the body of a stream of events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TypeAlias, TypeVarTuple
+
+from lbproxy.config.tree import Settings
+from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.engines.orca import read_field
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.queue.ticket import Ticket, TicketState
+from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.core.requests.retry import STATUS_FAILURES, FailureKind, UpstreamError
+from lbproxy.core.requests.sse import read_usage
+from lbproxy.net.connections.h1 import ResponseHead
+from lbproxy.net.connections.pool import Connection
+from lbproxy.net.dialing.origin import Origin
+from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, Exchanger
+from lbproxy.proxy.exchange.relay import Client, Relay, can_go_on, end_opened, is_json
+from lbproxy.proxy.exchange.steps import BACKING_OFF, DIALLING, LOOKING, OVER, PLACING, READING, RELAYING, SENT, Step
+from lbproxy.proxy.request.answers import refusal
+from lbproxy.proxy.request.client_request import ClientRequest
+from lbproxy.proxy.request.headers import client_head
+
+logger = logging.getLogger("lbproxy")
+Arguments = TypeVarTuple("Arguments")
+Work: TypeAlias = asyncio.Task[None] | Connection | Relay | asyncio.TimerHandle | None
+
+
+class Exchange(ABC):
+    """One request's way; a net.connections.pool.Receiver until an answer is taken. Who makes one says how it is refused
+    and ended.
+
+    What has a default lives in the class until it is set: one is made for every request.
+    """
+
+    request: ClientRequest
+    """As it came. Set by `start`."""
+    placed: InferenceRequest
+    """As the balancer sees it. Set by `start`."""
+    cors = ""
+    """Field lines that its response gets in place of the endpoint's own; "" = the settings allow no origins."""
+    step = READING
+    _work: Work
+    """What is under way in this step: a dial, the connection that the request went out on, a relay, a timer."""
+    _ticket: Ticket | None = None
+    """The attempt that runs."""
+    _opened: Relay | None = None
+    """Of whatever attempt: the relay whose head, of a stream, the client has, and nothing of a body yet."""
+    _looked = False
+    """Endpoints were asked anew whether they have the model."""
+    _failed: frozenset[EndpointUid] = frozenset()
+    """Endpoints whose attempts failed."""
+    _kinds: tuple[FailureKind, ...] = ()
+    """Why they did."""
+    _accused: EndpointUid | None = None
+    """The one of them that answered 500."""
+    _last: Outcome | None = None
+    """How the last of them ended."""
+
+    def __init__(self, shared: Exchanger, client: Client, record: RequestRecord, *, keep_alive: bool) -> None:
+        self._shared = shared
+        self._work = None  # not in the class: mypyc leaves out a default of None for more than one other type
+        self.client = client
+        self.record = record
+        self.keep_alive = keep_alive
+        """The client's connection may serve another request."""
+
+    @property
+    def settings(self) -> Settings:
+        """Those that it is served under."""
+        return self._shared.settings
+
+    @abstractmethod
+    def _body_gone(self) -> None:
+        """The request's body is not held any more."""
+
+    @abstractmethod
+    def _refuse(self, error: LbError) -> bool:
+        """Answer with an error: nothing went to the client yet. Returns whether its connection can be used again."""
+
+    @abstractmethod
+    def _ended(self, reusable: bool) -> None:
+        """It is over and the record complete; `reusable`: the client's connection can be used again."""
+
+    # The end
+
+    def refuse(self, error: LbError) -> None:
+        """End with an error; nothing went to the client yet, or the head of a stream alone."""
+        if self._opened:
+            end_opened(self.client, self.record, error)
+            self.over(False)
+        else:
+            self.over(self._refuse(error))
+
+    def over(self, reusable: bool) -> None:
+        """End. The first call counts."""
+        if self.step is not OVER:
+            self._enter(OVER)
+            self._opened = None  # which holds on to us
+            self._ended(reusable)
+
+    def defect(self) -> None:
+        """End by a defect of ours; call it while the exception is handled."""
+        logger.exception("request %s failed", self.record.id)
+        if self.step is OVER:
+            return
+        self._release(Outcome.INTERNAL_ERROR)
+        self.keep_alive = False
+        if self.record.response_bytes and not self._opened:
+            self.record.outcome = Outcome.INTERNAL_ERROR
+            self.over(False)
+        else:
+            self.refuse(LbError(Outcome.INTERNAL_ERROR))
+
+    def client_gone(self) -> None:
+        """The client's connection is lost: let go of everything, at once."""
+        if self.step is not OVER:
+            self.record.outcome = Outcome.CLIENT_CLOSED
+            self._release(Outcome.CLIENT_CLOSED)
+            self.over(False)
+
+    def cut(self, why: Outcome) -> None:
+        """We stop (DRAINING) or have no memory (OVERLOADED), and cannot wait for the end: the client is told, as far as
+        it can be.
+        """
+        if self.step is RELAYING:
+            self._relaying.cut(why)
+        elif self.step is not OVER:
+            self._release(why)
+            self.refuse(LbError(why))
+
+    # Steps
+
+    def _enter(self, step: Step, work: Work = None) -> None:
+        """The only place where the step changes. What was under way is over, or was let go of."""
+        self.step = step
+        self._work = work
+
+    def _let_go(self) -> None:
+        """Of what is under way in this step, which is about to change."""
+        work, self._work = self._work, None
+        if isinstance(work, Connection):
+            work.abort()
+        elif isinstance(work, Relay):
+            work.let_go()
+        elif work is not None:
+            work.cancel()
+
+    @property
+    def _relaying(self) -> Relay:
+        """While RELAYING."""
+        work = self._work
+        assert isinstance(work, Relay)
+        return work
+
+    def _release(self, outcome: Outcome) -> None:
+        self._let_go()
+        if self._ticket is not None:
+            self._shared.runtime.close(self._ticket, outcome)
+
+    # An attempt
+
+    def start(self, request: ClientRequest, placed: InferenceRequest) -> None:
+        """Have the request answered by an endpoint. It may be over when this returns."""
+        self.request = request
+        self.placed = placed
+        self._place()
+
+    def _place(self) -> None:
+        """Begin an attempt: ask for an endpoint."""
+        self._enter(PLACING)
+        settled = lambda ticket: self._guarded(self._settled, ticket)  # noqa: E731
+        runtime, again = self._shared.runtime, self._ticket is not None
+        self._ticket = ticket = runtime.submit(self.placed, self._failed, settled, self._accused, again)
+        if ticket.wait is not None:
+            self.record.waits(ticket)
+        if ticket.state is not TicketState.WAITING:
+            self._settled(ticket)
+        elif self.record.trace is not None:
+            self.record.trace.waiting_since = ticket.submitted_at
+
+    def _settled(self, ticket: Ticket) -> None:
+        """The ticket has a place, or will not get one."""
+        if ticket.placed_on is None:
+            if ticket.outcome is Outcome.MODEL_NOT_FOUND and not self._looked:
+                self._looked = True
+                if self._shared.runtime.look_for_models(lambda: self._guarded(self._place_after_look)):
+                    self._enter(LOOKING)
+                    return
+            self.refuse(self._refusal(ticket))
+            return
+        assert ticket.placed_at is not None
+        endpoint, record = ticket.placed_on.endpoint, self.record
+        record.attempts += 1
+        record.endpoint = endpoint.name
+        record.placed_at = ticket.placed_at
+        record.queue_s += ticket.placed_at - ticket.submitted_at
+        if record.trace is not None:
+            record.trace.placed(endpoint, ticket.submitted_at, ticket.placed_at)
+        if ticket.decision is not None:
+            record.decided(ticket.decision)
+            if ticket.placement is not None:
+                record.predicted_cached_tokens = ticket.placement.cached_tokens
+        origin = Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy)
+        connection = self._shared.connections.take(origin) if ticket.request.repeatable else None  # may be closed
+        if connection is not None:
+            self._send(ticket, connection)
+        else:
+            self._dial(ticket)
+
+    def _place_after_look(self) -> None:
+        if self.step is LOOKING:
+            self._place()
+
+    def _dial(self, ticket: Ticket) -> None:
+        endpoint = ticket.where.endpoint
+        origin = Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy)
+        shared = self._shared
+        dial = shared.connections.dial(
+            origin, shared.limits.connect_s, lambda result: self._guarded(self._dialled, result)
+        )
+        self._enter(DIALLING, dial)
+
+    def _dialled(self, result: Connection | UpstreamError) -> None:
+        assert self._ticket is not None
+        if isinstance(result, UpstreamError):
+            self.broke(result)
+        else:
+            self._send(self._ticket, result)
+
+    def _send(self, ticket: Ticket, connection: Connection) -> None:
+        self._enter(SENT, connection)
+        assert ticket.placed_on is not None
+        request, state, record = self.request, ticket.placed_on, self.record
+        forwarded = self.client.peer.lines(request.fields, http10=request.http10)
+        head = request.head_for(state.endpoint, record.id, forwarded, ask_load=state.asks_load, trace=record.trace)
+        connection.send(request.method, head, request.body, self, self._shared.limits)
+
+    # net.connections.pool.Receiver, until an answer is taken
+
+    def whole(self, head: ResponseHead, body: bytes) -> None:
+        """A short answer came in one piece: what `head` and a relay would do, in one step."""
+        try:  # as `_guarded` does, which costs more
+            self._take_whole(head, body)
+        except Exception:  # noqa: BLE001 - logged there, with its traceback
+            self.defect()
+
+    def _take_whole(self, head: ResponseHead, body: bytes) -> None:
+        ticket, record, runtime = self._ticket, self.record, self._shared.runtime
+        assert ticket is not None
+        self._work = None  # the pool has the connection again
+        if head.load_report:
+            head = self._take_report(head, ticket)
+        if head.status in STATUS_FAILURES and self._may_do_better(head.status):
+            return
+        if self._opened:
+            self._cannot_go_on(head, ticket)
+            return
+        reusable = self.keep_alive and not self.request.http10
+        answer = client_head(head, self._own_fields(), chunked=False, keep_alive=reusable) + body
+        record.status = head.status
+        record.outcome = Outcome.COMPLETED
+        record.response_bytes = len(answer)
+        now = runtime.now()
+        if body:
+            record.first_byte_at = now
+        transport = self.client.transport
+        if transport is not None and not transport.is_closing():
+            transport.write(answer)
+        usage = read_usage(body) if is_json(head) else None
+        if usage is not None:
+            self._used(ticket, usage)
+        # How soon an error came says nothing about the endpoint's speed.
+        runtime.answered(ticket, Outcome.COMPLETED, usage, began=bool(body) and head.status < 300, now=now)
+        self.over(reusable)
+
+    def hints(self, head: ResponseHead) -> None:
+        """See net.connections.pool.Receiver: for the client too, if it knows such heads and has none yet."""
+        transport = self.client.transport
+        if transport is not None and not transport.is_closing() and not (self._opened or self.request.http10):
+            transport.write(b"HTTP/1.1 103 Early Hints\r\n%b\r\n" % head.end_to_end)
+
+    def head(self, head: ResponseHead) -> None:
+        """A response begins: take it, unless another endpoint may do better."""
+        ticket, connection = self._ticket, self._work
+        assert ticket is not None
+        assert isinstance(connection, Connection)
+        if head.load_report:
+            head = self._take_report(head, ticket)
+        if head.status in STATUS_FAILURES and self._may_do_better(head.status):
+            connection.abort()
+            return
+        if self._opened and not can_go_on(head):
+            connection.abort()
+            self._cannot_go_on(head, ticket)
+            return
+        relay = Relay(head, connection, ticket, self.record, self._shared.runtime, self)
+        self._enter(RELAYING, relay)
+        relay.begin(self, self._own_fields(), opened=self._opened)
+
+    def _cannot_go_on(self, head: ResponseHead, ticket: Ticket) -> None:
+        """The client has the head of a stream, and this is the head of something else."""
+        self.record.error = f"answered {head.status}, which cannot go on a stream"
+        self._shared.runtime.close(ticket, Outcome.COMPLETED)
+        self.refuse(LbError(Outcome.UPSTREAM_RESET))
+
+    def body(self, data: bytes) -> None:
+        """Never: the relay takes it."""
+        raise AssertionError("a body before its head")
+
+    def ended(self) -> None:
+        """Never: the relay takes it."""
+        raise AssertionError("an end before its head")
+
+    def broke(self, error: UpstreamError) -> None:
+        """The attempt failed before any of an answer came."""
+        self._guarded(self._fail, error)
+
+    def _fail(self, error: UpstreamError) -> None:
+        ticket, self._work = self._ticket, None
+        assert ticket is not None
+        if error.kind is FailureKind.STALE:
+            self._dial(ticket)  # the endpoint did not answer and is not at fault: the same again, free, on a new one
+            return
+        runtime = self._shared.runtime
+        verdict = runtime.after_failure(ticket, error, self._kinds)
+        self.record.error = error.detail
+        self._last = verdict.outcome
+        self._note(ticket, error.kind, verdict.outcome.label)
+        runtime.close(ticket, verdict.outcome)
+        if verdict.again:
+            self._again(verdict.delay_s)
+        else:
+            self.refuse(LbError(verdict.outcome))
+
+    # relay.Owner
+
+    def opened(self) -> None:
+        """See relay.Owner."""
+        self._opened = self._relaying
+
+    def committed(self) -> None:
+        """See relay.Owner: nobody else is going to be asked, and a stream can last for minutes."""
+        self._opened = None
+        if len(self.request.body) > LARGE_BODY_BYTES:
+            self.request = self.request._replace(body=b"")
+            self._body_gone()
+
+    def stream_refused(self, status: int) -> bool:
+        """See relay.Owner: as if the error were the head."""
+        return self._may_do_better(status)
+
+    def relayed(self, result: Outcome | UpstreamError) -> None:
+        """See relay.Owner."""
+        relay, ticket = self._relaying, self._ticket
+        assert ticket is not None
+        if isinstance(result, UpstreamError):
+            self.broke(result)
+            return
+        self.record.outcome = result
+        usage = relay.usage
+        if usage is not None:
+            self._used(ticket, usage)
+        self._shared.runtime.close(ticket, result, usage, timed_out=relay.timed_out)
+        self.over(relay.client_reusable)
+
+    def _take_report(self, head: ResponseHead, ticket: Ticket) -> ResponseHead:
+        """The endpoint says its load: that is for us, and for a client that asked for it."""
+        self._shared.runtime.report_load(ticket, read_field(head.load_report))
+        if not self.request.fields.wants_load_report:
+            return head
+        return head._replace(end_to_end=head.end_to_end + head.load_report)
+
+    def _used(self, ticket: Ticket, usage: Usage) -> None:
+        self.record.usage = usage
+        if ticket.placement is not None:
+            self.record.predicted_cached_tokens = ticket.placement.cached_tokens
+
+    # Another attempt
+
+    def move_if_stranded(self) -> None:
+        """If this waits in vain for a first byte, ask another endpoint, as far as the balancer allows."""
+        self._guarded(self._move_if_stranded)
+
+    def _move_if_stranded(self) -> None:
+        ticket = self._ticket
+        if self.step is OVER or ticket is None or ticket.state is not TicketState.PLACED:
+            return
+        if self.step is RELAYING and not self._relaying.revocable:
+            return
+        if not self._shared.runtime.is_stranded(ticket):
+            return
+        error = UpstreamError(FailureKind.STRANDED, "the endpoint is down, or makes no progress")
+        verdict = self._shared.runtime.after_failure(ticket, error, self._kinds)
+        if not verdict.again:
+            return
+        self._let_go()
+        self.record.error = error.detail
+        self._last = verdict.outcome
+        self._note(ticket, error.kind, f"upstream_{error.kind.value}")
+        self._shared.runtime.close(ticket, verdict.outcome)
+        self._again(verdict.delay_s)
+
+    def _may_do_better(self, status: int) -> bool:
+        """Whether to drop this answer and ask another endpoint, which is then under way."""
+        ticket, runtime = self._ticket, self._shared.runtime
+        assert ticket is not None
+        kind = STATUS_FAILURES[status]
+        if kind is FailureKind.MISSING and not self._lost_adapter(ticket):
+            return False
+        verdict = runtime.after_failure(ticket, UpstreamError(kind, f"answered {status}"), self._kinds)
+        if not verdict.again:
+            return False
+        self._note(ticket, kind, f"upstream_{status}")
+        runtime.close(ticket, verdict.outcome)
+        self._again(verdict.delay_s)
+        return True
+
+    def _lost_adapter(self, ticket: Ticket) -> bool:
+        """Whether a 404 can only mean that the endpoint has a listed adapter no more: on a path that every model server
+        has, for a model that is listed as an adapter. It is asked at once for what it does serve.
+        """
+        if not self.request.route.has_prompt or not self._shared.runtime.lists_adapter(self.placed.model):
+            return False
+        self._shared.runtime.doubt_models(ticket.where.endpoint.uid)
+        return True
+
+    def _note(self, ticket: Ticket, kind: FailureKind, label: str) -> None:
+        assert ticket.placed_on is not None
+        endpoint = ticket.placed_on.endpoint
+        self._kinds = (*self._kinds, kind)
+        self._failed |= {endpoint.uid}
+        if kind is FailureKind.ERROR:
+            self._accused = endpoint.uid
+        self.record.failed += ((endpoint.name, label),)
+        if self.record.trace is not None:
+            self.record.trace.failed(label, self._shared.runtime.now())
+
+    def _again(self, delay_s: float) -> None:
+        if delay_s:
+            timer = self._shared.runtime.loop.call_later(delay_s, self._guarded, self._place)
+            self._enter(BACKING_OFF, timer)
+        else:
+            self._place()
+
+    def _guarded(self, step: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
+        """Do a step that nothing above us would answer for if it raised."""
+        try:
+            step(*arguments)
+        except Exception:  # noqa: BLE001 - logged there, with its traceback
+            self.defect()
+
+    # The client's back-pressure
+
+    def pause(self) -> None:
+        """The client's buffer is full."""
+        if self.step is RELAYING:
+            self._relaying.pause()
+
+    def resume(self) -> None:
+        """The client's buffer has room."""
+        if self.step is RELAYING:
+            self._relaying.resume()
+
+    # What the client is told
+
+    def _refusal(self, ticket: Ticket) -> LbError:
+        if ticket.outcome is Outcome.NO_ENDPOINTS and self._last is not None and self._shared.runtime.any_up():
+            return LbError(self._last)  # a live pool broke this request
+        return refusal(ticket, self.record.alias or self.placed.model)
+
+    def _own_fields(self) -> str:
+        return self._shared.own_fields(self.record, self.cors, explain=self.request.fields.explain)

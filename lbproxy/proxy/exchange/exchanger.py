@@ -1,0 +1,46 @@
+"""What exchanges share."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from lbproxy.config.tree import Settings
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.policies.explain import compact
+from lbproxy.net.connections.patience import Limits
+from lbproxy.net.connections.pool import ConnectionPool
+from lbproxy.proxy.request.forwarding import VIA_US
+from lbproxy.runtime import Runtime
+
+LARGE_BODY_BYTES: Final = 16 << 10
+"""A smaller body is neither counted nor let go of before its request ends: what comes with it costs as much, and all of
+them are bounded by the number of connections."""
+
+
+class Exchanger:
+    """What all exchanges share that begin under the same settings: a request is served under one tree to its end."""
+
+    def __init__(self, settings: Settings, runtime: Runtime, connections: ConnectionPool) -> None:
+        self.runtime = runtime
+        self.connections = connections
+        self.settings = settings
+        limits = settings.timeouts
+        self.limits = Limits(limits.connect, limits.first_byte, limits.stream_idle)
+        self.expose_endpoint = settings.expose_endpoint
+        self.explain_header = settings.explain.header and settings.expose_endpoint
+
+    def under(self, settings: Settings) -> Exchanger:
+        """The same under other settings, for exchanges to come."""
+        return Exchanger(settings, self.runtime, self.connections)
+
+    def own_fields(self, record: RequestRecord, cors: str, *, explain: bool) -> str:
+        """The field lines of ours in a response, each with its CRLF. `cors`: those about origins, which go first;
+        `explain`: the client would like to know why its request went where it went.
+        """
+        always = f"{cors}{VIA_US}x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n"
+        if not self.expose_endpoint:
+            return always
+        fields = f"{always}x-lbproxy-endpoint: {record.endpoint}\r\n"
+        if not explain or record.decision is None or not self.explain_header:
+            return fields
+        return f"{fields}x-lbproxy-explain: {compact(record.decision)}; queue_ms={1000.0 * record.queue_s:.1f}\r\n"

@@ -1,0 +1,465 @@
+"""The way of an answer from an endpoint's connection to a client's transport, from its head to the last byte.
+
+Theory of operation. After the head, every read of the endpoint's goes to the client in the same callback, the
+chunk framing included, unchanged; scanners look on. Only a client that takes no chunks gets the payload alone.
+How far it is, is its `stage`:
+
+    stage        event                                                          next stage
+    HELD         the first of the body; or `HOLD_HEAD_S` passed, and nothing    COMMITTED
+                 but this body could follow this head; or complete
+                 `HOLD_HEAD_S` passed, and another stream could follow          HEAD_SENT
+    HEAD_SENT    the first of the body, or complete                             COMMITTED
+    COMMITTED    complete, broken, or cut                                       OVER
+    any          broken, refused, or left: the exchange says what follows       OVER
+
+Invariants:
+
+- The head goes out with the first body bytes, in one write; that of a stream alone, after `HOLD_HEAD_S`. Never a second
+  status line.
+- Until bytes of its body went out an answer can be taken back: vLLM says 200 before it begins with the prompt, refuses
+  some of a burst a moment later, and may die in the seconds until the first token. A stream whose head is out goes on
+  with the body of another endpoint's; after the first bytes of a body nothing is retried.
+- An answer that broke never looks whole: no terminator, and a reset where a close would look like an end
+  (the tables are in docs/failures.md).
+- The client's connection and the endpoint's pause and die together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import struct
+from enum import Enum
+from typing import Final, Protocol
+
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.requests.openai import error_event
+from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.core.requests.request import Usage
+from lbproxy.core.requests.retry import FailureKind, UpstreamError
+from lbproxy.core.requests.sse import EventScanner, JsonWatcher, UsageScanner
+from lbproxy.net.connections.h1 import ResponseHead
+from lbproxy.net.connections.pool import Connection
+from lbproxy.proxy.request.client_request import ClientRequest
+from lbproxy.proxy.request.forwarding import Peer
+from lbproxy.proxy.request.headers import client_head
+from lbproxy.runtime import Runtime
+
+HOLD_HEAD_S: Final = 0.25
+"""How long the head of a stream waits for a first event. More would keep from clients that the request was taken."""
+_REFUSAL: Final = re.compile(rb'data: ?\{"error"[^\n]*?"code": ?(429|500|502|503|504)\b')
+_REFUSAL_BYTES: Final = 4096
+_CUTS: Final = {
+    Outcome.DRAINING: (Outcome.CUT, "the load balancer was stopped"),
+    Outcome.OVERLOADED: (Outcome.OVERLOADED, "the load balancer ran out of resources"),
+}
+PROGRESS_S: Final = 0.25
+"""How often a stream's progress is reported to the balancer, at most."""
+
+
+class Client(Protocol):
+    """The client's connection, as an answer needs it."""
+
+    transport: asyncio.Transport | None
+    """None: the client is gone."""
+
+    @property
+    def writing_paused(self) -> bool:
+        """The client's buffer is full."""
+        ...
+
+    @property
+    def peer(self) -> Peer:
+        """What endpoints are told of the client."""
+        ...
+
+
+class Asking(Protocol):
+    """Who is answered."""
+
+    request: ClientRequest
+    keep_alive: bool
+    """The client's connection may serve another request."""
+
+    @property
+    def client(self) -> Client:
+        """Where the answer goes."""
+        ...
+
+
+class Owner(Protocol):
+    """Who has the answer relayed."""
+
+    def opened(self) -> None:
+        """The head of a stream went to the client, alone: any other answer has to be the body of such a stream."""
+        ...
+
+    def committed(self) -> None:
+        """The first of the body goes to the client: from here on there is no other answer."""
+        ...
+
+    def relayed(self, result: Outcome | UpstreamError) -> None:
+        """Once: the outcome, or the failure if nothing of a body went to the client. Not if it left (`let_go`)."""
+        ...
+
+    def stream_refused(self, status: int) -> bool:
+        """The stream begins with an error, by its code an HTTP status. Nothing of it went out. True: drop it, another
+        endpoint is asked, and `relayed` is not called.
+        """
+        ...
+
+
+class Stage(Enum):
+    """How far a response is: see the module."""
+
+    HELD = "held"
+    HEAD_SENT = "head sent"
+    COMMITTED = "committed"
+    OVER = "over"
+
+
+class Relay:
+    """One answer: the net.connections.pool.Receiver of its body."""
+
+    __slots__ = (
+        "_begun",
+        "_chunked",
+        "_committed",
+        "_connection",
+        "_done",
+        "_head",
+        "_held",
+        "_opened",
+        "_prefix",
+        "_progress_at",
+        "_progressed",
+        "_raw",
+        "_record",
+        "_refused",
+        "_runtime",
+        "_scanner",
+        "_ticket",
+        "_transport",
+        "_usage",
+        "_whole",
+        "client_reusable",
+        "revocable",
+        "stage",
+        "timed_out",
+    )
+
+    def __init__(
+        self,
+        head: ResponseHead,
+        connection: Connection,
+        ticket: Ticket,
+        record: RequestRecord,
+        runtime: Runtime,
+        owner: Owner,
+    ) -> None:
+        self._head = head
+        self._connection: Connection | None = connection
+        self._ticket = ticket
+        self._record = record
+        self._runtime = runtime
+        self._opened = owner.opened
+        self._committed = owner.committed
+        self._done = owner.relayed
+        self._refused = owner.stream_refused
+        self._held: asyncio.TimerHandle | None = None
+        """Lets the head go without a body."""
+        self._prefix = b""
+        """The head, until it went out."""
+        self._begun = False
+        """The first event, or byte of any other body, arrived."""
+        self.timed_out = False
+        """It broke since its endpoint was silent for too long."""
+        self.stage = Stage.HELD
+        self.revocable = True
+        """Nothing of the body went to the client, by the stage."""
+        self._progressed = 0
+        self._progress_at = 0.0
+
+    def begin(self, turn: Asking, own_fields: str, *, opened: Relay | None) -> None:
+        """Take the answer's body. It may be whole, or broken, when this returns.
+
+        `opened`: the client has its head, of a stream, and this one goes on with it; `can_go_on` said that it can.
+        """
+        head, connection, client, http10 = self._head, self._connection, turn.client, turn.request.http10
+        assert client.transport is not None, "a lost client ends its exchange"
+        assert connection is not None
+        self._transport = client.transport
+        self._chunked = head.chunked and not http10
+        self._raw = head.chunked == self._chunked
+        """The client gets the endpoint's bytes as they are; else the payload without its chunk framing."""
+        ends_by_close = not head.chunked and head.length is None
+        self.client_reusable = turn.keep_alive and not http10 and not ends_by_close
+        is_stream = b"text/event-stream" in head.content_type
+        self._scanner = EventScanner(watch_finish=ends_by_close) if is_stream else None
+        self._usage = UsageScanner() if is_stream or is_json(head) else None
+        self._whole: EventScanner | JsonWatcher | None = None
+        """Tells whether a body that only closing ends is whole."""
+        if ends_by_close:
+            self._whole = self._scanner or (JsonWatcher() if is_json(head) else None)
+        self._record.status = head.status
+        if opened is not None:
+            self._enter(Stage.HEAD_SENT)
+            self.client_reusable = opened.client_reusable  # as its head said
+        else:
+            self._prefix = client_head(head, own_fields, chunked=self._chunked, keep_alive=self.client_reusable)
+        watcher = self if self._usage or self._whole or not self._raw else None
+        connection.relay(head, self, watcher)
+        if self._connection is None:
+            return
+        if self._prefix and is_stream:
+            self._held = self._runtime.loop.call_later(HOLD_HEAD_S, self._open)
+        elif self._prefix:
+            self._write(b"")
+        if client.writing_paused:
+            self.pause()
+
+    # net.connections.h1.PayloadWatcher
+
+    def feed(self, data: bytes, start: int, end: int) -> None:
+        """The next piece of payload."""
+        if self._scanner is not None:
+            self._scanner.feed(data, start, end)
+        elif self._whole is not None:
+            self._whole.feed(data, start, end)
+        if self._usage is not None:
+            self._usage.feed(data, start, end)
+        if not self._raw:
+            if not self._begun:
+                self._first_byte()
+            self._write(data[start:end])
+
+    # net.connections.pool.Receiver
+
+    def whole(self, head: ResponseHead, body: bytes) -> None:
+        """Never: the exchange had the head before the relay began."""
+        raise AssertionError("one answer has one head")
+
+    def hints(self, head: ResponseHead) -> None:
+        """Never, as above."""
+        raise AssertionError("hints after the head")
+
+    def head(self, head: ResponseHead) -> None:
+        """Never, as above."""
+        raise AssertionError("one answer has one head")
+
+    def body(self, data: bytes) -> None:
+        """The next bytes of the message, framing included."""
+        if self.revocable and self._scanner is not None and self._is_refusal(data):
+            return
+        if self._raw:
+            if not self._begun:
+                self._first_byte()
+            self._write(data)
+        now = self._runtime.now()
+        if now >= self._progress_at:
+            self._report_progress(now)
+
+    def ended(self) -> None:
+        """The endpoint says that the message is whole; where it cannot say so, we look."""
+        self._connection = None
+        if self._whole is not None and not self._whole.whole:
+            self.broke(UpstreamError(FailureKind.RESET, "the body ended by close, and is not whole"))
+            return
+        if self.revocable:
+            self._write(b"")
+        self._finish(Outcome.COMPLETED)
+
+    def broke(self, error: UpstreamError) -> None:
+        """The endpoint failed in the middle."""
+        connection, self._connection = self._connection, None
+        if self.revocable:
+            self._release_head()
+            self._enter(Stage.OVER)
+            self._done(error)
+            return
+        self._record.error = error.detail
+        self.timed_out = error.kind is FailureKind.TIMEOUT
+        self._break(Outcome.UPSTREAM_BROKE, _broken(self.timed_out, self._events), connection)
+
+    def cut(self, why: Outcome) -> None:
+        """We cannot wait for the end: see Exchange.cut."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abort()
+            if self.revocable:
+                self._write(b"")
+            outcome, text = _CUTS[why]
+            self._break(outcome, LbError(outcome, f"{text} after {self._events} events"), connection)
+
+    def _break(self, outcome: Outcome, told: LbError, connection: Connection | None) -> None:
+        """End the answer so that nobody takes it for whole; an event stream is told why, where an event can stand."""
+        self.client_reusable = False
+        if not self._chunked and self._head.length is None:
+            self._reset(outcome)
+            return
+        at_boundary = connection is not None and connection.at_boundary
+        readable = self._raw and not self._head.encoded
+        if self._scanner is not None and self._scanner.at_boundary and at_boundary and readable:
+            event = error_event(told)
+            self._write(b"%x\r\n%s\r\n" % (len(event), event))
+        self._finish(outcome)
+        self._transport.close()
+
+    # The client
+
+    def pause(self) -> None:
+        """The client's buffer is full."""
+        if self._connection is not None:
+            self._connection.pause()
+
+    def resume(self) -> None:
+        """The client's buffer has room."""
+        if self._connection is not None:
+            self._connection.resume()
+
+    def let_go(self) -> None:
+        """The client is gone: close the endpoint's connection. `done` is not called."""
+        connection, self._connection = self._connection, None
+        self._release_head()
+        self._enter(Stage.OVER)
+        if connection is not None:
+            connection.abort()
+            self._count()
+
+    # Steps
+
+    def _enter(self, stage: Stage) -> None:
+        """The only place where the stage changes."""
+        self.stage = stage
+        self.revocable = stage is Stage.HELD or stage is Stage.HEAD_SENT
+
+    def _is_refusal(self, data: bytes) -> bool:
+        """Whether a stream of whose body nothing went out begins with an error, and is dropped for it."""
+        found = _REFUSAL.search(data, 0, _REFUSAL_BYTES)
+        if found is None or not self._refused(int(found[1])):
+            return False
+        self._release_head()
+        self._enter(Stage.OVER)
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abort()
+        return True
+
+    def _release_head(self) -> None:
+        if self._held is not None:
+            self._held.cancel()
+            self._held = None
+
+    def _first_byte(self) -> None:
+        """Of a stream only an event counts: comments keep the connection alive while the prompt waits."""
+        if self._scanner is None or self._scanner.events:
+            self._begun = True
+            if self._connection is not None:
+                self._connection.began()
+            self._record.first_byte_at = self._runtime.now()
+            if self._head.status < 300:  # how soon an error came says nothing about the endpoint's speed
+                self._runtime.first_byte(self._ticket)
+
+    def _open(self) -> None:
+        """Let the head go alone, without a commitment if another stream could go on after it."""
+        self._held = None
+        if not (self._chunked and can_go_on(self._head)):
+            self._write(b"")
+            return
+        head, self._prefix = self._prefix, b""
+        self._enter(Stage.HEAD_SENT)
+        self._send(head)
+        self._opened()
+
+    def _write(self, data: bytes) -> None:
+        if self.revocable:
+            self._release_head()
+            self._enter(Stage.COMMITTED)
+            data = self._prefix + data
+            self._prefix = b""
+            self._committed()
+        self._send(data)
+
+    def _send(self, data: bytes) -> None:
+        self._record.response_bytes += len(data)
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+    def _report_progress(self, now: float) -> None:
+        """Of a stream only events are progress: comments only say that somebody is there."""
+        events = 0 if self._scanner is None else self._scanner.events
+        if events > self._progressed or self._scanner is None:
+            self._runtime.progress(self._ticket, events - self._progressed)
+            self._progressed = events
+        self._progress_at = now + PROGRESS_S
+
+    def _reset(self, outcome: Outcome) -> None:
+        """A close would look like the end: reset the client's connection.
+
+        At once, unlike in `_finish`: with TLS the transport is not there to be reset any more once somebody closed it,
+        since that tells the client, under seal, that all is well.
+        """
+        sock = self._transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._transport.abort()  # the protocol is told in a later turn
+        self._finish(outcome)
+
+    @property
+    def _events(self) -> int:
+        return 0 if self._scanner is None else self._scanner.events
+
+    @property
+    def usage(self) -> Usage | None:
+        """What the endpoint says that the request used, as far as the answer has come."""
+        return None if self._usage is None else self._usage.usage
+
+    def _count(self) -> None:
+        if self._scanner is not None:
+            self._record.events = self._scanner.events
+            if not self.timed_out:  # what came before that silence is no sign of life now
+                self._report_progress(self._runtime.now())
+
+    def _finish(self, outcome: Outcome) -> None:
+        """Before the client's transport is closed: its loss would end the exchange as the client's doing."""
+        self._release_head()
+        self._enter(Stage.OVER)
+        self._count()
+        self._done(outcome)
+
+
+def can_go_on(head: ResponseHead) -> bool:
+    """It begins a stream like all others: after its head the body of another can follow, and its body after theirs."""
+    return head.status == 200 and head.chunked and b"text/event-stream" in head.content_type and not head.encoded
+
+
+def end_opened(client: Client, record: RequestRecord, error: LbError) -> None:
+    """Tell a client that has the head of a stream and no byte of a body why there is none; its connection closes."""
+    if error.outcome in _CUTS:
+        record.outcome, text = _CUTS[error.outcome]
+        told = LbError(record.outcome, f"{text} after 0 events")
+    else:
+        ours = error.outcome is Outcome.INTERNAL_ERROR
+        record.outcome = error.outcome if ours else Outcome.UPSTREAM_BROKE
+        told = error if ours else _broken(error.outcome is Outcome.UPSTREAM_TIMEOUT, 0)
+    event = error_event(told)
+    data = b"%x\r\n%s\r\n" % (len(event), event)
+    record.response_bytes += len(data)
+    if client.transport is not None and not client.transport.is_closing():
+        client.transport.write(data)
+        client.transport.close()
+
+
+def _broken(timed_out: bool, events: int) -> LbError:
+    """What a client is told in the middle of a stream."""
+    if timed_out:
+        return LbError(Outcome.UPSTREAM_TIMEOUT, f"the model server sent nothing for too long, after {events} events")
+    return LbError(Outcome.UPSTREAM_RESET, f"upstream connection lost after {events} events")
+
+
+def is_json(head: ResponseHead) -> bool:
+    """The body is one JSON text that can be read."""
+    kind = head.content_type
+    return (kind == b"application/json" or kind.startswith(b"application/json;")) and not head.encoded

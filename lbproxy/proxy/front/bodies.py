@@ -1,0 +1,107 @@
+"""Reading a request's body, whole, within its limits: size, time, rate, and the memory for all bodies together.
+
+For requests that aiohttp reads; those of the fast lane come with their body. A body is never refused for what it might
+become: memory is counted as bytes come, so that a client that announces much and sends nothing takes no room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol, cast
+
+from aiohttp import web
+from aiohttp.streams import StreamReader
+
+from lbproxy.config.tree import Settings
+from lbproxy.core.requests.large_json import LargeJson
+from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.proxy.front.connection import ClientConnection
+from lbproxy.proxy.front.overload import Holder, Overload
+from lbproxy.proxy.request.headers import RequestFields
+from lbproxy.proxy.request.routes import Body, Route
+
+COPIES = 2
+"""How often a body is there for a moment when it is read: in pieces, and whole. It counts as often until then."""
+JOINED_BYTES = 4 << 20
+"""More is joined beside the loop: 64 MiB take 50 ms."""
+GRACE_S = 10.0
+"""How long a body may take before its rate counts."""
+
+
+class Reader(Holder, Protocol):
+    """The request whose body is read."""
+
+    @property
+    def settings(self) -> Settings:
+        """Those that it is served under."""
+        ...
+
+
+async def read_body(
+    request: web.BaseRequest, fields: RequestFields, route: Route, reader: Reader, overload: Overload
+) -> bytes:
+    """The whole body, not counted as held any more. Raises LbError: too large (told before it is read, if announced),
+    too slow, malformed, or no memory for it.
+    """
+    limits = reader.settings.limits
+    is_json = route.body is Body.JSON or b"json" in fields.content_type
+    limit = min(limits.json_body if is_json else limits.body, overload.max_held_bytes // COPIES)
+    if fields.content_length is not None and fields.content_length > limit:
+        raise _too_large(limit)
+    content = request.content
+    if content.is_eof():  # it came with the head, as most do
+        body = content.read_nowait(-1)
+        if len(body) > limit:
+            raise _too_large(limit)
+        return body
+    client = cast(ClientConnection, request.protocol)
+    if fields.expects_continue and client.transport is not None:
+        client.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    client.read_from(content)
+    try:
+        body = await _read_up_to(limit, content, reader, overload)
+        overload.let_go(reader)  # who takes the body counts it, once, before anything else happens
+        return body
+    except TimeoutError:
+        raise LbError(Outcome.BODY_TIMEOUT) from None
+    except web.RequestPayloadError as error:
+        raise LbError(Outcome.BAD_REQUEST, "The request body is malformed.") from error
+    finally:
+        client.body_reader = None
+
+
+async def _read_up_to(limit: int, content: StreamReader, reader: Reader, overload: Overload) -> bytes:
+    """Raises TimeoutError when the time is over, or as soon as less than the rate came for each second after the first
+    `GRACE_S`. The rate decides: a large body over a slow line takes long.
+    """
+    loop = asyncio.get_running_loop()
+    began, timeout_s, rate = loop.time(), reader.settings.timeouts.client_body, reader.settings.limits.body_rate
+    pieces: list[bytes] = []
+    size = 0
+    async with asyncio.timeout_at(began + min(timeout_s, GRACE_S)) as timeout:
+        while True:
+            piece = await content.readany()
+            if not piece:
+                break
+            size += len(piece)
+            if size > limit:
+                raise _too_large(limit)
+            overload.hold(reader, COPIES * len(piece))
+            pieces.append(piece)
+            timeout.reschedule(began + min(timeout_s, GRACE_S + size / rate))
+    if size <= JOINED_BYTES:
+        return b"".join(pieces)
+    return await loop.run_in_executor(None, b"".join, pieces)  # which lets go of Python's lock
+
+
+async def read_large_json(body: bytes) -> LargeJson:
+    """Read a large JSON body in many short turns of the loop. Raises LbError."""
+    large = LargeJson(body)
+    for _ in iter(large.step, False):
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)  # to hash the prompt takes long enough
+    return large
+
+
+def _too_large(limit: int) -> LbError:
+    return LbError(Outcome.TOO_LARGE, f"The request body is larger than {limit} bytes.")

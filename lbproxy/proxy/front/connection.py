@@ -1,0 +1,467 @@
+"""A client's connection: aiohttp's, with a fast lane for plain requests, and with ears for back-pressure and its end.
+
+Theory of operation. What comes goes one of two ways, as the connection's state says:
+
+state     event                                                                       next state
+FREE      a plain request (see proxy/request/plain.py), and the client takes responses        LANE
+          anything else                                                               AIOHTTP
+LANE      its response is out, and nothing came meanwhile                             FREE
+          its response is out, and what came behind it is to be judged                BEHIND
+BEHIND    the next turn of the loop: it is judged like anything that comes            FREE
+AIOHTTP   aiohttp answered exactly the bytes that it was given                        FREE
+
+In LANE and BEHIND what comes is held back. AIOHTTP is left only where none of the bytes can be half a request; if that
+cannot be known, the connection stays with aiohttp, which can do everything, for good. That a connection is about to
+close is aiohttp's to know (`_close`, `_force_close`), in whichever state. Invariants:
+
+- One request runs at a time, and answers go out in the order of the requests.
+- An answer is written by the front end, never by aiohttp: `KEEP` and `CLOSE` tell aiohttp that it is out.
+- When the connection is lost, its exchange lets go of the endpoint at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from enum import Enum
+from typing import Final, Protocol, cast
+
+from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
+from aiohttp.streams import StreamReader
+
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.net.connections.corked import Cork, Corked
+from lbproxy.net.connections.h1 import ProtocolError
+from lbproxy.proxy.front.deadlines import Deadlines
+from lbproxy.proxy.front.linger import Linger
+from lbproxy.proxy.request.client_request import ClientRequest
+from lbproxy.proxy.request.forwarding import UNIX, Forwarding, Peer
+from lbproxy.proxy.request.plain import read_plain
+from lbproxy.proxy.request.walk import RequestWalk
+
+logger = logging.getLogger("lbproxy")
+
+WRITE_HIGH_WATER_BYTES = 64 << 10
+"""What we hold for a client that does not read before the endpoint is no longer read."""
+MAX_HEAD_BYTES = 64 << 10
+"""All lines of a head together."""
+HEADS_AT_ONCE = 16
+"""How many heads of what comes at once are given to aiohttp each by itself."""
+_REFUSED_IN_FRAMING = b"\0"
+HELD_BYTES = 64 << 10
+"""What we hold of requests that came while another runs before the client is no longer read."""
+_BODILESS = (b"GET ", b"HEAD ")
+
+
+class State(Enum):
+    """Who gets what comes."""
+
+    FREE = "free"
+    LANE = "in the lane"
+    BEHIND = "behind the lane"
+    AIOHTTP = "in aiohttp"
+
+
+NEXT_STATES: Final = {
+    State.FREE: frozenset({State.LANE, State.AIOHTTP}),
+    State.LANE: frozenset({State.FREE, State.BEHIND}),
+    State.BEHIND: frozenset({State.FREE}),
+    State.AIOHTTP: frozenset({State.FREE}),
+}
+"""The table above, as tests hold it against what happens."""
+FREE, LANE, BEHIND, AIOHTTP = State  # a look-up less for each
+
+
+class _Written(web.StreamResponse):
+    """Tells aiohttp that the answer was written already. Holds no state: one instance serves all requests."""
+
+    def __init__(self, *, keep_alive: bool) -> None:
+        super().__init__()
+        self._keep_alive = keep_alive
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        """Nothing to send."""
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """Nothing to send."""
+
+
+KEEP = _Written(keep_alive=True)
+CLOSE = _Written(keep_alive=False)
+
+
+class Turn(Protocol):
+    """The request that runs, as its connection needs it."""
+
+    keep_alive: bool
+    """What the answer's head will say, as long as it is not written."""
+    held_bytes: int
+    """Of its body."""
+    record: RequestRecord
+
+    def client_gone(self) -> None:
+        """The connection is lost."""
+        ...
+
+    def cut(self, why: Outcome) -> None:
+        """Answer with `why` now, or break the answer visibly."""
+        ...
+
+    def move_if_stranded(self) -> None:
+        """Ask another endpoint, if it waits in vain for a first byte."""
+        ...
+
+    def pause(self) -> None:
+        """The client's buffer is full."""
+        ...
+
+    def resume(self) -> None:
+        """It has room again."""
+        ...
+
+
+class Front(Protocol):
+    """The front end, as its connections need it."""
+
+    max_plain_body_bytes: int
+    forwarding: Forwarding
+    deadlines: Deadlines
+    cork: Cork
+
+    def serve_plain(self, plain: ClientRequest, client: ClientConnection) -> None:
+        """Answer a plain request; `client.lane_ended` is called when the answer is out, maybe before this returns."""
+        ...
+
+    def refuse_unread(self, client: ClientConnection, error: LbError) -> None:
+        """Answer something that is no request; the caller closes."""
+        ...
+
+    def connected(self) -> bool:
+        """One more connection. Returns whether it may be served; `disconnected` follows in either case."""
+        ...
+
+    def disconnected(self) -> None:
+        """One less."""
+        ...
+
+
+class ClientConnection(web.RequestHandler):
+    """One client. Made by `FrontEnd`."""
+
+    __slots__ = (
+        "_front",
+        "_head_bytes",
+        "_head_due",
+        "_held",
+        "_idle_since",
+        "_linger",
+        "_owed",
+        "_silent",
+        "_walk",
+        "address",
+        "body_reader",
+        "peer",
+        "state",
+        "turn",
+        "unread",
+    )
+
+    def __init__(self, front: web.Server, **options: object) -> None:
+        super().__init__(front, **options)  # type: ignore[arg-type]
+        self._front = cast(Front, front)
+        self.turn: Turn | None = None
+        """The request that runs, in whichever lane."""
+        self.body_reader: StreamReader | None = None
+        """The body that aiohttp's handler is reading, while it is."""
+        self.address = ""
+        """The client's, without its port; `unix:` if it came over a Unix socket."""
+        self.unread: StreamReader | None = None
+        """The body of the request that aiohttp's handler has, read or not."""
+        self.peer: Peer = self._front.forwarding.peer("", encrypted=False)
+        """What endpoints are told of the client."""
+        self.state = FREE
+        """See above."""
+        self._held = b""
+        """What came in the states in which it is held back."""
+        self._owed: int | None = None
+        """Bytes that are still to come of the one request that aiohttp was given; None = not known."""
+        self._walk = RequestWalk()
+        """Over all that aiohttp gets."""
+        self._head_due = True
+        """A head began and is not whole, or none came yet."""
+        self._head_bytes = 0
+        """Of a head that is not whole, as far as it was read."""
+        self._silent = True
+        """The client sent nothing yet."""
+        self._idle_since = self._loop.time()
+        """When the last response was out, or the connection was made."""
+        self._linger: Linger | None = None
+        """What waits for the client to close, too."""
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol."""
+        corked = Corked(cast(asyncio.Transport, transport), self._front.cork)
+        corked.set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
+        super().connection_made(cast(asyncio.Transport, corked))
+        peer = self.peername
+        self.address = peer[0] if isinstance(peer, tuple) else "" if peer is None else UNIX
+        self.peer = self._as_peer()
+        if not self._front.connected():
+            self._front.refuse_unread(self, LbError(Outcome.OVERLOADED))
+            self.force_close()
+        else:
+            self._front.deadlines.head_due(self)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """The endpoint's connection is closed here and now; a handler's cancellation comes a moment later."""
+        if self.turn is not None:
+            self.turn.client_gone()
+        self.transport = self._linger = None  # aiohttp closes what is lost, now and when its handler ends
+        super().connection_lost(exc)
+        self._front.deadlines.gone(self)
+        self._front.disconnected()
+
+    def _as_peer(self) -> Peer:
+        encrypted = self.transport is not None and self.transport.get_extra_info("sslcontext") is not None
+        return self._front.forwarding.peer(self.address, encrypted=encrypted)
+
+    def pause_writing(self) -> None:
+        """See asyncio.Protocol."""
+        super().pause_writing()
+        self._front.deadlines.stalls(self)
+        if self.turn is not None:
+            self.turn.pause()
+
+    def resume_writing(self) -> None:
+        """See asyncio.Protocol."""
+        super().resume_writing()
+        self._front.deadlines.flows(self)
+        if self.turn is not None:
+            self.turn.resume()
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol, and the states above."""
+        state = self.state
+        if state is FREE and not self._close and not self._force_close:
+            plain = None if self.writing_paused else read_plain(data, self._front.max_plain_body_bytes)
+            if plain is not None:
+                self._start(plain)
+                return
+            self.state = AIOHTTP
+            self._owed = 0 if data.startswith(_BODILESS) and data.find(b"\r\n\r\n") == len(data) - 4 else None
+        elif state is LANE or state is BEHIND:
+            self._hold(data)
+            return
+        else:
+            self._owed = None
+        self._feed(data)
+        self._watch_head(len(data))
+        if self.body_reader is not None:
+            self.read_from(self.body_reader)
+
+    def read_from(self, body: StreamReader) -> None:
+        """The handler waits for this body. One that turned out to be malformed, so that something stands behind it
+        though it has no end, must fail its reader: aiohttp would leave the handler waiting.
+        """
+        self.body_reader = body
+        if self._messages and not body.is_eof():
+            body.set_exception(web.RequestPayloadError("the body is malformed"))
+
+    def _feed(self, data: bytes) -> None:
+        """Give aiohttp what came, head by head: what is wrong with a request must not fail those before it, which it
+        would, as its parser gives back either messages or an error. Bad chunk framing is made so bad that each parser
+        refuses it.
+        """
+        at = fed = heads = 0
+        while at < len(data):
+            try:
+                at = self._walk.step(data, at)
+            except ProtocolError as error:
+                data = data[: error.at] + _REFUSED_IN_FRAMING
+                break
+            if self._walk.head_ended and heads < HEADS_AT_ONCE:
+                super().data_received(data[fed:at])
+                fed, heads = at, heads + 1
+        super().data_received(data[fed:] if fed else data)
+
+    def _watch_head(self, size: int) -> None:
+        """After aiohttp got so many bytes: it waits for the rest of a head, unless it has a request."""
+        self._silent = False
+        # Its handler starts in a later turn: what it was given in between is no head.
+        waiting = self._request_count == 0 or (self._waiter is not None and not self._waiter.done())
+        if waiting and not self._head_due:
+            self._head_due = True
+            self._front.deadlines.head_due(self)
+        elif not waiting and self._head_due:
+            self._head_due = False
+            self._front.deadlines.head_came(self)
+        self._head_bytes = self._head_bytes + size if waiting else 0
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._front.refuse_unread(self, LbError(Outcome.HEAD_TOO_LARGE))
+            self.linger()
+
+    def head_is_late(self) -> None:
+        """See deadlines.Debtor. Who sent nothing is told nothing."""
+        if self.turn is not None:
+            return
+        if self._silent:
+            self.force_close()
+        else:
+            self._front.refuse_unread(self, LbError(Outcome.BODY_TIMEOUT, "The request head did not come in time."))
+            self.linger()
+
+    # The fast lane
+
+    def _start(self, plain: ClientRequest) -> None:
+        if self._head_due:
+            self._head_due = self._silent = False
+            self._front.deadlines.head_came(self)
+        self._request_in_progress = True  # aiohttp's shutdown waits for it
+        self.unread = None
+        self.state = LANE
+        self._front.serve_plain(plain, self)
+
+    def lane_ended(self, keep_alive: bool) -> None:
+        """The plain request's answer is out, as far as it will come."""
+        self.state = BEHIND if self._held else FREE
+        self._request_in_progress = False
+        if self._handler_waiter is not None and not self._handler_waiter.done():
+            self._handler_waiter.set_result(None)
+        if not keep_alive or self._close or self._force_close:
+            self._close = True
+            self._loop.call_soon(self.linger)  # not now: an answer that broke is about to be reset
+            return
+        self._idle_since = self._loop.time()
+        self._next_keepalive_close_time = self._idle_since + self._keepalive_timeout
+        if self._held:
+            self._loop.call_soon(self._judge_held)  # not now: we may be in a callback of what just ended
+
+    def _judge_held(self) -> None:
+        held, self._held = self._held, b""
+        self.state = FREE
+        if self.transport is None or self._force_close:
+            return
+        if len(held) > HELD_BYTES:
+            self.transport.resume_reading()
+        self.data_received(held)
+
+    def _hold(self, data: bytes) -> None:
+        self._held += data
+        if len(self._held) > HELD_BYTES and self.transport is not None:
+            self.transport.pause_reading()
+
+    def _process_keepalive(self) -> None:
+        """aiohttp's idle timer takes a connection whose lane is busy for idle."""
+        if self.state is not LANE:
+            super()._process_keepalive()
+        else:
+            self._keepalive_handle = self._loop.call_later(self._keepalive_timeout, self._process_keepalive)
+
+    # The end
+
+    def linger(self) -> None:
+        """The last answer was written: close when the client has it. aiohttp has no transport from here on."""
+        transport = self.transport
+        if transport is None or transport.is_closing() or not transport.can_write_eof():
+            self.force_close()
+            return
+        self.transport = None
+        self.force_close()
+        self._front.deadlines.head_came(self)
+        self._linger = Linger(transport, self, self._front.deadlines.stall_s)
+
+    def force_close(self) -> None:
+        """Close now, whatever goes on. With TLS that takes a goodbye of both."""
+        transport = self.transport
+        if self._linger is not None:
+            self._linger.close()
+        elif transport is not None and not transport.can_write_eof():
+            self.transport = None
+            self._linger = Linger(transport, self, self._front.deadlines.stall_s)
+        super().force_close()
+
+    # Stopping
+
+    @property
+    def busy(self) -> bool:
+        """A request runs, or waits to: aiohttp's loop is not waiting for one, or the lane is in use."""
+        return self._waiter is None or self.state is LANE or bool(self._messages)
+
+    @property
+    def held_bytes(self) -> int:
+        """What a request takes here: of its body, and of an answer that the client does not take; 0 if none runs."""
+        if self.turn is None or self.transport is None:
+            return 0
+        return self.turn.held_bytes + self.transport.get_write_buffer_size()
+
+    def close_if_idle(self, for_s: float) -> None:
+        """Close it if no request runs and none has begun to come for so long."""
+        if self._linger is not None:
+            self._linger.hurry()
+        elif not self.busy and not self._head_bytes and self._loop.time() - self._idle_since >= for_s:
+            self.force_close()
+
+    def reconfigure(self, idle_s: float) -> None:
+        """Another time after which it is closed when idle, and other settings of what endpoints are told of it."""
+        self._keepalive_timeout = idle_s
+        self.peer = self._as_peer()
+
+    def cut(self, why: Outcome) -> None:
+        """End what runs, visibly: the deadline of the drain has come, or memory is short."""
+        if self.turn is not None:
+            self.turn.cut(why)
+        if self._task_handler is not None and self.state is not LANE:
+            self._task_handler.cancel()
+
+    # aiohttp's side
+
+    def aiohttp_answered(self) -> None:
+        """aiohttp's handler wrote an answer after which the connection lives on."""
+        self._idle_since = self._loop.time()
+        if self._owed == 0 and self.is_read:
+            self.state = FREE
+
+    @property
+    def is_read(self) -> bool:
+        """All bytes of the request that runs were taken: what comes next is another request."""
+        return self.unread is None or self.unread.is_eof()
+
+    async def drained(self) -> None:
+        """Wait until the client has taken earlier answers, so that those of requests sent ahead cannot pile up here.
+
+        A client that takes none is cut off by its deadline, which cancels who waits here.
+        """
+        if self.writing_paused:
+            await self._drain_helper()
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """aiohttp calls this after each read of a body and would then parse nothing and resume what was not paused."""
+        if self._reading_paused:
+            super().resume_reading(resume_parser)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What aiohttp could not parse: answered in our shape, recorded like a request, never logged with traceback."""
+        del request, message
+        if status >= 500:
+            logger.error("aiohttp failed", exc_info=exc)
+            error = LbError(Outcome.INTERNAL_ERROR)
+        elif isinstance(exc, LineTooLong):
+            is_target = exc.args[0][:1] == b"/"
+            error = LbError(Outcome.URI_TOO_LONG if is_target else Outcome.HEAD_TOO_LARGE)
+        elif "Too many headers" in str(exc):
+            error = LbError(Outcome.HEAD_TOO_LARGE)
+        else:
+            error = LbError(Outcome.BAD_REQUEST)
+        self._front.refuse_unread(self, error)
+        self.linger()
+        return CLOSE

@@ -1,0 +1,109 @@
+"""What a client must do in time: finish a head that it began, and take what it is sent.
+
+One sweep a second looks after all connections that owe something, and none runs while nobody does: a timer for each
+would cost more than these limits need in precision. A body's own limits are where it is read (proxy/front/server.py),
+and an idle connection's are aiohttp's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Protocol
+
+from lbproxy.config.sections.clients import TimeoutSettings
+from lbproxy.runtime import Runtime
+
+SWEEP_S = 1.0
+
+
+class Debtor(Protocol):
+    """A client's connection."""
+
+    transport: asyncio.Transport | None
+
+    def head_is_late(self) -> None:
+        """The head that began, or the first one, did not come in time: refuse it and close."""
+        ...
+
+
+class Deadlines:
+    """Who owes what, and by when. Every method is O(1) but the sweep, which is linear in those that owe."""
+
+    def __init__(self, runtime: Runtime, timeouts: TimeoutSettings) -> None:
+        self._loop = runtime.loop
+        self._pulse = runtime.pulse
+        self._armed_at = 0.0
+        self._excused = False
+        """The last sweep was put off, because our own loop had stood still."""
+        self.reconfigure(timeouts)
+        self._heads: dict[Debtor, float] = {}
+        self._stalls: dict[Debtor, tuple[float, int]] = {}
+        """By when some bytes must have gone, and how many there were when that was said."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def reconfigure(self, timeouts: TimeoutSettings) -> None:
+        """Other limits, for what begins from now on."""
+        self._head_s = timeouts.client_head
+        self.stall_s = timeouts.client_stall
+        """How long a client may take nothing of what it is sent."""
+
+    def head_due(self, client: Debtor) -> None:
+        """A head began, or a connection did. Said again, it changes nothing."""
+        self._heads.setdefault(client, self._loop.time() + self._head_s)
+        self._arm()
+
+    def head_came(self, client: Debtor) -> None:
+        """It is whole."""
+        self._heads.pop(client, None)
+
+    def stalls(self, client: Debtor) -> None:
+        """The client's buffer is full."""
+        self._stalls[client] = (self._loop.time() + self.stall_s, _unsent(client))
+        self._arm()
+
+    def flows(self, client: Debtor) -> None:
+        """It has room again."""
+        self._stalls.pop(client, None)
+
+    def gone(self, client: Debtor) -> None:
+        """The connection is lost: it owes nothing any more."""
+        self.head_came(client)
+        self.flows(client)
+
+    def close(self) -> None:
+        """Stop looking."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _arm(self) -> None:
+        if self._timer is None:
+            self._armed_at = time.monotonic()
+            self._timer = self._loop.call_later(SWEEP_S, self._sweep)
+
+    def _sweep(self) -> None:
+        self._timer = None
+        if self._pulse.stood_still_since(self._armed_at) and not self._excused:
+            self._excused = True  # what is overdue may lie unread in the kernel: read first
+            self._arm()
+            return
+        self._excused = False
+        now = self._loop.time()
+        for client, deadline in list(self._heads.items()):
+            if now >= deadline:
+                self.head_came(client)
+                client.head_is_late()
+        for client, (deadline, size) in list(self._stalls.items()):
+            unsent = _unsent(client)
+            if unsent < size:
+                self._stalls[client] = (now + self.stall_s, unsent)
+            elif now >= deadline:
+                self.flows(client)
+                if client.transport is not None:
+                    client.transport.abort()
+        if self._heads or self._stalls:
+            self._arm()
+
+
+def _unsent(client: Debtor) -> int:
+    return 0 if client.transport is None else client.transport.get_write_buffer_size()

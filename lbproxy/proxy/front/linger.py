@@ -1,0 +1,98 @@
+"""The end of a client's connection after its last response: our side is closed, what still comes is dropped.
+
+A close with bytes unread is a reset, and a reset can overtake the response: the client would see a broken connection
+instead of the 400 that says why (RFC 9112, section 9.6). So we say that we are done, and wait for the client to be.
+
+A TLS transport does that itself, and throws away what is left when its own time for it is over: for a client that
+reads slowly that was the end of the response. So it has far more time than it needs (net.listening.listener,
+SHUTDOWN_S), and is watched here like all others: by what the client's host has taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import socket
+import struct
+import termios
+from typing import Final
+
+LINGER_S = 2.0
+"""How long what comes is dropped, after the client's host has taken the response."""
+GOODBYE_S = 10.0
+"""The same with TLS: a client with a pool of connections may read close_notify when it wants to use this one again."""
+HURRY_S = 0.25
+"""The same while we stop."""
+LOOK_S = 0.25
+"""Between two looks at what it has taken."""
+_INT: Final = struct.Struct("i")
+
+
+def unsent_bytes(transport: asyncio.Transport) -> int:
+    """What the client's host has not taken yet of what was written, as far as the system says so."""
+    held = transport.get_write_buffer_size()
+    sock: socket.socket | None = transport.get_extra_info("socket")
+    if held or sock is None:
+        return held
+    try:  # what a TLS transport handed on counts for the system
+        count: int = _INT.unpack(fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, _INT.pack(0)))[0]
+    except (OSError, ValueError):  # closed meanwhile, or not known here
+        return 0
+    return count
+
+
+class Linger(asyncio.Protocol):
+    """Takes a connection over from `protocol`, which is told when it is lost, and nothing else. Of one that is closing
+    already it takes what is left.
+    """
+
+    def __init__(self, transport: asyncio.Transport, protocol: asyncio.Protocol, stall_s: float) -> None:
+        """`stall_s`: how long the client may take nothing of the response."""
+        self._transport = transport
+        self._protocol = protocol
+        self._stall_s = stall_s
+        self._half_closes = transport.can_write_eof()
+        self._patience_s = LINGER_S if self._half_closes else GOODBYE_S
+        self._unsent = unsent_bytes(transport)
+        self._still_s = 0.0
+        """For how long that has not changed."""
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(LOOK_S, self._look)
+        transport.set_protocol(self)
+        if self._half_closes:
+            transport.write_eof()
+            transport.resume_reading()  # no-op if it was not paused
+        elif not transport.is_closing():  # asyncio's takes a second close for the end of all use
+            transport.close()
+
+    def close(self) -> None:
+        """Do not wait for the client: what is not sent yet may still be."""
+        self.hurry()
+        if self._half_closes:
+            self._transport.close()
+
+    def hurry(self) -> None:
+        """We stop: do not wait long for a client that has everything."""
+        self._patience_s = min(HURRY_S, self._patience_s)
+
+    def _look(self) -> None:
+        """Now and then: a response that is out is waited for no longer, one that is not as long as it goes on."""
+        before, self._unsent = self._unsent, unsent_bytes(self._transport)
+        self._still_s = self._still_s + LOOK_S if self._unsent == before else 0.0
+        if self._still_s >= (self._stall_s if self._unsent else self._patience_s):
+            self._transport.abort()
+        else:
+            self._timer = self._loop.call_later(LOOK_S, self._look)
+
+    # asyncio.Protocol
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol: dropped."""
+
+    def eof_received(self) -> None:
+        """See asyncio.Protocol: None closes our side too."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._timer.cancel()
+        self._protocol.connection_lost(exc)

@@ -1,0 +1,499 @@
+"""The listener: clients' connections, requests read under limits, and every failure rendered as an OpenAI error.
+
+Requests come in two ways, read by aiohttp or in the fast lane (proxy/front/connection.py), and are answered in one.
+Answers are written by us, as bytes, to the client's transport. Invariant: each request that has a head leaves one
+record, whatever happens to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import secrets
+import socket
+from collections.abc import Sequence
+from math import inf
+from typing import cast
+from urllib.parse import unquote
+
+from aiohttp import web
+
+from lbproxy.config.tree import Settings
+from lbproxy.core.observed.record import MAX_PATH_CHARS, RequestRecord
+from lbproxy.core.observed.trace import Sampling
+from lbproxy.core.requests.large_json import LargeJson
+from lbproxy.core.requests.openai import model_list
+from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.core.requests.outline import WHOLE_BYTES
+from lbproxy.net.dialing.vanished import find_vanished
+from lbproxy.net.listening.bind import bind, bound_port
+from lbproxy.net.listening.listener import Listener, connections_within
+from lbproxy.proxy.exchange.adapter_calls import AdapterCalls
+from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, Exchanger
+from lbproxy.proxy.front.bodies import read_body, read_large_json
+from lbproxy.proxy.front.connection import CLOSE, KEEP, ClientConnection
+from lbproxy.proxy.front.deadlines import Deadlines
+from lbproxy.proxy.front.overload import Overload, Unmetered
+from lbproxy.proxy.front.turn import Turn
+from lbproxy.proxy.request.answers import error_answer, model_not_found
+from lbproxy.proxy.request.client_request import ClientRequest
+from lbproxy.proxy.request.cors import Cors
+from lbproxy.proxy.request.forwarding import Forwarding, may_forward
+from lbproxy.proxy.request.headers import origin_form, read_request_fields
+from lbproxy.proxy.request.keys import KeyRing
+from lbproxy.proxy.request.reading import Reading, has_json
+from lbproxy.proxy.request.routes import ADAPTERS, find_route
+from lbproxy.runtime import Runtime
+
+logger = logging.getLogger("lbproxy")
+
+SEND_BUFFER_BYTES = 128 << 10
+"""SO_SNDBUF: without it the kernel alone takes megabytes for each client that does not read."""
+LAST_IDLE_S = 0.5
+"""How long a connection waits for a last request, when we stop and its last answer did not say so."""
+FLUSH_S = 2.0
+"""How long a stop waits for what is written already to reach slow clients."""
+MAX_LINE_BYTES = 16 << 10
+MAX_FIELDS = 128
+
+
+class FrontEnd(web.Server):
+    """Serves clients. `listen`, then `lame_duck` and `stop`."""
+
+    url: str | None = None
+    """Where clients reach it; None: it does not listen yet. Set by who knows the scheme."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        runtime: Runtime,
+        exchanger: Exchanger,
+        rng: random.Random,
+        overload: Overload | None = None,
+    ) -> None:
+        # Everything that aiohttp gets wrong for a proxy by default is set here (docs/failures.md has the list).
+        super().__init__(
+            self._handle,
+            handler_cancellation=True,
+            access_log=None,
+            auto_decompress=False,
+            keepalive_timeout=settings.timeouts.client_idle,
+            lingering_time=0.0,  # proxy/front/linger.py does it
+            max_line_size=MAX_LINE_BYTES,
+            max_field_size=MAX_LINE_BYTES,
+            max_headers=MAX_FIELDS,
+            read_bufsize=64 << 10,
+        )
+        self.overload = overload or Overload(settings.limits, Unmetered())
+        self.overload.end_largest = self._end_largest
+        self.max_plain_body_bytes = min(settings.limits.json_body, WHOLE_BYTES)
+        self.cork = exchanger.connections.cork
+        self.keys: KeyRing | None = None
+        """Each request must carry one of these; None = it need not. Kept by who reads them."""
+        self._cors = _cors_of(settings)
+        self.sampling: Sampling | None = None
+        """Which requests are traced; None = none, and what they say of traces goes on as it came. Kept as `keys`."""
+        self._reading = Reading(settings, runtime)
+        self.deadlines = Deadlines(runtime, settings.timeouts)
+        self._max_connections = settings.limits.connections
+        self._client_stall_s = settings.timeouts.client_stall
+        self._runtime = runtime
+        self.exchanger = exchanger
+        self._adapter_calls = AdapterCalls(runtime, exchanger.connections)
+        self._rng = rng
+        self._ids = itertools.count(1)
+        self._id_prefix = secrets.token_hex(6)
+        self.forwarding = self._forwarding(settings)
+        self._last_requests = False
+        """Connections are not kept alive any more."""
+        self._ends_at = inf
+        """While it stops: when what still runs is cut."""
+        self._draining = False
+        self._running = 0
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._open = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.listener = Listener(
+            self, room=self._has_room, refusal=self._refusal_unheard, misled=self._refusal_of_plain
+        )
+
+    # Life
+
+    async def listen(self, host: str, port: int, inherited: Sequence[socket.socket] = ()) -> int:
+        """Accept connections; returns the port (port 0: any free one; 0 of a Unix socket). Raises OSError.
+
+        `inherited`: sockets that listen there already, to use instead.
+        """
+        sockets = inherited or await bind(host, port)
+        for sock in sockets:  # inherited by accept
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+            find_vanished(sock, self._client_stall_s)
+        self.listener.start(sockets)
+        return bound_port(sockets)
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Other settings for requests, bodies and connections that begin from now on."""
+        self.exchanger = self.exchanger.under(settings)
+        self._reading = Reading(settings, self._runtime)
+        self._cors = _cors_of(settings)
+        self.overload.reconfigure(settings.limits)
+        self.max_plain_body_bytes = min(settings.limits.json_body, WHOLE_BYTES)
+        self.forwarding = self._forwarding(settings)
+        self._max_connections = settings.limits.connections
+        self.deadlines.reconfigure(settings.timeouts)
+        self._kwargs["keepalive_timeout"] = settings.timeouts.client_idle
+        self._client_stall_s = settings.timeouts.client_stall
+        for sock in self.listener.sockets:
+            find_vanished(sock, self._client_stall_s)
+        for client in self._clients():
+            client.reconfigure(settings.timeouts.client_idle)
+
+    @property
+    def open_connections(self) -> int:
+        """Clients' connections."""
+        return self._open
+
+    def _has_room(self) -> bool:
+        return self._open + self.listener.handshaking < connections_within(self._max_connections)
+
+    def connected(self) -> bool:
+        """See connection.Front."""
+        has_room = self._has_room() or self.listener.handshaking > 0  # among which it had room
+        self._open += 1
+        self._empty.clear()
+        return has_room
+
+    def disconnected(self) -> None:
+        """See connection.Front."""
+        self._open -= 1
+        if not self._open:
+            self._empty.set()
+
+    @property
+    def draining(self) -> bool:
+        """Whoever sends clients here must send them elsewhere."""
+        return self._last_requests
+
+    @property
+    def running(self) -> int:
+        """Requests that were read and have no whole answer yet."""
+        return self._running
+
+    def running_records(self) -> list[RequestRecord]:
+        """What is known so far of the requests that run. They change."""
+        return [client.turn.record for client in self._clients() if client.turn is not None]
+
+    async def lame_duck(self, within_s: float, *, accepting: bool) -> None:
+        """Serve everybody, but keep no connection alive, so that clients leave: each answer says `Connection: close`.
+
+        `accepting`: new connections too, for all of the time; else it is over as soon as no connection is left.
+        """
+        self._keep_no_connection()
+        if accepting:
+            await asyncio.sleep(within_s)
+        else:
+            self.listener.close()
+            await _happens(self._empty, within_s)
+
+    async def stop(self, deadline_s: float) -> int:
+        """Accept no connection more, let running requests finish until the deadline, then cut the rest, visibly.
+
+        A connection whose last answer did not say that it ends may bring one more request, if that comes soon: a client
+        that asks again at once must not find it closed under its hands. Returns how many requests were cut.
+        """
+        cut = 0
+        self._keep_no_connection()
+        self.listener.close()
+        self.end_within(deadline_s)
+        while self._open and (left_s := self._ends_at - self._loop.time()) > 0.0:
+            for client in self._clients():
+                client.close_if_idle(LAST_IDLE_S)
+            await _happens(self._empty, min(left_s, LAST_IDLE_S / 2))
+        if self._open:
+            self._draining = True
+            cut = self._running
+            for client in self._clients():
+                client.cut(Outcome.DRAINING)
+            await _happens(self._quiet, FLUSH_S)
+        for client in self._clients():
+            client.force_close()
+        await _happens(self._empty, FLUSH_S)
+        self.deadlines.close()
+        return cut
+
+    def end_within(self, deadline_s: float) -> None:
+        """While it stops: what runs has so long, unless it has less."""
+        self._ends_at = min(self._ends_at, self._loop.time() + deadline_s)
+
+    def _keep_no_connection(self) -> None:
+        """Answers whose heads are still to be written say `Connection: close` from now on."""
+        self._last_requests = True
+        for client in self._clients():
+            if client.turn is not None:
+                client.turn.keep_alive = False
+
+    def _end_largest(self) -> bool:
+        """For `Overload`: end the request that holds most memory."""
+        sizes = [(client.held_bytes, index) for index, client in enumerate(self._clients())]
+        held, index = max(sizes, default=(0, 0))
+        if not held:
+            return False
+        self._clients()[index].cut(Outcome.OVERLOADED)
+        return True
+
+    def _clients(self) -> list[ClientConnection]:
+        return cast(list[ClientConnection], self.connections)
+
+    def __call__(self) -> ClientConnection:
+        """One more connection: asyncio's protocol factory."""
+        return ClientConnection(self, loop=self._loop, **self._kwargs)
+
+    def move_stranded(self) -> None:
+        """Requests wait in vain on some endpoints: send elsewhere what can be."""
+        for client in self._clients():
+            if client.turn is not None:
+                client.turn.move_if_stranded()
+
+    # One request
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """aiohttp's handler."""
+        client = cast(ClientConnection, request.protocol)
+        answered: asyncio.Future[bool] = self._loop.create_future()
+
+        def ended(reusable: bool) -> None:
+            if not answered.done():  # cancelled, with the handler
+                answered.set_result(reusable)
+
+        record = self.new_record(request.method, request.raw_path, client)
+        turn = Turn(
+            self,
+            client,
+            record,
+            ended,
+            # What HTTP/1.0 calls keep-alive would have to be confirmed, and ends with a relayed response anyway.
+            keep_alive=request.keep_alive
+            and request.version >= (1, 1)
+            and not (self._last_requests or self.overload.tight),
+        )
+        client.unread = request.content
+        if self._cors is not None:
+            turn.cors = self._cors.fields_for(request.headers.get("Origin"))
+        try:
+            await client.drained()
+            await self._serve(request, turn)
+            reusable = await answered
+        except LbError as error:
+            turn.refuse(error)
+            reusable = await answered
+        except Exception:  # noqa: BLE001 - logged there, with its traceback
+            turn.defect()
+            return CLOSE
+        finally:
+            turn.client_gone()  # unless it is over
+        if reusable:
+            client.aiohttp_answered()
+            return KEEP
+        client.linger()
+        return CLOSE
+
+    def serve_plain(self, plain: ClientRequest, client: ClientConnection) -> None:
+        """The fast lane's handler: see connection.Front."""
+        record = self.new_record("POST", plain.target, client)
+        record.id = plain.fields.request_id or record.id
+        turn = Turn(
+            self, client, record, client.lane_ended, keep_alive=not (self._last_requests or self.overload.tight)
+        )
+        try:
+            if self._cors is not None:
+                turn.cors = self._cors.fields_for(plain.fields.origin)
+            if self.sampling is not None:
+                record.trace, trace = self.sampling.begin(plain.trace)
+                plain = plain._replace(trace=trace)
+            if self.keys is not None:
+                record.key = self.keys.name_of(plain.credentials)
+                plain = plain._replace(credentials=b"")
+            self._answer(plain, turn)
+        except LbError as error:
+            turn.refuse(error)
+        except Exception:  # noqa: BLE001 - logged there, with its traceback
+            turn.defect()
+
+    def turn_began(self) -> None:
+        """One more request runs."""
+        self._running += 1
+        if self._running == 1:
+            self._quiet.clear()
+
+    def turn_ended(self, record: RequestRecord) -> None:
+        """One less; its record goes out."""
+        self._running -= 1
+        if not self._running:
+            self._quiet.set()
+        record.ended_at = self._runtime.now()
+        if len(record.path) > MAX_PATH_CHARS:
+            record.path = record.path[:MAX_PATH_CHARS]
+        self._runtime.emit(record)
+
+    async def _serve(self, request: web.BaseRequest, turn: Turn) -> None:
+        """Read what aiohttp parsed, and begin to answer it. Raises LbError if nothing was sent."""
+        record = turn.record
+        if request.version not in {(1, 1), (1, 0)}:
+            raise LbError(Outcome.BAD_REQUEST, "Only HTTP/1.1 and HTTP/1.0 are spoken here.")
+        fields = read_request_fields(request.raw_headers, http10=request.version == (1, 0))
+        record.id = fields.request_id or record.id
+        target = origin_form(request.raw_path)
+        record.path = target.partition("?")[0]
+        if self._cors is not None and (preflight := self._cors.preflight(request.method, request.headers)):
+            record.route = "preflight"
+            turn.answer_preflight(preflight)  # to whoever asks: a browser sends no key with it
+            return
+        credentials, trace = fields.credentials, fields.trace
+        if self.sampling is not None:
+            record.trace, trace = self.sampling.begin(trace)
+        if self.keys is not None:  # before anything is said or read
+            record.key, credentials = self.keys.name_of(credentials), b""
+        settings = turn.settings
+        route = find_route(request.method, record.path, lora_management=settings.lora_management)
+        if route.ours and route is not ADAPTERS and request.method != "OPTIONS":
+            record.route = route.name
+            self._list_models(turn)
+            return
+        if self._draining or self.overload.refuses is not None:
+            raise self._refusal()
+        if fields.max_forwards is not None and not may_forward(request.method, fields):
+            turn.answer(200, b"{}", allow=", ".join(sorted(route.methods)))
+            return
+        body = await read_body(request, fields, route, turn, self.overload)
+        http10 = request.version == (1, 0)
+        read = ClientRequest(request.method, target, route, fields, body, credentials, http10, trace)
+        if route is ADAPTERS:
+            await self._change_adapters(read, turn)
+        elif not has_json(read) or len(body) <= WHOLE_BYTES:
+            self._answer(read, turn)
+        else:
+            self.overload.hold(turn, len(body))
+            self._answer(read, turn, await read_large_json(body))
+
+    async def _change_adapters(self, request: ClientRequest, turn: Turn) -> None:
+        record, settings = turn.record, turn.settings
+        record.route = request.route.name
+        record.request_bytes = len(request.body)
+        self._end_loop(request)
+        request.fields.forward += turn.client.peer.lines(request.fields, http10=request.http10)
+        timeout_s, named = settings.timeouts.first_byte, settings.expose_endpoint
+        turn.answer(*await self._adapter_calls.make(request, record.id, timeout_s=timeout_s, name_endpoints=named))
+
+    def _answer(self, request: ClientRequest, turn: Turn, large: LargeJson | None = None) -> None:
+        """Begin the exchange of a request that was read whole; `large`: its body, if that is JSON and large.
+
+        Raises LbError if nothing was sent.
+        """
+        record = turn.record
+        record.route = request.route.name
+        record.request_bytes = size = len(request.body)
+        self._end_loop(request)
+        if self._draining or self.overload.refuses is not None:
+            raise self._refusal()
+        if size > LARGE_BODY_BYTES and not turn.held_bytes:
+            self.overload.hold(turn, size)
+        turn.start(*self._reading.understand(request, record, large))
+
+    def _end_loop(self, request: ClientRequest) -> None:
+        if request.fields.via and self.forwarding.is_loop(request.fields.via):
+            raise LbError(Outcome.LOOP)
+
+    def _refusal(self) -> LbError:
+        """What a request is told while no new ones are taken."""
+        return LbError(Outcome.DRAINING) if self._draining else self.overload.refusal()
+
+    def _list_models(self, turn: Turn) -> None:
+        """GET /v1/models, or one of them: what the endpoints that are up say, merged."""
+        if not self._runtime.any_up():
+            raise LbError(Outcome.NO_ENDPOINTS)
+        record = turn.record
+        cards = self._reading.model_cards()
+        wanted = unquote(record.path.removeprefix("/v1/models").removeprefix("/"))
+        if wanted:
+            card = next((card for card in cards if card.id == wanted), None)
+            if card is None:
+                raise model_not_found(wanted)
+        body = card.raw if wanted and card is not None else model_list(cards)
+        turn.answer(200, body)
+
+    def _forwarding(self, settings: Settings) -> Forwarding:
+        return Forwarding(settings.forwarded, settings.trusted_proxies, self._id_prefix)
+
+    # Answers and records
+
+    def refuse(
+        self, client: ClientConnection, record: RequestRecord, error: LbError, *, keep_alive: bool, cors: str
+    ) -> bool:
+        """Write an error, if the client is still there. Returns whether the connection lives on. `cors`: see Turn."""
+        # A body that was not read would be taken for the next request, or the next request for the body.
+        keep_alive = keep_alive and not error.outcome.value.close and client.is_read
+        record.outcome, record.status = error.outcome, error.outcome.value.status
+        answer = error_answer(
+            error, record.id, attempts=record.attempts, keep_alive=keep_alive, rng=self._rng, more=cors
+        )
+        self.write(client, record, answer)
+        return keep_alive
+
+    def refuse_unread(self, client: ClientConnection, error: LbError) -> None:
+        """Answer what is no request: see connection.Front."""
+        record = self.new_record("", "", client)
+        self.refuse(client, record, error, keep_alive=False, cors=self._cors_of_unread())
+        record.ended_at = self._runtime.now()
+        self._runtime.emit(record)
+
+    def _refusal_unheard(self) -> bytes:
+        """What a connection is told that there is no room for."""
+        return self._unread_answer(LbError(Outcome.OVERLOADED))
+
+    def _refusal_of_plain(self) -> bytes:
+        """What a connection is told that speaks plain HTTP where TLS is spoken."""
+        return self._unread_answer(LbError(Outcome.BAD_REQUEST, "TLS is spoken here: the URL begins with https://."))
+
+    def _unread_answer(self, error: LbError) -> bytes:
+        cors = self._cors_of_unread()
+        return error_answer(error, self._new_id(), attempts=0, keep_alive=False, rng=self._rng, more=cors)
+
+    def _cors_of_unread(self) -> str:
+        """Field lines for what has no head that was read, so no origin that is known."""
+        return "" if self._cors is None else self._cors.for_others
+
+    @staticmethod
+    def write(client: ClientConnection, record: RequestRecord, answer: bytes) -> None:
+        """A response of our own, whole; nothing if the client is gone."""
+        if record.method == "HEAD":
+            answer = answer[: answer.index(b"\r\n\r\n") + 4]
+        record.response_bytes += len(answer)
+        transport = client.transport
+        if transport is not None and not transport.is_closing():
+            transport.write(answer)
+
+    def new_record(self, method: str, path: str, client: ClientConnection) -> RequestRecord:
+        """A record that begins now, with an id of ours."""
+        return RequestRecord(self._new_id(), method, path, client.address, self._runtime.now())
+
+    def _new_id(self) -> str:
+        return f"{self._id_prefix}-{next(self._ids):x}"
+
+
+def _cors_of(settings: Settings) -> Cors | None:
+    """None = the settings allow no origins."""
+    return Cors(settings.cors.origins) if settings.cors.origins else None
+
+
+async def _happens(event: asyncio.Event, within_s: float) -> bool:
+    """Wait for `event`. Returns whether it came in time."""
+    try:
+        async with asyncio.timeout(within_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

@@ -1,0 +1,83 @@
+"""What lbproxy itself answers: errors in OpenAI's shape, and the model list. Bytes, ready to write."""
+
+from __future__ import annotations
+
+import random
+from http import HTTPStatus
+from math import ceil
+
+from lbproxy.core.queue.flow import MAX_RETRY_AFTER_S
+from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.requests.openai import REASON_FIELD, error_body
+from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.proxy.request.headers import status_line
+
+# The names that users of llm-d's endpoint picker look for.
+_DROPPED_REASONS = {
+    Outcome.SATURATED: "rejected-saturated",
+    Outcome.NO_ENDPOINTS: "rejected-no-endpoints",
+    Outcome.EXPIRED: "rejected-ttl-expired",
+    Outcome.TOO_LATE: "rejected-ttl-expired",
+    Outcome.DRAINING: "rejected-shutting-down",
+}
+RETRY_AFTER_S = (1, 5)
+"""Spread, so that refused clients do not come back together; far below the 120 s above which SDKs give up."""
+
+
+def error_answer(
+    error: LbError, request_id: str, *, attempts: int, keep_alive: bool, rng: random.Random, more: str = ""
+) -> bytes:
+    """An error as a whole response. `more`: further field lines, each with its CRLF."""
+    facts = error.outcome.value
+    fields = {"x-request-id": request_id}
+    if attempts:
+        fields["x-lbproxy-attempts"] = str(attempts)
+    if facts.retry_after:
+        spread = rng.randint(*RETRY_AFTER_S)
+        after_s = min(error.retry_after_s or 0.0, MAX_RETRY_AFTER_S)
+        fields["retry-after"] = str(ceil(after_s) or spread)
+    fields[REASON_FIELD] = facts.code
+    if error.outcome in _DROPPED_REASONS:
+        fields["x-llm-d-request-dropped-reason"] = _DROPPED_REASONS[error.outcome]
+    if not facts.client_retry:
+        fields["x-should-retry"] = "false"
+    if error.outcome is Outcome.UNAUTHORIZED:
+        fields["www-authenticate"] = "Bearer"
+    if error.allow is not None:
+        fields["allow"] = error.allow
+    return json_answer(facts.status, error_body(error), fields, keep_alive=keep_alive, more=more)
+
+
+def json_answer(status: int, body: bytes, fields: dict[str, str], *, keep_alive: bool, more: str = "") -> bytes:
+    """A JSON body as a whole response. `fields` are ASCII and without line breaks, `more` are lines with their CRLF."""
+    lines = [f"{name}: {value}\r\n" for name, value in fields.items()]
+    if not keep_alive:
+        lines.append("connection: close\r\n")
+    kind = "content-type: application/json; charset=utf-8\r\n"
+    head = f"{kind}content-length: {len(body)}\r\n{''.join(lines)}{more}\r\n"
+    return status_line(status) + head.encode("ascii") + body
+
+
+def empty_answer(fields: str, *, keep_alive: bool) -> bytes:
+    """A 204. `fields`: lines with their CRLF."""
+    return status_line(204) + fields.encode("ascii") + (b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
+
+
+def model_not_found(model: str | None) -> LbError:
+    """Nobody serves `model`."""
+    return LbError(
+        Outcome.MODEL_NOT_FOUND,
+        f"The model `{model}` does not exist; GET /v1/models lists those that do.",
+        param="model",
+    )
+
+
+def refusal(ticket: Ticket, model: str | None) -> LbError:
+    """Of a request for `model` that got no place."""
+    outcome = ticket.outcome
+    assert outcome is not None
+    if outcome is Outcome.MODEL_NOT_FOUND:
+        return model_not_found(model)
+    if outcome.value.status != HTTPStatus.TOO_MANY_REQUESTS:
+        return LbError(outcome)
+    return LbError(outcome, ticket.refusal and ticket.refusal.message, retry_after_s=ticket.retry_after_s)

@@ -1,0 +1,68 @@
+"""A client's request, read whole, and what of it goes out to an endpoint. Pure."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from lbproxy.core.endpoints.credentials import ApiKey, Tls
+from lbproxy.core.endpoints.endpoint import Endpoint
+from lbproxy.core.engines.orca import REQUEST_HEADER
+from lbproxy.core.observed.trace import Trace
+from lbproxy.net.connections.fetch import bearer
+from lbproxy.net.connections.h1 import request_head
+from lbproxy.net.dialing.origin import Origin
+from lbproxy.proxy.request.headers import RequestFields
+from lbproxy.proxy.request.routes import Route
+
+_ASK_LOAD: Final = f"{REQUEST_HEADER}: TEXT\r\n"
+"""TEXT shows when a metric stands twice; in JSON vLLM's last one hides the others."""
+
+
+class ClientRequest(NamedTuple):
+    """A request, whichever way it was read. Every endpoint gets the same bytes, but for its own name and key."""
+
+    method: str
+    target: str
+    """`/path?query`."""
+    route: Route
+    fields: RequestFields
+    body: bytes
+    credentials: bytes = b""
+    """Field lines, each with its CRLF: the client's own for the endpoint. None where lbproxy itself asks for a key."""
+    http10: bool = False
+    """The client takes no chunks, and its connection ends with the answer."""
+    trace: bytes = b""
+    """Field lines, each with its CRLF: which trace it belongs to. The client's own while lbproxy makes no traces."""
+
+    def head_for(
+        self,
+        endpoint: Endpoint,
+        request_id: str,
+        forwarded: bytes = b"",
+        *,
+        ask_load: bool = False,
+        trace: Trace | None = None,
+    ) -> bytes:
+        """The head that `endpoint` gets, with the fields of ours. `forwarded`: field lines that say of who asks.
+        `ask_load`: it shall say its load with the answer, and how is not the client's choice. `trace`: if the request
+        is traced.
+        """
+        method, target, _, fields, body, credentials, _, traced = self
+        host, named, key = _addressed(endpoint.base_url, endpoint.api_key, endpoint.tls)
+        if key is not None:
+            credentials = key
+        if ask_load and not fields.wants_load_report:
+            named = _ASK_LOAD + named
+        if trace is not None:
+            traced = trace.fields
+        own = f"{named}x-request-id: {request_id}\r\n".encode("ascii")
+        return request_head(method, target, host, fields.forward + forwarded + credentials + traced + own, len(body))
+
+
+@lru_cache(maxsize=4096)  # once per request; URLs come from settings and discovery only
+def _addressed(base_url: str, api_key: ApiKey | None, tls: Tls | None) -> tuple[str, str, bytes | None]:
+    """What stands in Host, the field that names the endpoint, and the one with its own key."""
+    origin = Origin.parse(base_url, tls)
+    named = f"x-gateway-destination-endpoint: {origin}\r\n"
+    return origin.host_field, named, None if api_key is None else bearer(api_key)

@@ -1,0 +1,65 @@
+"""What browsers must be told before a page of another origin may read a response (Fetch standard, CORS). Pure.
+
+Field lines are made once for each origin of the settings; a request costs a look into a table. Credentials that a
+browser adds by itself, such as cookies, are never allowed: API keys are sent by the page.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from lbproxy.config.sections.cors import ANY_ORIGIN
+from lbproxy.core.requests.openai import REASON_FIELD
+from lbproxy.proxy.request.headers import REPLACES_CORS
+
+MAX_AGE_S: Final = 600
+"""How long a browser may go by a preflight: about as long as an operator likes to wait for a change."""
+_METHODS: Final = "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"
+_EXPOSED: Final = ", ".join(
+    (
+        *("x-request-id", "x-lbproxy-attempts", "x-lbproxy-endpoint", "x-lbproxy-explain", REASON_FIELD),
+        *("x-should-retry", "retry-after"),
+    )
+)
+_FIELD_NAMES: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z, ]{1,4096}")
+
+
+class Cors:
+    """The origins of the settings, at least one."""
+
+    def __init__(self, origins: Sequence[str]) -> None:
+        self._fields: dict[str | None, str] = {}
+        """By origin."""
+        self.for_others = REPLACES_CORS
+        """The field lines for an origin that may not, or is not known."""
+        if ANY_ORIGIN in origins:
+            self.for_others = _allowing(ANY_ORIGIN)
+        else:
+            self._fields = {origin: _allowing(origin) for origin in origins}
+
+    def fields_for(self, origin: str | None) -> str:
+        """Field lines for a response to a page of `origin`, each with its CRLF; never none. None = it is no page's."""
+        return self._fields.get(origin, self.for_others)
+
+    def preflight(self, method: str, headers: Mapping[str, str]) -> str | None:
+        """Field lines of the answer if a browser asks whether a page may send a request; None: it is no such question.
+
+        `headers`: of the request, by names in any case.
+        """
+        origin = headers.get("Origin")
+        if method != "OPTIONS" or origin is None or "Access-Control-Request-Method" not in headers:
+            return None
+        fields = self.fields_for(origin)
+        if fields == REPLACES_CORS:
+            return fields
+        wanted_fields = headers.get("Access-Control-Request-Headers", "")
+        if wanted_fields and _FIELD_NAMES.fullmatch(wanted_fields):  # '*' would not stand for Authorization
+            fields += f"Access-Control-Allow-Headers: {wanted_fields}\r\n"
+        return f"{fields}Access-Control-Allow-Methods: {_METHODS}\r\nAccess-Control-Max-Age: {MAX_AGE_S}\r\n"
+
+
+def _allowing(origin: str) -> str:
+    fields = f"Access-Control-Allow-Origin: {origin}\r\nAccess-Control-Expose-Headers: {_EXPOSED}\r\n"
+    return REPLACES_CORS + fields

@@ -1,0 +1,266 @@
+"""Header fields across the proxy: what goes on, what ends here, what is ours. Pure.
+
+Field values are relayed as bytes, as they came; the parsers on both sides let no CR, LF or NUL through.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Final
+
+from lbproxy.core.observed.trace import TRACE_FIELDS
+from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.net.connections.h1 import ResponseHead
+
+_HOP_BY_HOP: Final = frozenset(
+    {
+        b"close",  # a field that the usual `Connection: close` would nominate
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"http2-settings",
+    }
+)  # RFC 9110, section 7.6.1, and what older clients send
+NOT_FORWARDED: Final = _HOP_BY_HOP | {
+    b"host",
+    b"content-length",
+    b"expect",
+    b"x-request-id",
+    b"x-gateway-destination-endpoint",  # a header never chooses an address
+}
+CREDENTIALS: Final = frozenset({b"authorization", b"x-api-key"})
+"""What a client proves by who it is: OpenAI's way, and that of Anthropic's SDK."""
+REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+HINTS: Final = frozenset(
+    {
+        b"x-lbproxy-priority",
+        b"x-lbproxy-flow",
+        b"x-lbproxy-slo-ttft-ms",
+        b"x-session-id",
+        b"x-lbproxy-explain",
+        b"origin",
+        b"endpoint-load-metrics-format",
+    }
+)
+"""What a client says about its request beside the body."""
+OURS: Final = b"x-lbproxy-"
+"""How the names of fields begin that are ours alone: no endpoint gets one from a client."""
+FORWARDED: Final = frozenset({b"forwarded", b"x-real-ip"})
+"""With all that begin with `X_FORWARDED`: what proxies say of who asked. See `proxy.request.forwarding`."""
+X_FORWARDED: Final = b"x-forwarded-"
+MAX_NAME_BYTES: Final = 256
+MAX_SESSION_BYTES: Final = 128
+MAX_HEAD_BYTES: Final = 64 << 10
+"""All field lines together; each has its own bound before."""
+HOST: Final = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9\-._~!$&'()*+;=]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?")
+"""RFC 3986, section 3.2.2, and a port. Without the comma, which makes one of two."""
+_MEANINGFUL: Final = (
+    NOT_FORWARDED
+    | (CREDENTIALS | HINTS | FORWARDED | TRACE_FIELDS)
+    | {b"content-type", b"content-encoding", b"via", b"max-forwards"}
+)
+_PRIORITY: Final = re.compile(rb"-?[0-9]{1,3}")
+_MILLISECONDS: Final = re.compile(rb"[0-9]{1,9}")
+_FLOW: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_TARGET: Final = re.compile(r"/[!\"$-~]*")  # ASCII without white space and fragments
+
+REPLACES_CORS: Final = "Vary: Origin\r\n"
+"""What our own field lines begin with where they take the place of an endpoint's about origins (proxy/request/cors.py):
+a browser refuses two of them."""
+_CORS_LINES: Final = re.compile(rb"^access-control-[^\n]*\n", re.IGNORECASE | re.MULTILINE)
+
+_PHRASES: Final = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+
+
+def status_line(status: int) -> bytes:
+    """With CRLF. A status that has no standard phrase gets none: clients must not read it."""
+    return _PHRASES.get(status) or b"HTTP/1.1 %d \r\n" % status
+
+
+@dataclass
+class RequestFields:
+    """A client's header fields, read once."""
+
+    forward: bytes = b""
+    """The field lines that the endpoint gets, in order, each with its CRLF, but for the next three kinds."""
+    forwarded: bytes = b""
+    """Those that say of who asked, and how, likewise."""
+    credentials: bytes = b""
+    """The field lines of `CREDENTIALS`, in order, each with its CRLF."""
+    trace: bytes = b""
+    """Those of `TRACE_FIELDS`, likewise."""
+    request_id: str | None = None
+    """The client's own x-request-id, if it is harmless."""
+    host: bytes = b""
+    """As it came; empty if there is none, which only HTTP/1.0 may do."""
+    via: bytes = b""
+    """The values of Via, one after the other."""
+    max_forwards: bytes | None = None
+    """Max-Forwards, as it came, which `forward` does not have."""
+    content_type: bytes = b""
+    content_length: int | None = None
+    chunked: bool = False
+    expects_continue: bool = False
+    priority: int | None = None
+    """x-lbproxy-priority, -999 to 999; None: it is not there, or no such number."""
+    flow: str | None = None
+    """x-lbproxy-flow; None: it is not there, or no name that `core.queue.flows` takes."""
+    slo_ttft_s: float | None = None
+    """x-lbproxy-slo-ttft-ms, but in seconds; None: it is not there, or no number of milliseconds."""
+    session: str | None = None
+    """x-session-id: what the client calls the conversation that this belongs to."""
+    wants_load_report: bool = False
+    """endpoint-load-metrics-format is there: the client itself asks the endpoint for its load."""
+    origin: str | None = None
+    """Of the web page that sends it; None: no page does."""
+    explain: bool = False
+    """x-lbproxy-explain: it would like to know why its request went where it went."""
+
+    def read_hint(self, key: bytes, value: bytes) -> None:
+        """Take in a field of `HINTS`; `key` in lower case."""
+        if key == b"x-session-id":
+            self.session = value[:MAX_SESSION_BYTES].decode("latin-1") or None
+        elif key == b"endpoint-load-metrics-format":
+            self.wants_load_report = True
+        elif key == b"origin":
+            self.origin = value.decode("latin-1")
+        elif key == b"x-lbproxy-explain":
+            self.explain = value == b"1"
+        elif key == b"x-lbproxy-flow":
+            self.flow = value.decode("ascii") if _FLOW.fullmatch(value) else None
+        elif key == b"x-lbproxy-slo-ttft-ms":
+            self.slo_ttft_s = int(value) / 1000.0 if _MILLISECONDS.fullmatch(value) else None
+        else:
+            self.priority = int(value) if _PRIORITY.fullmatch(value) else None
+
+
+def read_request_fields(raw: Iterable[tuple[bytes, bytes]], *, http10: bool = False) -> RequestFields:
+    """Sort a request's fields. Raises LbError where one asks for what we must not do."""
+    fields = RequestFields()
+    piles: tuple[list[bytes], ...] = ([], [], [], [], [])
+    nominated: set[bytes] = set()
+    hosts = size = 0
+    for name, value in raw:
+        key = name.lower()
+        size += len(name) + len(value) + 4
+        if len(name) > MAX_NAME_BYTES:
+            raise LbError(Outcome.HEAD_TOO_LARGE, "The name of a header field is too long.")
+        hosts += key == b"host"
+        if key in NOT_FORWARDED:
+            _read_our_own(fields, nominated, key, value)
+        elif not (b"_" in key and _has_meaning(key.replace(b"_", b"-"))):
+            piles[_pile(key)].extend((name, b": ", value, b"\r\n"))
+            _read_passing(fields, key, value)
+    if size > MAX_HEAD_BYTES:
+        raise LbError(Outcome.HEAD_TOO_LARGE)
+    if http10:
+        fields.expects_continue = False  # RFC 9110, section 10.1.1
+        if fields.chunked:
+            raise LbError(Outcome.BAD_REQUEST, "HTTP/1.0 has no Transfer-Encoding.")
+    elif hosts != 1:
+        raise LbError(Outcome.BAD_REQUEST, "There must be one Host.")
+    if nominated - {b"close", b"keep-alive", b""}:
+        piles = tuple(_without(nominated, parts) for parts in piles)
+    fields.forward, fields.credentials, fields.trace, fields.forwarded, _ = map(b"".join, piles)
+    return fields
+
+
+def _pile(key: bytes) -> int:
+    """With which fields of `RequestFields` one goes: forward, credentials, trace, forwarded, or none."""
+    if key in CREDENTIALS:
+        return 1
+    if key in TRACE_FIELDS:
+        return 2
+    if key in FORWARDED or key.startswith(X_FORWARDED):
+        return 3
+    return 4 if key == b"max-forwards" or key.startswith(OURS) else 0
+
+
+def _read_passing(fields: RequestFields, key: bytes, value: bytes) -> None:
+    """The fields that say something to us and, most of them, to the endpoint."""
+    if key == b"content-type":
+        fields.content_type = value.lower()
+    elif key in HINTS:
+        fields.read_hint(key, value)
+    elif key == b"via":
+        fields.via += value + b","
+    elif key == b"max-forwards":
+        fields.max_forwards = value
+    elif key == b"content-encoding" and value.strip().lower() not in {b"", b"identity"}:
+        raise LbError(Outcome.CONTENT_ENCODING)
+
+
+def _has_meaning(key: bytes) -> bool:
+    """Whether a field of this name means something to us, or to a server behind us. Those that follow CGI's rules take
+    `_` for `-`, so that a client could say by `content_length` what it must not say.
+    """
+    return key in _MEANINGFUL or key.startswith((OURS, X_FORWARDED))
+
+
+def _without(nominated: set[bytes], parts: list[bytes]) -> list[bytes]:
+    """The fields that the client does not want to go further; each is four parts."""
+    lines = zip(*[iter(parts)] * 4, strict=True)
+    return [part for line in lines if line[0].lower() not in nominated for part in line]
+
+
+def _read_our_own(fields: RequestFields, nominated: set[bytes], key: bytes, value: bytes) -> None:
+    """The fields that end here."""
+    match key:
+        case b"connection":
+            nominated.update(token.strip().lower() for token in value.split(b","))
+        case b"content-length":
+            fields.content_length = int(value)  # the parser let only digits through
+        case b"host":
+            fields.host = value.strip(b" \t")
+            if HOST.fullmatch(fields.host) is None:
+                raise LbError(Outcome.BAD_REQUEST, "Host is no name or address with a port.")
+        case b"transfer-encoding":
+            if value.strip().lower() != b"chunked":
+                raise LbError(Outcome.BAD_REQUEST, "Transfer-Encoding must be `chunked`.")
+            fields.chunked = True
+        case b"expect":
+            fields.expects_continue = value.strip().lower() == b"100-continue"
+        case b"upgrade" if value.strip().lower() in {b"websocket", b"tcp"}:  # what aiohttp would switch to
+            raise LbError(Outcome.BAD_REQUEST, "Upgrades are not supported.")
+        case b"x-request-id" if REQUEST_ID.fullmatch(value):
+            fields.request_id = value.decode("ascii")
+        case _:
+            pass
+
+
+def origin_form(target: str) -> str:
+    """A request target as `/path?query`; the authority of an absolute-form target is dropped. Raises LbError."""
+    if not target.startswith("/"):
+        _, found, rest = target.partition("://")
+        slash = rest.find("/")
+        target = rest[slash:] if found and slash >= 0 else "/"
+    if _TARGET.fullmatch(target) is None:
+        raise LbError(Outcome.BAD_REQUEST, "The request target has characters that a URL cannot have.")
+    return target
+
+
+def client_head(head: ResponseHead, own: str, *, chunked: bool, keep_alive: bool) -> bytes:
+    """The head of an endpoint's answer as the client gets it: end-to-end fields, then framing and `own` field lines,
+    which may begin with `REPLACES_CORS`.
+
+    `chunked`: the client gets the body chunked. A body that the endpoint ends by closing is ended so for the client.
+    """
+    status, announced = head.status, head.announced
+    if chunked:
+        framing = b"Transfer-Encoding: chunked\r\n"
+    elif announced is not None and status != 204:
+        framing = b"Content-Length: %b\r\n" % announced
+    else:
+        framing = b""
+    end = b"\r\n" if keep_alive else b"Connection: close\r\n\r\n"
+    end_to_end = _CORS_LINES.sub(b"", head.end_to_end) if own.startswith(REPLACES_CORS) else head.end_to_end
+    return (_PHRASES.get(status) or status_line(status)) + end_to_end + own.encode("ascii") + framing + end

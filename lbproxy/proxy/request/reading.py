@@ -1,0 +1,139 @@
+"""What a request that was read whole asks for: how the balancer sees it, and the body to send."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from lbproxy.config.tree import Settings
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.queue.flows import FlowRules
+from lbproxy.core.requests.forms import read_form_model, rename_form_model
+from lbproxy.core.requests.large_json import LargeJson
+from lbproxy.core.requests.models import Aliases, resolve
+from lbproxy.core.requests.openai import BodyFacts, ModelCard, read_json_body, rename_model, with_model
+from lbproxy.core.requests.outline import bytes_left_out
+from lbproxy.core.requests.prompt_keys import BlockKey, flatten, hash_prompt
+from lbproxy.core.requests.request import InferenceRequest
+from lbproxy.proxy.request.client_request import ClientRequest
+from lbproxy.proxy.request.routes import ANY_BODY, JSON_BODY
+from lbproxy.runtime import Runtime
+
+SERVED_S: Final = 1.0
+"""How long what is served is taken for true: to ask all endpoints takes a while."""
+
+
+class Reading:
+    """Reads requests by the settings of models and flows and what the endpoints serve."""
+
+    def __init__(self, settings: Settings, runtime: Runtime) -> None:
+        self._aliases = Aliases(settings.models)
+        self._flow_rules = FlowRules(settings.flows)
+        self._runtime = runtime
+        self._served: frozenset[str] = frozenset()
+        self._served_until = float("-inf")
+
+    def understand(
+        self, request: ClientRequest, record: RequestRecord, large: LargeJson | None
+    ) -> tuple[ClientRequest, InferenceRequest]:
+        """The request as it is to be sent, and as the balancer sees it. Notes in `record` what is asked for.
+
+        `large`: its body, if that was read as JSON in turns. Raises LbError.
+        """
+        facts, body = self._renamed(request, record, large)
+        if body is not request.body:
+            request = request._replace(body=body)
+        record.model, record.stream = facts.model, facts.stream
+        return request, self._placed(record, request, facts, is_large=large is not None)
+
+    def _placed(
+        self, record: RequestRecord, request: ClientRequest, facts: BodyFacts, *, is_large: bool
+    ) -> InferenceRequest:
+        block_bytes, fields = self._runtime.block_bytes, request.fields
+        model, stream, max_tokens, cache_salt, read = facts
+        prompt_bytes = 0
+        keys: tuple[BlockKey, ...] = ()
+        if block_bytes is not None and request.route.has_prompt:
+            prompt = flatten(read)
+            prompt_bytes = len(prompt)
+            if prompt_bytes >= block_bytes:
+                if is_large:
+                    prompt_bytes += bytes_left_out(prompt, len(request.body))
+                keys = hash_prompt(prompt, model=model, salt=cache_salt, block_bytes=block_bytes)
+        record.flow = flow = self._flow_rules.flow_of(record.key, fields.flow)
+        slo_s = fields.slo_ttft_s
+        return InferenceRequest(
+            record.id,
+            model,
+            stream,
+            len(request.body),
+            prompt_bytes,
+            keys,
+            max_tokens,
+            self._flow_rules.priority_of(flow, fields.priority, record.key),
+            fields.session,
+            fields.explain,
+            flow,
+            None if slo_s is None else record.started_at + slo_s,
+            request.route.is_inference or request.method not in {"POST", "PATCH"},
+            bool(request.body) and not has_json(request),
+        )
+
+    def _renamed(
+        self, request: ClientRequest, record: RequestRecord, large: LargeJson | None
+    ) -> tuple[BodyFacts, bytes]:
+        """What the body says, with the model to place by (None: any endpoint), and the body to send. Notes what the
+        client called the model, if it used a name of the settings.
+        """
+        facts, body = self._read(request, large)
+        name = facts.model
+        if name is None or name not in self._aliases:
+            return facts, body
+        record.alias = name
+        model = self._aliases.target(name, request.fields.session or record.id, self._served_now())
+        if model == name:
+            return facts, body
+        if has_json(request):
+            renamed = rename_model(body, model, large.text if large is not None and body is request.body else None)
+        else:
+            renamed = rename_form_model(body, request.fields.content_type, model)
+        return facts._replace(model=model), renamed
+
+    def model_cards(self) -> list[ModelCard]:
+        """What clients may name: what the endpoints that are up serve, and the settings' names for it."""
+        return self._aliases.listed(self._runtime.model_cards())
+
+    def _read(self, request: ClientRequest, large: LargeJson | None) -> tuple[BodyFacts, bytes]:
+        """The same by the name that the client used."""
+        body = request.body
+        is_inference = request.route.is_inference
+        if has_json(request):
+            if not body and not is_inference:
+                return BodyFacts(None), body
+            facts = read_json_body(body, large)
+            if facts.model is not None or not is_inference:
+                return facts, body
+            model = resolve(None, self._runtime.base_models())
+            return facts._replace(model=model), with_model(body, model)
+        if _is_read(request) and b"multipart/form-data" in request.fields.content_type:
+            named = read_form_model(body, request.fields.content_type)
+            return BodyFacts(resolve(named, self._runtime.base_models()) if is_inference else named), body
+        return BodyFacts(None), body
+
+    def _served_now(self) -> frozenset[str]:
+        """By endpoints that are up, as of the last second."""
+        now = self._runtime.now()
+        if now >= self._served_until:
+            self._served_until = now + SERVED_S
+            self._served = frozenset(card.id for card in self._runtime.model_cards())
+        return self._served
+
+
+def has_json(request: ClientRequest) -> bool:
+    """Its body is JSON that must be read."""
+    if request.route.body is JSON_BODY:
+        return request.method == "POST"
+    return _is_read(request) and b"json" in request.fields.content_type
+
+
+def _is_read(request: ClientRequest) -> bool:
+    return request.method == "POST" and request.route.body is not ANY_BODY

@@ -1,0 +1,111 @@
+"""What a method and path ask for, and how it is placed. Pure.
+
+Everything under /v1/ is passed on, so that what a model server offers tomorrow works today; outside it only the routes
+that model servers are known to have. Route names are few: they are metric labels.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Final, NamedTuple
+from urllib.parse import unquote
+
+from lbproxy.core.requests.outcome import LbError, Outcome
+
+
+class Body(Enum):
+    """What the body is read as."""
+
+    JSON = "json"
+    """Must be a JSON object; placed by its `model`."""
+    BY_TYPE = "by type"
+    """As its Content-Type says: JSON and multipart are placed by `model`, anything else on any endpoint."""
+    ANY = "any"
+    """Not looked at; any endpoint."""
+
+
+JSON_BODY: Final = Body.JSON
+ANY_BODY: Final = Body.ANY
+"""A member's look-up in its Enum costs more, and each request is asked."""
+
+
+class Route(NamedTuple):
+    """One kind of request."""
+
+    name: str
+    body: Body
+    methods: frozenset[str]
+    ours: bool = False
+    """lbproxy answers it."""
+    has_prompt: bool = False
+    """Its body has a prompt that the prefix cache knows."""
+    is_inference: bool = True
+    """Its POST requests name a model, which is demanded, or put in where only one is served; and they may be sent
+    again, as they change nothing. Of others neither is known: files and batches, or the cancelling of a response."""
+
+
+_PASSED_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_POST = frozenset({"POST", "OPTIONS"})
+_GET = frozenset({"GET", "HEAD", "OPTIONS"})
+
+_MODELS = Route("models", Body.ANY, _GET, ours=True)
+_OTHER = Route("other", Body.BY_TYPE, _PASSED_METHODS, is_inference=False)
+_INFERENCE = _OTHER._replace(is_inference=True)
+ADAPTERS = Route("adapters", Body.JSON, frozenset({"POST"}), ours=True)
+"""lbproxy makes these calls at every endpoint of a base model, if it is allowed to: see
+proxy/exchange/adapter_calls.py."""
+_LORA_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+_ROUTES = {
+    "/v1/completions": Route("completions", Body.JSON, _POST, has_prompt=True),
+    "/v1/chat/completions": Route("chat_completions", Body.JSON, _POST, has_prompt=True),
+    "/v1/models": _MODELS,
+    "/v1/embeddings": Route("embeddings", Body.JSON, _POST),
+    "/v1/responses": Route("responses", Body.BY_TYPE, _PASSED_METHODS),
+    "/v1/messages": Route("messages", Body.BY_TYPE, _PASSED_METHODS),
+    **{
+        f"/{name}": Route(name, Body.BY_TYPE, _PASSED_METHODS)
+        for name in ("tokenize", "detokenize", "rerank", "score", "pooling", "classify", "generate")
+    },
+    **{
+        f"/v1/{name}": _INFERENCE
+        for name in (
+            *("audio/speech", "audio/transcriptions", "audio/translations", "classify", "images/edits"),
+            *("images/generations", "images/variations", "messages/count_tokens", "moderations", "pooling", "rerank"),
+            "score",
+        )
+    },
+}
+
+
+def find_route(method: str, path: str, *, lora_management: bool = False) -> Route:
+    """The route of a request. `path` begins with a slash and has no query; `lora_management` as the settings say.
+
+    Raises LbError BAD_REQUEST, UNKNOWN_URL, FORBIDDEN or METHOD_NOT_ALLOWED.
+    """
+    if method == "CONNECT":
+        raise LbError(Outcome.BAD_REQUEST, "This is no forward proxy.")
+    route = _ROUTES.get(path)
+    if route is None:
+        canonical = _canonical(path)
+        if not path.startswith("/v1/") or canonical is None:
+            raise LbError(Outcome.UNKNOWN_URL)
+        if canonical in _LORA_PATHS:
+            if not lora_management or path != canonical:
+                raise LbError(Outcome.FORBIDDEN, "Adapters cannot be loaded or unloaded through the load balancer.")
+            route = ADAPTERS
+        else:
+            route = _MODELS if path.startswith("/v1/models/") else _OTHER
+    if method not in route.methods:
+        raise LbError(Outcome.METHOD_NOT_ALLOWED, allow=", ".join(sorted(route.methods)))
+    return route
+
+
+def _canonical(path: str) -> str | None:
+    """What a server may make of a path: escapes decoded, parameters and empty segments dropped. None if that has dot
+    segments, which could lead to what was never meant to be reached, or characters that no path needs.
+    """
+    plain = unquote(path).replace("\\", "/")
+    segments = [segment.partition(";")[0].strip() for segment in plain.split("/")]
+    if not plain.isprintable() or any(segment in {".", ".."} for segment in segments):
+        return None
+    return "/" + "/".join(filter(None, segments))

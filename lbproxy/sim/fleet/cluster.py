@@ -1,0 +1,490 @@
+"""A fleet in virtual time: N simulated servers, one or more *real* Balancers before them, and a workload.
+
+This is a driver of `core.balancer.Balancer` like the asyncio runtime, and of `sim.engine.engine.Engine` like the HTTP
+server: what it adds is the time in between (network, scrapes, probes, failures). What the proxy would know, and when,
+is what the Balancer is told: the first byte of a stream when it arrives, progress at most every 250 ms, the end with
+its usage; of an answer that is not streamed nothing before its end; gauges as old as the scrape that brings them; and
+sizes of prompts in bytes that are wrong by a factor, as no tokenizer has exactly four bytes a token.
+
+Everything random comes from the seed, and what a job gets at random depends on its id only, so every policy sees the
+same jobs with the same errors. Each job ends exactly once, as one `Served`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
+from lbproxy.core.endpoints.hang import CHECK_S
+from lbproxy.core.endpoints.health import Transition
+from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.queue.flow import ANONYMOUS
+from lbproxy.core.queue.ticket import Ticket, TicketState
+from lbproxy.core.requests.openai import ModelCard
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.core.requests.retry import FailureKind
+from lbproxy.sim.engine.engine import FirstToken, RequestTooLong, SimRequest
+from lbproxy.sim.fleet.des import EventHeap
+from lbproxy.sim.fleet.fleet import BASE_MODEL, TOKEN_BYTES, Fault, FaultKind, FleetOptions, Sample, Served
+from lbproxy.sim.fleet.live import Flight, Front, LiveServer, engine_of, page_of
+from lbproxy.sim.fleet.others import OthersTraffic
+from lbproxy.sim.fleet.replicas import Exchange, Replica
+from lbproxy.sim.workloads.prompts import block_hashes, routing_keys
+from lbproxy.sim.workloads.workload import Job, Workload
+
+PROGRESS_S = 0.25
+"""As in the proxy: how often a stream's progress is reported, at most."""
+PROBE_UP_S, PROBE_DOWN_S = 2.0, 0.5
+"""As in the proxy's default settings."""
+HUNG_SPEED = 1e-9
+ERROR_S = 0.001
+"""How long a server that fails fast takes to."""
+
+
+class Fleet:
+    """One simulation. `run` it once."""
+
+    def __init__(
+        self,
+        options: FleetOptions,
+        workload: Workload,
+        make_balancer: Callable[[random.Random], Replica],
+        *,
+        seed: int,
+    ) -> None:
+        self._options = options
+        self._workload = workload
+        self._seed = seed
+        self._heap = EventHeap()
+        self._fronts = [
+            Front(number, make_balancer(random.Random(f"{seed}:balancer:{number}")))
+            for number in range(options.balancers)
+        ]
+        self._exchange: Exchange | None = None
+        if options.exchange_s is not None:
+            self._exchange = Exchange(self._heap, [front.balancer for front in self._fronts], options.exchange_s)
+        self._servers = self._build_servers()
+        self._live = 0
+        self._served: list[Served] = []
+        self._over = False
+        self.transitions: list[tuple[float, Transition]] = []
+        """What endpoints became in the eyes of each balancer, and when it was seen, within `CHECK_S`."""
+
+    def run(self, *, until_s: float = float("inf")) -> list[Served]:
+        """Until the workload is over and every job has ended; the jobs in the order of their arrival. `until_s`: or
+        until then, and what has not ended has no outcome.
+        """
+        self._start_clocks()
+        self._next_phase(None)
+        while not self._over and self.now < until_s:
+            assert self._heap.step(), "a live job always has an event before it"
+        return self._served
+
+    def watch(self, every_s: float, note: Callable[[Sample], None]) -> None:
+        """Have `note` told so often how long the queues are. Before `run`."""
+
+        def look(_: None) -> None:
+            gauges = tuple(server.engine.gauges() for server in self._servers)
+            note(Sample(self.now, gauges, sum(len(front.waiting) for front in self._fronts)))
+            self._heap.at(self.now + every_s, look, None)
+
+        self._heap.at(every_s, look, None)
+
+    @property
+    def now(self) -> float:
+        """Virtual seconds since the begin."""
+        return self._heap.now
+
+    # Setting up
+
+    def _build_servers(self) -> list[LiveServer]:
+        options = self._options
+        specs = [
+            EndpointSpec(
+                name=f"s{n}",
+                base_url=f"http://s{n}:80",
+                weight=server.weight,
+                kv_cache_tokens=server.preset.kv_tokens if options.sizes_declared else None,
+            )
+            for n, server in enumerate(options.servers)
+        ]
+        uids = [[e.uid for e in front.balancer.set_endpoints(specs, now=0.0).added] for front in self._fronts]
+        base = ModelCard(BASE_MODEL, b"{}")
+        parent = BASE_MODEL if options.adapters_known else None
+        cards = [base, *(ModelCard(adapter, b"{}", parent=parent) for adapter in options.adapters)]
+        servers = []
+        for number, spec in enumerate(options.servers):
+            rng = random.Random(f"{self._seed}:engine:{number}") if options.jitter else None
+            servers.append(LiveServer(number, spec, engine_of(spec, rng), [of_front[number] for of_front in uids]))
+            for front in self._fronts:
+                uid = uids[front.number][number]
+                front.balancer.report_health(uid, True, "simulated", now=0.0)
+                front.balancer.report_models(uid, cards if spec.preset.max_loras else cards[:1])
+        return servers
+
+    def _start_clocks(self) -> None:
+        options = self._options
+        rng = random.Random(f"{self._seed}:clocks")
+        for front in self._fronts:
+            self._heap.at(CHECK_S, self._check, front)
+            for server in self._servers:
+                if options.scrape_interval_s is not None and server.spec.metrics:
+                    # The first at once: nobody starts without gauges.
+                    self._heap.at(rng.uniform(0, options.scrape_interval_s) * 0.1, self._scrape, (front, server))
+                if any(fault.speed is None for fault in options.faults):
+                    self._heap.at(rng.uniform(0, PROBE_UP_S), self._probe, (front, server))
+        for fault in options.faults:
+            self._heap.at(fault.from_s, self._begin_fault, fault)
+            self._heap.at(fault.until_s, self._end_fault, fault)
+        for number, others in enumerate(options.others):
+            OthersTraffic(self._heap, others, self._servers[others.server], self._arm, number=number, seed=self._seed)
+
+    # The workload
+
+    def _next_phase(self, _: None) -> None:
+        batch = self._workload.begin(self.now)
+        while batch is not None and not batch:
+            batch = self._workload.begin(self.now)
+        if batch is None:
+            self._over = True
+            return
+        self._live += len(batch)
+        for at, job in batch:
+            self._heap.at(at, self._arrive, job)
+
+    def _arrive(self, job: Job) -> None:
+        options = self._options
+        rng = random.Random(f"{self._seed}:{job.id}")
+        front = self._fronts[rng.randrange(len(self._fronts))]
+        streamed = rng.random() < options.stream_share
+        prompt_tokens = job.prompt_tokens
+        hashes = block_hashes((*job.prompt, job.answer), job.model)
+        prompt_bytes = round(prompt_tokens * TOKEN_BYTES * (1 + rng.uniform(-options.size_error, options.size_error)))
+        flow, rules, priority = job.flow if options.fair else ANONYMOUS, options.flow_rules, job.priority or 0
+        request = InferenceRequest(
+            id=job.id,
+            model=job.model or BASE_MODEL,
+            stream=streamed,
+            body_bytes=prompt_bytes,
+            prompt_bytes=prompt_bytes,
+            block_keys=routing_keys(hashes, prompt_tokens, options.block_tokens) if options.block_tokens else (),
+            session=job.session,
+            priority=priority if rules is None else rules.priority_of(flow, job.priority, None),
+            flow=flow,
+            deadline=None if job.slo_ttft_s is None else self.now + job.slo_ttft_s,
+        )
+        served = Served(job, self.now, front.number, streamed)
+        self._served.append(served)
+        work = SimRequest(job.id, prompt_tokens, job.answer.tokens, hashes, job.model)
+        flight = Flight(served, work, request)
+        if job.patience_s is not None:
+            self._heap.at(self.now + job.patience_s, self._lose_patience, flight)
+        self._submit(front, flight, frozenset())
+        self._poll(front)
+
+    def _lose_patience(self, flight: Flight) -> None:
+        """The client leaves, unless it reads an answer: a stream from its first token on, a whole one at its end."""
+        served = flight.served
+        if served.outcome is not None or (served.streamed and served.first_at is not None):
+            return
+        front, server = self._fronts[served.balancer], flight.server
+        front.waiting.pop(id(flight.ticket), None)
+        if server is not None and server.flights.pop(served.job.id, None) is not None:
+            server.engine.abort(served.job.id, now=self.now)
+            self._arm(server)
+        # Between two attempts there is no ticket to close.
+        if _ticket(flight).state is not TicketState.CLOSED:
+            self._close(flight, Outcome.CLIENT_CLOSED)
+        self._end(flight, Outcome.CLIENT_CLOSED)
+        self._poll(front)
+
+    # Balancers
+
+    def _submit(self, front: Front, flight: Flight, avoid: frozenset[EndpointUid]) -> None:
+        if flight.served.outcome is not None:
+            return  # its client left between two attempts
+        flight.served.attempts += 1
+        balancer = front.balancer
+        flight.ticket = ticket = balancer.submit(flight.request, now=self.now, avoid=avoid, accused=flight.accused)
+        if ticket.state is TicketState.WAITING:
+            front.waiting[id(ticket)] = flight
+        else:
+            self._settled(flight)
+
+    def _poll(self, front: Front) -> None:
+        """Act on what the balancer decided, and be there when it wants to decide next."""
+        if not front.waiting:
+            return
+        for ticket in front.balancer.poll(now=self.now):
+            self._settled(front.waiting.pop(id(ticket)))
+        deadline = front.balancer.next_deadline()
+        if deadline is not None and deadline < front.timer_at:
+            front.timer_at = deadline
+            self._heap.at(deadline, self._on_timer, front)
+
+    def _on_timer(self, front: Front) -> None:
+        if front.timer_at <= self.now:
+            front.timer_at = float("inf")
+            self._poll(front)
+
+    def _settled(self, flight: Flight) -> None:
+        """A ticket has stopped waiting."""
+        ticket = _ticket(flight)
+        if ticket.outcome is not None:
+            self._end(flight, ticket.outcome)
+            return
+        assert ticket.placed_on is not None
+        served = flight.served
+        # Every balancer numbers the same list in the same order.
+        first_uid = self._servers[0].uids[served.balancer]
+        flight.server = self._servers[ticket.placed_on.endpoint.uid - first_uid]
+        served.server = flight.server.number
+        served.placed_at = self.now
+        if self._exchange is not None:
+            flight.echo = self._exchange.placed(flight.request, served.balancer, flight.server.uids)
+        self._heap.at(self.now + self._options.network_s, self._deliver, flight)
+
+    def _close(self, flight: Flight, outcome: Outcome, usage: Usage | None = None) -> None:
+        front = self._fronts[flight.served.balancer]
+        front.balancer.close(_ticket(flight), outcome, now=self.now, usage=usage)
+        if self._exchange is not None and flight.echo is not None:
+            self._exchange.ended(flight.echo, outcome, usage)
+
+    def _end(self, flight: Flight, outcome: Outcome) -> None:
+        """The job is over, its ticket closed."""
+        served = flight.served
+        assert served.outcome is None
+        served.outcome = outcome
+        served.ended_at = self.now
+        following = self._workload.ended(served.job, self.now)
+        if following is not None:
+            self._heap.at(following[0], self._arrive, following[1])
+            return
+        self._live -= 1
+        if not self._live:
+            self._heap.at(self.now, self._next_phase, None)
+
+    # Servers
+
+    def _deliver(self, flight: Flight) -> None:
+        """The request reaches its server."""
+        server, job = _server(flight), flight.served.job
+        if flight.served.outcome is not None:
+            return  # its client left while it was on its way
+        if not server.alive:
+            self._fail(flight, FailureKind.CONNECT)
+            self._poll(self._fronts[flight.served.balancer])
+            return
+        if server.failing:
+            self._heap.at(self.now + ERROR_S, self._refuse, flight)
+            return
+        try:
+            server.engine.add(flight.work, now=self.now)
+        except RequestTooLong:
+            # The proxy relays a 400 like any answer.
+            self._close(flight, Outcome.COMPLETED)
+            self._end(flight, Outcome.BAD_REQUEST)
+            self._poll(self._fronts[flight.served.balancer])
+            return
+        server.flights[job.id] = flight
+        self._arm(server)
+
+    def _refuse(self, flight: Flight) -> None:
+        """A 500 arrives."""
+        if flight.served.outcome is not None:
+            return
+        self._fail(flight, FailureKind.ERROR)
+        self._poll(self._fronts[flight.served.balancer])
+
+    def _arm(self, server: LiveServer) -> None:
+        due = server.engine.next_event()
+        if due is not None and due < server.wakes_at:
+            server.wakes_at = due
+            self._heap.at(due + self._options.network_s, self._wake, server)
+
+    def _wake(self, server: LiveServer) -> None:
+        """What the server sent a network delay ago arrives."""
+        sent_at = server.wakes_at
+        if sent_at + self._options.network_s > self.now:
+            return  # this event was asked for before an earlier one
+        server.wakes_at = float("inf")
+        touched: set[int] = set()
+        for step in server.engine.advance(now=sent_at):
+            arrived = step.at + self._options.network_s
+            for first in step.first:
+                # Absent: lost with its server while the token was on its way.
+                if first.id in server.flights:
+                    self._first_token(server.flights[first.id], first, arrived, touched)
+            for job_id in step.finished:
+                # Absent: others' requests, and those whose client left while the end was on its way.
+                if job_id in server.flights:
+                    self._finished(server, server.flights.pop(job_id), touched)
+        self._report_progress(server)
+        self._arm(server)
+        for number in sorted(touched):
+            self._poll(self._fronts[number])
+
+    def _first_token(self, flight: Flight, first: FirstToken, at: float, touched: set[int]) -> None:
+        served = flight.served
+        served.first_at = at
+        served.cached_tokens = first.cached_tokens
+        served.loaded_adapter = first.loaded_adapter
+        if served.streamed:
+            balancer = self._fronts[served.balancer].balancer
+            balancer.first_byte(_ticket(flight), now=self.now)
+            balancer.progress(_ticket(flight), 1, now=self.now)
+            flight.told = 1
+            if self._exchange is not None and flight.echo is not None:
+                self._exchange.first_byte(flight.echo)
+            _server(flight).progress.append((self.now + PROGRESS_S, flight))
+            touched.add(served.balancer)
+
+    def _finished(self, server: LiveServer, flight: Flight, touched: set[int]) -> None:
+        served = flight.served
+        tokens = served.job.answer.tokens
+        balancer = self._fronts[served.balancer].balancer
+        if not served.streamed:
+            balancer.first_byte(_ticket(flight), now=self.now)
+        elif tokens > flight.told:
+            balancer.progress(_ticket(flight), tokens - flight.told, now=self.now)
+        usage = Usage(served.job.prompt_tokens, served.cached_tokens, tokens)
+        self._close(flight, Outcome.COMPLETED, usage)
+        self._end(flight, Outcome.COMPLETED)
+        touched.add(served.balancer)
+
+    def _report_progress(self, server: LiveServer) -> None:
+        """Of the streams whose 250 ms are over; when a step's tokens arrive, as the proxy looks at no other time."""
+        due = server.progress
+        while due and due[0][0] <= self.now:
+            _, flight = due.popleft()
+            served = flight.served
+            if served.outcome is not None or flight.server is not server:
+                continue
+            tokens = server.engine.generated(served.job.id) - flight.told
+            if tokens > 0:
+                flight.told += tokens
+                self._fronts[served.balancer].balancer.progress(_ticket(flight), tokens, now=self.now)
+            due.append((self.now + PROGRESS_S, flight))
+
+    # Failures
+
+    def _fail(self, flight: Flight, kind: FailureKind) -> None:
+        """An attempt failed before anything came."""
+        served = flight.served
+        front = self._fronts[served.balancer]
+        verdict = front.balancer.after_failure(_ticket(flight), kind, flight.failed, now=self.now)
+        flight.failed += (kind,)
+        uid = _server(flight).uids[front.number]
+        if kind is FailureKind.ERROR:
+            flight.accused = uid
+        self._close(flight, verdict.outcome)
+        if verdict.again:
+            self._again(flight, uid, verdict.delay_s)
+        else:
+            self._end(flight, Outcome.INTERNAL_ERROR if kind is FailureKind.ERROR else verdict.outcome)
+
+    def _again(self, flight: Flight, failed: EndpointUid, delay_s: float) -> None:
+        front = self._fronts[flight.served.balancer]
+        avoid = frozenset({*_ticket(flight).avoid, failed})
+        self._heap.at(self.now + delay_s, lambda _: self._submit(front, flight, avoid), None)
+
+    def _check(self, front: Front) -> None:
+        """What a balancer has to be asked every second; who waits in vain is sent elsewhere, as far as it allows."""
+        self._heap.at(self.now + CHECK_S, self._check, front)
+        stranding = front.balancer.check(now=self.now)
+        for server in self._servers:
+            if server.uids[front.number] in stranding:
+                for flight in list(server.flights.values()):
+                    self._move(front, server, flight)
+        self.transitions += [(self.now, transition) for transition in front.balancer.transitions]
+        front.balancer.transitions.clear()
+        self._poll(front)
+
+    def _move(self, front: Front, server: LiveServer, flight: Flight) -> None:
+        has_bytes = flight.served.streamed and flight.served.first_at is not None
+        if has_bytes or flight.served.balancer != front.number:
+            return
+        if not front.balancer.is_stranded(_ticket(flight), now=self.now):
+            return
+        verdict = front.balancer.after_failure(_ticket(flight), FailureKind.STRANDED, flight.failed, now=self.now)
+        if verdict.again:
+            server.engine.abort(flight.served.job.id, now=self.now)
+            del server.flights[flight.served.job.id]
+            self._arm(server)
+            flight.failed += (FailureKind.STRANDED,)
+            self._close(flight, verdict.outcome)
+            self._again(flight, server.uids[front.number], verdict.delay_s)
+
+    def _begin_fault(self, fault: Fault) -> None:
+        server = self._servers[fault.server]
+        if fault.speed is not None:
+            server.engine.set_speed(server.spec.speed * fault.speed, now=self.now)
+        elif fault.kind is FaultKind.HUNG:
+            server.engine.set_speed(HUNG_SPEED, now=self.now)
+        elif fault.kind is FaultKind.FAILING:
+            server.failing = True
+        else:
+            server.alive = False
+            self._lose_all(server)
+        self._arm(server)
+
+    def _lose_all(self, server: LiveServer) -> None:
+        """The server's process ends."""
+        for job_id in server.engine.restart(now=self.now):
+            if job_id not in server.flights:
+                continue  # others'
+            flight = server.flights.pop(job_id)
+            if flight.served.first_at is None or not flight.served.streamed:
+                self._fail(flight, FailureKind.RESET)
+            else:
+                self._close(flight, Outcome.UPSTREAM_BROKE)
+                self._end(flight, Outcome.UPSTREAM_BROKE)
+        for front in self._fronts:
+            self._poll(front)
+
+    def _end_fault(self, fault: Fault) -> None:
+        server = self._servers[fault.server]
+        if fault.speed is None and fault.kind is FaultKind.HUNG:
+            self._lose_all(server)
+        if fault.speed is None and fault.kind is not FaultKind.FAILING:
+            server.started_at = self.now
+        server.alive, server.failing = True, False
+        server.engine.set_speed(server.spec.speed, now=self.now)
+        self._arm(server)
+
+    # What balancers ask by themselves
+
+    def _probe(self, pair: tuple[Front, LiveServer]) -> None:
+        front, server = pair
+        front.balancer.report_health(server.uids[front.number], server.alive, "probe", now=self.now)
+        self._heap.at(self.now + (PROBE_UP_S if server.alive else PROBE_DOWN_S), self._probe, pair)
+        self._poll(front)
+
+    def _scrape(self, pair: tuple[Front, LiveServer]) -> None:
+        front, server = pair
+        interval_s = self._options.scrape_interval_s
+        assert interval_s is not None
+        self._heap.at(self.now + interval_s, self._scrape, pair)
+        if server.alive:
+            front.balancer.scrape_sent(server.uids[front.number])
+            self._heap.at(
+                self.now + self._options.scrape_delay_s, self._scraped, (front, server, page_of(server, self.now))
+            )
+
+    def _scraped(self, answer: tuple[Front, LiveServer, LoadMetrics]) -> None:
+        front, server, metrics = answer
+        if server.alive:
+            front.balancer.report_scrape(server.uids[front.number], metrics)
+            self._poll(front)
+
+
+def _ticket(flight: Flight) -> Ticket:
+    assert flight.ticket is not None
+    return flight.ticket
+
+
+def _server(flight: Flight) -> LiveServer:
+    assert flight.server is not None
+    return flight.server

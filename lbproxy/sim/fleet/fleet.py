@@ -1,0 +1,153 @@
+"""What a simulated fleet is made of, and what becomes of a job in it: values only. What happens is `cluster.py`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from lbproxy.core.queue.flows import FlowRules
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.sim.engine.engine import JITTER_SIGMA
+from lbproxy.sim.engine.fixed import FixedTimes
+from lbproxy.sim.engine.presets import Preset
+from lbproxy.sim.engine.sequence import Gauges
+from lbproxy.sim.workloads.workload import Job
+
+TOKEN_BYTES = 4
+BASE_MODEL = "sim"
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One simulated server."""
+
+    preset: Preset
+    speed: float = 1.0
+    ranks: int = 1
+    """Data-parallel engines behind its address, each with the whole of the preset."""
+    times: FixedTimes | None = None
+    """It takes so long for everything, whatever the preset says; None = it is an engine."""
+    jitter: float = JITTER_SIGMA
+    """Spread of the times of its steps: sigma of a lognormal."""
+    metrics: bool = True
+    """It has a page of metrics."""
+    shows_waiting: bool = True
+    """Its metrics say how many requests wait."""
+    weight: float = 1.0
+    """What the balancer is told of its capacity."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Others:
+    """Requests that somebody else sends straight to one server: Poisson arrivals of one size, nothing shared. Times are
+    virtual, from the begin of the simulation."""
+
+    server: int
+    """Its number in the fleet."""
+    rate: float
+    """Requests a second."""
+    prompt_tokens: int
+    output_tokens: int
+    from_s: float = 0.0
+    until_s: float = float("inf")
+
+
+class FaultKind(Enum):
+    """How a server fails."""
+
+    DEAD = "dead"
+    """It refuses connections, and comes back empty."""
+    HUNG = "hung"
+    """It takes requests and computes nothing, while its /health is fine, until it is restarted."""
+    FAILING = "failing"
+    """It answers 500 to everything at once, while its /health is fine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What happens to one server for a while. Times are virtual, from the begin of the simulation."""
+
+    server: int
+    """Its number in the fleet."""
+    from_s: float
+    until_s: float
+    speed: float | None = None
+    """Times its own speed, meanwhile; None: it fails, as `kind` says."""
+    kind: FaultKind = FaultKind.DEAD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetOptions:
+    """Everything about a simulated fleet but the policy and the workload."""
+
+    servers: tuple[Server, ...]
+    faults: tuple[Fault, ...] = ()
+    others: tuple[Others, ...] = ()
+    """Traffic that balancers see in the servers' gauges alone, and that is in nobody's figures."""
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters that every server with `max_loras` serves."""
+    adapters_known: bool = True
+    """Whether the servers' lists of models say which of them are adapters."""
+    sizes_declared: bool = False
+    """Whether the balancers' settings say how large each server's KV cache is."""
+    scrape_interval_s: float | None = 0.2
+    """None = nobody scrapes."""
+    scrape_delay_s: float = 0.005
+    """From the moment that the gauges are of until the Balancer has them."""
+    network_s: float = 0.0005
+    """One way, between balancer and server."""
+    stream_share: float = 1.0
+    """Share of requests whose answers are streamed."""
+    size_error: float = 0.15
+    """The bytes of a prompt are wrong by a factor, uniform within 1 ± this."""
+    block_tokens: int = 256
+    """Granularity of the prompt's keys that the Balancer gets; a multiple of 16. 0 = it gets none."""
+    balancers: int = 1
+    """Each request comes to one of so many, at random."""
+    exchange_s: float | None = None
+    """How late each balancer hears of the others' requests; None = never."""
+    flow_rules: FlowRules | None = None
+    """What becomes of the priorities that clients ask for; None = as they say."""
+    fair: bool = True
+    """The balancers are told of which flow a request is."""
+    jitter: bool = True
+    """Whether steps vary, each server's by its own spread."""
+
+
+@dataclass(slots=True, eq=False)
+class Served:
+    """What became of one job. Times are virtual seconds; None = it did not come to that."""
+
+    job: Job
+    submitted_at: float
+    balancer: int
+    streamed: bool
+    placed_at: float | None = None
+    """The last attempt's."""
+    first_at: float | None = None
+    """When the client had the first token, or would have had it if the answer had been streamed."""
+    ended_at: float = 0.0
+    server: int | None = None
+    cached_tokens: int = 0
+    attempts: int = 0
+    outcome: Outcome | None = None
+    """None = not ended."""
+    loaded_adapter: bool = False
+    """The server had to load the adapter for it."""
+
+
+class Sample(NamedTuple):
+    """How long the queues were at a moment."""
+
+    at: float
+    gauges: tuple[Gauges, ...]
+    """Of each server, in the order of the fleet."""
+    waiting: int
+    """Requests in the balancers' queues."""
+
+
+def decisions(served: Sequence[Served]) -> list[tuple[float | None, str, int | None]]:
+    """The decision log: (placed at, job, server), in the order of arrival. Equal for equal seeds."""
+    return [(one.placed_at, one.job.id, one.server) for one in served]

@@ -1,0 +1,99 @@
+"""What a simulated fleet keeps while it runs: of a job, of a server, of a balancer. `cluster.py` changes them."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.engines.load_metrics import LoadMetrics, LoraMetrics
+from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.requests.request import InferenceRequest
+from lbproxy.core.requests.retry import FailureKind
+from lbproxy.sim.engine.engine import SimRequest
+from lbproxy.sim.engine.model_server import ModelServer, make_server
+from lbproxy.sim.engine.presets import BLOCK_TOKENS
+from lbproxy.sim.fleet.fleet import Served, Server
+from lbproxy.sim.fleet.replicas import Echo, Replica
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A job that has not ended."""
+
+    served: Served
+    work: SimRequest
+    request: InferenceRequest
+    ticket: Ticket | None = None
+    server: LiveServer | None = None
+    told: int = 0
+    """Tokens reported as progress."""
+    failed: tuple[FailureKind, ...] = ()
+    """Why its attempts failed."""
+    accused: EndpointUid | None = None
+    """Who answered it 500."""
+    echo: Echo | None = None
+    """What the other balancers hear of the attempt."""
+
+
+@dataclass(slots=True, eq=False)
+class LiveServer:
+    """A simulated server and what the driver keeps of it."""
+
+    number: int
+    spec: Server
+    engine: ModelServer
+    uids: list[EndpointUid]
+    """What each balancer calls it."""
+    alive: bool = True
+    failing: bool = False
+    started_at: float = 0.0
+    wakes_at: float = float("inf")
+    """When the engine's next event is that an event of ours is asked for; it arrives a network delay later."""
+    flights: dict[str, Flight] = field(default_factory=dict)
+    """In the engine, by job."""
+    progress: deque[tuple[float, Flight]] = field(default_factory=deque)
+    """Streams by when their progress is due; as each is due again equally long after, in order."""
+
+
+@dataclass(slots=True, eq=False)
+class Front:
+    """One balancer and what the driver keeps of it."""
+
+    number: int
+    balancer: Replica
+    waiting: dict[int, Flight] = field(default_factory=dict)
+    """By the identity of the ticket, which the flight holds."""
+    timer_at: float = float("inf")
+
+
+def engine_of(spec: Server, rng: random.Random | None) -> ModelServer:
+    """What computes a server's answers. Without `rng` nothing in it is left to chance."""
+    return make_server(
+        spec.preset,
+        ranks=spec.ranks,
+        times=spec.times,
+        speed=spec.speed,
+        rng=rng,
+        jitter=spec.jitter,
+        name_tokens=False,
+    )
+
+
+def page_of(server: LiveServer, now: float) -> LoadMetrics:
+    """What a scrape of it says. Of adapters, as with vLLM, only those with live requests, under both labels alike."""
+    engine, slots = server.engine, server.spec.preset.max_loras
+    gauges = engine.gauges()
+    named = frozenset(gauges.running_adapters)
+    return LoadMetrics(
+        scraped_at=now,
+        waiting=gauges.waiting if server.spec.shows_waiting else None,
+        running=gauges.running,
+        kv_utilization=gauges.kv_usage,
+        block_size_tokens=BLOCK_TOKENS,
+        kv_blocks=engine.kv_blocks,
+        lora=LoraMetrics(named, named, slots) if slots else None,
+        work=float(gauges.prompt_tokens + gauges.generation_tokens),
+        started_at=server.started_at,
+    )

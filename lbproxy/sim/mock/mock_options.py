@@ -1,0 +1,100 @@
+"""What one simulated server is like: the options of `lbproxy mock`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lbproxy.sim.engine.fixed import FixedTimes
+from lbproxy.sim.engine.presets import PRESETS, Preset
+from lbproxy.sim.mock.adapters import MAX_ADAPTERS, Adapters
+from lbproxy.sim.mock.faults import parse_faults
+
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}
+"""Whom it can play, by the name that the settings of lbproxy use, and what each is called."""
+
+MAX_RANKS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MockOptions:
+    """One simulated server. Raises ValueError for what cannot be."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 = any free one."""
+    model: str = "sim"
+    """The name under which the model is served."""
+    preset: str = "llama-8b-h100"
+    """A key of `presets.PRESETS`."""
+    kv_tokens: int | None = None
+    """Size of the KV cache; None = the preset's."""
+    max_num_seqs: int | None = None
+    """Running requests at most; None = the preset's."""
+    max_model_len: int | None = None
+    """Prompt and output together; None = the preset's. Never more than the KV cache holds."""
+    ranks: int = 1
+    """Data-parallel engines behind the address, each with the whole of the preset."""
+    ttft: float | None = None
+    """Seconds to each first token, whatever else it does; None = an engine. Of the preset only sizes count then."""
+    ttft_spread: float = 0.0
+    """Evenly within plus or minus this share of `ttft`."""
+    token_time: float = 0.02
+    """With `ttft`: seconds from each token to the next."""
+    speed: float = 1.0
+    """Divides every simulated duration."""
+    seed: int = 0
+    """Of answers and of jitter. Servers with the same seed answer alike."""
+    engine: Literal["vllm", "sglang", "llamacpp"] = "vllm"
+    """Whose name its models carry, and how it describes itself; all else is vLLM's. Only vLLM shows metrics: the others
+    do not unless they are told to."""
+    metric_names: Literal["current", "old"] = "current"
+    """`old` is vLLM 0.8 (`gpu_cache_usage_perc`)."""
+    keep_alive_s: float = 5.0
+    """How long an idle connection stays open: uvicorn's default."""
+    faults: tuple[str, ...] = ()
+    """What it does wrong from the start: see `faults.py`."""
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters that it serves from the start."""
+    max_loras: int = 1
+    """Adapters that run together at most; vLLM's default."""
+    lora_updates: bool = False
+    """Adapters can be loaded and unloaded, as with vLLM's VLLM_ALLOW_RUNTIME_LORA_UPDATING."""
+
+    def __post_init__(self) -> None:
+        if self.preset not in PRESETS:
+            raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
+        if self.engine not in ENGINES:
+            raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {self.engine!r}")
+        if self.metric_names not in ("current", "old"):
+            raise ValueError(f"metric_names must be 'current' or 'old', got {self.metric_names!r}")
+        if not 0 < self.speed < float("inf"):
+            raise ValueError(f"speed must be a positive number, got {self.speed}")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(f"max_model_len must be at least 2, got {self.max_model_len}")
+        if not 1 <= self.max_loras <= MAX_ADAPTERS:
+            raise ValueError(f"max_loras must be within 1..{MAX_ADAPTERS}, got {self.max_loras}")
+        if not 1 <= self.ranks <= MAX_RANKS:
+            raise ValueError(f"ranks must be within 1..{MAX_RANKS}, got {self.ranks}")
+        if self.ttft is not None and self.ranks > 1:
+            raise ValueError("ranks must be 1 with ttft")
+        self.times()
+        Adapters(self.model, self.adapters)
+        self.hardware()
+        parse_faults("\n".join(self.faults))
+
+    def times(self) -> FixedTimes | None:
+        """Those of a server whose times are fixed; None = it is an engine."""
+        if self.ttft is None:
+            return None
+        return FixedTimes(ttft_s=self.ttft, ttft_spread=self.ttft_spread, token_s=self.token_time)
+
+    def hardware(self) -> Preset:
+        """The preset with the overrides applied."""
+        preset = PRESETS[self.preset]
+        return replace(
+            preset,
+            kv_tokens=preset.kv_tokens if self.kv_tokens is None else self.kv_tokens,
+            max_sequences=preset.max_sequences if self.max_num_seqs is None else self.max_num_seqs,
+            max_loras=self.max_loras if self.adapters or self.lora_updates else 0,
+        )

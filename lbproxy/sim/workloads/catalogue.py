@@ -1,0 +1,368 @@
+"""The workloads that can be named, each a function of a seed and of parameters with defaults.
+
+`WORKLOADS` is the table; `make_workload` builds one by name and checks the parameters' names. Sources: the ladder is
+llm-d's published prefix-cache benchmark; the mixes are the usual shapes of traffic (chat, agents, bursts, long
+documents, adapters) at loads around saturation of eight servers; the traces are `traces.py`'s.
+
+Rates are requests a second, times seconds, lengths tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import TypeAlias
+
+from lbproxy.sim.workloads.prompts import Piece
+from lbproxy.sim.workloads.traces import TraceRow, azure_like, mooncake_like, replay
+from lbproxy.sim.workloads.workload import (
+    Arrival,
+    ClosedLoop,
+    Conversation,
+    Job,
+    OpenLoop,
+    Workload,
+    fresh_ids,
+    lognormal,
+    poisson,
+)
+
+LADDER_RATES = (3, 10, 15, 20, 22, 25, 30, 35, 40, 43, 46, 49, 52, 55, 57, 60)
+"""llm-d's steps."""
+WARM_UP = "warm-up"
+
+Number: TypeAlias = int | float
+
+
+class UnknownWorkload(ValueError):  # noqa: N818 - worded for the user
+    """There is no workload, or no parameter of it, of that name; or a value cannot be."""
+
+
+def ladder(  # noqa: PLR0913 - parameters with defaults, named by users
+    seed: int,
+    *,
+    groups: int = 150,
+    prompts: int = 5,
+    shared_tokens: int = 6000,
+    question_tokens: int = 1200,
+    output_tokens: int = 1000,
+    step_s: float = 30.0,
+    warm_up_s: float = 50.0,
+    first_rate: float = 0.0,
+    last_rate: float = 60.0,
+    independent: int = 0,
+    fresh: int = 0,
+) -> Workload:
+    """llm-d's ladder: groups with a long system prompt each, a few questions a group asked again and again, Poisson
+    arrivals at rates that climb from step to step, drained between steps.
+
+    The questions come in one shuffled order, over and over, as in inference-perf; `independent` 1 draws each by itself
+    instead, and `fresh` 1 makes each question a new one, so that only system prompts are shared. `first_rate` and
+    `last_rate` cut the ladder.
+    """
+    rng = random.Random(f"{seed}:ladder")
+    ids = fresh_ids()
+    questions = [(group, Piece(ids(), question_tokens)) for group in range(groups) for _ in range(prompts)]
+    rng.shuffle(questions)
+    asked = 0
+
+    def phase(name: str, rate: float, duration_s: float) -> list[Arrival]:
+        nonlocal asked
+        arrivals: list[Arrival] = []
+        for at in poisson(rng, rate, duration_s):
+            group, question = rng.choice(questions) if independent else questions[asked % len(questions)]
+            prompt = (Piece(group, shared_tokens), Piece(ids(), question_tokens) if fresh else question)
+            arrivals.append((at, Job(str(asked), prompt, Piece(ids(), output_tokens), phase=name)))
+            asked += 1
+        return arrivals
+
+    steps = [rate for rate in LADDER_RATES if first_rate <= rate <= last_rate]
+    warm_up = [phase(WARM_UP, 15.0, warm_up_s)] if warm_up_s else []
+    return OpenLoop([*warm_up, *(phase(f"{rate}/s", rate, step_s) for rate in steps)])
+
+
+def own(  # noqa: PLR0913
+    seed: int,
+    *,
+    rate: float = 10.0,
+    duration_s: float = 60.0,
+    prompt_tokens: int = 1000,
+    output_tokens: int = 200,
+    spread: float = 0.0,
+    shared_tokens: int = 0,
+    groups: int = 1,
+) -> Workload:
+    """Poisson arrivals of your own sizes: `prompt_tokens` (of which the first `shared_tokens` are one of `groups`
+    system prompts) and `output_tokens`; with `spread`, lognormal around those medians with that sigma.
+    """
+    rng = random.Random(f"{seed}:own")
+    ids = fresh_ids()
+    arrivals: list[Arrival] = []
+    for number, at in enumerate(poisson(rng, rate, duration_s)):
+        group = rng.randrange(groups)
+        private = Piece(ids(), lognormal(rng, max(1, prompt_tokens - shared_tokens), spread, at_most=100_000))
+        prompt = (Piece(group, shared_tokens), private) if shared_tokens else (private,)
+        answer = Piece(ids(), lognormal(rng, output_tokens, spread, at_most=8000))
+        arrivals.append((at, Job(str(number), prompt, answer)))
+    return OpenLoop([arrivals])
+
+
+def one_prefix(
+    seed: int,
+    *,
+    prefix_tokens: int = 4000,
+    question_tokens: int = 200,
+    output_tokens: int = 200,
+    last_rate: float = 60.0,
+    duration_s: float = 180.0,
+) -> Workload:
+    """One system prompt for everything; the rate grows evenly from 1 to `last_rate`."""
+    rng = random.Random(f"{seed}:one-prefix")
+    ids = fresh_ids()
+    arrivals: list[Arrival] = []
+    for at in poisson(rng, last_rate, duration_s):
+        # Thinning turns the constant rate into the ramp.
+        if rng.random() * last_rate < 1 + (last_rate - 1) * at / duration_s:
+            prompt = (Piece(0, prefix_tokens), Piece(ids(), lognormal(rng, question_tokens, 0.5)))
+            arrivals.append((at, Job(str(len(arrivals)), prompt, Piece(ids(), lognormal(rng, output_tokens, 0.5)))))
+    return OpenLoop([arrivals])
+
+
+def bursts(
+    seed: int,
+    *,
+    size: int = 800,
+    prompt_tokens: int = 1000,
+    output_tokens: int = 1000,
+    count: int = 3,
+    within_s: float = 1.0,
+) -> Workload:
+    """`count` times `size` requests of one size within `within_s`, drained in between; nothing is shared."""
+    rng = random.Random(f"{seed}:bursts")
+    ids = fresh_ids()
+    phases: list[list[Arrival]] = []
+    for burst in range(count):
+        times = sorted(rng.uniform(0, within_s) for _ in range(size))
+        name = f"burst {burst + 1}"
+        phases.append(
+            [
+                (at, Job(f"{burst}-{n}", (Piece(ids(), prompt_tokens),), Piece(ids(), output_tokens), phase=name))
+                for n, at in enumerate(times)
+            ]
+        )
+    return OpenLoop(phases)
+
+
+def long_prompts(  # noqa: PLR0913
+    seed: int,
+    *,
+    rate: float = 10.0,
+    share: float = 0.1,
+    shortest: int = 20_000,
+    longest: int = 80_000,
+    short_tokens: int = 400,
+    output_tokens: int = 200,
+    duration_s: float = 180.0,
+) -> Workload:
+    """A share of very long prompts, evenly between two lengths, among short ones; nothing is shared."""
+    rng = random.Random(f"{seed}:long-prompts")
+    ids = fresh_ids()
+    arrivals: list[Arrival] = []
+    for number, at in enumerate(poisson(rng, rate, duration_s)):
+        is_long = rng.random() < share
+        tokens = rng.randint(shortest, longest) if is_long else lognormal(rng, short_tokens, 0.3)
+        answer = Piece(ids(), lognormal(rng, output_tokens, 0.4))
+        arrivals.append((at, Job(str(number), (Piece(ids(), tokens),), answer)))
+    return OpenLoop([arrivals])
+
+
+def lora(
+    seed: int,
+    *,
+    rate: float = 20.0,
+    adapters: int = 15,
+    prompt_tokens: int = 500,
+    output_tokens: int = 150,
+    duration_s: float = 180.0,
+) -> Workload:
+    """Adapters of which the first third gets 60 % of the requests, the second 30 %, the last 10 %.
+
+    They are called as `adapter_names` says.
+    """
+    rng = random.Random(f"{seed}:lora")
+    ids = fresh_ids()
+    names = adapter_names(adapters)
+    third = -(-adapters // 3)
+    shares = [(0.6, 0.3, 0.1)[number // third] for number in range(adapters)]
+    arrivals: list[Arrival] = []
+    for number, at in enumerate(poisson(rng, rate, duration_s)):
+        (adapter,) = rng.choices(names, shares)
+        prompt = (Piece(ids(), lognormal(rng, prompt_tokens, 0.5)),)
+        arrivals.append((at, Job(str(number), prompt, Piece(ids(), lognormal(rng, output_tokens, 0.5)), adapter)))
+    return OpenLoop([arrivals])
+
+
+def adapter_names(adapters: int) -> list[str]:
+    """What `lora` calls its adapters."""
+    return [f"adapter-{number}" for number in range(adapters)]
+
+
+def chat(
+    seed: int,
+    *,
+    users: int = 300,
+    apps: int = 10,
+    shared_tokens: int = 2000,
+    think_s: float = 8.0,
+    duration_s: float = 240.0,
+) -> Workload:
+    """People who chat: sessions that grow by a short turn and an answer, in one of a few apps. Closed loop."""
+    conversation = Conversation(
+        users=users,
+        apps=apps,
+        shared_tokens=shared_tokens,
+        turn_tokens=150,
+        answer_tokens=250,
+        think_s=think_s,
+        max_context=30_000,
+        ends=0.1,
+        duration_s=duration_s,
+        ramp_s=20.0,
+    )
+    return ClosedLoop(conversation, seed)
+
+
+def agents(
+    seed: int,
+    *,
+    users: int = 40,
+    shared_tokens: int = 16_000,
+    think_s: float = 2.0,
+    max_context: int = 120_000,
+    duration_s: float = 240.0,
+) -> Workload:
+    """Agents: one long system prompt with tools, and a context that grows by long results up to `max_context`; each
+    step follows soon after the one before. Closed loop.
+    """
+    conversation = Conversation(
+        users=users,
+        shared_tokens=shared_tokens,
+        turn_tokens=2000,
+        answer_tokens=200,
+        spread=0.8,
+        think_s=think_s,
+        max_context=max_context,
+        duration_s=duration_s,
+        ramp_s=20.0,
+    )
+    return ClosedLoop(conversation, seed)
+
+
+def documents(  # noqa: PLR0913
+    seed: int,
+    *,
+    rate: float = 10.0,
+    documents: int = 200,
+    skew: float = 1.0,
+    shortest: int = 8000,
+    longest: int = 30_000,
+    question_tokens: int = 60,
+    output_tokens: int = 35,
+    duration_s: float = 180.0,
+) -> Workload:
+    """Short questions about long documents, answered in a few words: lengths of documents evenly between two, the
+    popularity of the n-th as n to the power of minus `skew`. Poisson arrivals.
+    """
+    rng = random.Random(f"{seed}:documents")
+    ids = fresh_ids()
+    texts = [Piece(number, rng.randint(shortest, longest)) for number in range(documents)]
+    popularity = list(accumulate((number + 1) ** -skew for number in range(documents)))
+    arrivals: list[Arrival] = []
+    for number, at in enumerate(poisson(rng, rate, duration_s)):
+        (text,) = rng.choices(texts, cum_weights=popularity)
+        question = Piece(ids(), lognormal(rng, question_tokens, 0.5))
+        answer = Piece(ids(), lognormal(rng, output_tokens, 0.35, at_most=100))
+        arrivals.append((at, Job(str(number), (text, question), answer)))
+    return OpenLoop([arrivals])
+
+
+def mooncake(
+    seed: int,
+    *,
+    rows: Sequence[TraceRow] | None = None,
+    speedup: float = 2.0,
+    duration_s: float = 600.0,
+    max_context: int = 130_000,
+) -> Workload:
+    """Mooncake's conversations, so many times as fast; the first `duration_s` of what results. Without the trace, rows
+    with its statistics.
+    """
+    found = mooncake_like(seed) if rows is None else rows
+    return replay(found, seed=seed, speedup=speedup, max_context=max_context, duration_s=duration_s)
+
+
+def azure(
+    seed: int,
+    *,
+    rows: Sequence[TraceRow] | None = None,
+    speedup: float = 8.0,
+    duration_s: float = 300.0,
+    max_context: int = 130_000,
+) -> Workload:
+    """Azure's conversations, which share nothing, so many times as fast; the first `duration_s` of what results.
+    Without the trace, rows with its statistics.
+    """
+    found = azure_like(seed) if rows is None else rows
+    return replay(found, seed=seed, speedup=speedup, max_context=max_context, duration_s=duration_s)
+
+
+WORKLOADS: Mapping[str, Callable[..., Workload]] = {
+    "own": own,
+    "ladder": ladder,
+    "mooncake": mooncake,
+    "azure": azure,
+    "chat": chat,
+    "agents": agents,
+    "one-prefix": one_prefix,
+    "bursts": bursts,
+    "long-prompts": long_prompts,
+    "lora": lora,
+    "documents": documents,
+}
+"""By the name that scenarios use."""
+
+
+def workload_parameters(name: str) -> dict[str, Number]:
+    """The parameters of a workload and their defaults. Raises UnknownWorkload."""
+    if name not in WORKLOADS:
+        raise UnknownWorkload(f"expected one of {', '.join(WORKLOADS)}, got {name}")
+    parameters = inspect.signature(WORKLOADS[name]).parameters.values()
+    return {parameter.name: parameter.default for parameter in parameters if parameter.name not in {"seed", "rows"}}
+
+
+def takes_trace(name: str) -> bool:
+    """Whether a workload replays a trace if there is one."""
+    return "rows" in inspect.signature(WORKLOADS[name]).parameters
+
+
+def checked(name: str, parameters: Mapping[str, Number]) -> dict[str, Number]:
+    """The parameters, each as the kind of number that its default is. Raises UnknownWorkload, which names the key."""
+    defaults = workload_parameters(name)
+    for key, value in parameters.items():
+        if key not in defaults:
+            raise UnknownWorkload(f"{key}: unknown parameter of {name}, which has {', '.join(defaults)}")
+        if isinstance(defaults[key], int) and value != int(value):
+            raise UnknownWorkload(f"{key}: expected a whole number, got {value}")
+        if not 0 <= value <= 1e9 or (value == 0 and defaults[key] != 0 and key not in {"warm_up_s"}):
+            raise UnknownWorkload(f"{key}: expected a number above 0, got {value}")
+    return {key: type(defaults[key])(value) for key, value in parameters.items()}
+
+
+def make_workload(
+    name: str, parameters: Mapping[str, Number], *, seed: int, rows: Sequence[TraceRow] | None = None
+) -> Workload:
+    """The workload of that name, for one run. `rows`: of the trace, if it replays one. Raises UnknownWorkload."""
+    given = checked(name, parameters)
+    return WORKLOADS[name](seed, **given, **({"rows": rows} if takes_trace(name) else {}))
