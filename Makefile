@@ -16,7 +16,7 @@ run: $(VENV)/.run
 	$(BIN)/lbproxy demo
 
 # Of those through sockets, files with tests that replace methods, which compiled classes do not allow.
-REPLACING := tests/net/test_pool.py tests/proxy/test_defects.py tests/proxy/test_opened.py tests/proxy/test_server.py
+REPLACING := tests/net/connections/test_pool.py tests/proxy/exchange/test_defects.py tests/proxy/exchange/test_opened.py tests/proxy/front/test_server.py
 
 # What users run, they run compiled; so that is what is tested through sockets. All else is tested as it is written, and
 # core and the simulator both ways. Two at a time, as tests through sockets wait more than they compute; but nothing runs
@@ -40,7 +40,7 @@ test-tools:
 	    apt-get install -qq -y --no-install-recommends chromium prometheus nginx-light docker-compose gcc libc6-dev > /dev/null
 
 check: $(VENV)/.dev format lint types
-	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_config.py tests/test_config_text.py tests/core tests/sim tests/net
+	$(BIN)/python -m pytest -q tests/test_architecture.py tests/config/test_config.py tests/config/test_config_text.py tests/core tests/sim tests/net
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format --quiet .

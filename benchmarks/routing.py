@@ -177,7 +177,7 @@ ABOUT_ROBUSTNESS = """mean TTFT, that
 beside the undisturbed with a 95 % bootstrap interval (paired over seeds), and goodput. As it is: sizes wrong by up to
 15 %, gauges every 0.2 s and 5 ms old. No gauges: from the first request on, by balancers that begin knowing nothing,
 or nothing but the true size of each server's cache: from `kv_cache_tokens`, or from servers that say it without
-metrics, as SGLang does (the same decisions: tests/sim/test_capacity_learned.py).
+metrics, as SGLang does (the same decisions: tests/sim/fleet/test_capacity_learned.py).
 """
 
 

@@ -41,10 +41,10 @@ ELSEWHERE = {
     ("discovery.md", '{"time"'): "tests/e2e/test_dns.py",
     ("engines.md", "# TYPE requests gauge"): "tests/test_docs_engines.py",
     ("engines.md", "cfg.yaml: 3 problems"): "tests/e2e/test_docs.py, with the refused settings before it",
-    ("engines.md", "endpoint-load-metrics:"): "tests/proxy/test_load_reports.py",
+    ("engines.md", "endpoint-load-metrics:"): "tests/proxy/exchange/test_load_reports.py",
     ("configuration.md", "cfg.yaml: 6 problems"): "tests/e2e/test_docs.py, with the refused settings before it",
-    ("configuration.md", "OPTIONS /v1"): "tests/proxy/test_cors.py",
-    ("configuration.md", "HTTP/1.1 204"): "tests/proxy/test_cors.py",
+    ("configuration.md", "OPTIONS /v1"): "tests/proxy/request/test_cors.py",
+    ("configuration.md", "HTTP/1.1 204"): "tests/proxy/request/test_cors.py",
     ("configuration.md", "curl --unix-socket"): "tests/e2e/test_unix_sockets.py: a client that asks by the path",
     ("docker.md", "docker compose"): "tests/test_deploy.py: its files and services exist",
     ("docker.md", "MODEL="): "tests/test_deploy.py: its files and services exist",
@@ -58,7 +58,7 @@ PICTURES = {
     ("architecture.md", "lbproxy/"),
     ("architecture.md", "config <-"),
     ("routing.md", "request ──▶"),
-    ("failures.md", "stateDiagram-v2\n    direction LR"),  # tests/proxy/test_patience.py
+    ("failures.md", "stateDiagram-v2\n    direction LR"),  # tests/proxy/exchange/test_patience.py
     ("admin.md", "lbproxy 0.1.0"),  # what `lbproxy status` drew: tests/test_terminal.py
 }
 COMMAND = re.compile(r"^(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\S*/)?(make|lbproxy|python|pip) ", re.MULTILINE)

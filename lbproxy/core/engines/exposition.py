@@ -3,7 +3,7 @@
 A server's page has 48 to 88 KB and is read five times a second for each endpoint, while about six of its hundred
 families matter. A general parser reads the whole page at about 4 MB/s. Here one pass of one regular expression finds
 the lines that begin with a wanted name, and their labels, which are the same on every scrape, are looked up rather
-than parsed again. tests/core/test_exposition.py holds this to prometheus_client's parser, its oracle.
+than parsed again. tests/core/engines/test_exposition.py holds this to prometheus_client's parser, its oracle.
 
 What a page can do to us is bounded: whatever the bytes, nothing is raised, and the work is linear in the page with
 the caps below. A line that breaks a cap or the grammar is skipped alone. Beyond the format's letter:

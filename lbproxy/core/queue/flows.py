@@ -245,6 +245,7 @@ class FlowRules:
     def __init__(self, settings: FlowsSettings) -> None:
         self._header = settings.header
         self._rules, self._default = settings.rules, settings.default
+        self._priority = settings.default.priority
 
     def flow_of(self, key: str | None, header: str | None) -> str:
         """Of a request with this in `x-lbproxy-flow`, which is a flow's name."""
@@ -254,6 +255,8 @@ class FlowRules:
 
     def priority_of(self, flow: str, asked: int | None, key: str | None) -> int:
         """Of a request of this flow that asks for a priority (None: it does not)."""
+        if asked is None and not self._rules:
+            return self._priority
         rule = self._rules.get(flow, self._default) if self._rules else self._default
         if asked is None:
             return rule.priority

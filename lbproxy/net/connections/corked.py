@@ -79,7 +79,10 @@ class Corked:
 
     def get_write_buffer_size(self) -> int:
         """What is held, and what the transport could not send yet."""
-        return sum(map(len, self._held)) + self._inner.get_write_buffer_size()
+        held = 0
+        for data in self._held:
+            held += len(data)
+        return held + self._inner.get_write_buffer_size()
 
     def write_eof(self) -> None:
         """See asyncio.WriteTransport."""

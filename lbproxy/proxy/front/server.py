@@ -383,7 +383,7 @@ class FrontEnd(web.Server):
         record, settings = turn.record, turn.settings
         record.route = request.route.name
         record.request_bytes = len(request.body)
-        self._end_loop(request)
+        self._end_loop(request.fields.via)
         request.fields.forward += turn.client.peer.lines(request.fields, http10=request.http10)
         timeout_s, named = settings.timeouts.first_byte, settings.expose_endpoint
         turn.answer(*await self._adapter_calls.make(request, record.id, timeout_s=timeout_s, name_endpoints=named))
@@ -396,15 +396,16 @@ class FrontEnd(web.Server):
         record = turn.record
         record.route = request.route.name
         record.request_bytes = size = len(request.body)
-        self._end_loop(request)
+        if request.fields.via:
+            self._end_loop(request.fields.via)
         if self._draining or self.overload.refuses is not None:
             raise self._refusal()
         if size > LARGE_BODY_BYTES and not turn.held_bytes:
             self.overload.hold(turn, size)
         turn.start(*self._reading.understand(request, record, large))
 
-    def _end_loop(self, request: ClientRequest) -> None:
-        if request.fields.via and self.forwarding.is_loop(request.fields.via):
+    def _end_loop(self, via: bytes) -> None:
+        if self.forwarding.is_loop(via):
             raise LbError(Outcome.LOOP)
 
     def _refusal(self) -> LbError:

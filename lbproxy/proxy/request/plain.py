@@ -3,7 +3,7 @@
 A plain request is a POST to one of the two main routes that came whole in one read, in HTTP/1.1, with one Host, one
 Content-Length, and no field that asks for anything but to be passed on. `read_plain` reads it or declines; it refuses
 nothing: what it declines goes to aiohttp, byte for byte, which answers it or says what is wrong. So it may only be
-stricter than aiohttp, never laxer; tests/proxy/test_plain.py holds the two against each other.
+stricter than aiohttp, never laxer; tests/proxy/request/test_plain.py holds the two against each other.
 
 It buys about 12 us of proxy CPU per request: aiohttp's parser, body stream, request object and second task.
 """

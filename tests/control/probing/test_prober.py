@@ -1,0 +1,335 @@
+"""The prober: who lives, and who serves what, against scripted servers on real sockets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lbproxy.config.sections.health import HealthSettings
+from lbproxy.control.probing.prober import ask_health, ask_models
+from lbproxy.core.endpoints.breaker import Cause
+from lbproxy.core.endpoints.credentials import ApiKey, Tls
+from lbproxy.core.endpoints.endpoint import EndpointSpec
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.requests.retry import FailureKind, UpstreamError
+from lbproxy.net.connections.pool import Connection, ConnectionPool
+from lbproxy.net.dialing.origin import Origin
+from tests.control.rig import FAST_HEALTH, Rig, model_list, rig, running, spec
+from tests.support.aio import run, until
+from tests.support.certificates import CA, server_context
+from tests.support.compiled import interpreted
+from tests.support.endpoint import NOT_FOUND, OK, Script, ScriptedEndpoint, answer, hang, reset
+from tests.support.pool import card
+
+RECORDED = Path(__file__).parents[2] / "fixtures/http/vllm-0.32.0/models-two-names.response.http"
+IMPATIENT = HealthSettings(interval=0.01, down_interval=0.01, timeout=0.05)
+GARBAGE = b"SSH-2.0-OpenSSH_9.6\r\n"
+TOO_LONG_A_LIST = answer(b'{"data":[{"id":"n"}]' + b" " * (4 << 20) + b"}")
+PROBES_OF_A_NEIGHBOUR = 20
+"""How long "never" is: until another endpoint was probed this often."""
+
+
+def up(r: Rig, name: str = "e1") -> bool:
+    return r.seen(name).health is Health.UP
+
+
+def down(r: Rig, name: str = "e1") -> bool:
+    return r.seen(name).health is Health.DOWN
+
+
+def test_models_are_known_before_the_endpoint_is_up() -> None:
+    """Else the first requests would be placed on endpoints that do not serve their model."""
+
+    async def main() -> None:
+        async with (
+            ScriptedEndpoint({"/health": OK, "/v1/models": RECORDED.read_bytes()}) as server,
+            rig(spec(server)) as r,
+            running(r.prober(r.endpoints[0]).run),
+        ):
+            await until(lambda: up(r))
+            assert r.records.models_then == [("tiny", "tiny-alias")]
+            assert r.records.transitions[0].reason == "GET /health answered 200"
+
+    run(main())
+
+
+@pytest.mark.parametrize("status", [204, 301, 401, 404, 429])
+def test_any_answer_below_500_is_alive(status: int) -> None:
+    """A server behind a key, or without a health path, works all the same."""
+
+    async def main() -> None:
+        async with (
+            ScriptedEndpoint({"/health": answer(b"", status=status)}) as server,
+            rig(spec(server)) as r,
+            running(r.prober(r.endpoints[0]).run),
+        ):
+            await until(lambda: up(r))
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (answer(status=500), "answered 500"),
+        (answer(status=503), "answered 503"),
+        (GARBAGE, "not HTTP/1.x"),
+        (hang, "no answer within 0.05 s"),
+        (reset, ""),
+        (answer(b"x" * (65 << 10)), "too large"),
+    ],
+    ids=["500", "503", "garbage", "hang", "reset", "too large"],
+)
+def test_what_is_no_answer_takes_an_endpoint_down(script: Script, reason: str) -> None:
+    """The first of all judges at once; an endpoint that was up falls after `fall`."""
+
+    async def main() -> None:
+        async with (
+            ScriptedEndpoint({"/health": OK}) as server,
+            rig(spec(server), health=IMPATIENT) as r,
+            running(r.prober(r.endpoints[0]).run),
+        ):
+            await until(lambda: up(r))
+            server.scripts["/health"] = script
+            await until(lambda: down(r))
+            assert reason in r.records.transitions[-1].reason
+
+    run(main())
+
+
+def test_nobody_listening_is_down_and_is_found_when_it_comes() -> None:
+    """With an interval of an hour while up: an endpoint that is down is asked at its own, shorter one."""
+
+    async def main() -> None:
+        async with ScriptedEndpoint({"/health": OK, "/v1/models": model_list("m")}) as server:
+            pass
+        health = FAST_HEALTH.model_copy(update={"interval": 3600.0})
+        async with rig(spec(server), health=health) as r, running(r.prober(r.endpoints[0]).run):
+            await until(lambda: down(r))
+            async with server:
+                await until(lambda: up(r))
+            assert r.records.models_then[-1] == ("m",)
+
+    run(main())
+
+
+def test_an_endpoint_that_hangs_slows_no_other() -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint({"/health": hang}) as slow, ScriptedEndpoint({"/health": OK}) as good:
+            health = FAST_HEALTH.model_copy(update={"timeout": 3600.0})
+            specs = spec(slow, "slow"), spec(good, "good")
+            async with rig(*specs, health=health) as r, running(*(r.prober(one).run for one in r.endpoints)):
+                await until(lambda: good.asked("/health") >= PROBES_OF_A_NEIGHBOUR)
+                assert up(r, "good")
+                assert r.seen("slow").health is Health.STARTING
+                assert slow.asked("/health") == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "script",
+    [answer(status=500), answer(status=429), answer(b"<html>", kind="text/html"), GARBAGE, hang, TOO_LONG_A_LIST],
+    ids=["500", "429", "html", "garbage", "hang", "too large"],
+)
+def test_a_failed_question_for_models_changes_nothing(script: Script) -> None:
+    """Forgetting them would send an endpoint's requests elsewhere because of one bad moment."""
+
+    async def main() -> None:
+        async with ScriptedEndpoint({"/health": OK, "/v1/models": model_list("m")}) as server:
+            health = IMPATIENT.model_copy(update={"models_interval": 0.02, "timeout": 0.5})
+            async with rig(spec(server), health=health) as r, running(r.prober(r.endpoints[0]).run):
+                await until(lambda: up(r))
+                server.scripts["/v1/models"] = script
+                before = server.asked("/v1/models")
+                await until(lambda: server.asked("/v1/models") >= before + 3)
+                assert r.seen().models == ("m",)
+                assert up(r)
+                server.scripts["/v1/models"] = model_list("n", "m")
+                await until(lambda: r.seen().models == ("n", "m"))
+
+    run(main())
+
+
+@pytest.mark.parametrize("script", [NOT_FOUND, answer(status=401), answer(status=307)], ids=["404", "401", "307"])
+def test_an_endpoint_without_a_list_is_up_and_says_nothing(script: Script) -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint({"/health": OK, "/v1/models": model_list("m")}) as server:
+            health = FAST_HEALTH.model_copy(update={"models_interval": 0.02})
+            async with rig(spec(server), health=health) as r, running(r.prober(r.endpoints[0]).run):
+                await until(lambda: r.seen().models == ("m",))
+                server.scripts["/v1/models"] = script
+                await until(lambda: r.seen().models is None)
+                assert up(r)
+
+    run(main())
+
+
+def test_an_endpoint_that_fails_to_list_its_models_is_up_all_the_same() -> None:
+    """The Balancer treats it as a last resort; and it is asked again in the very next cycle."""
+
+    async def main() -> None:
+        async with (
+            ScriptedEndpoint({"/health": OK, "/v1/models": answer(status=500)}) as server,
+            rig(spec(server)) as r,
+            running(r.prober(r.endpoints[0]).run),
+        ):
+            await until(lambda: up(r) and server.asked("/v1/models") >= 5)
+            assert r.seen().models is None
+            server.scripts["/v1/models"] = model_list("m")
+            await until(lambda: r.seen().models == ("m",))
+
+    run(main())
+
+
+def test_models_that_are_known_are_not_asked_for_every_time() -> None:
+    async def main() -> None:
+        async with (
+            ScriptedEndpoint({"/health": OK, "/v1/models": model_list("m")}) as server,
+            rig(spec(server)) as r,
+            running(r.prober(r.endpoints[0]).run),
+        ):
+            await until(lambda: server.asked("/health") >= PROBES_OF_A_NEIGHBOUR)
+            assert server.asked("/v1/models") == 1
+
+    run(main())
+
+
+def test_an_endpoint_that_returns_is_asked_for_its_models_first() -> None:
+    """It may have been restarted with another model."""
+
+    async def main() -> None:
+        async with (
+            ScriptedEndpoint({"/health": OK, "/v1/models": model_list("old")}) as server,
+            rig(spec(server)) as r,
+            running(r.prober(r.endpoints[0]).run),
+        ):
+            await until(lambda: up(r))
+            server.scripts["/health"] = answer(status=503)
+            await until(lambda: down(r))
+            assert r.seen().models == ("old",)
+            server.scripts["/v1/models"] = model_list("new")
+            server.scripts["/health"] = OK
+            await until(lambda: up(r))
+            assert r.records.models_then[-1] == ("new",)
+
+    run(main())
+
+
+def test_a_slow_model_list_does_not_delay_the_verdict_on_an_endpoint_that_is_up() -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint({"/health": OK, "/v1/models": model_list("m")}) as server:
+            health = FAST_HEALTH.model_copy(update={"models_interval": 0.02, "timeout": 3600.0, "fall": 1})
+            async with rig(spec(server), health=health) as r, running(r.prober(r.endpoints[0]).run):
+                await until(lambda: up(r))
+                server.scripts["/v1/models"] = hang
+                asked = server.asked("/v1/models")
+                await until(lambda: server.asked("/v1/models") > asked)
+                server.scripts["/health"] = answer(status=503)
+                await until(lambda: down(r))
+
+    run(main())
+
+
+def test_a_passive_endpoint_gets_no_health_requests() -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint({"/v1/models": model_list("m")}) as server:
+            health = FAST_HEALTH.model_copy(update={"models_interval": 0.01})
+            async with rig(spec(server, health=None), health=health) as r, running(r.prober(r.endpoints[0]).run):
+                await until(lambda: server.asked("/v1/models") >= 5)
+                assert r.seen().models == ("m",)
+                assert {one.path for one in server.requests} == {"/v1/models"}
+
+    run(main())
+
+
+def test_a_change_of_models_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint({"/health": OK, "/v1/models": model_list("a", "b")}) as server:
+            health = FAST_HEALTH.model_copy(update={"models_interval": 0.01})
+            async with rig(spec(server), health=health) as r, running(r.prober(r.endpoints[0]).run):
+                await until(lambda: server.asked("/v1/models") >= 5)
+                server.scripts["/v1/models"] = model_list("b", "a")
+                asked = server.asked("/v1/models")
+                await until(lambda: server.asked("/v1/models") >= asked + 3)
+                server.scripts["/v1/models"] = NOT_FOUND
+                await until(lambda: r.seen().models is None)
+
+    caplog.set_level("INFO", "lbproxy")
+    run(main())
+    assert caplog.messages == ["e1 serves a, b", "e1 no longer says what it serves: GET /v1/models answered 404"]
+
+
+class ExhaustedPool(ConnectionPool):
+    async def connect(self, origin: Origin, timeout_s: float) -> Connection:
+        raise UpstreamError(FailureKind.EXHAUSTED, "too many open files")
+
+
+@interpreted
+def test_our_own_lack_of_descriptors_is_no_verdict() -> None:
+    """Else one overload of ours would take the whole fleet down."""
+
+    async def main() -> None:
+        pool = ExhaustedPool()
+        endpoint = EndpointSpec(name="e1", base_url="http://127.0.0.1:1")
+        assert (await ask_health(endpoint, "/health", pool, 1.0)).ok is None
+        assert not (await ask_models(endpoint, pool, 1.0)).valid
+        pool.close()
+
+    run(main())
+
+
+def test_an_endpoint_whose_models_are_said_is_not_asked() -> None:
+    """Nor believed, if an answer from before comes late."""
+
+    async def main() -> None:
+        async with ScriptedEndpoint({"/health": OK, "/v1/models": RECORDED.read_bytes()}) as server:
+            said = replace(spec(server), models=("a", "b"))
+            async with rig(said) as r, running(r.prober(r.endpoints[0]).run):
+                await until(lambda: up(r) and server.asked("/health") > PROBES_OF_A_NEIGHBOUR)
+                assert r.records.models_then == [("a", "b")]
+                assert not server.asked("/v1/models")
+                r.runtime.report_models(r.endpoints[0].uid, [card("tiny")])
+                assert r.seen().models == ("a", "b")
+                r.runtime.set_endpoints([spec(server)])
+                assert r.seen().models is None, "from now on it is asked"
+
+    run(main())
+
+
+def test_probes_show_the_key_over_tls() -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint(
+            {"/health": OK, "/v1/models": RECORDED.read_bytes()}, tls=server_context()
+        ) as server:
+            keyed = replace(spec(server), api_key=ApiKey("sk-1"), tls=Tls(CA.read_text()))
+            async with rig(keyed) as r, running(r.prober(r.endpoints[0]).run):
+                await until(lambda: up(r))
+            assert {one.path for one in server.requests} == {"/health", "/v1/models"}
+            assert {one.field("authorization") for one in server.requests} == {"Bearer sk-1"}
+
+    run(main())
+
+
+def test_one_that_comes_back_from_an_ejection_is_asked_for_its_models_at_once() -> None:
+    async def main() -> None:
+        slow = HealthSettings(interval=0.01, models_interval=3600.0, timeout=5.0)
+        async with (
+            ScriptedEndpoint({"/health": OK, "/v1/models": model_list("a")}) as server,
+            rig(spec(server), health=slow) as r,
+            running(r.prober(r.endpoints[0]).run),
+        ):
+            await until(lambda: up(r))
+            server.scripts["/v1/models"] = model_list("b")
+            state = r.balancer._endpoints.get(r.endpoints[0].uid)
+            assert state is not None
+            r.balancer._judge._eject(state, Cause.FAULTS, "test", r.runtime.now())
+            assert [card.id for card in r.runtime.model_cards()] == ["a"]
+            state.breaker.until = r.runtime.now()
+            r.balancer._judge.due_at = r.runtime.now()
+            r.runtime.check()
+            await until(lambda: [card.id for card in r.runtime.model_cards()] == ["b"])
+
+    run(main())
