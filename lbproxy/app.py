@@ -1,11 +1,10 @@
 """The composition root: settings in, a running proxy out. Everything is made here, and nothing is decided.
 
-`serve` runs until it is told to stop. Order of the start: sockets first, so that a bad address fails at once and a
-proxy with dead endpoints is there and says so; order of the stop: nobody is kept, then no new requests, the running
-ones up to the deadline, then the control plane, then every connection.
+`serve` runs until it is told to stop. The start: sockets first, so that a bad address fails at once and a proxy with
+dead endpoints is there and says so. The stop: no new requests, those that run up to the deadline, then all else.
 
-Reloading: new settings are read and built beside the old ones, and only if nothing can go wrong any more is everything
-swapped, in one step without an await. What can take other settings has a `reconfigure`, what cannot is made anew.
+Reloading: new settings are read and built beside the old ones; if nothing can go wrong any more, all is swapped in one
+step without an await. What can take other settings has a `reconfigure`, what cannot is made anew.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec
 from lbproxy.core.engines.dialects import Engines
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.registry import make_policy
-from lbproxy.extras import Tracing
+from lbproxy.extras.tracing import Tracing
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.net.listening.bind import open_sockets
 from lbproxy.net.listening.inherit import Inherited, start_successor

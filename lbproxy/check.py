@@ -18,7 +18,7 @@ from lbproxy.core.engines.dialects import Engines
 from lbproxy.core.engines.readings import MAX_LORA
 from lbproxy.core.engines.server_info import SERVER_INFO
 from lbproxy.core.policies.ignored import ignored_settings
-from lbproxy.extras import find_traces
+from lbproxy.extras.tracing import find_traces
 from lbproxy.net.connections.pool import ConnectionPool
 
 COSTS = {

@@ -77,8 +77,21 @@ MAX_MODULES = 12
 MAX_ATTRIBUTES = 15
 """Of a class that does something: more is two classes."""
 LARGE = {
-    *("EndpointState", "Ticket", "RequestRecord", "Placement"),  # plain facts, of which most things need a few
+    # plain facts, of which most things need a few
+    "Placement": 22,
+    # to be parted
+    "Proxy": 22,
+    "Telemetry": 31,
+    "Connection": 16,
+    "Relay": 24,
+    "ClientConnection": 21,
+    "Overload": 19,
+    "FrontEnd": 25,
+    "Runtime": 21,
+    "Engine": 28,
+    "FixedEngine": 19,
 }
+"""Classes that have more, and how many at most: these numbers only shrink."""
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 70
 
@@ -219,7 +232,7 @@ def test_rooms_import_to_the_left(file: Path) -> None:
     order = ROOMS[layer].split()
     for other in graph()[dotted(file)]:
         parts = other.split(".")[1:]
-        if parts[0] != layer or len(parts) < 3 or len(rooms) < 2 or parts[1] == rooms[0]:
+        if parts[:1] != [layer] or len(parts) < 3 or len(rooms) < 2 or parts[1] == rooms[0]:
             continue
         if rooms[0] in order:
             assert parts[1] in order[: order.index(rooms[0])], f"{other} stands right of {rooms[0]}"
@@ -240,9 +253,9 @@ def test_folders_are_rooms_and_not_heaps() -> None:
 @each(FILES)
 def test_no_class_has_too_many_attributes(file: Path) -> None:
     for node in ast.walk(tree(file)):
-        if isinstance(node, ast.ClassDef) and not node.decorator_list and node.name not in LARGE:
+        if isinstance(node, ast.ClassDef) and not node.decorator_list:
             count = len(attributes(node))
-            assert count <= MAX_ATTRIBUTES, f"{node.name} has {count}"
+            assert count <= LARGE.get(node.name, MAX_ATTRIBUTES), f"{node.name} has {count}"
 
 
 def attributes(node: ast.ClassDef) -> set[str]:

@@ -30,7 +30,7 @@ def listed() -> list[Path]:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "COMPILED"
     )
     folders = eval(compile(ast.Expression(value), "setup.py", "eval"), {})
-    return [ROOT / folder / f"{name}.py" for folder, names in folders.items() for name in names]
+    return [ROOT / folder / f"{name}.py" for folder, names in folders.items() for name in names.split()]
 
 
 def classes() -> Iterator[tuple[Path, ast.ClassDef]]:

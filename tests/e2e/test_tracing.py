@@ -142,7 +142,7 @@ HERE = """
 import sys
 from lbproxy import cli, app, check
 from lbproxy.config import parse
-from lbproxy.extras import make_traces
+from lbproxy.extras.tracing import make_traces
 assert make_traces(parse("endpoints: [http://gpu-1:8000]", environ={})) is None
 found = [name for name in sys.modules if name.partition(".")[0] in {"opentelemetry", "google", "requests"}]
 assert not found, found

@@ -244,7 +244,7 @@ class Traced(Protocol):
 
 
 class Tracing(Protocol):
-    """Who has it: extras.Tracing."""
+    """Who has it: extras.tracing."""
 
     @property
     def traces(self) -> Traced | None:

@@ -43,7 +43,7 @@ def test_the_limits_of_a_cgroup(tmp_path: Path, membership: str, files: dict[str
 def test_our_own_size_grows_with_what_we_hold_and_shrinks_again() -> None:
     """In a process of its own: in this one, other tests may have left room that is taken first."""
     code = """
-from lbproxy.control.memory import Memory
+from lbproxy.control.telemetry.memory import Memory
 memory = Memory()
 before = memory.rss_bytes()
 held = bytearray(b"x") * (64 << 20)
