@@ -187,7 +187,7 @@ class Balancer:
         return changed
 
     def first_byte(self, ticket: Ticket, *, now: float) -> None:
-        """The first byte of a good answer's body came. Later calls for the same ticket are no-ops."""
+        """The first byte of a good response's body came. Later calls for the same ticket are no-ops."""
         if ticket.state is TicketState.PLACED and ticket.first_byte_at is None:
             ticket.first_byte_at = now
             state = ticket.where
@@ -252,7 +252,7 @@ class Balancer:
         detail: str = "",
         refused: bool = False,
     ) -> Verdict:
-        """What follows an attempt that failed before anything of an answer's body went to the client.
+        """What follows an attempt that failed before anything of a response's body went to the client.
 
         `earlier`: why the same request's earlier attempts failed; `detail` is for the log; `refused`: nothing listens
         there. Does not close the ticket.
@@ -343,7 +343,7 @@ class Balancer:
         self._endpoints.ask_load(uid, ask)
 
     def report_load(self, ticket: Ticket, report: LoadReport | None, *, now: float) -> None:
-        """A load report came with a placed request's answer; None = it was malformed."""
+        """A load report came with a placed request's response; None = it was malformed."""
         self._endpoints.report_load(ticket.where, report, answered=ticket.first_byte_at is not None, now=now)
 
     def report_restart(self, uid: EndpointUid) -> None:

@@ -56,7 +56,7 @@ def _figures(due: Sequence[Seen], wrong: Sequence[Seen]) -> Figures:
 
 
 def shares(heads: Iterable[tuple[float, str]], names: Sequence[str], since_s: float) -> dict[str, float]:
-    """Each server's share of the answers that began since then; all 0 if there were none."""
+    """Each server's share of the responses that began since then; all 0 if there were none."""
     counts = Counter(name for at_s, name in heads if at_s >= since_s)
     total = max(1, counts.total())
     return {name: counts[name] / total for name in names}

@@ -1,7 +1,7 @@
 """Clients that send everyday traffic, open loop, and note what became of each request.
 
-Only what the wire shows is believed: an answer is good if its status was 200 and it is whole, a stream's with `[DONE]`.
-Times count from when a request was due, so that a client that is late does not make the fleet look fast.
+Only what the wire shows is believed: a response is good if its status was 200 and it is whole, a stream's with
+`[DONE]`. Times count from when a request was due, so that a client that is late does not make the fleet look fast.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import aiohttp
 from lbproxy.sim.workloads.mix import Ask, body
 
 TIMEOUT_S = 300.0
-"""For one answer: a patient client's."""
+"""For one response: a patient client's."""
 DONE = b"data: [DONE]"
 ERROR = b'data: {"error"'
 
@@ -60,7 +60,7 @@ class Load:
         self.seen: list[Seen] = []
         """Those that have ended."""
         self.heads: deque[tuple[float, str]] = deque(maxlen=1000)
-        """The last answers that began: when, since the begin, and from whom. A stream's head comes at once."""
+        """The last responses that began: when, since the begin, and from whom. A stream's head comes at once."""
         self.running = 0
         self._url = url
         self._model = model
@@ -73,7 +73,7 @@ class Load:
         return 0.0 if self._began_at is None else time.monotonic() - self._began_at
 
     async def run(self) -> None:
-        """Send everything when it is due, and wait for the last answer. Cancel it to leave at once."""
+        """Send everything when it is due, and wait for the last response. Cancel it to leave at once."""
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http, asyncio.TaskGroup() as group:

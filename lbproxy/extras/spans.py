@@ -2,7 +2,7 @@
 
 Names are those of the semantic conventions for HTTP (stable) and for generative AI (in development) where they have
 one, and begin with `lbproxy.` where they have none. What is about generative AI stands on the span of the request
-alone, which covers all attempts: tokens must not be counted twice. Nothing of a prompt or an answer is in any.
+alone, which covers all attempts: tokens must not be counted twice. Nothing of a prompt or a response is in any.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OPERATIONS = {
 """`gen_ai.operation.name` and `gen_ai.provider.name`, which says whose API it is, by route."""
 _METHODS = frozenset(HTTPMethod)
 _BROKE = frozenset({Outcome.UPSTREAM_BROKE, Outcome.CUT})
-"""The answer was not whole, whatever its status said."""
+"""The response was not whole, whatever its status said."""
 _ANSWERED = _BROKE | {Outcome.COMPLETED, Outcome.CLIENT_CLOSED}
 """The record's status is the endpoint's."""
 _STATUS = {one: one.value.status for one in Outcome}
@@ -132,7 +132,7 @@ def _waits(trace: Trace, ended_at: float) -> Iterator[tuple[float, float]]:
 
 
 def _error(record: RequestRecord) -> str | None:
-    """`error.type` of a request that did not get a whole answer, or one that says that the server failed."""
+    """`error.type` of a request that did not get a non-streaming response, or one that says that the server failed."""
     outcome = record.outcome
     if outcome in _BROKE or (outcome is not Outcome.COMPLETED and _STATUS[outcome] >= 500):
         return outcome.label
@@ -211,7 +211,7 @@ def _attempt(record: RequestRecord, attempt: Attempt, number: int) -> _Facts:
             facts |= _pick(made)
     if attempt.failure is None:
         status = record.status if record.outcome in _ANSWERED else 0
-        # An answer that blames whoever asked is an error where it was asked for.
+        # A response that blames whoever asked is an error where it was asked for.
         error = _error(record) or (str(status) if status >= 400 else None)
         facts |= _some({"lbproxy.predicted_cached_tokens": record.predicted_cached_tokens})
     else:

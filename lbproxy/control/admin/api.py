@@ -89,7 +89,7 @@ class Route:
 
 
 class ApiError(Exception):
-    """An answer that is no success."""
+    """A response that is no success."""
 
     def __init__(self, status: int, code: str, message: str, problems: list[str] | None = None) -> None:
         super().__init__(message)

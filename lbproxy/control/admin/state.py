@@ -37,7 +37,7 @@ class Front(Protocol):
 
     @property
     def running(self) -> int:
-        """Requests that were read and have no whole answer yet."""
+        """Requests that were read and have no non-streaming response yet."""
         ...
 
     @property

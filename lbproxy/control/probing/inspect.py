@@ -19,7 +19,7 @@ from lbproxy.core.requests.openai import ModelCard, made_up_card
 from lbproxy.net.connections.pool import ConnectionPool
 
 FIRST_SCRAPE_TIMEOUT_S = 3.0
-"""The scraper tries again at once; here one answer decides, and the first page of a cold server may be slow."""
+"""The scraper tries again at once; here one response decides, and the first page of a cold server may be slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Inspection:
     lacking: tuple[str, ...]
     """Signals that its engine never shows."""
     asks_load: bool | None
-    """Whether its answers would be asked for load reports; None = its engine has none, or it is not known."""
+    """Whether its responses would be asked for load reports; None = its engine has none, or it is not known."""
     load: LoadMetrics | None
     """What they said."""
     said: Description | None

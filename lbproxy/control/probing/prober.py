@@ -3,7 +3,7 @@
 It reports; the Balancer judges. One prober per endpoint, so an endpoint that hangs, lies or is gone slows no other.
 Invariants:
 
-- An endpoint that was not up is asked for its models before the answer that may bring it up is reported: no request
+- An endpoint that was not up is asked for its models before the response that may bring it up is reported: no request
   ever sees an endpoint that is up with unknown or old models, unless it cannot or will not say.
 - A failed question about models changes nothing: what an endpoint said last holds until it says something else.
 - An endpoint whose models the settings say is never asked for them.

@@ -133,7 +133,7 @@ def _target(endpoint: EndpointSpec, own: Origin, port: int | None, path: str, pl
 
 
 async def fetch_page(target: Target, connections: ConnectionPool, *, timeout_s: float, max_bytes: int) -> bytes:
-    """One metrics page. Raises ScrapeError also if the answer is no such page."""
+    """One metrics page. Raises ScrapeError also if the response is no such page."""
     origin, path = target.origin, target.path
     try:
         answer = await fetch(connections, origin, path, timeout_s=timeout_s, max_bytes=max_bytes, key=target.key)
@@ -221,7 +221,7 @@ class Scraper:
         self._good_at: float | None = None
         """When the last good scrape was sent, or scraping began."""
         self._asks_load: bool | None = None
-        """Its answers are to bring load reports. None = what an earlier scraper of it found out."""
+        """Its responses are to bring load reports. None = what an earlier scraper of it found out."""
         self._complained = False
         self._missing_logged: set[str] = set()
 

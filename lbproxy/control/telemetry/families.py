@@ -105,7 +105,7 @@ class Totals:
     first_bytes: list[int]
     """Streams by time to their first byte: by its bucket."""
     tokens: int
-    """Of answers."""
+    """Of responses."""
     requests: int = 0
     errors: int = 0
     """Those of them that an endpoint or lbproxy failed."""

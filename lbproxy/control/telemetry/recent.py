@@ -48,7 +48,7 @@ FULL: Final[dict[str, str]] = {
 }
 """What an endpoint that is full did: by `core.observed.learned.FULL_BY`."""
 MAX_SUMMARIES: Final = 1000
-"""Requests that one answer lists."""
+"""Requests that one response lists."""
 MAX_TRANSITIONS: Final = 100
 
 
@@ -128,7 +128,7 @@ def _digest(records: list[RequestRecord]) -> Fields:
 
 
 def _is_timed(record: RequestRecord) -> bool:
-    """The first byte of an answer that is no stream is its end."""
+    """The first byte of a response that is no stream is its end."""
     return record.stream and record.first_byte_at is not None and record.placed_at is not None
 
 

@@ -116,7 +116,7 @@ class _RouteTimes:
     def __init__(self) -> None:
         self.duration = Histogram(DURATION_BUCKETS)
         self.first_byte = {stream: Histogram(FIRST_BYTE_BUCKETS) for stream in (False, True)}
-        """By whether a stream was wanted: the first byte of a whole answer is its end."""
+        """By whether a stream was wanted: the first byte of a non-streaming response is its end."""
 
 
 class Telemetry:
@@ -144,9 +144,9 @@ class Telemetry:
         self._attempts = 0
         self._retries = 0
         self._tokens = [0, 0]
-        """Of prompts and of answers."""
+        """Of prompts and of responses."""
         self._cached_tokens = [0.0, 0.0]
-        """Of prompts, as expected and as endpoints said, over the answers that say."""
+        """Of prompts, as expected and as endpoints said, over the responses that say."""
         self._request_bytes = 0
         self._response_bytes = 0
         self._transitions: defaultdict[tuple[str, str], int] = defaultdict(int)

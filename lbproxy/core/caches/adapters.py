@@ -229,9 +229,9 @@ class AdapterTable:
 
     def slot_wait_ms(self, adapter: str, answer_ms: float) -> float:
         """How long until a slot becomes free there for an adapter that has none, every slot being in use. `answer_ms`:
-        how long one whole answer takes to decode.
+        how long one non-streaming response takes to decode.
 
-        Half an answer, and more the more requests keep even the least used one there; and as long again for each other
+        Half a response, and more the more requests keep even the least used one there; and as long again for each other
         adapter that waits before it.
         """
         ahead = 0

@@ -1,4 +1,4 @@
-"""How large an endpoint's prefix cache is, learned from what its answers say was cached: for engines that do not say.
+"""How large an endpoint's prefix cache is, learned from what its responses say was cached: for engines that do not say.
 
 An engine evicts what was used longest ago. So a block is still there exactly if all that is in use, and all that was
 used since the block was, fits into the cache beside it. That much is the block's *distance*, in tokens (the literature:

@@ -135,17 +135,7 @@ class PrefixIndex:
 
     def longest(self, keys: tuple[BlockKey, ...]) -> int:
         """The deepest match of any endpoint."""
-        node, depth = self.root, 0
-        while depth < len(keys):
-            child = self.child(node, keys[depth])
-            if child is None:
-                break
-            same = _common(child.keys, keys, depth)
-            depth += same
-            if same < len(child.keys):
-                break
-            node = child
-        return depth
+        return max(self.match(keys), default=0)
 
     # For EndpointCache
 

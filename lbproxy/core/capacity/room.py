@@ -1,4 +1,4 @@
-"""How much more may go to one endpoint now, and how long a request waits there: one answer for price, deadlines,
+"""How much more may go to one endpoint now, and how long a request waits there: one response for price, deadlines,
 overload and whoever asks why.
 
 An endpoint is full in one of three ways, each with an owner of its own:

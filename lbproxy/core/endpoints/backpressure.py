@@ -1,4 +1,4 @@
-"""Endpoints that answer "not now", or fail fast, get no requests for a moment while others can take them.
+"""Endpoints that response "not now", or fail fast, get no requests for a moment while others can take them.
 
 Without this they would attract traffic: who refuses at once is always the least loaded. It is a preference and no
 verdict, which is for `core.endpoints.breaker`: when every candidate is backing off, all of them are asked, as if none
@@ -7,7 +7,7 @@ were.
 - 429 and 503 say it themselves: the endpoint is left alone for a second, and for twice as long each time after that.
   What fails while it is left alone was sent before, or because nobody else was there, and is no further time: a server
   that refuses fifty requests at once refused once, not fifty times.
-- 500 may be the request's fault, and only the third in a row without a good answer between counts (a vLLM that drains
+- 500 may be the request's fault, and only the third in a row without a good response between counts (a vLLM that drains
   answers 500 to everything while its /health is 200). The breaker hears of it when another endpoint did better.
 """
 
@@ -44,7 +44,7 @@ class Backpressure:
             self.until = max(self.until, state.backing_off_until)
 
     def answered(self, state: EndpointState) -> None:
-        """`state` gave a good answer."""
+        """`state` gave a good response."""
         state.refusals = 0
 
     def willing(self, candidates: Sequence[EndpointState], *, now: float) -> Sequence[EndpointState]:

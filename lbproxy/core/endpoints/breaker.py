@@ -2,8 +2,8 @@
 
 It judges; the endpoint set acts (see `core.endpoints.endpoint_set`). Three ways lead out:
 
-- So many faults in a row: no connection, a reset, garbage, 502, 504, no answer in time, an answer that broke.
-- Too small a share of good answers in the last 30 s. Here a 500 counts too, but only when another endpoint did better
+- So many faults in a row: no connection, a reset, garbage, 502, 504, no response in time, a response that broke.
+- Too small a share of good responses in the last 30 s. Here a 500 counts too, but only when another endpoint did better
   with the same request, or could not be asked: a request that fails everywhere is its own fault (`Ticket.accused`).
 - No progress: see `core.endpoints.progress`.
 
@@ -56,7 +56,7 @@ class Breaker:
         """Good answers in the current slot of the window."""
         self.bad = 0
         self.in_row = 0
-        """Faults since the last good answer."""
+        """Faults since the last good response."""
         self._good = [0] * (SLOTS - 1)
         self._bad = [0] * (SLOTS - 1)
         """The slots before."""
@@ -70,7 +70,7 @@ class Breaker:
         """When the ejection ends."""
 
     def turn(self, now: float) -> None:
-        """Forget what is older than the window. To be told at least once a second, else good answers look younger."""
+        """Forget what is older than the window. To be told at least once a second, else good responses look younger."""
         turns = int((now - self._turned_at) / SLOT_S)
         if turns <= 0:
             return
@@ -81,7 +81,7 @@ class Breaker:
             self.good = self.bad = 0
 
     def fault(self, kind: FailureKind | None, now: float) -> tuple[Cause, str] | None:
-        """An attempt failed (None: its answer broke). The cause and reason, if that is one too many."""
+        """An attempt failed (None: its response broke). The cause and reason, if that is one too many."""
         settings = self.settings
         self.turn(now)
         self.bad += 1

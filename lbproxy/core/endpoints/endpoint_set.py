@@ -298,7 +298,7 @@ class EndpointSet:
             state.in_flight_at_scrape = state.in_flight
 
     def report_scrape(self, uid: EndpointUid, metrics: LoadMetrics) -> None:
-        """A scrape's good answer. A failed scrape is not reported: the old values age."""
+        """A scrape's good response. A failed scrape is not reported: the old values age."""
         state = self._states.get(uid)
         if state is None:
             return
@@ -357,7 +357,7 @@ class EndpointSet:
             state.asks_load = ask
 
     def report_load(self, state: EndpointState, report: LoadReport | None, *, answered: bool, now: float) -> None:
-        """A load report came with an answer of an endpoint; None = it was malformed. What it names is of now.
+        """A load report came with a response of an endpoint; None = it was malformed. What it names is of now.
 
         `answered`: the request that brought it is not among those that await their first byte.
         """

@@ -57,7 +57,7 @@ class Event(Enum):
     TIME_OVER = "time over"
     """Its ejection has lasted long enough."""
     PROVED = "proved"
-    """A trial request got a good answer, or, where that proves something, two probes did."""
+    """A trial request got a good response, or, where that proves something, two probes did."""
 
 
 TABLE: dict[tuple[Health, Event], Health] = {

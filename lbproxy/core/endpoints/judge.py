@@ -6,7 +6,7 @@ and asks `core.endpoints.breaker` whether failures are too many. Which endpoints
 decides. Invariants:
 
 - Every move goes through `_move`, makes one `Transition`, and ends the trial that was under way.
-- A trial request decides once: by a good answer's first byte, by a failure, or, if it ends otherwise, not at all.
+- A trial request decides once: by a good response's first byte, by a failure, or, if it ends otherwise, not at all.
 - Failures count only against members that are up: those of older requests say nothing about a trial.
 """
 
@@ -134,8 +134,8 @@ class Judge:
     # The breaker's word
 
     def answered(self, state: EndpointState, accused: EndpointState | None, *, trial: bool, now: float) -> None:
-        """The first byte of a good answer came. `accused`: the endpoint that answered 500 to the same request; `trial`:
-        it tried `state`.
+        """The first byte of a good response came. `accused`: the endpoint that answered 500 to the same request;
+        `trial`: it tried `state`.
         """
         if accused is not None:
             self._count(accused, FailureKind.ERROR, "answered 500 to a request that another could answer", now)
@@ -198,8 +198,8 @@ class Judge:
         return state.trial
 
     def trial_ended(self, state: EndpointState, outcome: Outcome, *, now: float) -> None:
-        """A trial ticket closes that brought neither a good answer's first byte nor a failure."""
-        if outcome is Outcome.COMPLETED:  # an answer without a body, or a refusal like 400: it works
+        """A trial ticket closes that brought neither a good response's first byte nor a failure."""
+        if outcome is Outcome.COMPLETED:  # a response without a body, or a refusal like 400: it works
             self._proved(state, now)
         else:
             self._release_trial(state)

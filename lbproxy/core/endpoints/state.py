@@ -73,11 +73,11 @@ class EndpointState:
     said_at_most: bool = False  # or less
     said_slots: int | None = None  # how many requests it runs at once, by its own word
     refusals: int = 0
-    """Attempts in a row that it refused or failed, without a good answer between."""
+    """Attempts in a row that it refused or failed, without a good response between."""
     backing_off_until: float = float("-inf")
     """Until then it gets requests only if nobody else can take them: see `core.endpoints.backpressure`."""
     trial: Trial | None = None
-    """The request that tries it and has no answer yet, while it is half open or down."""
+    """The request that tries it and has no response yet, while it is half open or down."""
     tried_at: float = float("-inf")
     """When the last of those was placed."""
     dialled_at: float = float("-inf")

@@ -53,7 +53,7 @@ class EngineTable:
     lora: Signal = ()
     """Not among `SIGNALS`: an endpoint without adapters does not show it, and lacks nothing."""
     load_reports: bool = False
-    """Its answers say its load in a header if they are asked to: see `core.engines.orca`."""
+    """Its responses say its load in a header if they are asked to: see `core.engines.orca`."""
     reports_one_rank: bool = False
     """And each such report is of one process and one rank: not asked for where a page shows that there are more."""
     prefix: str | None = None

@@ -1,7 +1,7 @@
 """Load reports that come with responses (ORCA), in the header `endpoint-load-metrics`.
 
 An engine that is asked for them (by the request header `endpoint-load-metrics-format: TEXT` or `JSON`) says its load
-with each answer that is no stream: fresh, and without a scrape. vLLM 0.11 and later does so, with its queue and its
+with each response that is no stream: fresh, and without a scrape. vLLM 0.11 and later does so, with its queue and its
 cache; it does not say how many requests run. Forms, by gRPC's proposal A51 and Envoy's parser:
 
     endpoint-load-metrics: TEXT named_metrics.kv_cache_usage_perc=0.4, named_metrics.num_requests_waiting=1

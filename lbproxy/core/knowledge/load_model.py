@@ -143,7 +143,7 @@ class LoadModel:
         return placement
 
     def first_byte(self, placement: Placement, now: float) -> None:
-        """The answer to a placed request begins. Of one that does not stream this is the end."""
+        """The response to a placed request begins. Of one that does not stream this is the end."""
         work, speed = self.work, self.speed
         if placement not in work.pending:
             return
@@ -243,7 +243,7 @@ class LoadModel:
         """A scrape. `others`: requests that it saw and that are not ours; `queued`: those of them that wait.
 
         Gauges lag behind our own counts, and what lags looks like others' load: a little of it is not believed, and
-        the rest when two scrapes in a row say so; but a queue that was `reported` with an answer is of this moment.
+        the rest when two scrapes in a row say so; but a queue that was `reported` with a response is of this moment.
         """
         kv = self.kv
         if metrics.kv_blocks and metrics.block_size_tokens:

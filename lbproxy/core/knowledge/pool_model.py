@@ -32,7 +32,7 @@ class PoolModel:
         self.token_ms = 0.1
         """Prefill time per uncached token (rG)."""
         self.output_tokens = 200.0
-        """Mean length of an answer (O)."""
+        """Mean length of a response (O)."""
         self.hit_ratio = 0.3
         """Share of prompt tokens that was predicted to be cached (hr)."""
         self.bytes_per_token = 4.0

@@ -56,7 +56,7 @@ class PoolLearned:
     base_ms: float
     bytes_per_token: float
     answer_tokens: float
-    """Mean length of an answer."""
+    """Mean length of a response."""
     hit_ratio: float
     """Share of prompt tokens that was expected to be cached."""
     adapter_load_ms: float

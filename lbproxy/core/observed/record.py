@@ -35,7 +35,7 @@ class RequestRecord:
     status: int = 0
     outcome: Outcome = Outcome.INTERNAL_ERROR
     failed: tuple[tuple[str, str], ...] = ()
-    """The attempts that failed before an answer: the endpoint's name, and the outcome's code."""
+    """The attempts that failed before a response: the endpoint's name, and the outcome's code."""
     error: str | None = None
     """What went wrong, for the log; may name addresses, so it never goes to a client."""
     request_bytes: int = 0

@@ -124,7 +124,7 @@ class Choice:
         return members
 
     def _why_nobody(self, ticket: Ticket) -> Outcome | None:
-        """Nobody may be asked: the outcome; None = an endpoint that is not judged yet may bring the answer."""
+        """Nobody may be asked: the outcome; None = an endpoint that is not judged yet may bring the response."""
         if ticket.avoid:
             return Outcome.NO_ENDPOINTS
         if self._endpoints.any_starting():

@@ -11,7 +11,7 @@ from lbproxy.config.sections.flows import FlowSettings
 ANONYMOUS: Final = "anonymous"
 """The flow of requests that say nothing of theirs."""
 FIRST_GUESS_TOKENS: Final = 200.0
-"""Of an answer, before a flow had any."""
+"""Of a response, before a flow had any."""
 MINUTE_S: Final = 60.0
 MAX_RETRY_AFTER_S: Final = 60.0
 
@@ -94,7 +94,7 @@ class Flow:
         """Virtual time at which what it was charged is over, as of `paid_at`."""
         self.paid_at = now
         self.answer_tokens = FIRST_GUESS_TOKENS
-        """Mean length of its answers."""
+        """Mean length of its responses."""
         self.served_tokens = 0.0
         """All that it was charged, ever."""
         self.refused = 0

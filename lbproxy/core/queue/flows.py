@@ -6,7 +6,7 @@ requests of several flows wait at one priority, they are served by start-time fa
 has the earliest is next, and is charged what its request costs by its weight. A flow that was away begins at the
 virtual time of now: it has saved nothing up and owes nothing but what it still has in flight. What it owes halves every
 `half_life`, so that nobody does penance for an hour. A cost is an uncached prompt token, and `OUTPUT_COST` for each
-token of the answer (as in VTC: Sheng et al., 2024): guessed when a request is placed, put right as it goes along.
+token of the response (as in VTC: Sheng et al., 2024): guessed when a request is placed, put right as it goes along.
 
 The limits: requests at endpoints at a time (more of them wait, parked by the queue), requests and tokens a minute (a
 bucket each; who finds it empty is refused).
@@ -39,7 +39,7 @@ MAX_FLOWS: Final = 1024
 OTHERS: Final = "others"
 """The flow of those that find no room in the table."""
 OUTPUT_COST: Final = 2.0
-"""Of a token of the answer, beside one of the prompt that is not cached."""
+"""Of a token of the response, beside one of the prompt that is not cached."""
 BYTES_PER_TOKEN: Final = 4.0
 """Where nobody looks at prompts."""
 FIRST_BINARY_TOKENS: Final = 1000.0
@@ -165,7 +165,7 @@ class Flows:
         flow.served_tokens += cost
 
     def progress(self, ticket: Ticket, tokens: int, now: float) -> None:
-        """So many more tokens of the answer came: those beyond the guess are charged as they come."""
+        """So many more tokens of the response came: those beyond the guess are charged as they come."""
         ticket.answered += tokens
         flow = ticket.flow
         assert flow is not None

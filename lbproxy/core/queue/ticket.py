@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Final
 
 from lbproxy.core.capacity.line import Line
 from lbproxy.core.endpoints.endpoint import EndpointUid
@@ -13,6 +14,9 @@ from lbproxy.core.policies.explain import Decision
 from lbproxy.core.queue.flow import Flow, Refusal
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest
+
+LONG_AGO: Final = float("-inf")
+"""A constant, as what a class has for its defaults is worked out for each ticket."""
 
 
 class TicketState(Enum):
@@ -60,12 +64,12 @@ class Ticket:
     best_wait_s: float = 0.0
     """How long the wait for it was predicted to be, with how much prefill work there, and when."""
     best_tokens: float = 0.0
-    priced_at: float = float("-inf")
+    priced_at: float = LONG_AGO
     reserved: tuple[Line, float, float] | None = None  # its place in the line of `best`: the line, work, tokens
     retry_after_s: float | None = None  # when there will be room, if it closed for want of that
     work_tokens: float = 0.0
     """While WAITING: the least prefill work that any endpoint would have with it, as of `work_at`."""
-    work_at: float = float("-inf")
+    work_at: float = LONG_AGO
     flow: Flow | None = None
     """Set by the Balancer at once."""
     counted = False
@@ -74,7 +78,7 @@ class Ticket:
     billed: float = 0.0
     """While PLACED: what its flow was charged, and the tokens that count for its limit."""
     answered = 0
-    """Tokens of the answer so far."""
+    """Tokens of the response so far."""
     refusal: Refusal | None = None
     """If it closed because of its flow's limit: which."""
     trial: Trial | None = None

@@ -42,7 +42,7 @@ class BodyFacts(NamedTuple):
     model: str | None
     stream: bool = False
     max_tokens: int | None = None
-    """The longest answer that is wanted; None = not said, or not in numbers."""
+    """The longest response that is wanted; None = not said, or not in numbers."""
     cache_salt: str | None = None
     """vLLM's: requests share cached prefixes only with those that have the same."""
     fields: Mapping[str, object] = MappingProxyType({})

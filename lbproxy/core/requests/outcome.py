@@ -49,11 +49,11 @@ class Outcome(Enum):
     """
 
     COMPLETED = OutcomeFacts("completed", 0)
-    """The endpoint's answer went out whole, whatever its status."""
+    """The endpoint's response went out whole, whatever its status."""
     UPSTREAM_BROKE = OutcomeFacts("upstream_broke", 0)
     """The endpoint failed after its first byte went out: the client saw the break."""
     CUT = OutcomeFacts("lb_shutdown", 0, "server_error")
-    """We stopped and the answer was not out when the drain's deadline came: the client saw the break."""
+    """We stopped and the response was not out when the drain's deadline came: the client saw the break."""
     CLIENT_CLOSED = _bad("client_closed_request", 499, "The client closed the request.", close=True)
 
     BAD_REQUEST = _bad("bad_request", 400, "The request is not valid HTTP/1.1.", close=True)

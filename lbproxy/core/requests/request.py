@@ -21,7 +21,7 @@ class InferenceRequest(NamedTuple):
     """One key for each full block of the prompt, each standing for all up to it: see
     `core.requests.prompt_keys.hash_prompt`."""
     max_tokens: int | None = None
-    """The longest answer that the client takes; None = it did not say."""
+    """The longest response that the client takes; None = it did not say."""
     priority: int = 0
     """Higher goes first; below 0 is shed first."""
     session: str | None = None

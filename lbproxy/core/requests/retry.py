@@ -37,11 +37,11 @@ class FailureKind(Enum):
     """A kept connection turned out to be closed just when a request went out: the keep-alive race, nobody's fault. It
     goes out again on a new connection to the same endpoint; no attempt has failed."""
     RESET = "reset"
-    """Reset or closed before the answer's head was whole, on a new connection."""
+    """Reset or closed before the response's head was whole, on a new connection."""
     PROTOCOL = "protocol"
     """What came is not HTTP, or is ambiguous."""
     TIMEOUT = "timeout"
-    """No answer in time."""
+    """No response in time."""
     EXHAUSTED = "exhausted"
     """We have no file descriptor or buffer left: our fault, not the endpoint's."""
     BUSY = "busy"
@@ -87,7 +87,7 @@ class Verdict:
     again: bool
     """Try another endpoint."""
     outcome: Outcome
-    """How the attempt ended; and the request too, if it is not tried again and has no answer to pass on."""
+    """How the attempt ended; and the request too, if it is not tried again and has no response to pass on."""
     delay_s: float = 0.0
     """Wait so long first."""
 

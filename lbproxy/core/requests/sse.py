@@ -1,9 +1,9 @@
-"""Watchers over the payload of an answer that is relayed verbatim. They see every byte and alter none.
+"""Watchers over the payload of a response that is relayed verbatim. They see every byte and alter none.
 
-They answer what must be known while an answer goes by, or when it breaks or ends: whether a token came yet and how many
-events did, what the endpoint says that it used, whether the last byte ended an event (only there may an error event
-follow), and, for a body that no framing ends, whether it claims to be whole. Each piece costs a few searches at C speed
-and a copy of some bytes; nothing is parsed before the end.
+They answer what must be known while a response goes by, or when it breaks or ends: whether a token came yet and how
+many events did, what the endpoint says that it used, whether the last byte ended an event (only there may an error
+event follow), and, for a body that no framing ends, whether it claims to be whole. Each piece costs a few searches at C
+speed and a copy of some bytes; nothing is parsed before the end.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _beginning(data: bytes, start: int, end: int) -> bytes:
 
 
 def read_usage(body: bytes) -> Usage | None:
-    """The usage of an answer that came in one piece."""
+    """The usage of a response that came in one piece."""
     at = body.rfind(_USAGE)
     return None if at < 0 else _read_counts(body[at : at + _USAGE_BYTES])
 

@@ -1,4 +1,4 @@
-"""One small answer, whole: what the probes and scrapes need. Bounded in time and size; no redirect is followed and no
+"""One small response, whole: what the probes and scrapes need. Bounded in time and size; no redirect is followed and no
 encoding undone, so that an endpoint cannot lead us elsewhere or send a bomb.
 """
 
@@ -35,7 +35,7 @@ async def fetch(
 async def send(  # noqa: PLR0913 - a request's four parts
     pool: ConnectionPool, origin: Origin, method: str, head: bytes, body: bytes, *, timeout_s: float, max_bytes: int
 ) -> Answer:
-    """Send a request, whole. Raises UpstreamError: PROTOCOL also if the answer's body is larger than `max_bytes`,
+    """Send a request, whole. Raises UpstreamError: PROTOCOL also if the response's body is larger than `max_bytes`,
     TIMEOUT if the whole takes longer than `timeout_s`, as `pulse` counts. A kept connection that turns out to be closed
     costs nothing.
     """
@@ -85,9 +85,9 @@ class _Collector:
         # A failure is a result here: an exception that a cancelled task never fetches would be logged as lost.
         self.result: asyncio.Future[Answer | UpstreamError] = asyncio.get_running_loop().create_future()
         self._connection: Connection | None = connection
-        """None: the answer is whole, and the connection may be another's by now."""
+        """None: the response is whole, and the connection may be another's by now."""
         self._left = max_bytes
-        self._body = bytearray()  # not a list of pieces: an answer of two bytes a chunk would be 20 times its size
+        self._body = bytearray()  # not a list of pieces: a response of two bytes a chunk would be 20 times its size
         self._head: ResponseHead | None = None
 
     def whole(self, head: ResponseHead, body: bytes) -> None:
@@ -96,7 +96,7 @@ class _Collector:
         self.ended()
 
     def let_go(self) -> None:
-        """Nobody waits for the answer any more: close the connection, unless the answer was whole."""
+        """Nobody waits for the response any more: close the connection, unless the response was whole."""
         self._body.clear()  # an error that is raised keeps us, by its traceback, until the next collection of garbage
         connection, self._connection = self._connection, None
         if connection is not None:

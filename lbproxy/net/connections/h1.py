@@ -279,7 +279,7 @@ class ResponseHead(NamedTuple):
 def parse_head(head: bytes, method: str) -> ResponseHead:
     """Parse a response head, from the status line to the empty line.
 
-    `method` is the request's: the answer to HEAD has no body. Raises ProtocolError.
+    `method` is the request's: the response to HEAD has no body. Raises ProtocolError.
     """
     line = LENGTH_LINE.search(head)
     if line is None:

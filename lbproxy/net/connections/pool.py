@@ -1,7 +1,7 @@
 """Connections to the endpoints: opened, kept for a moment, taken again, and watched for silence.
 
 Theory of operation. A `Connection` is an asyncio protocol that carries one exchange at a time. `send` names a receiver,
-which is called as the answer comes: `head`, then, if it took the body by `relay`, every read in the very callback in
+which is called as the response comes: `head`, then, if it took the body by `relay`, every read in the very callback in
 which it came, then the end. No future and no task stands between the socket and the receiver. A connection returns
 itself to the pool when a message ended cleanly and nothing speaks against it; in every other case it is closed.
 Invariants:
@@ -52,10 +52,10 @@ MAX_INFORMATIONAL: Final = 8
 
 
 class Receiver(Protocol):
-    """Where an answer goes. Called from the connection's own callbacks; must not block."""
+    """Where a response goes. Called from the connection's own callbacks; must not block."""
 
     def whole(self, head: ResponseHead, body: bytes) -> None:
-        """The answer, after any 1xx ones, that came in one piece; its length says so. Nothing follows."""
+        """The response, after any 1xx ones, that came in one piece; its length says so. Nothing follows."""
         ...
 
     def hints(self, head: ResponseHead) -> None:
@@ -75,7 +75,7 @@ class Receiver(Protocol):
         ...
 
     def broke(self, error: UpstreamError) -> None:
-        """There will be no answer, or its body will never be whole. Nothing follows."""
+        """There will be no response, or its body will never be whole. Nothing follows."""
         ...
 
 
@@ -94,7 +94,7 @@ class Connection:
         self._buffer = b""
         """What came of a head that is not whole."""
         self._keeps = False
-        """The answer that is relayed leaves a connection that can be used again."""
+        """The response that is relayed leaves a connection that can be used again."""
         self._method = ""
         self._sent_at = 0.0
         self._informational = 0

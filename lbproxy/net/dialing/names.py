@@ -31,7 +31,7 @@ class _Known:
         self.port = port
         self.is_name = not _is_address(host)
         self.addresses: Sequence[Address] = ()
-        """As of the last good answer."""
+        """As of the last good response."""
         self.asked_at = float("-inf")
         self.asking: asyncio.Task[None] | None = None
         """The resolution that runs."""

@@ -1,8 +1,9 @@
 """Loading and unloading LoRA adapters: one client's call, made at every endpoint of a base model.
 
 Off unless the settings say `lora_management: true`: whoever may ask the models may then change them. What the client
-sends goes to each endpoint as it is; the answer is the worst of their statuses, and what each of them said. An endpoint
-that answered is asked for its models before the client hears of it: the adapter can be used, or is gone, at once.
+sends goes to each endpoint as it is; the response is the worst of their statuses, and what each of them said. An
+endpoint that answered is asked for its models before the client hears of it: the adapter can be used, or is gone, at
+once.
 
 Bounds: `MAX_CALLS` at a time, each to `MAX_AT_ONCE` endpoints at a time, `timeouts.first_byte` for each of them.
 """
@@ -48,7 +49,7 @@ class Said(NamedTuple):
     endpoint: str
     status: int
     body: object
-    """Its answer, parsed if it is JSON."""
+    """Its response, parsed if it is JSON."""
 
 
 class AdapterCalls:
@@ -62,7 +63,7 @@ class AdapterCalls:
     async def make(
         self, request: ClientRequest, request_id: str, *, timeout_s: float, name_endpoints: bool
     ) -> tuple[int, bytes]:
-        """The status and the body of the answer. Raises LbError if nobody was asked.
+        """The status and the body of the response. Raises LbError if nobody was asked.
 
         Cancelled, it stops: some of the endpoints may have done it then.
         """

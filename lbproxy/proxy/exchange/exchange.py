@@ -1,4 +1,4 @@
-"""One request from its place in the balancer to the end of its answer: attempts, the commit point, the relay.
+"""One request from its place in the balancer to the end of its response: attempts, the commit point, the relay.
 
 Theory of operation. An `Exchange` is driven by callbacks alone, of the runtime (a place was found), of the pool (a
 connection was made) and of that connection (its response arrived, or it broke); no task waits for it, which is most of
@@ -45,8 +45,8 @@ Work: TypeAlias = asyncio.Task[None] | Connection | Relay | asyncio.TimerHandle 
 
 
 class Exchange(ABC):
-    """One request's way; a net.connections.pool.Receiver until an answer is taken. Who makes one says how it is refused
-    and ended.
+    """One request's way; a net.connections.pool.Receiver until a response is taken. Who makes one says how it is
+    refused and ended.
 
     What has a default lives in the class until it is set: one is made for every request.
     """
@@ -254,10 +254,10 @@ class Exchange(ABC):
         head = request.head_for(state.endpoint, record.id, forwarded, ask_load=state.asks_load, trace=record.trace)
         connection.send(request.method, head, request.body, self, self._shared.limits)
 
-    # net.connections.pool.Receiver, until an answer is taken
+    # net.connections.pool.Receiver, until a response is taken
 
     def whole(self, head: ResponseHead, body: bytes) -> None:
-        """A short answer came in one piece: what `head` and a relay would do, in one step."""
+        """A short response came in one piece: what `head` and a relay would do, in one step."""
         try:  # as `_guarded` does, which costs more
             self._take_whole(head, body)
         except Exception:  # noqa: BLE001 - logged there, with its traceback
@@ -331,7 +331,7 @@ class Exchange(ABC):
         raise AssertionError("an end before its head")
 
     def broke(self, error: UpstreamError) -> None:
-        """The attempt failed before any of an answer came."""
+        """The attempt failed before any of a response came."""
         self._guarded(self._fail, error)
 
     def _fail(self, error: UpstreamError) -> None:
@@ -420,7 +420,7 @@ class Exchange(ABC):
         self._again(verdict.delay_s)
 
     def _may_do_better(self, status: int) -> bool:
-        """Whether to drop this answer and ask another endpoint, which is then under way."""
+        """Whether to drop this response and ask another endpoint, which is then under way."""
         ticket, runtime = self._ticket, self._shared.runtime
         assert ticket is not None
         kind = STATUS_FAILURES[status]

@@ -1,4 +1,4 @@
-"""The way of an answer from an endpoint's connection to a client's transport, from its head to the last byte.
+"""The way of a response from an endpoint's connection to a client's transport, from its head to the last byte.
 
 Theory of operation. After the head, every read of the endpoint's goes to the client in the same callback, the
 chunk framing included, unchanged; scanners look on. Only a client that takes no chunks gets the payload alone.
@@ -16,10 +16,10 @@ Invariants:
 
 - The head goes out with the first body bytes, in one write; that of a stream alone, after `HOLD_HEAD_S`. Never a second
   status line.
-- Until bytes of its body went out an answer can be taken back: vLLM says 200 before it begins with the prompt, refuses
+- Until bytes of its body went out a response can be taken back: vLLM says 200 before it begins with the prompt, refuses
   some of a burst a moment later, and may die in the seconds until the first token. A stream whose head is out goes on
   with the body of another endpoint's; after the first bytes of a body nothing is retried.
-- An answer that broke never looks whole: no terminator, and a reset where a close would look like an end
+- A response that broke never looks whole: no terminator, and a reset where a close would look like an end
   (the tables are in docs/failures.md).
 - The client's connection and the endpoint's pause and die together.
 """
@@ -60,7 +60,7 @@ PROGRESS_S: Final = 0.25
 
 
 class Client(Protocol):
-    """The client's connection, as an answer needs it."""
+    """The client's connection, as a response needs it."""
 
     transport: asyncio.Transport | None
     """None: the client is gone."""
@@ -85,12 +85,12 @@ class Asking(Protocol):
 
     @property
     def client(self) -> Client:
-        """Where the answer goes."""
+        """Where the response goes."""
         ...
 
 
 class Owner(Protocol):
-    """Who has the answer relayed."""
+    """Who has the response relayed."""
 
     def opened(self) -> None:
         """The head of a stream went to the client, alone: any other answer has to be the body of such a stream."""
@@ -121,7 +121,7 @@ class Stage(Enum):
 
 
 class Relay:
-    """One answer: the net.connections.pool.Receiver of its body."""
+    """One response: the net.connections.pool.Receiver of its body."""
 
     __slots__ = (
         "_begun",
@@ -183,7 +183,7 @@ class Relay:
         self._progress_at = 0.0
 
     def begin(self, turn: Asking, own_fields: str, *, opened: Relay | None) -> None:
-        """Take the answer's body. It may be whole, or broken, when this returns.
+        """Take the response's body. It may be whole, or broken, when this returns.
 
         `opened`: the client has its head, of a stream, and this one goes on with it; `can_go_on` said that it can.
         """
@@ -294,7 +294,7 @@ class Relay:
             self._break(outcome, LbError(outcome, f"{text} after {self._events} events"), connection)
 
     def _break(self, outcome: Outcome, told: LbError, connection: Connection | None) -> None:
-        """End the answer so that nobody takes it for whole; an event stream is told why, where an event can stand."""
+        """End the response so that nobody takes it for whole; an event stream is told why, where an event can stand."""
         self.client_reusable = False
         if not self._chunked and self._head.length is None:
             self._reset(outcome)
@@ -413,7 +413,7 @@ class Relay:
 
     @property
     def usage(self) -> Usage | None:
-        """What the endpoint says that the request used, as far as the answer has come."""
+        """What the endpoint says that the request used, as far as the response has come."""
         return None if self._usage is None else self._usage.usage
 
     def _count(self) -> None:

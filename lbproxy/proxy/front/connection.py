@@ -15,7 +15,7 @@ cannot be known, the connection stays with aiohttp, which can do everything, for
 close is aiohttp's to know (`_close`, `_force_close`), in whichever state. Invariants:
 
 - One request runs at a time, and answers go out in the order of the requests.
-- An answer is written by the front end, never by aiohttp: `KEEP` and `CLOSE` tell aiohttp that it is out.
+- A response is written by the front end, never by aiohttp: `KEEP` and `CLOSE` tell aiohttp that it is out.
 - When the connection is lost, its exchange lets go of the endpoint at once.
 """
 
@@ -75,7 +75,7 @@ FREE, LANE, BEHIND, AIOHTTP = State  # a look-up less for each
 
 
 class _Written(web.StreamResponse):
-    """Tells aiohttp that the answer was written already. Holds no state: one instance serves all requests."""
+    """Tells aiohttp that the response was written already. Holds no state: one instance serves all requests."""
 
     def __init__(self, *, keep_alive: bool) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Turn(Protocol):
     """The request that runs, as its connection needs it."""
 
     keep_alive: bool
-    """What the answer's head will say, as long as it is not written."""
+    """What the response's head will say, as long as it is not written."""
     held_bytes: int
     """Of its body."""
     record: RequestRecord
@@ -106,7 +106,7 @@ class Turn(Protocol):
         ...
 
     def cut(self, why: Outcome) -> None:
-        """Answer with `why` now, or break the answer visibly."""
+        """Answer with `why` now, or break the response visibly."""
         ...
 
     def move_if_stranded(self) -> None:
@@ -131,7 +131,7 @@ class Front(Protocol):
     cork: Cork
 
     def serve_plain(self, plain: ClientRequest, client: ClientConnection) -> None:
-        """Answer a plain request; `client.lane_ended` is called when the answer is out, maybe before this returns."""
+        """Answer a plain request; `client.lane_ended` is called when the response is out, maybe before this returns."""
         ...
 
     def refuse_unread(self, client: ClientConnection, error: LbError) -> None:
@@ -326,14 +326,14 @@ class ClientConnection(web.RequestHandler):
         self._front.serve_plain(plain, self)
 
     def lane_ended(self, keep_alive: bool) -> None:
-        """The plain request's answer is out, as far as it will come."""
+        """The plain request's response is out, as far as it will come."""
         self.state = BEHIND if self._held else FREE
         self._request_in_progress = False
         if self._handler_waiter is not None and not self._handler_waiter.done():
             self._handler_waiter.set_result(None)
         if not keep_alive or self._close or self._force_close:
             self._close = True
-            self._loop.call_soon(self.linger)  # not now: an answer that broke is about to be reset
+            self._loop.call_soon(self.linger)  # not now: a response that broke is about to be reset
             return
         self._idle_since = self._loop.time()
         self._next_keepalive_close_time = self._idle_since + self._keepalive_timeout
@@ -364,7 +364,7 @@ class ClientConnection(web.RequestHandler):
     # The end
 
     def linger(self) -> None:
-        """The last answer was written: close when the client has it. aiohttp has no transport from here on."""
+        """The last response was written: close when the client has it. aiohttp has no transport from here on."""
         transport = self.transport
         if transport is None or transport.is_closing() or not transport.can_write_eof():
             self.force_close()
@@ -393,7 +393,7 @@ class ClientConnection(web.RequestHandler):
 
     @property
     def held_bytes(self) -> int:
-        """What a request takes here: of its body, and of an answer that the client does not take; 0 if none runs."""
+        """What a request takes here: of its body, and of a response that the client does not take; 0 if none runs."""
         if self.turn is None or self.transport is None:
             return 0
         return self.turn.held_bytes + self.transport.get_write_buffer_size()
@@ -420,7 +420,7 @@ class ClientConnection(web.RequestHandler):
     # aiohttp's side
 
     def aiohttp_answered(self) -> None:
-        """aiohttp's handler wrote an answer after which the connection lives on."""
+        """aiohttp's handler wrote a response after which the connection lives on."""
         self._idle_since = self._loop.time()
         if self._owed == 0 and self.is_read:
             self.state = FREE

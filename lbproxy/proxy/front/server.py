@@ -52,7 +52,7 @@ logger = logging.getLogger("lbproxy")
 SEND_BUFFER_BYTES = 128 << 10
 """SO_SNDBUF: without it the kernel alone takes megabytes for each client that does not read."""
 LAST_IDLE_S = 0.5
-"""How long a connection waits for a last request, when we stop and its last answer did not say so."""
+"""How long a connection waits for a last request, when we stop and its last response did not say so."""
 FLUSH_S = 2.0
 """How long a stop waits for what is written already to reach slow clients."""
 MAX_LINE_BYTES = 16 << 10
@@ -180,7 +180,7 @@ class FrontEnd(web.Server):
 
     @property
     def running(self) -> int:
-        """Requests that were read and have no whole answer yet."""
+        """Requests that were read and have no non-streaming response yet."""
         return self._running
 
     def running_records(self) -> list[RequestRecord]:
@@ -188,7 +188,7 @@ class FrontEnd(web.Server):
         return [client.turn.record for client in self._clients() if client.turn is not None]
 
     async def lame_duck(self, within_s: float, *, accepting: bool) -> None:
-        """Serve everybody, but keep no connection alive, so that clients leave: each answer says `Connection: close`.
+        """Serve everybody, but keep no connection alive, so that clients leave: each response says `Connection: close`.
 
         `accepting`: new connections too, for all of the time; else it is over as soon as no connection is left.
         """
@@ -202,8 +202,8 @@ class FrontEnd(web.Server):
     async def stop(self, deadline_s: float) -> int:
         """Accept no connection more, let running requests finish until the deadline, then cut the rest, visibly.
 
-        A connection whose last answer did not say that it ends may bring one more request, if that comes soon: a client
-        that asks again at once must not find it closed under its hands. Returns how many requests were cut.
+        A connection whose last response did not say that it ends may bring one more request, if that comes soon: a
+        client that asks again at once must not find it closed under its hands. Returns how many requests were cut.
         """
         cut = 0
         self._keep_no_connection()

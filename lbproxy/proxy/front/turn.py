@@ -66,7 +66,7 @@ class Turn(Exchange):
         self._front.overload.let_go(self)
 
     def answer(self, status: int, body: bytes, *, allow: str | None = None) -> None:
-        """End with an answer of ours, unless it is over. `allow`: the methods that are allowed here."""
+        """End with a response of ours, unless it is over. `allow`: the methods that are allowed here."""
         if self.step is not OVER:
             self.record.status, self.record.outcome = status, Outcome.COMPLETED
             fields = {"x-request-id": self.record.id} | ({} if allow is None else {"allow": allow})
@@ -75,7 +75,7 @@ class Turn(Exchange):
             self.over(self.keep_alive)
 
     def answer_preflight(self, cors: str) -> None:
-        """End with an answer to a browser's question, unless it is over. `cors`: field lines, each with its CRLF."""
+        """End with a response to a browser's question, unless it is over. `cors`: field lines, each with its CRLF."""
         if self.step is not OVER:
             self.record.status, self.record.outcome = 204, Outcome.COMPLETED
             keep_alive = self.keep_alive and self._connected.is_read

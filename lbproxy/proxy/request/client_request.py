@@ -31,7 +31,7 @@ class ClientRequest(NamedTuple):
     credentials: bytes = b""
     """Field lines, each with its CRLF: the client's own for the endpoint. None where lbproxy itself asks for a key."""
     http10: bool = False
-    """The client takes no chunks, and its connection ends with the answer."""
+    """The client takes no chunks, and its connection ends with the response."""
     trace: bytes = b""
     """Field lines, each with its CRLF: which trace it belongs to. The client's own while lbproxy makes no traces."""
 
@@ -45,7 +45,7 @@ class ClientRequest(NamedTuple):
         trace: Trace | None = None,
     ) -> bytes:
         """The head that `endpoint` gets, with the fields of ours. `forwarded`: field lines that say of who asks.
-        `ask_load`: it shall say its load with the answer, and how is not the client's choice. `trace`: if the request
+        `ask_load`: it shall say its load with the response, and how is not the client's choice. `trace`: if the request
         is traced.
         """
         method, target, _, fields, body, credentials, _, traced = self

@@ -44,7 +44,8 @@ class Cors:
         return self._fields.get(origin, self.for_others)
 
     def preflight(self, method: str, headers: Mapping[str, str]) -> str | None:
-        """Field lines of the answer if a browser asks whether a page may send a request; None: it is no such question.
+        """Field lines of the response if a browser asks whether a page may send a request; None: it is no such
+        question.
 
         `headers`: of the request, by names in any case.
         """

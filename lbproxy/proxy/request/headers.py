@@ -249,7 +249,7 @@ def origin_form(target: str) -> str:
 
 
 def client_head(head: ResponseHead, own: str, *, chunked: bool, keep_alive: bool) -> bytes:
-    """The head of an endpoint's answer as the client gets it: end-to-end fields, then framing and `own` field lines,
+    """The head of an endpoint's response as the client gets it: end-to-end fields, then framing and `own` field lines,
     which may begin with `REPLACES_CORS`.
 
     `chunked`: the client gets the body chunked. A body that the endpoint ends by closing is ended so for the client.

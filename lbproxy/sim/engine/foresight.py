@@ -3,7 +3,7 @@ run ahead on counts instead of blocks.
 
 `foresee` begins where the engine is and repeats its rule step by step (`engine.py`): decodes first, then the unfinished
 prefill, then the queue in order while tokens and blocks last; a step takes what the preset's formula says. True are the
-uncached tokens of every prompt, the lengths of all answers, what is in the batch and the space in the cache.
+uncached tokens of every prompt, the lengths of all responses, what is in the batch and the space in the cache.
 
 Not foreseen: the 3 % by which steps vary, arrivals that are still to come, preemption, and which of the shared blocks
 that ending requests give back are still used by others (all of them count as free). A

@@ -3,7 +3,7 @@
 This is a driver of `core.balancer.Balancer` like the asyncio runtime, and of `sim.engine.engine.Engine` like the HTTP
 server: what it adds is the time in between (network, scrapes, probes, failures). What the proxy would know, and when,
 is what the Balancer is told: the first byte of a stream when it arrives, progress at most every 250 ms, the end with
-its usage; of an answer that is not streamed nothing before its end; gauges as old as the scrape that brings them; and
+its usage; of a response that is not streamed nothing before its end; gauges as old as the scrape that brings them; and
 sizes of prompts in bytes that are wrong by a factor, as no tokenizer has exactly four bytes a token.
 
 Everything random comes from the seed, and what a job gets at random depends on its id only, so every policy sees the
@@ -185,7 +185,7 @@ class Fleet:
         self._poll(front)
 
     def _lose_patience(self, flight: Flight) -> None:
-        """The client leaves, unless it reads an answer: a stream from its first token on, a whole one at its end."""
+        """The client leaves, unless it reads a response: a stream from its first token on, a whole one at its end."""
         served = flight.served
         if served.outcome is not None or (served.streamed and served.first_at is not None):
             return
@@ -283,7 +283,7 @@ class Fleet:
         try:
             server.engine.add(flight.work, now=self.now)
         except RequestTooLong:
-            # The proxy relays a 400 like any answer.
+            # The proxy relays a 400 like any response.
             self._close(flight, Outcome.COMPLETED)
             self._end(flight, Outcome.BAD_REQUEST)
             self._poll(self._fronts[flight.served.balancer])

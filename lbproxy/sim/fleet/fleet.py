@@ -127,7 +127,7 @@ class Served:
     placed_at: float | None = None
     """The last attempt's."""
     first_at: float | None = None
-    """When the client had the first token, or would have had it if the answer had been streamed."""
+    """When the client had the first token, or would have had it if the response had been streamed."""
     ended_at: float = 0.0
     server: int | None = None
     cached_tokens: int = 0

@@ -69,7 +69,7 @@ class Front:
 
 
 def engine_of(spec: Server, rng: random.Random | None) -> ModelServer:
-    """What computes a server's answers. Without `rng` nothing in it is left to chance."""
+    """What computes a server's responses. Without `rng` nothing in it is left to chance."""
     return make_server(
         spec.preset,
         ranks=spec.ranks,

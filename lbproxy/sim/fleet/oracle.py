@@ -2,9 +2,9 @@
 
 The oracle takes the endpoint from which the request's first token *would come first*: for each candidate the engine is
 run ahead (`foresight.py`) from its true state, with the true prompt sizes, the blocks that are truly cached or about to
-be, the true lengths of all answers, and all requests on their way. It is greedy: it looks at this request alone, not at
-what the placement costs others, nor at requests that are still to come. So it is no bound; a policy that gives up some
-of its own time for the caches of others can do better. Two forms:
+be, the true lengths of all responses, and all requests on their way. It is greedy: it looks at this request alone, not
+at what the placement costs others, nor at requests that are still to come. So it is no bound; a policy that gives up
+some of its own time for the caches of others can do better. Two forms:
 
 - `oracle` places every request the moment it comes, as routers do that have no queue.
 - `oracle, late` binds late like `adaptive`: a request whose best server begins it in more than `HOLD_MS` waits in

@@ -38,7 +38,7 @@ class Summary:
     e2e_mean: float
     """Until the last token."""
     tpot_mean: float
-    """Time per output token after the first, of answers of at least two."""
+    """Time per output token after the first, of responses of at least two."""
     tpot_p99: float
     output_tokens_s: float
     """Output tokens a second, from the first arrival to the last end of each phase."""

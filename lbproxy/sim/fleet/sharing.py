@@ -30,9 +30,9 @@ class Share:
     """Mean time until these were told; 0 where there are none."""
     in_time: float
     """Share of all its requests whose first token came within what the client asked for; of those that asked for
-    nothing, within which the answer came at all."""
+    nothing, within which the response came at all."""
     tokens_share: float
-    """Of all that flows got while they sent: prompt tokens that were computed, and twice the tokens of answers."""
+    """Of all that flows got while they sent: prompt tokens that were computed, and twice the tokens of responses."""
 
 
 def by_flow(served: Sequence[Served], servers: int) -> dict[str, Share]:

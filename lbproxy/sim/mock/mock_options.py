@@ -44,7 +44,7 @@ class MockOptions:
     speed: float = 1.0
     """Divides every simulated duration."""
     seed: int = 0
-    """Of answers and of jitter. Servers with the same seed answer alike."""
+    """Of responses and of jitter. Servers with the same seed answer alike."""
     engine: Literal["vllm", "sglang", "llamacpp"] = "vllm"
     """Whose name its models carry, and how it describes itself; all else is vLLM's. Only vLLM shows metrics: the others
     do not unless they are told to."""

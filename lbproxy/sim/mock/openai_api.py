@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 
 class ApiError(Exception):
-    """An answer other than 200, in vLLM's words."""
+    """A response other than 200, in vLLM's words."""
 
     def __init__(self, status: int, message: str, kind: str, param: str | None = None) -> None:
         super().__init__(message)

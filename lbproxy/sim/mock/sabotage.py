@@ -1,11 +1,11 @@
 """Faults on the wire: what `faults.py` says goes wrong, done to the simulated server's connections.
 
-A fault's answer is written to the connection itself, past aiohttp, and the connection ends with it; the handler then
-waits for that end, which cancels it, so that aiohttp never writes an answer of its own behind. Work that was begun in
+A fault's response is written to the connection itself, past aiohttp, and the connection ends with it; the handler then
+waits for that end, which cancels it, so that aiohttp never writes a response of its own behind. Work that was begun in
 the engine is taken back as if the client had left.
 
-`Saboteur` is a middleware, the answers of /faults, and what changes the server as a whole: refusing, standing still and
-slowing down go through the two callables that it is given. It owns one task, which waits for the next change.
+`Saboteur` is a middleware, the responses of /faults, and what changes the server as a whole: refusing, standing still
+and slowing down go through the two callables that it is given. It owns one task, which waits for the next change.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Wire:
         self._transport = transport
 
     def write(self, data: bytes) -> None:
-        """Write as it is. Bounded by what an answer is: nobody reads slowly here."""
+        """Write as it is. Bounded by what a response is: nobody reads slowly here."""
         self._transport.write(data)
 
     async def drip(self, data: bytes, every_s: float) -> None:
@@ -236,7 +236,7 @@ class SpoiledStream(web.StreamResponse):
 
 
 async def _send_whole(wire: Wire, response: web.Response, fault: Fault) -> NoReturn:
-    """An answer that is not streamed, with the same faults."""
+    """A response that is not streamed, with the same faults."""
     body = bytes(response.body) if isinstance(response.body, bytes | bytearray) else b""
     framing = fault.words.get("framing", "chunked")
     length = len(body) if framing == "chunked" else None
@@ -250,7 +250,7 @@ async def _send_whole(wire: Wire, response: web.Response, fault: Fault) -> NoRet
 
 
 def _head(framing: str, status: int, kind: str, length: int | None = None) -> bytes:
-    """The head of a last answer on its connection."""
+    """The head of a last response on its connection."""
     version = "1.0" if framing == "http/1.0" else "1.1"
     lines = [f"HTTP/{version} {status} Simulated", f"Content-Type: {kind}", "Connection: close"]
     if length is not None:

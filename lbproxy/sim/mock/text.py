@@ -2,7 +2,7 @@
 
 A token is four bytes of UTF-8, and a token id is those four bytes read as a little-endian number (the last token filled
 up with zero bytes). So text and token ids turn into each other without loss, and both are hashed alike: a prompt here
-is always *bytes*, four per token. Answers are made of plain ASCII sentences, so that each token of an answer is
+is always *bytes*, four per token. Answers are made of plain ASCII sentences, so that each token of a response is
 readable by itself.
 
 Everything here is a function of its arguments: the same prompt and seed give the same answer, on every server.
@@ -25,7 +25,7 @@ BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 MAX_TOKEN_ID = 2**32 - 1
 
 NATURAL_TOKENS = range(32, 97)
-"""How long an answer gets when nobody limits it, give or take the last sentence: 64 tokens on average."""
+"""How long a response gets when nobody limits it, give or take the last sentence: 64 tokens on average."""
 
 _SENTENCES = [
     f"{subject} {verb} {thing} {when}. ".encode()
@@ -91,7 +91,7 @@ def block_hashes(text: bytes, adapter: str | None = None) -> list[int]:
 def render_chat(messages: Iterable[tuple[str, str]]) -> bytes:
     """(role, content) pairs as ChatML, with the assistant's turn opened.
 
-    Headers and ends are filled up to whole tokens with line feeds. So the tokens of an answer are the same when the
+    Headers and ends are filled up to whole tokens with line feeds. So the tokens of a response are the same when the
     answer comes back in the history of the next turn, and the next turn hits the blocks that were computed for it.
     """
     parts: list[bytes] = []
@@ -107,9 +107,9 @@ def _header(role: str) -> bytes:
 
 
 def answer(prompt: bytes, key: str, *, max_tokens: int, natural_end: bool, stop: Sequence[str]) -> Answer:
-    """The answer to a prompt: at most `max_tokens` of it, less if it comes to its natural end or to a stop string.
+    """The response to a prompt: at most `max_tokens` of it, less if it comes to its natural end or to a stop string.
 
-    `key` is whatever else the answer depends on: seeds, the number of the choice. Under the same key a shorter answer
+    `key` is whatever else the response depends on: seeds, the number of the choice. Under the same key a shorter answer
     is the beginning of a longer one.
     """
     source = shake_128(f"{key}:{xxhash.xxh3_64_hexdigest(prompt)}".encode())

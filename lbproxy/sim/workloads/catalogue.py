@@ -218,7 +218,7 @@ def chat(
     think_s: float = 8.0,
     duration_s: float = 240.0,
 ) -> Workload:
-    """People who chat: sessions that grow by a short turn and an answer, in one of a few apps. Closed loop."""
+    """People who chat: sessions that grow by a short turn and a response, in one of a few apps. Closed loop."""
     conversation = Conversation(
         users=users,
         apps=apps,

@@ -1,7 +1,7 @@
 """Everyday traffic as an open loop: chats, agents and LoRA adapters of `catalogue.py`, mixed. Pure.
 
-`chat` and `agents` are closed loops: a user's next turn follows the answer to the last. Here each answer is taken to
-have come after a time of its own, whatever the servers really did, so that clients do not go easy on a fleet in
+`chat` and `agents` are closed loops: a user's next turn follows the response to the last. Here each response is taken
+to have come after a time of its own, whatever the servers really did, so that clients do not go easy on a fleet in
 trouble, and equal seeds send the same at the same times.
 """
 
@@ -26,11 +26,11 @@ SHARES = {"chat": 0.55, "agents": 0.1, "lora": 0.35}
 CYCLES_S = {"chat": 12.0, "agents": 6.0}
 """From one turn of a user to the next, thinking included."""
 ANSWER_S = 4.0
-"""How long an answer is taken to take."""
+"""How long a response is taken to take."""
 MAX_PROMPT = 32_000
 """A turn whose prompt is longer is not sent: the model could not take it."""
 MAX_ANSWER = 400
-"""Tokens of an answer at most, so that a server that is drained is soon empty."""
+"""Tokens of a response at most, so that a server that is drained is soon empty."""
 STREAMS = 0.75
 """Share of requests that want a stream."""
 RUN_IN_S = 40.0
@@ -73,7 +73,7 @@ def everyday(seed: int, *, rate: float, duration_s: float) -> list[Ask]:
 
 
 def _opened(workload: Workload) -> Iterator[Arrival]:
-    """All arrivals, as if each answer came `ANSWER_S` after its request."""
+    """All arrivals, as if each response came `ANSWER_S` after its request."""
     first = workload.begin(0.0)
     due = [(at, number, job) for number, (at, job) in enumerate(first or ())]
     heapq.heapify(due)

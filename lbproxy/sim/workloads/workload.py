@@ -16,7 +16,7 @@ from typing import Protocol
 from lbproxy.sim.workloads.prompts import Piece, size
 
 ANSWER_IDS = 1 << 60
-"""Ids of answers and of private texts start here; lower ones are the traces' and the shared texts'."""
+"""Ids of responses and of private texts start here; lower ones are the traces' and the shared texts'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Conversation:
     spread: float = 0.6
     """Sigma of the lognormal distributions."""
     think_s: float
-    """Mean of the exponential time between an answer and the next turn."""
+    """Mean of the exponential time between a response and the next turn."""
     max_context: int
     """A conversation that would grow beyond it ends, and the user begins a new one."""
     ends: float = 0.0
@@ -119,7 +119,7 @@ class _User:
 
 
 class ClosedLoop:
-    """Users who read the answer, think, and go on: each turn's prompt is all that was said before, and more."""
+    """Users who read the response, think, and go on: each turn's prompt is all that was said before, and more."""
 
     def __init__(self, conversation: Conversation, seed: int) -> None:
         self._conversation = conversation
