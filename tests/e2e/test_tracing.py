@@ -141,7 +141,7 @@ def test_a_collector_that_is_gone_harms_nobody(tmp_path: Path) -> None:
 HERE = """
 import sys
 from lbproxy import cli, app, check
-from lbproxy.config import parse
+from lbproxy.config.parse import parse
 from lbproxy.extras.tracing import make_traces
 assert make_traces(parse("endpoints: [http://gpu-1:8000]", environ={})) is None
 found = [name for name in sys.modules if name.partition(".")[0] in {"opentelemetry", "google", "requests"}]

@@ -17,7 +17,7 @@ import asyncio
 import ipaddress
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from lbproxy.config.sections.endpoints import DnsSettings
 from lbproxy.control.discovery.dns_answers import (
@@ -31,7 +31,9 @@ from lbproxy.control.discovery.dns_answers import (
     Services,
     answer,
 )
-from lbproxy.control.discovery.nameservers import Nameservers
+
+if TYPE_CHECKING:
+    from lbproxy.control.discovery.nameservers import Nameservers
 
 JOIN_S = 2.0
 T = TypeVar("T")
@@ -83,7 +85,9 @@ class Resolver:
         return Lookup(v4, v6)
 
     def _nameservers(self) -> Nameservers:
-        """Raises NoRecordsError. Imported here, in the thread: who has no names does not wait for dnspython."""
+        """Raises NoRecordsError. Imported here, in the thread: without names nothing waits for dnspython."""
+        from lbproxy.control.discovery.nameservers import Nameservers  # noqa: PLC0415
+
         return Nameservers(self._settings)
 
     async def _services(self, name: str) -> Services:

@@ -186,7 +186,8 @@ class Prober:
                 if self._runtime.now() >= self._description_due_at:
                     await self._refresh_description()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._doubted.wait(), self._jittered(self._settings.interval))
+                async with asyncio.timeout(self._jittered(self._settings.interval)):
+                    await self._doubted.wait()
 
     async def _pause(self, interval_s: float) -> None:
         await asyncio.sleep(self._jittered(interval_s))

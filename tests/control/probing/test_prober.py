@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -214,6 +215,26 @@ def test_an_endpoint_that_returns_is_asked_for_its_models_first() -> None:
             server.scripts["/health"] = OK
             await until(lambda: up(r))
             assert r.records.models_then[-1] == ("new",)
+
+    run(main())
+
+
+def test_a_stop_in_the_turn_in_which_its_models_are_doubted_is_a_stop() -> None:
+    """Python 3.11's `wait_for` lost that cancellation, and the loop went on for ever."""
+
+    async def main() -> None:
+        async with ScriptedEndpoint({"/health": OK, "/v1/models": model_list("m")}) as server:
+            health = FAST_HEALTH.model_copy(update={"interval": 3600.0})
+            async with rig(spec(server), health=health) as r:
+                prober = r.prober(r.endpoints[0])
+                task = asyncio.create_task(prober._keep_models())
+                await asyncio.sleep(0.05)
+                prober.doubt_models()
+                await asyncio.sleep(0)  # what waits for the doubt is done, and its task is not told yet
+                task.cancel()
+                done, _ = await asyncio.wait([task], timeout=1.0)
+                task.cancel()
+                assert done == {task}
 
     run(main())
 
