@@ -29,6 +29,7 @@ from lbproxy.core.observed.learned import EndpointLearned, PoolLearned, QueueSna
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.snapshot import PoolSnapshot
 from lbproxy.core.policies.policy import Policy
+from lbproxy.core.queue.owners import Stored
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
@@ -169,6 +170,14 @@ class Runtime:
             self._tell()
         if self._waiters:
             self._pump_soon()
+
+    def stores(self, ticket: Ticket, response_id: str) -> None:
+        """The endpoint of a placed request stores its response, and gave it this id."""
+        self._balancer.owners.remember(response_id, ticket.where.endpoint.uid, ticket.request, now=self.now())
+
+    def stored(self, response_id: str) -> Stored | None:
+        """Which endpoint has a response, and after which prompt; None: nobody knows."""
+        return self._balancer.owners.find(response_id, now=self.now())
 
     def emit(self, record: RequestRecord) -> None:
         """A request is over: once per request. The sinks hear of all of a turn of the loop together, at its end: after

@@ -30,6 +30,7 @@ from lbproxy.config.sections.models import ModelSettings
 from lbproxy.config.tree import Settings
 from lbproxy.config.values import Quantity
 from lbproxy.core.endpoints.health import TABLE, Event, Health
+from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.scorers import SCORERS
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.proxy.request.answers import error_answer
@@ -158,7 +159,8 @@ def failure_row(outcome: Outcome) -> list[str]:
     facts = outcome.value
     if not facts.status:
         return [f"`{outcome.label}`", "endpoint's", "-", "-", "-", "-"]
-    answer = error_answer(LbError(outcome), "id", attempts=0, keep_alive=not facts.close, rng=random.Random(0))
+    record = RequestRecord("id", "POST", "/v1/completions", "127.0.0.1", 0.0)
+    answer = error_answer(LbError(outcome), record, keep_alive=not facts.close, rng=random.Random(0))
     status_line, *lines = answer.partition(b"\r\n\r\n")[0].decode().split("\r\n")
     fields = dict(line.split(": ", 1) for line in lines)
     response = httpx2.Response(int(status_line.split()[1]), headers=fields)

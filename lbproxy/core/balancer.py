@@ -45,11 +45,12 @@ from lbproxy.core.queue.choice import Choice, model_for
 from lbproxy.core.queue.flow import Flow
 from lbproxy.core.queue.flows import Flows
 from lbproxy.core.queue.held import Waiting
+from lbproxy.core.queue.owners import Owners
 from lbproxy.core.queue.ticket import Ticket, TicketState, Wait
 from lbproxy.core.queue.waiting_queue import WaitingQueue
 from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.core.requests.request import NO_USAGE, InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind, Retries, Verdict
 
 DEFAULT_BREAKER, DEFAULT_FLOWS = BreakerSettings(), FlowsSettings()
@@ -76,7 +77,9 @@ class Balancer:
         self._endpoints = EndpointSet(health, scrape, breaker, self._pool, rng)
         self._judge = self._endpoints.judge
         self._flows, self._queue = Flows(flows), WaitingQueue(admission)
-        self._choice = Choice(policy, admission, self._endpoints, self._backpressure, rng)
+        self.owners = Owners()
+        """Told by the driver which endpoint stores which response."""
+        self._choice = Choice(policy, admission, self._endpoints, self._backpressure, self.owners, rng)
         self._waiting = Waiting(self._endpoints, self._choice, self._queue, self._flows)
         self._adopt(admission)
         self._placements = 0
@@ -234,6 +237,8 @@ class Balancer:
                 self._judge.broke(state, timed_out=timed_out, placed_at=ticket.placed_at or 0.0, now=now)
             if ticket.is_trial:
                 self._judge.trial_ended(state, outcome, now=now)
+            if usage is None and outcome is Outcome.COMPLETED and ticket.first_byte_at is not None:
+                usage = NO_USAGE if not ticket.request.prompt_bytes else None
             served = ticket.first_byte_at is not None or (outcome is Outcome.COMPLETED and usage is not None)
             self._flows.ended(ticket, usage, now, served=served)
             if ticket.load is not None and ticket.placement is not None:
@@ -262,14 +267,14 @@ class Balancer:
         self._backpressure.refused(state, kind, now=now)
         if self._queue and now < state.backing_off_until:
             self._waiting.wake_at(state.endpoint.uid, state.backing_off_until)
-        tried = {state.endpoint.uid, *ticket.avoid}
-        elsewhere = any(
-            one.endpoint.uid not in tried and self._choice.takes(one)
-            for one in self._endpoints.candidates(ticket.request.model, now=now)
-        ) and not (stranded and ticket.is_trial and state.health is Health.HALF_OPEN)
+        elsewhere = self._choice.others_take(ticket, now)
+        if stranded and ticket.is_trial and state.health is Health.HALF_OPEN:
+            elsewhere = False
         verdict = self._retries.decide(
             kind, earlier, elsewhere=elsewhere, now=now, repeatable=ticket.request.repeatable
         )
+        if refused and self._choice.owner(ticket.request, now) is not None:
+            verdict = Verdict(False, Outcome.RESPONSE_NOT_FOUND)  # it was in that process
         # A 500 that is tried elsewhere counts if that goes well; one that came from two endpoints is the request's.
         open_question = kind is FailureKind.ERROR and not ticket.is_trial and (verdict.again or kind in earlier)
         if not stranded and not open_question:

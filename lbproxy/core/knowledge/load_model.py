@@ -112,8 +112,7 @@ class LoadModel:
         """A request is placed here."""
         pool, kv, work = self.pool, self.kv, self.work
         placement = Placement(request, kv.cache, pool.index.root, now)
-        prompt = max(1.0, request.prompt_bytes / pool.bytes_per_token)
-        block_tokens = pool.index.block_bytes / pool.bytes_per_token
+        prompt, block_tokens = pool.prompt_tokens(request), pool.block_tokens(request)
         matched = 0
         if request.block_keys:
             kv.look_up(placement, work.in_flight, work.live_tokens)
@@ -123,10 +122,15 @@ class LoadModel:
         placement.prompt_tokens = prompt
         placement.uncached = uncached
         placement.work = new_work = work_tokens(uncached, cached)
+        if request.session is not None:
+            self._go_home(placement, cached)
         if request.prompt_bytes:
             pool.hit_ratio += 0.01 * (cached / prompt - pool.hit_ratio)
             pool.work_tokens += 0.01 * (new_work - pool.work_tokens)
             pool.samples.hit_ratio += 1
+        else:
+            placement.size = pool.sizes.factor(request.model, request.body_bytes)
+            self.room.unread.in_flight += placement.size - 1.0
         lanes = self.room.lanes
         placement.before = len(work.pending)
         placement.in_flight = work.in_flight
@@ -141,6 +145,15 @@ class LoadModel:
             placement.adapter = request.model
             placement.arrival = self.adapters.placed(request.model, now)
         return placement
+
+    def _go_home(self, placement: Placement, cached: float) -> None:
+        """It belongs to a session, whose home this is from now on."""
+        pool, cache, session = self.pool, self.kv.cache, placement.request.session
+        assert session is not None
+        home = pool.sessions.home(session)
+        if home is not None and home.cache is cache and placement.request.prompt_bytes:
+            placement.beyond = home.beyond(placement.prompt_tokens, cached)
+        pool.sessions.placed(session, cache, placement.prompt_tokens)
 
     def first_byte(self, placement: Placement, now: float) -> None:
         """The response to a placed request begins. Of one that does not stream this is the end."""
@@ -186,10 +199,13 @@ class LoadModel:
             work.prefilled((placement,), now if is_head else work.since_at, speed)
         speed.close_group(now)
         work.end(placement)
+        self.room.unread.in_flight += 1.0 - placement.size
         output = placement.streamed
         if usage is not None:
             output = max(output, usage.completion_tokens or 0)
             pool.learn_usage(placement.request, usage)
+            if placement.beyond and pool.reports_cached:
+                pool.sessions.learn(placement.beyond, (usage.cached_tokens or 0) - placement.cached_tokens)
             if self.kv.is_lost(placement, usage):
                 self.restarted(unseen=True)
         if prefilled:
@@ -227,8 +243,10 @@ class LoadModel:
         """A response is complete."""
         took_s, request = now - placement.placed_at, placement.request
         if not request.prompt_bytes:
-            self.room.unread.learn(request.model, 1000.0 * took_s, placement.in_flight)
-            self.pool.unread.learn(request.model, 1000.0 * took_s, placement.in_flight)
+            units = placement.in_flight + placement.size
+            self.room.unread.learn(request.model, 1000.0 * took_s, units)
+            self.pool.unread.learn(request.model, 1000.0 * took_s, units)
+            self.pool.sizes.learn(request.model, request.body_bytes, 1000.0 * took_s / (placement.in_flight + 1))
         if request.stream:
             self.room.slots.finished(took_s)
         else:

@@ -22,6 +22,7 @@ class Placement:
         "adapter",
         "arrival",
         "before",
+        "beyond",
         "cache",
         "due_at",
         "end",
@@ -35,6 +36,7 @@ class Placement:
         "prompt_tokens",
         "reported_at",
         "request",
+        "size",
         "steps",
         "streamed",
         "uncached",
@@ -78,6 +80,10 @@ class Placement:
         """The LoRA adapter that it asks for."""
         self.arrival = Arrival.LOADED
         """Whether the endpoint had it loaded."""
+        self.beyond = 0.0
+        """Tokens that may be cached as its session was here, beside those that its keys match."""
+        self.size = 1.0
+        """How much work it is beside others like it, if that cannot be read (`core.capacity.unread`)."""
         self.ended = False
 
     @property

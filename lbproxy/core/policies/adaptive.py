@@ -99,11 +99,11 @@ class Adaptive(Policy):
         """Milliseconds; the waits are for the prefill work ahead, the work is the request's own there."""
         loads = [state.load for state in candidates]
         if not request.prompt_bytes:
-            return self._price_unread(request.model, loads, now)
+            return self._price_unread(request, loads, now)
         pool = loads[0].pool
         token_ms, output, base = pool.token_ms, pool.output_tokens, pool.base_ms
-        prompt = max(1.0, request.prompt_bytes / pool.bytes_per_token)
-        block = pool.index.block_bytes / pool.bytes_per_token
+        prompt, block = pool.prompt_tokens(request), pool.block_tokens(request)
+        home = None if request.session is None else pool.sessions.home(request.session)
         blocks = len(request.block_keys) * block
         depths = pool.index.match(request.block_keys)
         mean_load = sum([load.work.in_flight for load in loads]) / len(loads)
@@ -119,6 +119,8 @@ class Adaptive(Policy):
             rate = token_ms * speed.factor
             # Prefill: of what is not cached here, after what is queued here, less what is done of the first of that.
             cached = depths[kv.slot] * block
+            if home is not None and home.cache is kv.cache:
+                cached += pool.sessions.trust * home.beyond(prompt, cached)
             uncached = prompt - cached
             if uncached < 1.0:  # noqa: PLR1730 - max() takes four times as long
                 uncached = 1.0
@@ -164,19 +166,25 @@ class Adaptive(Policy):
             works.append(own)
         return Prices(_with_adapters(costs, notes, loads, request.model, now), waits, works, notes)
 
-    def _price_unread(self, model: str | None, loads: list[LoadModel], now: float) -> Prices:
+    def _price_unread(self, request: InferenceRequest, loads: list[LoadModel], now: float) -> Prices:
         """Of a request whose work cannot be read: what such requests took there, for each that is there now."""
-        pool = loads[0].pool
+        pool, model = loads[0].pool, request.model
         elsewhere = pool.unread.ms(model, FIRST_MS)
+        size = pool.sizes.factor(model, request.body_bytes)
+        home = None if request.session is None else pool.sessions.home(request.session)
         costs, waits = [], []
         notes: _Parts | None = None
         for load in loads:
             each = load.room.unread.ms(model, elsewhere)
             in_flight = load.work.in_flight + load.room.others.requests(now)
             wait = load.room.slots.wait_ms(in_flight + load.room.line.count, now)
-            cost = max(in_flight * each, wait) + each
+            own = each * size
+            if home is not None and home.cache is load.kv.cache:
+                own *= 1.0 - pool.sessions.trust
+            ahead = in_flight + load.room.unread.in_flight
+            cost = max(ahead * each, wait) + own
             if self.explains:
-                notes = _Parts(notes, cost, 0.0, cost - each, each, 0.0, 0.0, 0.0, 0.0, 0.0)
+                notes = _Parts(notes, cost, 0.0, cost - own, own, 0.0, 0.0, 0.0, 0.0, 0.0)
             costs.append(cost)
             waits.append(wait)
         return Prices(_with_adapters(costs, notes, loads, model, now), waits, [1.0] * len(loads), notes)

@@ -16,14 +16,17 @@ from typing import Final, TypeAlias
 from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.capacity.room import HOLD_MS
 from lbproxy.core.endpoints.backpressure import Backpressure
+from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.endpoint_set import EndpointSet
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.policies.explain import MAX_SHOWN, Decision, Explainer
 from lbproxy.core.policies.policy import Policy, Prices
+from lbproxy.core.queue.owners import Owners
 from lbproxy.core.queue.ticket import Ticket, Wait
 from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest
 
 TEST_S: Final = 1.0
 """A request that would be refused because it cannot be in time is let through after so long without one: a prediction
@@ -48,10 +51,12 @@ class Choice:
         admission: AdmissionSettings,
         endpoints: EndpointSet,
         backpressure: Backpressure,
+        owners: Owners,
         rng: random.Random,
     ) -> None:
         self._endpoints = endpoints
         self._backpressure = backpressure
+        self._owners = owners
         self._slow_start = endpoints.judge.slow_start
         self.starting = self._slow_start.starting
         self._rng = rng
@@ -77,7 +82,7 @@ class Choice:
         ticket.best = None
         members = self._members(ticket, True, now)
         if not members:
-            return self._why_nobody(ticket) or Wait.FULL
+            return self._why_nobody(ticket, now) or Wait.FULL
         candidates = members
         if now < self._backpressure.until:
             candidates = self._backpressure.willing(members, now=now)
@@ -99,11 +104,19 @@ class Choice:
 
     def hopeless(self, ticket: Ticket, *, now: float) -> Outcome | None:
         """How a ticket ends that nobody may be asked for any more; None if it may wait. Tries nobody who is down."""
-        return None if self._members(ticket, False, now) else self._why_nobody(ticket)
+        return None if self._members(ticket, False, now) else self._why_nobody(ticket, now)
 
     def takes(self, state: EndpointState) -> bool:
         """Whether the settings let `state` have one more."""
         return self._max_in_flight is None or state.in_flight < self._max_in_flight
+
+    def others_take(self, ticket: Ticket, now: float) -> bool:
+        """Whether an endpoint that did not fail a placed request yet could take it."""
+        if self.owner(ticket.request, now) is not None:
+            return False
+        tried = {ticket.where.endpoint.uid, *ticket.avoid}
+        members = self._endpoints.candidates(ticket.request.model, now=now)
+        return any(one.endpoint.uid not in tried and self.takes(one) for one in members)
 
     def is_open(self, state: EndpointState, now: float) -> bool:
         """Whether a request that waits may go to `state` now."""
@@ -113,9 +126,20 @@ class Choice:
 
     # Who may be asked
 
+    def owner(self, request: InferenceRequest, now: float) -> EndpointUid | None:
+        """The only endpoint that can take it, as it has the stored response that this is about; None: any can."""
+        if request.response_id is None:
+            return None
+        stored = self._owners.find(request.response_id, now=now)
+        return None if stored is None else stored.uid
+
     def _members(self, ticket: Ticket, trials: bool, now: float) -> Sequence[EndpointState]:
         """The endpoints that may be asked. `trials`: if nobody is up, one that is down may be tried."""
         model = ticket.request.model
+        if (uid := self.owner(ticket.request, now)) is not None:
+            owner = self._endpoints.get(uid)
+            reachable = owner is not None and owner.health not in {Health.DOWN, Health.EJECTED}
+            return [owner] if owner is not None and reachable and uid not in ticket.avoid else []
         members = self._endpoints.candidates(model, now=now)
         if not members and trials and not self._endpoints.any_starting():
             members = self._endpoints.trials(model, now=now)
@@ -123,8 +147,12 @@ class Choice:
             return [state for state in members if state.endpoint.uid not in ticket.avoid]
         return members
 
-    def _why_nobody(self, ticket: Ticket) -> Outcome | None:
+    def _why_nobody(self, ticket: Ticket, now: float) -> Outcome | None:
         """Nobody may be asked: the outcome; None = an endpoint that is not judged yet may bring the response."""
+        if (uid := self.owner(ticket.request, now)) is not None:
+            owner = self._endpoints.get(uid)
+            is_gone = owner is None or owner.health is Health.DOWN
+            return Outcome.RESPONSE_NOT_FOUND if is_gone else Outcome.NO_ENDPOINTS
         if ticket.avoid:
             return Outcome.NO_ENDPOINTS
         if self._endpoints.any_starting():

@@ -69,6 +69,8 @@ def read_json_body(body: bytes, large: LargeJson | None = None) -> BodyFacts:
     if "model" in fields:
         check_model_name(model)
     limit = fields.get("max_completion_tokens", fields.get("max_tokens"))
+    if limit is None:
+        limit = fields.get("max_output_tokens", fields.get("n_predict"))  # /v1/responses; llama.cpp's own
     salt = fields.get("cache_salt")
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or not 0 < limit < MAX_TOKENS):
         limit = None
@@ -209,14 +211,34 @@ def model_list(cards: Iterable[ModelCard]) -> bytes:
     return b'{"object":"list","data":[' + b",".join(card.raw for card in cards) + b"]}"
 
 
-def error_body(error: LbError) -> bytes:
-    """The JSON body that OpenAI's SDKs turn into a typed exception."""
+_ANTHROPIC_PATH: Final = "/v1/messages"
+_ANTHROPIC_TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""By status, as in Anthropic's documentation of errors; others of 5xx are `api_error`."""
+
+
+def error_body(error: LbError, path: str = "") -> bytes:
+    """The JSON body that the SDK of the API to which `path` belongs turns into a typed exception: OpenAI's, or
+    Anthropic's.
+    """
     facts = error.outcome.value
-    return orjson.dumps(
-        {"error": {"message": error.message, "type": facts.error_type, "param": error.param, "code": facts.code}}
-    )
+    said = {"message": error.message, "type": facts.error_type, "param": error.param, "code": facts.code}
+    if path.startswith(_ANTHROPIC_PATH):
+        other = "api_error" if facts.status >= 500 or not facts.status else "invalid_request_error"
+        said["type"] = _ANTHROPIC_TYPES.get(facts.status, other)
+        return orjson.dumps({"type": "error", "error": said})
+    return orjson.dumps({"error": said})
 
 
-def error_event(error: LbError) -> bytes:
-    """One SSE event that makes OpenAI's SDKs raise in the middle of a stream."""
-    return b"data: " + error_body(error) + b"\n\n"
+def error_event(error: LbError, path: str = "") -> bytes:
+    """One SSE event that makes that SDK raise in the middle of a stream."""
+    name = b"event: error\n" if path.startswith(_ANTHROPIC_PATH) else b""
+    return b"%bdata: %b\n\n" % (name, error_body(error, path))

@@ -63,6 +63,11 @@ class Outcome(Enum):
     FORBIDDEN = _bad("forbidden", 403, "This is not allowed through the load balancer.")
     UNKNOWN_URL = _bad("unknown_url", 404, "Unknown request URL. Paths begin with /v1; metrics are on the admin port.")
     MODEL_NOT_FOUND = _bad("model_not_found", 404, "The model does not exist.")
+    RESPONSE_NOT_FOUND = _bad(
+        "response_not_found",
+        404,
+        "The model server that stored this response is gone. Send the conversation again, without the id.",
+    )
     METHOD_NOT_ALLOWED = _bad("method_not_allowed", 405, "The method is not allowed here.")
     BODY_TIMEOUT = _bad("request_timeout", 408, "The request body did not come in time.", close=True)
     TOO_LARGE = _bad("request_too_large", 413, "The request body is too large.", close=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from math import log
+from typing import Final, NamedTuple
 
 from lbproxy.core.requests.prompt_keys import BlockKey
 
@@ -31,6 +32,12 @@ class InferenceRequest(NamedTuple):
     """Whose it is: see `core.queue.flows`."""
     deadline: float | None = None
     """When the client must have its first token, or else wants none."""
+    media_tokens: int = 0
+    """Tokens, estimated, of images and the like in the prompt: `core.requests.media.FILLER_BYTES` of `prompt_bytes`
+    each."""
+    response_id: str | None = None
+    """The stored response that it goes on with, or is about: the endpoint that has it must be asked."""
+    stores: bool = False  # its response may be stored by the endpoint, and be asked for by its id
     repeatable: bool = True  # it may be sent again although an endpoint may have begun with it
     binary: bool = False  # its body is no JSON but audio, an image or a file
 
@@ -46,3 +53,25 @@ class Usage(NamedTuple):
     cached_tokens: int | None = None
     """Those of the prompt that were in the endpoint's prefix cache."""
     completion_tokens: int | None = None
+    written_tokens: int | None = None
+    """Those of the prompt that were added to the cache. Only Anthropic's API reports them: see `resolved`."""
+
+    def resolved(self, expected_tokens: float) -> Usage:
+        """The same with all of the prompt in `prompt_tokens`, of which about so many are expected.
+
+        Anthropic's own `input_tokens` are those that were neither read from the cache nor written to it. SGLang does
+        the same (its issue 36877), vLLM counts the whole prompt. Where it can be both, what is nearer is taken.
+        """
+        prompt, cached, completion, written = self
+        if written is None or prompt is None:
+            return self
+        beside = (cached or 0) + written
+        other = prompt + beside
+        apart = abs(log(max(1.0, prompt) / max(1.0, expected_tokens)))
+        if prompt < beside or abs(log(max(1.0, other) / max(1.0, expected_tokens))) < apart:
+            prompt = other
+        return Usage(prompt, cached, completion)
+
+
+NO_USAGE: Final = Usage()
+"""Of a complete response that says nothing of it: how long it took is learned all the same."""

@@ -28,14 +28,40 @@ _DATA_LINE: Final = b"\ndata:"
 """Inside JSON a line feed is written as an escape, so this is always the beginning of a line."""
 
 
+_OPENING: Final = re.compile(
+    rb"^event: ?(?:response\.(?:created|queued|in_progress|output_item\.added|content_part\.added)"
+    rb"|message_start|content_block_start|ping)\r?$",
+    re.MULTILINE,
+)
+"""Events that stand for no token. vLLM sends the first of them before the prompt is computed."""
+_LINE_BYTES: Final = 64
+"""How much of a line that goes on is kept to see whether it is such an event's."""
+
+
 class EventScanner:
     """Fed with the payload of one response, in order, in pieces of any size."""
 
-    __slots__ = ("_seam", "_watch_finish", "at_boundary", "events", "finished")
+    __slots__ = (
+        "_line",
+        "_seam",
+        "_skip_opening",
+        "_watch_finish",
+        "at_boundary",
+        "begun",
+        "events",
+        "finished",
+        "opening",
+    )
 
-    def __init__(self, *, watch_finish: bool = False) -> None:
+    def __init__(self, *, watch_finish: bool = False, skip_opening: bool = False) -> None:
         self.events = 0
         """Events with data that began so far. Comments are none: vLLM sends some before there is any token."""
+        self.opening = 0
+        """Those of them, at the beginning, that stand for no token. Only with `skip_opening`."""
+        self.begun = False
+        """There is an event beside those."""
+        self._skip_opening = skip_opening
+        self._line = b""
         self.at_boundary = True
         """The last byte so far ended an event, or nothing came yet."""
         self.finished = False
@@ -52,6 +78,10 @@ class EventScanner:
             self.events += 1  # as nearly every piece begins
         else:
             self._look_across(data[start : min(end, start + _SEAM_BYTES)])
+        if not self.begun:
+            if self._skip_opening:
+                self._look_for_opening(data[start:end])
+            self.begun = self.events > self.opening
         if self._watch_finish and not self.finished:
             self.finished = _FINISH.search(data, start, end) is not None
         if data.endswith(_ENDS, start, end):  # nearly every piece: no mark goes through such a cut
@@ -63,6 +93,12 @@ class EventScanner:
         else:
             self._seam = (self._seam + data[start:end])[-_SEAM_BYTES:]
         self.at_boundary = self._seam.endswith(_ENDS)
+
+    def _look_for_opening(self, piece: bytes) -> None:
+        """Count the events that stand for no token."""
+        lines, _, rest = (self._line + piece).rpartition(b"\n")
+        self._line = rest[:_LINE_BYTES]
+        self.opening += len(_OPENING.findall(lines))
 
     def _look_across(self, first: bytes) -> None:
         """Find the marks that the cut between the last piece and this one went through."""
@@ -83,7 +119,7 @@ _USAGE_BEGINS: Final = tuple(_USAGE[:n] for n in range(len(_USAGE) - 1, 0, -1))
 _USAGE_BYTES: Final = 1024
 """How much from there on is kept: vLLM's object has some 150."""
 _COUNT: Final = re.compile(
-    rb'"((?:prompt|input|completion|output)_tokens|cached_tokens|cache_read_input_tokens)"'
+    rb'"((?:prompt|input|completion|output)_tokens|cached_tokens|cache_(?:read|creation)_input_tokens)"'
     rb"[ \t]*:[ \t]*([0-9]{1,9})(?![0-9])"
 )
 _COUNTS: Final = {
@@ -93,6 +129,7 @@ _COUNTS: Final = {
     b"cache_read_input_tokens": 1,
     b"completion_tokens": 2,
     b"output_tokens": 2,
+    b"cache_creation_input_tokens": 3,
 }
 """Where in `Usage` each stands: the names of OpenAI's two APIs, and of Anthropic's."""
 _TOO_MANY: Final = 1_000_000_000
@@ -101,9 +138,11 @@ _TOO_MANY: Final = 1_000_000_000
 class UsageScanner:
     """Finds the last `usage` object of a payload, streamed or not."""
 
-    __slots__ = ("_begun", "_tail")
+    __slots__ = ("_begun", "_first", "_tail")
 
     def __init__(self) -> None:
+        self._first = b""
+        """Of the first such object, where others follow: of Anthropic's streams it alone may have the prompt's."""
         self._tail = b""
         """From the last `"usage"` on."""
         self._begun = b""
@@ -113,6 +152,9 @@ class UsageScanner:
         """The next piece is `data[start:end]`."""
         at = data.rfind(_USAGE, start, end)
         if at >= 0:
+            if not self._first:
+                first = data.find(_USAGE, start, end)
+                self._first = self._tail or data[first : min(end, first + _USAGE_BYTES)]
             self._tail = data[at : min(end, at + _USAGE_BYTES)]
         elif self._begun:
             self._look_across(data, start, end)
@@ -126,6 +168,7 @@ class UsageScanner:
         piece = data[start:end]
         seam = self._begun + piece
         if seam.startswith(_USAGE):
+            self._first = self._first or self._tail
             self._tail = seam[:_USAGE_BYTES]
         elif self._tail:
             self._tail = (self._tail + piece)[:_USAGE_BYTES]
@@ -134,7 +177,13 @@ class UsageScanner:
     @property
     def usage(self) -> Usage | None:
         """What it says; None if it says nothing."""
-        return _read_counts(self._tail) if self._tail else None
+        if not self._tail:
+            return None
+        usage = _read_counts(self._tail)
+        if usage is None or usage.prompt_tokens is not None or not self._first:
+            return usage
+        first = _read_counts(self._first)
+        return usage if first is None else Usage(first[0], first[1], usage[2], first[3])
 
 
 def _read_counts(tail: bytes) -> Usage | None:
@@ -151,17 +200,21 @@ def _read_counts(tail: bytes) -> Usage | None:
     if type(said) is dict and "cached_tokens" not in said:
         prompt, completion = said.get("prompt_tokens"), said.get("completion_tokens")
         if type(prompt) is int and type(completion) is int and 0 <= prompt < _TOO_MANY and 0 <= completion < _TOO_MANY:
-            return tuple.__new__(Usage, (prompt, None, completion))  # past a wrapper that takes as long as the rest
+            return tuple.__new__(
+                Usage, (prompt, None, completion, None)
+            )  # past a wrapper that takes as long as the rest
     return _search_counts(tail)
 
 
 def _search_counts(tail: bytes) -> Usage | None:
-    counts: list[int | None] = [None, None, None]
+    counts: list[int | None] = [None, None, None, None]
     if tail.startswith(_USAGE):
         for name, count in _COUNT.findall(tail):
             if counts[_COUNTS[name]] is None:
                 counts[_COUNTS[name]] = int(count)
-    return None if counts == [None, None, None] else Usage(*counts)
+        if counts[3] is None and b'"cache_read_input_tokens"' in tail:
+            counts[3] = 0
+    return None if counts == [None, None, None, None] else Usage(*counts)
 
 
 def _beginning(data: bytes, start: int, end: int) -> bytes:
@@ -173,6 +226,35 @@ def read_usage(body: bytes) -> Usage | None:
     """The usage of a response that came in one piece."""
     at = body.rfind(_USAGE)
     return None if at < 0 else _read_counts(body[at : at + _USAGE_BYTES])
+
+
+_ID: Final = re.compile(rb'"id"[ \t]*:[ \t]*"((?:resp|chatcmpl)[_-][A-Za-z0-9_-]{1,128})"')
+_ID_BYTES: Final = 4096
+"""At the beginning of a response: where its id stands."""
+
+
+def find_response_id(head: bytes) -> str | None:
+    """The id under which a response may be stored. `head`: the beginning of its body, streamed or not."""
+    found = _ID.search(head, 0, _ID_BYTES)
+    return None if found is None else found[1].decode("ascii")
+
+
+class IdScanner:
+    """Finds the id under which a response may be stored."""
+
+    __slots__ = ("_head", "done")
+
+    def __init__(self) -> None:
+        self._head = b""
+        self.done = False
+        """It was found, or will not be."""
+
+    def feed(self, data: bytes, start: int, end: int) -> str | None:
+        """The next piece is `data[start:end]`. Returns the id, once."""
+        self._head += data[start : min(end, start + _ID_BYTES)]
+        found = find_response_id(self._head)
+        self.done = found is not None or len(self._head) >= _ID_BYTES
+        return found
 
 
 MAX_JSON_BYTES: Final = 1 << 20

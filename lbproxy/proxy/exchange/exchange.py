@@ -21,18 +21,18 @@ from collections.abc import Callable
 from typing import TypeAlias, TypeVarTuple
 
 from lbproxy.config.tree import Settings
-from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.engines.orca import read_field
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.core.requests.retry import STATUS_FAILURES, FailureKind, UpstreamError
-from lbproxy.core.requests.sse import read_usage
+from lbproxy.core.requests.sse import find_response_id, read_usage
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection
 from lbproxy.net.dialing.origin import Origin
 from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, Exchanger
+from lbproxy.proxy.exchange.failures import NO_FAILURES, FailedAttempts
 from lbproxy.proxy.exchange.relay import Client, Relay, can_go_on, end_opened, is_json
 from lbproxy.proxy.exchange.steps import BACKING_OFF, DIALLING, LOOKING, OVER, PLACING, READING, RELAYING, SENT, Step
 from lbproxy.proxy.request.answers import refusal
@@ -66,14 +66,7 @@ class Exchange(ABC):
     """Of whatever attempt: the relay whose head, of a stream, the client has, and nothing of a body yet."""
     _looked = False
     """Endpoints were asked anew whether they have the model."""
-    _failed: frozenset[EndpointUid] = frozenset()
-    """Endpoints whose attempts failed."""
-    _kinds: tuple[FailureKind, ...] = ()
-    """Why they did."""
-    _accused: EndpointUid | None = None
-    """The one of them that answered 500."""
-    _last: Outcome | None = None
-    """How the last of them ended."""
+    _failed: FailedAttempts = NO_FAILURES
 
     def __init__(self, shared: Exchanger, client: Client, record: RequestRecord, *, keep_alive: bool) -> None:
         self._shared = shared
@@ -188,8 +181,8 @@ class Exchange(ABC):
         """Begin an attempt: ask for an endpoint."""
         self._enter(PLACING)
         settled = lambda ticket: self._guarded(self._settled, ticket)  # noqa: E731
-        runtime, again = self._shared.runtime, self._ticket is not None
-        self._ticket = ticket = runtime.submit(self.placed, self._failed, settled, self._accused, again)
+        runtime, failed, again = self._shared.runtime, self._failed, self._ticket is not None
+        self._ticket = ticket = runtime.submit(self.placed, failed.endpoints, settled, failed.accused, again)
         if ticket.wait is not None:
             self.record.waits(ticket)
         if ticket.state is not TicketState.WAITING:
@@ -287,7 +280,9 @@ class Exchange(ABC):
             transport.write(answer)
         usage = read_usage(body) if is_json(head) else None
         if usage is not None:
-            self._used(ticket, usage)
+            usage = self._used(ticket, usage)
+        if ticket.request.stores and head.status < 300 and (stored := find_response_id(body)) is not None:
+            runtime.stores(ticket, stored)
         # How soon an error came says nothing about the endpoint's speed.
         runtime.answered(ticket, Outcome.COMPLETED, usage, began=bool(body) and head.status < 300, now=now)
         self.over(reusable)
@@ -341,10 +336,9 @@ class Exchange(ABC):
             self._dial(ticket)  # the endpoint did not answer and is not at fault: the same again, free, on a new one
             return
         runtime = self._shared.runtime
-        verdict = runtime.after_failure(ticket, error, self._kinds)
+        verdict = runtime.after_failure(ticket, error, self._failed.kinds)
         self.record.error = error.detail
-        self._last = verdict.outcome
-        self._note(ticket, error.kind, verdict.outcome.label)
+        self._note(ticket, error.kind, verdict.outcome.label, verdict.outcome)
         runtime.close(ticket, verdict.outcome)
         if verdict.again:
             self._again(verdict.delay_s)
@@ -378,7 +372,7 @@ class Exchange(ABC):
         self.record.outcome = result
         usage = relay.usage
         if usage is not None:
-            self._used(ticket, usage)
+            usage = self._used(ticket, usage)
         self._shared.runtime.close(ticket, result, usage, timed_out=relay.timed_out)
         self.over(relay.client_reusable)
 
@@ -389,10 +383,14 @@ class Exchange(ABC):
             return head
         return head._replace(end_to_end=head.end_to_end + head.load_report)
 
-    def _used(self, ticket: Ticket, usage: Usage) -> None:
-        self.record.usage = usage
+    def _used(self, ticket: Ticket, usage: Usage) -> Usage:
+        """What the endpoint reports of the request, noted, with the complete prompt in it."""
+        expected = ticket.request.body_bytes / 4.0
         if ticket.placement is not None:
             self.record.predicted_cached_tokens = ticket.placement.cached_tokens
+            expected = ticket.placement.prompt_tokens
+        self.record.usage = usage = usage.resolved(expected)
+        return usage
 
     # Another attempt
 
@@ -409,13 +407,12 @@ class Exchange(ABC):
         if not self._shared.runtime.is_stranded(ticket):
             return
         error = UpstreamError(FailureKind.STRANDED, "the endpoint is down, or makes no progress")
-        verdict = self._shared.runtime.after_failure(ticket, error, self._kinds)
+        verdict = self._shared.runtime.after_failure(ticket, error, self._failed.kinds)
         if not verdict.again:
             return
         self._let_go()
         self.record.error = error.detail
-        self._last = verdict.outcome
-        self._note(ticket, error.kind, f"upstream_{error.kind.value}")
+        self._note(ticket, error.kind, f"upstream_{error.kind.value}", verdict.outcome)
         self._shared.runtime.close(ticket, verdict.outcome)
         self._again(verdict.delay_s)
 
@@ -424,9 +421,9 @@ class Exchange(ABC):
         ticket, runtime = self._ticket, self._shared.runtime
         assert ticket is not None
         kind = STATUS_FAILURES[status]
-        if kind is FailureKind.MISSING and not self._lost_adapter(ticket):
+        if kind is FailureKind.MISSING and not (self._lost_adapter(ticket) or self._seeks_owner()):
             return False
-        verdict = runtime.after_failure(ticket, UpstreamError(kind, f"answered {status}"), self._kinds)
+        verdict = runtime.after_failure(ticket, UpstreamError(kind, f"answered {status}"), self._failed.kinds)
         if not verdict.again:
             return False
         self._note(ticket, kind, f"upstream_{status}")
@@ -438,18 +435,19 @@ class Exchange(ABC):
         """Whether a 404 can only mean that the endpoint has a listed adapter no more: on a path that every model server
         has, for a model that is listed as an adapter. It is asked at once for what it does serve.
         """
-        if not self.request.route.has_prompt or not self._shared.runtime.lists_adapter(self.placed.model):
+        if not self.request.route.is_common or not self._shared.runtime.lists_adapter(self.placed.model):
             return False
         self._shared.runtime.doubt_models(ticket.where.endpoint.uid)
         return True
 
-    def _note(self, ticket: Ticket, kind: FailureKind, label: str) -> None:
-        assert ticket.placed_on is not None
-        endpoint = ticket.placed_on.endpoint
-        self._kinds = (*self._kinds, kind)
-        self._failed |= {endpoint.uid}
-        if kind is FailureKind.ERROR:
-            self._accused = endpoint.uid
+    def _seeks_owner(self) -> bool:
+        """Whether it is about a stored response of which nobody knows who has it."""
+        response_id = self.placed.response_id
+        return response_id is not None and self._shared.runtime.stored(response_id) is None
+
+    def _note(self, ticket: Ticket, kind: FailureKind, label: str, ended: Outcome | None = None) -> None:
+        endpoint = ticket.where.endpoint
+        self._failed = self._failed.add(endpoint.uid, kind, ended)
         self.record.failed += ((endpoint.name, label),)
         if self.record.trace is not None:
             self.record.trace.failed(label, self._shared.runtime.now())
@@ -483,8 +481,9 @@ class Exchange(ABC):
     # What the client is told
 
     def _refusal(self, ticket: Ticket) -> LbError:
-        if ticket.outcome is Outcome.NO_ENDPOINTS and self._last is not None and self._shared.runtime.any_up():
-            return LbError(self._last)  # a live pool broke this request
+        last = self._failed.last
+        if ticket.outcome is Outcome.NO_ENDPOINTS and last is not None and self._shared.runtime.any_up():
+            return LbError(last)  # a live pool broke this request
         return refusal(ticket, self.record.alias or self.placed.model)
 
     def _own_fields(self) -> str:

@@ -39,7 +39,7 @@ from lbproxy.core.requests.openai import error_event
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.request import Usage
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
-from lbproxy.core.requests.sse import EventScanner, JsonWatcher, UsageScanner
+from lbproxy.core.requests.sse import EventScanner, IdScanner, JsonWatcher, UsageScanner
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection
 from lbproxy.proxy.request.client_request import ClientRequest
@@ -131,6 +131,7 @@ class Relay:
         "_done",
         "_head",
         "_held",
+        "_ids",
         "_opened",
         "_prefix",
         "_progress_at",
@@ -197,7 +198,9 @@ class Relay:
         ends_by_close = not head.chunked and head.length is None
         self.client_reusable = turn.keep_alive and not http10 and not ends_by_close
         is_stream = b"text/event-stream" in head.content_type
-        self._scanner = EventScanner(watch_finish=ends_by_close) if is_stream else None
+        skip = turn.request.route.skips_opening
+        self._scanner = EventScanner(watch_finish=ends_by_close, skip_opening=skip) if is_stream else None
+        self._ids = IdScanner() if self._ticket.request.stores and head.status < 300 else None
         self._usage = UsageScanner() if is_stream or is_json(head) else None
         self._whole: EventScanner | JsonWatcher | None = None
         """Tells whether a body that only closing ends is whole."""
@@ -209,7 +212,7 @@ class Relay:
             self.client_reusable = opened.client_reusable  # as its head said
         else:
             self._prefix = client_head(head, own_fields, chunked=self._chunked, keep_alive=self.client_reusable)
-        watcher = self if self._usage or self._whole or not self._raw else None
+        watcher = self if self._usage or self._whole or self._ids or not self._raw else None
         connection.relay(head, self, watcher)
         if self._connection is None:
             return
@@ -230,6 +233,8 @@ class Relay:
             self._whole.feed(data, start, end)
         if self._usage is not None:
             self._usage.feed(data, start, end)
+        if self._ids is not None:
+            self._look_for_id(self._ids, data, start, end)
         if not self._raw:
             if not self._begun:
                 self._first_byte()
@@ -302,7 +307,7 @@ class Relay:
         at_boundary = connection is not None and connection.at_boundary
         readable = self._raw and not self._head.encoded
         if self._scanner is not None and self._scanner.at_boundary and at_boundary and readable:
-            event = error_event(told)
+            event = error_event(told, self._record.path)
             self._write(b"%x\r\n%s\r\n" % (len(event), event))
         self._finish(outcome)
         self._transport.close()
@@ -352,9 +357,16 @@ class Relay:
             self._held.cancel()
             self._held = None
 
+    def _look_for_id(self, ids: IdScanner, data: bytes, start: int, end: int) -> None:
+        found = ids.feed(data, start, end)
+        if found is not None:
+            self._runtime.stores(self._ticket, found)
+        if ids.done:
+            self._ids = None
+
     def _first_byte(self) -> None:
         """Of a stream only an event counts: comments keep the connection alive while the prompt waits."""
-        if self._scanner is None or self._scanner.events:
+        if self._scanner is None or self._scanner.begun:
             self._begun = True
             if self._connection is not None:
                 self._connection.began()
@@ -389,7 +401,8 @@ class Relay:
 
     def _report_progress(self, now: float) -> None:
         """Of a stream only events are progress: comments only say that somebody is there."""
-        events = 0 if self._scanner is None else self._scanner.events
+        scanner = self._scanner
+        events = scanner.events - scanner.opening if scanner is not None and scanner.begun else 0
         if events > self._progressed or self._scanner is None:
             self._runtime.progress(self._ticket, events - self._progressed)
             self._progressed = events
@@ -444,7 +457,7 @@ def end_opened(client: Client, record: RequestRecord, error: LbError) -> None:
         ours = error.outcome is Outcome.INTERNAL_ERROR
         record.outcome = error.outcome if ours else Outcome.UPSTREAM_BROKE
         told = error if ours else _broken(error.outcome is Outcome.UPSTREAM_TIMEOUT, 0)
-    event = error_event(told)
+    event = error_event(told, record.path)
     data = b"%x\r\n%s\r\n" % (len(event), event)
     record.response_bytes += len(data)
     if client.transport is not None and not client.transport.is_closing():

@@ -438,9 +438,7 @@ class FrontEnd(web.Server):
         # A body that was not read would be taken for the next request, or the next request for the body.
         keep_alive = keep_alive and not error.outcome.value.close and client.is_read
         record.outcome, record.status = error.outcome, error.outcome.value.status
-        answer = error_answer(
-            error, record.id, attempts=record.attempts, keep_alive=keep_alive, rng=self._rng, more=cors
-        )
+        answer = error_answer(error, record, keep_alive=keep_alive, rng=self._rng, more=cors)
         self.write(client, record, answer)
         return keep_alive
 
@@ -461,7 +459,8 @@ class FrontEnd(web.Server):
 
     def _unread_answer(self, error: LbError) -> bytes:
         cors = self._cors_of_unread()
-        return error_answer(error, self._new_id(), attempts=0, keep_alive=False, rng=self._rng, more=cors)
+        record = RequestRecord(self._new_id(), "", "", "", self._runtime.now())
+        return error_answer(error, record, keep_alive=False, rng=self._rng, more=cors)
 
     def _cors_of_unread(self) -> str:
         """Field lines for what has no head that was read, so no origin that is known."""

@@ -6,6 +6,7 @@ import random
 from http import HTTPStatus
 from math import ceil
 
+from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.flow import MAX_RETRY_AFTER_S
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.openai import REASON_FIELD, error_body
@@ -25,13 +26,15 @@ RETRY_AFTER_S = (1, 5)
 
 
 def error_answer(
-    error: LbError, request_id: str, *, attempts: int, keep_alive: bool, rng: random.Random, more: str = ""
+    error: LbError, record: RequestRecord, *, keep_alive: bool, rng: random.Random, more: str = ""
 ) -> bytes:
-    """An error as a whole response. `more`: further field lines, each with its CRLF."""
+    """An error as a complete response, in the form of the API that the request's path belongs to. `more`: further field
+    lines, each with its CRLF.
+    """
     facts = error.outcome.value
-    fields = {"x-request-id": request_id}
-    if attempts:
-        fields["x-lbproxy-attempts"] = str(attempts)
+    fields = {"x-request-id": record.id}
+    if record.attempts:
+        fields["x-lbproxy-attempts"] = str(record.attempts)
     if facts.retry_after:
         spread = rng.randint(*RETRY_AFTER_S)
         after_s = min(error.retry_after_s or 0.0, MAX_RETRY_AFTER_S)
@@ -45,7 +48,7 @@ def error_answer(
         fields["www-authenticate"] = "Bearer"
     if error.allow is not None:
         fields["allow"] = error.allow
-    return json_answer(facts.status, error_body(error), fields, keep_alive=keep_alive, more=more)
+    return json_answer(facts.status, error_body(error, record.path), fields, keep_alive=keep_alive, more=more)
 
 
 def json_answer(status: int, body: bytes, fields: dict[str, str], *, keep_alive: bool, more: str = "") -> bytes:

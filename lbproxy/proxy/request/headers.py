@@ -40,12 +40,15 @@ NOT_FORWARDED: Final = _HOP_BY_HOP | {
 CREDENTIALS: Final = frozenset({b"authorization", b"x-api-key"})
 """What a client proves by who it is: OpenAI's way, and that of Anthropic's SDK."""
 REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+SESSIONS: Final = frozenset({b"x-claude-code-session-id", b"session-id", b"thread-id"})
+"""By which coding agents name the conversation: Claude Code and Codex. `x-session-id` counts more."""
 HINTS: Final = frozenset(
     {
         b"x-lbproxy-priority",
         b"x-lbproxy-flow",
         b"x-lbproxy-slo-ttft-ms",
         b"x-session-id",
+        *SESSIONS,
         b"x-lbproxy-explain",
         b"origin",
         b"endpoint-load-metrics-format",
@@ -117,7 +120,7 @@ class RequestFields:
     slo_ttft_s: float | None = None
     """x-lbproxy-slo-ttft-ms, but in seconds; None: it is not there, or no number of milliseconds."""
     session: str | None = None
-    """x-session-id: what the client calls the conversation that this belongs to."""
+    """x-session-id, or one of `SESSIONS`: what the client calls the conversation that this belongs to."""
     wants_load_report: bool = False
     """endpoint-load-metrics-format is there: the client itself asks the endpoint for its load."""
     origin: str | None = None
@@ -127,8 +130,10 @@ class RequestFields:
 
     def read_hint(self, key: bytes, value: bytes) -> None:
         """Take in a field of `HINTS`; `key` in lower case."""
-        if key == b"x-session-id":
+        if key == b"x-session-id" or (key in SESSIONS and self.session is None):
             self.session = value[:MAX_SESSION_BYTES].decode("latin-1") or None
+        elif key in SESSIONS:
+            pass
         elif key == b"endpoint-load-metrics-format":
             self.wants_load_report = True
         elif key == b"origin":

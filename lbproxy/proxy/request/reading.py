@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from lbproxy.config.tree import Settings
@@ -12,12 +13,15 @@ from lbproxy.core.requests.large_json import LargeJson
 from lbproxy.core.requests.models import Aliases, resolve
 from lbproxy.core.requests.openai import BodyFacts, ModelCard, read_json_body, rename_model, with_model
 from lbproxy.core.requests.outline import bytes_left_out
-from lbproxy.core.requests.prompt_keys import BlockKey, flatten, hash_prompt
+from lbproxy.core.requests.prompt_keys import BlockKey, hash_prompt
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.proxy.request.client_request import ClientRequest
-from lbproxy.proxy.request.routes import ANY_BODY, JSON_BODY
+from lbproxy.proxy.request.headers import MAX_SESSION_BYTES
+from lbproxy.proxy.request.routes import ANY_BODY, JSON_BODY, stored_response
 from lbproxy.runtime import Runtime
 
+MAX_ID_CHARS: Final = 160
+"""Of a stored response."""
 SERVED_S: Final = 1.0
 """How long what is served is taken for true: to ask all endpoints takes a while."""
 
@@ -50,15 +54,22 @@ class Reading:
     ) -> InferenceRequest:
         block_bytes, fields = self._runtime.block_bytes, request.fields
         model, stream, max_tokens, cache_salt, read = facts
-        prompt_bytes = 0
+        prompt_bytes = media_tokens = 0
         keys: tuple[BlockKey, ...] = ()
-        if block_bytes is not None and request.route.has_prompt:
-            prompt = flatten(read)
+        flatten, response_id, stores = request.route.flatten, None, False
+        if flatten is None or not request.route.is_common or "store" in read:
+            response_id, stores = _storage(request, read)
+        if block_bytes is not None and flatten is not None:
+            prompt, media_tokens = flatten(read)
             prompt_bytes = len(prompt)
-            if prompt_bytes >= block_bytes:
+            before = None if response_id is None else self._runtime.stored(response_id)
+            after = () if before is None else before.block_keys
+            if prompt_bytes >= block_bytes or after:
                 if is_large:
                     prompt_bytes += bytes_left_out(prompt, len(request.body))
-                keys = hash_prompt(prompt, model=model, salt=cache_salt, block_bytes=block_bytes)
+                keys = hash_prompt(prompt, model=model, salt=cache_salt, block_bytes=block_bytes, after=after)
+            if before is not None:
+                prompt_bytes += before.prompt_bytes
         record.flow = flow = self._flow_rules.flow_of(record.key, fields.flow)
         slo_s = fields.slo_ttft_s
         return InferenceRequest(
@@ -70,10 +81,13 @@ class Reading:
             keys,
             max_tokens,
             self._flow_rules.priority_of(flow, fields.priority, record.key),
-            fields.session,
+            fields.session or _cache_key(read),
             fields.explain,
             flow,
             None if slo_s is None else record.started_at + slo_s,
+            media_tokens,
+            response_id,
+            stores,
             request.route.is_inference or request.method not in {"POST", "PATCH"},
             bool(request.body) and not has_json(request),
         )
@@ -126,6 +140,23 @@ class Reading:
             self._served_until = now + SERVED_S
             self._served = frozenset(card.id for card in self._runtime.model_cards())
         return self._served
+
+
+def _storage(request: ClientRequest, fields: Mapping[str, object]) -> tuple[str | None, bool]:
+    """The stored response that a request is about or goes on with; and whether its own may be stored."""
+    named = stored_response(request.target.partition("?")[0])
+    if named is None and "previous_response_id" in fields:
+        before = fields["previous_response_id"]
+        named = before if isinstance(before, str) and 0 < len(before) <= MAX_ID_CHARS else None
+    store = fields.get("store")
+    is_new = request.method == "POST" and request.route.flatten is not None
+    return named, is_new and (store is True or (store is not False and not request.route.is_common))
+
+
+def _cache_key(fields: Mapping[str, object]) -> str | None:
+    """OpenAI's name of what shares a prompt: as good as a session, if the client names none."""
+    key = fields.get("prompt_cache_key")
+    return key if isinstance(key, str) and 0 < len(key) <= MAX_SESSION_BYTES else None
 
 
 def has_json(request: ClientRequest) -> bool:

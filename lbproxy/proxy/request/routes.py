@@ -6,11 +6,21 @@ that model servers are known to have. Route names are few: they are metric label
 
 from __future__ import annotations
 
+import re
 from enum import Enum
 from typing import Final, NamedTuple
 from urllib.parse import unquote
 
 from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.core.requests.prompts import (
+    Flatten,
+    chat_prompt,
+    completion_prompt,
+    generate_prompt,
+    infill_prompt,
+    messages_prompt,
+    responses_prompt,
+)
 
 
 class Body(Enum):
@@ -37,8 +47,12 @@ class Route(NamedTuple):
     methods: frozenset[str]
     ours: bool = False
     """lbproxy answers it."""
-    has_prompt: bool = False
-    """Its body has a prompt that the prefix cache knows."""
+    flatten: Flatten | None = None
+    """Reads the prompt in its body, if that has one that the prefix cache knows."""
+    is_common: bool = False
+    """Every model server has it."""
+    skips_opening: bool = False
+    """Its streams begin with events that stand for no token."""
     is_inference: bool = True
     """Its POST requests name a model, which is demanded, or put in where only one is served; and they may be sent
     again, as they change nothing. Of others neither is known: files and batches, or the cancelling of a response."""
@@ -56,15 +70,18 @@ ADAPTERS = Route("adapters", Body.JSON, frozenset({"POST"}), ours=True)
 proxy/exchange/adapter_calls.py."""
 _LORA_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _ROUTES = {
-    "/v1/completions": Route("completions", Body.JSON, _POST, has_prompt=True),
-    "/v1/chat/completions": Route("chat_completions", Body.JSON, _POST, has_prompt=True),
+    "/v1/completions": Route("completions", Body.JSON, _POST, flatten=completion_prompt, is_common=True),
+    "/v1/chat/completions": Route("chat_completions", Body.JSON, _POST, flatten=chat_prompt, is_common=True),
     "/v1/models": _MODELS,
     "/v1/embeddings": Route("embeddings", Body.JSON, _POST),
-    "/v1/responses": Route("responses", Body.BY_TYPE, _PASSED_METHODS),
-    "/v1/messages": Route("messages", Body.BY_TYPE, _PASSED_METHODS),
+    "/v1/responses": Route("responses", Body.BY_TYPE, _PASSED_METHODS, flatten=responses_prompt, skips_opening=True),
+    "/v1/messages": Route("messages", Body.BY_TYPE, _PASSED_METHODS, flatten=messages_prompt, skips_opening=True),
+    "/generate": Route("generate", Body.BY_TYPE, _PASSED_METHODS, flatten=generate_prompt),
+    "/completion": Route("completion", Body.BY_TYPE, _PASSED_METHODS, flatten=completion_prompt),
+    "/infill": Route("infill", Body.BY_TYPE, _PASSED_METHODS, flatten=infill_prompt),
     **{
         f"/{name}": Route(name, Body.BY_TYPE, _PASSED_METHODS)
-        for name in ("tokenize", "detokenize", "rerank", "score", "pooling", "classify", "generate")
+        for name in ("tokenize", "detokenize", "rerank", "score", "pooling", "classify")
     },
     **{
         f"/v1/{name}": _INFERENCE
@@ -98,6 +115,15 @@ def find_route(method: str, path: str, *, lora_management: bool = False) -> Rout
     if method not in route.methods:
         raise LbError(Outcome.METHOD_NOT_ALLOWED, allow=", ".join(sorted(route.methods)))
     return route
+
+
+_STORED: Final = re.compile(r"/v1/(?:responses|chat/completions)/([A-Za-z0-9_-]{1,160})(?:/[a-z_]+)?")
+
+
+def stored_response(path: str) -> str | None:
+    """The id of the stored response that a path is about; None: of none."""
+    found = _STORED.fullmatch(path)
+    return None if found is None else found[1]
 
 
 def _canonical(path: str) -> str | None:

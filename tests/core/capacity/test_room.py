@@ -287,9 +287,9 @@ def test_work_that_cannot_be_read_is_what_it_took() -> None:
     unread = Unread()
     assert unread.ms("embed", FIRST_MS) == FIRST_MS
     for _ in range(30):
-        unread.learn("embed", 100.0, 4)
+        unread.learn("embed", 100.0, 5.0)
     assert 15.0 < unread.ms("embed", FIRST_MS) < 20.0, "20 ms for each that was there, and a little of the others'"
     assert unread.ms("audio", FIRST_MS) == FIRST_MS
     for n in range(200):
-        unread.learn(f"model {n}", 50.0, 0)
+        unread.learn(f"model {n}", 50.0, 1.0)
     assert unread.ms("one more", FIRST_MS) == pytest.approx(50.0, abs=2 * SURE_OF_UNREAD * 2)

@@ -534,3 +534,22 @@ def test_whatever_happens_the_numbers_stay_numbers() -> None:
             assert value >= 0.0
     assert 0.0 < pool.token_ms < 1000.0
     assert 0.0 <= pool.hit_ratio <= 1.0
+
+
+# --- Images -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_engines_count_for_images_is_learned_and_bytes_of_text_are_not_spoiled_by_it() -> None:
+    """An engine whose images take three times as many tokens as estimated says so in `usage`."""
+    pool = PoolModel(1024)
+    load = LoadModel(pool)
+    text, image = 4 * 1000, 1000
+    request = InferenceRequest("r", "m", True, 500_000, text + 4 * image, (), media_tokens=image)
+    assert pool.prompt_tokens(request) == pytest.approx(2000.0)
+    for n in range(60):
+        placement = load.place(request, float(n))
+        load.first_byte(placement, n + 0.1)
+        load.end(placement, Usage(1000 + 3 * image, None, 5), n + 0.2)
+    assert pool.prompt_tokens(request) == pytest.approx(4000.0, rel=0.05)
+    assert pool.bytes_per_token == pytest.approx(4.0)
+    assert pool.block_tokens(request) == pytest.approx(pool.prompt_tokens(request) / 8000 * 1024)

@@ -13,7 +13,7 @@ from lbproxy.core.requests import outline as outline_module
 from lbproxy.core.requests.large_json import LargeJson, load_json
 from lbproxy.core.requests.outcome import LbError
 from lbproxy.core.requests.outline import bytes_left_out, outline
-from lbproxy.core.requests.prompt_keys import flatten
+from lbproxy.core.requests.prompts import completion_prompt
 
 MIB = 1 << 20
 SCALARS = st.sampled_from([0, -1.5, None, True, "", "a", 'q"', "\\", ",", "[", "]}", "\u00e9", "\U0001f600", "x" * 60])
@@ -97,7 +97,7 @@ def test_long_texts_are_told_apart_and_counted_by_all_of_their_bytes() -> None:
     """Documents of the same length, alike at both ends: their prefixes are not the same beyond where they differ."""
     text = "all alike " * MIB
     other = text[: 7 * MIB] + "X" + text[7 * MIB + 1 :]
-    prompts = [flatten(read(orjson.dumps({"prompt": one})).value) for one in (text, other, text)]  # type: ignore[arg-type]
+    prompts = [completion_prompt(read(orjson.dumps({"prompt": one})).value).text for one in (text, other, text)]  # type: ignore[arg-type]
     assert prompts[0] == prompts[2] != prompts[1]
     assert len(prompts[0]) < 5 * MIB
     for prompt in prompts:

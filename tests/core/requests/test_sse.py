@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from lbproxy.core.requests import sse
 from lbproxy.core.requests.request import Usage
-from lbproxy.core.requests.sse import MAX_JSON_BYTES, EventScanner, JsonWatcher, UsageScanner, read_usage
+from lbproxy.core.requests.sse import (
+    MAX_JSON_BYTES,
+    EventScanner,
+    IdScanner,
+    JsonWatcher,
+    UsageScanner,
+    find_response_id,
+    read_usage,
+)
 
 EVENTS = st.sampled_from(
     [b"data: {}", b": keep-alive", b'data: {"finish_reason": null}', b"data: x\r", b"a\nb", b"id: data: 1", b""]
@@ -126,3 +134,108 @@ def test_whatever_comes_usage_costs_little_memory(noise: bytes, data: st.DataObj
         scanner.feed(piece, 0, len(piece))
         assert len(scanner._tail) <= 1024
     _ = scanner.usage
+
+
+# --- /v1/responses and /v1/messages -----------------------------------------------------------------------------------
+
+
+CREATED = b'event: response.created\ndata: {"response":{"id":"resp_1","instructions":"event: x"}}\n\n'
+OPENING = CREATED + b'event: response.in_progress\r\ndata: {"response":{}}\r\n\r\n'
+DELTA = b'event: response.output_text.delta\ndata: {"delta":"a"}\n\n'
+STARTED = b'event: message_start\ndata: {"message":{}}\n\nevent: ping\ndata: {}\n\n'
+BLOCK = b'event: content_block_delta\ndata: {"delta":{}}\n\n'
+
+
+@given(data=st.data(), opening=st.sampled_from([OPENING, STARTED, b": x\n\n" + CREATED, CREATED * 3]))
+def test_events_that_stand_for_no_token_begin_nothing(data: st.DataObject, opening: bytes) -> None:
+    """vLLM sends them before the prompt is computed: taken for the first token they made it look free."""
+    scanner = EventScanner(skip_opening=True)
+    for piece in pieces(opening, data.draw(st.lists(st.integers(0, len(opening)), max_size=6))):
+        scanner.feed(piece, 0, len(piece))
+        assert not scanner.begun
+    assert scanner.opening == scanner.events > 0
+    for piece in pieces(DELTA + BLOCK, data.draw(st.lists(st.integers(0, len(DELTA + BLOCK)), max_size=6))):
+        scanner.feed(piece, 0, len(piece))
+    assert scanner.begun
+    assert scanner.events - scanner.opening == 2
+
+
+def test_a_first_event_in_one_piece_with_a_token_begins_at_once() -> None:
+    for skip, opening in ((True, 2), (False, 0)):
+        scanner = EventScanner(skip_opening=skip)
+        scanner.feed(OPENING + DELTA, 0, len(OPENING + DELTA))
+        assert (scanner.begun, scanner.opening, scanner.events) == (True, opening, 3)
+
+
+@given(data=st.data())
+def test_the_id_of_a_stored_response_is_found_in_any_pieces(data: st.DataObject) -> None:
+    for text in (OPENING, b'{"object":"response","id" : "resp_1","output":[{"id":"msg_2"}]}'):
+        scanner = IdScanner()
+        cut = pieces(text, data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+        found = [scanner.feed(b"xx" + piece, 2, 2 + len(piece)) for piece in cut if not scanner.done]
+        assert [one for one in found if one] == ["resp_1"]
+
+
+def test_what_is_no_id_of_a_response_is_not_taken_for_one() -> None:
+    assert find_response_id(b'{"id":"chatcmpl-9a"}') == "chatcmpl-9a"
+    for text in (
+        b'{"id":"msg_1"}',
+        b'{"text":"\\"id\\":\\"resp_1\\""}',
+        b'{"id":"resp_' + b"x" * 200 + b'"}',
+        b" " * 5000 + CREATED,
+    ):
+        assert find_response_id(text) is None
+    scanner = IdScanner()
+    assert scanner.feed(b"x" * 5000, 0, 5000) is None
+    assert scanner.done
+
+
+START = b'data: {"type":"message_start","message":{"usage":{"input_tokens":14,"output_tokens":0}}}\n\n'
+VLLM_END = (
+    b'data: {"usage":{"input_tokens":14,"output_tokens":6,"cache_creation_input_tokens":0,"cache_read_input_tokens":0}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("stream", "usage"),
+    [
+        (START + VLLM_END, Usage(14, 0, 6, 0)),
+        (START + b'data: {"usage":{"output_tokens":6}}\n\n', Usage(14, None, 6)),
+        (
+            b'{"usage":{"input_tokens":3,"cache_creation_input_tokens":20,"cache_read_input_tokens":100,"output_tokens":1}}',
+            Usage(3, 100, 1, 20),
+        ),
+        (b'{"usage":{"input_tokens":3,"cache_read_input_tokens":100,"output_tokens":1}}', Usage(3, 100, 1, 0)),
+        (
+            b'{"usage":{"input_tokens":14,"input_tokens_details":{"cached_tokens":9},"output_tokens":6}}',
+            Usage(14, 9, 6),
+        ),
+    ],
+)
+def test_usage_of_a_stream_may_stand_in_two_events(stream: bytes, usage: Usage) -> None:
+    """Anthropic's API tells of the prompt at the beginning, and of the output at the end."""
+    for step in (1, 7, 1000):
+        scanner = UsageScanner()
+        for at in range(0, len(stream), step):
+            piece = stream[at : at + step]
+            scanner.feed(piece, 0, len(piece))
+        assert scanner.usage == usage, step
+
+
+@pytest.mark.parametrize(
+    ("said", "expected", "prompt"),
+    [
+        (Usage(3, 100, 1, 20), 5000.0, 123),  # less than what is beside it: so it is not in it
+        (Usage(1000, 900, 1, 0), 1100.0, 1000),  # vLLM
+        (Usage(1000, 900, 1, 0), 2100.0, 1900),  # SGLang, Anthropic
+        (Usage(1000, 0, 1, 0), 9000.0, 1000),
+        (Usage(1000, 900, 1), 9000.0, 1000),  # OpenAI's: always in it
+        (Usage(None, 900, 1, 0), 9000.0, None),
+        (Usage(0, 0, 0, 0), 0.0, 0),
+    ],
+)
+def test_the_whole_prompt_counts_whatever_the_engine_means_by_input_tokens(
+    said: Usage, expected: float, prompt: int | None
+) -> None:
+    assert said.resolved(expected).prompt_tokens == prompt
+    assert said.resolved(expected).cached_tokens == said.cached_tokens
