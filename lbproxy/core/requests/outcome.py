@@ -23,11 +23,13 @@ class OutcomeFacts:
     """False: a retry by the client can only hurt (`x-should-retry: false`)."""
     close: bool = False
     """The client's connection cannot be used again."""
+    param: str | None = None
+    """The `param` of the error body: what of the request is wrong."""
 
 
-def _bad(code: str, status: int, message: str, *, close: bool = False) -> OutcomeFacts:
+def _bad(code: str, status: int, message: str, *, close: bool = False, param: str | None = None) -> OutcomeFacts:
     """The client's mistake."""
-    return OutcomeFacts(code, status, "invalid_request_error", message, close=close)
+    return OutcomeFacts(code, status, "invalid_request_error", message, close=close, param=param)
 
 
 def _busy(code: str, status: int, message: str, *, close: bool = False) -> OutcomeFacts:
@@ -67,6 +69,7 @@ class Outcome(Enum):
         "response_not_found",
         404,
         "The model server that stored this response is gone. Send the conversation again, without the id.",
+        param="response_id",
     )
     METHOD_NOT_ALLOWED = _bad("method_not_allowed", 405, "The method is not allowed here.")
     BODY_TIMEOUT = _bad("request_timeout", 408, "The request body did not come in time.", close=True)
@@ -121,7 +124,7 @@ class LbError(Exception):
     ) -> None:
         self.outcome = outcome
         self.message = outcome.value.message if message is None else message
-        self.param = param
+        self.param = param or outcome.value.param
         self.allow = allow
         self.retry_after_s = retry_after_s
         super().__init__(self.message)

@@ -59,8 +59,9 @@ class Usage(NamedTuple):
     def resolved(self, expected_tokens: float) -> Usage:
         """The same with all of the prompt in `prompt_tokens`, of which about so many are expected.
 
-        Anthropic's own `input_tokens` are those that were neither read from the cache nor written to it. SGLang does
-        the same (its issue 36877), vLLM counts the whole prompt. Where it can be both, what is nearer is taken.
+        Anthropic's `input_tokens` are those that were neither read from the cache nor written to it. vLLM 0.32 (as
+        recorded) and SGLang (its issue 36877) do the same, other servers count the complete prompt. Where it can be
+        both, what is nearer to the expected length is taken.
         """
         prompt, cached, completion, written = self
         if written is None or prompt is None:

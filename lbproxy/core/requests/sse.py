@@ -180,10 +180,22 @@ class UsageScanner:
         if not self._tail:
             return None
         usage = _read_counts(self._tail)
-        if usage is None or usage.prompt_tokens is not None or not self._first:
+        if usage is None or not self._first or (usage.prompt_tokens is not None and usage.written_tokens is None):
             return usage
         first = _read_counts(self._first)
-        return usage if first is None else Usage(first[0], first[1], usage[2], first[3])
+        return usage if first is None else _merged(first, usage)
+
+
+def _merged(first: Usage, last: Usage) -> Usage:
+    """Of a stream that reports its prompt at the beginning and the rest at the end. vLLM's first report has the
+    complete prompt, its last has the parts that this is made of.
+    """
+    prompt, cached, completion, written = last
+    if prompt is None:
+        return Usage(first.prompt_tokens, first.cached_tokens, completion, first.written_tokens)
+    if written is not None and first.prompt_tokens == prompt + (cached or 0) + written:
+        return Usage(first.prompt_tokens, cached, completion)
+    return last
 
 
 def _read_counts(tail: bytes) -> Usage | None:

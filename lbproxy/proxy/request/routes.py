@@ -83,6 +83,7 @@ _ROUTES = {
         f"/{name}": Route(name, Body.BY_TYPE, _PASSED_METHODS)
         for name in ("tokenize", "detokenize", "rerank", "score", "pooling", "classify")
     },
+    "/v2/rerank": Route("rerank", Body.BY_TYPE, _PASSED_METHODS),
     **{
         f"/v1/{name}": _INFERENCE
         for name in (

@@ -199,7 +199,12 @@ VLLM_END = (
 @pytest.mark.parametrize(
     ("stream", "usage"),
     [
-        (START + VLLM_END, Usage(14, 0, 6, 0)),
+        (START + VLLM_END, Usage(14, 0, 6)),
+        (
+            START.replace(b"14", b"538")
+            + VLLM_END.replace(b"14", b"26").replace(b'read_input_tokens":0', b'read_input_tokens":512'),
+            Usage(538, 512, 6),
+        ),
         (START + b'data: {"usage":{"output_tokens":6}}\n\n', Usage(14, None, 6)),
         (
             b'{"usage":{"input_tokens":3,"cache_creation_input_tokens":20,"cache_read_input_tokens":100,"output_tokens":1}}',
@@ -226,8 +231,8 @@ def test_usage_of_a_stream_may_stand_in_two_events(stream: bytes, usage: Usage) 
     ("said", "expected", "prompt"),
     [
         (Usage(3, 100, 1, 20), 5000.0, 123),  # less than what is beside it: so it is not in it
-        (Usage(1000, 900, 1, 0), 1100.0, 1000),  # vLLM
-        (Usage(1000, 900, 1, 0), 2100.0, 1900),  # SGLang, Anthropic
+        (Usage(1000, 900, 1, 0), 1100.0, 1000),
+        (Usage(1000, 900, 1, 0), 2100.0, 1900),  # vLLM, SGLang, Anthropic
         (Usage(1000, 0, 1, 0), 9000.0, 1000),
         (Usage(1000, 900, 1), 9000.0, 1000),  # OpenAI's: always in it
         (Usage(None, 900, 1, 0), 9000.0, None),
