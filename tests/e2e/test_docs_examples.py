@@ -38,6 +38,10 @@ ANSWERS = {
 }
 """What a test below holds against a live one: the page, and how it begins."""
 ELSEWHERE = {
+    ("agents.md", "export ANTHROPIC_BASE_URL"): "another program's; tests/proxy/exchange/test_agents_apis.py: its API",
+    ("agents.md", 'model = "MODEL"'): "another program's; tests/proxy/exchange/test_agents_apis.py: its API",
+    ("agents.md", '{\n  "provider"'): "another program's; tests/proxy/exchange/test_agents_apis.py: its API",
+    ("agents.md", "export OPENAI_API_BASE"): "another program's; tests/proxy/exchange/test_agents_apis.py: its API",
     ("discovery.md", '{"time"'): "tests/e2e/test_dns.py",
     ("engines.md", "# TYPE requests gauge"): "tests/test_docs_engines.py",
     ("engines.md", "cfg.yaml: 3 problems"): "tests/e2e/test_docs.py, with the refused settings before it",

@@ -18,12 +18,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypedDict
 
-from tests.fuzz import bodies, chunks, events, forms, heads, metrics, segments, settings
+from tests.fuzz import agents, bodies, chunks, events, forms, heads, metrics, segments, settings
 from tests.fuzz.mutate import mutate
 from tests.fuzz.oracle import DifferenceError
 
 FUZZERS: dict[str, ModuleType] = {
-    one.NAME: one for one in (heads, chunks, metrics, bodies, segments, forms, events, settings)
+    one.NAME: one for one in (heads, chunks, metrics, bodies, agents, segments, forms, events, settings)
 }
 RESULTS = Path(__file__).parent / "results"
 SHOWN = 20
