@@ -33,6 +33,8 @@ LOOKUPS: Final = 512
 YOUTH_S: Final = 1.0
 """Under overload (`core.queue.overload`) a request that has waited so long counts as twice its work: who came last can
 still be served in time."""
+MANY: Final = 0.5
+"""Of its fair share of the requests that wait: a flow with so many is one of those that overload the queue."""
 FAIR: Final = 256
 """Tickets of a priority that take turns by their flows; nobody ever looks so far."""
 
@@ -235,8 +237,9 @@ class WaitingQueue:
                 yield from _in_turn(late, flows, now)
 
     def before(self, ticket: Ticket) -> float:
-        """The share of those that are ready which goes before a newcomer, by priority and flow; below 0: that is told
-        by their work, as all are of its own flow and priority, or some are and it comes last under overload.
+        """The share of those that are ready which goes before a newcomer, by priority and flow. Below 0: it depends on
+        their work, as all of them are of its own flow and priority; or, under overload, as its flow has not clearly
+        fewer of them than others have.
         """
         flow, priority = _flow(ticket), ticket.request.priority
         lanes = self._lanes
@@ -244,8 +247,10 @@ class WaitingQueue:
             return -1.0
         if len(lanes) == 1 and priority in lanes:
             lane = lanes[priority]
-            if flow in lane and (self.overloaded or len(lane) == 1):
-                return -1.0
+            if flow in lane:
+                fair_share = self._ready / len(lane)
+                if len(lane) == 1 or (self.overloaded and len(lane[flow].ready) >= MANY * fair_share):
+                    return -1.0
         before = 0
         for one, lane in lanes.items():
             size = sum(len(line.ready) for line in lane.values())
