@@ -83,7 +83,7 @@ LARGE = {
     "Proxy": 22,
     "Telemetry": 31,
     "Connection": 16,
-    "Relay": 24,
+    "Relay": 22,
     "ClientConnection": 21,
     "Overload": 19,
     "FrontEnd": 25,

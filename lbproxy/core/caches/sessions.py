@@ -29,11 +29,15 @@ KNOWN: Final = 0.5
 class Home:
     """Where a session was last, and how long its prompt was then, in tokens."""
 
-    __slots__ = ("cache", "tokens")
+    __slots__ = ("cache", "expected", "request_id", "tokens")
 
-    def __init__(self, cache: EndpointCache, tokens: float) -> None:
+    def __init__(self, cache: EndpointCache, tokens: float, request_id: str, expected: float) -> None:
         self.cache = cache
         self.tokens = tokens
+        self.request_id = request_id
+        """Of the request that was placed there."""
+        self.expected = expected
+        """Tokens of its prompt that might have been cached there beside those that its keys matched."""
 
     def beyond(self, prompt: float, matched: float) -> float:
         """Tokens of a prompt that may be cached there though the keys match only so many. 0 where they match well."""
@@ -58,14 +62,20 @@ class Sessions:
         found = self._homes.get(session)
         return found if found is not None and found.cache.attached else None
 
-    def placed(self, session: str, cache: EndpointCache, tokens: float) -> None:
-        """A request of the session, with a prompt of so many tokens, goes to the endpoint with this cache."""
-        self._homes[session] = Home(cache, tokens)
+    def placed(self, session: str, request_id: str, cache: EndpointCache, prompt: float, matched: float) -> None:
+        """A request of the session goes to the endpoint with this cache, where so many tokens of its prompt match."""
+        home = self._homes.get(session)
+        expected = home.beyond(prompt, matched) if home is not None and home.cache is cache else 0.0
+        self._homes[session] = Home(cache, prompt, request_id, expected)
         self._homes.move_to_end(session)
         if len(self._homes) > MAX_SESSIONS:
             self._homes.popitem(last=False)
 
-    def learn(self, beyond: float, found: float) -> None:
-        """Of so many tokens that a home might have had beside what keys matched, so many were cached."""
-        share = min(1.0, max(0.0, found / beyond))
-        self.trust += STEP * (share - self.trust)
+    def learn(self, session: str, request_id: str, found: float) -> None:
+        """So many tokens were cached beside those that the request's keys matched. Counts for the latest request of a
+        session, if it went home.
+        """
+        home = self._homes.get(session)
+        if home is not None and home.request_id == request_id and home.expected > 0.0:
+            share = min(1.0, max(0.0, found / home.expected))
+            self.trust += STEP * (share - self.trust)

@@ -123,14 +123,14 @@ class LoadModel:
         placement.uncached = uncached
         placement.work = new_work = work_tokens(uncached, cached)
         if request.session is not None:
-            self._go_home(placement, cached)
+            pool.sessions.placed(request.session, request.id, kv.cache, prompt, cached)
         if request.prompt_bytes:
             pool.hit_ratio += 0.01 * (cached / prompt - pool.hit_ratio)
             pool.work_tokens += 0.01 * (new_work - pool.work_tokens)
             pool.samples.hit_ratio += 1
         else:
-            placement.size = pool.sizes.factor(request.model, request.body_bytes)
-            self.room.unread.in_flight += placement.size - 1.0
+            placement.work = pool.sizes.factor(request.model, request.body_bytes)
+            self.room.unread.in_flight += placement.work - 1.0
         lanes = self.room.lanes
         placement.before = len(work.pending)
         placement.in_flight = work.in_flight
@@ -145,15 +145,6 @@ class LoadModel:
             placement.adapter = request.model
             placement.arrival = self.adapters.placed(request.model, now)
         return placement
-
-    def _go_home(self, placement: Placement, cached: float) -> None:
-        """It belongs to a session, whose home this is from now on."""
-        pool, cache, session = self.pool, self.kv.cache, placement.request.session
-        assert session is not None
-        home = pool.sessions.home(session)
-        if home is not None and home.cache is cache and placement.request.prompt_bytes:
-            placement.beyond = home.beyond(placement.prompt_tokens, cached)
-        pool.sessions.placed(session, cache, placement.prompt_tokens)
 
     def first_byte(self, placement: Placement, now: float) -> None:
         """The response to a placed request begins. Of one that does not stream this is the end."""
@@ -199,13 +190,16 @@ class LoadModel:
             work.prefilled((placement,), now if is_head else work.since_at, speed)
         speed.close_group(now)
         work.end(placement)
-        self.room.unread.in_flight += 1.0 - placement.size
+        if not placement.request.prompt_bytes:
+            self.room.unread.in_flight += 1.0 - placement.work
         output = placement.streamed
         if usage is not None:
             output = max(output, usage.completion_tokens or 0)
             pool.learn_usage(placement.request, usage)
-            if placement.beyond and pool.reports_cached:
-                pool.sessions.learn(placement.beyond, (usage.cached_tokens or 0) - placement.cached_tokens)
+            session = placement.request.session
+            if session is not None and pool.reports_cached:
+                found = (usage.cached_tokens or 0) - placement.cached_tokens
+                pool.sessions.learn(session, placement.request.id, found)
             if self.kv.is_lost(placement, usage):
                 self.restarted(unseen=True)
         if prefilled:
@@ -243,7 +237,7 @@ class LoadModel:
         """A response is complete."""
         took_s, request = now - placement.placed_at, placement.request
         if not request.prompt_bytes:
-            units = placement.in_flight + placement.size
+            units = placement.in_flight + placement.work
             self.room.unread.learn(request.model, 1000.0 * took_s, units)
             self.pool.unread.learn(request.model, 1000.0 * took_s, units)
             self.pool.sizes.learn(request.model, request.body_bytes, 1000.0 * took_s / (placement.in_flight + 1))

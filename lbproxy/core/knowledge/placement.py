@@ -22,7 +22,6 @@ class Placement:
         "adapter",
         "arrival",
         "before",
-        "beyond",
         "cache",
         "due_at",
         "end",
@@ -36,7 +35,6 @@ class Placement:
         "prompt_tokens",
         "reported_at",
         "request",
-        "size",
         "steps",
         "streamed",
         "uncached",
@@ -52,7 +50,8 @@ class Placement:
         self.prompt_tokens = 1.0
         self.uncached = 1.0
         self.work = 1.0
-        """Its prefill, in tokens (`core.knowledge.prefill_work`)."""
+        """Its prefill, in tokens (`core.knowledge.prefill_work`); if that cannot be read, its size beside that of others
+        like it (`core.capacity.unread`)."""
         self.end = root
         """The end of what is pinned of the prompt in `cache`."""
         self.left_blocks = 0
@@ -80,10 +79,6 @@ class Placement:
         """The LoRA adapter that it asks for."""
         self.arrival = Arrival.LOADED
         """Whether the endpoint had it loaded."""
-        self.beyond = 0.0
-        """Tokens that may be cached as its session was here, beside those that its keys match."""
-        self.size = 1.0
-        """How much work it is beside others like it, if that cannot be read (`core.capacity.unread`)."""
         self.ended = False
 
     @property

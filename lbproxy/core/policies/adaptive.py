@@ -101,11 +101,10 @@ class Adaptive(Policy):
         if not request.prompt_bytes:
             return self._price_unread(request, loads, now)
         pool = loads[0].pool
-        token_ms, output, base = pool.token_ms, pool.output_tokens, pool.base_ms
-        prompt, block = pool.prompt_tokens(request), pool.block_tokens(request)
+        token_ms, output, base, block = pool.token_ms, pool.output_tokens, pool.base_ms, pool.block_tokens(request)
+        prompt = pool.prompt_tokens(request)
         home = None if request.session is None else pool.sessions.home(request.session)
-        blocks = len(request.block_keys) * block
-        depths = pool.index.match(request.block_keys)
+        blocks, depths = len(request.block_keys) * block, pool.index.match(request.block_keys)
         mean_load = sum([load.work.in_flight for load in loads]) / len(loads)
         space = SPACE * token_ms * pool.hit_ratio * (1.0 + CROWDED * mean_load)
         space_tokens, decode, pool_gap = pool.size.space_tokens, DECODE * output, (pool.gap_ms, pool.gap_per_token_ms)
@@ -146,15 +145,14 @@ class Adaptive(Policy):
             # Cache space: more is taken where more is full, and it matters more where more is reused. What is evicted
             # may be computed anew on any endpoint, so this is at the pool's speed: at its own, slow ones looked far too
             # dear (half the servers at half speed: goodput .46 instead of .75).
-            cache, live, capacity = kv.cache, there.live_tokens, kv.capacity_tokens
-            foreign = others.space(now) if others.cache_tokens else 0.0
+            cache, live, foreign = kv.cache, there.live_tokens, others.space(now) if others.cache_tokens else 0.0
             first = speed.base_ms if speed.base_until > now else base
             used = (cache.size * block + live + foreign) / (kv.told_tokens or space_tokens)
             cost = first + wait + prefill * (1.0 + STALL * streams) + decode * (gap + streams * slope * prompt)
             space_cost = space * used * uncached
             # Space for this request and for what those in flight will still say, as far as it is not there.
             growth = in_flight * output - live
-            over = blocks - cached + output + foreign - capacity
+            over = blocks - cached + output + foreign - kv.capacity_tokens
             over += cache.pinned * block + (growth if growth > live else live)
             late = space_wait_ms(load, over, now) if over > 0.0 else 0.0
             cost += space_cost + late

@@ -278,7 +278,7 @@ def _add_part(part: object, pieces: _Pieces, *, in_result: bool) -> None:
 
 
 _IMAGES: Final = frozenset({"image", "image_url", "input_image"})
-_PAYLOAD_KEYS: Final = ("url", "data", "file_data", "file_url", "image_url", "file_id")
+_PAYLOAD_KEYS: Final = ["url", "data", "file_data", "file_url", "image_url", "file_id"]
 """Where the payload stands in the part, or in the object that has its kind's name."""
 
 

@@ -126,19 +126,16 @@ class Relay:
     __slots__ = (
         "_begun",
         "_chunked",
-        "_committed",
         "_connection",
-        "_done",
         "_head",
         "_held",
         "_ids",
-        "_opened",
+        "_owner",
         "_prefix",
         "_progress_at",
         "_progressed",
         "_raw",
         "_record",
-        "_refused",
         "_runtime",
         "_scanner",
         "_ticket",
@@ -165,10 +162,7 @@ class Relay:
         self._ticket = ticket
         self._record = record
         self._runtime = runtime
-        self._opened = owner.opened
-        self._committed = owner.committed
-        self._done = owner.relayed
-        self._refused = owner.stream_refused
+        self._owner = owner
         self._held: asyncio.TimerHandle | None = None
         """Lets the head go without a body."""
         self._prefix = b""
@@ -282,7 +276,7 @@ class Relay:
         if self.revocable:
             self._release_head()
             self._enter(Stage.OVER)
-            self._done(error)
+            self._owner.relayed(error)
             return
         self._record.error = error.detail
         self.timed_out = error.kind is FailureKind.TIMEOUT
@@ -343,7 +337,7 @@ class Relay:
     def _is_refusal(self, data: bytes) -> bool:
         """Whether a stream of whose body nothing went out begins with an error, and is dropped for it."""
         found = _REFUSAL.search(data, 0, _REFUSAL_BYTES)
-        if found is None or not self._refused(int(found[1])):
+        if found is None or not self._owner.stream_refused(int(found[1])):
             return False
         self._release_head()
         self._enter(Stage.OVER)
@@ -383,7 +377,7 @@ class Relay:
         head, self._prefix = self._prefix, b""
         self._enter(Stage.HEAD_SENT)
         self._send(head)
-        self._opened()
+        self._owner.opened()
 
     def _write(self, data: bytes) -> None:
         if self.revocable:
@@ -391,7 +385,7 @@ class Relay:
             self._enter(Stage.COMMITTED)
             data = self._prefix + data
             self._prefix = b""
-            self._committed()
+            self._owner.committed()
         self._send(data)
 
     def _send(self, data: bytes) -> None:
@@ -440,7 +434,7 @@ class Relay:
         self._release_head()
         self._enter(Stage.OVER)
         self._count()
-        self._done(outcome)
+        self._owner.relayed(outcome)
 
 
 def can_go_on(head: ResponseHead) -> bool:

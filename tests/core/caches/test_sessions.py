@@ -88,11 +88,11 @@ def test_a_server_that_lost_its_cache_is_no_home_and_sessions_are_bounded(monkey
     index, book = PrefixIndex(), Sessions()
     cache = index.join()
     for name in ("a", "b", "a", "c"):
-        book.placed(name, cache, 100.0)
+        book.placed(name, "r", cache, 100.0, 0.0)
     assert len(book) == 2
     assert book.home("b") is None
     assert book.home("a") is not None
     renewed = index.renew(cache)
     assert book.home("a") is None
-    book.placed("a", renewed, 100.0)
+    book.placed("a", "r", renewed, 100.0, 0.0)
     assert book.home("a") is not None
