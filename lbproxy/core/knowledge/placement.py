@@ -50,8 +50,8 @@ class Placement:
         self.prompt_tokens = 1.0
         self.uncached = 1.0
         self.work = 1.0
-        """Its prefill, in tokens (`core.knowledge.prefill_work`); if that cannot be read, its size beside that of others
-        like it (`core.capacity.unread`)."""
+        """Its prefill, in tokens (`core.knowledge.prefill_work`); if it cannot be read, its size beside others like it
+        (`core.capacity.unread`)."""
         self.end = root
         """The end of what is pinned of the prompt in `cache`."""
         self.left_blocks = 0
