@@ -37,7 +37,9 @@ of a session comes after the response, so that a slow policy is asked less (`req
 token, E2E the whole request, TPOT the time per output token; goodput is the share of requests with TTFT within 1 s and
 TPOT within 50 ms, hits the share of prompt tokens from a prefix cache, imbalance the busiest server's requests in
 flight over the mean, queued the time in the balancer. Best first, by mean TTFT; the last column compares it with
-adaptive's, paired over seeds, with a 95 % bootstrap interval.
+adaptive's, paired over seeds, with a 95 % bootstrap interval. Policies that have not run with all seeds are not there.
+[docs/benchmarks.md](../docs/benchmarks.md#coding-agents) says what the load levels mean, and why three seeds tell close
+policies apart only where the interval does.
 """
 
 

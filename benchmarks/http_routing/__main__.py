@@ -128,8 +128,9 @@ def report(cells: Sequence[CellRuns], args: argparse.Namespace, there: Sequence[
     """The page."""
     trace = "the published Mooncake trace" if args.mooncake else "a stand-in for the Mooncake trace"
     command = f"python -m benchmarks.http_routing{' --agents' * args.agents}{' --short' * args.short}"
+    asked = "" if args.agents else f", {trace}"
     about = [
-        f"`{command}`, {datetime.now(UTC):%Y-%m-%d}, {machine()}, lbproxy {__version__}, {trace}.",
+        f"`{command}`, {datetime.now(UTC):%Y-%m-%d}, {machine()}, lbproxy {__version__}{asked}.",
         "Times are what a client sees; hits are of the servers' counters; intervals are 95 %, paired over seeds.",
         f"Runs whose servers or client were more than {1000 * MAX_LAG_S:.0f} ms late (99th percentile) are left out.\n",
         *(f"- {router.name} {_version(router)}: {router.subject.note}" for router in there),

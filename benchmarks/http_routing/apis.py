@@ -10,8 +10,9 @@ made, results. What differs is what the client programs do:
 - responses: /v1/responses without state, as Codex sends it: `input` has all items so far, `store` is false.
 - responses-id: the same with state: `previous_response_id`, and only the items that are new.
 
-Pieces are written as `prompt_text` does, but for responses, which are what the server said. Pure; no chance but the
-seed's.
+Pieces are written as `prompt_text` does, but for responses, which are what the server said. A simulated server says as
+many tokens as it may; `ignore_eos`, which asks a real vLLM for that, is in chat completions alone, as routers refuse it
+elsewhere (smg 1.13.0, /v1/responses: 400). Pure; no chance but the seed's.
 """
 
 from __future__ import annotations
@@ -206,7 +207,6 @@ def messages_body(prompt: Prompt, job: Job, seed: int) -> Json:
         "messages": [{"role": role, "content": blocks} for role, blocks in messages],
         "stream": True,
         "max_tokens": job.answer.tokens,
-        "ignore_eos": True,
     }
 
 
@@ -236,7 +236,6 @@ def responses_body(prompt: Prompt, job: Job, _: int) -> Json:
         "store": False,
         "prompt_cache_key": job.session,
         "max_output_tokens": job.answer.tokens,
-        "ignore_eos": True,
     }
 
 
