@@ -50,6 +50,15 @@ MIX = {
 }
 LADDER_SHORT = {"step_s": 10, "warm_up_s": 20}
 
+AGENTS: dict[str, Cell] = {
+    f"coding agents, {sessions} sessions / 4 servers": Cell(
+        "coding-agents", {"sessions": sessions}, servers=4, short=cut
+    )
+    for sessions, cut in ((26, None), (40, {"duration_s": 300, "warm_up_s": 150}), (52, None))
+}
+"""For AGENTS.md. Under adaptive the most requests a second come from 44 sessions; these are 60, 90 and 120 % of them.
+With more sessions the caches no longer hold all conversations, and fewer requests are answered."""
+
 CELLS: dict[str, Cell] = {
     "b2b ladder": Cell("ladder", short=LADDER_SHORT),
     "b2b, new questions": Cell("ladder", {"fresh": 1}),
@@ -89,6 +98,7 @@ CELLS: dict[str, Cell] = {
     "chat, nothing streamed": Cell("chat", {"users": 600}, more={"stream_share": 0}, short={"duration_s": 60}),
     "gauges of 1 s": Cell("ladder", {"last_rate": 30}, more={"scrape_interval": 1, "scrape_delay": 0.05}),
     "no gauges": Cell("ladder", {"last_rate": 30}, more={"scrape_interval": None}),
+    **AGENTS,
     "4 balancers": Cell("ladder", {"last_rate": 30}, more={"balancers": 4}),
     "4 balancers, told 20 ms late": Cell("ladder", {"last_rate": 30}, more={"balancers": 4, "exchange_delay": 0.02}),
 }

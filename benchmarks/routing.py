@@ -8,12 +8,13 @@ policy, and the simulation is deterministic, so a figure can be had again, digit
     python -m benchmarks.routing --gates              # does the simulated fleet behave like published ones?
     python -m benchmarks.routing --robustness         # what wrong sizes and late gauges cost
     python -m benchmarks.routing --lora               # adapters: loads, and what affinity is worth
+    python -m benchmarks.routing --agents             # coding agents: every policy, three seeds
     python -m benchmarks.routing --targets            # what routing has to reach, and what it does
 
 Without the traces (paths by option) the replays run on stand-ins with their statistics, and the tables say so. Writes
-`results/routing-short.json` or `-full.json` and the tables to `ROUTING.md`; --lora `LORA.md` alone. --targets and
---robustness write `results/targets.json` and `TARGETS.md`, `results/robustness.json` and `ROBUSTNESS.md`; they run in
-one process, keep every run as it is done, and go on where they were stopped.
+`results/routing-short.json` or `-full.json` and the tables to `ROUTING.md`; --lora `LORA.md` and --agents `AGENTS.md`
+alone. --targets, --robustness and --agents run in one process, keep every run in `results` as it is done, and go on
+where they were stopped; the first two write `TARGETS.md` and `ROBUSTNESS.md`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ import orjson
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from benchmarks.cells import CELLS, GIE_LORA, LORA, LORA_CAPACITY, ROBUSTNESS, Cell
+from benchmarks import agents
+from benchmarks.cells import AGENTS, CELLS, GIE_LORA, LORA, LORA_CAPACITY, ROBUSTNESS, Cell
 from benchmarks.targets import Found, Kept, Runner, chosen_parts, found_of, run_parts
 from benchmarks.verdicts import mean, page, ratio, shown
 from lbproxy import __version__
@@ -46,7 +48,7 @@ from lbproxy.sim_cli import Comparison, Result, Run, label, run_all, runs_of
 HERE = Path(__file__).parent
 OURS = "adaptive"
 SHORT_POLICIES = ["round-robin", "least-request", "gie", "llm-d", "cache-aware", OURS]
-SHORT_SEEDS, FULL_SEEDS = 2, 5
+SHORT_SEEDS, FULL_SEEDS, AGENT_SEEDS = 2, 5, 3
 
 
 @dataclass(frozen=True)
@@ -277,6 +279,32 @@ def _adapter_table(runs: Mapping[str, Sequence[Summary]]) -> str:
     return _table(rows)
 
 
+# Coding agents
+
+
+def run_agents(args: argparse.Namespace) -> int:
+    """Cell by cell, what is not kept yet; then the page, unless some cells or policies were named. A policy counts that
+    has all seeds.
+    """
+    policies = args.policies or [OURS, *(name for name in POLICIES if name not in {OURS, "weighted"})]
+    seeds = range(1, 1 + (args.seeds or AGENT_SEEDS))
+    runner = _runner(args, "agents")
+    chosen = {name: cell for name, cell in AGENTS.items() if any(word in name for word in args.cells or [""])}
+    if not args.render:
+        for (name, cell), seed, policy in product(chosen.items(), seeds, policies):
+            runner.run(name, cell, policy, seed)
+    found: dict[str, dict[str, list[Summary]]] = {}
+    for (name, cell), policy in product(chosen.items(), policies):
+        runs = [kept for seed in seeds if (kept := runner.kept(name, cell, policy, seed)) is not None]
+        if len(runs) == len(seeds):
+            found.setdefault(name, {})[policy] = [run.summary for run in runs]
+    text = agents.page(found, len(seeds))
+    if not (args.cells or args.policies):
+        agents.AGENTS_PAGE.write_text(agents.with_virtual(text), "utf-8")
+    print(text)
+    return 0
+
+
 # Targets
 
 
@@ -350,8 +378,11 @@ def main() -> int:
     parser.add_argument("--gates", action="store_true", help="the acceptance of the fleet simulation instead")
     parser.add_argument("--robustness", action="store_true", help="some cells with wrong sizes and late gauges instead")
     parser.add_argument("--lora", action="store_true", help="what affinity to adapters is worth instead")
+    parser.add_argument("--agents", action="store_true", help="coding agents instead, for AGENTS.md")
     parser.add_argument("--targets", action="store_true", help="what routing has to reach, in one process")
-    parser.add_argument("--render", action="store_true", help="with --targets: the page of the runs that there are")
+    parser.add_argument(
+        "--render", action="store_true", help="with --targets or --agents: the page of the runs that there are"
+    )
     parser.add_argument(
         "--cells", nargs="+", metavar="WORD", help="only cells with one of these in their names; writes nothing"
     )
@@ -369,6 +400,8 @@ def main() -> int:
         return run_robustness(args)
     if args.lora:
         return run_lora(args)
+    if args.agents:
+        return run_agents(args)
     chosen = scenarios(args)
     if not chosen:
         parser.error("no cell has such a name")

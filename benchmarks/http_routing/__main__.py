@@ -17,8 +17,9 @@ from pathlib import Path
 import orjson
 
 from benchmarks import http_routing
+from benchmarks.agents import AGENTS_PAGE, OVER_HTTP, with_part
 from benchmarks.http_routing import trial
-from benchmarks.http_routing.cells import CELLS
+from benchmarks.http_routing.cells import CELLS, OPEN_LOOPS
 from benchmarks.http_routing.pages import CellRuns, comparable, page, picture
 from benchmarks.http_routing.results import Row, Source, believed, keep, read, row_of, simulated
 from benchmarks.http_routing.routers import OURS, Router, routers
@@ -45,6 +46,7 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument("--short", action="store_true", help="at most 10 minutes: fewer routers, one seed, shorter")
     parser.add_argument("--cells", nargs="+", metavar="NAME", choices=CELLS, help=f"of {', '.join(CELLS)}")
+    parser.add_argument("--agents", action="store_true", help="the cells of coding agents, for AGENTS.md")
     parser.add_argument("--routers", nargs="+", metavar="WORD", help="only those with one of these in their names")
     parser.add_argument("--seeds", type=int, metavar="N")
     parser.add_argument("--mooncake", metavar="FILE", help="Mooncake's conversation_trace.jsonl; else a stand-in")
@@ -71,7 +73,13 @@ def prepare() -> None:
 
 def chosen(args: argparse.Namespace) -> tuple[list[str], list[Router]]:
     """Cells and routers; of the latter those that are not installed, too."""
-    cells = args.cells or [name for name, cell in CELLS.items() if cell.in_short or not args.short]
+    agents = [name for name in CELLS if name not in OPEN_LOOPS]
+    cells = args.cells or (
+        agents if args.agents else [name for name in OPEN_LOOPS if CELLS[name].in_short or not args.short]
+    )
+    args.agents = args.agents or set(cells) <= set(agents)
+    if args.agents and not set(cells) <= set(agents):
+        raise SystemExit("cells of coding agents have a page of their own: name no others with them")
     some = [
         router
         for router in routers([])
@@ -119,22 +127,24 @@ def _line(row: Row) -> str:
 def report(cells: Sequence[CellRuns], args: argparse.Namespace, there: Sequence[Router], outside: Sequence[str]) -> str:
     """The page."""
     trace = "the published Mooncake trace" if args.mooncake else "a stand-in for the Mooncake trace"
-    command = f"python -m benchmarks.http_routing{' --short' if args.short else ''}"
+    command = f"python -m benchmarks.http_routing{' --agents' * args.agents}{' --short' * args.short}"
+    asked = "" if args.agents else f", {trace}"
     about = [
-        f"`{command}`, {datetime.now(UTC):%Y-%m-%d}, {machine()}, lbproxy {__version__}, {trace}.",
+        f"`{command}`, {datetime.now(UTC):%Y-%m-%d}, {machine()}, lbproxy {__version__}{asked}.",
         "Times are what a client sees; hits are of the servers' counters; intervals are 95 %, paired over seeds.",
         f"Runs whose servers or client were more than {1000 * MAX_LAG_S:.0f} ms late (99th percentile) are left out.\n",
         *(f"- {router.name} {_version(router)}: {router.subject.note}" for router in there),
     ]
-    return page(cells, about, outside)
+    return page(cells, about, outside, f"# {OVER_HTTP}") if args.agents else page(cells, about, outside)
 
 
 def _version(router: Router) -> str:
     return router.subject.version() if router.name != OURS else __version__
 
 
-def write(cells: Sequence[CellRuns], text: str, form: str) -> None:
+def write(cells: Sequence[CellRuns], text: str, form: str, *, agents: bool) -> None:
     RESULTS.mkdir(exist_ok=True)
+    name = "agents" if agents else "routing"
     data = {
         cell.name: {
             "seeds": cell.seeds,
@@ -144,7 +154,10 @@ def write(cells: Sequence[CellRuns], text: str, form: str) -> None:
         }
         for cell in cells
     }
-    (RESULTS / f"routing-http-{form}.json").write_bytes(orjson.dumps(data))
+    (RESULTS / f"{name}-http-{form}.json").write_bytes(orjson.dumps(data))
+    if agents:
+        AGENTS_PAGE.write_text(with_part(text), "utf-8")
+        return
     if can_plot():
         for cell in cells:
             name = cell.name.replace(", ", "-")
@@ -169,7 +182,7 @@ def main() -> None:
     there = [router for router in some if router.subject.missing() is None]
     names = [router.name for router in there]
     form = "short" if args.short else "full"
-    store = BENCH / f"http-routing-{form}.jsonl"
+    store = BENCH / f"http-{'agents' if args.agents else 'routing'}-{form}.jsonl"
     rows = None if args.mooncake is None else tuple(read_mooncake(Path(args.mooncake).read_text().splitlines()))
     source = Source(rows, args.short)
     failed: list[str] = []
@@ -184,7 +197,7 @@ def main() -> None:
     text = report(found, args, there, [*missing, *failed])
     print(text)
     if args.write or not (args.cells or args.routers or args.seeds or args.keep_late):
-        write(found, text, form)
+        write(found, text, form, agents=args.agents)
 
 
 if __name__ == "__main__":

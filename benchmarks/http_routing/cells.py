@@ -43,11 +43,21 @@ class Cell:
     warm_up_s: float = 0.0
     """Of a trace: arrivals before do not count. A ladder has a warm-up of its own."""
     in_short: bool = True
+    api: str | None = None
+    """Of `apis.APIS`: a closed loop of coding agents, which speak it (`sessions.py`); None = an open loop of chat
+    completions."""
 
     def named(self, *, short: bool) -> dict[str, float]:
         """The workload's parameters."""
         return {**self.parameters, **(self.short if short else {})}
 
+
+AGENT_APIS = {
+    "chat": "/v1/chat/completions",
+    "messages": "/v1/messages, as Claude Code does",
+    "responses": "/v1/responses, all items in each request",
+    "responses-id": "/v1/responses with previous_response_id",
+}
 
 CELLS: dict[str, Cell] = {
     "b2b": Cell(
@@ -77,15 +87,32 @@ CELLS: dict[str, Cell] = {
         warm_up_s=30,
         in_short=False,
     ),
+    **{
+        f"agents-{api}": Cell(
+            "coding agents: 26 sessions that share tools and system prompt, through " + how,
+            "coding-agents",
+            4,
+            {"sessions": 26, "duration_s": 240, "warm_up_s": 90},
+            {"sessions": 26, "duration_s": 120, "warm_up_s": 60},
+            in_short=False,
+            api=api,
+        )
+        for api, how in AGENT_APIS.items()
+    },
 }
+OPEN_LOOPS = [name for name, cell in CELLS.items() if cell.api is None]
+"""What is measured if no cell is named."""
 
 
 def arrivals(cell: Cell, seed: int, rows: Sequence[TraceRow] | None, *, short: bool) -> list[list[Arrival]]:
-    """The phases of a cell, each with times from its begin. Equal arguments, equal arrivals.
+    """The phases of a cell, each with times from its begin; of a closed loop, the first requests alone. Equal
+    arguments, equal arrivals.
 
     `rows`: of the Mooncake trace; without it a stand-in with its statistics, as in the simulated cells.
     """
     parameters = cell.named(short=short)
+    if cell.api is not None:
+        return _phases(cell, parameters, seed, None)
     if cell.workload != "mooncake":
         return [
             # A system prompt is an app, or a user.

@@ -19,13 +19,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import NotRequired, TypedDict, cast
 
 import aiohttp
 import httptools
 import orjson
 import uvloop
 
+from benchmarks.http_routing.apis import CHAT, Api
 from benchmarks.http_routing.cells import CELLS, arrivals, body, digest
 from lbproxy.sim.fleet.report import percentile
 from lbproxy.sim.workloads.traces import read_mooncake
@@ -83,6 +84,8 @@ class Answer(TypedDict):
     """Of all that was asked."""
     phases: list[list[Call]]
     """In the order of arrival."""
+    asked: NotRequired[list[list[tuple[int, int]]]]
+    """Of a closed loop, for each of these: tokens of the prompt and of the response."""
     gaps_s: dict[str, float]
     """Between tokens of one answer: mean, p50, p99; without the warm-up."""
     counters: list[list[Counters]]
@@ -94,9 +97,6 @@ class Answer(TypedDict):
     client_cpu_s: float
 
 
-_DATA = b"data: "
-_CACHED = re.compile(rb'"cached_tokens": ?(\d+)')
-_COMPLETION = re.compile(rb'"completion_tokens": ?(\d+)')
 _METRICS = {
     "prompt_tokens": rb"^vllm:prefix_cache_queries_total\{.*\} (.*)$",
     "hit_tokens": rb"^vllm:prefix_cache_hits_total\{.*\} (.*)$",
@@ -120,7 +120,9 @@ def counters(page: bytes) -> Counters:
 class Reading:
     """What has come of one streamed answer. `feed` it what was read, in whatever pieces."""
 
-    def __init__(self) -> None:
+    def __init__(self, api: Api = CHAT) -> None:
+        self._api = api
+        self._ended = False
         self.first_at: float | None = None
         self.last_at = 0.0
         self.gaps_s: list[float] = []
@@ -129,7 +131,10 @@ class Reading:
     def feed(self, data: bytes, now: float) -> None:
         """Note the events that this completes the beginning of; events read together came together."""
         # The last 2 KB hold the usage, and whatever an event's beginning was cut off from.
-        events = (self._tail[-len(_DATA) + 1 :] + data).count(_DATA)
+        token = self._api.token
+        events = (self._tail[-len(token) + 1 :] + data).count(token)
+        last = self._tail[-64:] + data
+        self._ended = self._ended or any(end in last for end in self._api.ends)
         self._tail = (self._tail + data)[-2048:]
         if not events:
             return
@@ -142,14 +147,14 @@ class Reading:
 
     def failure(self, job: Job) -> str | None:
         """What is wrong with it, now that it has ended; None = nothing."""
-        count = _COMPLETION.findall(self._tail)
-        if b"[DONE]" not in self._tail or not count:
+        count = self._api.output.findall(self._tail)
+        if not self._ended or not count:
             return "cut off"
         return None if int(count[-1]) == job.answer.tokens else f"{int(count[-1])} of {job.answer.tokens} tokens"
 
     def cached_tokens(self) -> int:
         """Of the prompt, as the server says."""
-        found = _CACHED.findall(self._tail)
+        found = self._api.cached.findall(self._tail)
         return int(found[-1]) if found else 0
 
 
@@ -209,10 +214,11 @@ class Exchange(asyncio.Protocol):
 class Client:
     """One replay."""
 
-    def __init__(self, request: Request, http: aiohttp.ClientSession) -> None:
+    def __init__(self, request: Request, http: aiohttp.ClientSession, api: Api = CHAT) -> None:
         """`http`: for the servers' metrics."""
         self._request = request
         self._http = http
+        self._api = api
         self._gaps_s: list[float] = []
         self._ticks_s: list[float] = []
         self._server_lag_s = 0.0
@@ -232,24 +238,22 @@ class Client:
                 marks.append(await self._counters())
                 if all(job.phase.startswith("warm-up") for _, job, _ in phase):
                     # Neither does lateness count that nothing was measured in.
-                    self._server_lag_s = 0.0
-                    self._ticks_s.clear()
+                    self._forget_lateness()
             for task in tasks:
                 task.cancel()
-        gaps = sorted(self._gaps_s)
         return Answer(
             digest=digest(phases),
             phases=calls,
-            gaps_s={
-                "mean": sum(gaps) / max(1, len(gaps)),
-                "p50": percentile(gaps, 50),
-                "p99": percentile(gaps, 99),
-            },
+            gaps_s=figures_of_gaps(self._gaps_s),
             counters=marks,
             server_lag_s=self._server_lag_s,
             client_lag_s=percentile(sorted(self._ticks_s), 99),
             client_cpu_s=time.process_time(),
         )
+
+    def _forget_lateness(self) -> None:
+        self._server_lag_s = 0.0
+        self._ticks_s.clear()
 
     def phases(self) -> list[list[Arrival]]:
         """What to ask, each phase with times from its begin."""
@@ -259,7 +263,7 @@ class Client:
 
     def headers(self, job: Job) -> str:
         """A request's own, each with its line's end."""
-        return f"X-Session-ID: {job.session}\r\n"
+        return f"X-Session-ID: {job.session}\r\n{self._api.headers}"
 
     async def _replay(self, phase: Sequence[tuple[float, Job, bytes]]) -> list[Call]:
         begin = time.monotonic() + LEAD_S
@@ -268,12 +272,11 @@ class Client:
             for at, job, asked in phase:
                 while (early := begin + at - time.monotonic()) > 0.0:  # noqa: ASYNC110 - uvloop wakes up to 1 ms early
                     await asyncio.sleep(early)
-                tasks.append(group.create_task(self._call(job, asked, begin + at)))
+                tasks.append(group.create_task(self._call(job, asked, begin + at, Reading(self._api))))
         return [task.result() for task in tasks]
 
-    async def _call(self, job: Job, asked: bytes, due: float) -> Call:
+    async def _call(self, job: Job, asked: bytes, due: float, reading: Reading) -> Call:
         sent = time.monotonic()
-        reading = Reading()
         exchange = Exchange(self._head(job, asked) + asked, reading)
         try:
             async with asyncio.timeout(TIMEOUT_S):
@@ -298,7 +301,7 @@ class Client:
 
     def _head(self, job: Job, asked: bytes) -> bytes:
         return (
-            f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{self._request['port']}\r\n"
+            f"POST {self._api.path} HTTP/1.1\r\nHost: 127.0.0.1:{self._request['port']}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(asked)}\r\n{self.headers(job)}"
             "Connection: close\r\n\r\n"
         ).encode()
@@ -328,10 +331,16 @@ class Client:
         return found
 
 
-async def main() -> None:
+def figures_of_gaps(gaps_s: Sequence[float]) -> dict[str, float]:
+    """Of times between tokens."""
+    gaps = sorted(gaps_s)
+    return {"mean": sum(gaps) / max(1, len(gaps)), "p50": percentile(gaps, 50), "p99": percentile(gaps, 99)}
+
+
+async def main(kind: type[Client] = Client) -> None:
     request: Request = orjson.loads(sys.stdin.buffer.read())
     async with aiohttp.ClientSession() as http:
-        answer = await Client(request, http).run()
+        answer = await kind(request, http).run()
     sys.stdout.buffer.write(orjson.dumps(answer))
 
 

@@ -61,9 +61,11 @@ def comparable(
 # The page
 
 
-def page(cells: Sequence[CellRuns], about: Sequence[str], outside: Sequence[str]) -> str:
+def page(
+    cells: Sequence[CellRuns], about: Sequence[str], outside: Sequence[str], title: str = "# Routing, over HTTP"
+) -> str:
     """All of it. `about`: how it came about; `outside`: what is not in the tables, and why."""
-    parts = ["# Routing, over HTTP\n", *about, "\n## lbproxy against the best other router of each figure\n"]
+    parts = [f"{title}\n", *about, "\n## lbproxy against the best other router of each figure\n"]
     parts.append(against_best(cells))
     parts.append(
         "Target: within 3 % of the best or better (p99: within 1.4x). Ratios below 1 are better; of goodput and hits, "

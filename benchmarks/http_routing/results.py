@@ -14,14 +14,16 @@ from typing import TypedDict
 import orjson
 
 from benchmarks.http_routing.cells import CELLS, MAX_MODEL_LEN, PRESET, arrivals
-from benchmarks.http_routing.client import Call, Counters
+from benchmarks.http_routing.client import Answer, Call, Counters
 from benchmarks.http_routing.trial import Trial, late
 from lbproxy.config.scenario import Scenario
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.fleet.fleet import Served
 from lbproxy.sim.fleet.report import Summary, by_phase, summarise
+from lbproxy.sim.workloads.catalogue import WARM_UP, make_workload
+from lbproxy.sim.workloads.prompts import Piece
 from lbproxy.sim.workloads.traces import TraceRow
-from lbproxy.sim.workloads.workload import Arrival, OpenLoop
+from lbproxy.sim.workloads.workload import Arrival, Job, OpenLoop
 from lbproxy.sim_cli import Run, serve_workload
 
 
@@ -74,7 +76,7 @@ class Source:
 def row_of(trial: Trial, source: Source) -> Row:
     """The figures of a run."""
     answer = trial["answer"]
-    phases = source.phases(trial["cell"], trial["seed"])
+    phases = source.phases(trial["cell"], trial["seed"]) if CELLS[trial["cell"]].api is None else closed_loop(answer)
     done = served(phases, answer["phases"])
     counted = counted_phases(phases)
     begin, end = answer["counters"][counted.start], answer["counters"][counted.stop]
@@ -107,6 +109,17 @@ def row_of(trial: Trial, source: Source) -> Row:
         others_cpu_s=trial["others_cpu_s"],
         seconds=trial["seconds"],
     )
+
+
+def closed_loop(answer: Answer) -> list[list[Arrival]]:
+    """What was asked, as far as figures go by it: a closed loop's requests depend on when responses came."""
+    return [
+        [
+            (call["due"], Job(call["id"], (Piece(0, prompt),), Piece(0, output), phase=phase))
+            for call, (prompt, output) in zip(calls, sizes, strict=True)
+        ]
+        for phase, calls, sizes in zip((WARM_UP, ""), answer["phases"], answer["asked"], strict=True)
+    ]
 
 
 def counted_phases(phases: Sequence[Sequence[Arrival]]) -> range:
@@ -151,7 +164,13 @@ def simulated(cell: str, seed: int, policy: str, source: Source) -> Summary:
     }
     scenario = Scenario.model_validate(keys)
     run = Run(scenario, scenario.policies[0], seed)
-    done = serve_workload(run, OpenLoop(source.phases(cell, seed)))
+    parameters = CELLS[cell].named(short=source.short)
+    workload = (
+        OpenLoop(source.phases(cell, seed))
+        if CELLS[cell].api is None
+        else make_workload(CELLS[cell].workload, parameters, seed=seed)
+    )
+    done = serve_workload(run, workload)
     return summarise(done, servers)
 
 

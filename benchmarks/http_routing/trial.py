@@ -27,11 +27,14 @@ from typing import TypedDict
 
 import orjson
 
-from benchmarks.http_routing.cells import CELLS, MODEL
+from benchmarks.http_routing.apis import APIS, Api, prompt_of, written
+from benchmarks.http_routing.cells import CELLS, MODEL, Cell
 from benchmarks.http_routing.client import Answer, Counters, Request, counters
 from benchmarks.http_routing.routers import routers
 from benchmarks.overhead.load import BENCH, ROOT
 from benchmarks.overhead.process import LOAD_CORE, Proxy, StartError, Usage, busy_s
+from lbproxy.sim.workloads.prompts import Piece
+from lbproxy.sim.workloads.workload import Job
 
 MAX_LAG_S = 0.005
 ATTEMPTS = 3
@@ -103,6 +106,7 @@ def run(task: Task, *, short: bool, trace: str | None) -> Trial:
         (router,) = [one for one in routers(ports) if one.name == task.router]
         with router.subject.start(0, Path(name) / "router") as proxy:
             _get_ready(proxy, ports)
+            _speaks(CELLS[task.cell], proxy.port, ports[0])
             request = Request(
                 cell=task.cell, seed=task.seed, short=short, trace=trace, port=proxy.port, servers=list(ports)
             )
@@ -113,7 +117,7 @@ def _replay(task: Task, request: Request, proxy: Proxy, servers: subprocess.Pope
     used, others = proxy.usage(), Usage([servers.pid])
     begin, busy = time.monotonic(), busy_s()
     waited, cpu, servers_cpu = waited_s(used.pids), used.cpu_s(), others.cpu_s()
-    answer = _ask_client(request)
+    answer = _ask_client("client" if CELLS[task.cell].api is None else "sessions", request)
     if proxy.process.poll() is not None:
         raise TrialError(f"the router ended: {proxy.last_words()}")
     router_cpu, servers_cpu = used.cpu_s() - cpu, others.cpu_s() - servers_cpu
@@ -130,8 +134,8 @@ def _replay(task: Task, request: Request, proxy: Proxy, servers: subprocess.Pope
     )
 
 
-def _ask_client(request: Request) -> Answer:
-    with subprocess.Popen(_python("client"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as process:
+def _ask_client(module: str, request: Request) -> Answer:
+    with subprocess.Popen(_python(module), stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as process:
         try:
             out, _ = process.communicate(orjson.dumps(request), timeout=CLIENT_S)
         except subprocess.TimeoutExpired:
@@ -190,6 +194,36 @@ def _get_ready(proxy: Proxy, ports: Sequence[int]) -> None:
                 if answered:
                     raise StartError(f"after {answered} requests some of the servers have had none")
                 raise StartError(proxy.last_words() or "it ended without a word")
+
+
+def _speaks(cell: Cell, router: int, server: int) -> None:
+    """Raise TrialError if the router, or a server itself, does not answer the API of a cell of coding agents."""
+    if cell.api is None:
+        return
+    api = APIS[cell.api]
+    for who, port in (("a server", server), ("it", router)):
+        said = refusal(api, port)
+        if said is not None:
+            raise TrialError(f"{who} answers {api.path} with {said}")
+
+
+def refusal(api: Api, port: int) -> str | None:
+    """What comes instead of a stream in this API; None: a stream, to its end."""
+    job = Job("ask", (Piece(0, 64), Piece(1, 16), Piece(9, 16)), Piece(10, 4), session="ask", roles="TSU")
+    asked = orjson.dumps(api.body(prompt_of(job, written), job, 0))
+    headers = {"Content-Type": "application/json", "X-Session-ID": "ask"}
+    headers |= dict(line.split(": ", 1) for line in api.headers.splitlines())
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    with contextlib.closing(connection):
+        try:
+            connection.request("POST", api.path, asked, headers)
+            response = connection.getresponse()
+            said = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            return f"{type(error).__name__}: {error}"
+    if response.status != 200:
+        return f"{response.status}: {said[:100].decode(errors='replace')}"
+    return None if any(end in said for end in api.ends) else "a stream without its end"
 
 
 def served(port: int) -> Counters:

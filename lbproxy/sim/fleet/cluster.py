@@ -259,10 +259,9 @@ class Fleet:
         served.outcome = outcome
         served.ended_at = self.now
         following = self._workload.ended(served.job, self.now)
-        if following is not None:
-            self._heap.at(following[0], self._arrive, following[1])
-            return
-        self._live -= 1
+        for at, job in following:
+            self._heap.at(at, self._arrive, job)
+        self._live += len(following) - 1
         if not self._live:
             self._heap.at(self.now, self._next_phase, None)
 

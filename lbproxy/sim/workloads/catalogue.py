@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import TypeAlias
 
+from lbproxy.sim.workloads.coding_agents import Coding, CodingAgents
 from lbproxy.sim.workloads.prompts import Piece
 from lbproxy.sim.workloads.traces import TraceRow, azure_like, mooncake_like, replay
 from lbproxy.sim.workloads.workload import (
@@ -32,6 +33,8 @@ from lbproxy.sim.workloads.workload import (
 LADDER_RATES = (3, 10, 15, 20, 22, 25, 30, 35, 40, 43, 46, 49, 52, 55, 57, 60)
 """llm-d's steps."""
 WARM_UP = "warm-up"
+MAY_BE_ZERO = frozenset({"warm_up_s", "person_share", "delegate"})
+"""Parameters for which 0 means none, though it is not their default."""
 
 Number: TypeAlias = int | float
 
@@ -260,6 +263,40 @@ def agents(
     return ClosedLoop(conversation, seed)
 
 
+def coding_agents(  # noqa: PLR0913
+    seed: int,
+    *,
+    sessions: int = 24,
+    projects: int = 8,
+    turns: int = 33,
+    compact_at: int = 109_000,
+    tool_s: float = 0.3,
+    person_share: float = 0.11,
+    person_s: float = 84.0,
+    delegate: float = 0.02,
+    duration_s: float = 600.0,
+    warm_up_s: float = 150.0,
+) -> Workload:
+    """Coding agents: sessions of 20 to 100 turns that share tools and system prompt, with tool results, sub-agents,
+    compaction, and people who are asked now and then; figures of published traces. Closed loop. The first `warm_up_s`
+    do not count.
+    """
+    coding = Coding(
+        sessions=sessions,
+        projects=projects,
+        turns=turns,
+        compact_at=compact_at,
+        tool_s=tool_s,
+        person_share=person_share,
+        person_s=person_s,
+        delegate=delegate,
+        duration_s=duration_s,
+        warm_up_s=warm_up_s,
+        ramp_s=min(60.0, duration_s / 4),
+    )
+    return CodingAgents(coding, seed)
+
+
 def documents(  # noqa: PLR0913
     seed: int,
     *,
@@ -325,6 +362,7 @@ WORKLOADS: Mapping[str, Callable[..., Workload]] = {
     "azure": azure,
     "chat": chat,
     "agents": agents,
+    "coding-agents": coding_agents,
     "one-prefix": one_prefix,
     "bursts": bursts,
     "long-prompts": long_prompts,
@@ -355,7 +393,7 @@ def checked(name: str, parameters: Mapping[str, Number]) -> dict[str, Number]:
             raise UnknownWorkload(f"{key}: unknown parameter of {name}, which has {', '.join(defaults)}")
         if isinstance(defaults[key], int) and value != int(value):
             raise UnknownWorkload(f"{key}: expected a whole number, got {value}")
-        if not 0 <= value <= 1e9 or (value == 0 and defaults[key] != 0 and key not in {"warm_up_s"}):
+        if not 0 <= value <= 1e9 or (value == 0 and defaults[key] != 0 and key not in MAY_BE_ZERO):
             raise UnknownWorkload(f"{key}: expected a number above 0, got {value}")
     return {key: type(defaults[key])(value) for key, value in parameters.items()}
 

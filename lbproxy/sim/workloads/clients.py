@@ -45,11 +45,10 @@ class Clients:
         arrivals = [self._marked(number, *one) for number, batch in enumerate(batches) for one in batch or ()]
         return sorted(arrivals, key=lambda arrival: arrival[0])
 
-    def ended(self, job: Job, now: float) -> Arrival | None:
+    def ended(self, job: Job, now: float) -> Sequence[Arrival]:
         """What the same client sends next."""
         number, own = self._live.pop(job.id)
-        following = self._sources[number].workload.ended(own, now)
-        return None if following is None else self._marked(number, *following)
+        return [self._marked(number, *one) for one in self._sources[number].workload.ended(own, now)]
 
     def _marked(self, number: int, at: float, job: Job) -> Arrival:
         source = self._sources[number]

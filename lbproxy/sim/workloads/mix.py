@@ -81,9 +81,8 @@ def _opened(workload: Workload) -> Iterator[Arrival]:
     while due:
         at, _, job = heapq.heappop(due)
         yield at, job
-        following = workload.ended(job, at + ANSWER_S)
-        if following is not None:
-            heapq.heappush(due, (following[0], count, following[1]))
+        for next_at, following in workload.ended(job, at + ANSWER_S):
+            heapq.heappush(due, (next_at, count, following))
             count += 1
 
 

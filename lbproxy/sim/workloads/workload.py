@@ -33,6 +33,9 @@ class Job:
     session: str | None = None
     phase: str = ""
     """Which part of the workload it belongs to, for the report; phases that start with `warm-up` are left out of it."""
+    roles: str = ""
+    """What each piece of the prompt is in a conversation, a letter each (`coding_agents.Role`), to write a request body
+    from; empty = not known."""
     flow: str = "anonymous"
     """Whose it is."""
     priority: int | None = None
@@ -59,8 +62,8 @@ class Workload(Protocol):
         """The next batch, at `now` or later, in order of time; None = there is no more. All before has ended."""
         ...
 
-    def ended(self, job: Job, now: float) -> Arrival | None:
-        """What its client sends next, at `now` or later; also asked after a job that failed."""
+    def ended(self, job: Job, now: float) -> Sequence[Arrival]:
+        """What its client sends next, each at `now` or later; also asked after a job that failed."""
         ...
 
 
@@ -76,9 +79,9 @@ class OpenLoop:
         phase = next(self._phases, None)
         return None if phase is None else [(now + at, job) for at, job in phase]
 
-    def ended(self, job: Job, now: float) -> Arrival | None:
+    def ended(self, job: Job, now: float) -> Sequence[Arrival]:
         """Nothing follows."""
-        return None
+        return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,14 +141,14 @@ class ClosedLoop:
         starts = [(now + user.rng.uniform(0, ramp_s), user) for user in self._users.values()]
         return [(at, self._turn(user)) for at, user in sorted(starts, key=lambda start: start[0])]
 
-    def ended(self, job: Job, now: float) -> Arrival | None:
+    def ended(self, job: Job, now: float) -> Sequence[Arrival]:
         """The same user's next turn, after thinking."""
         user = self._users[job.id.partition("-")[0]]
         user.history = (*job.prompt[1:], job.answer)
         if user.rng.random() < self._conversation.ends:
             user.history = ()
         at = now + user.rng.expovariate(1 / self._conversation.think_s)
-        return (at, self._turn(user)) if at < self._ends_at else None
+        return ((at, self._turn(user)),) if at < self._ends_at else ()
 
     def _turn(self, user: _User) -> Job:
         conversation = self._conversation

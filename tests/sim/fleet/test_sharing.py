@@ -48,11 +48,10 @@ def test_a_mix_keeps_its_clients_apart() -> None:
     twin = next(job for _, job in batch if job.flow == "f1" and job.id[1:] == first.id[1:])
     assert not {hash(piece.id) for piece in first.prompt} & {hash(piece.id) for piece in twin.prompt}
     assert (first.priority, twin.priority) == (0, 1)
-    following = mix.ended(twin, 5.0)
-    assert following is not None
-    assert following[1].flow == "f1"
-    assert following[1].prompt[: len(twin.prompt)] == twin.prompt, "the conversation goes on"
-    assert alone.ended(expected[0][1], 5.0) is not None
+    ((_, following),) = mix.ended(twin, 5.0)
+    assert following.flow == "f1"
+    assert following.prompt[: len(twin.prompt)] == twin.prompt, "the conversation goes on"
+    assert alone.ended(expected[0][1], 5.0)
 
 
 def test_phases_of_a_mix_wait_for_one_another() -> None:

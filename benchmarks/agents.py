@@ -1,0 +1,120 @@
+"""Coding agents in virtual time: every policy on sessions of `coding_agents`, and the page AGENTS.md.
+
+`python -m benchmarks.routing --agents` runs it; `python -m benchmarks.http_routing --agents` writes the page's last
+part. Each keeps the part that the other wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from benchmarks.cells import AGENTS, Cell
+from lbproxy import __version__
+from lbproxy.sim.fleet.report import Summary, as_table, cells, headings, paired
+
+AGENTS_PAGE = Path(__file__).parent / "AGENTS.md"
+OVER_HTTP = "Coding agents, over HTTP"
+OURS = "adaptive"
+FIGURES = (
+    "ttft_mean",
+    "ttft_p50",
+    "ttft_p90",
+    "ttft_p99",
+    "e2e_mean",
+    "tpot_mean",
+    "output_tokens_s",
+    "goodput",
+    "hit_ratio",
+    "imbalance",
+    "queue_mean",
+    "failed",
+)
+ABOUT = """
+Sessions as [docs/simulator.md](../docs/simulator.md#coding-agents) describes them, in a closed loop: the next request
+of a session comes after the response, so that a slow policy is asked less (`requests`). TTFT is the time to the first
+token, E2E the whole request, TPOT the time per output token; goodput is the share of requests with TTFT within 1 s and
+TPOT within 50 ms, hits the share of prompt tokens from a prefix cache, imbalance the busiest server's requests in
+flight over the mean, queued the time in the balancer. Best first, by mean TTFT; the last column compares it with
+adaptive's, paired over seeds, with a 95 % bootstrap interval. Policies that have not run with all seeds are not there.
+[docs/benchmarks.md](../docs/benchmarks.md#coding-agents) says what the load levels mean, and why three seeds tell close
+policies apart only where the interval does.
+"""
+
+
+def page(found: Mapping[str, Mapping[str, Sequence[Summary]]], seeds: int) -> str:
+    """The part of virtual time. `found`: by cell, by policy, in the order of the seeds."""
+    parts = [
+        "# Coding agents\n\n",
+        f"`python -m benchmarks.routing --agents --seeds {seeds}`, lbproxy {__version__}, virtual time.\n{ABOUT}",
+        f"\n## {OURS} against the best other policy of each figure\n\n{against_best(found)}",
+    ]
+    for name, runs in found.items():
+        parts.append(f"\n## {name}\n\n{described(AGENTS[name])}\n\n{table(runs)}")
+    return "".join(parts)
+
+
+def described(cell: Cell) -> str:
+    """What of it is not the default."""
+    parameters = ", ".join(f"{key} {value:g}" for key, value in cell.parameters.items())
+    return f"`{cell.workload}` ({parameters}), {cell.servers} servers."
+
+
+def table(runs: Mapping[str, Sequence[Summary]]) -> str:
+    """A row for each policy."""
+    heads = headings(FIGURES)
+    heads[1:1] = ["requests"]
+    rows = []
+    for policy, of_policy in sorted(runs.items(), key=lambda one: _mean(one[1], "ttft_mean")):
+        row = cells(policy, of_policy, FIGURES)
+        row[1:1] = [f"{_mean(of_policy, 'requests'):.0f}"]
+        rows.append([*row, _change(of_policy, runs.get(OURS))])
+    return as_table([*heads, f"TTFT against {OURS}"], rows)
+
+
+def _change(runs: Sequence[Summary], ours: Sequence[Summary] | None) -> str:
+    if ours is None or runs is ours:
+        return ""
+    change = paired(runs, ours, "ttft_mean")
+    return f"{change.mean:+.0%} [{change.low:+.0%}, {change.high:+.0%}]"
+
+
+def against_best(found: Mapping[str, Mapping[str, Sequence[Summary]]]) -> str:
+    """Ours over the best other, figure by figure."""
+    figures = {"ttft_mean": min, "ttft_p99": min, "e2e_mean": min, "goodput": max, "hit_ratio": max, "requests": max}
+    rows = []
+    for name, runs in found.items():
+        others = {policy: of_policy for policy, of_policy in runs.items() if policy != OURS}
+        if OURS not in runs or not others:
+            continue
+        row = [name]
+        for figure, choose in figures.items():
+            best = choose(others, key=lambda policy: _mean(others[policy], figure))
+            ratio = _mean(runs[OURS], figure) / (_mean(others[best], figure) or 1.0)
+            row.append(f"{ratio:.2f}x ({best})")
+        rows.append(row)
+    heads = ["cell", "TTFT mean", "TTFT p99", "E2E mean", "goodput", "hits", "requests"]
+    return as_table(heads, rows)
+
+
+def _mean(runs: Sequence[Summary], figure: str) -> float:
+    return fmean(getattr(run, figure) for run in runs)
+
+
+# The page
+
+
+def with_virtual(text: str) -> str:
+    """The page with this as its first part."""
+    _, marker, rest = _kept().partition(f"# {OVER_HTTP}\n")
+    return text + (f"\n{marker}{rest}" if marker else "")
+
+
+def with_part(text: str) -> str:
+    """The page with this, which begins with its heading, as its last part."""
+    return f"{_kept().partition(f'# {OVER_HTTP}')[0].rstrip()}\n\n{text}"
+
+
+def _kept() -> str:
+    return AGENTS_PAGE.read_text("utf-8") if AGENTS_PAGE.exists() else ""
