@@ -35,6 +35,11 @@ DRAIN_S = 60
 # Measured: 40 s for all three on two idle cores. Twice as long on a slower disk; four times beside other work.
 START_TIMEOUT_S = 240.0
 PATIENCE_S = 60.0
+TOOLS = [
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    *("--structured-outputs-config", '{"backend":"xgrammar","disable_any_whitespace":true}'),
+]
+"""Options with which it calls tools. Random weights would go on with white space until they reach the limit."""
 PAGES = httpx.Client(timeout=30, limits=httpx.Limits(max_keepalive_connections=0))
 """Reads metrics pages. One client: to make one for each page takes more of two cores than the page. No connection is
 kept: vLLM ends only when none is left."""
@@ -214,22 +219,26 @@ def alone_on(core: int) -> list[str]:
     return ["taskset", "--cpu-list", str(cores[core])] if core < len(cores) > 1 and shutil.which("taskset") else []
 
 
-def vllm(environment: Environment, name: str, adapters: str, core: int, *options: str) -> LlmServer:
-    """A vLLM server with these of the adapters a, b and c; at most two in one batch. It has one core to itself: two
-    servers that share theirs are slow together and fast alone, and lbproxy would rightly use one at a time.
+def vllm(
+    environment: Environment, name: str, adapters: str, core: int, *options: str, env: dict[str, str] | None = None
+) -> LlmServer:
+    """A vLLM server with these of the adapters a, b and c, at most two in one batch; without LoRA if there are none.
+    It has one core to itself: two servers that share theirs are slow together and fast alone, and lbproxy would
+    rightly use one at a time. The last of options that are given twice counts.
     """
     port = free_port()
     (snapshot,) = environment.model.glob("hub/*/snapshots/*")
-    modules = [f"{adapter}={environment.model / 'adapters' / adapter}" for adapter in adapters]
     options_of_all = f"--served-model-name {MODEL} --host 127.0.0.1 --port {port} --enforce-eager"
     # With bfloat16, attention on processors with AMX uses its tiles before anything asked the kernel for them, if the
     # first prompt is one token long: the worker dies of an illegal instruction.
     options_of_all += " --dtype float32 --max-model-len 2048 --max-num-seqs 8 --enable-prefix-caching"
     options_of_all += " --block-size 32 --num-gpu-blocks-override 100"  # 16 fails on CPU; few, so that the gauge moves
-    options_of_all += " --enable-lora --max-loras 2 --max-lora-rank 8"
     options_of_all += f" --enable-request-id-headers --enable-prompt-tokens-details --shutdown-timeout {DRAIN_S}"
     command = [*alone_on(core), str(environment.vllm), "serve", str(snapshot), *options_of_all.split(), *options]
-    return LlmServer(name, [*command, "--lora-modules", *modules], f"http://127.0.0.1:{port}", SERVER_ENVIRONMENT)
+    if adapters:
+        modules = [f"{adapter}={environment.model / 'adapters' / adapter}" for adapter in adapters]
+        command += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules", *modules]
+    return LlmServer(name, command, f"http://127.0.0.1:{port}", {**SERVER_ENVIRONMENT, **(env or {})})
 
 
 def transformers(environment: Environment) -> LlmServer:
