@@ -9,6 +9,7 @@ vllm-1 refuses more than QUEUE_CAP requests at a time; vllm-2 has no cap, and an
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -35,11 +36,8 @@ DRAIN_S = 60
 # Measured: 40 s for all three on two idle cores. Twice as long on a slower disk; four times beside other work.
 START_TIMEOUT_S = 240.0
 PATIENCE_S = 60.0
-TOOLS = [
-    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-    *("--structured-outputs-config", '{"backend":"xgrammar","disable_any_whitespace":true}'),
-]
-"""Options with which it calls tools. Random weights would go on with white space until they reach the limit."""
+TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+"""Options with which it calls tools."""
 PAGES = httpx.Client(timeout=30, limits=httpx.Limits(max_keepalive_connections=0))
 """Reads metrics pages. One client: to make one for each page takes more of two cores than the page. No connection is
 kept: vLLM ends only when none is left."""
@@ -217,6 +215,16 @@ def alone_on(core: int) -> list[str]:
     """Before a command: it runs on this of our cores. Empty where there is only one, or no taskset."""
     cores = sorted(os.sched_getaffinity(0))
     return ["taskset", "--cpu-list", str(cores[core])] if core < len(cores) > 1 and shutil.which("taskset") else []
+
+
+def endings(environment: Environment) -> list[str]:
+    """Options with which a response ends by itself after some words, as clients of agents demand: every third token
+    that begins a word ends it. In the arguments of a tool call, the grammar allows none of them.
+    """
+    (file,) = environment.model.glob("hub/*/snapshots/*/tokenizer.json")
+    tokens = json.loads(file.read_text())["model"]["vocab"]
+    words = [number for token, number in tokens.items() if token.startswith("\u0120") and token[1:2].isalpha()]
+    return ["--override-generation-config", json.dumps({"eos_token_id": [0, *words[::3]]})]
 
 
 def vllm(
