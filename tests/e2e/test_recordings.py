@@ -11,16 +11,21 @@ from pathlib import Path
 import h11
 import pytest
 
-from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.proxy.request.routes import find_route
 from tests.support.aio import run
 from tests.support.endpoint import Received, ScriptedEndpoint, Wire
+from tests.support.pool import MODEL, card
 from tests.support.rig import post, rig
 
 FOLDER = Path(__file__).parent.parent / "fixtures" / "http"
 RECORDINGS = sorted(FOLDER.rglob("*.response.http"))
+MODELS = (MODEL, "tiny", "no-such-model")
+"""Served here, as far as lbproxy knows: that a model is unknown is then said by the endpoint."""
 
 NO_ANSWER = "the recording client got no byte: there is nothing to pass on"
 CUT = "the recording client left, or the server died, in the middle: not a whole answer (tests/proxy has broken ones)"
+FAILED = "vLLM fails after the head: no event, no last chunk"
 TWO = "two answers to two pipelined requests: lbproxy asks one at a time, so a second answer is an intruder"
 EXCLUDED = {
     "llama.cpp-b11434/disconnect-nonstream": NO_ANSWER,
@@ -28,6 +33,7 @@ EXCLUDED = {
     "llama.cpp-b11434/shutdown-sigterm-inflight-stream": CUT,
     "sglang-0.5.23/disconnect-nonstream": NO_ANSWER,
     "sglang-0.5.23/disconnect-stream": CUT,
+    "vllm-0.32.0-agents/responses-get-stream": FAILED,
     "vllm-0.32.0-dp2/sse-keepalive-while-queued": CUT,
     "vllm-0.32.0-dp2/truncated-stream-server-force-killed": CUT,
     "vllm-0.32.0/conn-half-close-stream": NO_ANSWER,
@@ -64,6 +70,23 @@ def reads(path: Path) -> list[bytes]:
     return pieces
 
 
+def request_of(path: Path) -> bytes:
+    """The recorded request where there is one, with the path and the body that its response belongs to. A plain
+    completion for those that lbproxy refuses or answers by itself: other routes, ids of responses that it never saw,
+    handshakes.
+    """
+    recorded = path.with_name(path.name.replace(".response.http", ".request.http"))
+    if not recorded.exists():
+        return post(path="/v1/completions")
+    request = recorded.read_bytes()
+    method, target, _ = request.split(b" ", 2)
+    try:
+        find_route(method.decode(), target.decode().partition("?")[0])
+    except LbError:
+        return post(path="/v1/completions")
+    return post(path="/v1/completions") if b"resp_" in request or b"Upgrade:" in request else request
+
+
 def is_one_whole_answer(data: bytes) -> bool:
     """The oracle's view: h11 as the client."""
     client = h11.Connection(h11.CLIENT, max_incomplete_event_size=1 << 20)
@@ -89,7 +112,7 @@ def test_what_is_left_out_is_what_is_no_whole_answer() -> None:
 
 @pytest.mark.parametrize("path", [path for path in RECORDINGS if name_of(path) not in EXCLUDED], ids=name_of)
 def test_a_recorded_answer_passes_read_by_read(path: Path) -> None:
-    pieces = reads(path)
+    pieces, request = reads(path), request_of(path)
     whole = b"".join(pieces)
     body_at = final_head_end(whole)
     arrived = asyncio.Semaphore(0)
@@ -101,8 +124,10 @@ def test_a_recorded_answer_passes_read_by_read(path: Path) -> None:
 
     async def main() -> None:
         async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
+            for spec in it.endpoints:
+                it.runtime.report_models(spec.uid, [card(name) for name in MODELS])
             client = await it.connect()
-            client.send(post(path="/v1/completions"))
+            client.send(request)
             sent = 0
             for piece in pieces:
                 body = whole[max(sent, body_at) : sent + len(piece)]

@@ -108,19 +108,18 @@ def prepare(say: Callable[[str], None]) -> Environment:
         command(str(VENV / "bin" / "python"), str(HERE / "model.py"), str(FOLDER / "model"))
 
     try:
-        made("venv", SERVERS.read_text() + version, servers, say)
-        made("openai-1.30", CLIENT.read_text() + version, client, say)
+        made(FOLDER / "venv", SERVERS.read_text() + version, servers, say)
+        made(FOLDER / "openai-1.30", CLIENT.read_text() + version, client, say)
         if paths().node:
-            made("node", OPENAI_NODE, node, say)
+            made(FOLDER / "node", OPENAI_NODE, node, say)
     except StepError as e:
         raise Unavailable(f"packages cannot be installed: {e}") from e
-    made("model", (HERE / "model.py").read_text() + version, model, say)
+    made(FOLDER / "model", (HERE / "model.py").read_text() + version, model, say)
     return paths()
 
 
-def made(name: str, source: str, make: Callable[[], None], say: Callable[[str], None]) -> None:
-    """Make a part of FOLDER unless it stands there, made of the same source."""
-    place = FOLDER / name
+def made(place: Path, source: str, make: Callable[[], None], say: Callable[[str], None]) -> None:
+    """Make this folder unless it stands there, made of the same source."""
     stamp = place / ".stamp"
     digest = hashlib.sha256(source.encode()).hexdigest()
     if stamp.exists() and stamp.read_text() == digest:

@@ -9,6 +9,7 @@ vllm-1 refuses more than QUEUE_CAP requests at a time; vllm-2 has no cap, and an
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -35,6 +36,8 @@ DRAIN_S = 60
 # Measured: 40 s for all three on two idle cores. Twice as long on a slower disk; four times beside other work.
 START_TIMEOUT_S = 240.0
 PATIENCE_S = 60.0
+TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+"""Options with which it calls tools."""
 PAGES = httpx.Client(timeout=30, limits=httpx.Limits(max_keepalive_connections=0))
 """Reads metrics pages. One client: to make one for each page takes more of two cores than the page. No connection is
 kept: vLLM ends only when none is left."""
@@ -214,22 +217,36 @@ def alone_on(core: int) -> list[str]:
     return ["taskset", "--cpu-list", str(cores[core])] if core < len(cores) > 1 and shutil.which("taskset") else []
 
 
-def vllm(environment: Environment, name: str, adapters: str, core: int, *options: str) -> LlmServer:
-    """A vLLM server with these of the adapters a, b and c; at most two in one batch. It has one core to itself: two
-    servers that share theirs are slow together and fast alone, and lbproxy would rightly use one at a time.
+def endings(environment: Environment) -> list[str]:
+    """Options with which a response ends by itself after some words, as clients of agents demand: every third token
+    that begins a word ends it. In the arguments of a tool call, the grammar allows none of them.
+    """
+    (file,) = environment.model.glob("hub/*/snapshots/*/tokenizer.json")
+    tokens = json.loads(file.read_text())["model"]["vocab"]
+    words = [number for token, number in tokens.items() if token.startswith("\u0120") and token[1:2].isalpha()]
+    return ["--override-generation-config", json.dumps({"eos_token_id": [0, *words[::3]]})]
+
+
+def vllm(
+    environment: Environment, name: str, adapters: str, core: int, *options: str, env: dict[str, str] | None = None
+) -> LlmServer:
+    """A vLLM server with these of the adapters a, b and c, at most two in one batch; without LoRA if there are none.
+    It has one core to itself: two servers that share theirs are slow together and fast alone, and lbproxy would
+    rightly use one at a time. The last of options that are given twice counts.
     """
     port = free_port()
     (snapshot,) = environment.model.glob("hub/*/snapshots/*")
-    modules = [f"{adapter}={environment.model / 'adapters' / adapter}" for adapter in adapters]
     options_of_all = f"--served-model-name {MODEL} --host 127.0.0.1 --port {port} --enforce-eager"
     # With bfloat16, attention on processors with AMX uses its tiles before anything asked the kernel for them, if the
     # first prompt is one token long: the worker dies of an illegal instruction.
     options_of_all += " --dtype float32 --max-model-len 2048 --max-num-seqs 8 --enable-prefix-caching"
     options_of_all += " --block-size 32 --num-gpu-blocks-override 100"  # 16 fails on CPU; few, so that the gauge moves
-    options_of_all += " --enable-lora --max-loras 2 --max-lora-rank 8"
     options_of_all += f" --enable-request-id-headers --enable-prompt-tokens-details --shutdown-timeout {DRAIN_S}"
     command = [*alone_on(core), str(environment.vllm), "serve", str(snapshot), *options_of_all.split(), *options]
-    return LlmServer(name, [*command, "--lora-modules", *modules], f"http://127.0.0.1:{port}", SERVER_ENVIRONMENT)
+    if adapters:
+        modules = [f"{adapter}={environment.model / 'adapters' / adapter}" for adapter in adapters]
+        command += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules", *modules]
+    return LlmServer(name, command, f"http://127.0.0.1:{port}", {**SERVER_ENVIRONMENT, **(env or {})})
 
 
 def transformers(environment: Environment) -> LlmServer:

@@ -1,0 +1,85 @@
+"""LiteLLM's SDK as a client of an OpenAI-compatible server: completion() and responses()."""
+
+from __future__ import annotations
+
+import json
+import os
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "true"  # it asks the network otherwise, when it is imported
+
+import litellm  # noqa: E402
+from checks import DESCRIPTION, MAX_TOKENS, QUESTION, RESULT, SCHEMA, UNKNOWN, arguments, check_that, expect, run
+
+URL, MODEL = arguments()
+litellm.suppress_debug_info = True
+SAME = {"api_base": f"{URL}/v1", "api_key": "none", "num_retries": 0, "timeout": 60, "temperature": 0}
+ASKED = {"role": "user", "content": QUESTION}
+TOOL = {"name": "weather", "description": DESCRIPTION, "strict": True, "parameters": SCHEMA}
+
+
+def say(**more):
+    given = {"model": f"openai/{MODEL}", "max_tokens": MAX_TOKENS, "messages": [ASKED], **more}
+    return litellm.completion(**SAME, **given)
+
+
+def ask(**more):
+    given = {"model": f"openai/{MODEL}", "max_output_tokens": MAX_TOKENS, "input": QUESTION, **more}
+    return litellm.responses(**SAME, **given)
+
+
+def chat():
+    response = say()
+    check_that(response.choices[0].message.content and response.usage.completion_tokens > 0, response)
+
+
+def chat_stream():
+    chunks = list(say(stream=True))
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    check_that(text and text == say().choices[0].message.content, text)
+
+
+def chat_tools():
+    tools = [{"type": "function", "function": TOOL}]
+    message = say(tools=tools, tool_choice="required").choices[0].message
+    (call,) = message.tool_calls
+    check_that(json.loads(call.function.arguments) == {"city": "Paris"}, call)
+    result = {"role": "tool", "tool_call_id": call.id, "content": RESULT}
+    second = say(messages=[ASKED, message.model_dump(exclude_none=True), result], tools=tools, tool_choice="none")
+    check_that(second.choices[0].message.content, second)
+
+
+def responses():
+    response = ask()
+    check_that(response.output[0].content[0].text, response)
+
+
+def responses_stream():
+    events = list(ask(stream=True))
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    check_that(text and events[-1].type == "response.completed", events[-1])
+
+
+def responses_tools():
+    tools = [{"type": "function", **TOOL}]
+    first = ask(tools=tools, tool_choice="required")
+    (call,) = [item for item in first.output if item.type == "function_call"]
+    check_that(json.loads(call.arguments) == {"city": "Paris"}, call)
+    given = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
+    turn = {"type": "function_call", "call_id": call.call_id, "name": call.name, "arguments": call.arguments}
+    second = ask(input=[ASKED, turn, given], tools=tools, tool_choice="none")
+    check_that(second.output[0].content[0].text, second)
+
+
+run(
+    "litellm",
+    {
+        "chat": chat,
+        "chat, streamed": chat_stream,
+        "chat, tools": chat_tools,
+        "chat, error": lambda: expect(litellm.NotFoundError, lambda: say(model=f"openai/{UNKNOWN}")),
+        "responses": responses,
+        "responses, streamed": responses_stream,
+        "responses, tools": responses_tools,
+        "responses, error": lambda: expect(litellm.NotFoundError, lambda: ask(model=f"openai/{UNKNOWN}")),
+    },
+)

@@ -1,0 +1,83 @@
+"""OpenAI's Python SDK: /v1/responses and /v1/chat/completions."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+from checks import DESCRIPTION, MAX_TOKENS, QUESTION, RESULT, SCHEMA, UNKNOWN, arguments, check_that, expect, run
+
+URL, MODEL = arguments()
+CLIENT = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=60)
+SAME = {"model": MODEL, "temperature": 0}
+TOOL = {"name": "weather", "description": DESCRIPTION, "strict": True, "parameters": SCHEMA}
+
+
+def ask(**more):
+    return CLIENT.responses.create(**{**SAME, "max_output_tokens": MAX_TOKENS, "input": QUESTION, **more})
+
+
+def say(**more):
+    messages = [{"role": "user", "content": QUESTION}]
+    return CLIENT.chat.completions.create(**{**SAME, "max_tokens": MAX_TOKENS, "messages": messages, **more})
+
+
+def responses():
+    response = ask()
+    check_that(response.output_text and response.usage.output_tokens > 0, response)
+
+
+def responses_stream():
+    events = list(ask(stream=True))
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    check_that(events[-1].type == "response.completed", events[-1])
+    check_that(text and text == events[-1].response.output_text == ask().output_text, text)
+
+
+def responses_tools():
+    tools = [{"type": "function", **TOOL}]
+    first = ask(tools=tools, tool_choice="required")
+    (call,) = [item for item in first.output if item.type == "function_call"]
+    check_that(call.name == "weather" and json.loads(call.arguments) == {"city": "Paris"}, call)
+    given = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
+    asked = {"role": "user", "content": QUESTION}
+    second = ask(input=[asked, call.model_dump(exclude_none=True), given], tools=tools, tool_choice="none")
+    check_that(second.output_text, second)
+
+
+def chat():
+    response = say()
+    check_that(response.choices[0].message.content and response.usage.completion_tokens > 0, response)
+
+
+def chat_stream():
+    chunks = list(say(stream=True, stream_options={"include_usage": True}))
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    check_that(text and text == say().choices[0].message.content, text)
+    check_that(chunks[-1].usage.completion_tokens > 0, chunks[-1])
+
+
+def chat_tools():
+    tools = [{"type": "function", "function": TOOL}]
+    message = say(tools=tools, tool_choice="required").choices[0].message
+    (call,) = message.tool_calls
+    check_that(json.loads(call.function.arguments) == {"city": "Paris"}, call)
+    result = {"role": "tool", "tool_call_id": call.id, "content": RESULT}
+    asked = {"role": "user", "content": QUESTION}
+    second = say(messages=[asked, message.model_dump(exclude_none=True), result], tools=tools, tool_choice="none")
+    check_that(second.choices[0].message.content, second)
+
+
+run(
+    "openai",
+    {
+        "responses": responses,
+        "responses, streamed": responses_stream,
+        "responses, tools": responses_tools,
+        "responses, error": lambda: expect(openai.NotFoundError, lambda: ask(model=UNKNOWN)),
+        "chat": chat,
+        "chat, streamed": chat_stream,
+        "chat, tools": chat_tools,
+        "chat, error": lambda: expect(openai.NotFoundError, lambda: say(model=UNKNOWN)),
+    },
+)
