@@ -122,7 +122,8 @@ def room(dotted: str) -> str | None:
 
 
 def is_pure(file: Path) -> bool:
-    return place(file).startswith(("core/", "sim/")) and place(file) not in {"sim/mock/http.py", "sim/mock/sabotage.py"}
+    does_io = place(file).startswith(("sim/mock/http.py", "sim/mock/sabotage.py", "sim/mock/serving/"))
+    return place(file).startswith(("core/", "sim/")) and not does_io
 
 
 def each(files: list[Path]) -> pytest.MarkDecorator:

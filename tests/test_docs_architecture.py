@@ -24,8 +24,9 @@ def folders() -> list[Path]:
     for layer in LAYERS:
         found.append(PACKAGE / layer)
         order = ROOMS.get(layer, "").split()
-        inside = {one.parent for one in (PACKAGE / layer).glob("*/__init__.py")}
-        found += sorted(inside, key=lambda one: (order.index(one.name) if one.name in order else len(order), one.name))
+        inside = {one.parent.relative_to(PACKAGE / layer) for one in (PACKAGE / layer).glob("*/**/__init__.py")}
+        ranks = {one: order.index(one.parts[0]) if one.parts[0] in order else len(order) for one in inside}
+        found += [PACKAGE / layer / one for one in sorted(inside, key=lambda one: (ranks[one], one))]
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from lbproxy.sim.mock.openai_api import ApiError, Json
+from lbproxy.sim.mock.apis.fields import ApiError, Json
 
 MAX_ADAPTERS = 1024
 MAX_SERIES = 64

@@ -3,9 +3,11 @@ how many requests they run at once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import orjson
+
+from lbproxy.sim.mock.apis.fields import Json
 
 DESCRIPTIONS: Mapping[str, tuple[str, ...]] = {
     "sglang": ("/server_info", "/get_server_info"),
@@ -28,3 +30,20 @@ def describe(engine: str, kv_tokens: int, slots: int) -> bytes:
         "llamacpp": {"total_slots": slots, "default_generation_settings": {"n_ctx": kv_tokens // slots}},
     }
     return orjson.dumps(pages[engine])
+
+
+def models_body(
+    model: str, *, created: int, max_model_len: int, engine: str = "vllm", adapters: Sequence[Json] = ()
+) -> bytes:
+    """The body of /v1/models. `adapters`: their entries."""
+    card = {
+        "id": model,
+        "object": "model",
+        "created": created,
+        "owned_by": engine,
+        "root": model,
+        "parent": None,
+        "max_model_len": max_model_len,
+        "permission": [],
+    }
+    return orjson.dumps({"object": "list", "data": [card, *adapters]})

@@ -88,15 +88,15 @@ def block_hashes(text: bytes, adapter: str | None = None) -> list[int]:
     return hashes
 
 
-def render_chat(messages: Iterable[tuple[str, str]]) -> bytes:
-    """(role, content) pairs as ChatML, with the assistant's turn opened.
+def render_chat(messages: Iterable[tuple[str, str | bytes]]) -> bytes:
+    """(role, content) pairs as ChatML, with the assistant's turn opened. Content is text, or its bytes.
 
     Headers and ends are filled up to whole tokens with line feeds. So the tokens of a response are the same when the
     answer comes back in the history of the next turn, and the next turn hits the blocks that were computed for it.
     """
     parts: list[bytes] = []
     for role, content in messages:
-        body = content.encode() + b"<|im_end|>\n"
+        body = (content.encode() if isinstance(content, str) else content) + b"<|im_end|>\n"
         parts += (_header(role), pad(body, b"\n"))
     parts.append(_header("assistant"))
     return b"".join(parts)

@@ -18,8 +18,10 @@ import pytest
 from lbproxy.sim.engine.engine import Engine
 from lbproxy.sim.engine.presets import PRESETS
 from lbproxy.sim.fleet.fleet import FleetOptions, Server
-from lbproxy.sim.mock import openai_api as api
-from lbproxy.sim.mock.http import MockOptions, MockServer, _Flight
+from lbproxy.sim.mock.apis.call import plan
+from lbproxy.sim.mock.apis.chat import parse_completion
+from lbproxy.sim.mock.http import MockOptions, MockServer
+from lbproxy.sim.mock.serving.driver import Flight
 from lbproxy.sim.workloads.prompts import Piece, prompt_text
 from lbproxy.sim.workloads.workload import Arrival, Job, OpenLoop
 from tests.sim.fleet.test_cluster import run
@@ -69,7 +71,7 @@ def arrivals() -> list[Arrival]:
 async def over_http(jobs: list[Arrival], times: dict[str, tuple[float, float, int]]) -> None:
     """Drive a server as its handlers do; notes (first token, last token, cached tokens) of each job."""
     server = MockServer(MockOptions(preset="llama-8b-h100"))
-    server._engine = Engine(PRESET)  # without jitter
+    server.driver.engine = Engine(PRESET)  # without jitter
     loop = asyncio.get_running_loop()
 
     async def client(at: float, job: Job) -> None:
@@ -80,9 +82,10 @@ async def over_http(jobs: list[Arrival], times: dict[str, tuple[float, float, in
             "ignore_eos": True,
             "stream": True,
         }
-        choices = api.plan(api.parse_completion(dict(fields)), max_model_len=131_072, seed=0)
-        flight = _Flight(choices, per_call=1, every_token=True)
-        server._submit(flight)
+        call, _ = parse_completion(dict(fields))
+        choices = plan(call, max_model_len=131_072, seed=0)
+        flight = Flight(choices, per_call=1, every_token=True)
+        server.driver.submit(flight)
         await flight.news()
         first_at = loop.time()
         got = 0

@@ -303,6 +303,6 @@ def test_work_of_a_broken_stream_leaves_the_engine() -> None:
     async def test(server: MockServer) -> None:
         body = b'{"prompt":"x","max_tokens":20000,"stream":true,"ignore_eos":true}'
         await ask(server, post(body, "/v1/completions"))
-        await until(lambda: server._engine.gauges().running == 0)
+        await until(lambda: server.driver.engine.gauges().running == 0)
 
     run(test, "break how=rst events=2")

@@ -3,9 +3,18 @@
 import orjson
 import pytest
 
-from lbproxy.sim.mock import openai_api as api
-from lbproxy.sim.mock.openai_api import ApiError, Json
+from lbproxy.sim.mock.apis import chat, pooling
+from lbproxy.sim.mock.apis.call import Call, plan
+from lbproxy.sim.mock.apis.fields import ApiError, Json, load_json
 from lbproxy.sim.mock.text import to_token_ids
+
+
+def parse_completion(fields: Json) -> Call:
+    return chat.parse_completion(fields)[0]
+
+
+def parse_chat(fields: Json) -> Call:
+    return chat.parse_chat(fields)[0]
 
 
 def test_prompt_forms_that_mean_the_same_become_the_same_bytes() -> None:
@@ -13,17 +22,17 @@ def test_prompt_forms_that_mean_the_same_become_the_same_bytes() -> None:
     text = "Hello, world"
     ids = to_token_ids(text.encode())
     forms: list[object] = [text, [text], ids, [ids]]
-    assert {api.parse_completion({"prompt": form}).prompts for form in forms} == {(text.encode(),)}
-    assert api.parse_completion({"prompt": [text, "b"]}).prompts == (text.encode(), b"b")
+    assert {parse_completion({"prompt": form}).prompts for form in forms} == {(text.encode(),)}
+    assert parse_completion({"prompt": [text, "b"]}).prompts == (text.encode(), b"b")
 
 
-def test_chat_content_may_come_in_parts_of_which_only_text_counts() -> None:
+def test_chat_content_may_come_in_parts_of_which_unknown_ones_count_nothing() -> None:
     def prompt(content: object) -> bytes:
-        return api.parse_chat({"messages": [{"role": "user", "content": content}]}).prompts[0]
+        return parse_chat({"messages": [{"role": "user", "content": content}]}).prompts[0]
 
     parts = [
         {"type": "text", "text": "a"},
-        {"type": "image_url", "image_url": {"url": "x"}},
+        {"type": "made_up", "thing": {"url": "x"}},
         {"type": "text", "text": "b"},
     ]
     assert prompt(parts) == prompt("ab")
@@ -33,10 +42,10 @@ def test_chat_content_may_come_in_parts_of_which_only_text_counts() -> None:
 
 def test_defaults_and_names_of_the_output_limit() -> None:
     chat: Json = {"messages": [{"role": "user", "content": "x"}]}
-    assert api.parse_completion({"prompt": "x"}).max_tokens == 16
-    assert api.parse_chat(chat).max_tokens is None
-    assert api.parse_chat({**chat, "max_tokens": 7}).max_tokens == 7
-    assert api.parse_chat({**chat, "max_tokens": 7, "max_completion_tokens": 9}).max_tokens == 9
+    assert parse_completion({"prompt": "x"}).max_tokens == 16
+    assert parse_chat(chat).max_tokens is None
+    assert parse_chat({**chat, "max_tokens": 7}).max_tokens == 7
+    assert parse_chat({**chat, "max_tokens": 7, "max_completion_tokens": 9}).max_tokens == 9
 
 
 @pytest.mark.parametrize(
@@ -68,7 +77,7 @@ def test_defaults_and_names_of_the_output_limit() -> None:
 )
 def test_bad_completions_are_refused_and_say_where(fields: Json, param: str | None) -> None:
     with pytest.raises(ApiError) as caught:
-        api.parse_completion(fields)
+        parse_completion(fields)
     assert (caught.value.status, caught.value.param) == (400, param)
     assert len(caught.value.body()) < 500
 
@@ -79,14 +88,14 @@ def test_bad_completions_are_refused_and_say_where(fields: Json, param: str | No
 )
 def test_bad_messages_are_refused(messages: object) -> None:
     with pytest.raises(ApiError) as caught:
-        api.parse_chat({"messages": messages})
+        parse_chat({"messages": messages})
     assert str(caught.value.param).startswith("body.messages")
 
 
 def test_errors_are_worded_as_vllm_words_them() -> None:
     """The recorded bodies of vLLM 0.32 for the same mistakes."""
     with pytest.raises(ApiError) as caught:
-        api.parse_chat({"model": "tiny"})
+        parse_chat({"model": "tiny"})
     assert orjson.loads(caught.value.body()) == {
         "error": {
             "message": "1 validation error:\n  {'type': 'missing', 'loc': 'body.messages', 'msg': 'Field required', "
@@ -96,16 +105,16 @@ def test_errors_are_worded_as_vllm_words_them() -> None:
             "code": 400,
         }
     }
-    call = api.parse_completion({"prompt": "x", "max_tokens": 5000})
+    call = parse_completion({"prompt": "x", "max_tokens": 5000})
     with pytest.raises(ApiError) as caught:
-        api.plan(call, max_model_len=1024, seed=0)
+        plan(call, max_model_len=1024, seed=0)
     assert caught.value.message == (
         "max_tokens=5000 cannot be greater than max_model_len=1024. Please request fewer output tokens. "
         "(parameter=max_tokens, value=5000)"
     )
-    call = api.parse_completion({"prompt": "x" * 8000, "max_tokens": 1})
+    call = parse_completion({"prompt": "x" * 8000, "max_tokens": 1})
     with pytest.raises(ApiError) as caught:
-        api.plan(call, max_model_len=1024, seed=0)
+        plan(call, max_model_len=1024, seed=0)
     assert caught.value.message == (
         "This model's maximum context length is 1024 tokens. However, your prompt contains at least 1025 input tokens, "
         "which exceeds this limit even without any output tokens. Please reduce the length of the input prompt. "
@@ -114,46 +123,46 @@ def test_errors_are_worded_as_vllm_words_them() -> None:
 
 
 def test_prompt_and_output_together_must_fit() -> None:
-    fits = api.parse_completion({"prompt": "x" * 400, "max_tokens": 924})
-    assert api.plan(fits, max_model_len=1024, seed=0)[0].answer.tokens == 924
+    fits = parse_completion({"prompt": "x" * 400, "max_tokens": 924})
+    assert plan(fits, max_model_len=1024, seed=0)[0].answer.tokens == 924
     with pytest.raises(ApiError, match="925 output tokens"):
-        api.plan(api.parse_completion({"prompt": "x" * 400, "max_tokens": 925}), max_model_len=1024, seed=0)
+        plan(parse_completion({"prompt": "x" * 400, "max_tokens": 925}), max_model_len=1024, seed=0)
 
 
 def test_work_in_one_call_is_bounded() -> None:
-    call = api.parse_completion({"prompt": "x", "n": 2000, "max_tokens": 10_000})
+    call = parse_completion({"prompt": "x", "n": 2000, "max_tokens": 10_000})
     with pytest.raises(ApiError, match="tokens in one request"):
-        api.plan(call, max_model_len=20_000, seed=0)
+        plan(call, max_model_len=20_000, seed=0)
 
 
 def test_choices_are_n_for_each_prompt_and_count_each_prompt_once() -> None:
-    call = api.parse_completion({"prompt": ["aaaa", "bbbbbbbb"], "n": 2, "max_tokens": 3})
-    choices = api.plan(call, max_model_len=100, seed=0)
+    call = parse_completion({"prompt": ["aaaa", "bbbbbbbb"], "n": 2, "max_tokens": 3})
+    choices = plan(call, max_model_len=100, seed=0)
     assert [choice.prompt_tokens for choice in choices] == [1, 1, 2, 2]
     assert len({choice.answer.text for choice in choices}) > 1
-    used = api.usage(call, choices, 0)
+    used = chat.usage(choices, call.n, 0)
     assert (used["prompt_tokens"], used["completion_tokens"], used["total_tokens"]) == (3, 12, 15)
 
 
 def test_ignore_eos_without_a_limit_goes_to_the_end_of_the_model() -> None:
     fields: Json = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True}
-    choice = api.plan(api.parse_chat(fields), max_model_len=500, seed=0)[0]
+    choice = plan(parse_chat(fields), max_model_len=500, seed=0)[0]
     assert choice.prompt_tokens + choice.answer.tokens == 500
     assert choice.answer.finish_reason == "length"
 
 
 def test_tokenize_and_detokenize_are_inverse() -> None:
-    _, text = api.parse_tokenize({"prompt": "Hello world"})
-    assert api.parse_detokenize({"tokens": to_token_ids(text)}) == (None, "Hello world")
-    _, chat = api.parse_tokenize({"messages": [{"role": "user", "content": "Hi"}]})
-    assert chat == api.parse_chat({"messages": [{"role": "user", "content": "Hi"}]}).prompts[0]
+    _, text, _ = pooling.parse_tokenize({"prompt": "Hello world"})
+    assert pooling.parse_detokenize({"tokens": to_token_ids(text)}) == (None, "Hello world")
+    _, rendered, _ = pooling.parse_tokenize({"messages": [{"role": "user", "content": "Hi"}]})
+    assert rendered == parse_chat({"messages": [{"role": "user", "content": "Hi"}]}).prompts[0]
     for bad in ({}, {"tokens": "a"}, {"tokens": ["a"]}, {"tokens": [2**40]}):
         with pytest.raises(ApiError):
-            api.parse_detokenize(dict(bad))
+            pooling.parse_detokenize(dict(bad))
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b'{"a":"\xff"}', b'{"a":"\\ud800"}', b"[" * 100_000])
 def test_what_is_no_json_object_is_a_400(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
-        api.load_json(body)
+        load_json(body)
     assert caught.value.status == 400

@@ -1,0 +1,228 @@
+"""What a request is for the engine, whichever API it came by: prompts, limits, and what each choice will say.
+
+Parsing (in the module of each API) is where untrusted input is checked and bounded; what leaves it as a `Call` needs no
+more checks but the model's length, which `plan` checks.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import xxhash
+
+from lbproxy.sim.engine.engine import SimRequest
+from lbproxy.sim.mock.apis.fields import ApiError, Json, invalid, refused, required, shown
+from lbproxy.sim.mock.apis.tools import Forced, SaidCall, choose
+from lbproxy.sim.mock.text import TOKEN_BYTES, Answer, answer, block_hashes, from_token_ids, pad, token_count
+
+MAX_SEQUENCES = 2048
+"""Prompts times choices in one call: OpenAI's limit for batched inputs."""
+MAX_CALL_TOKENS = 2**22
+"""Tokens of all prompts and choices in one call: what the server works out at once must not hold up its clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A generation request that is well-formed."""
+
+    model: str | None
+    """None: not named, which means the served model."""
+    prompts: tuple[bytes, ...]
+    """Not empty, and none of them is."""
+    max_tokens: int | None
+    """At least 1; None: to the natural end, or to the model's limit with `ignore_eos`."""
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    stream: bool = False
+    forced: Forced | None = None
+    """The response is a tool call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One sequence of a call, and what it will say."""
+
+    prompt_tokens: int
+    answer: Answer
+    block_hashes: list[int]
+    adapter: str | None = None
+    """The LoRA adapter that says it."""
+    call: SaidCall | None = None
+    """The tool call that is all of the response."""
+
+    def request(self, request_id: str) -> SimRequest:
+        """The work that this choice is for the engine."""
+        return SimRequest(request_id, self.prompt_tokens, self.answer.tokens, self.block_hashes, self.adapter)
+
+    def is_last(self, position: int) -> bool:
+        """Is this token the last one?"""
+        return position == self.answer.tokens - 1
+
+    def arguments(self, position: int) -> str:
+        """What of the tool call's arguments one token has; often nothing."""
+        assert self.call is not None
+        begin = max(position * TOKEN_BYTES, self.call.arguments.start)
+        return self.answer.text[begin : min((position + 1) * TOKEN_BYTES, self.call.arguments.stop)].decode("ascii")
+
+    def all_arguments(self) -> str:
+        """The tool call's arguments; cut off if the call was."""
+        assert self.call is not None
+        return self.answer.text[self.call.arguments.start : self.call.arguments.stop].decode("ascii")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What every body and event of one response repeats."""
+
+    id: str
+    created: int
+    """Unix seconds."""
+    model: str
+
+    def head(self, kind: str) -> Json:
+        """The fields that every object of OpenAI's older APIs starts with."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def part(self, prefix: str, index: int = 0) -> str:
+        """An id for a part of the response: a message, a tool call."""
+        return f"{prefix}{xxhash.xxh3_64_hexdigest(f'{prefix}:{self.id}:{index}'.encode())}"
+
+
+class Writer(Protocol):
+    """The server-sent events of one streamed response, in the form of one API."""
+
+    def accepted(self, choices: Sequence[Choice]) -> bytes:
+        """What goes out with the head, before anything is computed."""
+
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        """What goes before the first token."""
+
+    def token(self, choice: Choice, index: int, position: int) -> bytes:
+        """One token of one choice."""
+
+    def closing(self, choices: Sequence[Choice], cached_tokens: int) -> bytes:
+        """What follows the last token of the last choice. `cached_tokens`: of all prompts."""
+
+
+def plan(call: Call, *, max_model_len: int, seed: int, adapter: str | None = None) -> list[Choice]:
+    """What the server will do for a call: `n` choices for each prompt, in the order of their indexes. Each adapter says
+    something else.
+
+    Raises `ApiError` for what does not fit into the model. Linear in the tokens, and so bounded.
+    """
+    choices: list[Choice] = []
+    tokens = 0
+    for prompt in call.prompts:
+        prompt_tokens = token_count(len(prompt))
+        limit = _output_limit(prompt_tokens, call.max_tokens, max_model_len)
+        tokens += (prompt_tokens + limit) * call.n
+        if tokens > MAX_CALL_TOKENS:
+            raise refused(f"At most {MAX_CALL_TOKENS} tokens in one request, prompts times n included.", "n", call.n)
+        natural_end = call.max_tokens is None and not call.ignore_eos
+        for choice in range(call.n):
+            key = f"{seed}:{call.seed}:{choice}{'' if adapter is None else f':{adapter}'}"
+            said_call = None
+            if call.forced is not None:
+                said, said_call = _tool_answer(call.forced, prompt, key, limit)
+            else:
+                said = answer(prompt, key, max_tokens=limit, natural_end=natural_end, stop=call.stop)
+            hashes = block_hashes(pad(prompt) + said.computed, adapter)
+            choices.append(Choice(prompt_tokens, said, hashes, adapter, said_call))
+    return choices
+
+
+def _tool_answer(forced: Forced, prompt: bytes, key: str, limit: int) -> tuple[Answer, SaidCall]:
+    text, call = choose(forced, f"{key}:{xxhash.xxh3_64_hexdigest(prompt)}")
+    said = text.encode("ascii")[: limit * TOKEN_BYTES]
+    reason = "stop" if len(said) == len(text) else "length"
+    return Answer(said, token_count(len(said)), reason, None, said), call
+
+
+def prefills(prompts: Sequence[bytes], *, max_model_len: int, adapter: str | None = None) -> list[Choice]:
+    """What prompts are that are read and answered without text (embeddings, scores): each with the one token that the
+    engine cannot do without.
+    """
+    nothing = Answer(b"", 1, "stop", None, b"")
+    choices: list[Choice] = []
+    for prompt in prompts:
+        prompt_tokens = token_count(len(prompt))
+        _output_limit(prompt_tokens, 1, max_model_len)
+        choices.append(Choice(prompt_tokens, nothing, block_hashes(pad(prompt), adapter), adapter))
+    return choices
+
+
+def _output_limit(prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> int:
+    length = f"This model's maximum context length is {max_model_len} tokens. However, "
+    if max_tokens is not None and max_tokens > max_model_len:
+        message = (
+            f"max_tokens={max_tokens} cannot be greater than max_model_len={max_model_len}. "
+            "Please request fewer output tokens."
+        )
+        raise refused(message, "max_tokens", max_tokens)
+    if prompt_tokens >= max_model_len:
+        # vLLM stops tokenising one token above the limit, hence "at least".
+        least = min(prompt_tokens, max_model_len + 1)
+        message = (
+            f"{length}your prompt contains at least {least} input tokens, which exceeds this limit even without "
+            "any output tokens. Please reduce the length of the input prompt."
+        )
+        raise refused(message, "input_tokens", least)
+    if max_tokens is None:
+        return max_model_len - prompt_tokens
+    if prompt_tokens + max_tokens > max_model_len:
+        message = (
+            f"{length}you requested {max_tokens} output tokens and your prompt contains at least {prompt_tokens} input "
+            f"tokens, for a total of at least {prompt_tokens + max_tokens} tokens. Please reduce the length of the "
+            "input prompt or the number of requested output tokens."
+        )
+        raise refused(message, "input_tokens", prompt_tokens)
+    return max_tokens
+
+
+def at_least_one(max_tokens: int | None, name: str = "max_tokens") -> int | None:
+    """A limit of output tokens, checked."""
+    if max_tokens is not None and max_tokens < 1:
+        raise refused(f"{name} must be at least 1, got {max_tokens}.", name, max_tokens)
+    return max_tokens
+
+
+def prompts_in(fields: Json, name: str) -> tuple[bytes, ...]:
+    """One text, several, the token ids of one, or the token ids of several."""
+    given = required(fields, name)
+    several = given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
+    if len(several) > MAX_SEQUENCES:
+        raise refused(f"At most {MAX_SEQUENCES} prompts in one request.", name, len(several))
+    prompts: list[bytes] = []
+    for prompt in several:
+        if isinstance(prompt, str):
+            prompts.append(prompt.encode())
+        elif isinstance(prompt, list):
+            prompts.append(text_of_ids(prompt, name))
+        else:
+            raise invalid("string_type", f"body.{name}", "Input should be a valid string", shown(prompt))
+    if not all(prompts):
+        raise ApiError(400, f"Either {name} or {name}_embeds must be provided and non-empty.", "BadRequestError")
+    return tuple(prompts)
+
+
+def text_of_ids(ids: list[object], name: str) -> bytes:
+    """The text of token ids, checked."""
+    try:
+        return from_token_ids(ids)  # type: ignore[arg-type]  # the packing itself is the check
+    except struct.error:
+        raise invalid("int_type", f"body.{name}", "Input should be valid token ids", shown(ids)) from None
+
+
+def prompt_tokens_of(choices: Sequence[Choice], n: int = 1) -> int:
+    """Tokens of all prompts: one counts once however many choices were made from it."""
+    return sum(choice.prompt_tokens for choice in choices[::n])
+
+
+def output_tokens_of(choices: Sequence[Choice]) -> int:
+    """Tokens generated."""
+    return sum(choice.answer.tokens for choice in choices)

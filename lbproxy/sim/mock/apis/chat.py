@@ -1,0 +1,282 @@
+"""/v1/chat/completions and /v1/completions. Shapes are those recorded from vLLM 0.32; fields that are always null there
+are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import orjson
+
+from lbproxy.sim.mock.apis.call import (
+    MAX_SEQUENCES,
+    Call,
+    Choice,
+    Identity,
+    at_least_one,
+    output_tokens_of,
+    prompt_tokens_of,
+    prompts_in,
+)
+from lbproxy.sim.mock.apis.conversation import Turns, called, render, thought
+from lbproxy.sim.mock.apis.fields import (
+    Json,
+    boolean,
+    integer,
+    invalid,
+    model_of,
+    objects,
+    refused,
+    required,
+    shown,
+    stops,
+)
+from lbproxy.sim.mock.apis.tools import Forced, Tool, forced_by, tool_of
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's and vLLM's default for completions; chat has none."""
+FINGERPRINT = "lbproxy-mock"
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What of a request decides the form of its response, and not its work."""
+
+    chat: bool
+    n: int = 1
+    include_usage: bool = False
+    named_tool: bool = False
+    """vLLM then ends with `stop`, and with `tool_calls` after any other tool call."""
+
+
+def parse_chat(fields: Json) -> tuple[Call, Form]:
+    """A body of /v1/chat/completions."""
+    limit = integer(fields, "max_completion_tokens")
+    if limit is None:
+        limit = integer(fields, "max_tokens")
+    prompt, forced = chat_prompt(fields)
+    return _call(fields, chat=True, prompts=(prompt,), max_tokens=limit, forced=forced)
+
+
+def parse_completion(fields: Json) -> tuple[Call, Form]:
+    """A body of /v1/completions."""
+    limit = integer(fields, "max_tokens")
+    if limit is None:
+        limit = DEFAULT_COMPLETION_TOKENS
+    return _call(fields, chat=False, prompts=prompts_in(fields, "prompt"), max_tokens=limit, forced=None)
+
+
+def chat_prompt(fields: Json) -> tuple[bytes, Forced | None]:
+    """The prompt of a body with messages and tools, and the tool that the client forces."""
+    tools = [_tool(tool) for tool in objects(fields, "tools")]
+    forced = _forced(fields, tools)
+    return render(read_messages(required(fields, "messages")).turns, tools), forced
+
+
+def read_messages(messages: object) -> Turns:
+    """The turns of chat messages."""
+    if not isinstance(messages, list):
+        raise invalid("list_type", "body.messages", "Input should be a valid list", shown(messages))
+    turns = Turns()
+    for position, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, dict) else None
+        if not isinstance(role, str):
+            raise invalid("missing", f"body.messages.{position}.role", "Field required", shown(message))
+        content = thought(message.get("reasoning") or message.get("reasoning_content"))
+        content += turns.content(message.get("content"), f"body.messages.{position}.content")
+        turns.add(role, content + _calls(message.get("tool_calls"), position))
+    return turns
+
+
+def _calls(given: object, position: int) -> bytes:
+    """The tool calls of one message."""
+    if given is None:
+        return b""
+    where = f"body.messages.{position}.tool_calls"
+    if not isinstance(given, list):
+        raise invalid("list_type", where, "Input should be a valid list", shown(given))
+    found: list[bytes] = []
+    for one in given:
+        function = one.get("function") if isinstance(one, dict) else None
+        if not isinstance(function, dict):
+            raise invalid("missing", f"{where}.function", "Field required", shown(one))
+        found.append(called(function.get("name"), function.get("arguments")))
+    return b"".join(found)
+
+
+def _tool(tool: Json) -> Tool:
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise invalid("missing", "body.tools.function", "Field required", shown(tool))
+    return tool_of(function.get("name"), function.get("description"), function.get("parameters"))
+
+
+def _forced(fields: Json, tools: Sequence[Tool]) -> Forced | None:
+    choice = fields.get("tool_choice")
+    if choice is None or choice in ("auto", "none", "required"):
+        return forced_by(str(choice or "auto"), tools)
+    function = choice.get("function") if isinstance(choice, dict) else None
+    if not isinstance(function, dict):
+        message = "Input should be 'none', 'auto', 'required' or a named function"
+        raise invalid("literal_error", "body.tool_choice", message, shown(choice))
+    return forced_by("named", tools, function.get("name"))
+
+
+def _call(
+    fields: Json, *, chat: bool, prompts: tuple[bytes, ...], max_tokens: int | None, forced: Forced | None
+) -> tuple[Call, Form]:
+    at_least_one(max_tokens)
+    n = integer(fields, "n")
+    n = 1 if n is None else n
+    if not 1 <= n * len(prompts) <= MAX_SEQUENCES:
+        raise refused(f"n must be at least 1, and at most {MAX_SEQUENCES} with all prompts, got {n}.", "n", n)
+    options = fields.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise invalid("model_type", "body.stream_options", "Input should be a valid dictionary", shown(options))
+    call = Call(
+        model=model_of(fields),
+        prompts=prompts,
+        max_tokens=max_tokens,
+        n=n,
+        stop=stops(fields),
+        ignore_eos=boolean(fields, "ignore_eos"),
+        seed=integer(fields, "seed"),
+        stream=boolean(fields, "stream"),
+        forced=forced,
+    )
+    return call, Form(chat, n, boolean(options, "include_usage"), forced is not None and forced.named)
+
+
+# Responses.
+
+
+def usage(choices: Sequence[Choice], n: int, cached_tokens: int) -> Json:
+    """The usage object of a finished call; `cached_tokens` over all of its prompts."""
+    prompt_tokens = prompt_tokens_of(choices, n)
+    completion_tokens = output_tokens_of(choices)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens": completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def response_body(identity: Identity, form: Form, choices: Sequence[Choice], cached_tokens: int) -> bytes:
+    """The complete body of a call that does not stream."""
+    body = identity.head("chat.completion" if form.chat else "text_completion")
+    body["choices"] = [_whole_choice(identity, form, index, choice) for index, choice in enumerate(choices)]
+    used = usage(choices, form.n, cached_tokens)
+    body |= {"service_tier": None, "system_fingerprint": FINGERPRINT, "usage": used, "kv_transfer_params": None}
+    return orjson.dumps(body)
+
+
+def _whole_choice(identity: Identity, form: Form, index: int, choice: Choice) -> Json:
+    said: Json = {"text": choice.answer.text.decode("ascii")}
+    if form.chat:
+        message: Json = {"role": "assistant", "content": said["text"], "refusal": None, "function_call": None}
+        if choice.call is not None:
+            message["content"] = "" if form.named_tool else None
+            function = {"name": choice.call.name, "arguments": choice.all_arguments()}
+            message["tool_calls"] = [
+                {"id": identity.part("chatcmpl-tool-", index), "type": "function", "function": function}
+            ]
+        said = {"message": message | {"reasoning": None}}
+    return {
+        "index": index,
+        **said,
+        "logprobs": None,
+        "finish_reason": _finish_reason(form, choice),
+        "stop_reason": choice.answer.stop_reason,
+        "token_ids": None,
+    }
+
+
+def _finish_reason(form: Form, choice: Choice) -> str:
+    reason = choice.answer.finish_reason
+    return "tool_calls" if choice.call is not None and reason == "stop" and not form.named_tool else reason
+
+
+class EventWriter:
+    """The server-sent events of one streamed response: one for each token, fast enough for hundreds of streams."""
+
+    def __init__(self, identity: Identity, form: Form) -> None:
+        self._identity = identity
+        self._form = form
+        self._kind = "chat.completion.chunk" if form.chat else "text_completion"
+        head = orjson.dumps(identity.head(self._kind))[:-1]
+        self._before_index = b"data: " + head + b',"choices":[{"index":'
+        if form.chat:
+            self._before_text = b',"delta":{"content":'
+            self._after_text = b'},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
+        else:
+            self._before_text = b',"text":'
+            self._after_text = (
+                b',"logprobs":null,"finish_reason":null,"stop_reason":null,'
+                b'"prompt_token_ids":null,"token_ids":null}]}\n\n'
+            )
+
+    def accepted(self, choices: Sequence[Choice]) -> bytes:
+        """Nothing."""
+        return b""
+
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        """What goes before the first token: the roles in a chat, nothing in a completion."""
+        if not self._form.chat:
+            return b""
+        delta = {"role": "assistant", "content": ""}
+        return b"".join(
+            self._event([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+            for index in range(len(choices))
+        )
+
+    def token(self, choice: Choice, index: int, position: int) -> bytes:
+        """One token of one choice, the last one with the reason of its end."""
+        if choice.is_last(position) or choice.call is not None:
+            return self._slow_token(choice, index, position)
+        text = orjson.dumps(choice.answer.token(position))
+        return b"%b%d%b%b%b" % (self._before_index, index, self._before_text, text, self._after_text)
+
+    def closing(self, choices: Sequence[Choice], cached_tokens: int) -> bytes:
+        """The event that `include_usage` asks for, and the end."""
+        if not self._form.include_usage:
+            return DONE
+        used = usage(choices, self._form.n, cached_tokens)
+        return self._event([], usage=used, system_fingerprint=FINGERPRINT) + DONE
+
+    def _slow_token(self, choice: Choice, index: int, position: int) -> bytes:
+        said: Json = {"text": choice.answer.token(position)}
+        last = choice.is_last(position)
+        if choice.call is not None:
+            said = {"delta": self._call_delta(choice, index, position)}
+            if not last and not said["delta"]:
+                return b""
+        elif self._form.chat:
+            said = {"delta": {"content": said["text"]}}
+        body: Json = {"index": index, **said, "logprobs": None, "finish_reason": None, "token_ids": None}
+        if not last:
+            return self._event([body])
+        del body["token_ids"]
+        body |= {
+            "finish_reason": _finish_reason(self._form, choice),
+            "stop_reason": choice.answer.stop_reason,
+            "token_ids": None,
+        }
+        return self._event([body], system_fingerprint=FINGERPRINT)
+
+    def _call_delta(self, choice: Choice, index: int, position: int) -> Json:
+        """What one token adds to the tool call: its name with the first, then pieces of its arguments."""
+        assert choice.call is not None
+        call: Json = {"index": 0}
+        function: Json = {"arguments": choice.arguments(position)}
+        if position == 0:
+            call = {"id": self._identity.part("chatcmpl-tool-", index), "type": "function", "index": 0}
+            function = {"name": choice.call.name} | function
+        elif not function["arguments"]:
+            return {}
+        return {"tool_calls": [call | {"function": function}]}
+
+    def _event(self, choices: list[Json], **more: object) -> bytes:
+        return b"data: " + orjson.dumps(self._identity.head(self._kind) | {"choices": choices} | more) + b"\n\n"

@@ -1,0 +1,270 @@
+"""Anthropic's /v1/messages and /v1/messages/count_tokens, as vLLM 0.32 serves them.
+
+Usage as vLLM counts it: `message_start` has the complete prompt as `input_tokens`; `message_delta` and the body of a
+non-streaming response take what was cached off it (`cache_read_input_tokens`), as Anthropic defines the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import orjson
+
+from lbproxy.sim.mock.apis.call import Call, Choice, Identity, at_least_one
+from lbproxy.sim.mock.apis.conversation import Turns, called, render, thought
+from lbproxy.sim.mock.apis.fields import (
+    ApiError,
+    Json,
+    boolean,
+    dump,
+    integer,
+    invalid,
+    objects,
+    required,
+    shown,
+    stops,
+    text_of,
+)
+from lbproxy.sim.mock.apis.tools import Forced, Tool, forced_by, tool_of
+
+BILLING_HEADER = "x-anthropic-billing-header"
+"""What Claude Code puts before its system prompt, different each time; vLLM drops it (its pull request 36829)."""
+_CHOICES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
+
+
+def parse(fields: Json) -> Call:
+    """A body of /v1/messages."""
+    required(fields, "max_tokens")
+    model, prompt, forced = _prompt(fields)
+    return Call(
+        model=model,
+        prompts=(prompt,),
+        max_tokens=at_least_one(integer(fields, "max_tokens")),
+        stop=stops(fields, "stop_sequences"),
+        stream=boolean(fields, "stream"),
+        forced=forced,
+    )
+
+
+def parse_count(fields: Json) -> tuple[str | None, bytes]:
+    """A body of /v1/messages/count_tokens: the model and the prompt."""
+    model, prompt, _ = _prompt(fields)
+    return model, prompt
+
+
+def error_body(error: ApiError) -> bytes:
+    """A refusal in Anthropic's form. Bodies that are not well-formed get vLLM's own: FastAPI refuses them before the
+    API that they are for is known.
+    """
+    if error.kind == "Bad Request":
+        return error.body()
+    return orjson.dumps({"type": "error", "error": {"type": error.kind, "message": error.message}})
+
+
+def _prompt(fields: Json) -> tuple[str | None, bytes, Forced | None]:
+    required(fields, "model")
+    tools = [_tool(tool) for tool in objects(fields, "tools")]
+    turns = Turns()
+    system = _system_text(turns, fields.get("system"), "body.system")
+    if system:
+        turns.add("system", system)
+    required(fields, "messages")
+    for position, message in enumerate(objects(fields, "messages")):
+        _read_message(turns, message, f"body.messages.{position}")
+    return text_of(fields, "model"), render(turns.turns, tools), _forced(fields, tools)
+
+
+def _tool(tool: Json) -> Tool:
+    """A tool. Those that Anthropic runs itself have no schema, and are functions without parameters here."""
+    return tool_of(tool.get("name"), tool.get("description"), tool.get("input_schema"))
+
+
+def _forced(fields: Json, tools: Sequence[Tool]) -> Forced | None:
+    given = fields.get("tool_choice")
+    kind = given.get("type") if isinstance(given, dict) else "auto" if given is None else None
+    if not isinstance(kind, str) or kind not in _CHOICES:
+        message = "Input should be 'auto', 'any', 'tool' or 'none'"
+        raise invalid("literal_error", "body.tool_choice.type", message, shown(given))
+    return forced_by(_CHOICES[kind], tools, given.get("name") if isinstance(given, dict) else None)
+
+
+def _system_text(turns: Turns, given: object, where: str) -> bytes:
+    """A system prompt, without parts that change with each request."""
+    if isinstance(given, list):
+        given = [part for part in given if not _is_billing(part)]
+    return turns.content(given, where)
+
+
+def _is_billing(part: object) -> bool:
+    text = part.get("text") if isinstance(part, dict) else None
+    return isinstance(text, str) and text.startswith(BILLING_HEADER)
+
+
+def _read_message(turns: Turns, message: Json, where: str) -> None:
+    role = message.get("role")
+    if role not in ("user", "assistant", "system"):
+        message_ = "Input should be 'user', 'assistant' or 'system'"
+        raise invalid("literal_error", f"{where}.role", message_, shown(role))
+    content = message.get("content")
+    if role == "system":
+        billing = isinstance(content, str) and content.startswith(BILLING_HEADER)
+        text = b"" if billing else _system_text(turns, content, f"{where}.content")
+        if text:
+            turns.add("system", text)
+    elif not isinstance(content, list):
+        turns.add(str(role), turns.content(content, f"{where}.content"))
+    else:
+        _read_blocks(turns, str(role), content, where)
+
+
+def _read_blocks(turns: Turns, role: str, blocks: list[object], where: str) -> None:
+    """A message in blocks, in the order that vLLM gives them: results of tools, thoughts, texts and images, calls."""
+    thoughts: list[bytes] = []
+    plain: list[object] = []
+    calls: list[bytes] = []
+    for block in blocks:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if not isinstance(block, dict):
+            raise invalid("model_type", f"{where}.content", "Input should be a valid dictionary", shown(block))
+        if kind == "thinking":
+            thoughts.append(thought(block.get("thinking")))
+        elif kind == "tool_use":
+            calls.append(called(block.get("name"), block.get("input")))
+        elif kind == "tool_result":
+            _read_result(turns, block, where)
+        else:
+            plain.append(block)
+    content = b"".join((*thoughts, turns.content(plain, where), *calls))
+    if content or role == "assistant":
+        turns.add(role, content)
+
+
+def _read_result(turns: Turns, block: Json, where: str) -> None:
+    """A tool's result: its texts are the tool's turn, and its images a turn of the user."""
+    given = block.get("content")
+    if not isinstance(given, list):
+        turns.add("tool", turns.content(given, where))
+        return
+    texts = [part.get("text") for part in given if isinstance(part, dict) and part.get("type") == "text"]
+    turns.add("tool", "\n".join(text for text in texts if isinstance(text, str)).encode())
+    images = turns.content([part for part in given if isinstance(part, dict) and part.get("type") == "image"], where)
+    if images:
+        turns.add("user", images)
+
+
+# Responses.
+
+
+def count_body(tokens: int) -> bytes:
+    """The body of a counted prompt."""
+    return orjson.dumps({"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}})
+
+
+def usage(choice: Choice, cached_tokens: int) -> Json:
+    """The usage of a finished response."""
+    return {
+        "input_tokens": choice.prompt_tokens - cached_tokens,
+        "output_tokens": choice.answer.tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached_tokens,
+    }
+
+
+def response_body(identity: Identity, choice: Choice, cached_tokens: int) -> bytes:
+    """The complete body of a call that does not stream."""
+    block: Json = {"type": "text", "text": choice.answer.text.decode("ascii")}
+    if choice.call is not None:
+        block = _tool_block(identity, choice) | {"input": _parsed(choice.all_arguments())}
+    reason, stop = _stop(choice)
+    body: Json = {
+        "id": identity.id,
+        "type": "message",
+        "role": "assistant",
+        "content": [block],
+        "model": identity.model,
+        "stop_reason": reason,
+    }
+    if stop is not None:
+        body["stop_sequence"] = stop
+    return dump(body | {"usage": usage(choice, cached_tokens)})
+
+
+def _parsed(arguments: str) -> object:
+    """Arguments as an object; empty if the limit of tokens cut them."""
+    try:
+        return orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return {}
+
+
+def _tool_block(identity: Identity, choice: Choice) -> Json:
+    assert choice.call is not None
+    return {"type": "tool_use", "id": identity.part("chatcmpl-tool-"), "name": choice.call.name, "input": {}}
+
+
+def _stop(choice: Choice) -> tuple[str, str | None]:
+    """Why it ended, and the stop sequence."""
+    if choice.answer.finish_reason == "length":
+        return "max_tokens", None
+    if choice.call is not None:
+        return "tool_use", None
+    if choice.answer.stop_reason is not None:
+        return "stop_sequence", choice.answer.stop_reason
+    return "end_turn", None
+
+
+class EventWriter:
+    """The server-sent events of one streamed message."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self._begun = False
+
+    def accepted(self, choices: Sequence[Choice]) -> bytes:
+        """Nothing."""
+        return b""
+
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        """The message as it begins."""
+        message: Json = {
+            "id": self._identity.id,
+            "type": "message",
+            "role": "assistant",
+            "content": [],
+            "model": self._identity.model,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {"input_tokens": choices[0].prompt_tokens, "output_tokens": 0},
+        }
+        return _event("message_start", {"message": message})
+
+    def token(self, choice: Choice, index: int, position: int) -> bytes:
+        """What one token adds; nothing if it has no text."""
+        if choice.call is not None:
+            piece = choice.arguments(position)
+            delta: Json = {"type": "input_json_delta", "partial_json": piece}
+            block = _tool_block(self._identity, choice)
+        else:
+            piece = choice.answer.token(position)
+            delta = {"type": "text_delta", "text": piece}
+            block = {"type": "text", "text": ""}
+        if not piece:
+            return b""
+        begin = b"" if self._begun else _event("content_block_start", {"content_block": block, "index": 0})
+        self._begun = True
+        return begin + _event("content_block_delta", {"delta": delta, "index": 0})
+
+    def closing(self, choices: Sequence[Choice], cached_tokens: int) -> bytes:
+        """The ends of the block and of the message."""
+        reason, stop = _stop(choices[0])
+        delta = {"stop_reason": reason, "stop_sequence": stop}
+        events = [
+            _event("content_block_stop", {"index": 0}) if self._begun else b"",
+            _event("message_delta", {"delta": delta, "usage": usage(choices[0], cached_tokens)}),
+            _event("message_stop", {}),
+        ]
+        return b"".join(events)
+
+
+def _event(kind: str, fields: Json) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), dump({"type": kind} | fields))

@@ -1,0 +1,179 @@
+"""The own APIs of SGLang (/generate) and llama.cpp (/completion, /infill), as far as clients use them.
+
+SGLang's events repeat the text from the start, as SGLang does unless it is told otherwise; llama.cpp's are one token
+each, and its stream ends without `[DONE]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lbproxy.sim.mock.apis.call import MAX_SEQUENCES, Call, Choice, Identity, at_least_one, prompts_in
+from lbproxy.sim.mock.apis.chat import DONE
+from lbproxy.sim.mock.apis.fields import Json, boolean, dump, integer, refused, shown, stops, text_of, typed
+from lbproxy.sim.mock.text import TOKEN_BYTES, to_token_ids
+
+SGLANG_TOKENS = 128
+"""SGLang's default for `max_new_tokens`."""
+
+
+def parse_generate(fields: Json) -> tuple[Call, bool]:
+    """A body of SGLang's /generate, and whether its response is a list: it is for several prompts or choices."""
+    name = "text" if fields.get("text") is not None else "input_ids"
+    prompts = prompts_in(fields, name)
+    options = typed(fields, "sampling_params", dict, "dictionary") or {}
+    limit = integer(options, "max_new_tokens")
+    n = integer(options, "n")
+    n = 1 if n is None else n
+    if not 1 <= n * len(prompts) <= MAX_SEQUENCES:
+        raise refused(f"n must be at least 1, and at most {MAX_SEQUENCES} with all prompts.", "n", n)
+    call = Call(
+        model=text_of(fields, "lora_path"),
+        prompts=prompts,
+        max_tokens=at_least_one(SGLANG_TOKENS if limit is None else limit, "max_new_tokens"),
+        n=n,
+        stop=stops(options),
+        ignore_eos=boolean(options, "ignore_eos"),
+        stream=boolean(fields, "stream"),
+    )
+    given = fields.get(name)
+    several = isinstance(given, list) and bool(given) and isinstance(given[0], str | list)
+    return call, several or n > 1
+
+
+def generate_body(identity: Identity, choices: Sequence[Choice], cached_tokens: int, *, several: bool) -> bytes:
+    """The complete body of /generate."""
+    bodies = [_generated(identity, choice, choice.answer.tokens, cached_tokens) for choice in choices]
+    return dump(bodies if several else bodies[0])
+
+
+def _generated(identity: Identity, choice: Choice, tokens: int, cached_tokens: int) -> Json:
+    said = choice.answer
+    ended = tokens == said.tokens
+    reason: Json = {"type": said.finish_reason}
+    if said.finish_reason == "length":
+        reason["length"] = said.tokens
+    else:
+        reason["matched"] = said.stop_reason
+    text = said.text[: tokens * TOKEN_BYTES]
+    return {
+        "text": text.decode("ascii"),
+        "output_ids": to_token_ids(text),
+        "meta_info": {
+            "id": identity.id,
+            "finish_reason": reason if ended else None,
+            "prompt_tokens": choice.prompt_tokens,
+            "weight_version": "default",
+            "completion_tokens": tokens,
+            "cached_tokens": cached_tokens,
+        },
+    }
+
+
+class GenerateWriter:
+    """The server-sent events of SGLang's /generate."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+
+    def accepted(self, choices: Sequence[Choice]) -> bytes:
+        """Nothing."""
+        return b""
+
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        """Nothing."""
+        return b""
+
+    def token(self, choice: Choice, index: int, position: int) -> bytes:
+        """All of the text up to one token. What was cached stands in the last event only: it is known by then."""
+        if choice.is_last(position):
+            return b""
+        body = _generated(self._identity, choice, position + 1, 0) | {"index": index}
+        return b"data: " + dump(body) + b"\n\n"
+
+    def closing(self, choices: Sequence[Choice], cached_tokens: int) -> bytes:
+        """The complete text of each choice, and the end."""
+        bodies = [
+            _generated(self._identity, choice, choice.answer.tokens, cached_tokens) | {"index": index}
+            for index, choice in enumerate(choices)
+        ]
+        return b"".join(b"data: " + dump(body) + b"\n\n" for body in bodies) + DONE
+
+
+def parse_llamacpp(fields: Json, *, infill: bool) -> Call:
+    """A body of llama.cpp's /completion, or of /infill: what stands before and behind, with the prompt in between."""
+    limit = integer(fields, "n_predict")
+    if limit is not None and limit < 0:
+        limit = None
+    if infill:
+        pieces = [text_of(fields, name) or "" for name in ("input_prefix", "prompt", "input_suffix")]
+        fields = {**fields, "prompt": f"<|fim_prefix|>{pieces[0]}{pieces[1]}<|fim_suffix|>{pieces[2]}<|fim_middle|>"}
+    prompts = prompts_in(fields, "prompt")
+    if len(prompts) > 1:
+        raise refused("Several prompts in one request are not simulated.", "prompt", shown(fields["prompt"]))
+    return Call(
+        model=text_of(fields, "model"),
+        prompts=prompts,
+        max_tokens=at_least_one(limit, "n_predict"),
+        stop=stops(fields),
+        ignore_eos=boolean(fields, "ignore_eos"),
+        seed=integer(fields, "seed"),
+        stream=boolean(fields, "stream"),
+    )
+
+
+def completed(identity: Identity, choice: Choice, cached_tokens: int, *, content: str) -> Json:
+    """The body of llama.cpp, and the last event of a stream, which has no text."""
+    said = choice.answer
+    kind = "limit" if said.finish_reason == "length" else "eos" if said.stop_reason is None else "word"
+    return {
+        "index": 0,
+        "content": content,
+        "tokens": [],
+        "id_slot": 0,
+        "stop": True,
+        "model": identity.model,
+        "tokens_predicted": said.tokens,
+        "tokens_evaluated": choice.prompt_tokens,
+        "has_new_line": False,
+        "truncated": False,
+        "stop_type": kind,
+        "stopping_word": said.stop_reason or "",
+        "tokens_cached": choice.prompt_tokens + said.tokens - 1,
+        "timings": {
+            "cache_n": cached_tokens,
+            "prompt_n": choice.prompt_tokens - cached_tokens,
+            "predicted_n": said.tokens,
+        },
+    }
+
+
+def completed_body(identity: Identity, choice: Choice, cached_tokens: int) -> bytes:
+    """The complete body of llama.cpp."""
+    return dump(completed(identity, choice, cached_tokens, content=choice.answer.text.decode("ascii")))
+
+
+class LlamacppWriter:
+    """The server-sent events of llama.cpp's own API."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+
+    def accepted(self, choices: Sequence[Choice]) -> bytes:
+        """Nothing."""
+        return b""
+
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        """Nothing."""
+        return b""
+
+    def token(self, choice: Choice, index: int, position: int) -> bytes:
+        """One token."""
+        text = choice.answer.token(position)
+        body: Json = {"index": 0, "content": text, "tokens": to_token_ids(text.encode()), "stop": False, "id_slot": 0}
+        counts = {"tokens_predicted": position + 1, "tokens_evaluated": choice.prompt_tokens}
+        return b"data: " + dump(body | counts) + b"\n\n"
+
+    def closing(self, choices: Sequence[Choice], cached_tokens: int) -> bytes:
+        """The event with the figures."""
+        return b"data: " + dump(completed(self._identity, choices[0], cached_tokens, content="")) + b"\n\n"

@@ -1,0 +1,154 @@
+"""The engine's driver: one model server and one timer.
+
+The timer fires when the engine's step ends, and hands the step's tokens to the flights they belong to; a handler wakes
+up once for what has come since, and writes it.
+
+The clock is the event loop's. If the loop is busy, tokens come out late, but the simulated times stay right; how late
+they came out stands on /metrics, for whoever wants to reject a measurement.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+from lbproxy.sim.engine.model_server import ModelServer
+from lbproxy.sim.mock.apis.call import Choice
+from lbproxy.sim.mock.lag import LagMeter
+
+
+class Flight:
+    """A call whose sequences are in the engine. The timer feeds it, one handler empties it."""
+
+    def __init__(self, choices: Sequence[Choice], *, per_call: int, every_token: bool) -> None:
+        self.choices = choices
+        self.every_token = every_token
+        self.cached_tokens = 0
+        self.begun = False
+        """The first choice is prefilled."""
+        self.left = len(choices)
+        """Choices that have not finished."""
+        self.tokens: deque[int] = deque()
+        """The choice of each token that nobody has taken yet. Bounded by what the call may generate."""
+        self._per_prompt = per_call
+        self._wake: asyncio.Future[None] | None = None
+
+    def first(self, index: int, cached_tokens: int) -> None:
+        """A choice is prefilled. Of the choices that share a prompt only one counts in the usage."""
+        self.begun = True
+        if index % self._per_prompt == 0:
+            self.cached_tokens += cached_tokens
+
+    def wake(self) -> None:
+        """Let the handler look again."""
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    async def news(self) -> None:
+        """Wait for tokens, or for the end; returns at once if there is something."""
+        if not self.tokens and self.left:
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
+
+
+class Driver:
+    """`submit`, then `Flight.news` until nothing is left; `withdraw` in any case."""
+
+    def __init__(self, engine: ModelServer, speed: float, stepped: Callable[[Sequence[str]], None]) -> None:
+        """`speed`: the engine's, when nothing slows it down. `stepped` is called with the adapters that run."""
+        self.engine = engine
+        self.lag = LagMeter()
+        self.finished: Counter[str] = Counter()
+        """Sequences by the reason of their end."""
+        self._speed = speed
+        self._stepped = stepped
+        self._calls = 0
+        self._flights: dict[str, tuple[Flight, int]] = {}
+        """By the engine's request id: the call, and which of its choices."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
+        """When the timer is to fire."""
+        self._is_running = False
+        self._frozen = False
+
+    def run(self, running: bool) -> None:
+        """Compute, or stop at once."""
+        self._is_running = running
+        self._arm()
+
+    def pace(self, slowness: float | None) -> None:
+        """Compute so many times as slowly; None: not at all."""
+        self._frozen = slowness is None
+        if slowness is not None:
+            self.engine.set_speed(self._speed / slowness, now=asyncio.get_running_loop().time())
+        self._arm()
+
+    def submit(self, flight: Flight) -> list[str]:
+        """Give a call's work to the engine; returns the ids under which it knows it."""
+        now = asyncio.get_running_loop().time()
+        self._calls += 1
+        ids = [f"{self._calls}-{index}" for index in range(len(flight.choices))]
+        for index, (request_id, choice) in enumerate(zip(ids, flight.choices, strict=True)):
+            self.engine.add(choice.request(request_id), now=now)
+            self._flights[request_id] = (flight, index)
+        self._arm()
+        return ids
+
+    def withdraw(self, ids: Sequence[str]) -> None:
+        """Take back what has not finished: nobody waits for it any more."""
+        left = [request_id for request_id in ids if self._flights.pop(request_id, None)]
+        if left:
+            now = asyncio.get_running_loop().time()
+            for request_id in left:
+                self.engine.abort(request_id, now=now)
+            self._arm()
+
+    def _arm(self) -> None:
+        """Set the timer for what the engine does next."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due = self.engine.next_event()
+        if due is not None and self._is_running and not self._frozen:
+            self._due = due
+            self._timer = asyncio.get_running_loop().call_at(due, self._deliver)
+
+    def _deliver(self) -> None:
+        """Hand out the tokens of the steps that have ended."""
+        # uvloop counts whole milliseconds and fires timers up to one early; waiting for the rest would be a busy loop.
+        loop = asyncio.get_running_loop()
+        now = max(loop.time(), self._due)
+        woken: dict[Flight, None] = {}
+        for step in self.engine.advance(now=now):
+            # The handlers write in the loop's next turn, and uvloop sends at its end: what is late is late by then.
+            loop.call_soon(loop.call_soon, self._left, step.at)
+            for first in step.first:
+                if first.id in self._flights:
+                    flight, index = self._flights[first.id]
+                    flight.first(index, first.cached_tokens)
+            for request_id in step.tokens:
+                # Absent: aborted after the step had ended, before its tokens could be handed out.
+                if request_id in self._flights:
+                    flight, index = self._flights[request_id]
+                    if flight.every_token:
+                        flight.tokens.append(index)
+                        woken[flight] = None
+            for request_id in step.finished:
+                if request_id in self._flights:
+                    flight, index = self._flights.pop(request_id)
+                    flight.left -= 1
+                    self.finished[flight.choices[index].answer.finish_reason] += 1
+                    if not flight.left:
+                        woken[flight] = None
+        self._stepped(self.engine.gauges().running_adapters)
+        for flight in woken:
+            flight.wake()
+        self._arm()
+
+    def _left(self, due: float) -> None:
+        """A step's tokens have gone out."""
+        # Not the loop's clock, which with uvloop stands still within a turn.
+        now = time.monotonic()
+        self.lag.record(max(0.0, now - due), now=now)

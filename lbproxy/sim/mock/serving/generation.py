@@ -1,0 +1,105 @@
+"""Handlers of what generates text: chat, completions, Anthropic's messages, audio, and the engines' own APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from aiohttp import web
+
+from lbproxy.sim.mock.apis import audio, chat, messages, native
+from lbproxy.sim.mock.apis.call import Call
+from lbproxy.sim.mock.apis.fields import ApiError
+from lbproxy.sim.mock.sabotage import Handler
+from lbproxy.sim.mock.serving.desk import Desk, fields_of, json_response
+from lbproxy.sim.mock.text import token_count
+
+
+class Generation:
+    """The handlers of one server."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    def routes(self) -> list[web.RouteDef]:
+        """The routes that this server has: the own APIs of an engine only if it plays that engine."""
+        routes = [
+            web.post("/v1/chat/completions", partial(self._openai, parse=chat.parse_chat)),
+            web.post("/v1/completions", partial(self._openai, parse=chat.parse_completion)),
+            web.post("/v1/messages", _in_anthropics_form(self._message)),
+            web.post("/v1/messages/count_tokens", _in_anthropics_form(self._count)),
+            web.post("/v1/audio/transcriptions", partial(self._transcribe, task="transcribe")),
+            web.post("/v1/audio/translations", partial(self._transcribe, task="translate")),
+            web.post("/v1/audio/speech", self._speak),
+        ]
+        if self._desk.options.engine == "sglang":
+            routes.append(web.post("/generate", self._sglang))
+        if self._desk.options.engine == "llamacpp":
+            for path, infill in (("/completion", False), ("/completions", False), ("/infill", True)):
+                routes.append(web.post(path, partial(self._llamacpp, infill=infill)))
+        return routes
+
+    async def _openai(self, request: web.Request, parse: Callable[..., tuple[Call, chat.Form]]) -> web.StreamResponse:
+        call, form = parse(await fields_of(request))
+        identity = self._desk.identity(request, "chatcmpl-" if form.chat else "cmpl-", call.model)
+        body = partial(chat.response_body, identity, form)
+        return await self._desk.generate(request, call, chat.EventWriter(identity, form), body)
+
+    async def _message(self, request: web.Request) -> web.StreamResponse:
+        call = messages.parse(await fields_of(request))
+        identity = self._desk.identity(request, "chatcmpl-", call.model)
+        return await self._desk.generate(
+            request,
+            call,
+            messages.EventWriter(identity),
+            lambda choices, cached: messages.response_body(identity, choices[0], cached),
+        )
+
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        model, prompt = messages.parse_count(await fields_of(request))
+        self._desk.adapter(model)
+        return json_response(messages.count_body(token_count(len(prompt))))
+
+    async def _transcribe(self, request: web.Request, task: str) -> web.StreamResponse:
+        fields = audio.parse_form(await request.read(), request.headers.get("Content-Type", ""))
+        call, form = audio.parse(task, fields)
+        identity = self._desk.identity(request, f"{task}-", call.model)
+        return await self._desk.generate(
+            request,
+            call,
+            audio.EventWriter(identity, form),
+            lambda choices, _: audio.response_body(form, choices[0]),
+        )
+
+    async def _speak(self, request: web.Request) -> web.StreamResponse:
+        model, text = audio.parse_speech(await fields_of(request))
+        await self._desk.prefill([text.encode() or b"."], model)
+        return web.Response(body=audio.wav(text), content_type="audio/wav")
+
+    async def _sglang(self, request: web.Request) -> web.StreamResponse:
+        call, several = native.parse_generate(await fields_of(request))
+        identity = self._desk.identity(request, "", call.model)
+        body = partial(native.generate_body, identity, several=several)
+        return await self._desk.generate(request, call, native.GenerateWriter(identity), body)
+
+    async def _llamacpp(self, request: web.Request, infill: bool) -> web.StreamResponse:
+        call = native.parse_llamacpp(await fields_of(request), infill=infill)
+        identity = self._desk.identity(request, "cmpl-", call.model)
+        return await self._desk.generate(
+            request,
+            call,
+            native.LlamacppWriter(identity),
+            lambda choices, cached: native.completed_body(identity, choices[0], cached),
+        )
+
+
+def _in_anthropics_form(handler: Handler) -> Handler:
+    """The handler, with its refusals worded as Anthropic's clients read them."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except ApiError as error:
+            return json_response(messages.error_body(error), error.status)
+
+    return handle
