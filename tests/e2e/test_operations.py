@@ -263,7 +263,10 @@ def test_a_successor_that_cannot_start_leaves_the_old_one_serving(fleet: list[st
     with lbproxy(tmp_path, fleet) as (process, url, _), ended(process):
         settings(tmp_path, fleet, wrong)
         run(main(process, url))
-        assert events(process, "restart")[-1]["message"] == "the successor does not accept, so we stay"
+        assert (
+            events(process, "restart")[-1]["message"]
+            == "the new process does not accept connections, so this one continues"
+        )
         assert process.process.poll() is None
 
 

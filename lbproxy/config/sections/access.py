@@ -177,7 +177,7 @@ def read_key_file(text: str, *, source: str) -> list[KeySettings]:
         lines.setdefault(key.digest, number)
         keys.append(KeySettings(name=match[1] or f"key-{len(keys) + 1}", key=key))
     if not keys and not problems:
-        problems.append("no key is in it")
+        problems.append("the file has no key")
     if len(keys) > MAX_KEYS:
         problems.append(f"expected at most {MAX_KEYS} keys, got {len(keys)}")
     if problems:

@@ -65,7 +65,7 @@ class EndpointTls(Section):
     @classmethod
     def _not_both(cls, value: bool, info: ValidationInfo) -> bool:
         if not value and info.data.get("ca") is not None:
-            raise expected("true beside tls.ca (without verification it is of no use)")
+            raise expected("true with tls.ca (which has no effect without verification)")
         return value
 
     @field_validator("server_name", mode="after")

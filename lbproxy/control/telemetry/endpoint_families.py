@@ -43,12 +43,16 @@ def _kv_utilization(one: EndpointSnapshot) -> float | None:
 _ENDPOINT_GAUGES = (
     _EndpointGauge("up", "1 while the endpoint is healthy and not ejected", _up),
     _EndpointGauge(
-        "readmitted", "1 while it is used although it is ejected, because too few are left: panic", lambda one: float(one.readmitted)
+        "readmitted",
+        "1 while it is used although it is ejected, because too few are left: panic",
+        lambda one: float(one.readmitted),
     ),
     _EndpointGauge("share", "Share of placements that its slow start allows, 0.1 to 1", lambda one: one.share),
     _EndpointGauge("draining", "1 while the endpoint gets no new requests", lambda one: float(one.draining)),
     _EndpointGauge(
-        "backing_off", "1 while it is backing off after it refused or failed requests", lambda one: float(one.backing_off)
+        "backing_off",
+        "1 while it is backing off after it refused or failed requests",
+        lambda one: float(one.backing_off),
     ),
     _EndpointGauge("in_flight", "Requests from lbproxy in flight at the endpoint", lambda one: one.in_flight),
     _EndpointGauge(

@@ -344,7 +344,9 @@ class Telemetry:
             ("route", "outcome", "code"),
             requests.items(),
         )
-        duration = histogram("request_duration_seconds", "From a request's head to the end of its response, without refused requests")
+        duration = histogram(
+            "request_duration_seconds", "From a request's head to the end of its response, without refused requests"
+        )
         text = "From a request's head to the first byte of the response body; of a non-streaming response, to its end"
         first_byte = histogram("time_to_first_byte_seconds", text, ("route", "stream"))
         for route, times in self._times.items():
@@ -353,9 +355,7 @@ class Telemetry:
                 add_to(first_byte, [route, str(stream).lower()], seen)
         yield duration
         yield first_byte
-        queue_wait = histogram(
-            "queue_wait_seconds", "Time in the queue, all attempts of a request together", ()
-        )
+        queue_wait = histogram("queue_wait_seconds", "Time in the queue, all attempts of a request together", ())
         add_to(queue_wait, [], self._queue_wait)
         yield queue_wait
         yield counter("attempts", "Attempts to send a request to an endpoint", self._attempts)

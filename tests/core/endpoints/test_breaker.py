@@ -384,7 +384,7 @@ def test_when_less_than_half_would_be_left_all_are_used() -> None:
     changes = eject(balancer, "e1", "e2", "e3")
     assert chosen(balancer, 0.0) == {"e1", "e2", "e3", "e4"}
     assert seen(balancer)["e1"].readmitted
-    assert "used all the same" in changes[-1].reason
+    assert "used although ejected" in changes[-1].reason
 
 
 def test_panic_can_be_turned_off() -> None:
