@@ -192,7 +192,7 @@ def test_command_lists_the_workloads(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ([], "name a scenario file"),
+        ([], "a scenario file or --list is required"),
         (["x.yaml", "--processes", "0"], "--processes must be at least 1"),
         (["x.yaml", "--plot", "x.jpg"], "--plot must end in .png, .svg, .pdf"),
         (["nowhere.yaml"], "there is no such file"),
