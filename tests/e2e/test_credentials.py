@@ -89,7 +89,7 @@ def keyed(folder: Path) -> str:
 def test_each_kind_of_key_opens_and_its_name_is_in_the_log(server: str, tmp_path: Path) -> None:
     config = write_settings(tmp_path, server, keyed(tmp_path))
     with running(config) as (process, url, admin):
-        assert "asks for one of 3 API keys" in process.read()
+        assert "requires one of 3 API keys" in process.read()
         run(eventually(lambda: httpx.get(f"{admin}/readyz").status_code == 200, "it is ready"))
         for key in (INLINE, FILED, HASHED):
             assert status(url, key) == 200
@@ -179,11 +179,11 @@ def test_keys_come_and_go_by_a_reload(server: str, tmp_path: Path) -> None:
 
 def test_who_listens_beyond_this_machine_without_keys_is_warned(server: str, tmp_path: Path) -> None:
     with running(write_settings(tmp_path, server, listen="0.0.0.0:0")) as (process, _, _):
-        process.wait_for("is reached by other machines, and nobody is asked for an API key")
+        process.wait_for("can be reached from other machines, and no API key is required")
     with running(write_settings(tmp_path, server, keyed(tmp_path), listen="0.0.0.0:0")) as (process, _, _):
-        assert "is reached by" not in process.read()
+        assert "can be reached from" not in process.read()
     with running(write_settings(tmp_path, server)) as (process, _, _):
-        assert "is reached by" not in process.read()
+        assert "can be reached from" not in process.read()
 
 
 @pytest.mark.parametrize("command", [(), ("check",)])

@@ -138,7 +138,7 @@ def test_certificates_at_start_and_at_reload(tmp_path: Path) -> None:
                     assert (await ask(client, url, "m")).status_code == 200
                     config.write_text(config.read_text().replace("ca: ca.pem", "verify: false"))
                     process.process.send_signal(1)
-                    await until(lambda: "nobody verifies the certificates of gpu" in process.read())
+                    await until(lambda: "of gpu are not verified" in process.read())
                     assert (await ask(client, url, "m")).status_code == 200
 
     run(main())

@@ -113,7 +113,7 @@ def test_fewer_than_four_good_answers_of_five_eject() -> None:
     fail_on(balancer, "e1", K.RESET, 0.0, 1)
     (change,) = taken(balancer)
     assert change.cause is Cause.SUCCESS_RATE
-    assert "2 good answers of 5" in change.reason
+    assert "2 successful responses of 5" in change.reason
 
 
 def test_what_was_half_a_minute_ago_is_forgotten() -> None:
