@@ -108,7 +108,7 @@ def night(names: tuple[str, ...]) -> Timeline:
             Step(
                 30.0,
                 "slow",
-                f"`{slow}` becomes {SLOWNESS} times as slow. Its `/health` says 200 all the time.",
+                f"`{slow}` becomes {SLOWNESS} times as slow. Its `/health` returns 200 all the time.",
                 (Act(Verb.SLOW, (slow,)),),
             ),
             Step(
@@ -358,8 +358,8 @@ def _lines(result: Result) -> Iterator[str]:
 
 def _clients(found: dict[str, Any]) -> str:
     first = f"{1000 * found['first_p50_s']:,.0f} ms (99 %: {1000 * found['first_p99_s']:,.0f} ms)"
-    broke = f", {found['cut']} answers broke off" if found["cut"] else ""
-    again = f", {found['again']} were answered by another server than the first" if found["again"] else ""
+    broke = f", {found['cut']} responses broke off" if found["cut"] else ""
+    again = f", {found['again']} were retried on another server" if found["again"] else ""
     return (
         f"{found['requests']} requests, {found['failed']} failed{broke}{again}; first byte of a stream after {first}."
     )
@@ -368,8 +368,15 @@ def _clients(found: dict[str, Any]) -> str:
 def _alerts(changes: list[Change]) -> str:
     if not changes:
         return "nothing changes."
-    told = [f"{clock(one['at_s'])} `{one['alert']}` {_of(one['endpoint'])}is {one['state']}" for one in changes]
+    told = [
+        f"{clock(one['at_s'])} `{one['alert']}` {_of(one['endpoint'])}is {_STATES.get(one['state'], one['state'])}"
+        for one in changes
+    ]
     return "; ".join(told) + "."
+
+
+_STATES = {"over": "resolved"}
+"""What the page calls them."""
 
 
 def _of(endpoint: str) -> str:

@@ -300,12 +300,12 @@ class Proxy:
             self.overlay = overlay
         except ConfigError as error:
             problems = list(error.problems[:MAX_PROBLEMS_LOGGED])
-            text = "the settings are refused, and the old ones hold: %s"
+            text = "the settings are refused, and the old ones stay in force: %s"
             extra: dict[str, object] = {"event": "reload", "problems": problems}
             logger.error(text, str(error).partition("\n")[0], extra=extra)
         except OSError as error:
             problems = [str(error)]
-            text = "the settings cannot be read, and the old ones hold: %s"
+            text = "the settings cannot be read, and the old ones stay in force: %s"
             logger.error(text, error, extra={"event": "reload", "problems": problems})
         else:
             loads.succeeded_at = time.time()
@@ -397,7 +397,7 @@ class Proxy:
     def _warn_if_open(self) -> None:
         beyond = [sock.getsockname()[0] for sock in self.front.listener.sockets if not _is_local(sock)]
         if beyond and self.front.keys is None:
-            text = "%s is reached by other machines, and nobody is asked for an API key: set auth.keys or auth.file"
+            text = "%s can be reached from other machines, and no API key is required: set auth.keys or auth.file"
             logger.warning(text, beyond[0], extra={"event": "start"})
 
     # Stopping
@@ -412,19 +412,23 @@ class Proxy:
 
     async def _hand_over(self, command: list[str]) -> bool:
         """Start a successor on our sockets. Once it accepts, we do no more."""
-        logger.info("restarting: the successor is %s", " ".join(command), extra={"event": "restart"})
+        logger.info("restarting: the new process is %s", " ".join(command), extra={"event": "restart"})
         sockets: dict[str, Sequence[socket.socket]] = {"listen": self.front.listener.sockets}
         if self.admin is not None and self.admin.listener is not None:
             sockets["admin"] = self.admin.listener.sockets
         try:
             pid = await start_successor(command, sockets)
         except OSError as error:
-            logger.error("the successor cannot be started, so we stay: %s", error, extra={"event": "restart"})
+            logger.error(
+                "the new process cannot be started, so this one continues: %s", error, extra={"event": "restart"}
+            )
             return False
         if pid is None:
-            logger.error("the successor does not accept, so we stay", extra={"event": "restart"})
+            logger.error(
+                "the new process does not accept connections, so this one continues", extra={"event": "restart"}
+            )
             return False
-        logger.info("the successor accepts: process %d", pid, extra={"event": "restart", "pid": pid})
+        logger.info("the new process accepts connections: process %d", pid, extra={"event": "restart", "pid": pid})
         self.notifier.succeeded_by(pid)
         self.front.listener.close()
         if self.admin is not None:
@@ -436,14 +440,14 @@ class Proxy:
         front, drain = self.front, self.settings.drain
         deadline_s = drain.deadline if orders.stop.is_set() else drain.restart_deadline
         ends_at = self.runtime.now() + deadline_s
-        logger.info("stopping: %d requests run and have up to %g s", front.running, deadline_s, extra={"event": "stop"})
-        self.notifier.stopping(f"{front.running} requests run")
+        logger.info("stopping: %d running requests have up to %g s", front.running, deadline_s, extra={"event": "stop"})
+        self.notifier.stopping(f"{front.running} running requests")
         if not orders.hurry.is_set():
             await front.lame_duck(min(drain.lame_duck, drain.deadline), accepting=bool(front.listener.sockets))
         sooner = tasks.create_task(self._stop_sooner(orders))
         cut = await front.stop(max(0.0, ends_at - self.runtime.now()))
         sooner.cancel()
-        logger.info("stopped: %d requests were cut", cut, extra={"event": "stop"})
+        logger.info("stopped: %d requests were ended before they were complete", cut, extra={"event": "stop"})
 
     async def _stop_sooner(self, orders: Orders) -> None:
         await orders.stop.wait()
@@ -494,5 +498,5 @@ def _banner(settings: Settings, listening: Listening, keys: KeyRing | None) -> s
     return (
         f"lbproxy {__version__} listens on {listening.url}, admin on {listening.admin_url or 'nothing'}; "
         f"balances {len(names) - resolved - files} endpoints{dns} ({shown}) by {settings.routing.policy}; "
-        + ("no API keys: open to everybody who reaches it" if keys is None else f"asks for one of {len(keys)} API keys")
+        + ("no API keys: open to every client" if keys is None else f"requires one of {len(keys)} API keys")
     )

@@ -22,17 +22,17 @@ from lbproxy.extras.tracing import find_traces
 from lbproxy.net.connections.pool import ConnectionPool
 
 COSTS = {
-    "waiting": "requests that others queue there are not seen",
-    "running": "requests that others run there are not seen",
-    "kv_utilization": "scorers that look at the cache rate it last",
-    "block_size_tokens": "adaptive takes the cache for large",
-    "kv_blocks": "adaptive takes the cache for large",
-    MAX_LORA: "adaptive takes 4 adapters to have room at a time",
+    "waiting": "requests of other clients in its queue are unknown",
+    "running": "running requests of other clients are unknown",
+    "kv_utilization": "scorers that use the cache rate it last",
+    "block_size_tokens": "adaptive assumes a large cache",
+    "kv_blocks": "adaptive assumes a large cache",
+    MAX_LORA: "adaptive assumes 4 adapters at a time",
 }
 """What a missing signal means for routing."""
-NO_LOAD = "only our own requests there count"
-ASKED = "its answers will be asked for its load"
-NOT_ASKED = "its answers will not be asked for its load: several ranks or processes answer, and each says its own"
+NO_LOAD = "only lbproxy's own requests there count"
+ASKED = "lbproxy will request load reports in its responses"
+NOT_ASKED = "no load reports: it has several ranks or processes, and each reports only its own load"
 MAX_NAMES_SHOWN = 10
 
 
@@ -77,7 +77,7 @@ async def check(settings: Settings, console: Console | None = None) -> int:
 def _asked_for(credentials: Credentials) -> str:
     """Of clients. Names only; the keys themselves are not known any more."""
     names = sorted(set(credentials.keys.values()))
-    keys = f"API keys: {len(credentials.keys)} ({_some(names)})" if names else "API keys: none, open to everybody"
+    keys = f"API keys: {len(credentials.keys)} ({_some(names)})" if names else "API keys: none, open to every client"
     return f"{'HTTPS' if credentials.tls else 'HTTP'}; {keys}."
 
 
@@ -85,12 +85,12 @@ def _rules(settings: Settings) -> str:
     """What happens to an endpoint that fails, and to one that comes back."""
     breaker, slow_start = settings.breaker, settings.health.slow_start
     failures = f"{breaker.consecutive_failures} failures in a row" if breaker.consecutive_failures else ""
-    rate = f"less than {breaker.success_rate:.0%} good answers" if breaker.success_rate else ""
+    rate = f"less than {breaker.success_rate:.0%} successful responses" if breaker.success_rate else ""
     why = " or ".join(filter(None, (failures, rate)))
     times = f"for {breaker.ejection:g} s, then longer, {breaker.max_ejection:g} s at most"
-    ejected = f"{why} eject an endpoint {times}" if why else "no endpoint is ejected for its failures"
-    back = f"its share grows for {slow_start:g} s" if slow_start else "it has its whole share at once"
-    return f"Routing by {settings.routing.policy}; {ejected}; when it comes back {back}."
+    ejected = f"{why} eject an endpoint {times}" if why else "no endpoint is ejected for failures"
+    back = f"its share grows for {slow_start:g} s" if slow_start else "it has a full share at once"
+    return f"Routing by {settings.routing.policy}; {ejected}; when it returns, {back}."
 
 
 def _ignored(settings: Settings, found: Sequence[Inspection]) -> Iterator[str]:
@@ -101,7 +101,7 @@ def _ignored(settings: Settings, found: Sequence[Inspection]) -> Iterator[str]:
 def _unverified(settings: Settings) -> Iterator[str]:
     names = [one.name for one in settings.endpoints if not one.tls.verify]
     if names:
-        yield f"Nobody verifies the certificates of {_some(names)} (tls.verify: false)."
+        yield f"The certificates of {_some(names)} are not verified (tls.verify: false)."
 
 
 def _unserved(settings: Settings, found: Sequence[Inspection]) -> Iterator[str]:
@@ -113,7 +113,7 @@ def _unserved(settings: Settings, found: Sequence[Inspection]) -> Iterator[str]:
     for name, alias in settings.models.items():
         missing = [target for target, share in alias.shares.items() if share and target not in served]
         if missing:
-            yield f"models.{_plain(name)}: nobody serves {_plain(_some(missing))}, so its requests are answered 404."
+            yield f"models.{_plain(name)}: no endpoint serves {_plain(_some(missing))}, so its requests get 404."
 
 
 def _some(names: Sequence[str]) -> str:
@@ -141,7 +141,7 @@ def _rows(one: Inspection) -> Iterator[tuple[str, Text]]:
     if one.endpoint.proxy is not None:
         shown = "***@" if one.endpoint.proxy.credentials is not None else ""
         yield "proxy", Text(f"http://{shown}{one.endpoint.proxy}")
-    answered = "it answers" if one.reachable else "nobody answers"
+    answered = "yes" if one.reachable else "no"
     yield "reachable", Text(f"{answered}; health: {one.health}", style="" if one.reachable else "red")
     for problem in one.problems if one.reachable else one.problems[:1]:
         if problem != one.health:
@@ -151,10 +151,12 @@ def _rows(one: Inspection) -> Iterator[tuple[str, Text]]:
     yield "engine", Text(_engine(one))
     if one.engine is None and one.endpoint.metrics is not None:
         hint = (
-            f"; {one.owner} shows it if it is started with {SERVER_INFO[one.owner].metrics_option}" if one.owner else ""
+            f"; {one.owner} exports it if it is started with {SERVER_INFO[one.owner].metrics_option}"
+            if one.owner
+            else ""
         )
         yield "missing", Text(f"all of its load: {NO_LOAD}{hint}", style="yellow")
-    yield "models", Text("it does not say" if one.models is None else _listed(one.models))
+    yield "models", Text("unknown" if one.models is None else _listed(one.models))
     if one.adapters:
         named = [f"{name} (of {base})" for base, names in one.adapters.items() for name in names]
         yield "adapters", Text(_listed(named))
@@ -163,16 +165,16 @@ def _rows(one: Inspection) -> Iterator[tuple[str, Text]]:
         yield "load", Text(f"{len(one.present)} of {len(one.present) + lacking} signals{_values(one)}")
     said = one.said
     if said is not None and said.tokens is not None and one.endpoint.kv_cache_tokens is None:
-        yield "KV cache", Text(f"{said.tokens:,} tokens{' at most' if said.at_most else ''}, by its own word")
+        yield "KV cache", Text(f"{said.tokens:,} tokens{' at most' if said.at_most else ''}, as it reports")
     if said is not None and said.slots is not None:
-        yield "slots", Text(f"{said.slots:,} requests at a time, by its own word")
+        yield "slots", Text(f"{said.slots:,} requests at a time, as it reports")
     if one.asks_load is not None:
         yield "reports", Text(ASKED if one.asks_load else NOT_ASKED)
     for signal in one.missing:
         yield "missing", Text(f"{signal}: {COSTS[signal]}", style="yellow")
     for cost in dict.fromkeys(COSTS[signal] for signal in one.lacking):
         signals = ", ".join(signal for signal in one.lacking if COSTS[signal] == cost)
-        yield "not shown", Text(f"{signals}: {cost}", style="dim")
+        yield "no signal", Text(f"{signals}: {cost}", style="dim")
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -186,9 +188,9 @@ def _plain(text: str) -> str:
 
 def _engine(one: Inspection) -> str:
     if one.engine is None:
-        unknown = "not recognised" if one.endpoint.metrics is not None else "not asked"
+        unknown = "not detected" if one.endpoint.metrics is not None else "not scraped"
         return unknown if one.owner is None else f"{one.owner} (by its models)"
-    how = "recognised" if one.endpoint.engine == "auto" else "from the settings"
+    how = "detected" if one.endpoint.engine == "auto" else "from the settings"
     return f"{one.engine} ({how}{f', metrics at {one.page}' if one.page else ''})"
 
 

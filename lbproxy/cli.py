@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(arguments)
     if args.command in {None, "check"} and args.config is None:
-        parser.error("say --config FILE, or try: lbproxy demo")
+        parser.error("--config FILE is required; or try: lbproxy demo")
     try:
         return int(_COMMANDS[args.command](args))
     except ConfigError as error:
@@ -53,15 +53,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE", help="settings (YAML); config.example.yaml explains every key")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-    check = commands.add_parser("check", help="validate the settings and dial every endpoint")
+    check = commands.add_parser("check", help="validate the settings and test every endpoint")
     check.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS)
 
     commands.add_parser("schema", help="print the JSON schema of the settings, for editors")
 
-    completion = commands.add_parser("completion", help="print what makes a shell complete lbproxy's arguments")
+    completion = commands.add_parser("completion", help="print a shell completion script")
     completion.add_argument("shell", choices=["bash", "zsh", "tcsh"])
 
-    demo = commands.add_parser("demo", help="three simulated vLLM servers and lbproxy before them; no GPU needed")
+    demo = commands.add_parser("demo", help="three simulated vLLM servers and lbproxy; no GPU needed")
     at, own = "HOST:PORT", f"where {{}} listens: {addresses.FORMS} (default: %(default)s)"
     demo.add_argument("--listen", type=addresses.listener, default=addresses.LISTEN, metavar=at, help=own.format("it"))
     what = own.format("its admin")
@@ -69,20 +69,26 @@ def _parser() -> argparse.ArgumentParser:
     what = "six servers with everyday traffic, of which one slows down, one is killed, and two are drained"
     demo.add_argument("--traffic", action="store_true", help=what)
     demo.add_argument(
-        "--duration", type=float, metavar="SECONDS", default=150.0, help="of --traffic: 30 to 3600 (default: 150)"
+        "--duration",
+        type=float,
+        metavar="SECONDS",
+        default=150.0,
+        help="duration of --traffic, 30 to 3600 (default: 150)",
     )
-    demo.add_argument("--rate", type=float, metavar="N", default=12.0, help="its requests a second (default: 12)")
-    demo.add_argument("--seed", type=int, default=1, metavar="N", help="another seed, other requests (default: 1)")
+    demo.add_argument(
+        "--rate", type=float, metavar="N", default=12.0, help="requests per second of --traffic (default: 12)"
+    )
+    demo.add_argument("--seed", type=int, default=1, metavar="N", help="random seed of --traffic (default: 1)")
 
     _add_mock(commands.add_parser("mock", help="one simulated vLLM server"))
 
     sim = commands.add_parser("sim", help="compare policies on a simulated fleet, in virtual time")
     sim.add_argument("scenario", nargs="?", metavar="FILE", help="what to simulate (YAML): docs/simulator.md")
     sim.add_argument("--list", action="store_true", help="show the workloads and their parameters")
-    sim.add_argument("--processes", type=int, default=os.cpu_count(), help="simulations at a time (default: CPUs)")
-    sim.add_argument("--json", metavar="FILE", help="write all figures there")
-    sim.add_argument("--markdown", metavar="FILE", help="write the tables there")
-    sim.add_argument("--plot", metavar="FILE", help="draw them there: .png, .svg or .pdf (needs lbproxy[plots])")
+    sim.add_argument("--processes", type=int, default=os.cpu_count(), help="parallel simulations (default: CPUs)")
+    sim.add_argument("--json", metavar="FILE", help="write all figures to this file")
+    sim.add_argument("--markdown", metavar="FILE", help="write the tables to this file")
+    sim.add_argument("--plot", metavar="FILE", help="draw the figures: .png, .svg or .pdf (needs lbproxy[plots])")
     _add_admin_commands(commands)
     return parser
 
@@ -92,48 +98,56 @@ def _add_mock(mock: argparse.ArgumentParser) -> None:
     mock.add_argument("--host", default="127.0.0.1", help="where it listens (default: 127.0.0.1)")
     mock.add_argument("--port", type=int, default=8000, help="0 = any free port (default: 8000)")
     mock.add_argument("--model", default="sim", help="the served model's name (default: sim)")
-    mock.add_argument("--preset", default="llama-8b-h100", help="which model on which GPU (default: llama-8b-h100)")
+    mock.add_argument("--preset", default="llama-8b-h100", help="model and GPU to simulate (default: llama-8b-h100)")
     mock.add_argument("--speed", type=float, default=1.0, help="2 = twice as fast as the preset")
     mock.add_argument("--kv-tokens", type=int, help="size of the KV cache (default: the preset's)")
     mock.add_argument("--max-num-seqs", type=int, help="requests that run at the same time (default: the preset's)")
-    mock.add_argument("--max-model-len", type=int, help="prompt and answer together, tokens (default: the preset's)")
-    mock.add_argument("--ranks", type=int, default=1, help="data-parallel engines behind the address (default: 1)")
-    what = "seconds to each first token, whatever else it does; without it, as the preset's engine takes"
+    mock.add_argument(
+        "--max-model-len", type=int, help="tokens of prompt and response together (default: the preset's)"
+    )
+    mock.add_argument("--ranks", type=int, default=1, help="data-parallel ranks behind the address (default: 1)")
+    what = "fixed time to first token, in seconds; without it, as the preset's engine takes"
     mock.add_argument("--ttft", type=float, metavar="SECONDS", help=what)
-    what = "evenly within plus or minus this share of --ttft (default: 0)"
+    what = "uniform variation of --ttft, as a share of it (default: 0)"
     mock.add_argument("--ttft-spread", type=float, default=0.0, metavar="SHARE", help=what)
-    what = "with --ttft: from each token to the next (default: 0.02)"
+    what = "with --ttft: time from token to token (default: 0.02)"
     mock.add_argument("--token-time", type=float, default=0.02, metavar="SECONDS", help=what)
-    what = "whom it plays to who asks for models or the cache's size (default: vllm); only vllm has metrics"
+    what = "the engine that it reports as in its models and server info (default: vllm); only vllm has metrics"
     mock.add_argument("--engine", choices=["vllm", "sglang", "llamacpp"], default="vllm", help=what)
-    mock.add_argument("--metric-names", choices=["current", "old"], default="current", help="old: those of vLLM 0.8")
-    mock.add_argument("--seed", type=int, default=0, help="servers with one seed give the same answers")
-    what = "something it does wrong, such as 'status code=503 share=0.2 for=10'; may be given several times"
+    mock.add_argument(
+        "--metric-names", choices=["current", "old"], default="current", help="old: the names of vLLM 0.8"
+    )
+    mock.add_argument("--seed", type=int, default=0, help="servers with the same seed give the same responses")
+    what = "a fault, such as 'status code=503 share=0.2 for=10'; may be given several times"
     mock.add_argument("--fault", action="append", default=[], help=what)
     what = "a LoRA adapter that it serves; may be given several times"
     mock.add_argument("--adapter", action="append", default=[], metavar="NAME", help=what)
-    mock.add_argument("--max-loras", type=int, default=1, help="adapters that run together (default: 1, as vLLM's)")
-    what = "adapters can be loaded and unloaded over HTTP"
+    mock.add_argument(
+        "--max-loras", type=int, default=1, help="adapters that run at the same time (default: 1, as in vLLM)"
+    )
+    what = "allow loading and unloading of adapters over HTTP"
     mock.add_argument("--lora-updates", action="store_true", help=what)
 
 
 def _add_admin_commands(commands: Subparsers) -> None:
     """Those that speak to a running lbproxy."""
     remote = argparse.ArgumentParser(add_help=False)
-    text = f"its admin listener: {addresses.ADMIN_FORMS} (default: %(default)s); the token: in LBPROXY_ADMIN_TOKEN"
+    text = f"admin listener: {addresses.ADMIN_FORMS} (default: %(default)s); token: in LBPROXY_ADMIN_TOKEN"
     remote.add_argument("--admin", type=addresses.url, metavar="HOST:PORT", default=addresses.ADMIN, help=text)
-    status = commands.add_parser("status", parents=[remote], help="the state of a running lbproxy and its endpoints")
-    status.add_argument("--json", action="store_true", help="all of it, as JSON")
-    commands.add_parser("top", parents=[remote], help="the same, live; q ends it")
-    drain = commands.add_parser("drain", parents=[remote], help="give an endpoint no new requests")
-    drain.add_argument("name", metavar="NAME", help="as `lbproxy status` shows it")
-    drain.add_argument("--wait", action="store_true", help="until its last request has ended")
+    status = commands.add_parser(
+        "status", parents=[remote], help="show the state of a running lbproxy and its endpoints"
+    )
+    status.add_argument("--json", action="store_true", help="the complete state, as JSON")
+    commands.add_parser("top", parents=[remote], help="the same, live; q quits")
+    drain = commands.add_parser("drain", parents=[remote], help="stop sending new requests to an endpoint")
+    drain.add_argument("name", metavar="NAME", help="the endpoint's name, as in `lbproxy status`")
+    drain.add_argument("--wait", action="store_true", help="wait until its last request has ended")
     drain.add_argument("--timeout", type=float, metavar="SECONDS", help="wait no longer than this; then exit with 1")
-    undrain = commands.add_parser("undrain", parents=[remote], help="give an endpoint requests again")
+    undrain = commands.add_parser("undrain", parents=[remote], help="send requests to an endpoint again")
     undrain.add_argument("name", metavar="NAME")
-    explain = commands.add_parser("explain", parents=[remote], help="why a request went where it went")
+    explain = commands.add_parser("explain", parents=[remote], help="explain why a request went where it went")
     explain.add_argument("id", metavar="ID", help="its x-request-id")
-    explain.add_argument("--json", action="store_true", help="all that is known, as JSON")
+    explain.add_argument("--json", action="store_true", help="the complete data, as JSON")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -335,7 +349,7 @@ def _run_until_signal(start: Callable[[asyncio.Event, asyncio.Event], Coroutine[
 
         def on_signal(number: int) -> None:
             if signalled.is_set():
-                os.write(2, b"lbproxy: a second signal: ended at once\n")
+                os.write(2, b"lbproxy: second signal: exit immediately\n")
                 os._exit(1)
             signalled.set()
             if number == signal.SIGINT:

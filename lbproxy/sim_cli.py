@@ -143,7 +143,7 @@ class Comparison:
 def unusable(*, scenario: str | None, processes: int, plot: str | None) -> str | None:
     """What is wrong with the command's arguments; None = nothing. `plot`: the form of the picture, if one is wanted."""
     if scenario is None:
-        return "name a scenario file, or say --list; docs/simulator.md has an example"
+        return "a scenario file or --list is required; docs/simulator.md has an example"
     if processes < 1:
         return f"--processes must be at least 1, got {processes}"
     if plot is not None and plot not in plots.FORMS:

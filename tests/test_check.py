@@ -46,14 +46,14 @@ def test_a_good_server() -> None:
     )
     assert code == 0
     for line in (
-        *("  usable     yes", "  reachable  it answers; health: GET /health answered 200", "  models     base"),
+        *("  usable     yes", "  reachable  yes; health: GET /health returned 200", "  models     base"),
         *("  adapters   sql (of base)", "1 of 2 endpoints can be used."),
         "  load       5 of 5 signals: waiting 16, running 8, kv_utilization 0.81, block_size_tokens 32, kv_blocks 100",
     ):
         assert line in output
-    assert "  engine     vllm (recognised, metrics at http://127.0.0.1:" in output
+    assert "  engine     vllm (detected, metrics at http://127.0.0.1:" in output
     assert "missing" not in output
-    assert "nobody answers" in output
+    assert "reachable  no; health:" in output
 
 
 def test_what_is_missing_and_what_that_costs() -> None:
@@ -77,29 +77,29 @@ def test_where_it_looked_for_metrics() -> None:
 
 def test_no_metrics() -> None:
     _, output = checked({"/health": OK, "/metrics": NOT_FOUND})
-    assert "  engine     not recognised" in output
+    assert "  engine     not detected" in output
     assert "  problem    load unknown: 127.0.0.1:" in output
     assert f"  missing    all of its load: {NO_LOAD}" in output
     _, output = checked({"/health": OK}, ", metrics: null")
-    assert "  engine     not asked" in output
+    assert "  engine     not scraped" in output
 
 
 def test_the_size_of_a_cache_that_the_server_says() -> None:
     """Of SGLang and llama.cpp without metrics: what routing will use in place of a guess."""
     scripts: dict[str, Script] = {"/health": OK, "/server_info": answer(b'{"max_total_num_tokens":64000}')}
     _, output = checked(scripts, ", engine: sglang")
-    assert "  KV cache   64,000 tokens, by its own word" in output
+    assert "  KV cache   64,000 tokens, as it reports" in output
     scripts = {"/props": answer(b'{"total_slots":4,"default_generation_settings":{"n_ctx":8192}}')}
     _, output = checked(scripts, ", engine: llamacpp")
-    assert "  KV cache   32,768 tokens at most, by its own word" in output
-    assert "  slots      4 requests at a time, by its own word" in output
+    assert "  KV cache   32,768 tokens at most, as it reports" in output
+    assert "  slots      4 requests at a time, as it reports" in output
 
 
 def test_who_could_show_metrics_is_told_how() -> None:
     models = answer(b'{"object":"list","data":[{"id":"m","owned_by":"sglang"}]}')
     _, output = checked({"/health": OK, "/v1/models": models, "/metrics": NOT_FOUND})
     assert "  engine     sglang (by its models)" in output
-    assert f"all of its load: {NO_LOAD}; sglang shows it if it is started with --enable-metrics" in output
+    assert f"all of its load: {NO_LOAD}; sglang exports it if it is started with --enable-metrics" in output
 
 
 ALIASES = """
@@ -116,13 +116,13 @@ def test_names_that_lead_to_nobody() -> None:
     scripts: dict[str, Script] = {"/health": OK, "/v1/models": model_list("base", "sql", parent="base")}
     code, output = checked(scripts, ", metrics: null", settings=ALIASES)
     assert code == 0
-    warnings = [line for line in output.splitlines() if "nobody serves" in line]
+    warnings = [line for line in output.splitlines() if "no endpoint serves" in line]
     assert warnings == [
-        "models.typo: nobody serves bsae, so its requests are answered 404.",
-        "models.half: nobody serves gone, so its requests are answered 404.",
+        "models.typo: no endpoint serves bsae, so its requests get 404.",
+        "models.half: no endpoint serves gone, so its requests get 404.",
     ]
     _, output = checked({"/health": OK}, ", metrics: null", settings=ALIASES)
-    assert "nobody serves" not in output, "a server that does not say may serve anything"
+    assert "no endpoint serves" not in output, "a server that does not say may serve anything"
 
 
 def test_settings_that_the_policy_does_not_read() -> None:
@@ -142,18 +142,18 @@ def test_certificates_that_nobody_verifies() -> None:
     unsafe = "endpoints: [{url: 'https://127.0.0.1:9', name: gpu-9, tls: {verify: false}}]"
     console = Console(width=200, record=True, quiet=False, file=None, highlight=False, force_terminal=False)
     assert run(check(parse(unsafe, environ={}), console)) == 1
-    assert "Nobody verifies the certificates of gpu-9 (tls.verify: false)." in console.export_text()
+    assert "The certificates of gpu-9 are not verified (tls.verify: false)." in console.export_text()
 
 
 def test_what_happens_to_an_endpoint_that_fails() -> None:
     _, output = checked({"/health": OK})
     assert (
-        "Routing by adaptive; 5 failures in a row or less than 80% good answers eject an endpoint for 1 s, "
-        "then longer, 60 s at most; when it comes back its share grows for 30 s." in output
+        "Routing by adaptive; 5 failures in a row or less than 80% successful responses eject an endpoint for 1 s, "
+        "then longer, 60 s at most; when it returns, its share grows for 30 s." in output
     )
     off = "breaker: {consecutive_failures: null, success_rate: 0}\nhealth: {slow_start: null}"
     _, output = checked({"/health": OK}, settings=off)
-    assert "no endpoint is ejected for its failures; when it comes back it has its whole share at once." in output
+    assert "no endpoint is ejected for failures; when it returns, it has a full share at once." in output
 
 
 def test_names_from_servers_cannot_steer_the_terminal() -> None:
@@ -174,8 +174,8 @@ def test_nobody_there() -> None:
 def test_what_an_engine_never_shows_costs_something_too() -> None:
     _, output = checked({"/health": OK, "/metrics": page((FIXTURES / "llama.cpp-b11434-load.prom").read_bytes())})
     assert "  load       2 of 2 signals: waiting 3, running 2" in output
-    assert f"  not shown  kv_utilization: {COSTS['kv_utilization']}" in output
-    assert f"  not shown  block_size_tokens, kv_blocks: {COSTS['kv_blocks']}" in output
+    assert f"  no signal  kv_utilization: {COSTS['kv_utilization']}" in output
+    assert f"  no signal  block_size_tokens, kv_blocks: {COSTS['kv_blocks']}" in output
     assert "missing" not in output
     assert "reports" not in output
 

@@ -78,7 +78,7 @@ def test_pages() -> None:
         source = "documented" if name.startswith("documented/") else "recorded"
         values = [value_text(reading, signal) for signal in SIGNALS]
         rows.append([shown, source, f"`{engine}`", *values, ", ".join(busy) or "-"])
-    heads = ["page", "source", "recognised as", *(f"`{signal}`" for signal in SIGNALS), "adapters in use"]
+    heads = ["page", "source", "detected as", *(f"`{signal}`" for signal in SIGNALS), "adapters in use"]
     expect_generated(PAGE, "pages", table(heads, rows))
 
 

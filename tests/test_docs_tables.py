@@ -165,7 +165,7 @@ def failure_row(outcome: Outcome) -> list[str]:
     fields = dict(line.split(": ", 1) for line in lines)
     response = httpx2.Response(int(status_line.split()[1]), headers=fields)
     retried = OpenAI(api_key="none")._should_retry(response)
-    told = " (told so)" if "x-should-retry" in fields else ""
+    told = " (by header)" if "x-should-retry" in fields else ""
     return [
         f"`{outcome.label}`",
         str(facts.status),

@@ -1,4 +1,4 @@
-"""docs/traces.md says what spans say: the example and the table of attributes are made of real ones."""
+"""docs/traces.md describes the spans: the example and the table of attributes are made of real ones."""
 
 from __future__ import annotations
 
@@ -64,5 +64,5 @@ def test_the_page_has_every_attribute() -> None:
         [f"`{name}`", ", ".join(words), f"`{value}`", kept.get(f"`{name}`", "")]
         for name, (words, value) in sorted(found.items())
     ]
-    expect_generated(PAGE, "attributes", table(["attribute", "span", "such as", "is"], rows))
+    expect_generated(PAGE, "attributes", table(["attribute", "span", "example", "meaning"], rows))
     assert all(row[-1] for row in rows), "an attribute without a word about it"

@@ -49,7 +49,7 @@ def test_metrics_has_every_alert() -> None:
         for rule in rules()
         if "alert" in rule
     ]
-    expect_generated(DOCS / "metrics.md", "alerts", table(["alert", "severity", "after", "says"], rows))
+    expect_generated(DOCS / "metrics.md", "alerts", table(["alert", "severity", "after", "summary"], rows))
 
 
 def in_words(summary: str) -> str:

@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from lbproxy.cli import main
+from lbproxy.config.descriptions import descriptions
 from lbproxy.config.parse import parse_scenario
 from lbproxy.config.scenario import (
     FaultSettings,
@@ -192,7 +193,7 @@ def test_command_lists_the_workloads(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ([], "name a scenario file"),
+        ([], "a scenario file or --list is required"),
         (["x.yaml", "--processes", "0"], "--processes must be at least 1"),
         (["x.yaml", "--plot", "x.jpg"], "--plot must end in .png, .svg, .pdf"),
         (["nowhere.yaml"], "there is no such file"),
@@ -222,6 +223,7 @@ def test_documentation_has_every_workload() -> None:
     expect_generated(DOCS / "simulator.md", "workloads", table(heads, rows))
 
 
+NAMES_SAY_IT = {"`others[].prompt_tokens`", "`others[].output_tokens`"}
 SCENARIO_SECTIONS = (
     ("", Scenario),
     ("fleet[].", ServerSettings),
@@ -236,7 +238,9 @@ def test_documentation_has_every_key_of_a_scenario() -> None:
     for prefix, section in SCENARIO_SECTIONS:
         for name, field in section.model_fields.items():
             default = "required" if field.is_required() else _written(field.get_default(call_default_factory=True))
-            rows.append([f"`{prefix}{name}`", default, " ".join((field.description or "").split())])
+            rows.append([f"`{prefix}{name}`", default, " ".join(descriptions(section).get(name, "").split())])
+    without = [row[0] for row in rows if not row[-1]]
+    assert set(without) <= NAMES_SAY_IT, "a key without a docstring"
     expect_generated(DOCS / "simulator.md", "scenario keys", table(["key", "default", "what"], rows))
 
 
@@ -244,5 +248,5 @@ def _written(value: object) -> str:
     if isinstance(value, FlowsSettings):
         return "one for all"
     if isinstance(value, tuple | BaseModel):
-        return "8 servers" if value and isinstance(value, tuple) else "none" if value == () else "nobody is refused"
+        return "8 servers" if value and isinstance(value, tuple) else "none" if value == () else "no limits"
     return "`null`" if value is None else f"`{value}`"

@@ -1,4 +1,4 @@
-"""Settings: `parse` turns the text of a settings file into a frozen tree, or says everything that is wrong with it.
+"""Settings: `parse` turns the text of a settings file into a frozen tree, or reports all of its problems.
 
 It reads no file, no environment but the mapping it is given, no clock and no network. `text` makes plain values of YAML
 and `${ENV}`, `tree` says which keys there are, `sections` has one module for each part of it, `values` the numbers with

@@ -45,7 +45,7 @@ class ServerSettings(Section):
     kv_tokens: Tokens | None = None
     """Size of the KV cache; null = the preset's."""
     max_model_len: Tokens | None = None
-    """Prompt and answer together, in tokens; null = the preset's. May exceed it, as with YaRN."""
+    """Tokens of prompt and response together; null = the preset's. May exceed it, as with YaRN."""
     max_loras: Adapters = 0
     """LoRA adapters that run together; 0 = none are served."""
     max_sequences: Sequences | None = None
@@ -54,20 +54,20 @@ class ServerSettings(Section):
     """Data-parallel engines behind one address, each with the whole of the preset; a request goes to the one with the
     fewest."""
     ttft: Span | None = None
-    """Seconds that each request with a slot takes to its first token, whatever the prompt and the other requests: no
-    engine is simulated then, only slots. null = an engine."""
+    """Fixed time to first token of each request with a slot, in seconds, whatever the prompt and the other requests:
+    only slots are simulated then. null = an engine."""
     ttft_spread: Share = 0.0
-    """Evenly within plus or minus this share of `ttft`."""
+    """Uniform variation of `ttft`, plus or minus this share."""
     token_time: Span = 0.02
-    """With `ttft`: seconds from each token to the next."""
+    """With `ttft`: seconds from token to token."""
     jitter: Annotated[float, Quantity("0", "2", "a number", whole=False)] = 0.03
-    """Spread of the times of an engine's steps: the sigma of a lognormal."""
+    """Variation of the times of an engine's steps: the sigma of a lognormal."""
     metrics: bool = True
     """Whether they can be scraped."""
     waiting: bool = True
-    """Whether their metrics say how many requests wait."""
+    """Whether their metrics report the number of waiting requests."""
     weight: Annotated[float, Quantity("0.001", "100000", "a number", whole=False)] = 1.0
-    """What the balancer is told of their capacity beside the others': `weight` of an endpoint in the settings."""
+    """Configured capacity relative to the others: `weight` of an endpoint in the settings."""
 
     @field_validator("ttft", mode="after")
     @classmethod
@@ -78,35 +78,35 @@ class ServerSettings(Section):
 
 
 class OthersSettings(Section):
-    """Requests that somebody else sends straight to one server: the balancer sees them in its metrics alone, and they
-    are in no figures. Poisson arrivals of one size that share nothing."""
+    """Requests of other clients, sent directly to one server: the balancer sees them only in metrics, and they are not
+    counted in the figures. Poisson arrivals of one size, without common prefixes."""
 
     server: Annotated[int, count("0", "1023")]
-    """Its number, from 0, in the order of `fleet`."""
+    """Number of the server, from 0, in the order of `fleet`."""
     rate: Annotated[float, Quantity("0.001", "100000", "a rate", whole=False)]
-    """Requests a second."""
+    """Requests per second."""
     prompt_tokens: Annotated[int, count("1", "1000000")] = 1000
     output_tokens: Annotated[int, count("1", "1000000")] = 200
     at: Moment = 0.0
-    """When they begin, since the begin of the simulation."""
+    """Start, since the start of the simulation."""
     lasts: Annotated[float, duration("1ms", "24h")] = 86_400.0
-    """For how long."""
+    """Duration."""
 
 
 class FaultSettings(Section):
-    """What happens to one server for a while."""
+    """A fault of one server for a while."""
 
     server: Annotated[int, count("0", "1023")]
-    """Its number, from 0, in the order of `fleet`."""
+    """Number of the server, from 0, in the order of `fleet`."""
     at: Moment
-    """When, since the begin of the simulation."""
+    """Start, since the start of the simulation."""
     lasts: Annotated[float, duration("1ms", "24h")]
-    """For how long."""
+    """Duration."""
     speed: Factor | None = None
-    """Times its own speed, meanwhile. null = it fails, as `kind` says."""
+    """Factor of its own speed in that time. null = it fails, by `kind`."""
     kind: Literal["dead", "hung", "failing"] = "dead"
-    """dead: refuses connections, comes back with an empty cache. hung: takes requests and computes nothing until it is
-    restarted. failing: answers 500 to everything at once. The health of the last two looks good all the while."""
+    """dead: refuses connections, returns with an empty cache. hung: accepts requests and computes nothing until it is
+    restarted. failing: returns 500 to every request immediately. The health checks of the last two succeed."""
 
 
 OfServer: TypeAlias = FaultSettings | OthersSettings
@@ -116,70 +116,70 @@ class WorkloadSettings(Section):
     """What clients send."""
 
     name: str
-    """`lbproxy sim --list` says which there are."""
+    """The workload; `lbproxy sim --list` lists them."""
     parameters: dict[str, Annotated[float, Quantity("0", "1000000000", "a number", whole=False)]] = Field(
         default_factory=dict
     )
-    """Those that shall differ from the workload's defaults."""
+    """Changes of the workload's default parameters."""
     trace: str | None = None
-    """The file of the trace that a workload replays; null = a stand-in with its statistics."""
+    """The file of the trace that a workload replays; null = generated traffic with its statistics."""
     flow: Annotated[str, Field(pattern="^[A-Za-z0-9._-]{1,48}$")] = "anonymous"
-    """Whose requests these are, as an API key or `x-lbproxy-flow` would say."""
+    """The flow of these requests, as with an API key or `x-lbproxy-flow`."""
     copies: Annotated[int, count("1", "256")] = 1
-    """So many clients that each send such a workload; with more than one, flows of their own: light-1, light-2."""
+    """Number of clients that each send this workload; with more than one, each has its own flow: light-1, light-2."""
     priority: Priority | None = None
-    """What they ask for by `x-lbproxy-priority`. null = nothing: the flow's own."""
+    """Their `x-lbproxy-priority`. null = none: the flow's own."""
     slo_ttft: Annotated[float, duration("1ms", "1h")] | None = None
-    """When the first token must be there, as by `x-lbproxy-slo-ttft-ms`; null = nobody says."""
+    """Deadline of the first token, as `x-lbproxy-slo-ttft-ms`; null = none."""
     patience: Annotated[float, duration("1ms", "1h")] | None = None
-    """When a client leaves that has no first token yet, or without streaming no answer; null = never."""
+    """Time after which a client disconnects if it has no first token (without streaming: no response); null = never."""
 
 
 class Scenario(Section):
-    """All of a comparison."""
+    """One comparison."""
 
     fleet: tuple[ServerSettings, ...] = (ServerSettings(count=8),)
     """The servers."""
     faults: tuple[FaultSettings, ...] = ()
-    """What happens to them."""
+    """Faults of the servers."""
     others: tuple[OthersSettings, ...] = ()
-    """What they get besides, past the balancer."""
+    """Requests of other clients that bypass the balancer."""
     workload: WorkloadSettings | None = None
     """What clients send."""
     workloads: tuple[WorkloadSettings, ...] = ()
-    """The same as a list, of clients that send at the same time."""
+    """A list of workloads, of clients that send at the same time."""
     policies: tuple[RoutingSettings, ...]
-    """The policies to compare, each a name or a mapping as `routing` in the settings. Others are compared with the
+    """The policies to compare, each a name or a mapping like `routing` in the settings. All are compared with the
     first."""
     seeds: Annotated[int, count("1", "100")] = 3
-    """How often, each time with other arrivals, the same for every policy."""
+    """Number of runs, each with other arrivals, which are the same for every policy."""
     stream_share: Share = 1.0
-    """Share of requests whose answers are streamed."""
+    """Share of requests with streaming responses."""
     size_error: Share = 0.15
-    """By how much the balancer misjudges the tokens of a prompt: evenly within plus or minus this share."""
+    """Error of the balancer's estimate of prompt tokens: uniform, plus or minus this share."""
     adapters_known: bool = True
-    """Whether the servers' model lists say which models are LoRA adapters. false = the balancer takes them for
-    models of their own."""
+    """Whether the servers' model lists mark LoRA adapters. false = the balancer treats them as separate models."""
     sizes_declared: bool = False
-    """Whether the endpoints' settings say how large their KV caches are (`kv_cache_tokens`), and say it right."""
+    """Whether the endpoints' settings have the right size of their KV caches (`kv_cache_tokens`)."""
     scrape_interval: Annotated[float, duration("10ms", "1h")] | None = 0.2
-    """Seconds between two scrapes of a server; null = nobody scrapes."""
+    """Seconds between two scrapes of a server; null = no scrapes."""
     scrape_delay: Annotated[float, duration("0s", "1m")] = 0.005
-    """How old a scrape's figures are when they arrive."""
+    """Age of a scrape's figures when they arrive."""
     network_delay: Annotated[float, duration("0s", "10s")] = 0.0005
-    """One way, between balancer and server."""
+    """One-way delay between balancer and server."""
     balancers: Annotated[int, count("1", "64")] = 1
-    """How many balancers share the fleet, each seeing a part of the requests."""
+    """Number of balancers that share the fleet, each with a part of the requests."""
     exchange_delay: Annotated[float, duration("0s", "1m")] | None = None
-    """How late balancers hear of each other's requests; null = they tell each other nothing."""
+    """Delay until balancers know of each other's requests; null = they share nothing."""
     admission: AdmissionSettings = AdmissionSettings(
         queue_requests=1_000_000, queue_bytes=1024 * 1024**3, queue_timeout=86_400
     )
-    """The balancer's queue. Unlike in the settings nobody is refused unless you say so: what is refused is not slow."""
+    """The balancer's queue. Unlike in the settings, the default limits refuse no requests, because refused requests
+    have no latency."""
     flows: FlowsSettings = FlowsSettings()
     """Weights, priorities and limits of the flows, as in the settings."""
     fair: bool = True
-    """false = all requests are of one flow for the balancer, whatever the workloads say: to see what flows change."""
+    """false = the balancer treats all requests as one flow, to show the effect of flows."""
 
     @property
     def sources(self) -> tuple[WorkloadSettings, ...]:

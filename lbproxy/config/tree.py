@@ -32,23 +32,23 @@ MAX_ENDPOINTS = 1024
 
 
 class DrainSettings(Section):
-    """Stopping."""
+    """Shutdown."""
 
     deadline: Timeout = 120.0
-    """Seconds that running requests get to finish after SIGTERM. Must be below the supervisor's own kill timeout."""
+    """Seconds that running requests have to finish after SIGTERM. Must be below the supervisor's own kill timeout."""
     lame_duck: Annotated[float, duration("0s", "1h")] = 5.0
-    """Seconds of these in which everybody is still served, but no connection is kept: until whoever sends clients here
-    has seen /readyz say no. SIGINT skips them."""
+    """The first seconds of these, in which all requests are still served, but connections are not kept alive: until the
+    load balancer in front has seen that /readyz fails. SIGINT skips them."""
     restart_deadline: Timeout = 3600.0
-    """Seconds that running requests get to finish after SIGUSR2, in the process that handed over: nobody waits for it.
-    SIGTERM to that process sets `deadline` instead."""
+    """Seconds that running requests have to finish after SIGUSR2, in the old process. A SIGTERM to that process sets
+    `deadline` instead."""
 
 
 class LogSettings(Section):
     """JSON lines on standard output."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """The least severe lines that are written."""
+    """The minimum level of lines."""
     access: bool = True
     """One line for each request: never bodies, prompts or keys."""
 
@@ -57,40 +57,42 @@ class Settings(Section):
     """Everything that a user can set."""
 
     listen: ListenSettings = ListenSettings(host="127.0.0.1", port=8080)
-    """Where clients connect. The default reaches nobody else's machine: without `auth` nobody is asked who they are."""
+    """Where clients connect. The default is reachable from this machine only, because without `auth` clients need no
+    key."""
     admin: AdminSettings | None = AdminSettings(host="127.0.0.1", port=9901)
-    """Listener for /healthz, /readyz, /metrics: its own port, so that it answers under load. null = off."""
+    """The listener of /healthz, /readyz, /metrics and the admin API: a separate port, so that it responds under load.
+    null = off."""
     endpoints: tuple[EndpointSettings, ...] = Field(json_schema_extra={"minItems": 1, "maxItems": MAX_ENDPOINTS})
     """The model servers, at least one. Names and addresses are unique."""
     engines: dict[str, EngineSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_ENGINES})
-    """Software that lbproxy does not know, or knows by other names, by the name that `engine` says."""
+    """Engines that lbproxy does not know, or whose metrics have other names, by the name used in `engine`."""
     models: dict[str, ModelSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_ALIASES})
     """Names of your own for the models that the endpoints serve."""
     routing: RoutingSettings = RoutingSettings()
-    """Which endpoint a request goes to."""
+    """How an endpoint is chosen for a request."""
     admission: AdmissionSettings = AdmissionSettings()
     """The queue of requests that no endpoint has room for."""
     flows: FlowsSettings = FlowsSettings()
-    """Whose requests they are, and what share each gets."""
+    """Fair shares of capacity between the flows of different clients."""
     retry: RetrySettings = RetrySettings()
-    """What happens when an endpoint fails before the first byte of its answer."""
+    """Retries after an endpoint fails a request before the first byte of the response."""
     health: HealthSettings = HealthSettings()
-    """Probing endpoints."""
+    """Health checks of endpoints."""
     breaker: BreakerSettings = BreakerSettings()
-    """Taking out endpoints that fail requests."""
+    """Circuit breaker: ejects endpoints that fail requests."""
     scrape: ScrapeSettings = ScrapeSettings()
     """Reading the endpoints' own metrics."""
     timeouts: TimeoutSettings = TimeoutSettings()
     """How long each phase of a request may take."""
     limits: LimitSettings = LimitSettings()
-    """What one client can make lbproxy hold."""
+    """Limits of what lbproxy holds in memory for clients."""
     dns: DnsSettings = DnsSettings()
-    """Resolving the names of `dns+http://` endpoints."""
+    """Resolution of the names of `dns+http://` endpoints."""
     expose_endpoint: bool = True
-    """Answers carry x-lbproxy-endpoint, the endpoint's name. false hides the fleet from clients."""
+    """Responses have x-lbproxy-endpoint, the endpoint's name. false hides the fleet from clients."""
     forwarded: ForwardedMode = "append"
-    """X-Forwarded-For, -Proto and -Host towards endpoints. append: after what one of `trusted_proxies` says; replace:
-    always what we see ourselves; "off": as they came. What others say is dropped by the first two."""
+    """X-Forwarded-For, -Proto and -Host towards endpoints. append: add to the fields of `trusted_proxies`; replace: set
+    them to what lbproxy sees; "off": pass them unchanged. The first two drop the fields of other clients."""
     trusted_proxies: tuple[Network, ...] = Field(default=LOOPBACK, json_schema_extra={"maxItems": MAX_TRUSTED})
     """Networks of the proxies in front of lbproxy, in CIDR notation. Unix sockets are trusted as well."""
     auth: AuthSettings = AuthSettings()
@@ -98,9 +100,9 @@ class Settings(Section):
     cors: CorsSettings = CorsSettings()
     """Web pages of other origins that may call lbproxy from a browser."""
     lora_management: bool = False
-    """Clients may load and unload LoRA adapters, on every endpoint of the base model: all who may send requests."""
+    """Every client may load and unload LoRA adapters, on every endpoint of the base model."""
     drain: DrainSettings = DrainSettings()
-    """Stopping."""
+    """Shutdown."""
     log: LogSettings = LogSettings()
     """JSON lines on standard output."""
     explain: ExplainSettings = ExplainSettings()

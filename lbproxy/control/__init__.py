@@ -1,4 +1,4 @@
-"""The control plane: what looks after the endpoints, and what tells people and machines how lbproxy is doing.
+"""The control plane: monitoring of the endpoints, and telemetry and administration of lbproxy itself.
 
     probing -> discovery -> telemetry -> admin
 

@@ -1,4 +1,4 @@
-"""The balancer: tell it what happened and what time it is, and it says where each request goes.
+"""The balancer: it gets events and the current time, and decides where each request goes.
 
 Pure: no clock, no event loop, no sockets, no logging, no chance of its own. The proxy, the simulation and the tests are
 drivers of the same object (`core.balancer.Balancer`), which alone stands at this level. The rooms below it, in the

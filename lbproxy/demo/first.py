@@ -41,7 +41,7 @@ def _invite(at: app.Listening) -> None:
 def _invitation(at: app.Listening) -> str:
     """What a first user pastes."""
     return f"""\
-lbproxy is at {at.url}, with {SERVERS} simulated vLLM servers behind it. Ctrl-C ends it. In another shell, try
+lbproxy is at {at.url}, with {SERVERS} simulated vLLM servers. Ctrl-C stops it. In another shell, try
 
     curl -sN {at.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{{
       "model": "{MODEL}", "stream": true, "max_tokens": 20,
@@ -51,9 +51,9 @@ or, with OpenAI's SDK (.venv/bin/python has it after `make test`; else pip insta
 
     from openai import OpenAI
     client = OpenAI(base_url="{at.url}/v1", api_key="none")
-    answer = client.chat.completions.with_raw_response.create(
+    response = client.chat.completions.with_raw_response.create(
         model="{MODEL}", max_tokens=20, messages=[{{"role": "user", "content": "Hello, who are you?"}}])
-    print(answer.headers["x-lbproxy-endpoint"], "said:", answer.parse().choices[0].message.content)
+    print(response.headers["x-lbproxy-endpoint"], "responded:", response.parse().choices[0].message.content)
 
-See it work in a browser: {at.admin_url}/dashboard
-Its metrics, and those of its view of the servers: curl -s {at.admin_url}/metrics"""
+Dashboard: {at.admin_url}/dashboard
+Metrics: curl -s {at.admin_url}/metrics"""

@@ -106,7 +106,7 @@ def _heading(view: View) -> list[RenderableType]:
     head.add_row(left, Text(f"{clock(view.elapsed_s)} of {clock(view.timeline.ends_s)}", style="bold"))
     says = Text(f"▶ {steps[now].says}", style="bold yellow" if now else "bold green", no_wrap=True)
     if over:
-        says = Text(f"▶ The night is over. Requests that failed: {view.total.failed}.", style="bold green")
+        says = Text(f"▶ The demo is over. Failed requests: {view.total.failed}.", style="bold green")
     following = steps[now + 1] if now + 1 < len(steps) else None
     coming = "" if following is None else f"  at {clock(following.at_s)}: {following.phase}"
     return [head, Text(), says, Text(coming, style="dim")]
@@ -138,14 +138,14 @@ def table(view: View) -> Table:
     widths = (("left", 20), ("right", 9), ("right", 12), ("right", 5), ("right", 7), ("right", 9), ("right", 9))
     for justify, width in widths:
         shown.add_column(justify=justify, min_width=width, no_wrap=True)  # type: ignore[arg-type]
-    heads = ("what clients see", "requests", "tried again", "cut", "failed", "p50", "p99")
+    heads = ("what clients see", "requests", "retried", "cut", "failed", "p50", "p99")
     shown.add_row(*(Text(head, style="dim") for head in heads))
     for number, found in enumerate(view.phases):
         mark = "▶ " if number == view.number and view.elapsed_s < view.timeline.ends_s else "  "
         shown.add_row(Text(f"{mark}{view.timeline.steps[number].phase}"), *_cells(found))
     for step in view.timeline.steps[len(view.phases) :]:
         shown.add_row(Text(f"  {step.phase}", style="dim"), Text(f"at {clock(step.at_s)}", style="dim"))
-    shown.add_row(Text("  together", style="bold"), *_cells(view.total))
+    shown.add_row(Text("  total", style="bold"), *_cells(view.total))
     return shown
 
 
@@ -160,7 +160,7 @@ def _cells(found: Figures) -> list[Text]:
 
 
 def _foot(view: View) -> Text:
-    text = "p50, p99: to a stream's first byte · cut: broke off when its server died"
+    text = "p50, p99: time to a stream's first byte · cut: broke off when its server crashed"
     return Text(text, style="dim", no_wrap=True, overflow="ellipsis")
 
 
@@ -171,8 +171,8 @@ def summary(view: View, console: Console) -> None:
         console.print(table(view))
     console.print()
     console.print(
-        f"{total.requests:,} requests, and {view.running} more under way at the end: {total.failed} failed, "
-        f"{total.cut} broke off when their server died,\n{total.again} were tried again elsewhere and answered.",
+        f"{total.requests:,} requests, and {view.running} more running at the end: {total.failed} failed, "
+        f"{total.cut} broke off when their server crashed,\n{total.again} succeeded after a retry on another server.",
         soft_wrap=True,
     )
     console.print("With your own servers: lbproxy --config FILE", style="dim")

@@ -27,7 +27,7 @@ class Verb(Enum):
     RESTART = "restart"
     """SIGTERM, and `START`: what a deploy does."""
     UNDRAIN = "undrain"
-    """It gets requests again."""
+    """It takes requests again."""
 
 
 SLOWNESS = 5
@@ -89,29 +89,29 @@ def bad_night(servers: Sequence[str]) -> Timeline:
     deploy = tuple(Act(verb, third) for verb in (Verb.DRAIN, Verb.RESTART, Verb.UNDRAIN))
     return Timeline(
         (
-            Step(0.0, "all is well", "Chats, agents, adapters: each request goes where it costs least."),
+            Step(0.0, "all is well", "Chats, agents, LoRA adapters: each request goes where it costs least."),
             Step(
                 20.0,
                 f"{slow} is slow",
-                f"{slow} is {SLOWNESS}x slower, and its /health is fine: watch its share fall.",
+                f"{slow} is {SLOWNESS}x slower, while its /health is 200: watch its share fall.",
                 (Act(Verb.SLOW, (slow,)),),
             ),
             Step(
                 50.0,
                 f"{dead} is dead",
-                f"kill -9 {dead}. What had begun there breaks; nobody else notices.",
+                f"kill -9 {dead}. Its running streams break off; all other requests succeed.",
                 (Act(Verb.KILL, (dead,)),),
             ),
             Step(
                 80.0,
                 "both come back",
-                f"{dead} is back, cache empty: it is let in slowly. {slow} is well.",
+                f"{dead} is back with an empty cache: slow start. {slow} is fast again.",
                 (Act(Verb.WELL, (slow,)), Act(Verb.START, (dead,))),
             ),
             Step(
                 110.0,
                 "a deploy",
-                f"A deploy: {drained} are drained, restarted, let in again.",
+                f"A deployment: {drained} are drained, restarted, undrained.",
                 deploy,
             ),
         ),

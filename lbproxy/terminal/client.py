@@ -36,7 +36,7 @@ class AdminClient:
                 base_url=base, headers=headers, timeout=TIMEOUT_S, trust_env=False, transport=transport
             )
         except (httpx.InvalidURL, ValueError) as error:
-            raise AdminError(f"{url} is no URL: {error}") from None
+            raise AdminError(f"{url} is not a URL: {error}") from None
 
     def close(self) -> None:
         """Let go of its connections."""
@@ -75,8 +75,8 @@ class AdminClient:
         except httpx.UnsupportedProtocol:
             raise AdminError(f"{self.url}: expected http://host:port") from None
         except (httpx.ConnectError, httpx.ConnectTimeout):
-            text = f"nobody answers at {self.url}: does lbproxy run there, and is that its `admin`?"
-            raise AdminError(f"{text} --admin HOST:PORT or unix:/PATH says another") from None
+            text = f"{self.url} cannot be reached: does lbproxy run there, and is this its `admin` address?"
+            raise AdminError(f"{text} Set another with --admin HOST:PORT or unix:/PATH") from None
         except (httpx.HTTPError, ValueError) as error:
             raise AdminError(f"{self.url}: {error or type(error).__name__}") from None
 
@@ -86,15 +86,15 @@ class AdminClient:
         except ValueError:
             value = None
         if not isinstance(value, dict):
-            raise AdminError(f"{self.url} is no lbproxy: it answered {answer.status_code} without JSON")
+            raise AdminError(f"{self.url} is not lbproxy: it returned {answer.status_code} without JSON")
         if answer.is_success:
             return value
         error = value.get("error")
         if not isinstance(error, dict):
-            raise AdminError(f"{self.url} answered {answer.status_code}")
-        hint = " (LBPROXY_ADMIN_TOKEN holds it)" if answer.status_code == httpx.codes.UNAUTHORIZED else ""
+            raise AdminError(f"{self.url} returned {answer.status_code}")
+        hint = " (set it in LBPROXY_ADMIN_TOKEN)" if answer.status_code == httpx.codes.UNAUTHORIZED else ""
         if error.get("code") == "unknown_endpoint":
-            hint = " `lbproxy status` shows them."
+            hint = " `lbproxy status` lists them."
         problems = [f"\n  {one}" for one in error.get("problems") or ()]
         raise AdminError(f"{error.get('message')}{hint}{''.join(problems)}")
 

@@ -51,7 +51,7 @@ def drain(client: AdminClient, console: Console, name: str, *, wait: bool, timeo
         if not left or not wait:
             return 0
         if timeout_s is not None and time.monotonic() - began_at >= timeout_s:
-            console.print(f"{shown} has {left} requests left after {timeout_s:g} s", style="red", markup=False)
+            console.print(f"{shown} has {left} running requests after {timeout_s:g} s", style="red", markup=False)
             return 1
         time.sleep(POLL_S)
         progress = client.get("endpoints", name)

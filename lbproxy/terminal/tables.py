@@ -59,7 +59,7 @@ def offer(state: Fields) -> Text:
     models = dict.fromkeys(name for one in state["endpoints"] for name in one["models"] or ())
     listed = ", ".join(_short(plain(name)) for name in [*models][:MAX_MODELS])
     more = f" and {len(models) - MAX_MODELS} more" if len(models) > MAX_MODELS else ""
-    what = f"serves {listed}{more}" if models else "knows of no model yet"
+    what = f"serves {listed}{more}" if models else "no models known yet"
     text = Text(f"{plain(state['listen'])} {what}" if state.get("listen") else what)
     reasons = {one["endpoint"]: one for one in reversed(state["transitions"])}
     ailing = [one for one in state["endpoints"] if one["health"] not in {"up", "starting"} and not one["leaving"]]
@@ -135,10 +135,10 @@ def _health(one: Fields) -> Text:
 
 
 LEGEND = (
-    "flight: our requests there · room: how many it runs at once, or what it is full by · "
-    "held: requests that wait here for it · wait, run, kv: the engine's own word · "
-    "first B: median ms to the first byte · hit: of prompts in its cache · queue: ms that a request waits there · "
-    "ms/kt: prefill, 1,000 tokens · ms/t: from token to token of an answer · -: not known, or not learned yet"
+    "flight: requests from lbproxy · room: how many it runs at once, or why it is full · "
+    "held: requests that wait in lbproxy for it · wait, run, kv: as the engine reports · "
+    "first B: median ms to first byte · hit: prompt tokens from its cache · queue: ms that a request waits there · "
+    "ms/kt: prefill of 1,000 tokens · ms/t: from token to token of a response · -: unknown, or not learned yet"
 )
 
 
@@ -205,7 +205,7 @@ def _headline(found: Fields) -> Text:
     where = f"on {plain(found['endpoint'])}" if found["endpoint"] else "on no endpoint"
     tries = "1 attempt" if attempts == 1 else f"{attempts} attempts"
     if found["running"]:
-        ended = "it runs"
+        ended = "running"
     else:
         ended = f"{plain(found['outcome'])}, status {found['status']}, after {found['duration_ms']:,.1f} ms"
     text.append(f"\n{ended}, {where}, {tries}", style="not bold")
@@ -229,7 +229,7 @@ def _decision(made: Fields, number: int) -> Iterator[RenderableType]:
             table.add_row(Text(_short(plain(one["endpoint"]))), _tenth(one["cost"]), *parts, style=style)
         yield table
     if count > len(shown) > 0:
-        yield Text(f"and {count - len(shown)} more, which cost no less", style="dim")
+        yield Text(f"and {count - len(shown)} more, with the same or higher costs", style="dim")
     if made["left_out"]:
         listed = ", ".join(
             f"{plain(one['endpoint'])} ({plain(one['why']).replace('_', ' ')})" for one in made["left_out"]
@@ -243,7 +243,7 @@ def _outcome(found: Fields) -> Table:
     table.add_column("")
     table.add_column("predicted", justify="right")
     table.add_column("observed", justify="right")
-    what = "first byte, ms" if found["stream"] else "first byte, ms (no stream: its end)"
+    what = "first byte, ms" if found["stream"] else "first byte, ms (non-streaming: the end)"
     table.add_row(what, _tenth(predicted["first_byte_ms"]), _tenth(observed["first_byte_ms"]))
     of = "" if observed["prompt_tokens"] is None else f" of {observed['prompt_tokens']:,}"
     cached = "-" if observed["cached_tokens"] is None else f"{observed['cached_tokens']:,}"

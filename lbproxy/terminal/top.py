@@ -72,7 +72,7 @@ def picture(state: Fields, *, height: int, lost: str | None = None) -> Group:
         pieces += [decisions(state["decisions"][: max(0, left)])]
     pieces.append(transitions(became))
     if lost is not None:
-        pieces[0] = Text(f"{lost}; asking again", style="red", no_wrap=True, overflow="ellipsis")
+        pieces[0] = Text(f"{lost}; reconnecting", style="red", no_wrap=True, overflow="ellipsis")
     return Group(*pieces)
 
 

@@ -477,7 +477,7 @@ def test_tls_of_an_endpoint() -> None:
     ("more", "problem"),
     [
         ("url: 'http://a', tls: {verify: false}", "tls: expected nothing here, since the url is not https"),
-        ("url: 'https://a', tls: {verify: false, ca: x}", "tls.verify: expected true beside tls.ca"),
+        ("url: 'https://a', tls: {verify: false, ca: x}", "tls.verify: expected true with tls.ca"),
         ("url: 'https://a', tls: {server_name: 'a b'}", "tls.server_name: expected a host name"),
         ("url: 'https://a', tls: {ca: ''}", "tls.ca: expected a path"),
         ("url: 'https://a', tls: {cert: x}", "tls.cert: unknown key"),

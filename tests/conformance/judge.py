@@ -48,7 +48,7 @@ def same_body(got: bytes, sent: bytes) -> bool:
 
 
 def _statuses(heard: Heard) -> str:
-    return f"answered {[one.status for one in heard.answers]}" + (", and closed" if heard.ended else "")
+    return f"returned {[one.status for one in heard.answers]}" + (", and closed" if heard.ended else "")
 
 
 async def as_lbproxy(case: ClientCase, port: int, endpoint: Endpoint, pace: str) -> str:

@@ -80,7 +80,7 @@ def test_the_picture_says_what_happens_and_what_comes() -> None:
     assert "▶ kill -9 server-5" in text
     assert "at 1:20: both come back" in text
     assert "0:55 of 2:30" in text
-    assert "▶ The night is over. Requests that failed: 1." in "\n".join(drawn(view(150.0)))
+    assert "▶ The demo is over. Failed requests: 1." in "\n".join(drawn(view(150.0)))
 
 
 def test_a_pipe_gets_each_step_once_and_the_table_at_the_end() -> None:

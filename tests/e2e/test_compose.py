@@ -201,7 +201,7 @@ def test_down_in_the_order_of_depends_on_lets_a_stream_finish(tmp_path: Path) ->
                     await until(lambda: "stopping: 1 requests run" in it.lbproxy.read(), "it was told while it streams")
             assert (events, reason) == (tokens, "length")
             assert await stopping == 0
-            assert '"message":"stopped: 0 requests were cut"' in it.lbproxy.output
+            assert '"message":"stopped: 0 requests were ended before they were complete"' in it.lbproxy.output
             assert it.servers[0].stop() == 0
 
     run(main(), timeout_s=110)

@@ -89,7 +89,7 @@ def keyed(folder: Path) -> str:
 def test_each_kind_of_key_opens_and_its_name_is_in_the_log(server: str, tmp_path: Path) -> None:
     config = write_settings(tmp_path, server, keyed(tmp_path))
     with running(config) as (process, url, admin):
-        assert "asks for one of 3 API keys" in process.read()
+        assert "requires one of 3 API keys" in process.read()
         run(eventually(lambda: httpx.get(f"{admin}/readyz").status_code == 200, "it is ready"))
         for key in (INLINE, FILED, HASHED):
             assert status(url, key) == 200
@@ -146,7 +146,7 @@ def test_a_file_of_keys_that_changes_is_taken_over_and_a_bad_one_is_not(server: 
         assert [status(url, key) for key in (ROTATED, FILED, INLINE)] == [200, 401, 200]
         process.process.send_signal(signal.SIGHUP)
         run(eventually(lambda: len(reloads(process, "error")) == bad + 2, "a reload is refused"))
-        assert "the settings are refused, and the old ones hold" in reloads(process, "error")[-1]
+        assert "the settings are refused, and the old ones stay in force" in reloads(process, "error")[-1]
         assert status(url, ROTATED) == 200
         keys.write_text(f"team-b: {FILED}\n")
         run(eventually(lambda: len(reloads(process, "info")) == good + 1, "it is back"))
@@ -160,7 +160,7 @@ def test_a_file_of_keys_that_changes_is_taken_over_and_a_bad_one_is_not(server: 
 def test_keys_come_and_go_by_a_reload(server: str, tmp_path: Path) -> None:
     config = write_settings(tmp_path, server)
     with running(config) as (process, url, admin):
-        assert "no API keys: open to everybody who reaches it" in process.read()
+        assert "no API keys: open to every client" in process.read()
         run(eventually(lambda: status(url, "x") == 200, "it is ready"))
         for more, allowed in (("auth: {keys: ['${INLINE_KEY}']}", False), ("", True)):
             write_settings(tmp_path, server, more)
@@ -179,11 +179,11 @@ def test_keys_come_and_go_by_a_reload(server: str, tmp_path: Path) -> None:
 
 def test_who_listens_beyond_this_machine_without_keys_is_warned(server: str, tmp_path: Path) -> None:
     with running(write_settings(tmp_path, server, listen="0.0.0.0:0")) as (process, _, _):
-        process.wait_for("is reached by other machines, and nobody is asked for an API key")
+        process.wait_for("can be reached from other machines, and no API key is required")
     with running(write_settings(tmp_path, server, keyed(tmp_path), listen="0.0.0.0:0")) as (process, _, _):
-        assert "is reached by" not in process.read()
+        assert "can be reached from" not in process.read()
     with running(write_settings(tmp_path, server)) as (process, _, _):
-        assert "is reached by" not in process.read()
+        assert "can be reached from" not in process.read()
 
 
 @pytest.mark.parametrize("command", [(), ("check",)])
@@ -344,5 +344,5 @@ def test_a_successor_that_cannot_read_its_certificate_changes_nothing(
         run(eventually(lambda: httpx.get(f"{admin}/readyz").status_code == 200, "it is ready"))
         key.write_text("broken")
         process.process.send_signal(signal.SIGUSR2)
-        process.wait_for("the successor does not accept, so we stay", within_s=60.0)
+        process.wait_for("the new process does not accept connections, so this one continues", within_s=60.0)
         assert serial(url, authority.client())

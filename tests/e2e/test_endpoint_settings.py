@@ -101,8 +101,8 @@ def test_check_says_what_is_wrong_with_a_certificate_and_never_the_key(tmp_path:
             text = f"endpoints:\n  - {{url: '{server.url}', api_key: {KEY}, tls: {{%s}}}}\n"
             for tls, code, said in (
                 ("", 1, "the certificate is refused: "),
-                (f"ca: '{CA}'", 0, "GET /health answered 200"),
-                ("verify: false", 0, "GET /health answered 200"),
+                (f"ca: '{CA}'", 0, "GET /health returned 200"),
+                ("verify: false", 0, "GET /health returned 200"),
                 ("ca: nowhere.pem", 2, "endpoints[0].tls.ca: expected a file of certificates, but it cannot be read"),
             ):
                 config.write_text(text % tls)
@@ -133,12 +133,12 @@ def test_certificates_at_start_and_at_reload(tmp_path: Path) -> None:
                     assert "verify: false" not in process.read()
                     (tmp_path / "ca.pem").unlink()
                     process.process.send_signal(1)
-                    await until(lambda: "the settings are refused, and the old ones hold" in process.read())
+                    await until(lambda: "the settings are refused, and the old ones stay in force" in process.read())
                     assert "endpoints[0].tls.ca" in process.output
                     assert (await ask(client, url, "m")).status_code == 200
                     config.write_text(config.read_text().replace("ca: ca.pem", "verify: false"))
                     process.process.send_signal(1)
-                    await until(lambda: "nobody verifies the certificates of gpu" in process.read())
+                    await until(lambda: "of gpu are not verified" in process.read())
                     assert (await ask(client, url, "m")).status_code == 200
 
     run(main())
@@ -173,7 +173,7 @@ def test_everything_goes_through_the_proxy_and_its_password_shows_nowhere(tmp_pa
                 config = tmp_path / "cfg.yaml"
                 config.write_text(config.read_text().replace(password, f"{password}2"))
                 process.process.send_signal(1)
-                wrong = f"proxy 127.0.0.1:{proxy.port}: answered 407 Proxy Authentication Required to CONNECT"
+                wrong = f"proxy 127.0.0.1:{proxy.port}: returned 407 Proxy Authentication Required to CONNECT"
                 await until(lambda: wrong in process.read(), "the health check says why")
                 async with httpx.AsyncClient(timeout=30) as client:
                     await until(lambda: '"down"' in process.read(), "it is down")

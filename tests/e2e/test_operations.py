@@ -178,7 +178,7 @@ def ended(process: Process) -> Iterator[None]:
     try:
         yield
     finally:
-        for pid in re.findall(r"the successor accepts: process (\d+)", process.read()):
+        for pid in re.findall(r"the new process accepts connections: process (\d+)", process.read()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
 
@@ -213,7 +213,10 @@ def test_restarts_are_not_noticed(fleet: list[str], tmp_path: Path) -> None:
     with lbproxy(tmp_path, fleet, "drain: {lame_duck: 5s}") as (process, url, _), ended(process):
         run(main(process, url))
         assert "Traceback" not in process.read()
-        assert all(line["message"] != "stopped: 1 requests were cut" for line in events(process, "stop"))
+        assert all(
+            line["message"] != "stopped: 1 requests were ended before they were complete"
+            for line in events(process, "stop")
+        )
 
 
 @pytest.mark.parametrize("then", ["nothing", "SIGTERM"])
@@ -243,8 +246,8 @@ def test_who_handed_over_waits_for_its_streams_until_it_is_told_to_stop(
                 assert received[-1].choices[0].finish_reason == "length"
         assert await asyncio.to_thread(process.process.wait, 30) == 0
         began, cut = (str(line["message"]) for line in events(process, "stop"))
-        assert began == "stopping: 1 requests run and have up to 3600 s"
-        assert cut == f"stopped: {int(then == 'SIGTERM')} requests were cut"
+        assert began == "stopping: 1 running requests have up to 3600 s"
+        assert cut == f"stopped: {int(then == 'SIGTERM')} requests were ended before they were complete"
 
     with lbproxy(tmp_path, fleet, "drain: {deadline: 500ms, lame_duck: 0s}") as (process, url, _), ended(process):
         run(main(process, url))
@@ -263,7 +266,10 @@ def test_a_successor_that_cannot_start_leaves_the_old_one_serving(fleet: list[st
     with lbproxy(tmp_path, fleet) as (process, url, _), ended(process):
         settings(tmp_path, fleet, wrong)
         run(main(process, url))
-        assert events(process, "restart")[-1]["message"] == "the successor does not accept, so we stay"
+        assert (
+            events(process, "restart")[-1]["message"]
+            == "the new process does not accept connections, so this one continues"
+        )
         assert process.process.poll() is None
 
 

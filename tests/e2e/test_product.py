@@ -143,7 +143,7 @@ def test_a_client_that_leaves_ends_the_work_in_the_engine(product: tuple[Process
                 f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
                 f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
             )
-            run(until(lambda: running() == 1, "it runs"))
+            run(until(lambda: running() == 1, "running"))
         run(until(lambda: running() == 0, "it stopped"))
         run(until(lambda: sum(gauge(admin, "lbproxy_endpoint_in_flight{").values()) == 0, "nothing in flight"))
 

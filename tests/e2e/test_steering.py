@@ -143,7 +143,7 @@ def test_endpoints_come_and_go_and_a_reload_knows_which_to_keep(fleet: list[str]
         until(admin, "/admin/endpoints/gpu-2", lambda one: one["health"] == "up")
 
         removed = httpx.delete(f"{admin}/admin/endpoints/gpu-1").json()
-        assert removed["note"] == "it is in the settings file, so a reload or a restart brings it back"
+        assert removed["note"] == "it is in the settings file, so a reload or a restart restores it"
         assert ask(url, "elsewhere").headers["x-lbproxy-endpoint"] in {"gpu-2", "gone"}
         assert httpx.post(f"{admin}/admin/reload", headers=JSON).json() == {"reloaded": True, "endpoints": 2}
         assert names() == {"gpu-1": "settings", "gpu-2": "added, kept by a reload"}

@@ -134,7 +134,7 @@ def test_an_endpoint_on_a_unix_socket_has_its_path_for_an_address() -> None:
 
 
 def test_a_retry_after_a_wait_is_two_attempts_and_two_waits() -> None:
-    record, trace = request(wait=Wait.FULL, error="answered 503", failed=(("gpu-1", "upstream_503"),))
+    record, trace = request(wait=Wait.FULL, error="returned 503", failed=(("gpu-1", "upstream_503"),))
     place(record, trace, ONE, 100.0, 101.0)
     trace.failed("upstream_503", 102.0)
     place(record, trace, OTHER, 102.0, 103.0)

@@ -41,7 +41,7 @@ def test_a_client_that_leaves_ends_the_generation(fleet: Fleet, stream: bool, fo
             f"POST /v1/completions HTTP/1.1\r\nHost: lbproxy\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
         )
-        wait_until(lambda: total(LlmServer.running) >= 1, "it runs")
+        wait_until(lambda: total(LlmServer.running) >= 1, "running")
     left = time.monotonic()
     wait_until(lambda: total(LlmServer.running) == 0, "it stopped")
     took_ms = (time.monotonic() - left) * 1000
@@ -84,7 +84,7 @@ def bursts(url: str, size: int, refused: Callable[[Result], bool], *, least: int
 
 
 def test_kill_and_restart(fleet: Fleet, found: Found) -> None:
-    """Whatever is sent after a kill -9 is answered; the server gets requests again once it is back."""
+    """Whatever is sent after a kill -9 is answered; the server takes requests again once it is back."""
     with Load(fleet.url, workers=4, max_tokens=24) as load:
         wait_until(lambda: len(load.results) >= 20, "it is under load")
         victim = max(fleet.vllm, key=lambda server: load.answered(server.name))

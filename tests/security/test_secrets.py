@@ -136,7 +136,7 @@ def test_a_line_that_is_no_key_is_named_by_its_number_alone(line: str, told: str
 @pytest.mark.parametrize("text", ["", "\n\n", "# nothing\n", " \n"])
 def test_a_file_without_a_key_is_an_error(text: str) -> None:
     """It would lock everybody out, or let everybody in."""
-    with pytest.raises(ConfigError, match="no key is in it"):
+    with pytest.raises(ConfigError, match="the file has no key"):
         read_key_file(text, source="keys")
 
 

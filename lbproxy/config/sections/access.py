@@ -68,20 +68,20 @@ def digest_of(text: bytes) -> bytes:
 
 
 class AdminSettings(Address):
-    """Where lbproxy shows itself: `host:port`, or a mapping."""
+    """Address of the admin listener: `host:port`, or a mapping."""
 
     token: Secret | None = None
-    """What everything but /healthz, /readyz and /metrics asks for, as `Authorization: Bearer TOKEN`; 16 to 512
-    characters, or its `sha256:` digest. null = all else answers this machine only."""
+    """Required by everything except /healthz, /readyz and /metrics, as `Authorization: Bearer TOKEN`; 16 to 512
+    characters, or its `sha256:` digest. null = everything else is open to this machine only."""
 
 
 class TlsSettings(Section):
     """HTTPS instead of HTTP. Both files are read again when they change."""
 
     cert: str
-    """The certificate and those between it and the root, in one PEM file."""
+    """PEM file with the certificate and the intermediate certificates."""
     key: str
-    """Its private key, a PEM file without a passphrase."""
+    """PEM file with its private key, without a passphrase."""
 
     @field_validator("cert", "key", mode="after")
     @classmethod
@@ -93,7 +93,7 @@ class ListenSettings(Address):
     """Where clients connect: `host:port`, or a mapping."""
 
     tls: TlsSettings | None = None
-    """The certificate to serve HTTPS with, TLS 1.2 and later; a reload changes it. null = plain HTTP."""
+    """The certificate for HTTPS, TLS 1.2 and later; a reload changes it. null = plain HTTP."""
 
 
 def check_path(value: str) -> str:
@@ -112,10 +112,10 @@ class KeySettings(ShortSection):
     """One API key: its text, or a mapping."""
 
     name: str = ""
-    """What the log calls who has it: 1 to 64 of letters, digits and `._-`. Two keys may have one name: that is how one
-    is replaced. Default: `key-` and its place in the list."""
+    """The name of the key in logs: 1 to 64 letters, digits and `._-`. Two keys may have the same name, for example
+    while one is replaced. Default: `key-` and its position in the list."""
     key: Secret
-    """Its text, 16 to 512 characters that `Authorization: Bearer KEY` can carry, or `sha256:` and its digest."""
+    """The key's text, 16 to 512 characters that `Authorization: Bearer KEY` can carry, or `sha256:` and its digest."""
 
     @model_validator(mode="before")
     @classmethod
@@ -134,9 +134,9 @@ class AuthSettings(Section):
     """Who may send requests."""
 
     keys: tuple[KeySettings, ...] = ()
-    """API keys, one of which each request to `listen` must carry. None here and no `file` = no request must."""
+    """API keys. Each request to `listen` must have one of them. No keys here and no `file` = no key is needed."""
     file: str | None = None
-    """More of them: a file with a `NAME: KEY` in each line, read again when it changes. At least one must be there."""
+    """A file with more keys: one `NAME: KEY` per line, read again when it changes. It must have at least one."""
 
     @field_validator("keys", mode="after")
     @classmethod
@@ -177,7 +177,7 @@ def read_key_file(text: str, *, source: str) -> list[KeySettings]:
         lines.setdefault(key.digest, number)
         keys.append(KeySettings(name=match[1] or f"key-{len(keys) + 1}", key=key))
     if not keys and not problems:
-        problems.append("no key is in it")
+        problems.append("the file has no key")
     if len(keys) > MAX_KEYS:
         problems.append(f"expected at most {MAX_KEYS} keys, got {len(keys)}")
     if problems:

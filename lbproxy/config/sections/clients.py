@@ -19,15 +19,15 @@ class Address(ShortSection):
     """Where lbproxy listens: `host:port`, `[ipv6]:port`, `unix:/path`, or a mapping."""
 
     unix: str | None = None
-    """Instead of host and port: the absolute path of a Unix socket, at most 107 bytes. A socket file that no process
-    listens on any more is replaced; the file stays when lbproxy stops."""
+    """Instead of host and port: the absolute path of a Unix socket, at most 107 bytes. A socket file without a
+    listening process is replaced; the file stays when lbproxy stops."""
     mode: str = "0660"
-    """File mode of the Unix socket, in octal: who may write to the file may connect."""
+    """File mode of the Unix socket, in octal: write permission is needed to connect."""
     host: str = ""
-    """An IP address or a name; required without `unix`. 0.0.0.0 = every IPv4 address of this machine; it has to be
-    said, never assumed."""
+    """An IP address or a name; required without `unix`. 0.0.0.0 = every IPv4 address of this machine; it is never a
+    default."""
     port: Port = 0
-    """Required with `host`. 0 = any free port; the log says which."""
+    """Required with `host`. 0 = any free port, which the log shows."""
 
     @model_validator(mode="before")
     @classmethod
@@ -102,22 +102,26 @@ def leads_to(authority: str, address: Address) -> bool:
 
 
 class TimeoutSettings(Section):
-    """How long each phase of a request may take. There is no limit on the whole: generations run for minutes."""
+    """How long each phase of a request may take. There is no limit for a complete response: generations run for
+    minutes."""
 
     connect: Timeout = 1.0
-    """Seconds for one TCP connection to an endpoint; then the next endpoint is tried."""
+    """Seconds for a TCP connection to an endpoint; then the next endpoint is tried."""
     first_byte: Timeout = 600.0
-    """Seconds until an endpoint's answer begins; a long prompt may queue. 600 s is the OpenAI client's own limit."""
+    """Seconds from sending a request to an endpoint until its response begins (of a stream: the first event); a long
+    prompt may queue. 600 s is the OpenAI client's own limit."""
     stream_idle: Timeout = 300.0
-    """Seconds without a byte from the endpoint in mid-answer."""
+    """Seconds without a byte from the endpoint after the response has begun."""
     client_head: Timeout = 10.0
-    """Seconds for a request's head, from its first byte; for the first one from the connection (HAProxy's advice)."""
+    """Seconds for a request's head, from its first byte; for the first request, from the connection (HAProxy's
+    advice)."""
     client_body: Timeout = 3600.0
-    """Seconds for a request's whole body to arrive: a far bound, as `limits.body_rate` ends what is too slow."""
+    """Seconds for a complete request body to arrive: a high limit, because `limits.body_rate` ends slow ones."""
     client_stall: Timeout = 60.0
-    """Seconds in which a client must take some of what waits for it, else it is cut off (nginx's default)."""
+    """Seconds in which a client must read some of the data that waits for it; then it is disconnected (nginx's
+    default)."""
     client_idle: Timeout = 75.0
-    """Seconds that a client's idle connection is kept (nginx's default)."""
+    """Seconds that a client's idle connection is kept open (nginx's default)."""
 
 
 _BODY = size("1KiB", "1GiB")
@@ -126,23 +130,23 @@ _BODY_BYTES = 64 * 1024**2
 
 
 class LimitSettings(Section):
-    """What one client can make lbproxy hold."""
+    """Limits of what lbproxy holds in memory for clients."""
 
     json_body: Annotated[int, _BODY] = _BODY_BYTES
-    """Bytes of a JSON request body, images in it included; more is answered 413. Follows body where only that is
-    lowered."""
+    """Bytes of a JSON request body, including images; larger ones get 413. If only body is lowered, this is lowered
+    too."""
     body: Annotated[int, _BODY] = _BODY_BYTES
     """Bytes of any other request body (audio, images); at least json_body."""
     body_rate: Annotated[int, size("1", "1GiB")] = 16 * 1024
-    """Bytes a second of a request body, at least, after its first 10 s: slower ones only hold memory; 408."""
+    """Minimum bytes per second of a request body, after its first 10 s; slower ones only hold memory and get 408."""
     connections: Annotated[int, count("1", "1000000")] = 10_000
-    """Client connections at a time; also at most 45 % of the file descriptors that the process may open."""
+    """Client connections at a time; also at most 45 % of the process's limit of file descriptors."""
     buffered_bodies: Annotated[int, size("1MiB", "1024GiB")] | None = None
-    """Bytes of all request bodies held at a time; what would exceed it is answered 503. null = a quarter of memory, at
+    """Bytes of all request bodies in memory; a request that would exceed it gets 503. null = a quarter of memory, at
     most 512 MiB."""
     memory: Annotated[int, size("16MiB", "1024GiB")] | None = None
-    """Bytes that lbproxy may take: at 92 % of it requests are answered 503. null = what its cgroup, else the machine,
-    has."""
+    """Memory limit of lbproxy in bytes: at 92 % of it, new requests get 503. null = the limit of its cgroup, else the
+    machine's memory."""
 
     @model_validator(mode="before")
     @classmethod

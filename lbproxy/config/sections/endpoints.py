@@ -46,13 +46,13 @@ def _absolute(path: str, info: ValidationInfo) -> str:
 
 
 class EndpointTls(Section):
-    """How an https endpoint's certificate is judged."""
+    """How an https endpoint's certificate is verified."""
 
     ca: str | None = None
-    """File of the certificates (PEM) that may have signed it, relative to the settings file. null = those that this
-    machine trusts."""
+    """PEM file of the trusted CA certificates, relative to the settings file. null = those that this machine trusts."""
     verify: bool = True
-    """false = any certificate of any name: whoever is in between can read and change everything. Said at the start."""
+    """false = any certificate of any name is accepted: an attacker in between can read and change everything. A warning
+    is logged."""
     server_name: str | None = None
     """The name that the certificate must have, also sent as SNI and `Host`. null = the URL's host or DNS name."""
 
@@ -65,7 +65,7 @@ class EndpointTls(Section):
     @classmethod
     def _not_both(cls, value: bool, info: ValidationInfo) -> bool:
         if not value and info.data.get("ca") is not None:
-            raise expected("true beside tls.ca (without verification it is of no use)")
+            raise expected("true with tls.ca (which has no effect without verification)")
         return value
 
     @field_validator("server_name", mode="after")
@@ -78,38 +78,41 @@ class EndpointTls(Section):
 
 
 class EndpointSettings(ShortSection):
-    """One model server, or all that a DNS name or a file leads to: a URL, or a mapping."""
+    """One model server, or all servers of a DNS name or a file: a URL, or a mapping."""
 
     url: str
     """`http://host:port`; `dns+http://name:port` = every address of the name; `srv+http://name` = every server of its
-    SRV records; or these with https. No path. Port 80, with https 443, if none is said. `unix:/path` = a server on a
-    Unix socket of this machine. `file:path` = the endpoints that a file lists."""
+    SRV records; or these with https. No path. Default port: 80, with https 443. `unix:/path` = a server on a Unix
+    socket of this machine. `file:path` = the endpoints that a file lists."""
     name: str = ""
-    """What logs, metrics and clients call it: 1 to 64 of letters, digits and `._:[]-`. Default: the URL's host:port, or
+    """Its name in logs, metrics and responses: 1 to 64 letters, digits and `._:[]-`. Default: the URL's host:port, or
     the name of its socket or file."""
     engine: str = "auto"
-    """Which software it runs, so which metrics it has: a built-in one or one of `engines`. `auto` = recognised from its
-    metrics."""
+    """The server's software, which decides the names of its metrics: a built-in engine or one of `engines`. `auto` =
+    detected from its metrics."""
     metrics: str | None = "auto"
-    """Where its load stands: `auto` (the engine's usual place), a path, `:port/path` on the same host, an absolute URL
-    (one server only), or null = not scraped."""
+    """Where its metrics are: `auto` (the engine's usual place), a path, `:port/path` on the same host, an absolute URL
+    (for a single server only), or null = not scraped."""
     health: str | None = "/health"
-    """Path that answers below 500 while the server lives. null = not probed: up until requests fail."""
+    """Path of the health check, which returns a status below 500 while the server is alive. null = not probed: up until
+    requests fail."""
     models: tuple[str, ...] | None = None
-    """A list of models: it serves exactly these, and is not asked. null = what its /v1/models says."""
+    """A list of models: it serves exactly these, and its model list is not read. null = the models in its
+    /v1/models."""
     weight: Annotated[float, Quantity("0.001", "100000", "a number", whole=False)] = 1.0
-    """Its capacity beside the others': for least-request, p2c and random. adaptive and min-ttft take it for the speed
-    until they have measured that; the others ignore it."""
+    """Its capacity relative to the others: for least-request, p2c and random. adaptive and min-ttft use it as the speed
+    until they have measured the speed; other policies ignore it."""
     kv_cache_tokens: Annotated[int, count("1000", "1000000000")] | None = None
-    """How many tokens its KV cache holds, as vLLM prints at its start: `GPU KV cache size: 307,200 tokens`. Counts more
-    than what the server says. null = what its metrics say, or SGLang and llama.cpp elsewhere; else learned."""
+    """Size of its KV cache in tokens, as vLLM prints it at its start: `GPU KV cache size: 307,200 tokens`. Has
+    precedence over what the server reports. null = from its metrics, or from the info page of SGLang and llama.cpp;
+    else learned."""
     api_key: SecretStr | None = None
-    """Sent to it as `Authorization: Bearer`, instead of what the client sent. Write ${NAME} rather than the key."""
+    """Sent to it as `Authorization: Bearer`, instead of the client's. Write ${NAME} rather than the key."""
     proxy: ProxyUrl | None = None
-    """`http://[user:password@]host:port`: the forward proxy that every connection to it goes through, by CONNECT, with
-    http too. User and password as in a URL: `@` is `%40`. Write ${NAME} rather than the password."""
+    """`http://[user:password@]host:port`: the forward proxy for all connections to it, by CONNECT, also with http. User
+    and password are URL-encoded: `@` is `%40`. Write ${NAME} rather than the password."""
     tls: EndpointTls = EndpointTls()
-    """With https."""
+    """Certificate verification, for https."""
 
     @model_validator(mode="before")
     @classmethod
@@ -269,14 +272,14 @@ def _is_name(url: str) -> bool:
 
 
 class DnsSettings(Section):
-    """Resolving the names of `dns+` and `srv+` endpoints. Requests never wait for it."""
+    """Resolution of the names of `dns+` and `srv+` endpoints. Requests never wait for it."""
 
     nameservers: tuple[str, ...] | None = None
-    """A list of `ip` or `ip:port` to ask, at most 8. null = as this machine does: hosts file, then resolv.conf."""
+    """A list of nameservers as `ip` or `ip:port`, at most 8. null = the system's: hosts file, then resolv.conf."""
     interval: Interval = 5.0
     """Seconds between two resolutions of a name, whatever its TTL. A failed one changes nothing."""
     timeout: Timeout = 2.0
-    """Seconds for one resolution in all; each nameserver is asked about twice in that time."""
+    """Seconds for one resolution in total; each nameserver is queried twice in that time."""
 
     @field_validator("nameservers", mode="before")
     @classmethod
@@ -305,14 +308,14 @@ class ScrapeSettings(Section):
     """Reading the endpoints' own metrics."""
 
     interval: Interval = 0.2
-    """Seconds between two scrapes of an endpoint. A burst is judged by gauges at most this old, plus our own count. 2.5
-    times that for one without requests, longer with more than 100 endpoints; at most half of stale_after."""
+    """Seconds between two scrapes of an endpoint. Gauges are at most this old; our own count of requests is added. 2.5
+    times as long for an endpoint without requests, longer with more than 100 endpoints; at most half of stale_after."""
     timeout: Timeout = 0.5
     """Seconds a scrape may take."""
     stale_after: Timeout = 2.0
-    """Seconds after which gauges are not believed any more and our own in-flight count decides alone."""
+    """Seconds after which gauges are not used any more, but only our own count of requests in flight."""
     page: Annotated[int, size("1KiB", "64MiB")] = 2 * 1024**2
-    """Bytes of one page of metrics at most; vLLM's has 48 to 64 KB. A longer one is a failed scrape."""
+    """Maximum bytes of a metrics page; vLLM's has 48 to 64 KB. A longer page is a failed scrape."""
 
     @field_validator("stale_after", mode="after")
     @classmethod

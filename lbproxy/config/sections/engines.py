@@ -199,16 +199,16 @@ Port: TypeAlias = Annotated[int, count("1", "65535")]
 
 
 class EngineSettings(Section):
-    """Where one engine shows its load. What is null is as built in; an engine of one's own does not have it."""
+    """Where an engine exports its load. null keeps the built-in value; an engine of your own has no built-in values."""
 
     metrics_path: str | None = None
-    """Path of the page where an endpoint's `metrics` is auto. null = /metrics."""
+    """Path of the metrics page, for endpoints with `metrics: auto`. null = /metrics."""
     metrics_port: Port | None = None
-    """Its port, on the endpoint's host. null = the endpoint's own."""
+    """Port of the metrics page, on the endpoint's host. null = the endpoint's own."""
     queued: Requests | None = None
-    """Requests that wait: the signal `waiting`. Summed over all series that match."""
+    """Requests that wait in the engine: the signal `waiting`. Summed over all series that match."""
     running: Requests | None = None
-    """Requests that are computed: the signal `running`. Summed over all series that match."""
+    """Requests that run in the engine: the signal `running`. Summed over all series that match."""
     kv_utilization: Share | None = None
     """Share of the KV cache in use, 0 to 1. Averaged over series, by blocks if those are known."""
     block_size_tokens: Fact | None = None
@@ -216,12 +216,12 @@ class EngineSettings(Section):
     kv_blocks: Fact | None = None
     """Blocks of the cache. Summed over all series that match."""
     work: Requests | None = None
-    """Counters that move with each step that it computes: what tells one that hangs from one that is busy. Summed."""
+    """Counters that move with each step of computation, to distinguish a hanging engine from a busy one. Summed."""
     lora: Requests | None = None
     """A family with the labels of `vllm:lora_requests_info`, whose value is the time."""
     load_reports: bool | None = None
-    """Ask for load reports in the headers of answers (ORCA). null = as built in: vLLM is asked, if one process says it
-    all; others are not."""
+    """Request load reports in response headers (ORCA). null = as built in: only from vLLM, if a single process reports
+    the complete load."""
 
     @field_validator("metrics_path", mode="after")
     @classmethod

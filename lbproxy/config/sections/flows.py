@@ -20,36 +20,36 @@ Limit: TypeAlias = Annotated[int, count("1", "1000000000")] | None
 
 
 class FlowSettings(Section):
-    """What one flow may have."""
+    """Share, priority and limits of one flow."""
 
     weight: Weight = 1.0
-    """Its share of the work beside the others', while requests of several wait."""
+    """Its share of the work relative to other flows, while requests of several flows wait."""
     priority: Priority = 0
-    """Of its requests that ask for none by `x-lbproxy-priority`. Higher goes first; below 0 is shed first."""
+    """Priority of its requests without `x-lbproxy-priority`. Higher goes first; the lowest is refused first."""
     max_priority: Priority | None = None
-    """The highest that its requests may ask for. null = any, as long as clients need no API key; with keys, `priority`:
-    who has a key cannot put itself before the others."""
+    """Highest priority that its requests may set. null = any, if clients need no API key; with keys, `priority`, so
+    that a client cannot put itself before others."""
     in_flight: Limit = None
-    """Requests that it has at endpoints at a time; more of them wait. null = no limit."""
+    """Its requests in flight at endpoints; more wait in the queue. null = no limit."""
     requests_per_minute: Limit = None
-    """More is answered 429. So many at once after a quiet minute, then evenly. null = no limit."""
+    """More get 429. After an idle minute this many at once, then evenly. null = no limit."""
     tokens_per_minute: Limit = None
-    """Of prompts and answers, as endpoints count them; 429 while more was used. null = no limit."""
+    """Tokens of prompts and responses, as endpoints count them; 429 while more were used. null = no limit."""
 
 
 class FlowsSettings(Section):
-    """Whose requests are whose, so that one of many cannot take all."""
+    """Fair shares of capacity between the flows of different clients."""
 
     header: bool | None = None
-    """Requests say by `x-lbproxy-flow` which flow they are of. false = they are of their API key's. null = true as long
-    as clients need no API key."""
+    """Whether `x-lbproxy-flow` selects the flow of a request. false = the flow is the name of its API key. null = true
+    if clients need no API key."""
     half_life: Annotated[float, duration("1s", "1h")] = 30.0
-    """Seconds in which half is forgotten of what a flow had beyond its share."""
+    """Seconds in which half of what a flow got beyond its share is forgotten."""
     default: FlowSettings = FlowSettings()
-    """What each flow may have that is not named here, and requests without a flow, together."""
+    """For each flow that is not named here. Requests without a flow are one flow together."""
     named: dict[str, FlowSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_NAMED})
-    """The same by the flow's name, which is the API key's or what the header says. What is not said here, `default`
-    says."""
+    """Settings by the flow's name, which is the API key's or the header's. Keys that are missing here are those of
+    `default`."""
 
     @field_validator("named", mode="after")
     @classmethod

@@ -19,12 +19,13 @@ Share: TypeAlias = Annotated[float, Quantity("0", "1000000", "a weight", whole=F
 
 
 class ModelSettings(Section):
-    """What a model's name stands for: another model, or several by weight. One of the two keys."""
+    """What a model name stands for: another model, or several by weight. One of the two keys."""
 
     to: str | None = None
-    """The model that requests for this name are sent as."""
+    """The model as which requests for this name are sent."""
     split: dict[str, Share] | None = None
-    """Models and weights: each request is sent as one of them, those of one session (x-session-id) as the same one."""
+    """Models and weights: each request is sent as one of them; requests of one session (x-session-id) as the same
+    one."""
 
     @field_validator("to", mode="after")
     @classmethod

@@ -19,24 +19,24 @@ _URL = re.compile(r"(https?://[^/?#]+)(/[^?#]*)?", re.IGNORECASE)
 
 
 class TraceSettings(Section):
-    """Traces by OpenTelemetry: needs the extra `otel`."""
+    """OpenTelemetry traces: need the extra `otel`."""
 
     endpoint: str | None = None
-    """URL of a collector that takes OTLP over HTTP: `http://collector:4318`; `/v1/traces` is added if it has no path.
-    null = no traces: nothing is imported, and what clients say of traces goes on as it came."""
+    """URL of a collector that accepts OTLP over HTTP: `http://collector:4318`; `/v1/traces` is added if it has no path.
+    null = no traces: nothing is imported, and clients' trace headers pass unchanged."""
     sample_ratio: Annotated[float, Quantity("0", "1", "a number", whole=False)] = 1.0
-    """Share of the requests that are traced, of those that nobody has decided about."""
+    """Share of requests that are traced, of those without a client's sampling decision."""
     follow_clients: bool = True
-    """A client's `traceparent` says whether its request is traced. false = sample_ratio says it for all, so that no
-    client can have all of its own traced; the trace goes on all the same."""
+    """A client's `traceparent` decides whether its request is traced. false = sample_ratio decides for all requests, so
+    that no client can have all of its own traced; the trace context is still propagated."""
     service_name: str | None = None
-    """What traces call lbproxy. null = what OTEL_SERVICE_NAME says, else `lbproxy`."""
+    """The service name in traces. null = OTEL_SERVICE_NAME, else `lbproxy`."""
     headers: dict[str, SecretStr] = Field(default={}, json_schema_extra={"maxProperties": MAX_HEADERS})
-    """Sent to the collector with each export. Write ${NAME} rather than a secret."""
+    """Headers for the collector. Write ${NAME} rather than a secret."""
     timeout: Timeout = 10.0
-    """Seconds for one export, with its retries; then what was in it is lost."""
+    """Seconds for one export, with its retries; then its spans are lost."""
     queue_requests: Annotated[int, count("1", "100000")] = 2048
-    """Requests whose spans wait for the collector; one more is lost, and counted."""
+    """Requests whose spans wait for the collector; further ones are lost, and counted."""
 
     @field_validator("endpoint", mode="after")
     @classmethod
@@ -78,8 +78,8 @@ class ExplainSettings(Section):
     requests: Annotated[int, count("0", "100000")] = 1000
     """Recent requests that are remembered with their decisions, 1 to 6 KB each. 0 = none."""
     header: bool = False
-    """A request with `x-lbproxy-explain: 1` gets the decision in a header of that name, if expose_endpoint is true too.
-    It tells clients of the fleet's names and load."""
+    """The response to a request with `x-lbproxy-explain: 1` has the decision in a header of that name, if
+    expose_endpoint is true too. It reveals the names and the load of endpoints to clients."""
 
     @property
     def wanted(self) -> bool:

@@ -31,15 +31,15 @@ Weight: TypeAlias = Annotated[float, Quantity("0.000001", "1000000", "a weight",
 
 
 class RoutingSettings(Section):
-    """Which endpoint a request goes to."""
+    """How an endpoint is chosen for a request."""
 
     policy: Policy = "adaptive"
-    """How endpoints are compared. adaptive predicts what a request costs on each; least-request counts requests."""
+    """The routing policy. adaptive predicts the cost of a request on each endpoint; least-request counts requests."""
     scorers: dict[ScorerName, Weight] | None = None
-    """With policy `weighted`, and only then: scorer -> weight above 0. Only the weights' proportions matter."""
+    """Only with policy `weighted`: scorer -> weight above 0. Only the proportions of the weights matter."""
     prefix_memory: Annotated[int, size("1MiB", "1024GiB")] = 600 * 1024**2
-    """What may be remembered of the endpoints' prefix caches, for policies that go by them: at most 600 bytes for
-    each block of 1 KiB of prompts, a tenth of that where they are long. When it is full, the oldest is forgotten."""
+    """Memory for the index of the endpoints' prefix caches, for policies that use it: at most 600 bytes for each block
+    of 1 KiB of prompts, a tenth of that where they are long. When it is full, the oldest entries are removed."""
 
     @field_validator("scorers", mode="after")
     @classmethod
@@ -56,27 +56,28 @@ class AdmissionSettings(Section):
     """The queue of requests that no endpoint has room for."""
 
     queue_requests: Annotated[int, count("0", "1000000")] = 1024
-    """Requests that may wait; one more is answered 429. 0 = nobody waits."""
+    """Requests that may wait; one more gets 429. 0 = no queue."""
     queue_bytes: Annotated[int, size("0", "1024GiB")] = 256 * 1024**2
-    """Bytes of the bodies that wait, all together: long prompts fill memory before they fill the count."""
+    """Bytes of the bodies of all waiting requests: long prompts fill memory before they reach the limit of requests."""
     queue_timeout: Timeout = 30.0
-    """Seconds a request may wait before it is answered 429: by then most callers have given up."""
+    """Seconds that a request may wait before it gets 429: by then most clients have given up."""
     max_in_flight_per_endpoint: Annotated[int, count("1", "1000000")] | None = None
-    """Requests that one endpoint gets at a time; more wait here. null = no limit: engines queue by themselves."""
+    """Requests in flight at one endpoint; more wait in the queue. null = no fixed limit."""
     hold: bool | None = None
-    """Keep requests here while the endpoint that is best for them is full (docs/routing.md), and place them when it has
+    """Hold a request in the queue while its best endpoint is full (docs/routing.md, Room), and place it when there is
     room. For policy adaptive. null = true, but false with order fcfs."""
     order: Literal["shortest", "fcfs"] = "shortest"
-    """Who goes first among those that wait: the least prefill work, less with age (if the policy knows it), or first
-    come, first served. A higher priority goes before both."""
+    """The order of waiting requests: least prefill work first, where age counts too (if the policy knows the work), or
+    first come, first served. A higher priority goes before both."""
 
 
 class RetrySettings(Section):
-    """What happens when an endpoint fails a request before the first byte of the answer."""
+    """Retries after an endpoint fails a request before the first byte of the response."""
 
     attempts: Annotated[int, count("1", "10")] = 3
-    """Tries in all, each on another endpoint. Client libraries multiply this by their own three."""
+    """Attempts in total, each on another endpoint. Client libraries multiply this by their own three."""
     budget_ratio: Annotated[float, Quantity("0", "10", "a ratio", whole=False)] = 0.2
-    """Retries per request of the last 10 s, over the whole pool. Retries after a failed connect are free."""
+    """Retry budget: retries per request of the last 10 s, for the whole pool. Retries after a failed connect are
+    free."""
     budget_per_second: Annotated[float, Quantity("0", "100000", "a rate", whole=False)] = 10.0
-    """And so many a second besides, so that a quiet pool can retry too."""
+    """Additional retries per second, so that a pool with few requests can retry too."""

@@ -22,7 +22,7 @@ OPEN = frozenset({"/healthz", "/readyz", "/metrics"})
 PAGE = frozenset({"/", "/dashboard"})
 """The dashboard before it has asked for anything: open once there is a token, which a browser can send only from it."""
 _PASSED_ON = ("Forwarded", "X-Forwarded-For", "X-Real-IP")
-_NOT_FROM_HERE = "Without admin.token in the settings, this answers only to programs on lbproxy's own machine."
+_NOT_FROM_HERE = "Without admin.token in the settings, this is only open to programs on lbproxy's own machine."
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -51,7 +51,7 @@ def require(request: web.BaseRequest, token: Secret | None) -> None:
     headers = request.headers
     origin = headers.get("Origin")
     if origin is not None and origin.partition("://")[2] != headers.get("Host"):
-        raise LbError(Outcome.FORBIDDEN, "The admin listener does not answer to web pages from elsewhere.")
+        raise LbError(Outcome.FORBIDDEN, "Requests from web pages of another origin are refused.")
     if token is not None:
         given = headers.getall("Authorization", [])
         if len(given) != 1 or not _is_bearer(given[0], token):
@@ -60,7 +60,9 @@ def require(request: web.BaseRequest, token: Secret | None) -> None:
         raise LbError(Outcome.FORBIDDEN, _NOT_FROM_HERE)
     elif not _is_own_name(headers.get("Host", "")):
         # A page on evil.example, whose name now leads to this machine: DNS rebinding.
-        raise LbError(Outcome.FORBIDDEN, "Without admin.token, call the admin listener by its address or as localhost.")
+        raise LbError(
+            Outcome.FORBIDDEN, "Without admin.token, use the admin listener's IP address or localhost in the URL."
+        )
 
 
 def _is_bearer(value: str, token: Secret) -> bool:

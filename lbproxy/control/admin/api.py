@@ -38,7 +38,7 @@ MAX_NAMED = 10
 LEVELS = ("debug", "info", "warning", "error")
 DECISIONS_SHOWN = 20
 """In each frame of the feed."""
-BACK = "it is in the settings file, so a reload or a restart brings it back"
+BACK = "it is in the settings file, so a reload or a restart restores it"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -135,7 +135,7 @@ class Api:
         }
         one = "/admin/endpoints/{name}"
         return [
-            Route("GET", "/admin/state", self._get_state, "Everything at a glance", "State"),
+            Route("GET", "/admin/state", self._get_state, "The complete state", "State"),
             Route(
                 "GET", "/admin/history", self._get_history, "The last ten minutes in steps of five seconds", "History"
             ),
@@ -151,8 +151,8 @@ class Api:
             Route("POST", "/admin/endpoints", self._add, "Add an endpoint", "Added", (201, 422), body=ENTRY),
             Route("GET", one, self._get_endpoint, "One endpoint", "Endpoint", (200, 404)),
             Route("DELETE", one, self._remove, "Remove an endpoint; its requests finish", "Removed", (200, 404, 409)),
-            Route("POST", f"{one}/drain", self._drain, "Give it no new requests", "Drain", (200, 404), body={}),
-            Route("POST", f"{one}/undrain", self._undrain, "Give it requests again", "Drain", (200, 404), body={}),
+            Route("POST", f"{one}/drain", self._drain, "Stop sending new requests to it", "Drain", (200, 404), body={}),
+            Route("POST", f"{one}/undrain", self._undrain, "Send requests to it again", "Drain", (200, 404), body={}),
             Route(
                 "GET",
                 "/admin/decisions",
@@ -179,14 +179,12 @@ class Api:
                 (200, 409, 422),
                 body={},
             ),
-            Route(
-                "GET", "/admin/log-level", self._get_log_level, "The least severe lines that are written", "LogLevel"
-            ),
+            Route("GET", "/admin/log-level", self._get_log_level, "The minimum level of log lines", "LogLevel"),
             Route(
                 "PUT",
                 "/admin/log-level",
                 self._put_log_level,
-                "Change it until a reload",
+                "Change the log level until the next reload",
                 "LogLevel",
                 (200, 422),
                 body=level,
@@ -210,7 +208,7 @@ class Api:
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         if not self.feed.has_room:
-            raise ApiError(503, "too_many_viewers", f"{self.feed.viewers} others look on already.")
+            raise ApiError(503, "too_many_viewers", f"There are {self.feed.viewers} subscribers already.")
         return await self.feed.show(request)
 
     async def _get_endpoints(self, _: web.Request) -> web.Response:
@@ -230,7 +228,7 @@ class Api:
         found = self._state.recent.explain(request.match_info["id"])
         if found is None:
             kept = self._steering.settings.explain.requests
-            text = f"No request of that id among the last {kept} (explain.requests), nor among those that run."
+            text = f"There is no request of that id among the last {kept} (explain.requests) and the running ones."
             raise ApiError(404, "unknown_request", text)
         return _json(found)
 
@@ -279,7 +277,7 @@ class Api:
         if found is None:
             raise self._unknown(name)
         if found.left:
-            raise ApiError(409, "leaving", f"{name} was removed already; {found.in_flight} requests finish there.")
+            raise ApiError(409, "leaving", f"{name} was removed already; {found.in_flight} requests still run there.")
         raise ApiError(409, "discovered", f"{name} is one address of a name: drain it, or remove the name.")
 
     async def _drain(self, request: web.Request) -> web.Response:
@@ -294,7 +292,7 @@ class Api:
         if found.left:
             if draining:
                 return _json(drain_progress(found))
-            raise ApiError(404, "unknown_endpoint", f"{name} was removed; {found.in_flight} requests finish there.")
+            raise ApiError(404, "unknown_endpoint", f"{name} was removed; {found.in_flight} requests still run there.")
         if found.draining != draining:
             self._runtime.drain(found.endpoint.uid, draining=draining)
             _log("endpoint %s is draining" if draining else "endpoint %s takes requests again", name)
@@ -303,9 +301,13 @@ class Api:
     async def _reload(self, _: web.Request) -> web.Response:
         problems = await self._steering.reload()
         if problems is None:
-            raise ApiError(409, "no_settings_file", "It runs without a settings file, so there is nothing to reload.")
+            raise ApiError(
+                409, "no_settings_file", "lbproxy runs without a settings file, so there is nothing to reload."
+            )
         if problems:
-            raise ApiError(422, "settings_refused", "The settings are refused, and the old ones hold.", problems)
+            raise ApiError(
+                422, "settings_refused", "The settings are refused, and the old ones stay in force.", problems
+            )
         return _json({"reloaded": True, "endpoints": len(self._runtime.snapshot().endpoints)})
 
     async def _put_log_level(self, request: web.Request) -> web.Response:
@@ -313,7 +315,7 @@ class Api:
         if level not in LEVELS or not isinstance(level, str):
             raise ApiError(422, "invalid_level", f"level: expected one of {', '.join(LEVELS)}")
         self._steering.set_log_level(level)
-        _log("the log's level is %s until a reload", level)
+        _log("the log level is %s until a reload", level)
         return _json({"level": level})
 
     def _named(self, request: web.Request) -> EndpointSnapshot:
@@ -341,7 +343,7 @@ def _guarded(handler: Handler) -> Handler:
     async def serve(request: web.Request) -> web.StreamResponse:
         simple = request.method in {"POST", "PUT"} and "Authorization" not in request.headers
         if simple and request.content_type != "application/json":
-            raise ApiError(415, "content_type", "Send content-type: application/json (an empty body will do).")
+            raise ApiError(415, "content_type", "Send content-type: application/json (the body may be empty).")
         return await handler(request)
 
     return serve
@@ -353,7 +355,7 @@ async def _read_object(request: web.Request) -> dict[str, object]:
         async with asyncio.timeout(BODY_S):
             body = await request.read()
     except TimeoutError:
-        raise ApiError(408, "request_timeout", "The body did not come in time.") from None
+        raise ApiError(408, "request_timeout", "The body did not arrive in time.") from None
     except web.HTTPRequestEntityTooLarge:
         raise ApiError(413, "request_too_large", "The body is too large.") from None
     try:

@@ -191,7 +191,7 @@ class Files:
                 return
         except ConfigError as error:
             self._loads.stale.add(files.what)
-            text = "the %s cannot be read again, and what was read holds: %s"
+            text = "the %s cannot be read again, and the previous contents stay in use: %s"
             extra = {"event": "reload", "problems": list(error.problems[:MAX_PROBLEMS_LOGGED])}
             logger.error(text, files.what, error.problems[0], extra=extra)
         else:

@@ -461,7 +461,7 @@ def warn_of_unverified(entries: Sequence[EndpointSettings]) -> None:
     """A line of the log for those whose certificates nobody looks at, if there are such."""
     names = [one.name for one in entries if not one.tls.verify]
     if names:
-        text = "nobody verifies the certificates of %s (tls.verify: false): who is in between reads and changes all"
+        text = "the certificates of %s are not verified (tls.verify: false): an attacker can read and change everything"
         logger.warning(text, _some(names))
 
 
@@ -470,7 +470,7 @@ def _log_problem(name: Known) -> None:
     if name.problem is None:
         logger.info("%s can be resolved again", name.entry.name, extra=extra)
         return
-    text = "%s cannot be resolved, so what is known of it stays (%d addresses): %s"
+    text = "%s cannot be resolved, so its addresses stay (%d addresses): %s"
     extra["reason"] = name.problem
     logger.warning(text, name.entry.name, len(name.authorities), name.problem, extra=extra)
 

@@ -1,4 +1,4 @@
-"""Asks each endpoint how it is: health, models, metrics. One supervised loop each (`prober`, `scraper`).
+"""Reads each endpoint's health, models and metrics. One supervised loop each (`prober`, `scraper`).
 
 What comes back is handed to the Balancer as it is; `inspect` is the same, once, for `lbproxy check`.
 

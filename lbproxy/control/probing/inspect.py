@@ -132,7 +132,7 @@ async def inspect(
 async def _ask_models(endpoint: EndpointSpec, connections: ConnectionPool, timeout_s: float) -> ModelsAnswer:
     if endpoint.models is None:
         return await ask_models(endpoint, connections, timeout_s)
-    return ModelsAnswer(True, [made_up_card(name) for name in endpoint.models], False, "the settings say")
+    return ModelsAnswer(True, [made_up_card(name) for name in endpoint.models], False, "from the settings")
 
 
 async def _ask_load(

@@ -78,7 +78,7 @@ async def ask_health(endpoint: EndpointSpec, path: str, connections: ConnectionP
     except UpstreamError as error:
         ok = None if error.kind is FailureKind.EXHAUSTED else False
         return HealthAnswer(ok, False, error.detail, error.refused)
-    return HealthAnswer(answer.status < 500, True, f"GET {path} answered {answer.status}")
+    return HealthAnswer(answer.status < 500, True, f"GET {path} returned {answer.status}")
 
 
 async def ask_models(endpoint: EndpointSpec, connections: ConnectionPool, timeout_s: float) -> ModelsAnswer:
@@ -87,7 +87,7 @@ async def ask_models(endpoint: EndpointSpec, connections: ConnectionPool, timeou
         answer = await _get(endpoint, MODELS_PATH, connections, timeout_s, MAX_MODELS_BYTES)
     except UpstreamError as error:
         return ModelsAnswer(False, None, False, error.detail)
-    reason = f"GET {MODELS_PATH} answered {answer.status}"
+    reason = f"GET {MODELS_PATH} returned {answer.status}"
     if answer.status == 200:
         cards = read_model_list(answer.body)
         if cards is None:
@@ -247,7 +247,7 @@ class Prober:
         name = self._endpoint.name
         if answer.cards is None:
             extra: dict[str, object] = {"event": "models", "endpoint": name, "models": None}
-            logger.info("%s no longer says what it serves: %s", name, answer.reason, extra=extra)
+            logger.info("the models of %s cannot be read any more: %s", name, answer.reason, extra=extra)
             return
         shown = [card.id for card in answer.cards[:MAX_MODELS_LOGGED]]
         more = "" if len(answer.cards) == len(shown) else f" and {len(answer.cards) - len(shown)} more"

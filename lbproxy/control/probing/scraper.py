@@ -140,7 +140,7 @@ async def fetch_page(target: Target, connections: ConnectionPool, *, timeout_s: 
     except UpstreamError as error:
         raise ScrapeError(error.kind.value, error.detail, answered=False) from error
     if answer.status != 200:
-        raise ScrapeError("status", f"{origin}: GET {path} answered {answer.status}")
+        raise ScrapeError("status", f"{origin}: GET {path} returned {answer.status}")
     kind = answer.content_type.partition(";")[0].strip()
     if kind == "text/html" or "json" in kind:
         raise ScrapeError("not_metrics", f"{origin}: GET {path} is {kind}, not Prometheus text")
@@ -366,14 +366,14 @@ class Scraper:
         hopeless = error.answered and OK not in self.status.results
         if not self._complained and (hopeless or sent_at - self._good_at > self._settings.stale_after):
             self._complained = True
-            text = "the metrics of %s cannot be read, so only our own requests there count: %s"
+            text = "the metrics of %s cannot be read, so only lbproxy's own requests there count: %s"
             logger.warning(text, self.endpoint.name, error.detail, extra=self._extra())
 
     def _log_missing(self, reading: Reading) -> None:
         new = [name for name in reading.missing if name not in self._missing_logged]
         for name in new:
             self._missing_logged.add(name)
-            text = "the metrics of %s lack %s, which %s should show"
+            text = "the metrics of %s lack %s, which %s should export"
             extra = {**self._extra(), "signal": name}
             logger.warning(text, self.endpoint.name, name, self.status.engine, extra=extra)
 

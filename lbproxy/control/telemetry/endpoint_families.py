@@ -41,24 +41,28 @@ def _kv_utilization(one: EndpointSnapshot) -> float | None:
 
 
 _ENDPOINT_GAUGES = (
-    _EndpointGauge("up", "1 while the endpoint is healthy, and not ejected", _up),
+    _EndpointGauge("up", "1 while the endpoint is healthy and not ejected", _up),
     _EndpointGauge(
-        "readmitted", "1 while it is used though ejected, as too few are left: panic", lambda one: float(one.readmitted)
+        "readmitted",
+        "1 while it is used although it is ejected, because too few are left: panic",
+        lambda one: float(one.readmitted),
     ),
-    _EndpointGauge("share", "Share that its slow start allows, 0.1 to 1", lambda one: one.share),
+    _EndpointGauge("share", "Share of placements that its slow start allows, 0.1 to 1", lambda one: one.share),
     _EndpointGauge("draining", "1 while the endpoint gets no new requests", lambda one: float(one.draining)),
     _EndpointGauge(
-        "backing_off", "1 while it is left alone because it refused or failed", lambda one: float(one.backing_off)
+        "backing_off",
+        "1 while it is backing off after it refused or failed requests",
+        lambda one: float(one.backing_off),
     ),
-    _EndpointGauge("in_flight", "Our requests on the endpoint", lambda one: one.in_flight),
+    _EndpointGauge("in_flight", "Requests from lbproxy in flight at the endpoint", lambda one: one.in_flight),
     _EndpointGauge(
-        "awaiting_first_byte", "Those of them that it has not begun to answer", lambda one: one.awaiting_first_byte
+        "awaiting_first_byte", "Those of them without a first byte of the response", lambda one: one.awaiting_first_byte
     ),
-    _EndpointGauge("waiting", "Requests queued in the engine, by its own fresh metrics", _waiting),
-    _EndpointGauge("running", "Requests that the engine computes, by its own fresh metrics", _running),
-    _EndpointGauge("kv_utilization", "Share of the KV cache in use, 0 to 1, by fresh metrics", _kv_utilization),
+    _EndpointGauge("waiting", "Requests queued in the engine, from its fresh metrics", _waiting),
+    _EndpointGauge("running", "Requests running in the engine, from its fresh metrics", _running),
+    _EndpointGauge("kv_utilization", "Share of the KV cache in use, 0 to 1, from fresh metrics", _kv_utilization),
     _EndpointGauge(
-        "metrics_age_seconds", "Age of the newest good scrape or load report", lambda one: one.metrics_age_s
+        "metrics_age_seconds", "Age of the newest successful scrape or load report", lambda one: one.metrics_age_s
     ),
 )
 
@@ -78,12 +82,12 @@ def render_endpoints(
 
 def _room_families(rooms: Sequence[tuple[str, EndpointLearned]]) -> Iterator[Metric]:
     """How much more each endpoint takes now."""
-    text = "Requests that the endpoint runs at once, as far as was learned: no sample until something showed it"
+    text = "Learned limit of requests that the endpoint runs at once; no sample while it is unknown"
     yield gauges("endpoint_request_limit", text, ("endpoint",), [((name,), room.limit) for name, room in rooms])
-    text = "1 while the endpoint gets no more requests, for the reason why"
+    text = "1 while the endpoint is full, by reason"
     reasons = [((name, word), float(room.full_by == word)) for name, room in rooms for word in FULL_BY]
     yield gauges("endpoint_full", text, ("endpoint", "reason"), reasons)
-    text = "How long a request that is placed there now waits before its prefill begins, as predicted"
+    text = "Predicted wait before the prefill of a request that is placed there now"
     waits = [((name,), room.wait_ms / 1000.0) for name, room in rooms]
     yield gauges("endpoint_wait_seconds", text, ("endpoint",), waits)
     text = "Requests that wait in lbproxy for room on the endpoint"
@@ -99,18 +103,18 @@ def _endpoint_families(
     states = [
         ((one.endpoint.name, health.value), float(one.health is health)) for one in endpoints for health in Health
     ]
-    yield gauges("endpoint_health", "1 for the state that the endpoint is in", ("endpoint", "state"), states)
-    text = "Times that the breaker took an endpoint out, by why"
+    yield gauges("endpoint_health", "1 for the current state of the endpoint", ("endpoint", "state"), states)
+    text = "Ejections of the endpoint by the circuit breaker, by cause"
     keys = [(one.endpoint.name, cause.value) for one in endpoints for cause in Cause]
     yield counters("endpoint_ejections", text, ("endpoint", "cause"), [(key, ejections.get(key, 0)) for key in keys])
-    text = "Tokens of streams that came from the endpoint, as far as is known, counted four times a second"
+    text = "Known tokens of streams from the endpoint, counted four times a second"
     yield counters(
         "endpoint_streamed_tokens",
         text,
         ("endpoint",),
         [((one.endpoint.name,), one.tokens_streamed) for one in endpoints],
     )
-    text = "Load reports in the headers of an endpoint's answers, by whether they could be read"
+    text = "Load reports in response headers of the endpoint, by whether they could be read"
     reports = [
         ((one.endpoint.name, word), count)
         for one in endpoints

@@ -151,18 +151,20 @@ class Loads:
 def load_families(load: Load, door: Door) -> Iterator[Metric]:
     """What is refused, and how near it is."""
     reasons = [((reason,), float(reason == load.refuses)) for reason in load.refused]
-    text = "1 while new requests are refused because lbproxy itself lacks something"
+    text = "1 while lbproxy refuses new requests because it lacks this resource itself"
     yield gauges("overloaded", text, ("reason",), reasons)
     refused = [((reason,), float(count)) for reason, count in (load.refused | door.refused).items()]
-    text = "Requests, and for connections and descriptors connections, that lbproxy refused because it lacked something"
+    text = (
+        "Requests (for the reasons connections and descriptors: connections) refused by lbproxy for lack of a resource"
+    )
     yield counters("overload_refusals", text, ("reason",), refused)
-    text = "Clients' connections that were closed because no TLS handshake came of them in 10 s"
+    text = "Client connections closed without a complete TLS handshake within 10 s"
     yield counter("tls_handshake_failures", text, door.failed_handshakes)
-    yield counter("overload_ended_requests", "Requests that were ended because memory was nearly full", load.ended)
-    yield gauge("buffered_body_bytes", "Bytes of the request bodies that are held", load.held_bytes)
-    yield gauge("buffered_body_limit_bytes", "Bytes of request bodies that may be held", load.max_held_bytes)
+    yield counter("overload_ended_requests", "Running requests ended because memory was nearly full", load.ended)
+    yield gauge("buffered_body_bytes", "Bytes of request bodies in memory", load.held_bytes)
+    yield gauge("buffered_body_limit_bytes", "Limit of the bytes of request bodies in memory", load.max_held_bytes)
     memory = [((), load.limit_bytes)]
-    yield gauges("memory_limit_bytes", "Memory that lbproxy may take, by its settings or its cgroup", (), memory)
+    yield gauges("memory_limit_bytes", "Memory limit of lbproxy, from its settings or its cgroup", (), memory)
 
 
 # --- Where endpoints come from ----------------------------------------------------------------------------------------
@@ -180,10 +182,10 @@ def flow_families(flows: Sequence[FlowSnapshot]) -> Iterator[Metric]:
             row[n] += value
     columns = [[((name,), row[n]) for name, row in rows.items()] for n in range(4)]
     yield gauges("flow_waiting_requests", "Requests in the queue, by flow", ("flow",), columns[0])
-    yield gauges("flow_in_flight", "Requests at endpoints, by flow", ("flow",), columns[1])
-    text = "What a flow was charged: tokens of prompts that were not cached, and twice those of answers"
+    yield gauges("flow_in_flight", "Requests in flight at endpoints, by flow", ("flow",), columns[1])
+    text = "Work that a flow received, in tokens: uncached prompt tokens, plus twice the response tokens"
     yield counters("flow_served_tokens", text, ("flow",), columns[2])
-    text = "Requests refused because their flow's limit of requests or tokens per minute was reached"
+    text = "Requests refused because of their flow's limit of requests or tokens per minute"
     yield counters("flow_refused", text, ("flow",), columns[3])
 
 
@@ -222,16 +224,16 @@ def source_families(names: Sequence[Found], files: Sequence[Listed]) -> Iterator
     if addresses:
         text = "Resolutions of a dns+ or srv+ name, by result"
         yield counters("dns_resolutions", text, ("name", "result"), resolutions.items())
-        yield gauges("dns_addresses", "Addresses that are believed of such a name", ("name",), addresses.items())
+        yield gauges("dns_addresses", "Addresses in use of a dns+ or srv+ name", ("name",), addresses.items())
     if files:
         reads = [((one.entry.name, word), count) for one in files for word, count in one.results.items()]
-        text = "Versions of a file of endpoints that were read, by result"
+        text = "Versions of an endpoint file that were read, by result"
         yield counters("file_reads", text, ("name", "result"), reads)
         good = [((one.entry.name,), float(one.problem is None)) for one in files]
-        text = "0 while a file of endpoints cannot be read or is wrong: what is known of it stays"
+        text = "0 while an endpoint file cannot be read or is invalid; its last valid version stays in use"
         yield gauges("file_valid", text, ("name",), good)
         sizes = [((one.entry.name,), float(len(one.known))) for one in files]
-        yield gauges("file_endpoints", "Endpoints that are believed of such a file", ("name",), sizes)
+        yield gauges("file_endpoints", "Endpoints in use of an endpoint file", ("name",), sizes)
 
 
 class Traced(Protocol):
@@ -255,5 +257,5 @@ class Tracing(Protocol):
 def trace_family(traces: Traced) -> Metric:
     """What becomes of traces."""
     rows = [((word,), count) for word, count in traces.results.items()]
-    text = "Requests that were traced, by what became of their spans: dropped, as too many waited, and failed are lost"
+    text = "Traced requests, by the result of their export; failed, and dropped (the queue was full), are lost"
     return counters("traces", text, ("result",), rows)

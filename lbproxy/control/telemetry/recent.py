@@ -35,15 +35,15 @@ REFUSED: Final = frozenset(
 )
 """What the balancer says of requests that it does not place."""
 WAITS: Final[dict[Wait, str]] = {
-    Wait.HELD: "the endpoint that was best for it was full, and others were not",
-    Wait.BUSY: "every endpoint had more than a quarter of a second of work before it",
-    Wait.FULL: "every endpoint had as many requests as it may have, or none was judged yet",
-    Wait.BEHIND: "others waited already for the endpoint that was best for it",
-    Wait.FLOW: "its flow had as many requests as it may have",
+    Wait.HELD: "its best endpoint was full, and others were not",
+    Wait.BUSY: "every endpoint had more than a quarter of a second of queued work",
+    Wait.FULL: "every endpoint had the maximum number of requests, or none was probed yet",
+    Wait.BEHIND: "other requests already waited for its best endpoint",
+    Wait.FLOW: "its flow had the maximum number of requests",
 }
 FULL: Final[dict[str, str]] = {
-    "requests": "ran as many requests as it can at once",
-    "space": "had no space for more in its KV cache",
+    "requests": "ran as many requests as it could",
+    "space": "had no space in its KV cache",
     "prefill": "had more than a quarter of a second of prefill queued",
 }
 """What an endpoint that is full did: by `core.observed.learned.FULL_BY`."""
@@ -213,7 +213,7 @@ def _because(made: Decision) -> str:
         return "what would cost less would begin it later"
     alike = sum(cost <= limit for cost in made.costs)
     if alike == 1:
-        return "it was the cheapest"
+        return "it had the lowest cost"
     many = f"{alike} or more" if alike == len(made.costs) < made.candidates else str(alike)
     if made.policy.tolerance:
         return f"{many} cost about the same, and it had gone longest without a request"

@@ -344,8 +344,10 @@ class Telemetry:
             ("route", "outcome", "code"),
             requests.items(),
         )
-        duration = histogram("request_duration_seconds", "From a request's head to its end; refused ones left out")
-        text = "From a request's head to its answer's first body byte; that of an answer that is no stream is its end"
+        duration = histogram(
+            "request_duration_seconds", "From a request's head to the end of its response, without refused requests"
+        )
+        text = "From a request's head to the first byte of the response body; of a non-streaming response, to its end"
         first_byte = histogram("time_to_first_byte_seconds", text, ("route", "stream"))
         for route, times in self._times.items():
             add_to(duration, [route], times.duration)
@@ -353,31 +355,29 @@ class Telemetry:
                 add_to(first_byte, [route, str(stream).lower()], seen)
         yield duration
         yield first_byte
-        queue_wait = histogram(
-            "queue_wait_seconds", "Waiting for a place on an endpoint, all attempts of a request together", ()
-        )
+        queue_wait = histogram("queue_wait_seconds", "Time in the queue, all attempts of a request together", ())
         add_to(queue_wait, [], self._queue_wait)
         yield queue_wait
-        yield counter("attempts", "Times a request was sent, or tried to be sent, to an endpoint", self._attempts)
+        yield counter("attempts", "Attempts to send a request to an endpoint", self._attempts)
         yield counter("retries", "Attempts after a request's first", self._retries)
-        yield counter("prompt_tokens", "Tokens of prompts, where the answer's usage says", self._tokens[0])
-        yield counter("completion_tokens", "Tokens of answers, where their usage says", self._tokens[1])
-        text = "Prompt tokens in an endpoint's cache, as expected when placing and as its usage said, where it says"
+        yield counter("prompt_tokens", "Prompt tokens, if the response's usage reports them", self._tokens[0])
+        yield counter("completion_tokens", "Response tokens, if the response's usage reports them", self._tokens[1])
+        text = "Cached prompt tokens: as predicted at placement, and as observed if usage reports them"
         kinds = zip((("predicted",), ("observed",)), self._cached_tokens, strict=True)
         yield counters("cached_prompt_tokens", text, ("kind",), kinds)
         yield counter("request_bytes", "Bytes of request bodies", self._request_bytes)
-        yield counter("response_bytes", "Bytes of answers as sent to clients", self._response_bytes)
+        yield counter("response_bytes", "Bytes of responses sent to clients", self._response_bytes)
         by_model = self._by_model.items()
-        text = f"Requests by model; names that no endpoint is known to serve, and all after {MAX_MODEL_LABELS}: other"
+        text = f"Requests by model; other: models that no endpoint lists, and all after the first {MAX_MODEL_LABELS}"
         yield counters("model_requests", text, ("model", "outcome"), by_model)
 
     def _endpoint_counters(self) -> Iterator[Metric]:
         by_endpoint = self._by_endpoint.items()
-        text = "Requests that ended, by the endpoint that had them last"
+        text = "Requests that ended, by the endpoint of their last attempt"
         yield counters("endpoint_requests", text, ("endpoint", "outcome"), by_endpoint)
-        text = "Attempts that an endpoint failed before it answered, by how; they may have gone well elsewhere"
+        text = "Failed attempts before a response, by failure; a retry elsewhere may have succeeded"
         yield counters("endpoint_failed_attempts", text, ("endpoint", "failure"), self._failed.items())
-        text = "Changes of an endpoint's health, by what it became"
+        text = "Transitions of an endpoint's state, by the new state"
         yield counters("endpoint_transitions", text, ("endpoint", "to"), self._transitions.items())
 
     def _scrape_families(self) -> Iterator[Metric]:
@@ -385,29 +385,29 @@ class Telemetry:
         results = [((name, word), n) for name, status in scrapes.items() for word, n in status.results.items()]
         yield counters("scrapes", "Scrapes of an endpoint's own metrics, by result", ("endpoint", "result"), results)
         missing = [((name, s), float(gone)) for name, one in scrapes.items() for s, gone in one.missing.items()]
-        text = "1 while the endpoint's metrics lack a signal that its engine should show: routing does without it"
+        text = "1 while the endpoint's metrics lack a signal that its engine should export; routing works without it"
         yield gauges("scrape_missing_metrics", text, ("endpoint", "signal"), missing)
         times = [((name,), one.last_duration_s) for name, one in scrapes.items()]
         yield gauges("scrape_duration_seconds", "How long the last scrape took", ("endpoint",), times)
 
     def _process_families(self, snapshot: PoolSnapshot) -> Iterator[Metric]:
         yield gauge("waiting_requests", "Requests in the queue because no endpoint has room", snapshot.waiting)
-        yield gauge("waiting_bytes", "Bytes of their bodies", snapshot.waiting_bytes)
+        yield gauge("waiting_bytes", "Bytes of the bodies of requests in the queue", snapshot.waiting_bytes)
         yield from flow_families(snapshot.flows)
         if self._clients is not None:
             yield gauge("client_connections", "Open connections from clients", self._clients.open_connections)
         if self._upstreams is not None:
-            text = "Open connections to endpoints, idle ones included"
+            text = "Open connections to endpoints, including idle ones"
             yield gauge("upstream_connections", text, self._upstreams.open_connections)
-        text = "Failures that were logged with a traceback: defects of lbproxy, please report them"
+        text = "Internal errors, logged with a traceback: please report them"
         yield counter("internal_errors", text, self._log_handler.internal_errors)
-        text = "Log lines lost because standard output was too slow or broken"
+        text = "Log lines dropped because standard output was too slow or closed"
         yield counter("log_lines_dropped", text, self._writer.dropped)
-        lag = histogram("loop_lag_seconds", "How late the event loop was, looked at 20 times a second", ())
+        lag = histogram("loop_lag_seconds", "Delay of the event loop, measured 20 times a second", ())
         add_to(lag, [], self._lag)
         yield lag
-        text = "1 if the settings were read well the last time, 0 if they were refused: then the old ones hold"
+        text = "1 if the last reload of the settings succeeded, 0 if it was refused and the old ones are in force"
         yield gauge("config_reload_success", text, float(self.loads.succeeded and not self.loads.stale))
-        text = "When settings were last taken over, in seconds since 1970"
+        text = "Time of the last successful load of settings, in seconds since 1970"
         yield gauge("config_last_reload_success_timestamp_seconds", text, self.loads.succeeded_at)
         yield gauges("build_info", "Always 1", ("version",), [((__version__,), 1.0)])

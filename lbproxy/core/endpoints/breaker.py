@@ -92,7 +92,7 @@ class Breaker:
                 return cause, f"{self.in_row} failures in a row"
         good, bad = self.good + sum(self._good), self.bad + sum(self._bad)
         if good + bad >= MIN_SAMPLES and good < settings.success_rate * (good + bad):
-            return Cause.SUCCESS_RATE, f"{good} good answers of {good + bad} in {SLOTS * SLOT_S:g} s"
+            return Cause.SUCCESS_RATE, f"{good} successful responses of {good + bad} in {SLOTS * SLOT_S:g} s"
         return None
 
     def eject(self, cause: Cause, now: float, rng: random.Random) -> float:

@@ -48,15 +48,15 @@ class Transition:
 class Event(Enum):
     """What may change an endpoint's state. The values are the words of the drawing."""
 
-    ALIVE = "alive"
+    ALIVE = "healthy"
     """Probed well: the first time of all, or `health.rise` times in a row."""
-    DEAD = "dead"
+    DEAD = "unhealthy"
     """Probed badly, or not connected to: the first time of all, or `health.fall` times in a row."""
-    FAULTY = "faulty"
+    FAULTY = "failing"
     """It failed too many requests, or makes no progress, or failed its trial."""
-    TIME_OVER = "time over"
+    TIME_OVER = "ejection ends"
     """Its ejection has lasted long enough."""
-    PROVED = "proved"
+    PROVED = "recovered"
     """A trial request got a good response, or, where that proves something, two probes did."""
 
 

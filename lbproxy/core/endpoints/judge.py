@@ -138,7 +138,7 @@ class Judge:
         `trial`: it tried `state`.
         """
         if accused is not None:
-            self._count(accused, FailureKind.ERROR, "answered 500 to a request that another could answer", now)
+            self._count(accused, FailureKind.ERROR, "returned 500 to a request that succeeded elsewhere", now)
         if trial:
             self._proved(state, now)
 
@@ -167,7 +167,7 @@ class Judge:
             self.probed(state, False, detail, now=now, refused=refused)
         if trial and state.health is Health.HALF_OPEN and _is_bad(kind):
             cause = _CAUSES.get(kind, state.breaker.cause)
-            self._eject(state, cause, f"the request that tried it failed: {detail}", now)
+            self._eject(state, cause, f"the trial request failed: {detail}", now)
         elif _is_bad(kind):
             self._count(state, kind, detail, now)
 
@@ -206,7 +206,7 @@ class Judge:
             self._serving.changed(state)
 
     def _proved(self, state: EndpointState, now: float) -> None:
-        reason = "the request that tried it was answered"
+        reason = "the trial request succeeded"
         self._release_trial(state)
         self._serving.changed(state)
         if state.left:
@@ -230,7 +230,7 @@ class Judge:
         for state in states:
             if state.health is Health.EJECTED:
                 if state.breaker.until <= now:
-                    self._move(state, Event.TIME_OVER, "one request at a time may try it", now=now)
+                    self._move(state, Event.TIME_OVER, "one trial request at a time is allowed", now=now)
                 else:
                     self.due_at = min(self.due_at, state.breaker.until)
 

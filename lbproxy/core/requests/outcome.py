@@ -72,7 +72,7 @@ class Outcome(Enum):
         param="response_id",
     )
     METHOD_NOT_ALLOWED = _bad("method_not_allowed", 405, "The method is not allowed here.")
-    BODY_TIMEOUT = _bad("request_timeout", 408, "The request body did not come in time.", close=True)
+    BODY_TIMEOUT = _bad("request_timeout", 408, "The request body did not arrive in time.", close=True)
     TOO_LARGE = _bad("request_too_large", 413, "The request body is too large.", close=True)
     URI_TOO_LONG = _bad("uri_too_long", 414, "The request target is too long.", close=True)
     CONTENT_ENCODING = _bad("unsupported_content_encoding", 415, "Encoded request bodies are not supported.")
@@ -85,17 +85,17 @@ class Outcome(Enum):
     SATURATED = _busy("rejected_saturated", 429, "All model servers are busy and the queue is full.")
     EXPIRED = _busy("rejected_ttl_expired", 429, "No model server had room in time.")
     RATE_LIMITED = _busy("rate_limit_exceeded", 429, "The limit of requests or tokens per minute is reached.")
-    TOO_LATE = _busy("rejected_slo", 429, "The first token would come later than the request wants it.")
+    TOO_LATE = _busy("rejected_slo", 429, "The first token would arrive after the request's deadline.")
     NO_ENDPOINTS = _busy("no_endpoints", 503, "No model server is available.")
     DRAINING = _busy("lb_draining", 503, "The load balancer is shutting down.", close=True)
     OVERLOADED = _busy("lb_overloaded", 503, "The load balancer is out of resources.", close=True)
 
     CONNECT_FAILED = _upstream("upstream_connect_failed", 502, "No connection to a model server could be made.")
-    UPSTREAM_RESET = _upstream("upstream_reset", 502, "The model server closed the connection before it answered.")
-    UPSTREAM_PROTOCOL = _upstream("upstream_protocol_error", 502, "The model server's answer was not valid HTTP.")
-    UPSTREAM_TIMEOUT = _upstream("upstream_timeout", 504, "The model server did not answer in time.")
+    UPSTREAM_RESET = _upstream("upstream_reset", 502, "The model server closed the connection before its response.")
+    UPSTREAM_PROTOCOL = _upstream("upstream_protocol_error", 502, "The model server's response was not valid HTTP.")
+    UPSTREAM_TIMEOUT = _upstream("upstream_timeout", 504, "The model server did not respond in time.")
 
-    INTERNAL_ERROR = OutcomeFacts("internal_error", 500, "server_error", "The load balancer failed.")
+    INTERNAL_ERROR = OutcomeFacts("internal_error", 500, "server_error", "The load balancer had an internal error.")
     """A defect of ours: logged with its traceback."""
 
     __hash__ = object.__hash__  # by identity: Enum's own, in Python, takes 0.2 µs, and each request looks up some

@@ -53,7 +53,7 @@ async def send(  # noqa: PLR0913 - a request's four parts
             return await _exchange(connection, *request, timeout_s, max_bytes)
     except TimeoutError:
         path = head.split(b" ", 2)[1].decode("latin-1")
-        raise UpstreamError(FailureKind.TIMEOUT, f"{origin}{path}: no answer within {timeout_s:g} s") from None
+        raise UpstreamError(FailureKind.TIMEOUT, f"{origin}{path}: no response within {timeout_s:g} s") from None
 
 
 async def _exchange(

@@ -251,7 +251,7 @@ class Connection:
             receiver.hints(head)
         self._informational += 1
         if self._informational > MAX_INFORMATIONAL:
-            self._break(UpstreamError(FailureKind.PROTOCOL, f"{self.origin}: too many 1xx answers"))
+            self._break(UpstreamError(FailureKind.PROTOCOL, f"{self.origin}: too many 1xx responses"))
         elif self._buffer and self._receiver is receiver:
             self._find_head(receiver)
 

@@ -43,7 +43,7 @@ async def ask_for_tunnel(
         raise OSError("does not speak HTTP/1.x")
     status = int(match[1])
     if not 200 <= status < 300:
-        raise OSError(f"answered {_named(status)} to CONNECT")
+        raise OSError(f"returned {_named(status)} to CONNECT")
     if end < len(head):
         raise OSError("sent more than the head of its response")
 

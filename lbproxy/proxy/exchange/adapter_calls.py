@@ -37,9 +37,9 @@ MAX_AT_ONCE = 64
 MAX_ANSWER_BYTES = 64 << 10
 _STATUSES = {FailureKind.TIMEOUT: 504, FailureKind.EXHAUSTED: 503}
 _MESSAGES = {
-    504: "The model server did not answer in time.",
-    503: "The model server is down, or cannot be asked now.",
-    502: "The model server could not be asked, or its answer was not valid HTTP.",
+    504: "The model server did not respond in time.",
+    503: "The model server is down, or takes no requests now.",
+    502: "The model server could not be reached, or its response was not valid HTTP.",
 }
 
 

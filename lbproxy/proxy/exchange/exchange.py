@@ -313,7 +313,7 @@ class Exchange(ABC):
 
     def _cannot_go_on(self, head: ResponseHead, ticket: Ticket) -> None:
         """The client has the head of a stream, and this is the head of something else."""
-        self.record.error = f"answered {head.status}, which cannot go on a stream"
+        self.record.error = f"returned {head.status}, which cannot continue a stream"
         self._shared.runtime.close(ticket, Outcome.COMPLETED)
         self.refuse(LbError(Outcome.UPSTREAM_RESET))
 
@@ -423,7 +423,7 @@ class Exchange(ABC):
         kind = STATUS_FAILURES[status]
         if kind is FailureKind.MISSING and not (self._lost_adapter(ticket) or self._seeks_owner()):
             return False
-        verdict = runtime.after_failure(ticket, UpstreamError(kind, f"answered {status}"), self._failed.kinds)
+        verdict = runtime.after_failure(ticket, UpstreamError(kind, f"returned {status}"), self._failed.kinds)
         if not verdict.again:
             return False
         self._note(ticket, kind, f"upstream_{status}")

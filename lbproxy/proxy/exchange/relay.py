@@ -274,7 +274,9 @@ class Relay:
         """The endpoint says that the message is whole; where it cannot say so, we look."""
         self._connection = None
         if self._whole is not None and not self._whole.whole:
-            self.broke(UpstreamError(FailureKind.RESET, "the body ended by close, and is not whole"))
+            self.broke(
+                UpstreamError(FailureKind.RESET, "the body was ended by closing the connection, and is incomplete")
+            )
             return
         if self.revocable:
             self._write(b"")

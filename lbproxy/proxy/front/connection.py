@@ -311,7 +311,7 @@ class ClientConnection(web.RequestHandler):
         if self._silent:
             self.force_close()
         else:
-            self._front.refuse_unread(self, LbError(Outcome.BODY_TIMEOUT, "The request head did not come in time."))
+            self._front.refuse_unread(self, LbError(Outcome.BODY_TIMEOUT, "The request head did not arrive in time."))
             self.linger()
 
     # The fast lane

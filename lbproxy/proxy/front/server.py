@@ -342,7 +342,7 @@ class FrontEnd(web.Server):
         """Read what aiohttp parsed, and begin to answer it. Raises LbError if nothing was sent."""
         record = turn.record
         if request.version not in {(1, 1), (1, 0)}:
-            raise LbError(Outcome.BAD_REQUEST, "Only HTTP/1.1 and HTTP/1.0 are spoken here.")
+            raise LbError(Outcome.BAD_REQUEST, "Only HTTP/1.1 and HTTP/1.0 are supported.")
         fields = read_request_fields(request.raw_headers, http10=request.version == (1, 0))
         record.id = fields.request_id or record.id
         target = origin_form(request.raw_path)
@@ -454,7 +454,7 @@ class FrontEnd(web.Server):
 
     def _refusal_of_plain(self) -> bytes:
         """What a connection is told that speaks plain HTTP where TLS is spoken."""
-        return self._unread_answer(LbError(Outcome.BAD_REQUEST, "TLS is spoken here: the URL begins with https://."))
+        return self._unread_answer(LbError(Outcome.BAD_REQUEST, "This port needs TLS: use https:// in the URL."))
 
     def _unread_answer(self, error: LbError) -> bytes:
         cors = self._cors_of_unread()

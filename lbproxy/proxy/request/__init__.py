@@ -1,4 +1,4 @@
-"""What a client's request says, and what of it goes on. Nearly all of it is pure.
+"""Reading a client's request, and what of it is forwarded. Nearly all of it is pure.
 
 Heads and fields (`headers`, `plain`, `walk`), paths (`routes`), keys, origins (`cors`), who asks (`forwarding`), the
 model and the body to send (`reading`), and the responses that lbproxy makes itself (`answers`).

@@ -102,6 +102,6 @@ def may_forward(method: str, fields: RequestFields) -> bool:
         fields.forward += b"Max-Forwards: %b\r\n" % value
         return True
     if not (value.isdigit() and len(value) <= MAX_FORWARDS_DIGITS):
-        raise LbError(Outcome.BAD_REQUEST, "Max-Forwards is no number.")
+        raise LbError(Outcome.BAD_REQUEST, "Max-Forwards is not a number.")
     fields.forward += b"Max-Forwards: %d\r\n" % (int(value) - 1)
     return int(value) > 0

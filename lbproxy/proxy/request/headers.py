@@ -172,7 +172,7 @@ def read_request_fields(raw: Iterable[tuple[bytes, bytes]], *, http10: bool = Fa
         if fields.chunked:
             raise LbError(Outcome.BAD_REQUEST, "HTTP/1.0 has no Transfer-Encoding.")
     elif hosts != 1:
-        raise LbError(Outcome.BAD_REQUEST, "There must be one Host.")
+        raise LbError(Outcome.BAD_REQUEST, "There must be exactly one Host header.")
     if nominated - {b"close", b"keep-alive", b""}:
         piles = tuple(_without(nominated, parts) for parts in piles)
     fields.forward, fields.credentials, fields.trace, fields.forwarded, _ = map(b"".join, piles)
@@ -227,7 +227,7 @@ def _read_our_own(fields: RequestFields, nominated: set[bytes], key: bytes, valu
         case b"host":
             fields.host = value.strip(b" \t")
             if HOST.fullmatch(fields.host) is None:
-                raise LbError(Outcome.BAD_REQUEST, "Host is no name or address with a port.")
+                raise LbError(Outcome.BAD_REQUEST, "Host is not a name or address with an optional port.")
         case b"transfer-encoding":
             if value.strip().lower() != b"chunked":
                 raise LbError(Outcome.BAD_REQUEST, "Transfer-Encoding must be `chunked`.")
@@ -249,7 +249,7 @@ def origin_form(target: str) -> str:
         slash = rest.find("/")
         target = rest[slash:] if found and slash >= 0 else "/"
     if _TARGET.fullmatch(target) is None:
-        raise LbError(Outcome.BAD_REQUEST, "The request target has characters that a URL cannot have.")
+        raise LbError(Outcome.BAD_REQUEST, "The request target has characters that are not allowed in a URL.")
     return target
 
 

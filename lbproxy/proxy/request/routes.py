@@ -101,7 +101,7 @@ def find_route(method: str, path: str, *, lora_management: bool = False) -> Rout
     Raises LbError BAD_REQUEST, UNKNOWN_URL, FORBIDDEN or METHOD_NOT_ALLOWED.
     """
     if method == "CONNECT":
-        raise LbError(Outcome.BAD_REQUEST, "This is no forward proxy.")
+        raise LbError(Outcome.BAD_REQUEST, "This is not a forward proxy.")
     route = _ROUTES.get(path)
     if route is None:
         canonical = _canonical(path)

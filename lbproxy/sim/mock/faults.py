@@ -41,47 +41,49 @@ class Parameter(NamedTuple):
 FOREVER = ""
 EVERYWHERE = ("requests", "health", "metrics", "all")
 COMMON = {
-    "share": Parameter("1", "of those that it could hit, at random", at_most=1.0),
-    "for": Parameter(FOREVER, "seconds; without it, until it is taken back"),
-    "on": Parameter("requests", "whom it hits: POSTs under /v1/, /health, /metrics, or everything", EVERYWHERE),
+    "share": Parameter("1", "share of the matching requests, at random", at_most=1.0),
+    "for": Parameter(FOREVER, "seconds; without it, until the fault is removed"),
+    "on": Parameter("requests", "which requests: POSTs under /v1/, /health, /metrics, or all", EVERYWHERE),
     "having": Parameter("", "only requests whose body has this text, which may not contain spaces"),
 }
 KINDS: dict[str, tuple[str, dict[str, Parameter]]] = {
-    "refuse": ("nobody listens any more, and all connections are closed; `for` is required", {}),
-    "freeze": ("accepts, reads, and says nothing; with `on=all` running streams stand still too", {}),
+    "refuse": ("stops listening and closes all connections; `for` is required", {}),
+    "freeze": ("accepts and reads, but sends nothing; with `on=all` running streams stop too", {}),
     "status": (
-        "answers at once with this status and an error body",
+        "responds immediately with this status and an error body",
         {
             "code": Parameter("503", "the status", at_least=200, at_most=599),
             "retry-after": Parameter("0", "seconds, in a header; 0 = no header", at_most=3600),
         },
     ),
     "slow-head": (
-        "the head of the answer comes byte by byte",
+        "sends the response head byte by byte",
         {"every": Parameter("1", "seconds between two bytes", at_most=600)},
     ),
     "slow-stream": (
-        "slow but alive: a stream's events come one by one",
+        "sends the events of a stream slowly, one by one",
         {"every": Parameter("5", "seconds between two events", at_most=600)},
     ),
     "break": (
-        "a stream breaks after some events; a whole answer after half of its length",
+        "breaks off a stream after some events; a non-streaming response after half of its length",
         {
             "how": Parameter("fin", "closed or reset", ("fin", "rst")),
             "at": Parameter("event", "between two events, inside a chunk, inside a line", ("event", "chunk", "line")),
-            "events": Parameter("3", "how many come first", at_most=1e6),
+            "events": Parameter("3", "events before that", at_most=1e6),
             "framing": Parameter(
-                "chunked", "but for chunked, only the close is the end", ("chunked", "close", "http/1.0")
+                "chunked",
+                "how the body ends; except for chunked, only by closing the connection",
+                ("chunked", "close", "http/1.0"),
             ),
         },
     ),
     "garbage": (
-        "what comes is no answer: one of 50 kinds, in turn",
+        "sends an invalid response: one of 50 kinds, in turn",
         {"number": Parameter("-1", "always this one; -1 = in turn", at_least=-1, at_most=49)},
     ),
     "slow-down": (
-        "computes this many times as slowly; `share` and `on` mean nothing here",
-        {"factor": Parameter("10", "how many", at_least=0.001, at_most=1000)},
+        "computes more slowly; `share` and `on` have no effect",
+        {"factor": Parameter("10", "how many times as slowly", at_least=0.001, at_most=1000)},
     ),
 }
 """Kind -> what it does, and what it takes besides the common parameters."""
@@ -122,7 +124,7 @@ def parse_fault(line: str) -> Fault:
     """One of them. Raises FaultError, which says what would be right."""
     kind, *rest = line.split()
     if kind not in KINDS:
-        raise FaultError(f"{kind!r} is no fault; there are {', '.join(KINDS)}")
+        raise FaultError(f"{kind!r} is not a fault; the faults are {', '.join(KINDS)}")
     takes = {**COMMON, **KINDS[kind][1]}
     if kind == "freeze":
         takes["on"] = takes["on"]._replace(default="all")
@@ -141,7 +143,7 @@ def parse_fault(line: str) -> Fault:
         elif values[name] != FOREVER:
             numbers[name] = _number(f"{kind} {name}", values[name], parameter)
     if kind == "refuse" and "for" not in numbers:
-        raise FaultError("refuse needs for=SECONDS: who refuses everybody cannot be told to stop")
+        raise FaultError("refuse needs for=SECONDS: a server that refuses all connections cannot be told to stop")
     share, for_s = numbers.pop("share"), numbers.pop("for", None)
     return Fault(kind, share, for_s, words.pop("on"), having, numbers, words, " ".join(line.split()))
 

@@ -351,7 +351,7 @@ def test_a_request_that_was_held_says_for_which_endpoint_and_why() -> None:
         {"because": "full", "meaning": WAITS[Wait.FULL], "endpoint": None, "full_by": None},
         {
             "because": "held",
-            "meaning": f"{WAITS[Wait.HELD]}; e2 ran as many requests as it can at once",
+            "meaning": f"{WAITS[Wait.HELD]}; e2 ran as many requests as it could",
             "endpoint": "e2",
             "full_by": "requests",
         },

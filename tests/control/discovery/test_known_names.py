@@ -290,7 +290,7 @@ def test_what_happens_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     follow([(says("10.0.0.1"), False), (both(TIMEOUT), False), (both(FAILED), False), (says("10.0.0.2"), False)])
     assert [record.message for record in caplog.records] == [
         "vllm:8000 has 1 addresses: added 10.0.0.1:8000; removed none",
-        "vllm:8000 cannot be resolved, so what is known of it stays (1 addresses): because timeout",
+        "vllm:8000 cannot be resolved, so its addresses stay (1 addresses): because timeout",
         "vllm:8000 can be resolved again",
         "vllm:8000 has 1 addresses: added 10.0.0.2:8000; removed 10.0.0.1:8000",
     ]

@@ -69,7 +69,7 @@ def test_a_sick_server_is_reachable_but_not_usable() -> None:
             found = await inspected(server)
             assert found.reachable
             assert not found.usable
-            assert found.problems[0] == "GET /health answered 503"
+            assert found.problems[0] == "GET /health returned 503"
 
     run(main())
 
@@ -110,7 +110,7 @@ def test_a_passive_endpoint_is_usable_if_it_answers_anything() -> None:
             assert found.healthy is None
             assert found.health == "not asked"
             assert found.usable
-            assert found.problems == ("models unknown: GET /v1/models answered 404",)
+            assert found.problems == ("models unknown: GET /v1/models returned 404",)
 
     run(main())
 

@@ -51,7 +51,7 @@ def test_models_are_known_before_the_endpoint_is_up() -> None:
         ):
             await until(lambda: up(r))
             assert r.records.models_then == [("tiny", "tiny-alias")]
-            assert r.records.transitions[0].reason == "GET /health answered 200"
+            assert r.records.transitions[0].reason == "GET /health returned 200"
 
     run(main())
 
@@ -74,10 +74,10 @@ def test_any_answer_below_500_is_alive(status: int) -> None:
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
-        (answer(status=500), "answered 500"),
-        (answer(status=503), "answered 503"),
+        (answer(status=500), "returned 500"),
+        (answer(status=503), "returned 503"),
         (GARBAGE, "not HTTP/1.x"),
-        (hang, "no answer within 0.05 s"),
+        (hang, "no response within 0.05 s"),
         (reset, ""),
         (answer(b"x" * (65 << 10)), "too large"),
     ],
@@ -280,7 +280,10 @@ def test_a_change_of_models_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
 
     caplog.set_level("INFO", "lbproxy")
     run(main())
-    assert caplog.messages == ["e1 serves a, b", "e1 no longer says what it serves: GET /v1/models answered 404"]
+    assert caplog.messages == [
+        "e1 serves a, b",
+        "the models of e1 cannot be read any more: GET /v1/models returned 404",
+    ]
 
 
 class ExhaustedPool(ConnectionPool):

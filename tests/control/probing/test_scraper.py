@@ -283,7 +283,7 @@ def test_missing_signals_are_logged_once_and_shown(caplog: pytest.LogCaptureFixt
 
     run(main())
     assert caplog.messages == [
-        f"the metrics of e1 lack {name}, which vllm should show" for name in SIGNALS if name != "running"
+        f"the metrics of e1 lack {name}, which vllm should export" for name in SIGNALS if name != "running"
     ]
 
 
@@ -304,8 +304,8 @@ def test_a_broken_page_is_logged_when_it_begins_and_when_it_ends(
     caplog.set_level("INFO", "lbproxy")
     run(main())
     begins, ends = caplog.messages
-    assert begins.startswith("the metrics of e1 cannot be read, so only our own requests there count: ")
-    assert begins.endswith("GET /metrics answered 404")
+    assert begins.startswith("the metrics of e1 cannot be read, so only lbproxy's own requests there count: ")
+    assert begins.endswith("GET /metrics returned 404")
     assert ends == "the metrics of e1 can be read again"
 
 

@@ -39,7 +39,7 @@ def explained(policy: str, costs: list[float], candidates: int | None = None) ->
     ("policy", "costs", "candidates", "because"),
     [
         ("adaptive", [5.0], 1, "it was the only candidate"),
-        ("adaptive", [50.0, 5.0, 7.0], 3, "it was the cheapest"),
+        ("adaptive", [50.0, 5.0, 7.0], 3, "it had the lowest cost"),
         ("adaptive", [5.0, 5.9, 7.0], 3, "2 cost about the same, and it had gone longest without a request"),
         ("adaptive", [5.0, 5.0], 9, "2 or more cost about the same, and it had gone longest without a request"),
         ("adaptive", [5.0, 90.0, 91.0], 3, "what would cost less would begin it later"),

@@ -370,14 +370,14 @@ def test_the_log_gets_requests_and_transitions() -> None:
     made = Telemetry(LogSettings(), LineWriter(reader.fd))
     made.ended([record()])
     endpoint = seen(1).endpoint
-    made.transition(Transition(endpoint, Health.UP, Health.DOWN, "GET /health answered 503"))
+    made.transition(Transition(endpoint, Health.UP, Health.DOWN, "GET /health returned 503"))
     made.close()
     request, transition = map(json.loads, reader.lines())
     assert (request["event"], request["id"]) == ("request", "r0")
     assert transition["event"] == "transition"
     assert transition["level"] == "warning"
     assert (transition["endpoint"], transition["from"], transition["to"]) == ("e1", "up", "down")
-    assert transition["reason"] == "GET /health answered 503"
+    assert transition["reason"] == "GET /health returned 503"
 
 
 def test_the_access_log_can_be_off() -> None:

@@ -113,7 +113,7 @@ def test_fewer_than_four_good_answers_of_five_eject() -> None:
     fail_on(balancer, "e1", K.RESET, 0.0, 1)
     (change,) = taken(balancer)
     assert change.cause is Cause.SUCCESS_RATE
-    assert "2 good answers of 5" in change.reason
+    assert "2 successful responses of 5" in change.reason
 
 
 def test_what_was_half_a_minute_ago_is_forgotten() -> None:
@@ -384,7 +384,7 @@ def test_when_less_than_half_would_be_left_all_are_used() -> None:
     changes = eject(balancer, "e1", "e2", "e3")
     assert chosen(balancer, 0.0) == {"e1", "e2", "e3", "e4"}
     assert seen(balancer)["e1"].readmitted
-    assert "used all the same" in changes[-1].reason
+    assert "used although ejected" in changes[-1].reason
 
 
 def test_panic_can_be_turned_off() -> None:

@@ -56,11 +56,11 @@ TOO_LARGE = NOT_SAID + b"x: " + b"y" * (16 << 10)
 @pytest.mark.parametrize(
     ("script", "why"),
     [
-        (b"HTTP/1.1 407 Whatever\r\n\r\n", "answered 407 Proxy Authentication Required to CONNECT"),
-        (b"HTTP/1.0 403 \x1b[31mno\r\nContent-Length: 3\r\n\r\nno!", "answered 403 Forbidden to CONNECT"),
-        (b"HTTP/1.1 502 x\r\n\r\n", "answered 502 Bad Gateway to CONNECT"),
-        (b"HTTP/1.1 100 Continue\r\n\r\n", "answered 100 Continue to CONNECT"),
-        (b"HTTP/1.1 599 x\r\n\r\n", "answered 599 to CONNECT"),
+        (b"HTTP/1.1 407 Whatever\r\n\r\n", "returned 407 Proxy Authentication Required to CONNECT"),
+        (b"HTTP/1.0 403 \x1b[31mno\r\nContent-Length: 3\r\n\r\nno!", "returned 403 Forbidden to CONNECT"),
+        (b"HTTP/1.1 502 x\r\n\r\n", "returned 502 Bad Gateway to CONNECT"),
+        (b"HTTP/1.1 100 Continue\r\n\r\n", "returned 100 Continue to CONNECT"),
+        (b"HTTP/1.1 599 x\r\n\r\n", "returned 599 to CONNECT"),
         (b"SSH-2.0-OpenSSH_9.9\r\n\r\n", "does not speak HTTP/1.x"),
         (TOO_LARGE, "the head of its response is larger than 16 KiB"),
         (b"HTTP/1.1 200 OK\r\n\r\nsurprise", "sent more than the head of its response"),

@@ -96,7 +96,7 @@ def test_a_fast_failure_that_lasts_is_an_ejection() -> None:
             assert states(it)["e1"] in {Health.EJECTED, Health.HALF_OPEN}
             first = it.records.transitions[0]
             assert first.after is Health.EJECTED
-            assert "answered 502" in first.reason
+            assert "returned 502" in first.reason
 
     run(main())
 

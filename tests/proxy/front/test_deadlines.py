@@ -153,7 +153,7 @@ def test_the_kernel_is_told_to_find_clients_that_vanished() -> None:
         async with ScriptedEndpoint(hang) as endpoint, rig(endpoint.url, more="timeouts: {client_stall: 7s}") as it:
             client = await it.connect()
             client.send(post())
-            await until(lambda: endpoint.requests, "it runs")
+            await until(lambda: endpoint.requests, "running")
             (accepted,) = it.front.connections
             assert accepted.transport is not None
             sock = accepted.transport.get_extra_info("socket")

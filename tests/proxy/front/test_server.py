@@ -498,7 +498,7 @@ def test_a_request_is_served_to_its_end_under_the_settings_that_it_began_with() 
         async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
             before, after = await it.connect(), await it.connect()
             before.send(post())
-            await until(lambda: len(endpoint.requests) == 1, "it runs")
+            await until(lambda: len(endpoint.requests) == 1, "running")
             more = "expose_endpoint: false\ntimeouts: {first_byte: 200ms}\nlimits: {json_body: 1KiB}"
             it.front.reconfigure(settings_for([endpoint.url], more))
             after.send(post())

@@ -55,7 +55,7 @@ def test_a_stop_ends_as_soon_as_the_last_request_does() -> None:
         async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url, more=patient) as it:
             client, idle = await it.connect(), await it.connect()
             client.send(post())
-            await until(lambda: endpoint.requests, "it runs")
+            await until(lambda: endpoint.requests, "running")
             stopping = asyncio.create_task(it.front.stop(3600))
             assert await idle.reader.read() == b"", "idle connections are closed at once"
             finish.set()

@@ -219,7 +219,7 @@ def test_requests_behind_a_running_one_wait_and_are_answered_in_order() -> None:
             client = await it.connect()
             bodies = [b'{"model":"m","n":%d}' % n for n in range(4)]
             client.send(post(bodies[0]))
-            await until(lambda: endpoint.requests, "it runs")
+            await until(lambda: endpoint.requests, "running")
             client.send(post(bodies[1]) + post(bodies[2])[:20])
             await asyncio.sleep(0.02)
             client.send(post(bodies[2])[20:] + GET + post(bodies[3]))
@@ -249,7 +249,7 @@ def test_a_flood_behind_a_running_request_is_not_read(way: str) -> None:
         async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
             client = await it.connect()
             client.send(post())
-            await until(lambda: endpoint.requests, "it runs")
+            await until(lambda: endpoint.requests, "running")
             body = b'{"model":"m","x":"%s"}' % (b"y" * 30_000)
             client.send(post(body) * 300)
             await until(lambda: client.writer.transport.get_write_buffer_size() > 0, "it backs up to the client")
@@ -357,7 +357,7 @@ def test_every_line_of_the_table_of_states_is_taken(way: str, states: States) ->
             await client.reply()
             (connected,) = it.front._clients()
             client.send(post(b'{"model":"m","slow":1}'))
-            await until(lambda: endpoint.requests[1:], "it runs")
+            await until(lambda: endpoint.requests[1:], "running")
             client.send(post())
             await until(lambda: connected._held, "it waits behind")
             slow.set()

@@ -65,7 +65,7 @@ def test_a_line_says_what_differs_from_the_defaults() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("stauts", "is no fault; there are refuse, freeze"),
+        ("stauts", "is not a fault; the faults are refuse, freeze"),
         ("status code", "status takes share=, for=, on=, having=, code=, retry-after= but not 'code'"),
         ("status cod=1", "but not 'cod=1'"),
         ("status code=99", "status code must be 200 to 599, got '99'"),

@@ -18,9 +18,9 @@ function notesOf(one) {
   const notes = [];
   if (one.draining || one.leaving) {
     if (one.health !== "up") notes.push(words(one.health));
-    notes.push(one.in_flight ? `${number(one.in_flight)} to finish` : "empty");
+    notes.push(one.in_flight ? `${number(one.in_flight)} still running` : "no requests");
   }
-  if (one.readmitted) notes.push("used all the same");
+  if (one.readmitted) notes.push("used although ejected");
   if (one.backing_off) notes.push("backing off");
   if (one.share < 1) notes.push(`slow start, ${percent(one.share)}`);
   if (isBlind(one)) notes.push(`no metrics for ${duration(one.metrics_age_s)}`);
@@ -42,19 +42,19 @@ const thousand = (value) => (value === null ? null : 1000 * value);
 const COLUMNS = [
   { key: "name", head: "endpoint", value: (one) => one.name, text: true },
   { key: "state", head: "state", value: (one) => Object.keys(STATES).indexOf(stateOf(one)), text: true },
-  { key: "in_flight", head: "in flight", group: "lbproxy", value: (one) => one.in_flight, hint: "requests that lbproxy has there now" },
+  { key: "in_flight", head: "in flight", group: "lbproxy", value: (one) => one.in_flight, hint: "requests from lbproxy in flight there" },
   { key: "room", head: "room", group: "lbproxy", value: roomOf, show: showRoom, tone: (one) => fullBy(one) && "warn", hint: "how many requests it runs at once, as far as was learned; or why it gets no more now" },
   { key: "held", head: "held", group: "lbproxy", value: (one) => one.learned?.held ?? null, tone: (one) => one.learned?.held && "warn", hint: "requests that wait in lbproxy for room there" },
   { key: "waiting", head: "waiting", group: "engine", value: (one) => one.waiting, hint: "requests queued in the engine" },
-  { key: "running", head: "running", group: "engine", value: (one) => one.running, hint: "requests that the engine computes" },
+  { key: "running", head: "running", group: "engine", value: (one) => one.running, hint: "requests running in the engine" },
   { key: "kv", head: "KV cache", group: "engine", value: (one) => one.kv_utilization, hint: "share of the KV cache in use" },
   { key: "requests", head: "ended", group: "recent requests", value: (one) => one.recent?.requests ?? null, hint: "of the remembered requests, those that ended there" },
-  { key: "failed", head: "failed", group: "recent requests", value: (one) => one.recent?.failed ?? null, tone: (one) => one.recent?.failed && "bad", hint: "of these, those that did not end well" },
+  { key: "failed", head: "failed", group: "recent requests", value: (one) => one.recent?.failed ?? null, tone: (one) => one.recent?.failed && "bad", hint: "of these, those that failed" },
   { key: "first", head: "first byte, ms", group: "recent requests", value: (one) => one.recent?.first_byte_ms ?? null, show: figure, hint: "median time from placing to a stream's first byte" },
-  { key: "hits", head: "cache hits", group: "recent requests", value: (one) => one.recent?.hit_ratio ?? null, show: percent, hint: "share of prompt tokens that the answers' usage said were cached" },
+  { key: "hits", head: "cache hits", group: "recent requests", value: (one) => one.recent?.hit_ratio ?? null, show: percent, hint: "share of prompt tokens that the responses' usage reported as cached" },
   { key: "wait", head: "wait, ms", group: "learned", value: (one) => one.learned?.wait_ms ?? null, show: figure, hint: "time that a request placed there now waits before its prefill begins, as predicted" },
-  { key: "prefill", head: "ms / 1,000 tok", group: "learned", value: (one) => thousand(learned(one.learned, "prefill_ms_per_token")), show: figure, hint: "time to prefill 1,000 prompt tokens; a dash until it was learned there" },
-  { key: "gap", head: "ms / token", group: "learned", value: (one) => learned(one.learned, "gap_ms"), show: figure, hint: "time between two tokens of an answer, under its load of now; a dash until it was learned there" },
+  { key: "prefill", head: "ms / 1,000 tok", group: "learned", value: (one) => thousand(learned(one.learned, "prefill_ms_per_token")), show: figure, hint: "time to prefill 1,000 prompt tokens; a dash until it is learned" },
+  { key: "gap", head: "ms / token", group: "learned", value: (one) => learned(one.learned, "gap_ms"), show: figure, hint: "time between two tokens of a response, at the current load; a dash until it is learned" },
 ];
 let order = { key: null, up: false };
 
@@ -153,7 +153,7 @@ function drawFleet(frame, now = false) {
   keep(body, shown, (one) => `${one.name}\n${one.url}`, makeRow, drawRow);
   table.classList.toggle("many", frame.endpoints.length >= MANY);
   at("none").hidden = shown.length > 0;
-  put(at("none"), frame.endpoints.length ? `None of ${frame.endpoints.length} endpoints.` : "There is no endpoint.");
+  put(at("none"), frame.endpoints.length ? `None of ${frame.endpoints.length} endpoints.` : "There are no endpoints.");
 }
 let places = new Map();
 function sorted(endpoints, column, still) {
@@ -172,15 +172,15 @@ function sorted(endpoints, column, still) {
 async function steer(one, button) {
   const draining = !one.draining;
   if (draining && isServing(one) && last.endpoints.filter(isServing).length === 1) {
-    if (!(await confirmed(`${plain(one.name)} is the last endpoint that takes requests. Drain it all the same?`, "Drain"))) return;
+    if (!(await confirmed(`${plain(one.name)} is the last endpoint that takes requests. Drain it anyway?`, "Drain"))) return;
   }
   button.disabled = true;
   try {
     const answer = await ask(`endpoints/${encodeURIComponent(one.name)}/${draining ? "drain" : "undrain"}`, { method: "POST" });
     const { in_flight: left } = await answer.json();
-    say(draining ? `${plain(one.name)} gets no new requests; ${left ? `${count(left, "request")} to finish` : "nothing runs there"}.` : `${plain(one.name)} gets requests again.`);
+    say(draining ? `${plain(one.name)} gets no new requests; ${left ? `${count(left, "request")} still running` : "no requests run there"}.` : `${plain(one.name)} takes requests again.`);
   } catch (error) {
-    say(`${plain(one.name)} stays as it is: ${error instanceof Refused ? error.message : "lbproxy does not answer"}`);
+    say(`${plain(one.name)} was not changed: ${error instanceof Refused ? error.message : "lbproxy does not respond"}`);
   } finally {
     button.disabled = false;
     button.focus();

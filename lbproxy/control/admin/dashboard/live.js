@@ -49,11 +49,11 @@ async function ask(path, options = {}) {
     if (answer.ok) return answer;
     if (answer.status === 401) {
       if (token !== used) continue;  // somebody has given another meanwhile
-      const why = used === null ? "This lbproxy shows itself to who has its token (admin.token in its settings)." : "That is not its token.";
+      const why = used === null ? "This needs the admin token (admin.token in the settings of lbproxy)." : "This token is wrong.";
       if (await askToken(why)) continue;
     }
     const said = await answer.json().catch(() => null);
-    throw new Refused(plain(said?.error?.message ?? `lbproxy answered ${answer.status}`));
+    throw new Refused(plain(said?.error?.message ?? `lbproxy returned ${answer.status}`));
   }
 }
 
@@ -82,7 +82,7 @@ async function follow() {
         text = text.slice(end + 2);
         if (data !== undefined && !document.hidden) draw(JSON.parse(data.slice(6)));
       }
-      if (text.length > MAX_FRAME) throw new Refused("a frame has no end");
+      if (text.length > MAX_FRAME) throw new Refused("a frame is too large");
     }
   } finally {
     clearInterval(watch);
@@ -99,7 +99,7 @@ async function live() {
       trouble = "the connection ended";
     } catch (error) {
       if (error instanceof Refused) pause = REFUSED_MS;
-      trouble = error instanceof Refused ? error.message : "lbproxy does not answer";
+      trouble = error instanceof Refused ? error.message : "lbproxy does not respond";
     }
     await new Promise((done) => {
       wake = done;
@@ -120,7 +120,7 @@ function tell() {
   const fresh = age !== null && age < STALE_MS;
   const stale = !fresh && (age !== null || trouble !== null);
   set(at("connection"), "class", `pill ${fresh ? "live" : stale ? "stale" : "waiting"}`);
-  const text = fresh ? "Live" : !stale ? "Connecting" : `${age === null ? "Nothing yet" : "Stale"}: ${trouble ?? "lbproxy is silent"}; asking again`;
+  const text = fresh ? "Live" : !stale ? "Connecting" : `${age === null ? "Nothing yet" : "Stale"}: ${trouble ?? "no data from lbproxy"}; reconnecting`;
   put(at("connection-text"), text);
   put(at("age"), stale && age !== null ? `, ${duration(age / 1000)} old` : "");
   document.body.classList.toggle("stale", stale);

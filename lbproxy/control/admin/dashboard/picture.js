@@ -105,8 +105,8 @@ function drawFacts(frame) {
   put(at("version"), plain(frame.version));
   put(at("facts"), `${plain(frame.policy)} · up ${duration(frame.uptime_s)} · ${count(frame.running, "request")} running · ${count(frame.client_connections, "client connection")}`);
   const warnings = [];
-  if (frame.stopping) warnings.push("Stopping: it takes no new connections soon.");
-  if (!frame.settings.accepted) warnings.push("The newest settings were refused; the old ones hold.");
+  if (frame.stopping) warnings.push("Stopping: no new connections soon.");
+  if (!frame.settings.accepted) warnings.push("The newest settings were refused; the old ones are in force.");
   put(at("warnings"), warnings.join(" "));
   const counts = new Map();
   for (const one of frame.endpoints) counts.set(stateOf(one), (counts.get(stateOf(one)) ?? 0) + 1);
@@ -123,7 +123,7 @@ const GROUPS = [["by_reason", "why"], ["by_flow", "flow"], ["by_model", "model"]
 
 function drawQueue({ queue }) {
   const oldest = queue.oldest_s === null ? "" : `, the oldest for ${figure(queue.oldest_s)} s`;
-  put(at("waiting"), queue.waiting ? `${count(queue.waiting, "request")} of ${size(queue.bytes)}${oldest}.` : "Nobody waits: every request found room at once.");
+  put(at("waiting"), queue.waiting ? `${count(queue.waiting, "request")} of ${size(queue.bytes)}${oldest}.` : "No request waits.");
   set(at("waiting"), "class", queue.waiting ? "warn" : "dim");
   const groups = GROUPS.filter(([key]) => Object.keys(queue[key] ?? {}).length);
   keep(at("groups"), groups, ([key]) => key, ([, head]) => node("table", {}, node("caption", {}, head), node("tbody")), (table, [key]) => {
@@ -151,8 +151,8 @@ function drawLearned({ learned: found }) {
     ["prompt tokens expected in a cache", percent(learned(found, "hit_ratio"))],
     ["prefill of 1,000 tokens, ms", figure(thousand(learned(found, "prefill_ms_per_token")))],
     ["first token of an empty prompt, ms", figure(learned(found, "base_ms"))],
-    ["tokens of an answer, mean", figure(learned(found, "answer_tokens"))],
-    ["bytes of a prompt token", figure(learned(found, "bytes_per_token"))],
+    ["tokens per response, mean", figure(learned(found, "answer_tokens"))],
+    ["bytes per prompt token", figure(learned(found, "bytes_per_token"))],
     ["loading a LoRA adapter, ms", figure(learned(found, "adapter_load_ms"))],
   ];
   at("learned").closest("section").hidden = found === null;
@@ -200,12 +200,12 @@ function drawDecisions(frame) {
 async function explain(id) {
   const body = at("explanation");
   put(at("explain-title"), plain(id));
-  body.replaceChildren(node("p", { class: "dim" }, "Asking"));
+  body.replaceChildren(node("p", { class: "dim" }, "Loading"));
   at("explain").showModal();
   try {
     body.replaceChildren(...explanation(await (await ask(`decisions/${encodeURIComponent(id)}`)).json()));
   } catch (error) {
-    body.replaceChildren(node("p", { class: "bad" }, error instanceof Refused ? error.message : "lbproxy does not answer."));
+    body.replaceChildren(node("p", { class: "bad" }, error instanceof Refused ? error.message : "lbproxy does not respond."));
   }
 }
 function* explanation(found) {
@@ -231,7 +231,7 @@ function* decision(made, attempt) {
     yield scrolled([made.unit ? `costs in ${plain(made.unit)}` : "candidate", "cost", ...names.map(words)], rows, made.shown.findIndex((one) => one.chosen));
   }
   const more = made.candidates - made.shown.length;
-  if (made.shown.length && more > 0) yield node("p", { class: "dim" }, `And ${number(more)} more, which cost no less.`);
+  if (made.shown.length && more > 0) yield node("p", { class: "dim" }, `And ${number(more)} more, with the same or higher costs.`);
   if (made.left_out.length) yield node("p", { class: "dim" }, `Not asked: ${made.left_out.map((one) => `${plain(one.endpoint)} (${words(one.why)})`).join(", ")}.`);
 }
 function scrolled(heads, rows, chosen = -1) {
