@@ -419,14 +419,10 @@ class Proxy:
         try:
             pid = await start_successor(command, sockets)
         except OSError as error:
-            logger.error(
-                "the new process cannot be started, so this one continues: %s", error, extra={"event": "restart"}
-            )
+            logger.error("the new process cannot be started, so we continue: %s", error, extra={"event": "restart"})
             return False
         if pid is None:
-            logger.error(
-                "the new process does not accept connections, so this one continues", extra={"event": "restart"}
-            )
+            logger.error("the new process accepts no connections, so we continue", extra={"event": "restart"})
             return False
         logger.info("the new process accepts connections: process %d", pid, extra={"event": "restart", "pid": pid})
         self.notifier.succeeded_by(pid)

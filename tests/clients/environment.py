@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.real.environment import StepError, Unavailable, command, made
@@ -87,7 +88,7 @@ def prepare(say: Callable[[str], None]) -> None:
     try:
         for name in PYTHONS:
             lock = LOCKS / f"{name}.txt"
-            made(FOLDER / name, lock.read_text(), lambda name=name, lock=lock: python_environment(name, lock), say)
+            made(FOLDER / name, lock.read_text(), partial(python_environment, name, lock), say)
         if shutil.which("npm"):
             made(FOLDER / NODE, (LOCKS / NODE / "package-lock.json").read_text(), node_environment, say)
     except StepError as e:

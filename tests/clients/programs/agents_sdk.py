@@ -26,7 +26,9 @@ def agent(kind, model=MODEL, choice=None):
     client = openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=60)
     settings = agents.ModelSettings(temperature=0, max_tokens=MAX_TOKENS, tool_choice=choice)
     tools = [weather] if choice else []
-    return agents.Agent("brief", instructions="Be brief.", model=kind(model, client), model_settings=settings, tools=tools)
+    return agents.Agent(
+        "brief", instructions="Be brief.", model=kind(model, client), model_settings=settings, tools=tools
+    )
 
 
 def complete(kind):

@@ -59,9 +59,7 @@ def checks_of(name, responses):
         name: lambda: complete(responses),
         f"{name}, streamed": lambda: streamed(responses),
         f"{name}, tools": lambda: tools(responses),
-        f"{name}, error": lambda: expect(
-            openai.NotFoundError, lambda: model(responses, UNKNOWN).invoke(QUESTION)
-        ),
+        f"{name}, error": lambda: expect(openai.NotFoundError, lambda: model(responses, UNKNOWN).invoke(QUESTION)),
     }
 
 

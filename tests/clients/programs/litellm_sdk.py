@@ -7,7 +7,7 @@ import os
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "true"  # it asks the network otherwise, when it is imported
 
-import litellm  # noqa: E402
+import litellm
 from checks import DESCRIPTION, MAX_TOKENS, QUESTION, RESULT, SCHEMA, UNKNOWN, arguments, check_that, expect, run
 
 URL, MODEL = arguments()

@@ -185,8 +185,16 @@ def test_tools_that_are_wrong_are_refused(fields: Json) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"model": None}, {"max_tokens": 0}, {"max_tokens": None}, {"messages": [{"role": "robot"}]}, {"messages": [5]}]
-    + [{"tool_choice": {"type": "tool", "name": "x"}}, {"tool_choice": {"type": "x"}}, {"tool_choice": []}],
+    [
+        {"model": None},
+        {"max_tokens": 0},
+        {"max_tokens": None},
+        {"messages": [{"role": "robot"}]},
+        {"messages": [5]},
+        {"tool_choice": {"type": "tool", "name": "x"}},
+        {"tool_choice": {"type": "x"}},
+        {"tool_choice": []},
+    ],
 )
 def test_bad_messages_are_refused(change: Json) -> None:
     with pytest.raises(ApiError) as caught:
@@ -196,8 +204,16 @@ def test_bad_messages_are_refused(change: Json) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"input": None}, {"input": 5}, {"input": [5]}, {"input": [{"content": "x"}]}, {"max_output_tokens": 0}]
-    + [{"tools": [5]}, {"tool_choice": {"type": "x"}}, {"metadata": 5}],
+    [
+        {"input": None},
+        {"input": 5},
+        {"input": [5]},
+        {"input": [{"content": "x"}]},
+        {"max_output_tokens": 0},
+        {"tools": [5]},
+        {"tool_choice": {"type": "x"}},
+        {"metadata": 5},
+    ],
 )
 def test_bad_responses_are_refused(change: Json) -> None:
     with pytest.raises(ApiError) as caught:

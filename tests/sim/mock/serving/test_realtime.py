@@ -13,6 +13,7 @@ import pytest
 from lbproxy.sim.mock.apis.fields import Json
 from lbproxy.sim.mock.http import MockOptions, MockServer
 from tests.sim.mock.serving.served import served
+from tests.support.aio import until as settled
 
 
 @asynccontextmanager
@@ -128,13 +129,12 @@ def test_pings_are_answered_while_a_response_is_written_and_one_that_leaves_abor
             refused = (await until(socket, "error"))[-1]
             assert refused["code"] == "conversation_already_has_active_response"
             await socket.ping(b"there?")
-            kinds = []
+            kinds: list[aiohttp.WSMsgType] = []
             while not kinds or kinds[-1] != aiohttp.WSMsgType.PONG:
                 kinds.append((await socket.receive()).type)
             assert server.driver.engine.gauges().running == 1
             await socket.close()
-            while server.driver.engine.gauges().running:
-                await asyncio.sleep(0)
+            await settled(lambda: not server.driver.engine.gauges().running)
 
     served(test, speed=0.2)
 

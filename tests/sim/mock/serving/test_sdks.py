@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -12,10 +11,12 @@ import openai
 import pytest
 from anthropic.types import MessageParam, ToolParam
 from openai.types.chat import ChatCompletionToolUnionParam
-from openai.types.responses import ResponseInputParam, ToolParam as ResponseTool
+from openai.types.responses import ResponseInputParam
+from openai.types.responses import ToolParam as ResponseTool
 
 from lbproxy.sim.mock.http import MockServer
 from tests.sim.mock.serving.served import served
+from tests.support.aio import until
 
 SCHEMA: dict[str, object] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 CHAT_TOOL: ChatCompletionToolUnionParam = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
@@ -136,8 +137,7 @@ def test_a_response_in_the_background_goes_on_and_can_be_cancelled() -> None:
                 model="sim", input="x", background=True, extra_body={"ignore_eos": True}
             )
             assert (await client.responses.cancel(endless.id)).status == "cancelled"
-            while server.driver.engine.gauges().running + server.driver.engine.gauges().waiting:
-                await asyncio.sleep(0)
+            await until(lambda: not server.driver.engine.gauges().running + server.driver.engine.gauges().waiting)
             assert (await client.responses.retrieve(endless.id)).status == "cancelled"
 
     served(test, speed=5.0)
@@ -342,7 +342,6 @@ def test_clients_that_leave_a_stream_abort_their_work_on_each_api() -> None:
                     while not (await anext(lines)).endswith(".delta") and path == "/v1/responses":
                         pass
                     assert server.driver.engine.gauges().running == 1
-                while server.driver.engine.gauges().running:
-                    await asyncio.sleep(0)
+                await until(lambda: not server.driver.engine.gauges().running)
 
     served(test, speed=1.0)
