@@ -344,5 +344,5 @@ def test_a_successor_that_cannot_read_its_certificate_changes_nothing(
         run(eventually(lambda: httpx.get(f"{admin}/readyz").status_code == 200, "it is ready"))
         key.write_text("broken")
         process.process.send_signal(signal.SIGUSR2)
-        process.wait_for("the new process does not accept connections, so this one continues", within_s=60.0)
+        process.wait_for("the new process accepts no connections, so we continue", within_s=60.0)
         assert serial(url, authority.client())

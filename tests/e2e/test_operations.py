@@ -268,7 +268,7 @@ def test_a_successor_that_cannot_start_leaves_the_old_one_serving(fleet: list[st
         run(main(process, url))
         assert (
             events(process, "restart")[-1]["message"]
-            == "the new process does not accept connections, so this one continues"
+            == "the new process accepts no connections, so we continue"
         )
         assert process.process.poll() is None
 
