@@ -229,6 +229,8 @@ class Balancer:
         if ticket.state is TicketState.PLACED:
             state = ticket.where
             state.in_flight -= 1
+            if ticket.request.open_ended:
+                state.progress.open_ended -= 1
             if ticket.first_byte_at is None:
                 state.awaiting_first_byte -= 1
             if outcome is Outcome.COMPLETED:
@@ -455,7 +457,9 @@ class Balancer:
         ticket.placed_at = now
         if state.health is not Health.UP:
             ticket.trial = self._judge.tried(state, stream=ticket.request.stream, now=now)
-        if self._pool is not None:
+        if ticket.request.open_ended:
+            state.progress.open_ended += 1  # and no work is put down for it: what it will bring is not known
+        elif self._pool is not None:
             ticket.load = state.load
             ticket.placement = ticket.load.place(ticket.request, now)
         self._flows.placed(ticket, now)
