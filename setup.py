@@ -32,9 +32,9 @@ COMPILED = {
     "lbproxy/core/queue": "choice flow flows held overload owners ticket waiting_queue",
     "lbproxy/core/observed": "record snapshot",
     "lbproxy/net/connections": "corked h1 patience pool",
-    "lbproxy/proxy/request": "client_request forwarding headers plain reading",
+    "lbproxy/proxy/request": "client_request forwarding handshake headers plain reading",
     "lbproxy/proxy/exchange": "exchange exchanger failures relay steps",
-    "lbproxy/proxy/front": "turn",
+    "lbproxy/proxy/front": "socket_turn turn",
     "lbproxy/control/telemetry": "access_line histogram recent telemetry writer",
 }
 """By folder, what each request goes through."""

@@ -50,6 +50,7 @@ ONLY_IN = {
     "httpx": {"terminal/"},
     "matplotlib": {"sim/fleet/plots.py"},
     "dns": {"control/discovery/nameservers.py"},
+    "websockets": {"proxy/sockets/frames.py"},
     "opentelemetry": {"extras/spans.py", "extras/traces.py"},
 }
 READS_FILES = {
@@ -66,7 +67,7 @@ ROOMS = {
     "core": "requests engines caches capacity knowledge endpoints policies queue observed",
     "control": "probing discovery telemetry admin",
     "net": "dialing connections",
-    "proxy": "request exchange front",
+    "proxy": "request exchange sockets front",
     "sim": "engine workloads fleet",
 }
 """The rooms of a layer: a module imports its own room and those that stand left of it."""

@@ -229,6 +229,7 @@ class Balancer:
         if ticket.state is TicketState.PLACED:
             state = ticket.where
             state.in_flight -= 1
+            state.progress.open_ended -= ticket.request.open_ended
             if ticket.first_byte_at is None:
                 state.awaiting_first_byte -= 1
             if outcome is Outcome.COMPLETED:
@@ -455,7 +456,8 @@ class Balancer:
         ticket.placed_at = now
         if state.health is not Health.UP:
             ticket.trial = self._judge.tried(state, stream=ticket.request.stream, now=now)
-        if self._pool is not None:
+        state.progress.open_ended += ticket.request.open_ended
+        if self._pool is not None and not ticket.request.open_ended:  # what work that will be is not known
             ticket.load = state.load
             ticket.placement = ticket.load.place(ticket.request, now)
         self._flows.placed(ticket, now)

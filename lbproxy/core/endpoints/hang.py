@@ -100,7 +100,8 @@ class HangWatch:
             if trial is None or state.health is not Health.HALF_OPEN:
                 return False
             return known or trial.stream or state.breaker.cause is Cause.NO_PROGRESS
-        return (state.in_flight if known else state.in_flight - state.awaiting_first_byte) >= MIN_REQUESTS
+        expected = state.in_flight - state.progress.open_ended
+        return (expected if known else expected - state.awaiting_first_byte) >= MIN_REQUESTS
 
     def _patience_s(self, state: EndpointState, now: float) -> float:
         patience_s = max(self._silence_s, PREDICTED * state.progress.between_s)

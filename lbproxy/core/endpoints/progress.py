@@ -16,7 +16,17 @@ FADES: Final = 0.9
 class Progress:
     """What one endpoint showed of its work."""
 
-    __slots__ = ("_busy_since", "_ended", "_placed", "at", "between_s", "failing_since", "movements", "quiet_since")
+    __slots__ = (
+        "_busy_since",
+        "_ended",
+        "_placed",
+        "at",
+        "between_s",
+        "failing_since",
+        "movements",
+        "open_ended",
+        "quiet_since",
+    )
 
     def __init__(self) -> None:
         self.at = -inf
@@ -27,6 +37,8 @@ class Progress:
         """Since when each of its health checks failed, if they do."""
         self.movements = 0
         """How often its metrics moved with its work."""
+        self.open_ended = 0
+        """Requests in flight of which silence is no sign: WebSockets, whose clients may have nothing to say."""
         self.between_s = 0.0
         """The time between two of these: the longest, of late."""
         self._busy_since = inf

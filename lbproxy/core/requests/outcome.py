@@ -76,6 +76,9 @@ class Outcome(Enum):
     TOO_LARGE = _bad("request_too_large", 413, "The request body is too large.", close=True)
     URI_TOO_LONG = _bad("uri_too_long", 414, "The request target is too long.", close=True)
     CONTENT_ENCODING = _bad("unsupported_content_encoding", 415, "Encoded request bodies are not supported.")
+    WEBSOCKET_VERSION = _bad(
+        "unsupported_websocket_version", 426, "WebSocket is spoken in version 13 (RFC 6455).", close=True
+    )
     HEAD_TOO_LARGE = _bad("head_too_large", 431, "The request head is too large.", close=True)
 
     LOOP = OutcomeFacts(

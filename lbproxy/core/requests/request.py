@@ -40,6 +40,8 @@ class InferenceRequest(NamedTuple):
     stores: bool = False  # its response may be stored by the endpoint, and be asked for by its id
     repeatable: bool = True  # it may be sent again although an endpoint may have begun with it
     binary: bool = False  # its body is no JSON but audio, an image or a file
+    open_ended: bool = False
+    """A WebSocket: it lasts until a side closes it. Its silence is no fault, and its duration says nothing of speed."""
 
     def is_text(self, tokens: int) -> bool:
         """Whether so many tokens can be the prompt's text. If not, there are images in it, or somebody is wrong."""

@@ -81,6 +81,8 @@ _FIELDS = b"Accept: */*\r\nUser-Agent: lbproxy\r\n"
 class _Collector:
     """Takes head and end as a receiver, and the payload as a watcher."""
 
+    switches = False
+
     def __init__(self, connection: Connection, max_bytes: int) -> None:
         # A failure is a result here: an exception that a cancelled task never fetches would be logged as lost.
         self.result: asyncio.Future[Answer | UpstreamError] = asyncio.get_running_loop().create_future()

@@ -53,6 +53,11 @@ MAX_INFORMATIONAL: Final = 8
 class Receiver(Protocol):
     """Where a response goes. Called from the connection's own callbacks; must not block."""
 
+    @property
+    def switches(self) -> bool:
+        """The request asks to switch protocols: a 101 is a response to it, and goes to `head`. Else it is an error."""
+        ...
+
     def whole(self, head: ResponseHead, body: bytes) -> None:
         """The response, after any 1xx ones, that came in one piece; its length says so. Nothing follows."""
         ...
@@ -62,7 +67,9 @@ class Receiver(Protocol):
         ...
 
     def head(self, head: ResponseHead) -> None:
-        """The head of any other answer. Before this returns, `relay` must be called for the body, or `abort`."""
+        """The head of any other response. Before this returns, `relay` must be called for the body, or `abort`; or
+        `switch`, of a 101.
+        """
         ...
 
     def body(self, data: bytes) -> None:
@@ -147,6 +154,17 @@ class Connection:
         self._keeps = head.keep_alive
         data, self._buffer = self._buffer, b""
         self._relay(data)
+
+    def switch(self, protocol: asyncio.Protocol) -> tuple[Corked | None, bytes]:
+        """After a 101, from `Receiver.head`: `protocol` has the transport from now on, and gets what comes. Returns the
+        transport, None if it was lost in this turn, and what came behind the head. `abort` must follow in the end.
+        """
+        self._receiver = None
+        self.patience.over()
+        rest, self._buffer = self._buffer, b""
+        if self._transport is not None:
+            self._transport.set_protocol(protocol)
+        return self._transport, rest
 
     def began(self) -> None:
         """What the client waits for arrived: the first event, or byte of any other body. Now silence counts."""
@@ -233,7 +251,7 @@ class Connection:
                     raise ProtocolError("the response is not HTTP/1.x")
                 return
             head = parse_head(self._buffer[:end], self._method)
-            if head.status == 101:
+            if head.status == 101 and not receiver.switches:
                 raise ProtocolError("the endpoint switches protocols")
         except ProtocolError as error:
             self._break(UpstreamError(FailureKind.PROTOCOL, f"{self.origin}: {error}"))
@@ -244,7 +262,7 @@ class Connection:
             self._release(head.keep_alive)
             receiver.whole(head, rest)
             return
-        if head.status >= 200:
+        if head.status >= 200 or head.status == 101:
             receiver.head(head)
             return
         if head.status == 103:

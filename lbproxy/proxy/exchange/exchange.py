@@ -57,6 +57,8 @@ class Exchange(ABC):
     """As the balancer sees it. Set by `start`."""
     cors = ""
     """Field lines that its response gets in place of the endpoint's own; "" = the settings allow no origins."""
+    switches: bool = False
+    """See net.connections.pool.Receiver."""
     step = READING
     _work: Work
     """What is under way in this step: a dial, the connection that the request went out on, a relay, a timer."""

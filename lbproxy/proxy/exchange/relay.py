@@ -157,6 +157,7 @@ class Relay:
         "stage",
         "timed_out",
     )
+    switches = False
 
     def __init__(
         self,

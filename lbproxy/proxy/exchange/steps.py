@@ -14,6 +14,8 @@ SENT          a head arrived                                                RELA
               a short response arrived, complete                            OVER
               the kept connection turned out to be closed                   DIALLING
               failed, refused, or stranded                                  BACKING_OFF or OVER *
+              it switches to WebSocket, as it was asked to                  SWITCHED
+SWITCHED      closed or broken, whoever did it                              OVER
 RELAYING      failed, refused, or stranded before the first of the body     BACKING_OFF or OVER *
               complete, or broken later                                     OVER
 BACKING_OFF   the delay before another attempt is over                      PLACING
@@ -37,6 +39,7 @@ class Step(Enum):
     DIALLING = "dialling"
     SENT = "sent"
     RELAYING = "relaying"
+    SWITCHED = "switched"
     BACKING_OFF = "backing off"
     OVER = "over"
 
@@ -47,6 +50,7 @@ LOOKING: Final = Step.LOOKING
 DIALLING: Final = Step.DIALLING
 SENT: Final = Step.SENT
 RELAYING: Final = Step.RELAYING
+SWITCHED: Final = Step.SWITCHED
 BACKING_OFF: Final = Step.BACKING_OFF
 OVER: Final = Step.OVER
 """A member's look-up in its Enum takes 440 instructions, and each request changes its step four times."""
@@ -56,8 +60,9 @@ NEXT_STEPS: Final = {
     Step.PLACING: frozenset({Step.SENT, Step.DIALLING, Step.LOOKING, Step.OVER}),
     Step.LOOKING: frozenset({Step.PLACING, Step.OVER}),
     Step.DIALLING: frozenset({Step.SENT, Step.PLACING, Step.BACKING_OFF, Step.OVER}),
-    Step.SENT: frozenset({Step.RELAYING, Step.DIALLING, Step.BACKING_OFF, Step.OVER}),
+    Step.SENT: frozenset({Step.RELAYING, Step.SWITCHED, Step.DIALLING, Step.BACKING_OFF, Step.OVER}),
     Step.RELAYING: frozenset({Step.BACKING_OFF, Step.OVER}),
+    Step.SWITCHED: frozenset({Step.OVER}),
     Step.BACKING_OFF: frozenset({Step.PLACING, Step.OVER}),
     Step.OVER: frozenset(),
 }

@@ -9,10 +9,12 @@ LANE      its response is out, and nothing came meanwhile                       
           its response is out, and what came behind it is to be judged                BEHIND
 BEHIND    the next turn of the loop: it is judged like anything that comes            FREE
 AIOHTTP   aiohttp answered exactly the bytes that it was given                        FREE
+          its request switches to WebSocket                                           SWITCHED
 
-In LANE and BEHIND what comes is held back. AIOHTTP is left only where none of the bytes can be half a request; if that
-cannot be known, the connection stays with aiohttp, which can do everything, for good. That a connection is about to
-close is aiohttp's to know (`_close`, `_force_close`), in whichever state. Invariants:
+In SWITCHED what comes is a WebSocket's, until the end. In LANE and BEHIND what comes is held back. AIOHTTP is left only
+where none of the bytes can be half a request; if that cannot be known, the connection stays with aiohttp, which can do
+everything, for good. That a connection is about to close is aiohttp's to know (`_close`, `_force_close`), in whichever
+state. Invariants:
 
 - One request runs at a time, and answers go out in the order of the requests.
 - A response is written by the front end, never by aiohttp: `KEEP` and `CLOSE` tell aiohttp that it is out.
@@ -62,16 +64,18 @@ class State(Enum):
     LANE = "in the lane"
     BEHIND = "behind the lane"
     AIOHTTP = "in aiohttp"
+    SWITCHED = "switched"
 
 
 NEXT_STATES: Final = {
     State.FREE: frozenset({State.LANE, State.AIOHTTP}),
     State.LANE: frozenset({State.FREE, State.BEHIND}),
     State.BEHIND: frozenset({State.FREE}),
-    State.AIOHTTP: frozenset({State.FREE}),
+    State.AIOHTTP: frozenset({State.FREE, State.SWITCHED}),
+    State.SWITCHED: frozenset(),
 }
 """The table above, as tests hold it against what happens."""
-FREE, LANE, BEHIND, AIOHTTP = State  # a look-up less for each
+FREE, LANE, BEHIND, AIOHTTP, SWITCHED = State  # a look-up less for each
 
 
 class _Written(web.StreamResponse):
@@ -119,6 +123,10 @@ class Turn(Protocol):
 
     def resume(self) -> None:
         """It has room again."""
+        ...
+
+    def received(self, data: bytes) -> None:
+        """More came of the client of a WebSocket."""
         ...
 
 
@@ -256,6 +264,10 @@ class ClientConnection(web.RequestHandler):
         elif state is LANE or state is BEHIND:
             self._hold(data)
             return
+        elif state is SWITCHED:
+            if self.turn is not None:
+                self.turn.received(data)
+            return
         else:
             self._owed = None
         self._feed(data)
@@ -314,6 +326,13 @@ class ClientConnection(web.RequestHandler):
             self._front.refuse_unread(self, LbError(Outcome.BODY_TIMEOUT, "The request head did not arrive in time."))
             self.linger()
 
+    def switch(self, early: object) -> None:
+        """From now on what comes is a WebSocket's, and goes to the turn. What came already goes to `early`, a payload
+        parser as aiohttp calls it, within this call; aiohttp holds no more of that than it reads at once.
+        """
+        self.state = SWITCHED
+        self.set_parser(early)  # type: ignore[arg-type] # any that has its methods
+
     # The fast lane
 
     def _start(self, plain: ClientRequest) -> None:
@@ -366,6 +385,8 @@ class ClientConnection(web.RequestHandler):
     def linger(self) -> None:
         """The last response was written: close when the client has it. aiohttp has no transport from here on."""
         transport = self.transport
+        if self._linger is not None:
+            return
         if transport is None or transport.is_closing() or not transport.can_write_eof():
             self.force_close()
             return
@@ -405,6 +426,13 @@ class ClientConnection(web.RequestHandler):
         elif not self.busy and not self._head_bytes and self._loop.time() - self._idle_since >= for_s:
             self.force_close()
 
+    def stop(self) -> None:
+        """Close it: at once, or as soon as its last response had time to arrive."""
+        if self._linger is not None:
+            self._linger.hurry()
+        else:
+            self.force_close()
+
     def reconfigure(self, idle_s: float) -> None:
         """Another time after which it is closed when idle, and other settings of what endpoints are told of it."""
         self._keepalive_timeout = idle_s
@@ -414,7 +442,7 @@ class ClientConnection(web.RequestHandler):
         """End what runs, visibly: the deadline of the drain has come, or memory is short."""
         if self.turn is not None:
             self.turn.cut(why)
-        if self._task_handler is not None and self.state is not LANE:
+        if self._task_handler is not None and self.state is not LANE and self.state is not SWITCHED:
             self._task_handler.cancel()
 
     # aiohttp's side

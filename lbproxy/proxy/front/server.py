@@ -16,14 +16,12 @@ import socket
 from collections.abc import Sequence
 from math import inf
 from typing import cast
-from urllib.parse import unquote
 
 from aiohttp import web
 
 from lbproxy.config.tree import Settings
 from lbproxy.core.observed.record import MAX_PATH_CHARS, RequestRecord
 from lbproxy.core.observed.trace import Sampling
-from lbproxy.core.requests.openai import model_list
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.outline import WHOLE_BYTES
 from lbproxy.net.dialing.vanished import find_vanished
@@ -35,12 +33,14 @@ from lbproxy.proxy.front.bodies import read_body, read_large
 from lbproxy.proxy.front.connection import CLOSE, KEEP, ClientConnection
 from lbproxy.proxy.front.deadlines import Deadlines
 from lbproxy.proxy.front.overload import Overload, Unmetered
+from lbproxy.proxy.front.socket_turn import SocketTurn
 from lbproxy.proxy.front.turn import Turn
-from lbproxy.proxy.request.answers import error_answer, model_not_found
+from lbproxy.proxy.request.answers import error_answer, models_body
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.cors import Cors
 from lbproxy.proxy.request.forwarding import Forwarding, may_forward
-from lbproxy.proxy.request.headers import origin_form, read_request_fields
+from lbproxy.proxy.request.handshake import read_handshake
+from lbproxy.proxy.request.headers import SWITCHES, origin_form, read_request_fields
 from lbproxy.proxy.request.keys import KeyRing
 from lbproxy.proxy.request.reading import Large, Reading, has_form, has_json
 from lbproxy.proxy.request.routes import ADAPTERS, find_route
@@ -219,7 +219,7 @@ class FrontEnd(web.Server):
                 client.cut(Outcome.DRAINING)
             await _happens(self._quiet, FLUSH_S)
         for client in self._clients():
-            client.force_close()
+            client.stop()
         await _happens(self._empty, FLUSH_S)
         self.deadlines.close()
         return cut
@@ -269,16 +269,13 @@ class FrontEnd(web.Server):
                 answered.set_result(reusable)
 
         record = self.new_record(request.method, request.raw_path, client)
-        turn = Turn(
-            self,
-            client,
-            record,
-            ended,
+        if request.headers.get("Upgrade", "").lower() in SWITCHES:
+            turn: Turn = SocketTurn(self, client, record, ended)
+        else:
             # What HTTP/1.0 calls keep-alive would have to be confirmed, and ends with a relayed response anyway.
-            keep_alive=request.keep_alive
-            and request.version >= (1, 1)
-            and not (self._last_requests or self.overload.tight),
-        )
+            keep_alive = request.keep_alive and request.version >= (1, 1)
+            last = self._last_requests or self.overload.tight
+            turn = Turn(self, client, record, ended, keep_alive=keep_alive and not last)
         client.unread = request.content
         if self._cors is not None:
             turn.cors = self._cors.fields_for(request.headers.get("Origin"))
@@ -351,6 +348,8 @@ class FrontEnd(web.Server):
             record.route = "preflight"
             turn.answer_preflight(preflight)  # to whoever asks: a browser sends no key with it
             return
+        if turn.switches or fields.upgrade:
+            read_handshake(request.method, fields, is_switching=turn.switches)
         credentials, trace = fields.credentials, fields.trace
         if self.sampling is not None:
             record.trace, trace = self.sampling.begin(trace)
@@ -415,15 +414,7 @@ class FrontEnd(web.Server):
         """GET /v1/models, or one of them: what the endpoints that are up say, merged."""
         if not self._runtime.any_up():
             raise LbError(Outcome.NO_ENDPOINTS)
-        record = turn.record
-        cards = self._reading.model_cards()
-        wanted = unquote(record.path.removeprefix("/v1/models").removeprefix("/"))
-        if wanted:
-            card = next((card for card in cards if card.id == wanted), None)
-            if card is None:
-                raise model_not_found(wanted)
-        body = card.raw if wanted and card is not None else model_list(cards)
-        turn.answer(200, body)
+        turn.answer(200, models_body(self._reading.model_cards(), turn.record.path))
 
     def _forwarding(self, settings: Settings) -> Forwarding:
         return Forwarding(settings.forwarded, settings.trusted_proxies, self._id_prefix)

@@ -83,6 +83,10 @@ class Turn(Exchange):
             self._front.write(self._connected, self.record, answer)
             self.over(keep_alive)
 
+    def received(self, data: bytes) -> None:
+        """Never: only the client of a WebSocket sends in its turn."""
+        raise AssertionError("no WebSocket")
+
     def _ended(self, reusable: bool) -> None:
         if self.held_bytes:
             self._front.overload.let_go(self)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from http import HTTPStatus
 from math import ceil
+from urllib.parse import unquote
 
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.flow import MAX_RETRY_AFTER_S
 from lbproxy.core.queue.ticket import Ticket
-from lbproxy.core.requests.openai import REASON_FIELD, error_body
+from lbproxy.core.requests.openai import REASON_FIELD, ModelCard, error_body, model_list
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.proxy.request.headers import status_line
 
@@ -46,6 +47,8 @@ def error_answer(
         fields["x-should-retry"] = "false"
     if error.outcome is Outcome.UNAUTHORIZED:
         fields["www-authenticate"] = "Bearer"
+    if error.outcome is Outcome.WEBSOCKET_VERSION:
+        fields |= {"sec-websocket-version": "13", "upgrade": "websocket", "connection": "upgrade"}
     if error.allow is not None:
         fields["allow"] = error.allow
     return json_answer(facts.status, error_body(error, record.path), fields, keep_alive=keep_alive, more=more)
@@ -64,6 +67,17 @@ def json_answer(status: int, body: bytes, fields: dict[str, str], *, keep_alive:
 def empty_answer(fields: str, *, keep_alive: bool) -> bytes:
     """A 204. `fields`: lines with their CRLF."""
     return status_line(204) + fields.encode("ascii") + (b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
+
+
+def models_body(cards: list[ModelCard], path: str) -> bytes:
+    """The body for a path of /v1/models: of all `cards`, or of the one that it names. Raises LbError."""
+    wanted = unquote(path.removeprefix("/v1/models").removeprefix("/"))
+    if not wanted:
+        return model_list(cards)
+    card = next((card for card in cards if card.id == wanted), None)
+    if card is None:
+        raise model_not_found(wanted)
+    return card.raw
 
 
 def model_not_found(model: str | None) -> LbError:

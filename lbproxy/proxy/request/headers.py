@@ -42,6 +42,8 @@ CREDENTIALS: Final = frozenset({b"authorization", b"x-api-key"})
 REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 SESSIONS: Final = frozenset({b"x-claude-code-session-id", b"session-id", b"thread-id"})
 """By which coding agents name the conversation: Claude Code and Codex. `x-session-id` counts more."""
+SWITCHES: Final = frozenset({"websocket", "tcp"})
+"""Values of Upgrade, in lower case, after which aiohttp reads no HTTP any more."""
 HINTS: Final = frozenset(
     {
         b"x-lbproxy-priority",
@@ -125,6 +127,10 @@ class RequestFields:
     """endpoint-load-metrics-format is there: the client itself asks the endpoint for its load."""
     origin: str | None = None
     """Of the web page that sends it; None: no page does."""
+    upgrade: bytes = b""
+    """The protocol that it asks to switch to, if that is one of `SWITCHES`."""
+    accept: bytes = b""
+    """Of a request to switch to WebSocket: the Sec-WebSocket-Accept that its key asks for."""
     explain: bool = False
     """x-lbproxy-explain: it would like to know why its request went where it went."""
 
@@ -171,8 +177,12 @@ def read_request_fields(raw: Iterable[tuple[bytes, bytes]], *, http10: bool = Fa
         fields.expects_continue = False  # RFC 9110, section 10.1.1
         if fields.chunked:
             raise LbError(Outcome.BAD_REQUEST, "HTTP/1.0 has no Transfer-Encoding.")
+        if fields.upgrade:  # RFC 9110, section 7.8
+            raise LbError(Outcome.BAD_REQUEST, "HTTP/1.0 has no Upgrade.")
     elif hosts != 1:
         raise LbError(Outcome.BAD_REQUEST, "There must be exactly one Host header.")
+    if fields.upgrade and b"upgrade" not in nominated:
+        raise LbError(Outcome.BAD_REQUEST, "The Connection header does not name Upgrade.")
     if nominated - {b"close", b"keep-alive", b""}:
         piles = tuple(_without(nominated, parts) for parts in piles)
     fields.forward, fields.credentials, fields.trace, fields.forwarded, _ = map(b"".join, piles)
@@ -234,8 +244,8 @@ def _read_our_own(fields: RequestFields, nominated: set[bytes], key: bytes, valu
             fields.chunked = True
         case b"expect":
             fields.expects_continue = value.strip().lower() == b"100-continue"
-        case b"upgrade" if value.strip().lower() in {b"websocket", b"tcp"}:  # what aiohttp would switch to
-            raise LbError(Outcome.BAD_REQUEST, "Upgrades are not supported.")
+        case b"upgrade" if value.strip().lower().decode("latin-1") in SWITCHES:
+            fields.upgrade = value.strip().lower()
         case b"x-request-id" if REQUEST_ID.fullmatch(value):
             fields.request_id = value.decode("ascii")
         case _:

@@ -13,8 +13,11 @@ from collections.abc import Mapping
 from hashlib import sha256
 
 from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.proxy.request.handshake import KEY_IN_PROTOCOL
 
-_ONE_KEY = re.compile(rb"(?i:authorization:[ \t]*bearer +|x-api-key:[ \t]*)([!-~]{1,512})[ \t]*\r\n")
+_ONE_KEY = re.compile(
+    rb"(?i:authorization:[ \t]*bearer +|x-api-key:[ \t]*|%b)([!-~]{1,512})[ \t]*\r\n" % re.escape(KEY_IN_PROTOCOL)
+)
 """Exactly one field line: of two, lbproxy and a server behind it might each take another."""
 
 

@@ -16,6 +16,7 @@ from lbproxy.core.requests.outline import bytes_left_out
 from lbproxy.core.requests.prompt_keys import BlockKey, hash_prompt
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.proxy.request.client_request import ClientRequest
+from lbproxy.proxy.request.handshake import query_model, with_query_model
 from lbproxy.proxy.request.headers import MAX_SESSION_BYTES
 from lbproxy.proxy.request.routes import ANY_BODY, JSON_BODY, stored_response
 from lbproxy.runtime import Runtime
@@ -45,6 +46,8 @@ class Reading:
 
         `large`: its body, if that was read in turns. Raises LbError.
         """
+        if request.fields.upgrade:
+            return self._socket(request, record)
         facts, body = self._renamed(request, record, large)
         if body is not request.body:
             request = request._replace(body=body)
@@ -93,6 +96,23 @@ class Reading:
             request.route.is_inference or request.method not in {"POST", "PATCH"},
             bool(request.body) and not has_json(request),
         )
+
+    def _socket(self, request: ClientRequest, record: RequestRecord) -> tuple[ClientRequest, InferenceRequest]:
+        """The same for a WebSocket, whose model stands in the query. It does not count as a stream in the record: its
+        first message says nothing of how soon a prompt is answered.
+        """
+        named = query_model(request.target)
+        model = named
+        if named is None and request.route.is_inference:
+            model = resolve(None, self._runtime.base_models())
+        elif named is not None and named in self._aliases:
+            record.alias = named
+            model = self._aliases.target(named, request.fields.session or record.id, self._served_now())
+        if model is not None and model != named:
+            request = request._replace(target=with_query_model(request.target, model))
+        record.model = model
+        placed = self._placed(record, request, BodyFacts(model, True), is_large=False)
+        return request, placed._replace(open_ended=True)
 
     def _renamed(self, request: ClientRequest, record: RequestRecord, large: Large | None) -> tuple[BodyFacts, bytes]:
         """What the body says, with the model to place by (None: any endpoint), and the body to send. Notes what the

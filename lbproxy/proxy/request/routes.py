@@ -79,6 +79,7 @@ _ROUTES = {
     "/generate": Route("generate", Body.BY_TYPE, _PASSED_METHODS, flatten=generate_prompt),
     "/completion": Route("completion", Body.BY_TYPE, _PASSED_METHODS, flatten=completion_prompt),
     "/infill": Route("infill", Body.BY_TYPE, _PASSED_METHODS, flatten=infill_prompt),
+    "/v1/realtime": Route("realtime", Body.BY_TYPE, _PASSED_METHODS),
     **{
         f"/{name}": Route(name, Body.BY_TYPE, _PASSED_METHODS)
         for name in ("tokenize", "detokenize", "rerank", "score", "pooling", "classify")

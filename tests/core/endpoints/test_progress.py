@@ -41,9 +41,10 @@ class Play:
             self.balancer.first_byte(ticket, now=self.now)
             self.balancer.close(ticket, Outcome.COMPLETED, now=self.now)
 
-    def place(self, name: str, *, stream: bool = True, size: int = 400) -> Ticket:
+    def place(self, name: str, *, stream: bool = True, size: int = 400, open_ended: bool = False) -> Ticket:
         others = frozenset(one.uid for one in self.endpoints if one.name != name)
-        ticket = self.balancer.submit(InferenceRequest("r", MODEL, stream, size, size), now=self.now, avoid=others)
+        request = InferenceRequest("r", MODEL, stream, size, size, open_ended=open_ended)
+        ticket = self.balancer.submit(request, now=self.now, avoid=others)
         assert ticket.placed_on is not None
         assert ticket.placed_on.endpoint.name == name
         ticket.avoid = frozenset()  # which was only to get it there
@@ -94,6 +95,38 @@ def test_what_speaks_against_it(saved_by: str) -> None:
         if saved_by == "byte":
             it.balancer.first_byte(tickets[0], now=it.now)
             it.balancer.progress(tickets[0], 1, now=it.now)
+
+
+@pytest.mark.parametrize("policy", ["least-request", "adaptive"])
+def test_websockets_may_be_silent_for_as_long_as_they_like(policy: str) -> None:
+    """Their clients may have nothing to say; other requests beside them are judged as ever."""
+    play = Play(policy)
+    sockets = [play.place("e1", open_ended=True) for _ in range(5)]
+    for ticket in sockets:
+        play.balancer.first_byte(ticket, now=play.now)
+    assert not play.go(60.0)
+    streams = [play.place("e1") for _ in range(3)]
+    assert play.go(60.0)
+    for ticket in (*sockets, *streams):
+        play.balancer.close(ticket, Outcome.COMPLETED, now=play.now)
+    (state, _) = play.balancer.snapshot(now=play.now).endpoints
+    assert state.in_flight == 0
+
+
+def test_a_websocket_teaches_nothing_of_speed() -> None:
+    """It lasts as long as its client likes, and its first byte is a greeting."""
+    balancer, endpoints = pool_of(1, policy="adaptive")
+    before = balancer.learned(now=0.0)
+    for n in range(50):
+        request = InferenceRequest("r", MODEL, True, open_ended=True)
+        ticket = balancer.submit(request, now=float(n))
+        balancer.first_byte(ticket, now=n + 0.001)
+        balancer.progress(ticket, 5, now=n + 0.3)
+        balancer.close(ticket, Outcome.COMPLETED, now=n + 3600.0)
+    assert before is not None
+    after = balancer.learned(now=0.0)
+    assert after is not None
+    assert after[1][endpoints[0].uid] == before[1][endpoints[0].uid]
 
 
 def test_a_shorter_queue_is_progress_and_a_longer_one_is_not() -> None:

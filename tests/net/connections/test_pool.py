@@ -177,6 +177,8 @@ def test_a_name_with_several_addresses_is_tried_in_order() -> None:
 class Receiver:
     """Takes what comes on `connection`, and keeps it."""
 
+    switches = False
+
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.data = b""

@@ -54,6 +54,8 @@ class Transport(asyncio.Transport):
 class Asker:
     """A receiver that counts what it is told."""
 
+    switches = False
+
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.ends = 0

@@ -1,0 +1,173 @@
+"""A turn that asks for a WebSocket: an exchange like any other up to a 101, and a relay of frames after it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVarTuple, cast
+
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.retry import FailureKind, UpstreamError
+from lbproxy.net.connections.h1 import ResponseHead
+from lbproxy.net.connections.pool import Connection
+from lbproxy.proxy.exchange.steps import OVER, SWITCHED
+from lbproxy.proxy.front.connection import ClientConnection
+from lbproxy.proxy.front.turn import Front, Turn
+from lbproxy.proxy.request.handshake import SWITCH, switch_problem
+from lbproxy.proxy.request.headers import client_head
+from lbproxy.proxy.sockets.relay import SocketRelay
+from lbproxy.proxy.sockets.server_end import ServerEnd
+from lbproxy.proxy.sockets.side import Side
+
+Arguments = TypeVarTuple("Arguments")
+
+
+class _Early:
+    """Takes from aiohttp what a client sent before the 101, as its payload parser."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def feed_data(self, data: bytes) -> tuple[bool, bytes]:
+        """Called once."""
+        self.data = data
+        return False, b""
+
+    def feed_eof(self) -> None:
+        """The connection is lost, which the turn is told."""
+
+
+class SocketTurn(Turn):
+    """One request for a WebSocket, until that is closed; the sockets.relay.Owner of it. Whatever comes instead of a 101
+    is relayed as the response to any request; the client's connection ends with it.
+    """
+
+    _socket: SocketRelay | None = None
+    _server_end: ServerEnd | None = None
+    """Both set while SWITCHED."""
+
+    def __init__(
+        self, front: Front, client: ClientConnection, record: RequestRecord, ended: Callable[[bool], None]
+    ) -> None:
+        """See Turn."""
+        Turn.__init__(self, front, client, record, ended, keep_alive=False)
+        self.switches = True
+
+    # net.connections.pool.Receiver
+
+    def head(self, head: ResponseHead) -> None:
+        """See Exchange."""
+        if head.status != 101:
+            Turn.head(self, head)
+            return
+        connection = self._work
+        assert isinstance(connection, Connection)
+        problem = switch_problem(head, self.request.fields)
+        if problem is not None:
+            connection.abort()
+            self.broke(UpstreamError(FailureKind.PROTOCOL, f"{connection.origin}: {problem}"))
+        else:
+            self._guarded(self._switch, head, connection)
+
+    def _switch(self, head: ResponseHead, connection: Connection) -> None:
+        """It is a WebSocket from here on. The balancer is not kept waiting for a first message of the endpoint: the
+        client may have to speak first.
+        """
+        self._enter(SWITCHED)
+        shared, client, record = self._shared, self._connected, self.record
+        self._server_end = end = ServerEnd(connection, self)
+        answer = client_head(head, self._own_fields() + SWITCH, chunked=False, keep_alive=True)
+        record.status = 101
+        record.response_bytes = len(answer)
+        assert client.transport is not None, "a lost client ends its exchange"
+        client.transport.write(answer)
+        assert self._ticket is not None
+        shared.runtime.first_byte(self._ticket)
+        max_bytes = shared.settings.limits.json_body
+        there = Side(lambda: client.transport, masked=True, max_bytes=max_bytes)
+        there.is_full = client.writing_paused
+        here = Side(lambda: cast(asyncio.Transport | None, end.transport), masked=False, max_bytes=max_bytes)
+        self._socket = end.relay = relay = SocketRelay(
+            there, here, shared.runtime, record, shared.limits.silence_s, self
+        )
+        early = _Early()
+        client.switch(early)
+        if end.early:
+            relay.from_server(end.early)
+        if early.data:
+            relay.from_client(early.data)
+
+    # The client
+
+    def received(self, data: bytes) -> None:
+        """See connection.Turn."""
+        if self._socket is not None:
+            self._guarded(self._socket.from_client, data)
+
+    def pause(self) -> None:
+        """See Exchange."""
+        if self._socket is not None:
+            self._guarded(self._socket.filled, self._socket.client)
+        else:
+            Turn.pause(self)
+
+    def resume(self) -> None:
+        """See Exchange."""
+        if self._socket is not None:
+            self._guarded(self._socket.emptied, self._socket.client)
+        else:
+            Turn.resume(self)
+
+    def client_gone(self) -> None:
+        """See Exchange. A client that said why it leaves, or was told to, has not broken anything."""
+        socket = self._socket
+        if self.step is SWITCHED and socket is not None and (socket.client.said_close or socket.client.was_told):
+            socket.let_go()
+            self.socket_ended(Outcome.COMPLETED, timed_out=False)
+        else:
+            Turn.client_gone(self)
+
+    def cut(self, why: Outcome) -> None:
+        """See Exchange."""
+        if self._socket is None or self.step is not SWITCHED:
+            Turn.cut(self, why)
+        else:
+            self._socket.cut(why)
+            self._connected.linger()  # it may be sending: a close now would be a reset, and overtake the close frame
+
+    def _let_go(self) -> None:
+        if self._socket is not None:
+            self._socket.let_go()
+        else:
+            Turn._let_go(self)
+
+    # sockets.relay.Owner
+
+    def guarded(self, step: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
+        """See sockets.relay.Owner."""
+        self._guarded(step, *arguments)
+
+    def progress(self, messages: int) -> None:
+        """See sockets.relay.Owner."""
+        assert self._ticket is not None
+        self._shared.runtime.progress(self._ticket, messages)
+
+    def hold(self, size: int) -> None:
+        """See sockets.relay.Owner."""
+        if size or self.held_bytes:
+            self._front.overload.let_go(self)
+            self._front.overload.hold(self, size)
+
+    def end_server(self, *, at_once: bool) -> None:
+        """See sockets.relay.Owner."""
+        if self._server_end is not None:
+            self._server_end.close(at_once=at_once)
+
+    def socket_ended(self, outcome: Outcome, *, timed_out: bool) -> None:
+        """See sockets.relay.Owner."""
+        assert self._ticket is not None
+        if self.step is not OVER:
+            self.record.outcome = outcome
+            self._shared.runtime.close(self._ticket, outcome, timed_out=timed_out)
+            self.over(False)

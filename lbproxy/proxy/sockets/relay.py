@@ -1,0 +1,318 @@
+"""A WebSocket between a client and an endpoint: frames both ways, and one end for both.
+
+Theory of operation. Each frame goes on as soon as it is complete, with its opcode, its FIN bit and its payload as they
+came; only the mask is another. So fragments stay fragments, pings and pongs are the peers' own, and a message may be
+larger than what we hold. As no frame goes out by halves, a close frame of ours can stand anywhere.
+
+    stage     event                                                             next stage
+    OPEN      a close frame of one side was passed on                           CLOSING
+    CLOSING   that of the other too, or it did not come within `CLOSE_S`        OVER
+    any       a side is lost, sends what is no frame, answers no ping;          OVER
+              we stop, or have no memory
+
+Invariants:
+
+- A side is read only while the other one takes what it is sent.
+- Each side gets one close frame, unless its connection is lost; nothing follows it.
+- Nothing is retried: what was said on a WebSocket cannot be said again by us.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from enum import Enum
+from typing import Final, Protocol, TypeVarTuple
+
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES
+from lbproxy.proxy.exchange.relay import PROGRESS_S
+from lbproxy.proxy.sockets import frames
+from lbproxy.proxy.sockets.frames import DATA, Frame, FrameError, close_frame, is_close, is_pong, ping_frame
+from lbproxy.proxy.sockets.side import Side
+from lbproxy.runtime import Runtime
+
+Arguments = TypeVarTuple("Arguments")
+FRAMES_AT_ONCE: Final = 128
+"""Of one side in a turn of the loop: about 2 ms of frames without payload."""
+CLOSE_S: Final = 10.0
+"""How long a side may take to answer a close frame with its own: the time-out of the library `websockets`."""
+PONG_S: Final = 20.0
+"""How long a side may take to answer our ping: likewise."""
+_CUTS: Final = {
+    Outcome.DRAINING: (Outcome.CUT, frames.GOING_AWAY, "the load balancer is stopping"),
+    Outcome.OVERLOADED: (Outcome.OVERLOADED, frames.TRY_AGAIN_LATER, "the load balancer is out of resources"),
+}
+"""How it ends, and what the client is told."""
+
+
+class Owner(Protocol):
+    """Who has a WebSocket relayed."""
+
+    def guarded(self, step: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
+        """Do a step that nothing above answers for; if it raises, that is a defect, and ends everything."""
+        ...
+
+    def progress(self, messages: int) -> None:
+        """So many more messages came from the endpoint; at most every `PROGRESS_S`."""
+        ...
+
+    def hold(self, size: int) -> None:
+        """So much is held of frames that are not complete. Raises LbError if there is no room for it."""
+        ...
+
+    def end_server(self, *, at_once: bool) -> None:
+        """Close the endpoint's connection, when everything is sent or `at_once`."""
+        ...
+
+    def socket_ended(self, outcome: Outcome, *, timed_out: bool) -> None:
+        """Once: it is over, and the client has its close frame. Not after `let_go`."""
+        ...
+
+
+class Stage(Enum):
+    """See the module."""
+
+    OPEN = "open"
+    CLOSING = "closing"
+    OVER = "over"
+
+
+class SocketRelay:
+    """One WebSocket, from the 101 on."""
+
+    def __init__(
+        self, client: Side, server: Side, runtime: Runtime, record: RequestRecord, idle_s: float, owner: Owner
+    ) -> None:
+        """`idle_s`: after so long without a byte from either side both are asked whether they are there."""
+        self.client = client
+        self.server = server
+        self.stage = Stage.OPEN
+        self._runtime = runtime
+        self._record = record
+        self._owner = owner
+        self._idle_s = idle_s
+        self._ping = b""
+        """The payload of our ping, while it is out."""
+        self._messages = 0
+        """Those that were not reported as progress yet."""
+        self._progress_at = 0.0
+        client.heard_at = server.heard_at = self._armed_at = runtime.now()
+        self._timer = runtime.loop.call_later(idle_s, self._on_timer)
+
+    @property
+    def is_over(self) -> bool:
+        """It has ended; nothing is passed on any more."""
+        return self.stage is Stage.OVER
+
+    # What comes from the two sides
+
+    def from_client(self, data: bytes) -> None:
+        """The next bytes of the client."""
+        self._record.request_bytes += len(data)
+        self._take(self.client, data)
+
+    def from_server(self, data: bytes) -> None:
+        """The next bytes of the endpoint."""
+        self._take(self.server, data)
+        now = self._runtime.now()
+        if self._messages and now >= self._progress_at:
+            self._progress_at = now + PROGRESS_S
+            self._report_progress()
+
+    def filled(self, side: Side) -> None:
+        """This side takes nothing more for now."""
+        side.is_full = True
+        self._read(self._other(side))
+
+    def emptied(self, side: Side) -> None:
+        """It takes more again."""
+        side.is_full = False
+        other = self._other(side)
+        if other.is_behind:
+            self._catch_up(other)
+        self._read(other)
+
+    def server_lost(self, problem: str) -> None:
+        """The endpoint's connection is closed or broken."""
+        while self.server.is_behind and not self.is_over:
+            self.server.is_behind = False
+            self._take(self.server, b"")
+        if self.is_over:
+            return
+        if self.server.said_close or self.client.said_close:
+            self._tell(self.client, frames.NORMAL, "")
+            self._end(Outcome.COMPLETED)
+        else:
+            self._record.error = problem
+            self._tell(self.client, frames.INTERNAL_ERROR, "the connection to the model server was lost")
+            self._end(Outcome.UPSTREAM_BROKE)
+
+    def cut(self, why: Outcome) -> None:
+        """We stop (DRAINING) or have no memory (OVERLOADED)."""
+        if not self.is_over:
+            outcome, code, reason = _CUTS[why]
+            self._tell(self.client, code, reason)
+            self._tell(self.server, frames.GOING_AWAY, reason)
+            self._end(outcome)
+
+    def let_go(self) -> None:
+        """The client is lost, or a defect of ours ends everything. `socket_ended` is not called."""
+        if not self.is_over:
+            self._tell(self.client, frames.INTERNAL_ERROR, "the load balancer failed")
+            self._tell(self.server, frames.GOING_AWAY, "the client left")
+            self._close()
+
+    # Frames
+
+    def _take(self, side: Side, data: bytes) -> None:
+        if self.is_over or side.said_close:
+            return  # RFC 6455, section 5.5.1: nothing follows a close frame
+        side.heard_at = self._runtime.now()
+        try:
+            for count, frame in enumerate(side.reader.feed(data), 1):
+                if not self._pass(side, frame):
+                    return
+                if count == FRAMES_AT_ONCE:
+                    self._fall_behind(side)
+                    break
+        except FrameError as error:
+            self._malformed(side, error)
+            return
+        held = self.client.reader.held_bytes + self.server.reader.held_bytes
+        try:
+            self._owner.hold(held if held > LARGE_BODY_BYTES else 0)
+        except LbError:
+            self.cut(Outcome.OVERLOADED)
+
+    def _pass(self, side: Side, frame: Frame) -> bool:
+        """One frame, to the other side. Returns whether more may follow from this one."""
+        if self._ping and is_pong(frame, self._ping):
+            return True
+        if side is self.server:
+            self._record.response_bytes += self.client.send(frame)
+            if frame.opcode in DATA:
+                self._note_message(frame)
+        else:
+            self.server.send(frame)
+        if not is_close(frame):
+            return True
+        side.said_close = self._other(side).was_told = True
+        if self._other(side).said_close:
+            self._end(Outcome.COMPLETED)
+        else:
+            self._note_close(side, frame)
+            self.stage = Stage.CLOSING
+            self._arm(CLOSE_S)
+        return False
+
+    def _note_message(self, frame: Frame) -> None:
+        if self._record.first_byte_at is None:
+            self._record.first_byte_at = self._runtime.now()
+        self._messages += frame.fin
+
+    def _note_close(self, side: Side, frame: Frame) -> None:
+        """For the log: an endpoint that closes for a reason of its own. The reason's text may be of the prompt."""
+        code = frames.close_code(frame)
+        if side is self.server and code not in {None, frames.NORMAL, frames.GOING_AWAY}:
+            self._record.error = f"the endpoint closed the WebSocket with code {code}"
+
+    def _fall_behind(self, side: Side) -> None:
+        """More frames are there than should be passed on in one turn of the loop."""
+        side.is_behind = True
+        self._read(side)
+        self._runtime.loop.call_soon(self._owner.guarded, self._catch_up, side)
+
+    def _catch_up(self, side: Side) -> None:
+        if side.is_behind and not (self._other(side).is_full and self.stage is Stage.OPEN):
+            side.is_behind = False
+            self._take(side, b"")
+            self._read(side)
+
+    def _malformed(self, side: Side, error: FrameError) -> None:
+        if side is self.client:
+            self._record.error = f"the client broke the protocol: {error}"
+            self._tell(self.client, error.code, str(error))
+            self._tell(self.server, frames.GOING_AWAY, "the client broke the protocol")
+            self._end(Outcome.BAD_REQUEST)
+        else:
+            self._record.error = f"the endpoint broke the protocol: {error}"
+            self._tell(self.client, frames.INTERNAL_ERROR, "the model server broke the protocol")
+            self._tell(self.server, error.code, str(error))
+            self._end(Outcome.UPSTREAM_BROKE)
+
+    # Back-pressure
+
+    def _other(self, side: Side) -> Side:
+        return self.server if side is self.client else self.client
+
+    def _read(self, side: Side) -> None:
+        side.read(not (self._other(side).is_full or side.is_behind))
+
+    # Time
+
+    def _arm(self, seconds: float) -> None:
+        self._timer.cancel()
+        self._armed_at = self._runtime.now()
+        self._timer = self._runtime.loop.call_later(seconds, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._owner.guarded(self._timer_fired)
+
+    def _timer_fired(self) -> None:
+        now = self._runtime.now()
+        if self.stage is Stage.CLOSING:
+            self._tell(self.client, frames.NORMAL, "")
+            self._end(Outcome.COMPLETED)
+        elif self._runtime.pulse.stood_still_since(self._armed_at):
+            self._arm(PONG_S)  # what they sent may lie unread
+        elif self._ping:
+            self._judge_silence()
+        elif (left_s := max(self.client.heard_at, self.server.heard_at) + self._idle_s - now) > 0.0:
+            self._arm(left_s)
+        else:
+            self._ping = secrets.token_bytes(8)
+            self._record.response_bytes += self.client.send(ping_frame(self._ping))
+            self.server.send(ping_frame(self._ping))
+            self._arm(PONG_S)
+
+    def _judge_silence(self) -> None:
+        """Both were asked: who said nothing since is taken for dead. One that we do not read is not."""
+        self._ping = b""
+        silent = [one for one in (self.server, self.client) if one.heard_at < self._armed_at and not one.is_paused]
+        if not silent:
+            self._arm(self._idle_s)
+        elif silent[0] is self.server:
+            self._record.error = f"silent for {self._idle_s:g} s, and no answer to a ping within {PONG_S:g} s"
+            self._tell(self.client, frames.INTERNAL_ERROR, "the model server does not answer")
+            self._end(Outcome.UPSTREAM_BROKE, timed_out=True)
+        else:
+            self._record.error = "the client did not answer a ping"
+            self._tell(self.server, frames.GOING_AWAY, "the client does not answer")
+            self._end(Outcome.CLIENT_CLOSED)
+
+    # The end
+
+    def _tell(self, side: Side, code: int, reason: str) -> None:
+        """A close frame of ours, unless one went there before."""
+        if not side.was_told:
+            side.was_told = True
+            sent = side.send(close_frame(code, reason))
+            if side is self.client:
+                self._record.response_bytes += sent
+
+    def _end(self, outcome: Outcome, *, timed_out: bool = False) -> None:
+        self._close()
+        self._owner.socket_ended(outcome, timed_out=timed_out)
+
+    def _close(self) -> None:
+        self.stage = Stage.OVER
+        self._timer.cancel()
+        self._report_progress()
+        self._owner.end_server(at_once=self.server.is_full)
+
+    def _report_progress(self) -> None:
+        messages, self._messages = self._messages, 0
+        if messages:
+            self._owner.progress(messages)

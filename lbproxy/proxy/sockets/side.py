@@ -1,0 +1,50 @@
+"""One of the two peers of a WebSocket that is relayed: what it sends, and whether it is read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from lbproxy.proxy.sockets.frames import Frame, FrameReader
+
+
+class Side:
+    """A client or an endpoint. Bytes that it sends are read only as long as the other side takes them."""
+
+    def __init__(self, transport: Callable[[], asyncio.Transport | None], *, masked: bool, max_bytes: int) -> None:
+        """`transport`: None once it is lost. `masked`: what it sends is; so it is a client. `max_bytes`: of a frame."""
+        self.reader = FrameReader(masked=masked, max_bytes=max_bytes)
+        self.heard_at = 0.0
+        """When something last arrived from it."""
+        self.is_full = False
+        """It takes nothing more for now."""
+        self.is_behind = False
+        """Frames of it arrived that were not passed on yet."""
+        self.said_close = False
+        """Its close frame was passed on."""
+        self.was_told = False
+        """A close frame went to it, ours or the other side's."""
+        self.is_paused = False
+        """We do not read from it."""
+        self._transport = transport
+        self._masks = not masked
+
+    def send(self, frame: Frame) -> int:
+        """Write a frame, if the connection stands. Returns how many bytes it has."""
+        data = frame.serialize(mask=self._masks)
+        transport = self._transport()
+        if transport is None or transport.is_closing():
+            return 0
+        transport.write(data)
+        return len(data)
+
+    def read(self, wanted: bool) -> None:
+        """Read from it from now on, or do not."""
+        transport = self._transport()
+        if self.is_paused is not wanted or transport is None or transport.is_closing():
+            return
+        self.is_paused = not wanted
+        if wanted:
+            transport.resume_reading()
+        else:
+            transport.pause_reading()
