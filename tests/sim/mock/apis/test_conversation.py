@@ -27,7 +27,7 @@ CHAT: Json = {
             "role": "assistant",
             "reasoning": "Hm",
             "content": "I will ask.",
-            "tool_calls": [{"id": "1", "function": {"name": "weather", "arguments": '{"city": "Köln"}'}}],
+            "tool_calls": [{"id": "1", "function": {"name": "weather", "arguments": '{"days": 2, "city": "Köln"}'}}],
         },
         {"role": "tool", "tool_call_id": "1", "content": "rain"},
         {"role": "user", "content": "So?"},
@@ -43,7 +43,7 @@ RESPONSES: Json = {
         },
         {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm"}]},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I will ask."}]},
-        {"type": "function_call", "call_id": "1", "name": "weather", "arguments": '{"city":"Köln"}'},
+        {"type": "function_call", "call_id": "1", "name": "weather", "arguments": '{"city":"Köln","days":2}'},
         {"type": "function_call_output", "call_id": "1", "output": "rain"},
         {"role": "user", "content": "So?"},
     ],
@@ -69,7 +69,7 @@ MESSAGES: Json = {
             "content": [
                 {"type": "thinking", "thinking": "Hm", "signature": "s"},
                 {"type": "text", "text": "I will ask."},
-                {"type": "tool_use", "id": "1", "name": "weather", "input": {"city": "Köln"}},
+                {"type": "tool_use", "id": "1", "name": "weather", "input": {"city": "Köln", "days": 2}},
             ],
         },
         {
@@ -186,14 +186,8 @@ def test_tools_that_are_wrong_are_refused(fields: Json) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"model": None},
-        {"max_tokens": 0},
-        {"max_tokens": None},
-        {"messages": [{"role": "robot"}]},
-        {"messages": [5]},
-        {"tool_choice": {"type": "tool", "name": "x"}},
-        {"tool_choice": {"type": "x"}},
-        {"tool_choice": []},
+        *({"model": None}, {"max_tokens": 0}, {"max_tokens": None}, {"messages": [{"role": "robot"}]}),
+        *({"messages": [5]}, {"tool_choice": {"type": "tool", "name": "x"}}, {"tool_choice": []}),
     ],
 )
 def test_bad_messages_are_refused(change: Json) -> None:
@@ -205,14 +199,8 @@ def test_bad_messages_are_refused(change: Json) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"input": None},
-        {"input": 5},
-        {"input": [5]},
-        {"input": [{"content": "x"}]},
-        {"max_output_tokens": 0},
-        {"tools": [5]},
-        {"tool_choice": {"type": "x"}},
-        {"metadata": 5},
+        *({"input": None}, {"input": 5}, {"input": [5]}, {"input": [{"content": "x"}]}, {"max_output_tokens": 0}),
+        *({"tools": [5]}, {"tool_choice": {"type": "x"}}, {"metadata": 5}),
     ],
 )
 def test_bad_responses_are_refused(change: Json) -> None:

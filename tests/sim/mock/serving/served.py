@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from lbproxy.sim.mock.http import MockOptions, MockServer
+from tests.support.aio import until
 
 
 def served(test: Callable[[MockServer], Awaitable[None]], **options: object) -> None:
@@ -14,3 +15,9 @@ def served(test: Callable[[MockServer], Awaitable[None]], **options: object) -> 
             await test(server)
 
     asyncio.run(main())
+
+
+async def idle(server: MockServer) -> None:
+    """Wait until nothing is at the engine."""
+    gauges = server.driver.engine.gauges
+    await until(lambda: gauges().running + gauges().waiting == 0)

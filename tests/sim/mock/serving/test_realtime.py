@@ -12,8 +12,7 @@ import pytest
 
 from lbproxy.sim.mock.apis.fields import Json
 from lbproxy.sim.mock.http import MockOptions, MockServer
-from tests.sim.mock.serving.served import served
-from tests.support.aio import until as settled
+from tests.sim.mock.serving.served import idle, served
 
 
 @asynccontextmanager
@@ -123,20 +122,26 @@ def test_pings_are_answered_while_a_response_is_written_and_one_that_leaves_abor
         async with aiohttp.ClientSession() as session:
             socket = await session.ws_connect(f"{server.url}/v1/realtime", autoping=False)
             await socket.receive()
-            await socket.send_json({"type": "response.create"})
+            endless = {"type": "response.create", "response": {"max_output_tokens": 50_000}}
+            await socket.send_json(endless)
             await until(socket, "response.output_text.delta")
-            await socket.send_json({"type": "response.create"})
+            await socket.send_json(endless)
             refused = (await until(socket, "error"))[-1]
             assert refused["code"] == "conversation_already_has_active_response"
+            await socket.send_json({"type": "response.cancel"})
+            await idle(server)
+            await socket.send_json(endless)
+            await until(socket, "response.created")
+            await until(socket, "response.output_text.delta")
             await socket.ping(b"there?")
             kinds: list[aiohttp.WSMsgType] = []
             while not kinds or kinds[-1] != aiohttp.WSMsgType.PONG:
                 kinds.append((await socket.receive()).type)
             assert server.driver.engine.gauges().running == 1
             await socket.close()
-            await settled(lambda: not server.driver.engine.gauges().running)
+            await idle(server)
 
-    served(test, speed=0.2)
+    served(test, speed=1.0)
 
 
 def test_a_server_that_dies_closes_without_a_word() -> None:

@@ -15,8 +15,7 @@ from openai.types.responses import ResponseInputParam
 from openai.types.responses import ToolParam as ResponseTool
 
 from lbproxy.sim.mock.http import MockServer
-from tests.sim.mock.serving.served import served
-from tests.support.aio import until
+from tests.sim.mock.serving.served import idle, served
 
 SCHEMA: dict[str, object] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 CHAT_TOOL: ChatCompletionToolUnionParam = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
@@ -137,7 +136,7 @@ def test_a_response_in_the_background_goes_on_and_can_be_cancelled() -> None:
                 model="sim", input="x", background=True, extra_body={"ignore_eos": True}
             )
             assert (await client.responses.cancel(endless.id)).status == "cancelled"
-            await until(lambda: not server.driver.engine.gauges().running + server.driver.engine.gauges().waiting)
+            await idle(server)
             assert (await client.responses.retrieve(endless.id)).status == "cancelled"
 
     served(test, speed=5.0)
@@ -342,6 +341,6 @@ def test_clients_that_leave_a_stream_abort_their_work_on_each_api() -> None:
                     while not (await anext(lines)).endswith(".delta") and path == "/v1/responses":
                         pass
                     assert server.driver.engine.gauges().running == 1
-                await until(lambda: not server.driver.engine.gauges().running)
+                await idle(server)
 
     served(test, speed=1.0)
