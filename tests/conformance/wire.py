@@ -59,13 +59,14 @@ class Heard:
     method: str = "POST"
     """Of the first request: an answer to HEAD has no body."""
     answers: list[Answer] = field(default_factory=list)
-    interim: int = 0
-    """1xx answers."""
+    interim: list[bytes] = field(default_factory=list)
+    """Heads of 1xx answers."""
 
     def parse(self) -> None:
         """Fill `answers` from `raw`."""
         self.answers.clear()
-        self.interim, rest = 0, self.raw
+        self.interim.clear()
+        rest = self.raw
         while rest:
             head, found, rest = rest.partition(b"\r\n\r\n")
             match = re.match(rb"HTTP/1\.[01] ([0-9]{3})", head)
@@ -74,7 +75,7 @@ class Heard:
                 return
             status = int(match[1])
             if status < 200:
-                self.interim += 1
+                self.interim.append(head)
                 continue
             body, rest, whole = self._body(head.lower(), status, rest)
             self.answers.append(Answer(status, head, body, whole))
