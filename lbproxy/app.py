@@ -123,7 +123,6 @@ class Proxy:
         sinks: list[Sink] = [self.telemetry, self.recent]
         self.runtime = runtime = Runtime(balancer, sinks)
         self.connections = ConnectionPool(runtime.pulse)
-        self.connections.untaken_s = settings.timeouts.first_byte
         self.memory = Memory()
         overload = Overload(settings.limits, self.memory)
         overload.relieve = self._relieve
@@ -345,7 +344,6 @@ class Proxy:
         self.telemetry.reconfigure(settings.log)
         self.recent.reconfigure(settings.explain.requests)
         self.front.reconfigure(settings)
-        self.connections.untaken_s = settings.timeouts.first_byte
         if self.admin is not None and settings.admin is not None:
             self.admin.access.token = settings.admin.token
         self.runtime.reconfigure(policy, settings)

@@ -1,5 +1,5 @@
 """Every test of the data path runs on both ways in: the fast lane, and aiohttp for everything. What an exchange does is
-held against its table of steps, and what a client's connection becomes against that of its states.
+held against its table of steps, a relay against that of its stages, a client's connection against that of its states.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from lbproxy.proxy.exchange.exchange import Exchange
+from lbproxy.proxy.exchange.relay import NEXT_STAGES, Relay, Stage
 from lbproxy.proxy.exchange.steps import NEXT_STEPS, Step
 from lbproxy.proxy.front import connection
 from lbproxy.proxy.front.connection import NEXT_STATES, ClientConnection, State
@@ -49,6 +50,34 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Steps]:
         monkeypatch.setattr(Exchange, "_enter", noting)
     yield steps
     assert not steps.unknown
+
+
+class Stages:
+    """Those that relays took, and those that their table does not have."""
+
+    def __init__(self) -> None:
+        self.taken: set[tuple[Stage, Stage]] = set()
+
+    @property
+    def unknown(self) -> set[tuple[Stage, Stage]]:
+        return {(before, after) for before, after in self.taken if after not in NEXT_STAGES[before]}
+
+
+@pytest.fixture(autouse=True)
+def stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stages]:
+    """As the test's relays take them."""
+    stages = Stages()
+    if not COMPILED:
+        enter = Relay._enter
+
+        def noting(relay: Relay, stage: Stage) -> None:
+            before = relay.stage
+            enter(relay, stage)
+            stages.taken.add((before, stage))
+
+        monkeypatch.setattr(Relay, "_enter", noting)
+    yield stages
+    assert not stages.unknown
 
 
 class States:

@@ -12,9 +12,10 @@ is nobody's silence, and neither is time in which we ourselves stood still (`pro
 
 What the end of a clock means is the same for all three: the attempt ends as a time-out. Before the first bytes went to
 the client it is told so by a status, or an event where it has the head of a stream; later by an event. Whether the
-endpoint is blamed is for `core.endpoints.progress` to say: not if it shows that it goes on with other work. That an
-endpoint hangs, or is dead, is found by `core.endpoints.progress` too, from outside and sooner. A host that vanished is
-the kernel's (`net.dialing.vanished`).
+endpoint is blamed is for `core.endpoints.hang` to say (`goes_on`): not if it shows that it goes on with other work.
+That an endpoint hangs, or is dead, is found there too, from outside and sooner. A host that vanished is found by
+keep-alive of the kernel (`net.dialing.vanished`), which has no other limit: a busy endpoint may read nothing of a
+large body for as long as `response` runs. `connect` runs in the dial, which has no connection yet.
 """
 
 from __future__ import annotations

@@ -43,7 +43,6 @@ breaks later died with the request on it, which must then not be sent again: it 
 SWEEP_S: Final = 0.25
 CLOSING_S: Final = 0.01
 """An aborted transport lets go of its descriptor some turns of the loop later."""
-UNTAKEN_S: Final = 600.0
 LARGE_BYTES: Final = 1 << 20
 """A larger body is sent in slices, one a turn of the loop."""
 SLICE_BYTES: Final = 256 << 10
@@ -321,9 +320,6 @@ class ConnectionPool:
         self.pulse = pulse or Pulse()
         self.cork = Cork(self.loop)
         self.names = Names(self.loop)
-        self.untaken_s = UNTAKEN_S
-        """How long the host of an endpoint may take nothing of what was sent. A busy server reads no large body for as
-        long as it is busy, so this is no shorter than a response may take to begin."""
         self._stalled_s = 0.0
         """By how much the limits of all connections were prolonged so far."""
         self._idle: defaultdict[Origin, dict[Connection, float]] = defaultdict(dict)
@@ -359,7 +355,7 @@ class ConnectionPool:
                     raise
                 await asyncio.sleep(CLOSING_S)
                 sock = await open_socket(self.loop, self.pulse, self.names, origin, timeout_s)
-            find_vanished(sock, self.untaken_s)
+            find_vanished(sock)
             try:
                 if origin[2] is None:
                     connection = Connection(self, origin)

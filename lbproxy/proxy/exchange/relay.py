@@ -7,7 +7,8 @@ How far it is, is its `stage`:
     stage        event                                                          next stage
     HELD         the first of the body; or `HOLD_HEAD_S` passed, and nothing    COMMITTED
                  but this body could follow this head; or complete
-                 `HOLD_HEAD_S` passed, and another stream could follow          HEAD_SENT
+                 `HOLD_HEAD_S` passed, and another stream could follow; or      HEAD_SENT
+                 the client has the head of an earlier attempt
     HEAD_SENT    the first of the body, or complete                             COMMITTED
     COMMITTED    complete, broken, or cut                                       OVER
     any          broken, refused, or left: the exchange says what follows       OVER
@@ -118,6 +119,15 @@ class Stage(Enum):
     HEAD_SENT = "head sent"
     COMMITTED = "committed"
     OVER = "over"
+
+
+NEXT_STAGES: Final = {
+    Stage.HELD: frozenset({Stage.HEAD_SENT, Stage.COMMITTED, Stage.OVER}),
+    Stage.HEAD_SENT: frozenset({Stage.COMMITTED, Stage.OVER}),
+    Stage.COMMITTED: frozenset({Stage.OVER}),
+    Stage.OVER: frozenset(),
+}
+"""The table above, as tests hold it against what happens."""
 
 
 class Relay:

@@ -166,18 +166,20 @@ def test_dials_go_on_without_a_nameserver() -> None:
     run(main())
 
 
-def test_a_server_that_reads_nothing_for_long_is_not_cut_by_the_kernel() -> None:
-    """A large upload to a busy one: its window is zero, and it is well."""
+def test_a_server_that_reads_nothing_for_long_is_not_cut_by_the_kernel_and_a_host_that_vanished_is() -> None:
+    """A busy server does not read a large upload: its window is zero, and it is well. TCP_USER_TIMEOUT would cut it.
+    It would also be waited for in place of the 30 s of keep-alive.
+    """
 
     async def main() -> None:
         async with ScriptedEndpoint() as endpoint:
             pool = ConnectionPool()
-            pool.untaken_s = 77.0
             connection = await pool.connect(Origin(("127.0.0.1", endpoint.port)), 5.0)
             assert connection._transport is not None
             sock: Any = connection._transport.get_extra_info("socket")
-            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 77_000
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            options = socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT
+            assert [sock.getsockopt(socket.IPPROTO_TCP, one) for one in options] == [15, 5, 3, 0]
             connection.abort()
             pool.close()
 
