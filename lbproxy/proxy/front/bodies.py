@@ -13,6 +13,7 @@ from aiohttp import web
 from aiohttp.streams import StreamReader
 
 from lbproxy.config.tree import Settings
+from lbproxy.core.requests.forms import FormWalk
 from lbproxy.core.requests.large_json import LargeJson
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.proxy.front.connection import ClientConnection
@@ -94,9 +95,9 @@ async def _read_up_to(limit: int, content: StreamReader, reader: Reader, overloa
     return await loop.run_in_executor(None, b"".join, pieces)  # which lets go of Python's lock
 
 
-async def read_large_json(body: bytes) -> LargeJson:
-    """Read a large JSON body in many short turns of the loop. Raises LbError."""
-    large = LargeJson(body)
+async def read_large(body: bytes, content_type: bytes, *, is_json: bool) -> LargeJson | FormWalk:
+    """Read a large body, JSON or a form, in many short turns of the loop. Raises LbError."""
+    large = LargeJson(body) if is_json else FormWalk(body, content_type)
     for _ in iter(large.step, False):
         await asyncio.sleep(0)
     await asyncio.sleep(0)  # to hash the prompt takes long enough

@@ -23,7 +23,6 @@ from aiohttp import web
 from lbproxy.config.tree import Settings
 from lbproxy.core.observed.record import MAX_PATH_CHARS, RequestRecord
 from lbproxy.core.observed.trace import Sampling
-from lbproxy.core.requests.large_json import LargeJson
 from lbproxy.core.requests.openai import model_list
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.outline import WHOLE_BYTES
@@ -32,7 +31,7 @@ from lbproxy.net.listening.bind import bind, bound_port
 from lbproxy.net.listening.listener import Listener, connections_within
 from lbproxy.proxy.exchange.adapter_calls import AdapterCalls
 from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, Exchanger
-from lbproxy.proxy.front.bodies import read_body, read_large_json
+from lbproxy.proxy.front.bodies import read_body, read_large
 from lbproxy.proxy.front.connection import CLOSE, KEEP, ClientConnection
 from lbproxy.proxy.front.deadlines import Deadlines
 from lbproxy.proxy.front.overload import Overload, Unmetered
@@ -43,7 +42,7 @@ from lbproxy.proxy.request.cors import Cors
 from lbproxy.proxy.request.forwarding import Forwarding, may_forward
 from lbproxy.proxy.request.headers import origin_form, read_request_fields
 from lbproxy.proxy.request.keys import KeyRing
-from lbproxy.proxy.request.reading import Reading, has_json
+from lbproxy.proxy.request.reading import Large, Reading, has_form, has_json
 from lbproxy.proxy.request.routes import ADAPTERS, find_route
 from lbproxy.runtime import Runtime
 
@@ -373,11 +372,11 @@ class FrontEnd(web.Server):
         read = ClientRequest(request.method, target, route, fields, body, credentials, http10, trace)
         if route is ADAPTERS:
             await self._change_adapters(read, turn)
-        elif not has_json(read) or len(body) <= WHOLE_BYTES:
+        elif len(body) <= WHOLE_BYTES or not (has_json(read) or has_form(read)):
             self._answer(read, turn)
         else:
             self.overload.hold(turn, len(body))
-            self._answer(read, turn, await read_large_json(body))
+            self._answer(read, turn, await read_large(body, fields.content_type, is_json=has_json(read)))
 
     async def _change_adapters(self, request: ClientRequest, turn: Turn) -> None:
         record, settings = turn.record, turn.settings
@@ -388,8 +387,8 @@ class FrontEnd(web.Server):
         timeout_s, named = settings.timeouts.first_byte, settings.expose_endpoint
         turn.answer(*await self._adapter_calls.make(request, record.id, timeout_s=timeout_s, name_endpoints=named))
 
-    def _answer(self, request: ClientRequest, turn: Turn, large: LargeJson | None = None) -> None:
-        """Begin the exchange of a request that was read whole; `large`: its body, if that is JSON and large.
+    def _answer(self, request: ClientRequest, turn: Turn, large: Large | None = None) -> None:
+        """Begin the exchange of a request that was read whole; `large`: its body, if that is large and was read.
 
         Raises LbError if nothing was sent.
         """

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, TypeAlias
 
 from lbproxy.config.tree import Settings
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.flows import FlowRules
-from lbproxy.core.requests.forms import read_form_model, rename_form_model
+from lbproxy.core.requests.forms import FormWalk, read_form_model, rename_form_model
 from lbproxy.core.requests.large_json import LargeJson
 from lbproxy.core.requests.models import Aliases, resolve
 from lbproxy.core.requests.openai import BodyFacts, ModelCard, read_json_body, rename_model, with_model
@@ -20,6 +20,8 @@ from lbproxy.proxy.request.headers import MAX_SESSION_BYTES
 from lbproxy.proxy.request.routes import ANY_BODY, JSON_BODY, stored_response
 from lbproxy.runtime import Runtime
 
+Large: TypeAlias = LargeJson | FormWalk
+"""A body that was read in many turns of the loop."""
 MAX_ID_CHARS: Final = 160
 """Of a stored response."""
 SERVED_S: Final = 1.0
@@ -37,17 +39,17 @@ class Reading:
         self._served_until = float("-inf")
 
     def understand(
-        self, request: ClientRequest, record: RequestRecord, large: LargeJson | None
+        self, request: ClientRequest, record: RequestRecord, large: Large | None
     ) -> tuple[ClientRequest, InferenceRequest]:
         """The request as it is to be sent, and as the balancer sees it. Notes in `record` what is asked for.
 
-        `large`: its body, if that was read as JSON in turns. Raises LbError.
+        `large`: its body, if that was read in turns. Raises LbError.
         """
         facts, body = self._renamed(request, record, large)
         if body is not request.body:
             request = request._replace(body=body)
         record.model, record.stream = facts.model, facts.stream
-        return request, self._placed(record, request, facts, is_large=large is not None)
+        return request, self._placed(record, request, facts, is_large=isinstance(large, LargeJson))
 
     def _placed(
         self, record: RequestRecord, request: ClientRequest, facts: BodyFacts, *, is_large: bool
@@ -92,9 +94,7 @@ class Reading:
             bool(request.body) and not has_json(request),
         )
 
-    def _renamed(
-        self, request: ClientRequest, record: RequestRecord, large: LargeJson | None
-    ) -> tuple[BodyFacts, bytes]:
+    def _renamed(self, request: ClientRequest, record: RequestRecord, large: Large | None) -> tuple[BodyFacts, bytes]:
         """What the body says, with the model to place by (None: any endpoint), and the body to send. Notes what the
         client called the model, if it used a name of the settings.
         """
@@ -107,29 +107,32 @@ class Reading:
         if model == name:
             return facts, body
         if has_json(request):
-            renamed = rename_model(body, model, large.text if large is not None and body is request.body else None)
+            text = large.text if isinstance(large, LargeJson) and body is request.body else None
+            renamed = rename_model(body, model, text)
         else:
-            renamed = rename_form_model(body, request.fields.content_type, model)
+            walk = large if isinstance(large, FormWalk) else None
+            renamed = rename_form_model(body, request.fields.content_type, model, walk)
         return facts._replace(model=model), renamed
 
     def model_cards(self) -> list[ModelCard]:
         """What clients may name: what the endpoints that are up serve, and the settings' names for it."""
         return self._aliases.listed(self._runtime.model_cards())
 
-    def _read(self, request: ClientRequest, large: LargeJson | None) -> tuple[BodyFacts, bytes]:
+    def _read(self, request: ClientRequest, large: Large | None) -> tuple[BodyFacts, bytes]:
         """The same by the name that the client used."""
         body = request.body
         is_inference = request.route.is_inference
         if has_json(request):
             if not body and not is_inference:
                 return BodyFacts(None), body
-            facts = read_json_body(body, large)
+            facts = read_json_body(body, large if isinstance(large, LargeJson) else None)
             if facts.model is not None or not is_inference:
                 return facts, body
             model = resolve(None, self._runtime.base_models())
             return facts._replace(model=model), with_model(body, model)
-        if _is_read(request) and b"multipart/form-data" in request.fields.content_type:
-            named = read_form_model(body, request.fields.content_type)
+        if has_form(request):
+            walk = large if isinstance(large, FormWalk) else None
+            named = read_form_model(body, request.fields.content_type, walk)
             return BodyFacts(resolve(named, self._runtime.base_models()) if is_inference else named), body
         return BodyFacts(None), body
 
@@ -164,6 +167,11 @@ def has_json(request: ClientRequest) -> bool:
     if request.route.body is JSON_BODY:
         return request.method == "POST"
     return _is_read(request) and b"json" in request.fields.content_type
+
+
+def has_form(request: ClientRequest) -> bool:
+    """Its body is a form that must be read."""
+    return _is_read(request) and b"multipart/form-data" in request.fields.content_type
 
 
 def _is_read(request: ClientRequest) -> bool:

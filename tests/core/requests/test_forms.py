@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lbproxy.core.requests.forms import MAX_PART_HEAD_BYTES, MAX_PARTS, read_form_model, rename_form_model
+from lbproxy.core.requests.forms import (
+    MAX_FALSE_DELIMITERS,
+    MAX_PART_HEAD_BYTES,
+    MAX_PARTS,
+    PART_BYTES,
+    STEP_BYTES,
+    FormWalk,
+    read_form_model,
+    rename_form_model,
+)
 from lbproxy.core.requests.outcome import LbError
 
 KIND = b"multipart/form-data; boundary=b0und"
@@ -112,3 +121,36 @@ def test_4_mb_of_anything_take_no_longer_than_to_read_them(body: bytes) -> None:
     began = time.process_time()
     read_form_model(body, KIND)
     assert time.process_time() - began < 0.5
+
+
+def steps_of(body: bytes) -> int:
+    walk = FormWalk(body, KIND)
+    steps = 1
+    while walk.step():
+        steps += 1
+    assert walk.value is None or body[slice(*walk.value)].strip() == b"whisper-1"
+    return steps
+
+
+def test_a_large_form_is_walked_in_many_steps() -> None:
+    size = 20 * STEP_BYTES
+    assert steps_of(form(part('"file"', b"x" * size), MODEL)) >= 20
+    assert steps_of(form(part('"file"', b"\r\n--B0und-" * (MAX_FALSE_DELIMITERS - 1)), MODEL)) >= 5
+    assert steps_of(form(part('"n"', b"1") * (MAX_PARTS - 2), MODEL)) >= 20
+
+
+@pytest.mark.parametrize("shift", range(-16, 9))
+def test_a_delimiter_across_two_steps_is_found(shift: int) -> None:
+    """The first step ends in the middle of it, before it, or behind it."""
+    filled = STEP_BYTES - PART_BYTES + shift
+    body = form(part('"file"', b"x" * filled, '; filename="a"'), MODEL)
+    assert read_form_model(body, KIND) == "whisper-1"
+    assert read_form_model(body.replace(b"whisper-1", b"whisper-1 \r\n"), KIND) == "whisper-1"
+
+
+def test_what_is_made_to_be_looked_at_often_has_none() -> None:
+    false = b"\r\n--B0und-" * (MAX_FALSE_DELIMITERS + 1)
+    assert read_form_model(form(part('"file"', false), MODEL), KIND) is None
+    assert read_form_model(form(part('"file"', b"x\r\n--B0und" + b" " * 2000), MODEL), KIND) is None
+    with pytest.raises(LbError):
+        read_form_model(form(part('"model"', b"m" + b" " * 5000)), KIND)
