@@ -14,6 +14,7 @@ from lbproxy.core.knowledge.load_model import LoadModel
 from lbproxy.core.knowledge.placement import FREED_S, Placement, freed_per_ms
 from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.observed.learned import PoolLearned, of_endpoint, of_pool
+from lbproxy.core.requests.outline import KEPT_BYTES
 from lbproxy.core.requests.request import InferenceRequest, Usage
 
 KIB = 1024
@@ -448,6 +449,19 @@ def test_bytes_per_token_come_from_usage() -> None:
     for tokens in (1, 10**9, 0, None):
         load.end(load.place(prompt(3000), 0.0), Usage(prompt_tokens=tokens), 1.0)
     assert pool.bytes_per_token == pytest.approx(3.0, rel=0.02), "impossible counts are not believed"
+
+
+@pytest.mark.parametrize(("body_bytes", "teaches"), [(KEPT_BYTES, True), (KEPT_BYTES + 1, False)])
+def test_a_prompt_of_which_parts_were_left_out_teaches_nothing_of_bytes_per_token(
+    body_bytes: int, teaches: bool
+) -> None:
+    """Its bytes are counted by marks in it, and one such prompt would weigh as much as hundreds of others."""
+    pool = PoolModel(KIB)
+    load = LoadModel(pool)
+    large = prompt(1_000_000)._replace(body_bytes=body_bytes)
+    for _ in range(300):
+        load.end(load.place(large, 0.0), Usage(prompt_tokens=2_000_000), 1.0)
+    assert pool.bytes_per_token == pytest.approx(2.0 if teaches else 4.0, rel=0.02)
 
 
 def test_a_scrape_tells_of_adapters() -> None:

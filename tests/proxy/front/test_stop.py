@@ -41,7 +41,10 @@ def test_at_the_deadline_streams_are_cut_with_an_error_and_unanswered_requests_g
 
 
 def test_a_stop_ends_as_soon_as_the_last_request_does() -> None:
-    """Not at the deadline: a rolling restart would take as long as its slowest possible request."""
+    """Not at the deadline: a rolling restart would take as long as its slowest request. And no other limit ends
+    what is idle: these are too long for the test.
+    """
+    patient = "timeouts: {client_head: 1h, client_idle: 1h}"
     finish = asyncio.Event()
 
     async def script(wire: Wire, _: Received) -> None:
@@ -49,7 +52,7 @@ def test_a_stop_ends_as_soon_as_the_last_request_does() -> None:
         await wire.send(answer())
 
     async def main() -> None:
-        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
+        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url, more=patient) as it:
             client, idle = await it.connect(), await it.connect()
             client.send(post())
             await until(lambda: endpoint.requests, "it runs")
