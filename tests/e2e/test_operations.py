@@ -266,10 +266,7 @@ def test_a_successor_that_cannot_start_leaves_the_old_one_serving(fleet: list[st
     with lbproxy(tmp_path, fleet) as (process, url, _), ended(process):
         settings(tmp_path, fleet, wrong)
         run(main(process, url))
-        assert (
-            events(process, "restart")[-1]["message"]
-            == "the new process accepts no connections, so we continue"
-        )
+        assert events(process, "restart")[-1]["message"] == "the new process accepts no connections, so we continue"
         assert process.process.poll() is None
 
 

@@ -21,6 +21,8 @@ from lbproxy.proxy.request.headers import MAX_SESSION_BYTES
 from lbproxy.proxy.request.routes import ANY_BODY, JSON_BODY, stored_response
 from lbproxy.runtime import Runtime
 
+Large: TypeAlias = LargeJson | FormWalk
+"""A body that was read in many turns of the loop."""
 MAX_ID_CHARS: Final = 160
 """Of a stored response."""
 Large: TypeAlias = LargeJson | FormWalk
