@@ -25,8 +25,6 @@ Large: TypeAlias = LargeJson | FormWalk
 """A body that was read in many turns of the loop."""
 MAX_ID_CHARS: Final = 160
 """Of a stored response."""
-Large: TypeAlias = LargeJson | FormWalk
-"""A body that was read in many turns of the loop."""
 SERVED_S: Final = 1.0
 """How long what is served is taken for true: to ask all endpoints takes a while."""
 
