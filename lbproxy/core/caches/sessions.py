@@ -23,7 +23,8 @@ FIRST_TRUST: Final = 0.1
 """Before anything is reported: enough to decide between endpoints that are alike."""
 STEP: Final = 0.05
 KNOWN: Final = 0.5
-"""Where the keys match so much of what the session had, they are believed and not the hint."""
+"""Where the keys match so much of a prompt, or of what the session had, they count and not the hint: sub-agents have
+their parent's session, and their tools and system prompt are cached everywhere."""
 
 
 class Home:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Final, cast
 
 from lbproxy.core.caches.adapters import prices_ms
+from lbproxy.core.caches.sessions import KNOWN, Home
 from lbproxy.core.capacity.unread import FIRST_MS
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.knowledge.load_model import LoadModel
@@ -103,8 +104,8 @@ class Adaptive(Policy):
         pool = loads[0].pool
         token_ms, output, base, block = pool.token_ms, pool.output_tokens, pool.base_ms, pool.block_tokens(request)
         prompt = pool.prompt_tokens(request)
-        home = None if request.session is None else pool.sessions.home(request.session)
         blocks, depths = len(request.block_keys) * block, pool.index.match(request.block_keys)
+        home = None if request.session is None else _home(pool, request.session, prompt, block * max(depths, default=0))
         mean_load = sum([load.work.in_flight for load in loads]) / len(loads)
         space = SPACE * token_ms * pool.hit_ratio * (1.0 + CROWDED * mean_load)
         space_tokens, decode, pool_gap = pool.size.space_tokens, DECODE * output, (pool.gap_ms, pool.gap_per_token_ms)
@@ -224,6 +225,11 @@ def _named(parts: _Parts) -> dict[str, float]:
     if parts.adapter >= 0.0:
         named["adapter"] = parts.adapter
     return named
+
+
+def _home(pool: PoolModel, session: str, prompt: float, matched: float) -> Home | None:
+    """Where its session was last, if that says anything new: nowhere is much of the prompt known to be cached."""
+    return None if matched >= KNOWN * prompt else pool.sessions.home(session)
 
 
 def _least_work(prompt: float, cached: float) -> float:

@@ -59,6 +59,16 @@ def test_where_keys_match_they_are_believed_and_not_the_hint() -> None:
     assert with_hint == costs(turn(2100, tuple(range(8)), None), states)
 
 
+def test_a_sub_agent_whose_beginning_is_cached_elsewhere_is_not_drawn_to_its_parent() -> None:
+    """It has its parent's session, and tools and a system prompt that every endpoint has."""
+    _, states = pool_of(2)
+    for state in states:
+        answered(state.load, turn(16_000, tuple(range(62)), None), None)
+    answered(states[1].load, turn(60_000, (*range(62), *range(1000, 1172))), None)
+    sub_agent = turn(20_000, (*range(62), *range(5000, 5016)))
+    assert costs(sub_agent, states) == costs(sub_agent._replace(session=None), states)
+
+
 def test_engines_overrule_it() -> None:
     """If nothing was cached at homes, a home is worth nothing any more; if all was, it is worth all."""
     for cached, low, high in ((0, 0.0, 0.02), (10_000, 0.8, 1.0)):
