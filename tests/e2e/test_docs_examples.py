@@ -42,6 +42,7 @@ ELSEWHERE = {
     ("agents.md", 'model = "MODEL"'): "another program's; tests/proxy/exchange/test_agents_apis.py: its API",
     ("agents.md", '{\n  "provider"'): "another program's; tests/proxy/exchange/test_agents_apis.py: its API",
     ("agents.md", "export OPENAI_API_BASE"): "another program's; tests/proxy/exchange/test_agents_apis.py: its API",
+    ("realtime.md", "new WebSocket"): "a browser's; tests/proxy/request/test_handshake.py: what it sends",
     ("discovery.md", '{"time"'): "tests/e2e/test_dns.py",
     ("engines.md", "# TYPE requests gauge"): "tests/test_docs_engines.py",
     ("engines.md", "cfg.yaml: 3 problems"): "tests/e2e/test_docs.py, with the refused settings before it",

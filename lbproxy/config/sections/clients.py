@@ -111,7 +111,8 @@ class TimeoutSettings(Section):
     """Seconds from sending a request to an endpoint until its response begins (of a stream: the first event); a long
     prompt may queue. 600 s is the OpenAI client's own limit."""
     stream_idle: Timeout = 300.0
-    """Seconds without a byte from the endpoint after the response has begun."""
+    """Seconds without a byte from the endpoint after the response has begun; on a WebSocket without a byte from either
+    side, until both are pinged."""
     client_head: Timeout = 10.0
     """Seconds for a request's head, from its first byte; for the first request, from the connection (HAProxy's
     advice)."""
@@ -133,8 +134,8 @@ class LimitSettings(Section):
     """Limits of what lbproxy holds in memory for clients."""
 
     json_body: Annotated[int, _BODY] = _BODY_BYTES
-    """Bytes of a JSON request body, including images; larger ones get 413. If only body is lowered, this is lowered
-    too."""
+    """Bytes of a JSON request body, including images; larger ones get 413. Also of a WebSocket frame. If only body is
+    lowered, this is lowered too."""
     body: Annotated[int, _BODY] = _BODY_BYTES
     """Bytes of any other request body (audio, images); at least json_body."""
     body_rate: Annotated[int, size("1", "1GiB")] = 16 * 1024

@@ -37,6 +37,13 @@ from tests.proxy.front.test_deadlines import (
 )
 from tests.proxy.front.test_stop import test_an_answer_that_is_written_reaches_a_slow_client_though_we_stop
 from tests.proxy.request.test_keys import test_nothing_of_a_body_is_waited_for
+from tests.proxy.sockets.test_relay import (
+    test_a_client_that_dies_ends_the_servers_work,
+    test_a_close_that_is_not_answered_is_not_waited_for_for_ever,
+    test_a_peer_that_reads_nothing_pauses_the_other_one,
+    test_a_server_that_dies_is_told_to_the_client_by_1011,
+    test_frames_pass_as_they_are_in_both_directions,
+)
 from tests.support.aio import run, until
 from tests.support.endpoint import OK, Received, ScriptedEndpoint, Wire, answer
 from tests.support.rig import RawClient, Rig, post, rig
@@ -57,6 +64,11 @@ __all__ = [
     "test_the_stream_of_another_goes_on_after_the_head",
     "test_what_cannot_go_on_is_told_as_an_event",
     "test_an_answer_that_is_written_reaches_a_slow_client_though_we_stop",
+    "test_a_client_that_dies_ends_the_servers_work",
+    "test_a_close_that_is_not_answered_is_not_waited_for_for_ever",
+    "test_a_peer_that_reads_nothing_pauses_the_other_one",
+    "test_a_server_that_dies_is_told_to_the_client_by_1011",
+    "test_frames_pass_as_they_are_in_both_directions",
 ]
 
 

@@ -46,7 +46,11 @@ BAD = {
     ),
     "bad chunk": (CHUNKED + b"zz\r\n", 400, "bad_request"),
     "huge header": (get("/v1/models", more="X: " + "y" * 20_000 + "\r\n"), 431, "head_too_large"),
-    "websocket": (get("/v1/realtime", more="Connection: Upgrade\r\nUpgrade: websocket\r\n"), 400, "bad_request"),
+    "websocket": (
+        get("/v1/realtime", more="Connection: Upgrade\r\nUpgrade: websocket\r\n"),
+        426,
+        "unsupported_websocket_version",
+    ),
     "encoded body": (post(more="Content-Encoding: gzip\r\n"), 415, "unsupported_content_encoding"),
     "not JSON": (post(b"{"), 400, "invalid_json"),
     "not an object": (post(b"[]"), 400, "invalid_json"),

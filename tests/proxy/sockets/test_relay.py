@@ -6,15 +6,20 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import aiohttp
 import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
+from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
+from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.proxy.sockets import relay as relay_module
 from tests.support.aio import run, until
+from tests.support.certificates import CA, server_context
+from tests.support.connect_proxy import ConnectProxy
 from tests.support.endpoint import Received, Script, ScriptedEndpoint, Wire, answer, hang, reset
 from tests.support.rig import Rig, post, rig
 from tests.support.sockets import (
@@ -506,3 +511,49 @@ def test_a_client_that_leaves_before_the_101_is_let_go() -> None:
             assert it.records.requests[0].outcome is Outcome.CLIENT_CLOSED
 
     run(main())
+
+
+async def echoes(wire: Wire) -> None:
+    while (got := await read_frame(wire.reader))[0] != CLOSE:
+        await wire.send(frame(got[0], got[2]))
+    await wire.send(close(1000))
+    await wire.watch()
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["uvloop", "asyncio"])
+@pytest.mark.parametrize("way_there", ["tls", "unix", "proxy", "tls through a proxy"])
+def test_every_way_to_an_endpoint_takes_websockets(way_there: str, plain: bool, tmp_path: Path) -> None:
+    """With the endpoint's own key in place of the client's, wherever that stands."""
+
+    async def main() -> None:
+        tls = "tls" in way_there
+        path = str(tmp_path / "socket") if way_there == "unix" else None
+        script = after_switch(echoes)
+        async with (
+            ScriptedEndpoint(script, tls=server_context() if tls else None, path=path) as server,
+            ConnectProxy() as proxy,
+            rig("http://127.0.0.1:9") as it,
+        ):
+            spec = EndpointSpec(
+                name="e1",
+                base_url=server.url,
+                api_key=ApiKey("its-own"),
+                tls=Tls(CA.read_text()) if tls else None,
+                proxy=Proxy("127.0.0.1", proxy.port) if "proxy" in way_there else None,
+            )
+            it.endpoints = it.runtime.set_endpoints([spec]).added
+            it.bring_up()
+            more = "Sec-WebSocket-Protocol: openai-insecure-api-key.mine\r\nAuthorization: Bearer mine\r\n"
+            client = await raw_socket(it, upgrade(more=more))
+            data = os.urandom(300_000)
+            client.send(frame(BINARY, data, masked=True))
+            assert await read_frame(client.reader) == (BINARY, True, data)
+            client.send(close(1000, masked=True))
+            assert (await read_frame(client.reader))[0] == CLOSE
+            assert await client.reader.read() == b""
+            head = server.requests[0].head
+            assert b"Authorization: Bearer its-own\r\n" in head
+            assert b"mine" not in head
+            await until(lambda: it.connections.open_connections == 0)
+
+    run(main(), plain=plain)
