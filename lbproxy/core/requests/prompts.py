@@ -184,13 +184,12 @@ def _add_tools(tools: object, pieces: _Pieces) -> None:
 
 
 def _add_system(system: object, pieces: _Pieces) -> None:
-    """A text, or parts: as a message of the system, without the billing line."""
+    """A text, or parts: as a message of the system, without a first part that is the billing line. In a text vLLM keeps
+    that line, so it stays here too.
+    """
     if not system:
         return
-    if isinstance(system, str):
-        first, separator, rest = system.partition("\n")
-        system = rest if first.startswith(BILLING_LINE) and separator else system
-    elif isinstance(system, list) and _is_billing(system[0]):
+    if isinstance(system, list) and _is_billing(system[0]):
         system = system[1:]
     pieces.add(b"\x1esystem\n")
     _add_content(system, pieces)

@@ -192,14 +192,16 @@ def test_a_turn_of_claude_code_extends_the_last_whatever_its_marks_and_billing_l
         assert b"hm 1" in later
 
 
-def test_a_billing_line_is_left_out_of_a_system_prompt_that_is_a_text() -> None:
+def test_a_billing_line_is_left_out_where_vllm_leaves_it_out() -> None:
+    """In a text vLLM 0.32 keeps it, so that nothing behind it is ever cached."""
     bodies: list[dict[str, Any]] = [
-        {"system": "x-anthropic-billing-header: cch=1;\nBe brief.", "messages": []},
         {"system": "Be brief.", "messages": []},
         {"system": [{"type": "text", "text": "Be brief."}], "messages": []},
         {"system": ["x-anthropic-billing-header: cch=2;", "Be brief."], "messages": []},
     ]
     assert {messages_prompt(body).text for body in bodies} == {b"\x1esystem\nBe brief."}
+    kept = {"system": "x-anthropic-billing-header: cch=1;\nBe brief.", "messages": []}
+    assert b"cch=1" in messages_prompt(kept).text
 
 
 def test_one_conversation_is_one_prompt_through_each_api() -> None:
