@@ -9,7 +9,7 @@ BUILT := build/compiled
 THROUGH_SOCKETS := tests/net tests/proxy tests/e2e tests/chaos
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: run test test-units test-sockets test-tools chaos soak test-real check format lint types lock clean compiled bench-dashboard bench-overhead profile bench-routing \
+.PHONY: run test test-units test-sockets test-tools chaos soak test-real test-clients check format lint types lock clean compiled bench-dashboard bench-overhead profile bench-routing \
         bench-routing-http recording night
 
 run: $(VENV)/.run
@@ -55,6 +55,10 @@ types: $(VENV)/.dev
 # Real vLLM servers on CPU, in an environment of their own (.real, 2.5 GB): docs/testing.md.
 test-real: $(VENV)/.dev
 	$(BIN)/python -m tests.real
+
+# Client libraries through lbproxy before simulated servers, in environments of their own (.clients, 1 GB): docs/testing.md.
+test-clients: $(VENV)/.dev
+	$(BIN)/python -m tests.clients
 
 # Every fault with its counts: ten minutes, for the tables of docs/reliability.md. A short form is among the tests.
 chaos: $(VENV)/.dev

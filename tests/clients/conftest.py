@@ -10,6 +10,7 @@ import pytest
 from tests.clients.environment import Report
 from tests.support.process import Process, mock
 
+MOCK = ("--model", "tiny", "--speed", "20")
 REPORTS = pytest.StashKey[list[Report]]()
 
 
@@ -35,7 +36,7 @@ def reports(pytestconfig: pytest.Config) -> list[Report]:
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """lbproxy before two simulated servers."""
     config: Path = tmp_path_factory.mktemp("clients") / "lbproxy.yaml"
-    with mock("--model", "tiny") as (_, one), mock("--model", "tiny") as (_, two):
+    with mock(*MOCK) as (_, one), mock(*MOCK) as (_, two):
         config.write_text(
             f"listen: 127.0.0.1:0\nadmin: 127.0.0.1:0\nendpoints:\n  - {{url: '{one}'}}\n  - {{url: '{two}'}}\n"
         )

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from tests.clients import environment as clients
 from tests.real.environment import HERE, Unavailable, prepare
 
 
@@ -22,6 +23,7 @@ def main(arguments: list[str]) -> int:
     start = time.monotonic()
     try:
         prepare(say)
+        clients.prepare(say)
     except Unavailable as e:
         bar = "!" * 100
         say(f"{bar}\nSKIPPED: nothing was tested on real servers.\n{e}\n{bar}")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.real import environment, servers
-from tests.real.servers import Fleet
+from tests.real.servers import Fleet, Small
 
 FIGURES = pytest.StashKey[list[str]]()
 
@@ -51,6 +51,13 @@ def started(parts: environment.Environment, found: Callable[[str], None]) -> Ite
         fleet.bring_up()
         found(f"start: two vLLM 0.32.0, transformers serve and lbproxy ready after {time.monotonic() - start:.0f} s")
         yield fleet
+
+
+@pytest.fixture(scope="session")
+def small(parts: environment.Environment, started: Fleet) -> Iterator[Small]:
+    """Two more servers; `started` made the folder of their logs."""
+    with servers.small_ones(parts) as small:
+        yield small
 
 
 @pytest.fixture

@@ -30,8 +30,8 @@ OPENAI_NODE = "openai@7.55.0"
 TORCH = "torch==2.13.0+cpu"
 
 MIN_CORES = 2
-# Two vLLM servers take 1.6 GB each at rest, `transformers serve` 0.5 GB; more is needed while they start.
-MIN_MEMORY_BYTES = 5 << 30
+# Four vLLM servers take 1.6 GB each at rest, `transformers serve` 0.5 GB; more is needed while they start.
+MIN_MEMORY_BYTES = 8 << 30
 # 2.3 GB of packages, and the downloads before they are unpacked.
 MIN_DISK_BYTES = 5 << 30
 INSTALL_TIMEOUT_S = 1800

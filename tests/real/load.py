@@ -21,7 +21,7 @@ import openai
 from openai import OpenAI
 from openai.types import Completion
 
-from tests.real.servers import MODEL
+from tests.real.servers import MODEL, LlmServer, sum_of
 
 ERRORS = (openai.OpenAIError, httpx.HTTPError)  # what the SDK raises; in mid-stream httpx's own as well
 
@@ -165,6 +165,42 @@ class Load:
     def answered(self, endpoint: str, since: float = 0.0) -> int:
         """How many this endpoint answered well."""
         return sum(one.endpoint == endpoint and not one.error for one in self.since(since))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """An engine's own gauges at one moment."""
+
+    waiting: float
+    running: float
+
+
+class Watch:
+    """Reads the gauges of some servers, again and again, each in a thread of its own, for as long as the `with` block
+    takes.
+    """
+
+    def __init__(self, watched: Sequence[LlmServer], pause_s: float = 0.05) -> None:
+        self.readings: dict[str, list[Reading]] = {server.name: [] for server in watched}
+        self._pause_s = pause_s
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._read, args=(server,)) for server in watched]
+
+    def __enter__(self) -> Watch:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _read(self, server: LlmServer) -> None:
+        while not self._stop.wait(self._pause_s):
+            page = server.page()
+            waiting, running = (sum_of(page, f"vllm:num_requests_{state}") for state in ("waiting", "running"))
+            self.readings[server.name].append(Reading(waiting, running))
 
 
 def failures(results: Sequence[Result]) -> list[str]:

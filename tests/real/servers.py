@@ -31,6 +31,7 @@ LOGS = FOLDER / "logs"
 MODEL, OTHER_MODEL = "tiny", "lbproxy/tiny"
 """What vLLM serves, and what `transformers serve` does: it names models by their place in its cache."""
 QUEUE_CAP = 8
+SLOTS = 4
 DRAIN_S = 60
 """What vLLM gives running requests after SIGTERM. Tests end it sooner by letting them finish."""
 # Measured: 40 s for all three on two idle cores. Twice as long on a slower disk; four times beside other work.
@@ -38,6 +39,8 @@ START_TIMEOUT_S = 240.0
 PATIENCE_S = 60.0
 TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 """Options with which it calls tools."""
+STRICT = ["--tool-strict-level", "parameter"]
+"""Arguments are made by their schema even if a client does not send `strict`."""
 PAGES = httpx.Client(timeout=30, limits=httpx.Limits(max_keepalive_connections=0))
 """Reads metrics pages. One client: to make one for each page takes more of two cores than the page. No connection is
 kept: vLLM ends only when none is left."""
@@ -121,14 +124,21 @@ class Daemon:
         self._process.wait()
 
 
+def sum_of(page: str, family: str, *labels: str) -> float:
+    """The sum of a family's samples on a page of metrics, of those whose labels contain all of `labels`."""
+    lines = [line for line in page.splitlines() if re.match(rf"{re.escape(family)}[{{ ]", line)]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in labels))
+
+
 class LlmServer(Daemon):
     """A real server, asked directly: around lbproxy."""
 
+    def page(self) -> str:
+        """The server's own metrics."""
+        return PAGES.get(f"{self.url}/metrics").text
+
     def gauge(self, family: str, *labels: str) -> float:
-        """The sum of a family's samples whose labels contain all of `labels`, on the server's own page."""
-        page = PAGES.get(f"{self.url}/metrics").text
-        lines = [line for line in page.splitlines() if re.match(rf"{re.escape(family)}[{{ ]", line)]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in labels))
+        return sum_of(self.page(), family, *labels)
 
     def warm_up(self) -> None:
         """Its first answers, which take several times as long as those after them."""
@@ -224,7 +234,10 @@ def endings(environment: Environment) -> list[str]:
     (file,) = environment.model.glob("hub/*/snapshots/*/tokenizer.json")
     tokens = json.loads(file.read_text())["model"]["vocab"]
     words = [number for token, number in tokens.items() if token.startswith("\u0120") and token[1:2].isalpha()]
-    return ["--override-generation-config", json.dumps({"eos_token_id": [0, *words[::3]]})]
+    folder = LOGS / "endings"
+    folder.mkdir(exist_ok=True)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, *words[::3]]}))
+    return ["--generation-config", str(folder)]
 
 
 def vllm(
@@ -257,17 +270,17 @@ def transformers(environment: Environment) -> LlmServer:
     return LlmServer("transformers", [str(environment.transformers), *options.split()], f"http://127.0.0.1:{port}", env)
 
 
-def lbproxy(endpoints: list[LlmServer]) -> tuple[Daemon, str]:
+def lbproxy(endpoints: list[LlmServer], name: str = "lbproxy") -> tuple[Daemon, str]:
     """lbproxy before them, with the URL of its admin listener.
 
     Everything is at its default but that adapters may be loaded, and the time for a connection: where two cores run
     three servers and their load, a process may not get to run for a second.
     """
-    config = LOGS / "lbproxy.yaml"
+    config = LOGS / f"{name}.yaml"
     listing = "".join(f"  - {{url: '{one.url}', name: {one.name}}}\n" for one in endpoints)
     settings = "listen: 127.0.0.1:0\nadmin: 127.0.0.1:0\ntimeouts: {connect: 10s}\nlora_management: true\n"
     config.write_text(f"{settings}endpoints:\n{listing}")
-    daemon = Daemon("lbproxy", [*LBPROXY, "--config", str(config)])
+    daemon = Daemon(name, [*LBPROXY, "--config", str(config)])
     daemon.start()
 
     def listening() -> re.Match[str] | None:
@@ -301,6 +314,40 @@ def running(environment: Environment) -> Iterator[Fleet]:
         proxy, admin = lbproxy([*servers, other])
         daemons.append(proxy)
         yield Fleet(servers, other, proxy, admin)
+    finally:
+        for daemon in daemons:
+            daemon.kill()
+
+
+@dataclass(frozen=True)
+class Small:
+    """Two vLLM servers that run SLOTS requests at a time, call tools and store responses, and lbproxy before them."""
+
+    vllm: list[LlmServer]
+    lbproxy: Daemon
+
+    @property
+    def url(self) -> str:
+        return self.lbproxy.url
+
+
+@contextmanager
+def small_ones(environment: Environment) -> Iterator[Small]:
+    """Beside the fleet, whose LOGS are there; every process is killed at the end."""
+    options = ["--max-num-seqs", str(SLOTS), *TOOLS, *STRICT, *endings(environment)]
+    store = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
+    both = [vllm(environment, f"small-{core + 1}", "", core, *options, env=store) for core in (0, 1)]
+    daemons: list[Daemon] = [*both]
+    try:
+        for server in both:
+            server.start()
+        for server in both:
+            server.wait_until_ready()
+            server.warm_up()
+        proxy, _ = lbproxy(both, "lbproxy-small")
+        daemons.append(proxy)
+        proxy.wait_for(lambda: status(f"{proxy.url}/v1/models") == 200, "/v1/models is 200")
+        yield Small(both, proxy)
     finally:
         for daemon in daemons:
             daemon.kill()

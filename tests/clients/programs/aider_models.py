@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from checks import DESCRIPTION, MAX_TOKENS, QUESTION, SCHEMA, UNKNOWN, arguments, check_that, expect, run
+from checks import DESCRIPTION, MAX_TOKENS, QUESTION, SCHEMA, UNKNOWN, arguments, check_that, expect, first, run
 
 URL, MODEL = arguments()
 os.environ |= {"OPENAI_API_BASE": f"{URL}/v1", "OPENAI_API_KEY": "none", "LITELLM_LOCAL_MODEL_COST_MAP": "true"}
@@ -36,7 +36,7 @@ def tools():
     """Aider demands the one function that it gives; it has no second turn."""
     function = {"name": "weather", "description": DESCRIPTION, "strict": True, "parameters": SCHEMA}
     _, completion = model().send_completion(ASKED, functions=[function], stream=False)
-    (call,) = completion.choices[0].message.tool_calls
+    call = first(completion.choices[0].message.tool_calls)
     check_that("Paris" in call.function.arguments, call)
 
 

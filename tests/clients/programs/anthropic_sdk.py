@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import anthropic
-from checks import DESCRIPTION, MAX_TOKENS, QUESTION, RESULT, SCHEMA, UNKNOWN, arguments, check_that, expect, run
+from checks import DESCRIPTION, MAX_TOKENS, QUESTION, RESULT, SCHEMA, UNKNOWN, arguments, check_that, expect, first, run
 
 URL, MODEL = arguments()
 CLIENT = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0, timeout=60)
@@ -32,8 +32,8 @@ def streamed():
 
 
 def tools():
-    first = say(tools=TOOLS, tool_choice={"type": "any"})
-    (use,) = [block for block in first.content if block.type == "tool_use"]
+    message = say(tools=TOOLS, tool_choice={"type": "any"})
+    use = first([block for block in message.content if block.type == "tool_use"])
     check_that(use.input == {"city": "Paris"}, use)
     result = {"type": "tool_result", "tool_use_id": use.id, "content": RESULT}
     turns = [ASKED, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
@@ -44,7 +44,7 @@ def tools():
 def tools_streamed():
     with CLIENT.messages.stream(**SAME, tools=TOOLS, tool_choice={"type": "any"}) as stream:
         final = stream.get_final_message()
-    (use,) = [block for block in final.content if block.type == "tool_use"]
+    use = first([block for block in final.content if block.type == "tool_use"])
     check_that(use.input == {"city": "Paris"}, use)
 
 

@@ -8,7 +8,7 @@ export const [folder, url, model] = process.argv.slice(2);
 export const UNKNOWN = "no-such-model";
 export const QUESTION = "How is the weather in Paris?";
 export const RESULT = "sunny, 21 degrees";
-export const MAX_TOKENS = 1000;
+export const MAX_TOKENS = 300;
 export const DESCRIPTION = "The weather in a city.";
 
 const resolver = createRequire(pathToFileURL(`${folder}/package.json`));

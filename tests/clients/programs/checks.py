@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from typing import TypeVar
+
+Call = TypeVar("Call")
 
 UNKNOWN = "no-such-model"
 QUESTION = "How is the weather in Paris?"
 RESULT = "sunny, 21 degrees"
 """What the tool says."""
-MAX_TOKENS = 1000
+MAX_TOKENS = 300
 """Enough for a tool call of a model with random weights, which likes white space."""
 DESCRIPTION = "The weather in a city."
 SCHEMA = {
@@ -31,6 +34,12 @@ SCHEMA = {
 def check_that(condition: object, found: object) -> None:
     """AssertionError, with what was found, unless `condition`."""
     assert condition, f"found {found!r}"
+
+
+def first(calls: Sequence[Call] | None) -> Call:
+    """A model with random weights may call the tool again and again, until it has no tokens left."""
+    assert calls, "no call"
+    return calls[0]
 
 
 def expect(kind: type[BaseException], call: Callable[[], object], status: int | None = 404) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 import openai
-from checks import MAX_TOKENS, QUESTION, RESULT, UNKNOWN, arguments, check_that, expect, run
-from langchain_core.messages import HumanMessage
+from checks import MAX_TOKENS, QUESTION, RESULT, UNKNOWN, arguments, check_that, expect, first, run
+from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
@@ -47,10 +47,11 @@ def streamed(responses):
 
 def tools(responses):
     asked = HumanMessage(QUESTION)
-    first = model(responses).bind_tools([weather], tool_choice="required", strict=True).invoke([asked])
-    (call,) = first.tool_calls
+    message = model(responses).bind_tools([weather], tool_choice="required", strict=True).invoke([asked])
+    call = first(message.tool_calls)
     check_that(call["args"] == {"city": "Paris"}, call)
-    second = model(responses).bind_tools([weather], tool_choice="none").invoke([asked, first, weather.invoke(call)])
+    turn = AIMessage("", tool_calls=[call])
+    second = model(responses).bind_tools([weather], tool_choice="none").invoke([asked, turn, weather.invoke(call)])
     check_that(second.text, second)
 
 

@@ -8,7 +8,7 @@ import os
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "true"  # it asks the network otherwise, when it is imported
 
 import litellm
-from checks import DESCRIPTION, MAX_TOKENS, QUESTION, RESULT, SCHEMA, UNKNOWN, arguments, check_that, expect, run
+from checks import DESCRIPTION, MAX_TOKENS, QUESTION, RESULT, SCHEMA, UNKNOWN, arguments, check_that, expect, first, run
 
 URL, MODEL = arguments()
 litellm.suppress_debug_info = True
@@ -41,10 +41,11 @@ def chat_stream():
 def chat_tools():
     tools = [{"type": "function", "function": TOOL}]
     message = say(tools=tools, tool_choice="required").choices[0].message
-    (call,) = message.tool_calls
+    call = first(message.tool_calls)
     check_that(json.loads(call.function.arguments) == {"city": "Paris"}, call)
+    turn = {"role": "assistant", "tool_calls": [call.model_dump(exclude_none=True)]}
     result = {"role": "tool", "tool_call_id": call.id, "content": RESULT}
-    second = say(messages=[ASKED, message.model_dump(exclude_none=True), result], tools=tools, tool_choice="none")
+    second = say(messages=[ASKED, turn, result], tools=tools, tool_choice="none")
     check_that(second.choices[0].message.content, second)
 
 
@@ -61,12 +62,12 @@ def responses_stream():
 
 def responses_tools():
     tools = [{"type": "function", **TOOL}]
-    first = ask(tools=tools, tool_choice="required")
-    (call,) = [item for item in first.output if item.type == "function_call"]
+    given = ask(tools=tools, tool_choice="required")
+    call = first([item for item in given.output if item.type == "function_call"])
     check_that(json.loads(call.arguments) == {"city": "Paris"}, call)
-    given = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
     turn = {"type": "function_call", "call_id": call.call_id, "name": call.name, "arguments": call.arguments}
-    second = ask(input=[ASKED, turn, given], tools=tools, tool_choice="none")
+    second = ask(input=[ASKED, turn, result], tools=tools, tool_choice="none")
     check_that(second.output[0].content[0].text, second)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import openai
-from checks import DESCRIPTION, MAX_TOKENS, QUESTION, RESULT, SCHEMA, UNKNOWN, arguments, check_that, expect, run
+from checks import DESCRIPTION, MAX_TOKENS, QUESTION, RESULT, SCHEMA, UNKNOWN, arguments, check_that, expect, first, run
 
 URL, MODEL = arguments()
 CLIENT = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=60)
@@ -36,12 +36,12 @@ def responses_stream():
 
 def responses_tools():
     tools = [{"type": "function", **TOOL}]
-    first = ask(tools=tools, tool_choice="required")
-    (call,) = [item for item in first.output if item.type == "function_call"]
+    given = ask(tools=tools, tool_choice="required")
+    call = first([item for item in given.output if item.type == "function_call"])
     check_that(call.name == "weather" and json.loads(call.arguments) == {"city": "Paris"}, call)
-    given = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
     asked = {"role": "user", "content": QUESTION}
-    second = ask(input=[asked, call.model_dump(exclude_none=True), given], tools=tools, tool_choice="none")
+    second = ask(input=[asked, call.model_dump(exclude_none=True), result], tools=tools, tool_choice="none")
     check_that(second.output_text, second)
 
 
@@ -60,11 +60,12 @@ def chat_stream():
 def chat_tools():
     tools = [{"type": "function", "function": TOOL}]
     message = say(tools=tools, tool_choice="required").choices[0].message
-    (call,) = message.tool_calls
+    call = first(message.tool_calls)
     check_that(json.loads(call.function.arguments) == {"city": "Paris"}, call)
+    turn = {"role": "assistant", "tool_calls": [call.model_dump(exclude_none=True)]}
     result = {"role": "tool", "tool_call_id": call.id, "content": RESULT}
     asked = {"role": "user", "content": QUESTION}
-    second = say(messages=[asked, message.model_dump(exclude_none=True), result], tools=tools, tool_choice="none")
+    second = say(messages=[asked, turn, result], tools=tools, tool_choice="none")
     check_that(second.choices[0].message.content, second)
 
 
