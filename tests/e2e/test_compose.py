@@ -198,7 +198,9 @@ def test_down_in_the_order_of_depends_on_lets_a_stream_finish(tmp_path: Path) ->
                 reason = event.choices[0].finish_reason
                 if events == 1:
                     stopping = asyncio.create_task(asyncio.to_thread(it.lbproxy.stop))
-                    await until(lambda: "stopping: 1 requests run" in it.lbproxy.read(), "it was told while it streams")
+                    await until(
+                        lambda: "stopping: 1 running requests" in it.lbproxy.read(), "it was told while it streams"
+                    )
             assert (events, reason) == (tokens, "length")
             assert await stopping == 0
             assert '"message":"stopped: 0 requests were ended before they were complete"' in it.lbproxy.output

@@ -51,9 +51,9 @@ _NAMES = (
 )
 
 
-def plain_usage(data: bytes) -> Usage | None:
-    """From the last `"usage"` on, 1 KiB: the first number that each of the names has."""
-    at = data.rfind(b'"usage"')
+def plain_usage(data: bytes, at: int | None = None) -> Usage | None:
+    """From the last `"usage"` on, or from `at`, 1 KiB: the first number that each of the names has."""
+    at = data.rfind(b'"usage"') if at is None else at
     tail = data[at : at + 1024] if at >= 0 else b""
     counts: list[int | None] = []
     for names in _NAMES:
@@ -65,6 +65,17 @@ def plain_usage(data: bytes) -> Usage | None:
                     break
         counts.append(first[1] if first else None)
     return Usage(*counts) if any(count is not None for count in counts) else None
+
+
+def is_merged(usage: Usage | None, data: bytes) -> bool:
+    """Whether what the last report lacks, its prompt among it, is of the first report, as far as pieces show that."""
+    first, last = plain_usage(data, data.find(b'"usage"')), plain_usage(data)
+    if usage is None or first is None or last is None or last.prompt_tokens is not None:
+        return False
+    return all(
+        ours == theirs if theirs is not None else ours in {None, other}
+        for ours, theirs, other in zip(usage, last, first, strict=True)
+    )
 
 
 def parsed_usage(data: bytes) -> Usage | None:
@@ -97,5 +108,7 @@ def check(data: bytes, rng: random.Random) -> str:
     if usage.usage != plain_usage(data):
         if usage.usage == parsed_usage(data):
             return "an object of its own, parsed: what is behind it does not count, of two alike the last does"
+        if is_merged(usage.usage, data):
+            return "a report without a prompt goes on with the first one"
         raise DifferenceError(f"usage {usage.usage}, plainly {plain_usage(data)}")
     return "read alike"

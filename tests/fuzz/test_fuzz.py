@@ -14,6 +14,7 @@ RUNS = {
     "chunks": 6000,
     "metrics": 6000,
     "bodies": 12_000,
+    "agents": 4000,
     "forms": 6000,
     "segments": 6000,
     "events": 12_000,

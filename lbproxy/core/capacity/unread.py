@@ -44,6 +44,13 @@ class Unread:
         known = self._ms.get(name, 0.0)
         self._ms[name] = known + (took_ms / units - known) / count
 
+    def mean_ms(self, model: str | None) -> float:
+        """For a request of this model, of mean size, by what was seen alone; `FIRST_MS` before anything was. What all
+        endpoints took is no guess that must be outvoted: each of them is compared with it.
+        """
+        name = model or OTHERS
+        return self._ms.get(name if name in self._ms else OTHERS, FIRST_MS)
+
     def ms(self, model: str | None, elsewhere_ms: float) -> float:
         """For a request of this model, of mean size, where it takes `elsewhere_ms` with all endpoints together."""
         name = model or OTHERS

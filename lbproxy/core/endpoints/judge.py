@@ -272,7 +272,7 @@ class Judge:
             state.dialled_at = now
         self._serving.changed(state)
         if self._serving.is_readmitted(state):
-            reason += "; used all the same, as less than half would be left"
+            reason += "; used although ejected, as less than half would be left"
         self.transitions.append(Transition(state.endpoint, before, state.health, reason, cause))
 
     def _heard(self, state: EndpointState) -> None:

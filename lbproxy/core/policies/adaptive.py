@@ -16,7 +16,6 @@ from typing import Final, cast
 
 from lbproxy.core.caches.adapters import prices_ms
 from lbproxy.core.caches.sessions import KNOWN, Home
-from lbproxy.core.capacity.unread import FIRST_MS
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.knowledge.load_model import LoadModel
 from lbproxy.core.knowledge.placement import freed_per_ms
@@ -168,7 +167,7 @@ class Adaptive(Policy):
     def _price_unread(self, request: InferenceRequest, loads: list[LoadModel], now: float) -> Prices:
         """Of a request whose work cannot be read: what such requests took there, for each that is there now."""
         pool, model = loads[0].pool, request.model
-        elsewhere = pool.unread.ms(model, FIRST_MS)
+        elsewhere = pool.unread.mean_ms(model)
         size = pool.sizes.factor(model, request.body_bytes)
         home = None if request.session is None else pool.sessions.home(request.session)
         costs, waits = [], []

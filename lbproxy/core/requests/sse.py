@@ -142,7 +142,7 @@ class UsageScanner:
 
     def __init__(self) -> None:
         self._first = b""
-        """Of the first such object, where others follow: of Anthropic's streams it alone may have the prompt's."""
+        """Of the first such object, once another follows: of Anthropic's streams it alone may have the prompt's."""
         self._tail = b""
         """From the last `"usage"` on."""
         self._begun = b""
@@ -153,8 +153,8 @@ class UsageScanner:
         at = data.rfind(_USAGE, start, end)
         if at >= 0:
             if not self._first:
-                first = data.find(_USAGE, start, end)
-                self._first = self._tail or data[first : min(end, first + _USAGE_BYTES)]
+                first = start if self._tail else data.find(_USAGE, start, end)
+                self._first = (self._tail + data[first : min(at, first + _USAGE_BYTES)])[:_USAGE_BYTES]
             self._tail = data[at : min(end, at + _USAGE_BYTES)]
         elif self._begun:
             self._look_across(data, start, end)
@@ -192,7 +192,9 @@ def _merged(first: Usage, last: Usage) -> Usage:
     """
     prompt, cached, completion, written = last
     if prompt is None:
-        return Usage(first.prompt_tokens, first.cached_tokens, completion, first.written_tokens)
+        cached = first.cached_tokens if cached is None else cached
+        completion = first.completion_tokens if completion is None else completion
+        return Usage(first.prompt_tokens, cached, completion, first.written_tokens if written is None else written)
     if written is not None and first.prompt_tokens == prompt + (cached or 0) + written:
         return Usage(first.prompt_tokens, cached, completion)
     return last
