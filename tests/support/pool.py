@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 
 from lbproxy.config.sections.endpoints import ScrapeSettings
@@ -106,7 +107,7 @@ def seen(balancer: Balancer, now: float = 0.0) -> dict[str, EndpointSnapshot]:
 
 def believed_size(balancer: Balancer, endpoint: Endpoint) -> float | None:
     """How many tokens an endpoint's cache is taken to hold; None: the policy does not care."""
-    learned = balancer.learned(now=0.0)
+    learned = balancer.learned(now=time.monotonic())  # as runtimes count: rates grow without bound before what they saw
     return None if learned is None else learned[1][endpoint.uid].capacity_tokens
 
 

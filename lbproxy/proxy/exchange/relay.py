@@ -332,10 +332,13 @@ class Relay:
             self._connection.resume()
 
     def let_go(self) -> None:
-        """The client is gone: close the endpoint's connection. `done` is not called."""
+        """The client is gone, or a defect of ours ends the exchange: close the endpoint's connection. `done` is not
+        called.
+        """
         connection, self._connection = self._connection, None
         self._release_head()
-        self._enter(Stage.OVER)
+        if self.stage is not Stage.OVER:  # a defect at its end
+            self._enter(Stage.OVER)
         if connection is not None:
             connection.abort()
             self._count()
