@@ -319,7 +319,7 @@ def test_a_restart_hands_tls_and_keys_on(server: str, authority: Authority, tmp_
         async with load(url, tls=trusting, more=f"Authorization: Bearer {FILED}\r\n") as clients:
             await eventually(lambda: clients.done > 20, "the load runs")
             process.process.send_signal(signal.SIGUSR2)
-            await eventually(lambda: '"the successor accepts' in process.read(), "it restarts")
+            await eventually(lambda: '"the new process accepts' in process.read(), "it restarts")
             await eventually(lambda: process.process.poll() is not None, "the first one ends")
             now = clients.done
             await eventually(lambda: clients.done > now + 20, "the load goes on")

@@ -201,7 +201,7 @@ def test_with_a_token_the_page_asks_for_it_and_keeps_it_in_the_tab(servers: list
                     if text != TOKEN:
                         await tab.until(
                             "document.getElementById('token').open"
-                            " && document.getElementById('token-why').textContent.includes('not its token')"
+                            " && document.getElementById('token-why').textContent.includes('token is wrong')"
                         )
                 await tab.until(f"{LIVE} && {state_is('gpu-1', 'up')}")
                 await tab.js(f"{ROW.format('gpu-1')}.querySelector('button').click()")

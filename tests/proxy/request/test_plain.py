@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.proxy.front import connection
-from lbproxy.proxy.front.connection import NEXT_STATES
+from lbproxy.proxy.front.connection import NEXT_STATES, State
 from lbproxy.proxy.request.headers import RequestFields, read_request_fields
 from lbproxy.proxy.request.plain import read_plain
 from tests.proxy.conftest import States
@@ -367,6 +367,6 @@ def test_every_line_of_the_table_of_states_is_taken(way: str, states: States) ->
             client.send(post())
             await client.reply()
             table = {(before, after) for before, afters in NEXT_STATES.items() for after in afters}
-            assert states.taken == table
+            assert states.taken == table - {(State.AIOHTTP, State.SWITCHED)}, "that one is tests/proxy/sockets's"
 
     run(main())
