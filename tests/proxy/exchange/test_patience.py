@@ -205,4 +205,5 @@ def test_every_step_of_the_table_is_taken_by_something(steps: Steps) -> None:
     run(main())
     possible = {(before, after) for before, nexts in NEXT_STEPS.items() for after in nexts}
     brief = {(Step.LOOKING, Step.OVER), (Step.DIALLING, Step.BACKING_OFF), (Step.BACKING_OFF, Step.OVER)}
-    assert possible - steps.taken <= brief, "nothing here takes these steps"
+    socket = {(Step.SENT, Step.SWITCHED), (Step.SWITCHED, Step.OVER)}  # tests/proxy/sockets
+    assert possible - steps.taken <= brief | socket, "nothing here takes these steps"
