@@ -398,6 +398,6 @@ def test_hotspots_of_canned_samples() -> None:
     )
     section = hotspots.render(samples)
     assert "100 samples." in section
-    assert "| work (proxy/exchange/exchange.py) | 80.0% | 80.0% |" in section
+    assert "| work (exchange/exchange.py) | 80.0% | 80.0% |" in section
     assert "| main (lbproxy/cli.py) | 20.0% | 100.0% |" in section
-    assert "| work (proxy/exchange/exchange.py:10) | 60.0% |" in section
+    assert "| work (exchange/exchange.py:10) | 60.0% |" in section
