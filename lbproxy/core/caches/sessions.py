@@ -17,7 +17,7 @@ from typing import Final
 
 from lbproxy.core.caches.prefix_index import EndpointCache
 
-MAX_SESSIONS: Final = 50_000
+MAX_SESSIONS = 50_000
 """Some 300 bytes each."""
 FIRST_TRUST: Final = 0.1
 """Before anything is reported: enough to decide between endpoints that are alike."""

@@ -17,9 +17,9 @@ from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.requests.prompt_keys import BlockKey
 from lbproxy.core.requests.request import InferenceRequest
 
-MAX_RESPONSES: Final = 100_000
+MAX_RESPONSES = 100_000
 """Some 300 bytes each, without the keys."""
-MAX_KEYS: Final = 2_000_000
+MAX_KEYS = 2_000_000
 """Of all of them together, 8 bytes each: they are those of the index of prefixes."""
 KEPT_S: Final = 24 * 3600.0
 """After its last use. Servers keep responses in memory until they are stopped."""
