@@ -1,6 +1,6 @@
 """How long large bodies hold the event loop: the longest turn while one goes from a client to an endpoint.
 
-    .venv/bin/python -m benchmarks.large_bodies [--mib 63] [--rounds 3] [--loop asyncio] [--json]
+    .venv/bin/python -m benchmarks.large_bodies [--mib 63] [--rounds 3] [--loop asyncio] [--alias] [--json]
 
 The data path runs in this process, on a loop on which nothing else is done; the client and the endpoint are another
 process. A callback that comes round once in each turn of the loop takes the time: `cpu` is what the loop's thread
@@ -45,43 +45,47 @@ class Turn(NamedTuple):
     status: int
 
 
-def image(size: int) -> bytes:
+def image(size: int, model: str) -> bytes:
     """One image in base64."""
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "iVBOR" * (size // 5)}}
-    return post(orjson.dumps({"model": "m", "messages": [{"role": "user", "content": [part]}]}))
+    return post(orjson.dumps({"model": model, "messages": [{"role": "user", "content": [part]}]}))
 
 
-def prompt(size: int) -> bytes:
+def prompt(size: int, model: str) -> bytes:
     """One prompt."""
-    return post(orjson.dumps({"model": "m", "prompt": "all alike " * (size // 10)}), "/v1/completions")
+    return post(orjson.dumps({"model": model, "prompt": "all alike " * (size // 10)}), "/v1/completions")
 
 
-def documents(size: int) -> bytes:
+def documents(size: int, model: str) -> bytes:
     """Documents of 20 KB."""
-    return post(orjson.dumps({"model": "m", "documents": ["x y " * 5000] * (size // 20_002)}), "/v1/rerank")
+    return post(orjson.dumps({"model": model, "documents": ["x y " * 5000] * (size // 20_002)}), "/v1/rerank")
 
 
-def tokens(size: int) -> bytes:
+def tokens(size: int, model: str) -> bytes:
     """300,000 token ids, whatever the size."""
     del size
-    return post(b'{"model":"m","prompt":[' + b"12345," * 300_000 + b"1]}", "/v1/completions")
+    return post(b'{"model":"%b","prompt":[' % model.encode() + b"12345," * 300_000 + b"1]}", "/v1/completions")
 
 
-def messages(size: int) -> bytes:
+def messages(size: int, model: str) -> bytes:
     """20,000 messages, whatever the size."""
     del size
-    return post(orjson.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}] * 20_000}))
+    return post(orjson.dumps({"model": model, "messages": [{"role": "user", "content": "hello"}] * 20_000}))
 
 
-def form(size: int) -> bytes:
+def form(size: int, model: str) -> bytes:
     """A file, and behind it the model."""
     field = b'--b\r\nContent-Disposition: form-data; name="%b"%b\r\n\r\n%b\r\n'
-    body = field % (b"file", b'; filename="a.wav"', b"\r\n-b\x00" * (size // 5)) + field % (b"model", b"", b"m")
+    body = field % (b"file", b'; filename="a.wav"', b"\r\n-b\x00" * (size // 5)) + field % (
+        b"model",
+        b"",
+        model.encode(),
+    )
     body += b"--b--\r\n"
     return FORM.format(len(body)).encode() + body
 
 
-SHAPES: Final[dict[str, Callable[[int], bytes]]] = {
+SHAPES: Final[dict[str, Callable[[int, str], bytes]]] = {
     one.__name__: one for one in (image, prompt, documents, tokens, messages, form)
 }
 
@@ -132,14 +136,14 @@ def _others(ours: Connection) -> None:
     threading.Thread(target=serve, daemon=True).start()
     ours.send(listening.getsockname()[1])
     while (order := ours.recv()) is not None:
-        port, shape, size = order
+        port, shape, size, model = order
         with socket.create_connection(("127.0.0.1", port), GIVE_UP_S) as sock:
-            sock.sendall(SHAPES[shape](size))
+            sock.sendall(SHAPES[shape](size, model))
             answer = sock.recv(READ_BYTES)
         ours.send(int(answer.split(b" ", 2)[1]))
 
 
-async def measure(shapes: list[str], mib: int, rounds: int) -> dict[str, Turn]:
+async def measure(shapes: list[str], mib: int, rounds: int, *, alias: bool = False) -> dict[str, Turn]:
     """The worst of the rounds for each shape."""
     loop = asyncio.get_running_loop()
     theirs, ours = multiprocessing.Pipe()
@@ -148,11 +152,12 @@ async def measure(shapes: list[str], mib: int, rounds: int) -> dict[str, Turn]:
     found: dict[str, Turn] = {}
     try:
         url = f"http://127.0.0.1:{theirs.recv()}"
-        async with rig(url, more="limits: {body_rate: 1KiB}") as it:
+        more = "limits: {body_rate: 1KiB}" + ("\nmodels: {alias: {to: m}}" if alias else "")
+        async with rig(url, more=more) as it:
             watch = Watch(loop)
             for shape in shapes:
                 for _ in range(rounds):
-                    theirs.send((it.port, shape, mib * MIB))
+                    theirs.send((it.port, shape, mib * MIB, "alias" if alias else "m"))
                     await asyncio.sleep(0)
                     watch.reset()
                     while not theirs.poll():  # noqa: ASYNC110 - the loop goes round in any case
@@ -171,6 +176,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=63, help="size of those that have one (default: 63)")
     parser.add_argument("--rounds", type=int, default=3, help="of which the worst is told (default: 3)")
     parser.add_argument("--loop", choices=["uvloop", "asyncio"], default="uvloop")
+    parser.add_argument("--alias", action="store_true", help="the model's name is replaced")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     run = asyncio.run
@@ -178,7 +184,7 @@ def main() -> None:
         import uvloop  # noqa: PLC0415 - not on every platform
 
         run = uvloop.run
-    found = run(measure(args.shapes, args.mib, args.rounds))
+    found = run(measure(args.shapes, args.mib, args.rounds, alias=args.alias))
     if args.json:
         json.dump({shape: turn._asdict() for shape, turn in found.items()}, sys.stdout)
         return

@@ -79,7 +79,7 @@ def check(data: bytes, _: random.Random) -> str:
     if ours.stream is not (theirs.get("stream") is True):
         raise DifferenceError("stream is read otherwise")
     if "model" not in theirs:
-        named = json.loads(with_model(data, 'q"\\\u00e9'))
+        named = json.loads(b"".join(with_model(data, 'q"\\\u00e9')))
         if named != {**theirs, "model": 'q"\\\u00e9'} and repr(named.get("model")) != repr('q"\\\u00e9'):
             raise DifferenceError("the model that was put in is read otherwise")
         if repr({**theirs, "model": ""}) != repr({**{k: v for k, v in named.items() if k != "model"}, "model": ""}):

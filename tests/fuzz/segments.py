@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from lbproxy.core.requests import outline
 from lbproxy.core.requests.large_json import LargeJson, load_json
+from lbproxy.core.requests.openai import rename_model
 from lbproxy.core.requests.outcome import LbError
 from tests.fuzz.oracle import DifferenceError
 
@@ -22,9 +23,28 @@ SEEDS = [
     b'{"input":["caf\xc3\xa9","\\u4e2d\\"","\\\\",""], "n": 1e5 , "x" : [ true , null , {} , [ ] ] }',
     b'{}{"a":[NaN,1,2]}',
     b'[{"a":[1,2,3]}]',
+    b'{"x":"\\"model\\":1","y":[{"model":"b"}],"mod\\u0065l" : "c\\"d","model":"a"}',
 ]
 TOKENS = [
-    *(b",", b"[", b"]", b"{", b"}", b'"', b":", b"\\", b" ", b"0", b"NaN", b"-", b'"a":[1,2', b"],", b'"a":', b'""'),
+    *(
+        b",",
+        b"[",
+        b"]",
+        b"{",
+        b"}",
+        b'"',
+        b":",
+        b"\\",
+        b" ",
+        b"0",
+        b"NaN",
+        b"-",
+        b'"a":[1,2',
+        b"],",
+        b'"a":',
+        b'""',
+        b'"model":"a",',
+    ),
     *(b"\xef\xbb\xbf", b"\xff", b"\x00", b"\n", b'\\"', b"\\\\", b"\\ud800", b"1,2,3,4"),
 ]
 _PAST_64_BITS = re.compile(rb"[0-9]{19}")
@@ -64,4 +84,19 @@ def check(data: bytes, _: random.Random) -> str:
         return "a number past 64 bits"  # an int to the parser that takes what the first one refuses, of any segment
     if whole != segments:
         raise DifferenceError(f"whole {whole:.200}, in segments {segments:.200}")
-    return "refused" if whole == "refused" else "read alike"
+    if whole == "refused":
+        return "refused"
+    compare_renamed(data)
+    return "read alike"
+
+
+def compare_renamed(data: bytes) -> None:
+    """A name is replaced by the outline as it is without one."""
+    value = load_json(data)
+    if not isinstance(value, dict) or not isinstance(value.get("model"), str):
+        return
+    with all_cut():
+        found = outline.outline(data)
+    ours, plain = (b"".join(rename_model(data, "another", one)) for one in (found, None))
+    if ours != plain:
+        raise DifferenceError(f"renamed {ours[:200]!r}, without an outline {plain[:200]!r}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from lbproxy.core.requests.openai import check_model_name
+from lbproxy.core.requests.openai import Pieces, check_model_name, replaced
 from lbproxy.core.requests.outcome import LbError, Outcome
 
 MAX_PARTS: Final = 1000
@@ -55,13 +55,10 @@ def read_form_model(body: bytes, content_type: bytes, walk: FormWalk | None = No
     return model
 
 
-def rename_form_model(body: bytes, content_type: bytes, model: str, walk: FormWalk | None = None) -> bytes:
+def rename_form_model(body: bytes, content_type: bytes, model: str, walk: FormWalk | None = None) -> Pieces:
     """A form with another model in that field; all other bytes unchanged. `walk`: see `read_form_model`."""
     span = _walked(body, content_type, walk).value
-    if span is None:
-        return body
-    view = memoryview(body)  # so that it is copied once
-    return b"".join((view[: span[0]], model.encode(), view[span[1] :]))
+    return replaced(body, [] if span is None else [span], model.encode())
 
 
 def _walked(body: bytes, content_type: bytes, walk: FormWalk | None) -> FormWalk:

@@ -46,29 +46,24 @@ def load_json(text: bytes) -> object:
 
 
 class LargeJson:
-    """One body. `step` until it says that there is no more, then `value` and `text`."""
+    """One body. `step` until it says that there is no more, then `value` and `outline`."""
 
     def __init__(self, body: bytes) -> None:
         self.value: object = None
         """What was parsed: long strings with marks in them."""
-        self._outline = Outline(body)
+        self.outline = Outline(body)
         self._segments: list[bytes] = []
         self._done = 0
         self._open: list[Any] = []
         """The list in which the last segment ended."""
-
-    @property
-    def text(self) -> bytes:
-        """The outline of the body."""
-        return self._outline.text()
 
     def step(self) -> bool:
         """Look at some more of the body, or parse a segment of it. Returns whether there is more to do. Raises LbError
         INVALID_JSON.
         """
         if not self._segments:
-            if not self._outline.step():
-                self._segments = self._outline.segments
+            if not self.outline.step():
+                self._segments = self.outline.segments
             return True
         at = self._done
         self._done += 1

@@ -1,7 +1,7 @@
 """OpenAI's wire formats, as far as a balancer must read or write them: request bodies, model lists, error bodies.
 
 Everything read here comes from outside and is not trusted. What is wrong is said in an `LbError`; nothing else is
-raised. Bodies are never changed, but for the model name, which `with_model` and `rename_model` splice.
+raised. Bodies are never changed, but for the model name, which `with_model` and `rename_model` replace.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import orjson
 
 from lbproxy.core.requests.large_json import LargeJson, load_json
 from lbproxy.core.requests.outcome import LbError, Outcome
-from lbproxy.core.requests.outline import MAX_DEPTH, WHOLE_BYTES, too_deep
+from lbproxy.core.requests.outline import MAX_DEPTH, MODEL_KEY, STRING, WHOLE_BYTES, Outline, too_deep
 
 MAX_MODEL_CHARS: Final = 256
 REASON_FIELD: Final = "x-lbproxy-reason"
@@ -112,62 +112,77 @@ def _is_too_deep(fields: dict[str, Any], text: bytes) -> bool:
 _MANY_VALUES: Final = 500
 
 
-_STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-_MODEL_KEY: Final = re.compile(
-    rb'"(?<!\\")(?:m|\\u006[dD])(?:o|\\u006[fF])(?:d|\\u0064)(?:e|\\u0065)(?:l|\\u006[cC])"[ \t\r\n]*:[ \t\r\n]*'
-)
-"""The key `model` in each of its spellings, wherever in a valid JSON text. A quote that opens a string never follows a
-backslash; one that ends it, and so might only seem to open `model`, is followed by a comma, colon or bracket."""
 _BEGINNING: Final = 4 << 10
 MAX_MODEL_KEYS: Final = 1000
 
 
-def rename_model(body: bytes, model: str, text: bytes | None = None) -> bytes:
-    """A JSON object body with another model; all other bytes unchanged. `text`: its outline, if that was made.
+Pieces: TypeAlias = tuple[bytes | memoryview, ...]
+"""A body that is still to be joined: a large one is copied once, and beside the event loop."""
+
+
+def rename_model(body: bytes, model: str, outline: Outline | None = None) -> Pieces:
+    """A JSON object body with another model; all other bytes unchanged. `outline`: of this body, if that was made.
 
     Every `model` of the outermost object is replaced, however it is spelled and however often it stands there, so that
-    whichever of them a server's parser takes is the new one. The body was read by `read_json_body`. Linear: strings
-    are skipped, brackets counted. Raises LbError INVALID_JSON for more than MAX_MODEL_KEYS keys `model` in the whole
-    body.
+    whichever of them a server's parser takes is the new one. The body was read by `read_json_body`.
+
+    Raises LbError INVALID_JSON for more than MAX_MODEL_KEYS keys `model` in all of a body without an outline, and for a
+    `model` that is too long in one with an outline.
     """
-    name = orjson.dumps(model)
-    seen = body if text is None else text  # which has the same keys, and a fraction of the bytes
-    if seen.count(b'"model"') == 1 and b"\\u006" not in seen:  # as nearly always, and ten times as fast
+    if outline is None:
+        return replaced(body, _model_values(body), orjson.dumps(model))
+    if outline.has_long_model:
+        raise LbError(Outcome.INVALID_JSON, "The JSON body has a `model` that is too long, or too many blanks at one.")
+    return replaced(body, outline.models, orjson.dumps(model))
+
+
+def replaced(body: bytes, spans: Iterable[tuple[int, int]], by: bytes) -> Pieces:
+    """A body with `by` in the place of each span."""
+    view = memoryview(body)  # slices of it are no copies
+    pieces: list[bytes | memoryview] = []
+    end = 0
+    for span in spans:
+        pieces += (view[end : span[0]], by)
+        end = span[1]
+    return *pieces, view[end:]
+
+
+def _model_values(body: bytes) -> list[tuple[int, int]]:
+    """Where the values of `model` in the outermost object stand. Linear: strings are skipped, brackets counted."""
+    if body.count(b'"model"') == 1 and b"\\u006" not in body:  # as nearly always, and ten times as fast
         at = body.find(b'"model"', 0, _BEGINNING)  # else near the end, mostly
-        key = _MODEL_KEY.search(body, body.rindex(b'"model"') if at < 0 else at)
-        value = None if key is None else _STRING.match(body, key.end())
+        key = MODEL_KEY.search(body, body.rindex(b'"model"') if at < 0 else at)
+        value = None if key is None else STRING.match(body, key.end())
         if value is not None:
-            whole = memoryview(body)  # slices of it are no copies
-            return b"".join((whole[: value.start()], name, whole[value.end() :]))
-    pieces: list[bytes] = []
-    depth = done = counted = 0
-    for earlier, key in enumerate(_MODEL_KEY.finditer(body)):
+            return [value.span()]
+    found: list[tuple[int, int]] = []
+    depth = counted = 0
+    for earlier, key in enumerate(MODEL_KEY.finditer(body)):
         if earlier == MAX_MODEL_KEYS:
             raise LbError(Outcome.INVALID_JSON, f"The JSON body has more than {MAX_MODEL_KEYS} keys `model`.")
-        between = _STRING.sub(b"", body[counted : key.start()])
+        between = STRING.sub(b"", body[counted : key.start()])
         depth += between.count(b"{") + between.count(b"[") - between.count(b"}") - between.count(b"]")
         counted = key.start()
-        value = _STRING.match(body, key.end())
+        value = STRING.match(body, key.end())
         if depth == 1 and value is not None:
-            pieces += (body[done : value.start()], name)
-            done = value.end()
-    assert pieces, "it names a model, in UTF-8"
-    return b"".join((*pieces, body[done:]))
+            found.append(value.span())
+    assert found, "it names a model, in UTF-8"
+    return found
 
 
 _OPENING: Final = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*\{[ \t\r\n]*")
 
 
-def with_model(body: bytes, model: str) -> bytes:
+def with_model(body: bytes, model: str) -> Pieces:
     """A JSON object body that names no model, with `model` put in as its first field; all other bytes unchanged.
 
     The body was read by `read_json_body`. Servers differ in whether they take a request without a model.
     """
     opening = _OPENING.match(body)
     assert opening is not None, "it is an object, in UTF-8"
-    rest = body[opening.end() :]
-    separator = b"" if rest.startswith(b"}") else b","
-    return opening[0] + b'"model":' + orjson.dumps(model) + separator + rest
+    field = b'"model":' + orjson.dumps(model)
+    end = opening.end()
+    return replaced(body, [(end, end)], field if body.startswith(b"}", end) else field + b",")
 
 
 def read_model_list(page: bytes) -> list[ModelCard] | None:

@@ -1,7 +1,7 @@
 """A large JSON body, looked at before it is parsed: what parsing would cost, and a shorter text that says the same.
 
 A JSON parser holds the event loop from the first byte to the last. So a body that is large is first walked in slices,
-between which others have their turn. The walk does three things:
+between which others have their turn. The walk does four things:
 
 - It finds what stands outside of strings, which is what costs: a key about as much as 150 bytes of text. More than a
   bound is refused.
@@ -9,6 +9,7 @@ between which others have their turn. The walk does three things:
   their hash, so that prompts are told apart, and counted, by all of their bytes (`bytes_left_out`).
 - It cuts the text between two values of a list of the outermost object (messages, documents, token ids), so that it can
   be parsed in several turns too (`core.requests.large_json`).
+- It notes where the values of `model` stand, so that they can be replaced without another walk.
 
 Invariants: what is left is JSON exactly if the body was, but for what is wrong inside the parts left out, which the
 endpoint judges; it has the same keys and values, long strings apart. None of those is a name: marks cannot be printed.
@@ -52,6 +53,16 @@ LIST_DEPTH: Final = 2
 _CUT: Final = re.compile(rb'(?:[^"\\]{8}|\\u(?![dD][89abAB])[0-9a-fA-F]{4})(?=[^\x80-\xbf])')
 """Ends where a string can be cut: no escape goes on, no character of several bytes, and no pair of escapes that is one
 character (the first of which is \\ud800 to \\udbff)."""
+MODEL_KEY: Final = re.compile(
+    rb'"(?<!\\")(?:m|\\u006[dD])(?:o|\\u006[fF])(?:d|\\u0064)(?:e|\\u0065)(?:l|\\u006[cC])"[ \t\r\n]*:[ \t\r\n]*'
+)
+"""The key `model` in each of its spellings, wherever in a valid JSON text. A quote that opens a string never follows a
+backslash; one that ends it, and so might only seem to open `model`, is followed by a comma, colon or bracket."""
+STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+MAX_KEY_BYTES: Final = 30
+"""Of `model`, in its longest spelling."""
+MAX_MODEL_FIELD_BYTES: Final = 8 << 10
+"""Of the key, a name in its longest spelling, and the blanks between: what is longer is not looked at to its end."""
 _BRACKET: Final = re.compile(rb"[\[\]{}]")
 _MARK: Final = re.compile(rb"\xef\xb7\x90([0-9]{1,8}):[0-9a-f]{16}\xef\xb7\x91")
 """Between U+FDD0 and U+FDD1, which are no characters: Unicode keeps them for a program's own use."""
@@ -63,6 +74,10 @@ class Outline:
     def __init__(self, body: bytes) -> None:
         self.segments: list[bytes] = []
         """What is left, cut at commas of lists that are values of the outermost object; the commas are in none."""
+        self.models: list[tuple[int, int]] = []
+        """Where in the body the strings stand that are values of a `model` of the outermost object."""
+        self.has_long_model = False
+        """One of them is too long for a name, or has too many blanks around it; it is not in `models`."""
         self._body = body
         self._at = 0
         self._in_string = False
@@ -100,10 +115,14 @@ class Outline:
         piece = self._body[self._at : self._at + SLICE_BYTES]
         if (len(piece) - len(piece.rstrip(b"\\"))) % 2 and len(piece) == SLICE_BYTES:
             piece = piece[:-1]  # an escape is not cut
+        start = self._at
         self._at += len(piece)
         # Each byte stays where it is, so that a place in one is the same place in the other.
         bare = piece.replace(b"\\\\", b"\0\0").replace(b'\\"', b"\0\0") if b"\\" in piece else piece
         parts = bare.split(b'"')
+        ends_inside = self._in_string == (len(parts) % 2 == 1)
+        if b'model"' in bare or b"\\u006" in bare or (ends_inside and len(parts[-1]) <= MAX_KEY_BYTES):
+            self._find_models(start, parts)
         outside = b"".join(parts[self._in_string :: 2])
         self._cost += sum(cost * outside.count(what) for what, cost in COSTS)
         longest = max(map(len, parts[not self._in_string :: 2]), default=0)
@@ -119,6 +138,30 @@ class Outline:
             self._left.append(piece)
             self._cost += len(piece)
             self._in_string ^= len(parts) % 2 == 0
+
+    def _find_models(self, start: int, parts: list[bytes]) -> None:
+        """Note the values of `model` whose keys begin in a piece of the body that begins at `start`."""
+        depth, inside, at = self._depth, self._in_string, start
+        for part in parts:
+            if not inside:
+                depth += part.count(b"{") + part.count(b"[") - part.count(b"}") - part.count(b"]")
+            elif depth == 1 and at > start and len(part) <= MAX_KEY_BYTES:
+                self._note_model(at - 1)
+            at += len(part) + 1
+            inside = not inside
+
+    def _note_model(self, at: int) -> None:
+        """A string of the outermost object begins at `at`: note the value behind it, if it is the key `model`."""
+        end = at + MAX_MODEL_FIELD_BYTES
+        key = MODEL_KEY.match(self._body, at, end)
+        if key is None:
+            self.has_long_model |= MODEL_KEY.match(self._body[at:end].rstrip(b" \t\r\n") + b":") is not None
+            return
+        value = STRING.match(self._body, key.end(), end)
+        if value is not None:
+            self.models.append((value.start(), value.end()))
+        elif key.end() == end or self._body.startswith(b'"', key.end()):
+            self.has_long_model = True
 
     def _cut(self, piece: bytes, parts: list[bytes], *, is_ripe: bool) -> None:
         """Leave long strings out of a piece, and end a segment in it, if that `is_ripe`. `parts` are between quotes."""

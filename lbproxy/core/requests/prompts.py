@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias, cast
 
 import orjson
@@ -28,6 +28,8 @@ MAX_PIECES = 50_000
 """How many messages, parts and strings of a prompt are looked at: bounds the time (about 1 µs each)."""
 FEW_MESSAGES: Final = 1000
 """So many are not bounded one by one."""
+STEP_PIECES: Final = 1000
+"""At most 5 ms of the loop: a short tool takes 5 µs to write."""
 BILLING_LINE: Final = "x-anthropic-billing-header:"
 """How a system prompt of Claude Code begins, with a value that differs from call to call. vLLM drops it (its pull
 request 36829); on an engine that does not, no prefix is shared whatever lbproxy does (llama.cpp issue 20623)."""
@@ -44,105 +46,6 @@ class Prompt(NamedTuple):
     text: bytes
     media_tokens: int = 0
     """Tokens, estimated, of what is no text; `FILLER_BYTES` for each of them stand in `text`."""
-
-
-Flatten: TypeAlias = Callable[[Mapping[str, object]], Prompt]
-"""Reads the prompt in a body of one API."""
-
-
-# The APIs
-
-
-def chat_prompt(body: Mapping[str, object]) -> Prompt:
-    """Of /v1/chat/completions: `tools`, then each message's role, contents and tool calls, in order."""
-    messages = body.get("messages")
-    if type(messages) is list and len(messages) <= FEW_MESSAGES and "tools" not in body:
-        texts = _texts_of(messages)
-        if texts is not None:
-            text = "".join(texts).encode("utf-8", "surrogatepass")
-            return Prompt(text if len(text) <= MAX_PROMPT_BYTES else text[:MAX_PROMPT_BYTES])  # a slice is a copy
-    pieces = _Pieces()
-    _add_tools(body.get("tools"), pieces)
-    for message in messages if isinstance(messages, list) else ():
-        if pieces.full:
-            break
-        _add_message(message, pieces)
-    return pieces.prompt()
-
-
-def messages_prompt(body: Mapping[str, object]) -> Prompt:
-    """Of Anthropic's /v1/messages and /v1/messages/count_tokens: `tools`, `system`, `messages`."""
-    pieces = _Pieces()
-    _add_tools(body.get("tools"), pieces)
-    _add_system(body.get("system"), pieces)
-    messages = body.get("messages")
-    for message in messages if isinstance(messages, list) else ():
-        if pieces.full:
-            break
-        _add_message(message, pieces)
-    return pieces.prompt()
-
-
-def responses_prompt(body: Mapping[str, object]) -> Prompt:
-    """Of /v1/responses: `tools`, `instructions`, then `input`, a text or items. What `previous_response_id` stands for
-    is not in it.
-    """
-    pieces = _Pieces()
-    _add_tools(body.get("tools"), pieces)
-    _add_system(body.get("instructions"), pieces)
-    given = body.get("input")
-    if isinstance(given, str):
-        pieces.add(b"\x1euser\n")
-        pieces.add(_encode(given))
-    for item in given if isinstance(given, list) else ():
-        if pieces.full:
-            break
-        _add_item(item, pieces)
-    return pieces.prompt()
-
-
-def completion_prompt(body: Mapping[str, object]) -> Prompt:
-    """Of /v1/completions, and of llama.cpp's /completion: a text, texts, token ids, or lists of token ids."""
-    pieces = _Pieces()
-    _add_prompt(body.get("prompt"), pieces)
-    return pieces.prompt()
-
-
-def infill_prompt(body: Mapping[str, object]) -> Prompt:
-    """Of llama.cpp's /infill: the files beside it, then what stands before the gap, then what stands behind it."""
-    pieces = _Pieces()
-    extra = body.get("input_extra")
-    for one in extra if isinstance(extra, list) else ():
-        if pieces.full:
-            break
-        pieces.add(_VALUE + _dump(one))
-    for key in ("input_prefix", "prompt", "input_suffix"):
-        _add_prompt(body.get(key), pieces)
-        pieces.add(_VALUE)
-    return pieces.prompt()
-
-
-def generate_prompt(body: Mapping[str, object]) -> Prompt:
-    """Of SGLang's /generate: `text` or `input_ids`, one or several."""
-    pieces = _Pieces()
-    _add_prompt(body.get("text") or body.get("input_ids"), pieces)
-    return pieces.prompt()
-
-
-# Their parts
-
-
-def _texts_of(messages: list[object]) -> list[str] | None:
-    """The prompt of messages that are each a role and a text, as nearly all are; None of others. Half the time."""
-    texts: list[str] = []
-    for message in messages:
-        if type(message) is not dict or "tool_calls" in message or "tool_call_id" in message:
-            return None
-        role, content = message.get("role"), message.get("content")
-        if type(role) is not str or type(content) is not str:
-            return None
-        texts += ("\x1e", role, "\n", content)
-    return texts
 
 
 class _Pieces:
@@ -172,27 +75,188 @@ class _Pieces:
         return Prompt(b"".join(self.parts)[:MAX_PROMPT_BYTES], self.media_tokens)
 
 
-def _add_tools(tools: object, pieces: _Pieces) -> None:
+_Plan: TypeAlias = list[tuple[Callable[[object, _Pieces], None], Sequence[object]]]
+"""The parts of a prompt in their order: a function, and the values that it writes, one at a time."""
+
+
+class Flattening:
+    """One prompt, being flattened. `step` until it returns False, then `prompt`."""
+
+    def __init__(self, plan: _Plan) -> None:
+        self._plan = plan
+        self._part = self._at = 0
+        self._pieces = _Pieces()
+
+    def step(self, pieces: int = STEP_PIECES) -> bool:
+        """Flatten about so many more pieces. Returns whether there is more to do."""
+        done = self._pieces
+        enough = len(done.parts) + pieces
+        while self._part < len(self._plan):
+            add, values = self._plan[self._part]
+            while self._at < len(values):
+                if done.full:
+                    return False
+                if len(done.parts) >= enough:
+                    return True
+                add(values[self._at], done)
+                self._at += 1
+            self._part += 1
+            self._at = 0
+        return False
+
+    def prompt(self) -> Prompt:
+        """The prompt as far as it was flattened."""
+        return self._pieces.prompt()
+
+
+class PromptFormat:
+    """Where the bodies of one API have their prompt."""
+
+    def __init__(
+        self, plan: Callable[[Mapping[str, object]], _Plan], quick: Callable[[Mapping[str, object]], Prompt | None]
+    ) -> None:
+        self._plan = plan
+        self._quick = quick
+
+    def __call__(self, body: Mapping[str, object]) -> Prompt:
+        """The prompt of a body, flattened at once."""
+        prompt = self._quick(body)
+        if prompt is None:
+            whole = Flattening(self._plan(body))
+            whole.step(MAX_PIECES)
+            prompt = whole.prompt()
+        return prompt
+
+    def begin(self, body: Mapping[str, object]) -> Flattening:
+        """The same in many short steps, for a large body."""
+        return Flattening(self._plan(body))
+
+
+# The APIs
+
+
+def _chat(body: Mapping[str, object]) -> _Plan:
+    return [*_tools(body.get("tools")), (_add_message, _listed(body.get("messages")))]
+
+
+def _quick_chat(body: Mapping[str, object]) -> Prompt | None:
+    """The prompt of a short list of messages that are each a role and a text, as nearly all are: half the time."""
+    messages = body.get("messages")
+    if type(messages) is not list or len(messages) > FEW_MESSAGES or "tools" in body:
+        return None
+    texts: list[str] = []
+    for message in messages:
+        if type(message) is not dict or "tool_calls" in message or "tool_call_id" in message:
+            return None
+        role, content = message.get("role"), message.get("content")
+        if type(role) is not str or type(content) is not str:
+            return None
+        texts += ("\x1e", role, "\n", content)
+    text = "".join(texts).encode("utf-8", "surrogatepass")
+    return Prompt(text if len(text) <= MAX_PROMPT_BYTES else text[:MAX_PROMPT_BYTES])  # a slice is a copy
+
+
+def _messages(body: Mapping[str, object]) -> _Plan:
+    parts = [*_tools(body.get("tools")), *_system(body.get("system"))]
+    return [*parts, (_add_message, _listed(body.get("messages")))]
+
+
+def _responses(body: Mapping[str, object]) -> _Plan:
+    parts = [*_tools(body.get("tools")), *_system(body.get("instructions"))]
+    given = body.get("input")
+    if isinstance(given, str):
+        return [*parts, (_add_message, [{"role": "user", "content": given}])]
+    return [*parts, (_add_item, _listed(given))]
+
+
+def _completion(body: Mapping[str, object]) -> _Plan:
+    return _texts(body.get("prompt"))
+
+
+def _infill(body: Mapping[str, object]) -> _Plan:
+    plan: _Plan = [(_add_extra, _listed(body.get("input_extra")))]
+    for key in ("input_prefix", "prompt", "input_suffix"):
+        plan += _texts(body.get(key))
+        plan.append((_add_bytes, [_VALUE]))
+    return plan
+
+
+def _generate(body: Mapping[str, object]) -> _Plan:
+    return _texts(body.get("text") or body.get("input_ids"))
+
+
+def _not_quick(body: Mapping[str, object]) -> Prompt | None:
+    del body
+    return None
+
+
+chat_prompt: Final = PromptFormat(_chat, _quick_chat)
+"""Of /v1/chat/completions: `tools`, then each message's role, contents and tool calls, in order."""
+messages_prompt: Final = PromptFormat(_messages, _not_quick)
+"""Of Anthropic's /v1/messages and /v1/messages/count_tokens: `tools`, `system`, `messages`."""
+responses_prompt: Final = PromptFormat(_responses, _not_quick)
+"""Of /v1/responses: `tools`, `instructions`, then `input`, a text or items. What `previous_response_id` stands for is
+not in it."""
+completion_prompt: Final = PromptFormat(_completion, _not_quick)
+"""Of /v1/completions, and of llama.cpp's /completion: a text, texts, token ids, or lists of token ids."""
+infill_prompt: Final = PromptFormat(_infill, _not_quick)
+"""Of llama.cpp's /infill: the files beside it, then what stands before the gap, then what stands behind it."""
+generate_prompt: Final = PromptFormat(_generate, _not_quick)
+"""Of SGLang's /generate: `text` or `input_ids`, one or several."""
+
+
+# Their parts
+
+
+def _listed(values: object) -> list[object]:
+    return values if isinstance(values, list) else []
+
+
+def _tools(tools: object) -> _Plan:
     """The model reads each tool as JSON."""
     if not tools:
-        return
-    pieces.add(_TOOLS)
-    for tool in tools if isinstance(tools, list) else (tools,):
-        if pieces.full:
-            break
-        pieces.add(_dump(_without_marks(tool)))
+        return []
+    return [(_add_bytes, [_TOOLS]), (_add_tool, tools if isinstance(tools, list) else [tools])]
 
 
-def _add_system(system: object, pieces: _Pieces) -> None:
+def _system(system: object) -> _Plan:
     """A text, or parts: as a message of the system, without a first part that is the billing line. In a text vLLM keeps
     that line, so it stays here too.
     """
     if not system:
-        return
+        return []
     if isinstance(system, list) and _is_billing(system[0]):
         system = system[1:]
-    pieces.add(b"\x1esystem\n")
-    _add_content(system, pieces)
+    return [(_add_bytes, [b"\x1esystem\n"]), (_add_content, [system])]
+
+
+def _texts(prompt: object) -> _Plan:
+    """A text, texts, token ids, or lists of token ids."""
+    if isinstance(prompt, list):
+        ids = _token_bytes(prompt)
+        return [(_add_text, prompt)] if ids is None else [(_add_bytes, [ids])]
+    return [(_add_bytes, [_encode(prompt)])] if isinstance(prompt, str) else []
+
+
+def _add_bytes(data: object, pieces: _Pieces) -> None:
+    pieces.add(cast("bytes", data))
+
+
+def _add_tool(tool: object, pieces: _Pieces) -> None:
+    pieces.add(_dump(_without_marks(tool)))
+
+
+def _add_extra(file: object, pieces: _Pieces) -> None:
+    pieces.add(_VALUE + _dump(file))
+
+
+def _add_text(one: object, pieces: _Pieces) -> None:
+    """One of several prompts."""
+    if isinstance(one, str):
+        pieces.add(_encode(one))
+    elif isinstance(one, list):
+        pieces.add(_token_bytes(one) or b"")
+    pieces.add(_MESSAGE)
 
 
 def _is_billing(part: object) -> bool:
@@ -301,25 +365,6 @@ def _add_media(part: dict[str, object], pieces: _Pieces) -> bool:
     else:
         pieces.add_media(payload, blob_tokens(payload))
     return True
-
-
-def _add_prompt(prompt: object, pieces: _Pieces) -> None:
-    """A text, texts, token ids, or lists of token ids."""
-    if isinstance(prompt, str):
-        pieces.add(_encode(prompt))
-    elif isinstance(prompt, list):
-        ids = _token_bytes(prompt)
-        if ids is not None:
-            pieces.add(ids)
-            return
-        for one in prompt:
-            if pieces.full:
-                break
-            if isinstance(one, str):
-                pieces.add(_encode(one))
-            elif isinstance(one, list):
-                pieces.add(_token_bytes(one) or b"")
-            pieces.add(_MESSAGE)
 
 
 def _token_bytes(ids: list[object]) -> bytes | None:

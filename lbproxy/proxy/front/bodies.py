@@ -7,24 +7,32 @@ become: memory is counted as bytes come, so that a client that announces much an
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol, cast
+from collections.abc import Callable
+from io import BytesIO
+from typing import Final, Protocol, cast
 
 from aiohttp import web
 from aiohttp.streams import StreamReader
 
 from lbproxy.config.tree import Settings
+from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.forms import FormWalk
 from lbproxy.core.requests.large_json import LargeJson
+from lbproxy.core.requests.openai import Pieces
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.proxy.front.connection import ClientConnection
 from lbproxy.proxy.front.overload import Holder, Overload
+from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.headers import RequestFields
+from lbproxy.proxy.request.reading import LargeFacts, Reading, has_json
 from lbproxy.proxy.request.routes import Body, Route
 
 COPIES = 2
 """How often a body is there for a moment when it is read: in pieces, and whole. It counts as often until then."""
 JOINED_BYTES = 4 << 20
 """More is joined beside the loop: 64 MiB take 50 ms."""
+STEP_BYTES: Final = 1 << 20
+"""So much is copied in one turn of the loop: less than 1 ms."""
 GRACE_S = 10.0
 """How long a body may take before its rate counts."""
 
@@ -35,6 +43,11 @@ class Reader(Holder, Protocol):
     @property
     def settings(self) -> Settings:
         """Those that it is served under."""
+        ...
+
+    @property
+    def record(self) -> RequestRecord:
+        """What is known of it."""
         ...
 
 
@@ -92,16 +105,45 @@ async def _read_up_to(limit: int, content: StreamReader, reader: Reader, overloa
             timeout.reschedule(began + min(timeout_s, GRACE_S + size / rate))
     if size <= JOINED_BYTES:
         return b"".join(pieces)
-    return await loop.run_in_executor(None, b"".join, pieces)  # which lets go of Python's lock
+    return await loop.run_in_executor(None, b"".join, pieces)  # which releases Python's lock
 
 
-async def read_large(body: bytes, content_type: bytes, *, is_json: bool) -> LargeJson | FormWalk:
-    """Read a large body, JSON or a form, in many short turns of the loop. Raises LbError."""
-    large = LargeJson(body) if is_json else FormWalk(body, content_type)
-    for _ in iter(large.step, False):
+async def read_large(
+    request: ClientRequest, reading: Reading, reader: Reader, overload: Overload
+) -> tuple[ClientRequest, LargeFacts]:
+    """Read a request with a large body, JSON or a form, in many short turns of the loop. Returns it as it is to be
+    sent, and what it says; a body that was renamed is not counted as held any more. Raises LbError.
+    """
+    body = request.body
+    overload.hold(reader, len(body))
+    large = LargeJson(body) if has_json(request) else FormWalk(body, request.fields.content_type)
+    await _in_turns(large.step)
+    facts, pieces = reading.read(request, reader.record, large)
+    flattening, prompt = reading.flattening(request, facts), None
+    if flattening is not None:
+        await _in_turns(flattening.step)
+        prompt = flattening.prompt()
+    if pieces is not None:
+        overload.hold(reader, len(body))
+        request = request._replace(body=await _joined(pieces))
+        overload.let_go(reader)
+    return request, LargeFacts(facts, prompt)
+
+
+async def _in_turns(step: Callable[[], bool]) -> None:
+    for _ in iter(step, False):
         await asyncio.sleep(0)
-    await asyncio.sleep(0)  # to hash the prompt takes long enough
-    return large
+    await asyncio.sleep(0)  # what comes next takes long enough
+
+
+async def _joined(pieces: Pieces) -> bytes:
+    """In many short turns: `bytes.join` keeps Python's lock, also in another thread, if one of the pieces is a view."""
+    joined = BytesIO()
+    for piece in pieces:
+        for at in range(0, len(piece), STEP_BYTES):
+            joined.write(piece[at : at + STEP_BYTES])
+            await asyncio.sleep(0)
+    return joined.getvalue()  # is no copy
 
 
 def _too_large(limit: int) -> LbError:

@@ -42,7 +42,7 @@ from lbproxy.proxy.request.forwarding import Forwarding, may_forward
 from lbproxy.proxy.request.handshake import read_handshake
 from lbproxy.proxy.request.headers import SWITCHES, origin_form, read_request_fields
 from lbproxy.proxy.request.keys import KeyRing
-from lbproxy.proxy.request.reading import Large, Reading, has_form, has_json
+from lbproxy.proxy.request.reading import LargeFacts, Reading, has_form, has_json
 from lbproxy.proxy.request.routes import ADAPTERS, find_route
 from lbproxy.runtime import Runtime
 
@@ -374,8 +374,9 @@ class FrontEnd(web.Server):
         elif len(body) <= WHOLE_BYTES or not (has_json(read) or has_form(read)):
             self._answer(read, turn)
         else:
-            self.overload.hold(turn, len(body))
-            self._answer(read, turn, await read_large(body, fields.content_type, is_json=has_json(read)))
+            sent, facts = await read_large(read, self._reading, turn, self.overload)
+            self._answer(sent, turn, facts)
+            record.request_bytes = len(body)
 
     async def _change_adapters(self, request: ClientRequest, turn: Turn) -> None:
         record, settings = turn.record, turn.settings
@@ -386,8 +387,8 @@ class FrontEnd(web.Server):
         timeout_s, named = settings.timeouts.first_byte, settings.expose_endpoint
         turn.answer(*await self._adapter_calls.make(request, record.id, timeout_s=timeout_s, name_endpoints=named))
 
-    def _answer(self, request: ClientRequest, turn: Turn, large: Large | None = None) -> None:
-        """Begin the exchange of a request that was read whole; `large`: its body, if that is large and was read.
+    def _answer(self, request: ClientRequest, turn: Turn, large: LargeFacts | None = None) -> None:
+        """Begin the exchange of a request that was read whole; `large`: what its body says, if that was read in turns.
 
         Raises LbError if nothing was sent.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from lbproxy.config.tree import Settings
 from lbproxy.core.observed.record import RequestRecord
@@ -11,9 +11,10 @@ from lbproxy.core.queue.flows import FlowRules
 from lbproxy.core.requests.forms import FormWalk, read_form_model, rename_form_model
 from lbproxy.core.requests.large_json import LargeJson
 from lbproxy.core.requests.models import Aliases, resolve
-from lbproxy.core.requests.openai import BodyFacts, ModelCard, read_json_body, rename_model, with_model
+from lbproxy.core.requests.openai import BodyFacts, ModelCard, Pieces, read_json_body, rename_model, with_model
 from lbproxy.core.requests.outline import bytes_left_out
 from lbproxy.core.requests.prompt_keys import BlockKey, hash_prompt
+from lbproxy.core.requests.prompts import Flattening, Prompt
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.handshake import query_model, with_query_model
@@ -23,6 +24,16 @@ from lbproxy.runtime import Runtime
 
 Large: TypeAlias = LargeJson | FormWalk
 """A body that was read in many turns of the loop."""
+
+
+class LargeFacts(NamedTuple):
+    """What was read of a large body, which is already as it is to be sent."""
+
+    facts: BodyFacts
+    prompt: Prompt | None
+    """None if nothing is to be known of it."""
+
+
 MAX_ID_CHARS: Final = 160
 """Of a stored response."""
 SERVED_S: Final = 1.0
@@ -40,39 +51,81 @@ class Reading:
         self._served_until = float("-inf")
 
     def understand(
-        self, request: ClientRequest, record: RequestRecord, large: Large | None
+        self, request: ClientRequest, record: RequestRecord, large: LargeFacts | None = None
     ) -> tuple[ClientRequest, InferenceRequest]:
         """The request as it is to be sent, and as the balancer sees it. Notes in `record` what is asked for.
 
-        `large`: its body, if that was read in turns. Raises LbError.
+        `large`: of its body, if that was read in turns. Raises LbError.
         """
         if request.fields.upgrade:
             return self._socket(request, record)
-        facts, body = self._renamed(request, record, large)
-        if body is not request.body:
-            request = request._replace(body=body)
+        if large is None:
+            facts, pieces = self.read(request, record)
+            if pieces is not None:
+                request = request._replace(body=b"".join(pieces))
+            flatten = request.route.flatten
+            prompt = None if flatten is None or self._runtime.block_bytes is None else flatten(facts.fields)
+        else:
+            facts, prompt = large
         record.model, record.stream = facts.model, facts.stream
-        return request, self._placed(record, request, facts, is_large=isinstance(large, LargeJson))
+        return request, self._placed(record, request, facts, prompt, is_large=large is not None)
+
+    def read(
+        self, request: ClientRequest, record: RequestRecord, large: Large | None = None
+    ) -> tuple[BodyFacts, Pieces | None]:
+        """What the body says, with the model to place by (None: any endpoint); and the body to send, if that is
+        another. Notes in `record` what the client called the model, if it used a name of the settings.
+
+        `large`: the body, if that was read in turns. Raises LbError.
+        """
+        facts, pieces = self._read(request, large)
+        name = facts.model
+        if name is None or name not in self._aliases:
+            return facts, pieces
+        record.alias = name
+        model = self._aliases.target(name, request.fields.session or record.id, self._served_now())
+        if model == name:
+            return facts, pieces
+        body = request.body
+        if has_json(request) and pieces is None:
+            pieces = rename_model(body, model, large.outline if isinstance(large, LargeJson) else None)
+        elif has_json(request):
+            pieces = with_model(body, model)
+        else:
+            walk = large if isinstance(large, FormWalk) else None
+            pieces = rename_form_model(body, request.fields.content_type, model, walk)
+        return facts._replace(model=model), pieces
+
+    def flattening(self, request: ClientRequest, facts: BodyFacts) -> Flattening | None:
+        """Begins to flatten the prompt of a large body; None if nothing is to be known of it."""
+        flatten = request.route.flatten
+        return None if flatten is None or self._runtime.block_bytes is None else flatten.begin(facts.fields)
 
     def _placed(
-        self, record: RequestRecord, request: ClientRequest, facts: BodyFacts, *, is_large: bool
+        self,
+        record: RequestRecord,
+        request: ClientRequest,
+        facts: BodyFacts,
+        prompt: Prompt | None,
+        *,
+        is_large: bool = False,
     ) -> InferenceRequest:
         block_bytes, fields = self._runtime.block_bytes, request.fields
         model, stream, max_tokens, cache_salt, read = facts
         prompt_bytes = media_tokens = 0
         keys: tuple[BlockKey, ...] = ()
-        flatten, response_id, stores = request.route.flatten, None, False
-        if flatten is None or not request.route.is_common or "store" in read:
+        response_id, stores = None, False
+        if request.route.flatten is None or not request.route.is_common or "store" in read:
             response_id, stores = _storage(request, read)
-        if block_bytes is not None and flatten is not None:
-            prompt, media_tokens = flatten(read)
-            prompt_bytes = len(prompt)
+        if block_bytes is not None and prompt is not None:
+            text, media_tokens = prompt
+            prompt_bytes = len(text)
             before = None if response_id is None else self._runtime.stored(response_id)
             after = () if before is None else before.block_keys
             if prompt_bytes >= block_bytes or after:
                 if is_large:
-                    prompt_bytes += bytes_left_out(prompt, len(request.body))
-                keys = hash_prompt(prompt, model=model, salt=cache_salt, block_bytes=block_bytes, after=after)
+                    prompt_bytes += bytes_left_out(text, len(request.body))
+                keys = hash_prompt(text, model=model, salt=cache_salt, block_bytes=block_bytes, after=after)
             if before is not None:
                 prompt_bytes += before.prompt_bytes
         record.flow = flow = self._flow_rules.flow_of(record.key, fields.flow)
@@ -111,50 +164,30 @@ class Reading:
         if model is not None and model != named:
             request = request._replace(target=with_query_model(request.target, model))
         record.model = model
-        placed = self._placed(record, request, BodyFacts(model, True), is_large=False)
+        placed = self._placed(record, request, BodyFacts(model, True), None)
         return request, placed._replace(open_ended=True)
-
-    def _renamed(self, request: ClientRequest, record: RequestRecord, large: Large | None) -> tuple[BodyFacts, bytes]:
-        """What the body says, with the model to place by (None: any endpoint), and the body to send. Notes what the
-        client called the model, if it used a name of the settings.
-        """
-        facts, body = self._read(request, large)
-        name = facts.model
-        if name is None or name not in self._aliases:
-            return facts, body
-        record.alias = name
-        model = self._aliases.target(name, request.fields.session or record.id, self._served_now())
-        if model == name:
-            return facts, body
-        if has_json(request):
-            text = large.text if isinstance(large, LargeJson) and body is request.body else None
-            renamed = rename_model(body, model, text)
-        else:
-            walk = large if isinstance(large, FormWalk) else None
-            renamed = rename_form_model(body, request.fields.content_type, model, walk)
-        return facts._replace(model=model), renamed
 
     def model_cards(self) -> list[ModelCard]:
         """What clients may name: what the endpoints that are up serve, and the settings' names for it."""
         return self._aliases.listed(self._runtime.model_cards())
 
-    def _read(self, request: ClientRequest, large: Large | None) -> tuple[BodyFacts, bytes]:
+    def _read(self, request: ClientRequest, large: Large | None) -> tuple[BodyFacts, Pieces | None]:
         """The same by the name that the client used."""
         body = request.body
         is_inference = request.route.is_inference
         if has_json(request):
             if not body and not is_inference:
-                return BodyFacts(None), body
+                return BodyFacts(None), None
             facts = read_json_body(body, large if isinstance(large, LargeJson) else None)
             if facts.model is not None or not is_inference:
-                return facts, body
+                return facts, None
             model = resolve(None, self._runtime.base_models())
             return facts._replace(model=model), with_model(body, model)
         if has_form(request):
             walk = large if isinstance(large, FormWalk) else None
             named = read_form_model(body, request.fields.content_type, walk)
-            return BodyFacts(resolve(named, self._runtime.base_models()) if is_inference else named), body
-        return BodyFacts(None), body
+            return BodyFacts(resolve(named, self._runtime.base_models()) if is_inference else named), None
+        return BodyFacts(None), None
 
     def _served_now(self) -> frozenset[str]:
         """By endpoints that are up, as of the last second."""

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.prompts import (
-    Flatten,
+    PromptFormat,
     chat_prompt,
     completion_prompt,
     generate_prompt,
@@ -47,7 +47,7 @@ class Route(NamedTuple):
     methods: frozenset[str]
     ours: bool = False
     """lbproxy answers it."""
-    flatten: Flatten | None = None
+    flatten: PromptFormat | None = None
     """Reads the prompt in its body, if that has one that the prefix cache knows."""
     is_common: bool = False
     """Every model server has it."""

@@ -11,10 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lbproxy.config.parse import parse
+from lbproxy.core.requests import outline as outline_module
 from lbproxy.core.requests.models import Aliases
 from lbproxy.core.requests.openai import MAX_MODEL_KEYS, ModelCard, rename_model
 from lbproxy.core.requests.outcome import LbError
-from lbproxy.core.requests.outline import outline
+from lbproxy.core.requests.outline import MAX_MODEL_FIELD_BYTES, Outline, outline
+
+
+def renamed(body: bytes, model: str, found: Outline | None = None) -> bytes:
+    return b"".join(rename_model(body, model, found))
+
+
+def outlined(body: bytes, slice_bytes: int) -> Outline:
+    """Looked at in slices so short that keys and values are cut."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outline_module, "SLICE_BYTES", slice_bytes)
+        return outline(body)
 
 
 def aliases(text: str) -> Aliases:
@@ -91,7 +103,7 @@ def test_an_alias_stands_before_a_model_of_its_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "renamed"),
+    ("body", "expected"),
     [
         ('{"model":"a","x":1}', '{"model":"B","x":1}'),
         (' {\n "x" : [1,{"model":"a"}], "model"\t:  "a" }\n', ' {\n "x" : [1,{"model":"a"}], "model"\t:  "B" }\n'),
@@ -113,12 +125,14 @@ def test_an_alias_stands_before_a_model_of_its_name() -> None:
         ('{"x":NaN,"model":"a"}', '{"x":NaN,"model":"B"}'),
     ],
 )
-def test_only_the_model_is_another(body: str, renamed: str) -> None:
-    assert rename_model(body.encode(), "B") == renamed.encode()
+def test_only_the_model_is_another(body: str, expected: str) -> None:
+    assert renamed(body.encode(), "B") == expected.encode()
+    for slice_bytes in range(4, 40):
+        assert renamed(body.encode(), "B", outlined(body.encode(), slice_bytes)) == expected.encode()
 
 
 def test_the_new_name_is_written_as_json() -> None:
-    assert rename_model(b'{"model":"a"}', 'q"\\\u00fc') == '{"model":"q\\"\\\\\u00fc"}'.encode()
+    assert renamed(b'{"model":"a"}', 'q"\\\u00fc') == '{"model":"q\\"\\\\\u00fc"}'.encode()
 
 
 VALUES = st.recursive(
@@ -148,7 +162,8 @@ def test_any_body_reads_as_before_but_for_the_model(
     items.insert(at, ("model", name))
     body = json.dumps(dict(items), ensure_ascii=ascii_only, indent=indent).encode("utf-8", "replace")
     before = json.loads(body)
-    after = json.loads(rename_model(body, "B"))
+    after = json.loads(renamed(body, "B"))
+    assert renamed(body, "B", outlined(body, 16)) == renamed(body, "B")
     assert after == before | {"model": "B"}
     assert list(after) == list(before)
 
@@ -171,14 +186,30 @@ IMAGE = '"' + "A" * (9 << 20) + '"'
 def test_a_large_body_is_renamed_by_its_outline_alike(body: str) -> None:
     """To look through images for other keys of that name would hold the loop."""
     raw = body.replace("IMAGE", IMAGE).replace("BIG", IMAGE.strip('"')).encode()
-    text = outline(raw).text()
-    assert len(text) < len(raw) / 1.5
-    assert rename_model(raw, "B", text) == rename_model(raw, "B")
-    assert json.loads(rename_model(raw, "B", text)) == json.loads(raw) | {"model": "B"}
+    found = outline(raw)
+    assert len(found.text()) < len(raw) / 1.5
+    assert renamed(raw, "B", found) == renamed(raw, "B")
+    assert json.loads(renamed(raw, "B", found)) == json.loads(raw) | {"model": "B"}
+
+
+@pytest.mark.parametrize(
+    "body", ['{"model":"LONG","model":"a"}', '{"model"BLANKS:"c","model":"a"}', '{"model":BLANKS"a"}']
+)
+def test_a_large_body_is_refused_if_one_of_its_models_cannot_be_replaced(body: str) -> None:
+    """Else a server that takes another of them than we do would see a name that is not the alias's target."""
+    raw = body.replace("LONG", "a" * MAX_MODEL_FIELD_BYTES).replace("BLANKS", " " * MAX_MODEL_FIELD_BYTES).encode()
+    with pytest.raises(LbError):
+        rename_model(raw, "B", outline(raw))
+
+
+def test_what_only_looks_like_a_long_model_is_none() -> None:
+    blanks = " " * MAX_MODEL_FIELD_BYTES
+    raw = f'{{"x":"model","model" :{blanks[:-100]}"a","y":{{"model":"{blanks}"}}}}'.encode()
+    assert json.loads(renamed(raw, "B", outline(raw))) == json.loads(raw) | {"model": "B"}
 
 
 def test_many_keys_are_refused_before_they_take_long() -> None:
     nested = b'{"x":[' + b",".join([b'{"model":"a"}'] * MAX_MODEL_KEYS) + b'],"model":"a"}'
     with pytest.raises(LbError):
-        rename_model(nested, "B")
-    rename_model(nested.replace(b'{"model":"a"}', b"1", 1), "B")
+        renamed(nested, "B")
+    renamed(nested.replace(b'{"model":"a"}', b"1", 1), "B")

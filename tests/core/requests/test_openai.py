@@ -21,6 +21,10 @@ def outcome_of(body: bytes) -> Outcome:
     return caught.value.outcome
 
 
+def with_a_model(body: bytes, model: str) -> bytes:
+    return b"".join(with_model(body, model))
+
+
 def test_model_and_stream_are_read() -> None:
     facts = read_json_body(b'{"model":"a/b","stream":true,"max_tokens":7,"cache_salt":"s"}')
     assert (facts.model, facts.stream, facts.max_tokens, facts.cache_salt) == ("a/b", True, 7, "s")
@@ -115,7 +119,7 @@ def test_what_is_utf_16_is_no_json() -> None:
     """Python's json reads it; nothing could be put into it, and other servers read something else."""
     assert outcome_of('{"model":"m"}'.encode("utf-16")) is Outcome.INVALID_JSON
     assert outcome_of('{"model":"m"}'.encode("utf-16-le")) is Outcome.INVALID_JSON
-    assert json.loads(with_model(b'\xef\xbb\xbf {"a":1}', "m")) == {"model": "m", "a": 1}
+    assert json.loads(with_a_model(b'\xef\xbb\xbf {"a":1}', "m")) == {"model": "m", "a": 1}
 
 
 @pytest.mark.parametrize("model", ["null", "1", '""', "[]", '"a\\nb"', '"a\\u0000"', '"' + "x" * 257 + '"', "true"])
@@ -136,7 +140,7 @@ def test_any_bytes_give_facts_or_an_error(body: bytes) -> None:
 def test_a_model_is_put_in_without_touching_the_rest(fields: dict[str, object], model: str) -> None:
     fields.pop("model", None)
     for body in (json.dumps(fields).encode(), b"\n " + json.dumps(fields, indent=1).encode()):
-        spliced = with_model(body, model)
+        spliced = with_a_model(body, model)
         assert json.loads(spliced) == {"model": model, **fields}
         assert spliced.endswith(body.lstrip()[1:].lstrip())
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lbproxy.core.requests import prompts
 from lbproxy.core.requests.media import FILLER_BYTES, IMAGE_TOKENS
 from lbproxy.core.requests.prompts import (
-    Flatten,
+    PromptFormat,
     chat_prompt,
     completion_prompt,
     generate_prompt,
@@ -37,7 +37,7 @@ MESSAGE = st.fixed_dictionaries(
 )
 
 
-APIS: tuple[Flatten, ...] = (
+APIS: tuple[PromptFormat, ...] = (
     chat_prompt,
     messages_prompt,
     responses_prompt,
@@ -289,7 +289,7 @@ def test_an_image_counts_by_its_pixels_wherever_it_stands() -> None:
     """And in each API as much; twenty megabytes of base64 are no twenty megabytes of text."""
     payload = PNG + "A" * 200_000
     url = f"data:image/png;base64,{payload}"
-    content: list[tuple[Flatten, dict[str, Any]]] = [
+    content: list[tuple[PromptFormat, dict[str, Any]]] = [
         (chat_prompt, {"type": "image_url", "image_url": {"url": url}}),
         (chat_prompt, {"type": "image_url", "image_url": url}),
         (messages_prompt, {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": payload}}),

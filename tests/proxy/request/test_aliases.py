@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+import pytest
+
 from tests.support.aio import run
 from tests.support.endpoint import ScriptedEndpoint, answer
 from tests.support.pool import card
 from tests.support.rig import Rig, post, rig, settings_for
 
 MODELS = "models: {fast: {to: m}, chat: {split: {old: 90, new: 10}}, gone: {to: secret-target}}\n"
+MIB = 1 << 20
 ANSWER = b'{"model":"served-name"}'
 
 
@@ -48,6 +51,32 @@ def test_a_forms_model_changes_too() -> None:
             reply = await it.ask((head + kind).encode() + form("fast"))
             assert reply.status == 200
             assert server.requests[0].body == form("m")
+
+    run(main())
+
+
+@pytest.mark.parametrize("field", ["model", "file"])
+def test_large_bodies_change_by_no_other_byte(field: str) -> None:
+    """Those that are read in many turns of the event loop, wherever the name stands."""
+
+    def json_body(model: str) -> bytes:
+        pieces = [b'"model" : "%b"' % model.encode(), b'"messages":[{"role":"user","content":"%b"}]' % (b"a\\n" * MIB)]
+        return b'{"x":{"model":"fast"},' + b",".join(pieces if field == "model" else pieces[::-1]) + b"}"
+
+    def form(model: str) -> bytes:
+        part = b'--B\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n'
+        parts = [part % (b"model", model.encode()), part % (b"file", b"\r\n--b" * MIB)]
+        return b"".join(parts if field == "model" else parts[::-1]) + b"--B--\r\n"
+
+    async def main() -> None:
+        async with ScriptedEndpoint(answer(ANSWER)) as server, rig(server.url, more=MODELS) as it:
+            assert (await it.ask(post(json_body("fast")))).status == 200
+            head = f"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: lb\r\nContent-Length: {len(form('fast'))}\r\n"
+            kind = "Content-Type: multipart/form-data; boundary=B\r\n\r\n"
+            assert (await it.ask((head + kind).encode() + form("fast"))).status == 200
+            assert [one.body for one in server.requests] == [json_body("m"), form("m")]
+            assert [one.request_bytes for one in it.records.requests] == [len(json_body("fast")), len(form("fast"))]
+            assert it.front.overload.held_bytes == 0
 
     run(main())
 
