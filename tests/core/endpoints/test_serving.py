@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -249,11 +250,14 @@ def names(balancer: Balancer, model: str | None) -> list[str]:
     return [state.endpoint.name for state in balancer._endpoints.candidates(model, now=0.0)]
 
 
-def test_a_change_of_one_endpoint_drops_the_lists_of_its_models_alone() -> None:
+@pytest.mark.parametrize("change", [lambda balancer, uid: balancer.drain(uid), eject], ids=["drained", "ejected"])
+def test_a_change_of_one_endpoint_drops_the_lists_of_its_models_alone(
+    change: Callable[[Balancer, EndpointUid], object],
+) -> None:
     """Else each ejection in a large fleet would cost what all endpoints and adapters together do."""
     balancer, uids = listing("ab", "bc", "cd")
     before = {model: balancer._endpoints.candidates(model, now=0.0) for model in "abcd"}
-    balancer.drain(uids[0])
+    change(balancer, uids[0])
     after = {model: balancer._endpoints.candidates(model, now=0.0) for model in "abcd"}
     assert [model for model in "abcd" if after[model] is not before[model]] == ["a", "b"]
     assert names(balancer, "b") == ["e2"]
