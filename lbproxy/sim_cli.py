@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import orjson
 from rich import box
@@ -27,6 +27,7 @@ from lbproxy.config.text import ConfigError
 from lbproxy.core.policies.policy import Policy
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.queue.flows import FlowRules
+from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.sim.engine.fixed import FixedTimes
 from lbproxy.sim.engine.presets import PRESETS
 from lbproxy.sim.fleet import plots, sharing
@@ -58,7 +59,7 @@ from lbproxy.sim.workloads.catalogue import (
 )
 from lbproxy.sim.workloads.clients import Clients, Source
 from lbproxy.sim.workloads.traces import TraceError, TraceRow, read_azure, read_mooncake
-from lbproxy.sim.workloads.workload import Workload
+from lbproxy.sim.workloads.workload import Job, Workload
 
 AnyReplica = TypeVar("AnyReplica", bound=Replica)
 
@@ -226,8 +227,11 @@ def serve_workload(run: Run, workload: Workload) -> list[Served]:
     return fleet_of(run, workload).run()
 
 
-def fleet_of(run: Run, workload: Workload) -> Fleet:
-    """The fleet, the policy and the seed of a run, before a workload."""
+Read: TypeAlias = Callable[[Job, InferenceRequest], InferenceRequest]
+
+
+def fleet_of(run: Run, workload: Workload, read: Read | None = None) -> Fleet:
+    """The fleet, the policy and the seed of a run, before a workload. `read`: see `Fleet`; an oracle reads nothing."""
     scenario = run.scenario
 
     def make(policy: Policy, kind: type[AnyReplica], rng: random.Random) -> AnyReplica:
@@ -252,7 +256,9 @@ def fleet_of(run: Run, workload: Workload) -> Fleet:
             seed=run.seed,
         )
     options = fleet_options(scenario, run.routing)
-    return Fleet(options, workload, lambda rng: make(make_policy(run.routing, rng), Replica, rng), seed=run.seed)
+    return Fleet(
+        options, workload, lambda rng: make(make_policy(run.routing, rng), Replica, rng), seed=run.seed, read=read
+    )
 
 
 def _scraping(interval_s: float | None) -> ScrapeSettings:

@@ -53,8 +53,11 @@ class Fleet:
         make_balancer: Callable[[random.Random], Replica],
         *,
         seed: int,
+        read: Callable[[Job, InferenceRequest], InferenceRequest] | None = None,
     ) -> None:
+        """`read`: what balancers are told of a job, made from what they are told otherwise."""
         self._options = options
+        self._read = read
         self._workload = workload
         self._seed = seed
         self._heap = EventHeap()
@@ -175,6 +178,8 @@ class Fleet:
             flow=flow,
             deadline=None if job.slo_ttft_s is None else self.now + job.slo_ttft_s,
         )
+        if self._read is not None:
+            request = self._read(job, request)
         served = Served(job, self.now, front.number, streamed)
         self._served.append(served)
         work = SimRequest(job.id, prompt_tokens, job.answer.tokens, hashes, job.model)

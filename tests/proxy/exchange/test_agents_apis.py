@@ -5,7 +5,10 @@ an engine reports is understood whatever its conventions.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -164,6 +167,39 @@ def test_what_goes_on_with_a_response_and_what_is_about_it_goes_to_its_owner(str
                 for action in ("cancel", "input_items"):
                     reply = await it.ask(post(b"", f"/v1/responses/{made}/{action}"))
                     assert (reply.status, reply.field("x-lbproxy-endpoint")) == (200, home)
+
+    run(main())
+
+
+def test_a_thousand_responses_over_four_endpoints_are_each_found_at_their_owner() -> None:
+    """In another order than they were made in; after an owner's death its own are 404, and no other is."""
+
+    async def main() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            servers = [await stack.enter_async_context(ScriptedEndpoint(stores(letter))) for letter in "abcd"]
+            it = await stack.enter_async_context(rig(*(server.url for server in servers)))
+            client = await it.connect()
+
+            async def ask(data: bytes) -> tuple[int, str | None, bytes]:
+                client.send(data)
+                reply = await client.reply()
+                return reply.status, reply.field("x-lbproxy-endpoint"), reply.body
+
+            homes: dict[str, str | None] = {}
+            for n in range(1000):
+                status, home, text = await ask(post(body(input=f"hi {n} " * 300), "/v1/responses"))
+                assert status == 200
+                homes[json.loads(text)["id"]] = home
+            assert len(homes) == 1000
+            assert min(Counter(homes.values()).values()) > 50, "they are spread over all four"
+            order = random.Random(5).sample(sorted(homes), len(homes))
+            for made in order:
+                status, home, _ = await ask(post(body(input="and?", previous_response_id=made), "/v1/responses"))
+                assert (status, home) == (200, homes[made])
+            await servers[0].stop()
+            for made in order[:100]:
+                status, _, _ = await ask(post(body(input="and?", previous_response_id=made), "/v1/responses"))
+                assert status == (404 if homes[made] == "e1" else 200)
 
     run(main())
 
