@@ -14,8 +14,8 @@ from typing import Protocol
 import xxhash
 
 from lbproxy.sim.engine.engine import SimRequest
-from lbproxy.sim.mock.apis.fields import ApiError, Json, invalid, refused, required, shown
-from lbproxy.sim.mock.apis.tools import Forced, SaidCall, choose
+from lbproxy.sim.mock.apis.fields import ApiError, Json, canonical, invalid, refused, required, shown
+from lbproxy.sim.mock.apis.tools import Forced, SaidCall, choose, example
 from lbproxy.sim.mock.text import TOKEN_BYTES, Answer, answer, block_hashes, from_token_ids, pad, token_count
 
 MAX_SEQUENCES = 2048
@@ -41,6 +41,8 @@ class Call:
     stream: bool = False
     forced: Forced | None = None
     """The response is a tool call."""
+    schema: Json | None = None
+    """The response is JSON that fits this schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,10 @@ def plan(call: Call, *, max_model_len: int, seed: int, adapter: str | None = Non
             key = f"{seed}:{call.seed}:{choice}{'' if adapter is None else f':{adapter}'}"
             said_call = None
             if call.forced is not None:
-                said, said_call = _tool_answer(call.forced, prompt, key, limit)
+                text, said_call = choose(call.forced, _key_of(key, prompt))
+                said = _given_answer(text, limit)
+            elif call.schema is not None:
+                said = _given_answer(canonical(example(call.schema, _key_of(key, prompt))), limit)
             else:
                 said = answer(prompt, key, max_tokens=limit, natural_end=natural_end, stop=call.stop)
             hashes = block_hashes(pad(prompt) + said.computed, adapter)
@@ -136,11 +141,14 @@ def plan(call: Call, *, max_model_len: int, seed: int, adapter: str | None = Non
     return choices
 
 
-def _tool_answer(forced: Forced, prompt: bytes, key: str, limit: int) -> tuple[Answer, SaidCall]:
-    text, call = choose(forced, f"{key}:{xxhash.xxh3_64_hexdigest(prompt)}")
+def _key_of(key: str, prompt: bytes) -> str:
+    return f"{key}:{xxhash.xxh3_64_hexdigest(prompt)}"
+
+
+def _given_answer(text: str, limit: int) -> Answer:
     said = text.encode("ascii")[: limit * TOKEN_BYTES]
     reason = "stop" if len(said) == len(text) else "length"
-    return Answer(said, token_count(len(said)), reason, None, said), call
+    return Answer(said, token_count(len(said)), reason, None, said)
 
 
 def prefills(prompts: Sequence[bytes], *, max_model_len: int, adapter: str | None = None) -> list[Choice]:

@@ -32,7 +32,7 @@ from lbproxy.sim.mock.apis.fields import (
     shown,
     stops,
 )
-from lbproxy.sim.mock.apis.tools import Forced, Tool, forced_by, tool_of
+from lbproxy.sim.mock.apis.tools import Forced, Tool, forced_by, schema_of, tool_of
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's and vLLM's default for completions; chat has none."""
@@ -145,6 +145,7 @@ def _call(
         seed=integer(fields, "seed"),
         stream=boolean(fields, "stream"),
         forced=forced,
+        schema=schema_of(fields.get("response_format"), "response_format") if chat else None,
     )
     return call, Form(chat, n, boolean(options, "include_usage"), forced is not None and forced.named)
 

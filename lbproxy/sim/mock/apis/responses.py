@@ -28,7 +28,7 @@ from lbproxy.sim.mock.apis.fields import (
     text_of,
     typed,
 )
-from lbproxy.sim.mock.apis.tools import Forced, Tool, forced_by, tool_of
+from lbproxy.sim.mock.apis.tools import Forced, Tool, forced_by, schema_of, tool_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,7 @@ def parse(fields: Json, former: Sequence[Turn] = ()) -> ResponsesCall:
     turns = tuple(_read(required(fields, "input"), former).turns)
     system = [Turn("system", instructions.encode())] if instructions else []
     limit = at_least_one(integer(fields, "max_output_tokens"))
+    text = typed(fields, "text", dict, "dictionary")
     call = Call(
         model=model_of(fields),
         prompts=(render([*system, *turns], tools),),
@@ -64,6 +65,7 @@ def parse(fields: Json, former: Sequence[Turn] = ()) -> ResponsesCall:
         seed=integer(fields, "seed"),
         stream=boolean(fields, "stream"),
         forced=forced,
+        schema=schema_of(text.get("format"), "text.format") if text else None,
     )
     store = typed(fields, "store", bool, "boolean")
     background = boolean(fields, "background")

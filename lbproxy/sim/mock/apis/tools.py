@@ -1,4 +1,5 @@
-"""Tools: what they are in a prompt, whether the client forces one, and a call with arguments that fit its schema.
+"""Tools: what they are in a prompt, whether the client forces one, and a call with arguments that fit its schema; and
+responses that have to fit a schema themselves.
 
 The simulated model calls a tool only if it must (`tool_choice` required, any, or a name). The call is text in the
 model's own output, as Hermes and Qwen write it; when the call comes back in the history it becomes the same text, so
@@ -90,6 +91,24 @@ def choose(forced: Forced, key: str) -> tuple[str, SaidCall]:
     arguments = canonical(example(tool.schema, key))
     begin = len(_before_arguments(tool.name))
     return call_text(tool.name, arguments), SaidCall(tool.name, range(begin, begin + len(arguments)))
+
+
+def schema_of(form: object, where: str) -> Json | None:
+    """The JSON schema that a response has to fit, from `response_format` of chat or `text.format` of /v1/responses;
+    None: it is free text.
+    """
+    kind = form.get("type") if isinstance(form, dict) else None
+    if form is None or kind == "text":
+        return None
+    if isinstance(form, dict) and kind == "json_object":
+        return {"type": "object"}
+    if isinstance(form, dict) and kind == "json_schema":
+        inner = form.get("json_schema", form)
+        schema = inner.get("schema") if isinstance(inner, dict) else None
+        if isinstance(schema, dict):
+            return schema
+    message = f"`{where}` must be `text`, `json_object`, or `json_schema` with a schema."
+    raise ApiError(400, message, "BadRequestError", where)
 
 
 def example(schema: object, key: str) -> object:

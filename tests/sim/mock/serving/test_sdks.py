@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any, Literal
 
 import anthropic
 import httpx
@@ -13,6 +14,7 @@ from anthropic.types import MessageParam, ToolParam
 from openai.types.chat import ChatCompletionToolUnionParam
 from openai.types.responses import ResponseInputParam
 from openai.types.responses import ToolParam as ResponseTool
+from pydantic import BaseModel
 
 from lbproxy.sim.mock.http import MockServer
 from tests.sim.mock.serving.served import idle, served
@@ -247,6 +249,38 @@ def test_messages_streamed_say_what_others_say() -> None:
                 "type": "error",
                 "error": {"type": "NotFoundError", "message": "The model `other` does not exist."},
             }
+
+    served(test)
+
+
+class Place(BaseModel):
+    """A schema with a reference and an enum."""
+
+    city: Literal["Paris"]
+    near: list[Literal["river", "tower"]]
+
+
+def test_structured_outputs_fit_their_schema() -> None:
+    async def test(server: MockServer) -> None:
+        async with sdk(server) as client:
+            asked: Any = [{"role": "user", "content": "Where?"}]
+            parsed = await client.chat.completions.parse(model="sim", messages=asked, response_format=Place)
+            place = parsed.choices[0].message.parsed
+            assert place is not None
+            assert parsed.choices[0].finish_reason == "stop"
+            async with client.chat.completions.stream(model="sim", messages=asked, response_format=Place) as stream:
+                streamed = (await stream.get_final_completion()).choices[0].message.parsed
+            assert streamed == place
+            responded = await client.responses.parse(model="sim", input="Where?", text_format=Place)
+            assert responded.output_parsed is not None
+            assert responded.output_parsed.city == "Paris"
+            free = await client.chat.completions.create(
+                model="sim", messages=asked, response_format={"type": "json_object"}
+            )
+            assert free.choices[0].message.content == "{}"
+            wrong: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": "none"}}
+            with pytest.raises(openai.BadRequestError, match="response_format"):
+                await client.chat.completions.create(model="sim", messages=asked, response_format=wrong)
 
     served(test)
 
