@@ -4,9 +4,10 @@
 
 The fleet and the sessions are those of `benchmarks.routing --agents`. But what the balancer is told of each request is
 read from a request body, by the code that reads it in the proxy: the job is written as the API's client writes it
-(`benchmarks.http_routing.apis`: with Claude Code's billing header and moving `cache_control`; as all items; or as the
-new items and a `previous_response_id`), flattened and hashed. The engines always see the same prompts. So what differs
-between two rows is what lbproxy reads, and nothing else.
+(`benchmarks.http_routing.apis`: with Claude Code's billing header and moving `cache_control`, or as Codex's items),
+flattened and hashed. The engines always see the same prompts. So what differs between two rows is what lbproxy reads,
+and nothing else. `previous_response_id` is not here: such a request goes to the endpoint that stores the response, by a
+rule and not by a prediction.
 
 `home` is the share of requests, of conversations of over 8 KB, that went to the server that had the request before.
 """
@@ -22,11 +23,11 @@ from typing import NamedTuple
 import orjson
 
 from benchmarks.cells import Cell
-from benchmarks.http_routing.apis import APIS, Prompt, prompt_of, written
+from benchmarks.http_routing.apis import APIS, prompt_of, written
 from lbproxy.config.scenario import Scenario
 from lbproxy.core.queue.flow import ANONYMOUS
 from lbproxy.core.requests.openai import read_json_body
-from lbproxy.core.requests.prompt_keys import BLOCK_BYTES, BlockKey, hash_prompt
+from lbproxy.core.requests.prompt_keys import BLOCK_BYTES, hash_prompt
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.proxy.request.routes import find_route
 from lbproxy.sim.fleet.fleet import Served
@@ -35,22 +36,15 @@ from lbproxy.sim.workloads.workload import Job
 from lbproxy.sim_cli import fleet_of, runs_of, workload_of
 
 SERVERS = 4
+STATELESS = [name for name, api in APIS.items() if not api.stateful]
 LARGE_TOKENS = 2048
 """8 KB."""
 KEYS = "keys of the simulation"
 """The row of a balancer that is told the prompts' keys themselves."""
 
 
-class Before(NamedTuple):
-    """The last request of a conversation."""
-
-    prompt: tuple[object, ...]
-    keys: tuple[BlockKey, ...]
-    prompt_bytes: int
-
-
 class Reader:
-    """Reads jobs as the proxy reads requests of one API. One for each run."""
+    """Reads jobs as the proxy reads requests of one API."""
 
     def __init__(self, api: str, seed: int) -> None:
         self._api = APIS[api]
@@ -58,28 +52,16 @@ class Reader:
         assert route.flatten is not None
         self._flatten = route.flatten
         self._seed = seed
-        self._before: dict[str, Before] = {}
-        """By conversation; of an API that keeps responses."""
 
     def read(self, job: Job, request: InferenceRequest) -> InferenceRequest:
         """What the balancer is told of the body of this job."""
-        prompt = prompt_of(job, written)
-        before = self._before.get(conversation(job)) if self._api.stateful else None
-        if before is not None and job.prompt[: len(before.prompt)] != before.prompt:
-            before = None  # the conversation was compacted
-        if before is not None:
-            prompt = Prompt(prompt.tools, prompt.system, prompt.items[len(before.prompt) - 2 + 1 :])
-        body = orjson.dumps(self._api.body(prompt, job, self._seed))
+        body = orjson.dumps(self._api.body(prompt_of(job, written), job, self._seed))
         facts = read_json_body(body)
         text, media_tokens = self._flatten(facts.fields)
-        after, stored_bytes = (before.keys, before.prompt_bytes) if before is not None else ((), 0)
-        keys = hash_prompt(text, model=facts.model, block_bytes=BLOCK_BYTES, after=after)
-        if self._api.stateful:
-            self._before[conversation(job)] = Before(job.prompt, keys, len(text) + stored_bytes)
         return request._replace(
             body_bytes=len(body),
-            prompt_bytes=len(text) + stored_bytes,
-            block_keys=keys,
+            prompt_bytes=len(text),
+            block_keys=hash_prompt(text, model=facts.model, block_bytes=BLOCK_BYTES),
             max_tokens=facts.max_tokens,
             media_tokens=media_tokens,
             flow=ANONYMOUS,
@@ -99,7 +81,7 @@ class Result(NamedTuple):
 
 
 def measure(api: str | None, seed: int, parameters: Mapping[str, float]) -> Result:
-    """One run. `api`: of `APIS`; None = the balancer is told the prompts' keys."""
+    """One run. `api`: of `STATELESS`; None = the balancer is told the prompts' keys."""
     cell = Cell("coding-agents", parameters, servers=SERVERS)
     scenario = Scenario.model_validate(cell.scenario(["adaptive"], 1, short=False, trace=None))
     run = replace(runs_of(scenario, source="coding agents")[0], seed=seed)
@@ -148,7 +130,7 @@ def main() -> None:
     if args.duration:
         parameters |= {"duration_s": args.duration, "warm_up_s": args.duration / 3}
     seeds = range(1, args.seeds + 1)
-    found = {name: [measure(name, seed, parameters) for seed in seeds] for name in APIS}
+    found = {name: [measure(name, seed, parameters) for seed in seeds] for name in STATELESS}
     found[KEYS] = [measure(None, seed, parameters) for seed in seeds]
     print(table(found))
 

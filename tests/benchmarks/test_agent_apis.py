@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.agent_apis import Reader, Result, conversation, home, measure, table
-from benchmarks.http_routing.apis import APIS
+from benchmarks.agent_apis import STATELESS, Reader, Result, conversation, home, measure, table
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.sim.fleet.fleet import Served
 from lbproxy.sim.workloads.catalogue import make_workload
@@ -15,7 +14,7 @@ from lbproxy.sim.workloads.workload import Job
 SHORT = {"sessions": 26, "duration_s": 60, "warm_up_s": 20}
 
 
-@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("api", STATELESS)
 def test_conversations_stay_at_home_and_find_their_prefixes(api: str) -> None:
     """A single run, which says little of TTFT: `python -m benchmarks.agent_apis` does."""
     result = measure(api, 1, SHORT)
@@ -24,7 +23,7 @@ def test_conversations_stay_at_home_and_find_their_prefixes(api: str) -> None:
     assert result.summary.hit_ratio == pytest.approx(measure(None, 1, SHORT).summary.hit_ratio, rel=0.03)
 
 
-@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("api", STATELESS)
 def test_the_next_turn_has_the_keys_of_the_turn_before(api: str) -> None:
     workload = make_workload("coding-agents", SHORT, seed=1, rows=None)
     arrivals = workload.begin(0.0)
