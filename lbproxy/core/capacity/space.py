@@ -1,0 +1,60 @@
+"""What the KV cache of an engine without gauges has space for, learned from streams that stall.
+
+An engine takes requests as long as their prompts fit. As the responses grow it sends running requests back to its
+queue, and no new one starts meanwhile (vLLM preempts the latest). Through a stream that shows as silence while the
+engine's other streams go on. Silence alone proves nothing: an engine's parser keeps back a tool call until it is
+complete. So it counts only together with a first byte that is late.
+
+The limit is in tokens of prompts and responses in flight, as they are known here: prompts from their bytes, shared
+prefixes as often as they are used. Whatever that is off by, the limit is off by as well. Where an engine reports its
+queue and the use of its cache, that counts instead (`core.capacity.slots`).
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Final
+
+STALLED: Final = 2
+"""So many silent streams at a time; one may have any reason."""
+EVERY_S: Final = 0.5
+"""Between two observations: what one shows, the next request shows again."""
+DECREASE: Final = 0.3
+"""Share of the limit's error that one observation corrects."""
+INCREASE: Final = 1.003
+"""By which the limit grows with a first byte in time while it is nearly used up."""
+NEARLY: Final = 0.9
+GROWTH: Final = 0.5
+"""Share of the responses' expected growth that space is kept for: some end while others grow."""
+
+
+class Space:
+    """One engine's."""
+
+    __slots__ = ("_seen_at", "limit_tokens")
+
+    def __init__(self) -> None:
+        self.limit_tokens = inf
+        """Tokens in flight; infinite: nothing showed it yet."""
+        self._seen_at = -inf
+
+    def lacked(self, context_tokens: float, in_flight: int, stalled: int, now: float) -> None:
+        """A first byte is late while `stalled` of the streams among `in_flight` requests, which have so many tokens in
+        all, are silent.
+        """
+        if stalled < STALLED or now < self._seen_at + EVERY_S:
+            return
+        self._seen_at = now
+        held = context_tokens * (1.0 - stalled / in_flight)
+        self.limit_tokens = (
+            held if self.limit_tokens == inf else self.limit_tokens + DECREASE * (held - self.limit_tokens)
+        )
+
+    def sufficed(self, context_tokens: float) -> None:
+        """A first byte came in time with so many tokens in flight."""
+        if context_tokens > NEARLY * self.limit_tokens:
+            self.limit_tokens *= INCREASE
+
+    def is_full(self, context_tokens: float, growth_tokens: float) -> bool:
+        """Whether no more requests should go there. `growth_tokens`: what those that are there are expected to add."""
+        return context_tokens + GROWTH * growth_tokens > self.limit_tokens
