@@ -229,7 +229,9 @@ class Scraper:
         """Until cancelled; returns at once if the endpoint is not to be scraped."""
         if self.endpoint.metrics is None:
             engine = self.status.engine
-            self._ask_load(engine is not None and self._shared.engines.tables[engine].asks_load(is_single=True))
+            self._ask_load(
+                engine is not None and self._shared.engines.tables[engine].wants_load_reports(is_single=True)
+            )
             return
         self._shared.running += 1
         came_up = asyncio.Event()
@@ -345,7 +347,7 @@ class Scraper:
         assert self._reader is not None
         assert self.status.engine is not None
         table = self._shared.engines.tables[self.status.engine]
-        self._ask_load(table.asks_load(is_single=self._reader.is_single))
+        self._ask_load(table.wants_load_reports(is_single=self._reader.is_single))
         if self._complained:
             self._complained = False
             logger.info("the metrics of %s can be read again", self.endpoint.name, extra=self._extra())

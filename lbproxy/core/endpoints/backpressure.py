@@ -23,7 +23,7 @@ FIRST_S: Final = 1.0
 MAX_S: Final = 10.0
 SUSPECT_AFTER: Final = 3
 """Answers 500 in a row."""
-_SAYS_SO: Final = frozenset({FailureKind.BUSY, FailureKind.LIMITED})
+_REFUSALS: Final = frozenset({FailureKind.BUSY, FailureKind.LIMITED})
 
 
 class Backpressure:
@@ -33,21 +33,21 @@ class Backpressure:
         self.until = float("-inf")
         """When the last backing-off ends: mostly past, so that a decision pays one comparison."""
 
-    def refused(self, state: EndpointState, kind: FailureKind, *, now: float) -> None:
+    def note_failure(self, state: EndpointState, kind: FailureKind, *, now: float) -> None:
         """An attempt at `state` failed by `kind`."""
-        if (kind not in _SAYS_SO and kind is not FailureKind.ERROR) or now < state.backing_off_until:
+        if (kind not in _REFUSALS and kind is not FailureKind.ERROR) or now < state.backing_off_until:
             return
         state.refusals += 1
-        over = state.refusals - (1 if kind in _SAYS_SO else SUSPECT_AFTER)
-        if over >= 0:
-            state.backing_off_until = now + min(MAX_S, FIRST_S * 2.0 ** min(over, 10))
+        excess = state.refusals - (1 if kind in _REFUSALS else SUSPECT_AFTER)
+        if excess >= 0:
+            state.backing_off_until = now + min(MAX_S, FIRST_S * 2.0 ** min(excess, 10))
             self.until = max(self.until, state.backing_off_until)
 
-    def answered(self, state: EndpointState) -> None:
+    def note_success(self, state: EndpointState) -> None:
         """`state` gave a good response."""
         state.refusals = 0
 
-    def willing(self, candidates: Sequence[EndpointState], *, now: float) -> Sequence[EndpointState]:
+    def not_backing_off(self, candidates: Sequence[EndpointState], *, now: float) -> Sequence[EndpointState]:
         """Those that are not backing off; all, if there are none."""
         if now >= self.until:
             return candidates

@@ -4,7 +4,7 @@ It judges; the endpoint set acts (see `core.endpoints.endpoint_set`). Three ways
 
 - So many faults in a row: no connection, a reset, garbage, 502, 504, no response in time, a response that broke.
 - Too small a share of good responses in the last 30 s. Here a 500 counts too, but only when another endpoint did better
-  with the same request, or could not be asked: a request that fails everywhere is its own fault (`Ticket.accused`).
+  with the same request, or could not be asked: a request that fails everywhere is its own fault (`Ticket.suspect`).
 - No progress: see `core.endpoints.progress`.
 
 429 and 503 are no faults: they say "not now", and `core.endpoints.backpressure` heeds them. A client that left says
@@ -46,21 +46,33 @@ class Cause(Enum):
 
 
 class Breaker:
-    """What became of one endpoint's requests. `good` and `in_row` are written on the hot path, by the Balancer."""
+    """What became of one endpoint's requests. `successes` and `faults_in_row` are written on the hot path, by the
+    Balancer."""
 
-    __slots__ = ("_bad", "_good", "_turned_at", "bad", "cause", "ejections", "good", "in_row", "settings", "until")
+    __slots__ = (
+        "_past_failures",
+        "_past_successes",
+        "_rotated_at",
+        "cause",
+        "ejections",
+        "failures",
+        "faults_in_row",
+        "settings",
+        "successes",
+        "until",
+    )
 
     def __init__(self, settings: BreakerSettings) -> None:
         self.settings = settings
-        self.good = 0
+        self.successes = 0
         """Good answers in the current slot of the window."""
-        self.bad = 0
-        self.in_row = 0
+        self.failures = 0
+        self.faults_in_row = 0
         """Faults since the last good response."""
-        self._good = [0] * (SLOTS - 1)
-        self._bad = [0] * (SLOTS - 1)
+        self._past_successes = [0] * (SLOTS - 1)
+        self._past_failures = [0] * (SLOTS - 1)
         """The slots before."""
-        self._turned_at = 0.0
+        self._rotated_at = 0.0
         """When the current slot began."""
         self.cause = Cause.FAULTS
         """Of the last ejection."""
@@ -69,28 +81,28 @@ class Breaker:
         self.until = float("inf")
         """When the ejection ends."""
 
-    def turn(self, now: float) -> None:
+    def rotate(self, now: float) -> None:
         """Forget what is older than the window. To be told at least once a second, else good responses look younger."""
-        turns = int((now - self._turned_at) / SLOT_S)
+        turns = int((now - self._rotated_at) / SLOT_S)
         if turns <= 0:
             return
-        self._turned_at += turns * SLOT_S
+        self._rotated_at += turns * SLOT_S
         for _ in range(min(turns, SLOTS)):
-            self._good = [self.good, *self._good[:-1]]
-            self._bad = [self.bad, *self._bad[:-1]]
-            self.good = self.bad = 0
+            self._past_successes = [self.successes, *self._past_successes[:-1]]
+            self._past_failures = [self.failures, *self._past_failures[:-1]]
+            self.successes = self.failures = 0
 
     def fault(self, kind: FailureKind | None, now: float) -> tuple[Cause, str] | None:
         """An attempt failed (None: its response broke). The cause and reason, if that is one too many."""
         settings = self.settings
-        self.turn(now)
-        self.bad += 1
+        self.rotate(now)
+        self.failures += 1
         if kind is None or kind in FAULTS:
-            self.in_row += 1
-            if settings.consecutive_failures is not None and self.in_row >= settings.consecutive_failures:
+            self.faults_in_row += 1
+            if settings.consecutive_failures is not None and self.faults_in_row >= settings.consecutive_failures:
                 cause = Cause.UNREACHABLE if kind is FailureKind.CONNECT else Cause.FAULTS
-                return cause, f"{self.in_row} failures in a row"
-        good, bad = self.good + sum(self._good), self.bad + sum(self._bad)
+                return cause, f"{self.faults_in_row} failures in a row"
+        good, bad = self.successes + sum(self._past_successes), self.failures + sum(self._past_failures)
         if good + bad >= MIN_SAMPLES and good < settings.success_rate * (good + bad):
             return Cause.SUCCESS_RATE, f"{good} successful responses of {good + bad} in {SLOTS * SLOT_S:g} s"
         return None
@@ -110,6 +122,6 @@ class Breaker:
 
     def reset(self) -> None:
         """Count anew."""
-        self.good = self.bad = self.in_row = 0
-        self._good = [0] * (SLOTS - 1)
-        self._bad = [0] * (SLOTS - 1)
+        self.successes = self.failures = self.faults_in_row = 0
+        self._past_successes = [0] * (SLOTS - 1)
+        self._past_failures = [0] * (SLOTS - 1)

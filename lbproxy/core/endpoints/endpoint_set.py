@@ -28,14 +28,14 @@ from lbproxy.core.endpoints.breaker import Cause
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.judge import Judge
-from lbproxy.core.endpoints.serving import Serving, is_open
+from lbproxy.core.endpoints.serving import Serving, accepts_requests
 from lbproxy.core.endpoints.state import EndpointSnapshot, EndpointState
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.knowledge.load_model import LoadModel
 from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.knowledge.prior import assume_speeds
-from lbproxy.core.requests.openai import ModelCard, made_up_card
+from lbproxy.core.requests.openai import ModelCard, synthetic_card
 
 TRIAL_S: Final = 0.5
 """Between two requests that try an endpoint that is down, when nobody is up."""
@@ -44,10 +44,10 @@ DIAL_S: Final = 0.35
 DIAL_ANY_S: Final = 0.005
 """Between any two to any of those that are down, on average: dialling costs up to 1 ms, and many may be down."""
 
-MAX_ABSENT: Final = 16
+MAX_UNAVAILABLE: Final = 16
 """Of the endpoints that take no requests, so many are named where a decision is explained."""
 
-NOTHING: Final = LoadMetrics(scraped_at=-inf)
+NO_METRICS: Final = LoadMetrics(scraped_at=-inf)
 """Of an endpoint that said nothing yet."""
 
 
@@ -81,18 +81,18 @@ class EndpointSet:
             self.serving,
             has_loads=pool is not None,
             rng=rng,
-            listens_again=self._listens_again,
+            new_process=self._new_process,
         )
         """Moves endpoints from state to state."""
         self._stale_after_s = scrape.stale_after
         self._trial_at = -inf
         """Before this no endpoint can be tried, unless something changes."""
-        self._trials_version = self._absent_version = -1
-        """The version of `serving` for which `_trial_at` was found, and `_absent`."""
+        self._trials_version = self._unavailable_version = -1
+        """The version of `serving` for which `_trial_at` was found, and `_unavailable`."""
         self._states: dict[EndpointUid, EndpointState] = {}
         self._leaving: list[EndpointState] = []
         self._last_uid = 0
-        self._absent: tuple[tuple[Endpoint, str], ...] = ()
+        self._unavailable: tuple[tuple[Endpoint, str], ...] = ()
         if pool is not None:
             pool.adapters = self.serving.adapters
 
@@ -107,22 +107,22 @@ class EndpointSet:
         self.serving.reconfigure(panic=breaker.panic)
         self._stale_after_s = scrape.stale_after
 
-    def use(self, pool: PoolModel | None) -> None:
+    def adopt_pool(self, pool: PoolModel | None) -> None:
         """Another policy's models, or none. What is placed still ends against the model that it began with."""
         self._pool = pool
         self.judge.progress.has_loads = pool is not None
         for state in self._states.values():
             if pool is not None:
                 state.load = LoadModel(pool, state.endpoint.kv_cache_tokens)
-                if state.said_tokens is not None:
-                    state.load.kv.told(float(state.said_tokens), at_most=state.said_at_most)
-                if state.said_slots is not None:
-                    state.load.room.slots.told(state.said_slots)
+                if state.reported_cache_tokens is not None:
+                    state.load.kv.size_reported(float(state.reported_cache_tokens), at_most=state.cache_tokens_at_most)
+                if state.reported_slots is not None:
+                    state.load.room.slots.limit_reported(state.reported_slots)
         if pool is not None:
             pool.adapters = self.serving.adapters
             assume_speeds([(state.endpoint.weight, state.load) for state in self._states.values()])
 
-    def remember(self, blocks: int) -> None:
+    def limit_index(self, blocks: int) -> None:
         """So many blocks of all prefix caches together, from now on."""
         if self._pool is not None:
             self._pool.index.max_entries = blocks
@@ -147,30 +147,30 @@ class EndpointSet:
             elif _facts_of(state.endpoint) != _facts_of(spec):
                 before, state.endpoint = state.endpoint, _identified(spec, state.endpoint.uid)
                 if spec.models != before.models:
-                    state.models = _declared(spec)
+                    state.models = _configured_models(spec)
                     self.serving.changed(state)
                 if self._pool is not None and spec.kv_cache_tokens != before.kv_cache_tokens:
-                    state.load.kv.declare(spec.kv_cache_tokens)
+                    state.load.kv.configure(spec.kv_cache_tokens)
                 if spec.health is None:
-                    self.judge.unprobed(state, now=now)
+                    self.judge.probing_stopped(state, now=now)
                 changed.append(state.endpoint)
             states[state.endpoint.uid] = state
         removed = list(kept.values())
         for state in removed:
             state.draining = True
-            self.judge.left(state)
+            self.judge.removed(state)
             if self._pool is not None:
                 self._pool.index.leave(state.load.kv.cache)
         self._leaving = [state for state in [*self._leaving, *removed] if state.in_flight]
         self._states = states
         if self._pool is not None:
             assume_speeds([(state.endpoint.weight, state.load) for state in states.values()])
-        self.serving.arrange(states.values())
+        self.serving.replace_all(states.values())
         return EndpointChanges(added, [state.endpoint for state in removed], changed)
 
     def _join(self, spec: EndpointSpec, now: float) -> EndpointState:
         self._last_uid += 1
-        state = EndpointState(_identified(spec, EndpointUid(self._last_uid)), models=_declared(spec))
+        state = EndpointState(_identified(spec, EndpointUid(self._last_uid)), models=_configured_models(spec))
         if self._pool is not None:
             state.load = LoadModel(self._pool, spec.kv_cache_tokens)
         self.judge.joined(state, now=now)
@@ -227,19 +227,20 @@ class EndpointSet:
         """Whether a member takes requests."""
         return bool(self.serving.candidates(None))
 
-    def absent(self) -> tuple[tuple[Endpoint, str], ...]:
-        """Members that take no requests, and why: the first `MAX_ABSENT`. Found once for each change of the set."""
-        if self._absent_version != self.serving.version:
-            self._absent_version = self.serving.version
+    def unavailable(self) -> tuple[tuple[Endpoint, str], ...]:
+        """Members that take no requests, and why: the first `MAX_UNAVAILABLE`. Found once for each change of the
+        set."""
+        if self._unavailable_version != self.serving.version:
+            self._unavailable_version = self.serving.version
             is_readmitted = self.serving.is_readmitted
             out = (
                 state
                 for state in self._states.values()
-                if state.draining or not (is_open(state) or is_readmitted(state))
+                if state.draining or not (accepts_requests(state) or is_readmitted(state))
             )
-            first = islice(out, MAX_ABSENT)
-            self._absent = tuple((one.endpoint, "draining" if one.draining else one.health.value) for one in first)
-        return self._absent
+            first = islice(out, MAX_UNAVAILABLE)
+            self._unavailable = tuple((one.endpoint, "draining" if one.draining else one.health.value) for one in first)
+        return self._unavailable
 
     def base_models(self) -> list[str]:
         """The distinct base models (no adapters) of all members that say what they serve, in the members' order."""
@@ -287,7 +288,7 @@ class EndpointSet:
         models = None if cards is None else {card.id: card for card in cards}
         before, state.models = state.models, models
         if self._pool is not None and models is not None:
-            state.load.adapters.keep(models)
+            state.load.adapters.retain(models)
         if _served(before) != _served(models):
             self.serving.changed(state)
 
@@ -325,17 +326,17 @@ class EndpointSet:
         """How much an endpoint's KV cache holds, by its own word. It is kept for policies that come later."""
         state = self._states.get(uid)
         if state is not None:
-            state.said_tokens, state.said_at_most = tokens, at_most
+            state.reported_cache_tokens, state.cache_tokens_at_most = tokens, at_most
             if self._pool is not None:
-                state.load.kv.told(float(tokens), at_most=at_most)
+                state.load.kv.size_reported(float(tokens), at_most=at_most)
 
     def report_slots(self, uid: EndpointUid, slots: int) -> None:
         """How many requests an endpoint runs at once, by its own word. Kept like the size of its cache."""
         state = self._states.get(uid)
         if state is not None:
-            state.said_slots = slots
+            state.reported_slots = slots
             if self._pool is not None:
-                state.load.room.slots.told(slots)
+                state.load.room.slots.limit_reported(slots)
 
     def report_restart(self, uid: EndpointUid) -> None:
         """An endpoint is another process than before."""
@@ -343,7 +344,7 @@ class EndpointSet:
         if state is not None and self._pool is not None:
             state.load.restarted()
 
-    def _listens_again(self, state: EndpointState) -> None:
+    def _new_process(self, state: EndpointState) -> None:
         """Where nothing listened somebody does: another process, whose caches are empty. One that says when it was
         started says itself, in its next page, whether it is another.
         """
@@ -356,10 +357,10 @@ class EndpointSet:
         if state is not None:
             state.asks_load = ask
 
-    def report_load(self, state: EndpointState, report: LoadReport | None, *, answered: bool, now: float) -> None:
+    def report_load(self, state: EndpointState, report: LoadReport | None, *, has_first_byte: bool, now: float) -> None:
         """A load report came with a response of an endpoint; None = it was malformed. What it names is of now.
 
-        `answered`: the request that brought it is not among those that await their first byte.
+        `has_first_byte`: the request that brought it is not among those that await their first byte.
         """
         if report is None:
             state.malformed_reports += 1
@@ -369,8 +370,8 @@ class EndpointSet:
         if waiting is None and running is None and kv_utilization is None:
             return
         state.reported_at = now
-        known, believed = state.metrics or NOTHING, state.metrics if now <= state.scrape_until else None
-        gauges = believed or NOTHING
+        known, fresh = state.metrics or NO_METRICS, state.metrics if now <= state.scrape_until else None
+        gauges = fresh or NO_METRICS
         metrics = state.metrics = LoadMetrics(
             scraped_at=now,
             waiting=gauges.waiting if waiting is None else waiting,
@@ -389,14 +390,14 @@ class EndpointSet:
         # The queue is all that vLLM says. Of ours at most those without a first byte are in it; how many of others'
         # requests run, only a scrape tells.
         known_waiting = metrics.waiting or 0.0
-        queued = max(0.0, known_waiting - (state.awaiting_first_byte - (not answered)))
+        queued = max(0.0, known_waiting - (state.awaiting_first_byte - (not has_first_byte)))
         if running is None:
-            state.others = queued + (0.0 if believed is None else state.others_running)
+            state.others = queued + (0.0 if fresh is None else state.others_running)
         else:
             state.others = max(0.0, known_waiting + running - state.in_flight)
         if self._pool is not None:
             until = state.fresh_until
-            state.load.scraped(NOTHING, others=state.others, queued=queued, fresh_until=until, reported=True)
+            state.load.scraped(NO_METRICS, others=state.others, queued=queued, fresh_until=until, reported=True)
             state.load.queue_reported(metrics, until)
 
     def drain(self, uid: EndpointUid, draining: bool) -> None:
@@ -424,9 +425,9 @@ def _trial_at(state: EndpointState) -> float:
     return max(state.tried_at + TRIAL_S, state.dialled_at + DIAL_S)
 
 
-def _declared(spec: EndpointSpec) -> dict[str, ModelCard] | None:
+def _configured_models(spec: EndpointSpec) -> dict[str, ModelCard] | None:
     """The models that the settings say it serves; None = it will say."""
-    return None if spec.models is None else {name: made_up_card(name) for name in spec.models}
+    return None if spec.models is None else {name: synthetic_card(name) for name in spec.models}
 
 
 def _served(models: dict[str, ModelCard] | None) -> dict[str, str | None] | None:
@@ -461,5 +462,5 @@ def _snapshot(state: EndpointState, share: float, readmitted: bool, now: float) 
         asks_load=state.asks_load,
         load_reports=state.load_reports,
         malformed_reports=state.malformed_reports,
-        left=state.left,
+        removed=state.removed,
     )

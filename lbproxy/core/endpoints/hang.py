@@ -28,12 +28,12 @@ from lbproxy.core.endpoints.state import EndpointState
 
 CHECK_S: Final = 1.0
 """Between two looks."""
-LATE_S: Final = 3.0
+STALL_S: Final = 3.0
 """A look so long after the last one means that we stood still."""
 MIN_REQUESTS: Final = 3
-PREDICTED: Final = 5.0
+PATIENCE_FACTOR: Final = 5.0
 """Times the time that the first in line should take to its first byte, or that the metrics take to move."""
-UNSTREAMED: Final = 3.0
+NON_STREAMING_FACTOR: Final = 3.0
 """Times as long for the trial of an endpoint whose response does not stream."""
 SILENCE_S: Final = 10.0
 """Where the settings do not look for endpoints that hang, as long without a sign of life is still no progress."""
@@ -50,16 +50,16 @@ class HangWatch:
 
     def hung(self, states: Sequence[EndpointState], now: float) -> list[tuple[EndpointState, str]]:
         """Those that make no progress, with the reason."""
-        late = now - self._looked_at > LATE_S
+        late = now - self._looked_at > STALL_S
         self._looked_at = now
         found = []
         for state in states:
             progress = state.progress
             if late or not self._is_busy(state, now):
-                progress.quiet_since = now
+                progress.silent_since = now
             elif self.silence_s is not None:
-                since = max(progress.quiet_since, progress.at)
-                if now - since >= self._patience_s(state, now) and _goes_on(states, state, since):
+                since = max(progress.silent_since, progress.last_at)
+                if now - since >= self._patience_s(state, now) and _another_progresses(states, state, since):
                     found.append((state, f"no byte for {now - since:.0f} s from {state.in_flight} requests"))
         return found
 
@@ -74,19 +74,19 @@ class HangWatch:
         if state.health is not Health.DOWN:
             return False
         progress, metrics = state.progress, state.metrics
-        heard_at = max(progress.at, progress.failing_since)
+        heard_at = max(progress.last_at, progress.failing_since)
         if metrics is not None:
-            if stream and max(progress.at, metrics.scraped_at) < progress.failing_since:
+            if stream and max(progress.last_at, metrics.scraped_at) < progress.failing_since:
                 return True  # as soon as its health checks failed its metrics did: nothing answers any more
             if not progress.shows_work:
                 heard_at = max(heard_at, metrics.scraped_at)
-        return now - heard_at >= max(self._silence_s, PREDICTED * progress.between_s)
+        return now - heard_at >= max(self._silence_s, PATIENCE_FACTOR * progress.interval_s)
 
-    def goes_on(self, state: EndpointState, since: float, now: float) -> bool:
+    def makes_progress(self, state: EndpointState, since: float, now: float) -> bool:
         """Whether the endpoint showed work of late, and since then: a time-out there is no fault of it."""
         progress = state.progress
-        silence_s = max(self._silence_s, PREDICTED * progress.between_s)
-        return now - progress.at < silence_s and progress.at > since
+        silence_s = max(self._silence_s, PATIENCE_FACTOR * progress.interval_s)
+        return now - progress.last_at < silence_s and progress.last_at > since
 
     @property
     def _silence_s(self) -> float:
@@ -104,18 +104,18 @@ class HangWatch:
         return (expected if known else expected - state.awaiting_first_byte) >= MIN_REQUESTS
 
     def _patience_s(self, state: EndpointState, now: float) -> float:
-        patience_s = max(self._silence_s, PREDICTED * state.progress.between_s)
+        patience_s = max(self._silence_s, PATIENCE_FACTOR * state.progress.interval_s)
         if state.trial is not None and not state.trial.stream:
-            patience_s *= UNSTREAMED
+            patience_s *= NON_STREAMING_FACTOR
         if self.has_loads:
-            patience_s = max(patience_s, PREDICTED * state.load.next_first_byte_s(now))
+            patience_s = max(patience_s, PATIENCE_FACTOR * state.load.next_first_byte_s(now))
         return patience_s
 
 
-def _goes_on(states: Iterable[EndpointState], silent: EndpointState, since: float) -> bool:
-    return any(one is not silent and one.progress.at > since and _is_alike(one, silent) for one in states)
+def _another_progresses(states: Iterable[EndpointState], silent: EndpointState, since: float) -> bool:
+    return any(one is not silent and one.progress.last_at > since and _share_a_model(one, silent) for one in states)
 
 
-def _is_alike(one: EndpointState, other: EndpointState) -> bool:
+def _share_a_model(one: EndpointState, other: EndpointState) -> bool:
     """They serve a model together, as far as is known."""
     return one.models is None or other.models is None or not one.models.keys().isdisjoint(other.models)

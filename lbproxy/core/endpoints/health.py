@@ -48,37 +48,37 @@ class Transition:
 class Event(Enum):
     """What may change an endpoint's state. The values are the words of the drawing."""
 
-    ALIVE = "healthy"
+    HEALTHY = "healthy"
     """Probed well: the first time of all, or `health.rise` times in a row."""
-    DEAD = "unhealthy"
+    UNHEALTHY = "unhealthy"
     """Probed badly, or not connected to: the first time of all, or `health.fall` times in a row."""
-    FAULTY = "failing"
+    FAILING = "failing"
     """It failed too many requests, or makes no progress, or failed its trial."""
-    TIME_OVER = "ejection ends"
+    EJECTION_ENDED = "ejection ends"
     """Its ejection has lasted long enough."""
-    PROVED = "recovered"
+    RECOVERED = "recovered"
     """A trial request got a good response, or, where that proves something, two probes did."""
 
 
 TABLE: dict[tuple[Health, Event], Health] = {
-    (Health.STARTING, Event.ALIVE): Health.UP,
-    (Health.STARTING, Event.DEAD): Health.DOWN,
-    (Health.UP, Event.DEAD): Health.DOWN,
-    (Health.UP, Event.FAULTY): Health.EJECTED,
-    (Health.EJECTED, Event.TIME_OVER): Health.HALF_OPEN,
-    (Health.EJECTED, Event.PROVED): Health.UP,
-    (Health.EJECTED, Event.DEAD): Health.DOWN,
-    (Health.HALF_OPEN, Event.PROVED): Health.UP,
-    (Health.HALF_OPEN, Event.FAULTY): Health.EJECTED,
-    (Health.HALF_OPEN, Event.DEAD): Health.DOWN,
-    (Health.DOWN, Event.ALIVE): Health.UP,
+    (Health.STARTING, Event.HEALTHY): Health.UP,
+    (Health.STARTING, Event.UNHEALTHY): Health.DOWN,
+    (Health.UP, Event.UNHEALTHY): Health.DOWN,
+    (Health.UP, Event.FAILING): Health.EJECTED,
+    (Health.EJECTED, Event.EJECTION_ENDED): Health.HALF_OPEN,
+    (Health.EJECTED, Event.RECOVERED): Health.UP,
+    (Health.EJECTED, Event.UNHEALTHY): Health.DOWN,
+    (Health.HALF_OPEN, Event.RECOVERED): Health.UP,
+    (Health.HALF_OPEN, Event.FAILING): Health.EJECTED,
+    (Health.HALF_OPEN, Event.UNHEALTHY): Health.DOWN,
+    (Health.DOWN, Event.HEALTHY): Health.UP,
 }
 """What each event makes of each state; what is not here changes nothing."""
 
-ALIVE = frozenset({Health.UP, Health.EJECTED, Health.HALF_OPEN})
+HEALTHY_STATES = frozenset({Health.UP, Health.EJECTED, Health.HALF_OPEN})
 """Health has nothing against the endpoint; the breaker may."""
 
 
-def after(state: Health, event: Event) -> Health:
+def next_state(state: Health, event: Event) -> Health:
     """The state that follows; the same one if the event changes nothing."""
     return TABLE.get((state, event), state)

@@ -31,7 +31,7 @@ from lbproxy.core.requests.retry import FailureKind
 
 OWN_START_S: Final = 30.0
 """Endpoints that come up for the first time, so soon after the first of all, are as old as we are: no slow start."""
-_PROBES_PROVE: Final = frozenset({Cause.FAULTS, Cause.UNREACHABLE})
+_PROBES_SUFFICE: Final = frozenset({Cause.FAULTS, Cause.UNREACHABLE})
 """Of an endpoint ejected for something else, good probes prove nothing: its health path was fine all along."""
 
 
@@ -56,9 +56,9 @@ class Judge:
         *,
         has_loads: bool,
         rng: random.Random,
-        listens_again: Callable[[EndpointState], None],
+        new_process: Callable[[EndpointState], None],
     ) -> None:
-        """`serving` is notified of every move and trial; `listens_again` is called when an endpoint that refused
+        """`serving` is notified of every move and trial; `new_process` is called when an endpoint that refused
         connections is heard of again: another process, as far as is known.
         """
         self.transitions: list[Transition] = []
@@ -69,7 +69,7 @@ class Judge:
         self.progress = HangWatch(breaker.no_progress, has_loads=has_loads)
         self._rng = rng
         self._serving = serving
-        self._listens_again = listens_again
+        self._new_process = new_process
         self._first_up_at: float | None = None
         """When an endpoint took requests for the first time."""
         self.reconfigure(settings, breaker, ())
@@ -93,15 +93,15 @@ class Judge:
             state.health = Health.UP
             self._came_up(state, now)
 
-    def unprobed(self, state: EndpointState, *, now: float) -> None:
+    def probing_stopped(self, state: EndpointState, *, now: float) -> None:
         """`state` is not probed any more: nobody would ever say that it is up."""
-        self._move(state, Event.ALIVE, "not probed any more", now=now)
+        self._move(state, Event.HEALTHY, "not probed any more", now=now)
 
-    def left(self, state: EndpointState) -> None:
+    def removed(self, state: EndpointState) -> None:
         """`state` is no member any more."""
         self._release_trial(state)
         self.slow_start.end(state)
-        state.left = True
+        state.removed = True
 
     # Health's word
 
@@ -111,9 +111,9 @@ class Judge:
         `refused`: nothing listens there.
         """
         if refused:
-            state.refused = True
+            state.refused_connection = True
         elif ok:
-            self._heard(state)
+            self._reached(state)
         is_probed = state.endpoint.health is not None
         if ok and not is_probed:
             return
@@ -123,24 +123,24 @@ class Judge:
         state.passes = state.passes + 1 if ok else 0
         first = state.health is Health.STARTING
         if not ok and is_probed and (first or state.fails >= self._fall):
-            self._move(state, Event.DEAD, reason, now=now)
+            self._move(state, Event.UNHEALTHY, reason, now=now)
         elif ok and (first or state.passes >= self._rise):
             may_prove = state.health is Health.HALF_OPEN and state.trial is None
-            if may_prove and state.breaker.cause in _PROBES_PROVE:
-                self._move(state, Event.PROVED, reason, now=now)
+            if may_prove and state.breaker.cause in _PROBES_SUFFICE:
+                self._move(state, Event.RECOVERED, reason, now=now)
             else:
-                self._move(state, Event.ALIVE, reason, now=now)
+                self._move(state, Event.HEALTHY, reason, now=now)
 
     # The breaker's word
 
-    def answered(self, state: EndpointState, accused: EndpointState | None, *, trial: bool, now: float) -> None:
-        """The first byte of a good response came. `accused`: the endpoint that answered 500 to the same request;
+    def responded(self, state: EndpointState, suspect: EndpointState | None, *, trial: bool, now: float) -> None:
+        """The first byte of a good response came. `suspect`: the endpoint that answered 500 to the same request;
         `trial`: it tried `state`.
         """
-        if accused is not None:
-            self._count(accused, FailureKind.ERROR, "returned 500 to a request that succeeded elsewhere", now)
+        if suspect is not None:
+            self._count(suspect, FailureKind.ERROR, "returned 500 to a request that succeeded elsewhere", now)
         if trial:
-            self._proved(state, now)
+            self._trial_succeeded(state, now)
 
     def failed(  # noqa: PLR0913 - what is known of an attempt
         self,
@@ -159,9 +159,9 @@ class Judge:
         if trial:
             self._release_trial(state)
             self._serving.changed(state)
-        if state.left:
+        if state.removed:
             return
-        if kind is FailureKind.TIMEOUT and self.progress.goes_on(state, placed_at, now):
+        if kind is FailureKind.TIMEOUT and self.progress.makes_progress(state, placed_at, now):
             return
         if kind is FailureKind.CONNECT:
             self.probed(state, False, detail, now=now, refused=refused)
@@ -171,14 +171,14 @@ class Judge:
         elif _is_bad(kind):
             self._count(state, kind, detail, now)
 
-    def broke(self, state: EndpointState, *, timed_out: bool, placed_at: float, now: float) -> None:
+    def response_broke(self, state: EndpointState, *, timed_out: bool, placed_at: float, now: float) -> None:
         """A response broke in its middle, whose first byte counted as a good one."""
-        state.breaker.good = max(0, state.breaker.good - 1)
-        if not (timed_out and self.progress.goes_on(state, placed_at, now)):
+        state.breaker.successes = max(0, state.breaker.successes - 1)
+        if not (timed_out and self.progress.makes_progress(state, placed_at, now)):
             self._count(state, None, "a response broke", now)
 
     def _count(self, state: EndpointState, kind: FailureKind | None, detail: str, now: float) -> None:
-        if state.health is Health.UP and not state.left:
+        if state.health is Health.UP and not state.removed:
             verdict = state.breaker.fault(kind, now)
             if verdict is not None:
                 cause, reason = verdict
@@ -186,11 +186,11 @@ class Judge:
 
     # Trials
 
-    def tried(self, state: EndpointState, *, stream: bool, now: float) -> Trial | None:
+    def begin_trial(self, state: EndpointState, *, stream: bool, now: float) -> Trial | None:
         """A request was placed on `state`, which is not up. Unless that was for want of others, it is the one that
         tries it: its trial is returned.
         """
-        if state.trial is not None or self._serving.is_readmitted(state) or state.left:
+        if state.trial is not None or self._serving.is_readmitted(state) or state.removed:
             return None
         state.trial = Trial(stream=stream)
         state.tried_at = state.dialled_at = now
@@ -200,21 +200,21 @@ class Judge:
     def trial_ended(self, state: EndpointState, outcome: Outcome, *, now: float) -> None:
         """A trial ticket closes that brought neither a good response's first byte nor a failure."""
         if outcome is Outcome.COMPLETED:  # a response without a body, or a refusal like 400: it works
-            self._proved(state, now)
+            self._trial_succeeded(state, now)
         else:
             self._release_trial(state)
             self._serving.changed(state)
 
-    def _proved(self, state: EndpointState, now: float) -> None:
+    def _trial_succeeded(self, state: EndpointState, now: float) -> None:
         reason = "the trial request succeeded"
         self._release_trial(state)
         self._serving.changed(state)
-        if state.left:
+        if state.removed:
             return
         if state.health is Health.DOWN:
             self.probed(state, True, reason, now=now)
         else:
-            self._move(state, Event.PROVED, reason, now=now)
+            self._move(state, Event.RECOVERED, reason, now=now)
 
     @staticmethod
     def _release_trial(state: EndpointState) -> None:
@@ -230,7 +230,7 @@ class Judge:
         for state in states:
             if state.health is Health.EJECTED:
                 if state.breaker.until <= now:
-                    self._move(state, Event.TIME_OVER, "one trial request at a time is allowed", now=now)
+                    self._move(state, Event.EJECTION_ENDED, "one trial request at a time is allowed", now=now)
                 else:
                     self.due_at = min(self.due_at, state.breaker.until)
 
@@ -240,7 +240,7 @@ class Judge:
             self.end_ejections(states, now=now)
         self.slow_start.expire(now)
         for state in states:
-            state.breaker.turn(now)
+            state.breaker.rotate(now)
         for state, reason in self.progress.hung(states, now):
             self._eject(state, Cause.NO_PROGRESS, reason, now)
 
@@ -250,12 +250,12 @@ class Judge:
         lasts_s = state.breaker.eject(cause, now, self._rng)
         self.due_at = min(self.due_at, state.breaker.until)
         state.refusals, state.backing_off_until = 0, -inf  # from now on this is the breaker's
-        self._move(state, Event.FAULTY, f"{reason}; for {lasts_s:.1f} s", now=now, cause=cause)
+        self._move(state, Event.FAILING, f"{reason}; for {lasts_s:.1f} s", now=now, cause=cause)
 
     def _move(self, state: EndpointState, event: Event, reason: str, *, now: float, cause: Cause | None = None) -> None:
         """What `event` makes of `state`, with all that follows from it; nothing if it changes nothing."""
         before = state.health
-        state.health = health.after(before, event)
+        state.health = health.next_state(before, event)
         if state.health is before:
             return
         self._release_trial(state)
@@ -263,7 +263,7 @@ class Judge:
         if state.health in {Health.UP, Health.DOWN}:
             state.fails = 0  # else probes go on failing: an ejection meanwhile must not put off that it is down
         if state.health is Health.UP:
-            self._heard(state)
+            self._reached(state)
             state.breaker.reset()
             self._came_up(state, now)
         else:
@@ -275,10 +275,10 @@ class Judge:
             reason += "; used although ejected, as less than half would be left"
         self.transitions.append(Transition(state.endpoint, before, state.health, reason, cause))
 
-    def _heard(self, state: EndpointState) -> None:
-        if state.refused:
-            state.refused = False
-            self._listens_again(state)
+    def _reached(self, state: EndpointState) -> None:
+        if state.refused_connection:
+            state.refused_connection = False
+            self._new_process(state)
 
     def _came_up(self, state: EndpointState, now: float) -> None:
         if self._first_up_at is None:

@@ -7,9 +7,9 @@ from typing import Final
 
 from lbproxy.core.engines.load_metrics import LoadMetrics
 
-SEEN_TO_MOVE: Final = 3
+MIN_MOVEMENTS: Final = 3
 """Movements of a metric until it is taken to show work."""
-FADES: Final = 0.9
+INTERVAL_DECAY: Final = 0.9
 """What is left, with each movement, of the longest time that it took."""
 
 
@@ -20,18 +20,18 @@ class Progress:
         "_busy_since",
         "_ended",
         "_placed",
-        "at",
-        "between_s",
         "failing_since",
+        "interval_s",
+        "last_at",
         "movements",
         "open_ended",
-        "quiet_since",
+        "silent_since",
     )
 
     def __init__(self) -> None:
-        self.at = -inf
+        self.last_at = -inf
         """When a byte of a response last came from it, or its metrics moved."""
-        self.quiet_since = -inf
+        self.silent_since = -inf
         """Silence before this does not count."""
         self.failing_since = -inf
         """Since when each of its health checks failed, if they do."""
@@ -39,7 +39,7 @@ class Progress:
         """How often its metrics moved with its work."""
         self.open_ended = 0
         """Requests in flight of which silence is no sign: WebSockets, whose clients may have nothing to say."""
-        self.between_s = 0.0
+        self.interval_s = 0.0
         """The time between two of these: the longest, of late."""
         self._busy_since = inf
         """When its metrics last moved, if requests were there ever since."""
@@ -49,7 +49,7 @@ class Progress:
     @property
     def shows_work(self) -> bool:
         """Its metrics move when it works, so that it does not work if they stand still."""
-        return self.movements >= SEEN_TO_MOVE
+        return self.movements >= MIN_MOVEMENTS
 
     def scraped(
         self, metrics: LoadMetrics, before: LoadMetrics | None, *, placed: int, in_flight: int, others: float | None
@@ -61,7 +61,7 @@ class Progress:
         alone = placed == self._placed and ended == self._ended
         self._placed, self._ended = placed, ended
         if before is None:
-            self.at = now
+            self.last_at = now
             return
         if metrics.work is not None and before.work is not None:
             worked = metrics.work != before.work
@@ -70,12 +70,12 @@ class Progress:
         if worked:
             if in_flight and self._busy_since < inf:
                 self.movements += 1
-                self.between_s = max(now - self._busy_since, FADES * self.between_s)
+                self.interval_s = max(now - self._busy_since, INTERVAL_DECAY * self.interval_s)
             self._busy_since = now
         if not in_flight:
             self._busy_since = inf
         if worked or _changed(before, metrics):
-            self.at = now
+            self.last_at = now
 
 
 def _changed(before: LoadMetrics, metrics: LoadMetrics) -> bool:

@@ -3,7 +3,7 @@
 A change of one endpoint adjusts the counts of its models and drops their lists; the next `candidates` filters one list
 again. So a change costs O(models of that endpoint), however many endpoints there are, and needs no order of updates.
 
-Sole owner of this state. It learns of changes by `arrange` (the set) and `changed` (one endpoint). Invariants:
+Sole owner of this state. It learns of changes by `replace_all` (the set) and `changed` (one endpoint). Invariants:
 
 - A group holds exactly the members that a request may want: endpoints that are alive by `core.endpoints.health` and not
   draining. Its `up` is the number of those that are `UP`.
@@ -32,7 +32,7 @@ class _Group:
     """Members that take the same requests: all, those that list one model, or those that never listed any."""
 
     def __init__(self) -> None:
-        self.seats: dict[EndpointUid, _Seat] = {}
+        self.entries: dict[EndpointUid, _Entry] = {}
         self.up = 0
         self.adapters = 0
         """How many of them list the model as an adapter."""
@@ -41,7 +41,7 @@ class _Group:
         self.epoch = _DROPPED
 
 
-class _Seat:
+class _Entry:
     """An endpoint of the set, and what is counted of it."""
 
     def __init__(self, state: EndpointState) -> None:
@@ -70,8 +70,8 @@ class Serving:
         self._panic = panic
         self._epoch = _DROPPED + 1
         """Lists of earlier epochs are out of date."""
-        self._seats: dict[EndpointUid, _Seat] = {}
-        self._all, self._silent = _Group(), _Group()
+        self._entries: dict[EndpointUid, _Entry] = {}
+        self._all, self._unlisted = _Group(), _Group()
         self._by_model: dict[str, _Group] = {}
         """Without empty groups."""
 
@@ -82,24 +82,24 @@ class Serving:
         self._panic = panic
         self._drop_all()
 
-    def arrange(self, states: Iterable[EndpointState]) -> None:
+    def replace_all(self, states: Iterable[EndpointState]) -> None:
         """The complete set, in the order of the settings. O(endpoints + models of those that come or leave).
 
         Of the others only their place in the order is read.
         """
-        before, self._seats = self._seats, {}
+        before, self._entries = self._entries, {}
         joined: list[EndpointState] = []
         for position, state in enumerate(states):
             uid = state.endpoint.uid
-            seat = before.pop(uid, None)
-            if seat is None:
-                seat = _Seat(state)
+            entry = before.pop(uid, None)
+            if entry is None:
+                entry = _Entry(state)
                 joined.append(state)
-            seat.position = position
-            self._seats[uid] = seat
-        for uid, seat in before.items():
+            entry.position = position
+            self._entries[uid] = entry
+        for uid, entry in before.items():
             self.down.discard(uid)
-            self._remove(uid, seat)
+            self._remove(uid, entry)
         for state in joined:
             self.changed(state)
         self._drop_all()
@@ -108,24 +108,24 @@ class Serving:
         """The health, trial, `draining` or models of `state` changed; no-op if it is not in the set. O(its models)."""
         self.version += 1
         uid = state.endpoint.uid
-        seat = self._seats.get(uid)
-        if seat is None:
+        entry = self._entries.get(uid)
+        if entry is None:
             return
         if state.health is Health.DOWN:
             self.down.add(uid)
         else:
             self.down.discard(uid)
-        is_member = state.health in health.ALIVE and not state.draining
-        if not is_member or state.models is not seat.models:
-            self._remove(uid, seat)
+        is_member = state.health in health.HEALTHY_STATES and not state.draining
+        if not is_member or state.models is not entry.models:
+            self._remove(uid, entry)
         if not is_member:
             return
-        if not seat.groups:
-            self._add(uid, seat)
+        if not entry.groups:
+            self._add(uid, entry)
         is_up = state.health is Health.UP
-        more = int(is_up) - int(seat.is_up)
-        seat.is_up = is_up
-        for group in seat.groups:
+        more = int(is_up) - int(entry.is_up)
+        entry.is_up = is_up
+        for group in entry.groups:
             group.up += more
             group.epoch = _DROPPED
 
@@ -133,12 +133,12 @@ class Serving:
         self.version += 1
         self._epoch += 1
 
-    def _add(self, uid: EndpointUid, seat: _Seat) -> None:
+    def _add(self, uid: EndpointUid, entry: _Entry) -> None:
         """A member takes its place in its groups; it does not count as up yet."""
-        seat.models = models = seat.state.models
-        seat.groups = groups = [self._all]
+        entry.models = models = entry.state.models
+        entry.groups = groups = [self._all]
         if models is None:
-            groups.append(self._silent)
+            groups.append(self._unlisted)
         else:
             for model, card in models.items():
                 group = self._by_model.get(model)
@@ -149,25 +149,25 @@ class Serving:
                     self.adapters.add(model)
                 groups.append(group)
         for group in groups:
-            group.seats[uid] = seat
+            group.entries[uid] = entry
 
-    def _remove(self, uid: EndpointUid, seat: _Seat) -> None:
+    def _remove(self, uid: EndpointUid, entry: _Entry) -> None:
         """The reverse of `_add`; no-op for one that has no place."""
-        if not seat.groups:
+        if not entry.groups:
             return
-        for group in seat.groups:
-            del group.seats[uid]
-            group.up -= int(seat.is_up)
+        for group in entry.groups:
+            del group.entries[uid]
+            group.up -= int(entry.is_up)
             group.epoch = _DROPPED
-        seat.is_up = False
-        seat.groups = []
-        for model, card in (seat.models or {}).items():
+        entry.is_up = False
+        entry.groups = []
+        for model, card in (entry.models or {}).items():
             group = self._by_model[model]
             if card.parent is not None:
                 group.adapters -= 1
                 if not group.adapters:
                     self.adapters.discard(model)
-            if not group.seats:
+            if not group.entries:
                 del self._by_model[model]
 
     # Reading
@@ -181,28 +181,28 @@ class Serving:
 
     def is_readmitted(self, state: EndpointState) -> bool:
         """Whether the breaker keeps `state` out, and it is used all the same for one of its models at least."""
-        if is_open(state) or not _is_reachable(state):
+        if accepts_requests(state) or not _is_reachable(state):
             return False
-        seat = self._seats.get(state.endpoint.uid)
-        return seat is not None and any(self._panics(group) for group in seat.groups)
+        entry = self._entries.get(state.endpoint.uid)
+        return entry is not None and any(self._panics(group) for group in entry.groups)
 
     def is_readmitted_for(self, state: EndpointState, model: str | None) -> bool:
         """The same of requests for `model`. O(1)."""
-        if is_open(state) or not _is_reachable(state):
+        if accepts_requests(state) or not _is_reachable(state):
             return False
         group = self._group(model)
-        return state.endpoint.uid in group.seats and self._panics(group)
+        return state.endpoint.uid in group.entries and self._panics(group)
 
     def model_cards(self) -> list[ModelCard]:
         """What the members serve, one card a model: that of the first endpoint counts. O(models) if all serve the same,
         else O(members x models).
         """
         cards: dict[str, ModelCard] = {}
-        for seat in self._seats.values():
+        for entry in self._entries.values():
             if len(cards) == len(self._by_model):
                 break
-            if seat.groups:
-                for card in (seat.state.models or {}).values():
+            if entry.groups:
+                for card in (entry.state.models or {}).values():
                     cards.setdefault(card.id, card)
         return list(cards.values())
 
@@ -211,17 +211,17 @@ class Serving:
         if model is None:
             return self._all
         group = self._by_model.get(model)
-        return group if group is not None and self._usable(group) else self._silent
+        return group if group is not None and self._usable(group) else self._unlisted
 
     def _usable(self, group: _Group) -> list[EndpointState]:
         """Those of a group that may be asked."""
         if group.epoch != self._epoch:
             group.epoch = self._epoch
-            everyone = self._panics(group)
+            panics = self._panics(group)
             group.usable = [
-                seat.state
-                for seat in sorted(group.seats.values(), key=_POSITION)
-                if is_open(seat.state) or (everyone and _is_reachable(seat.state))
+                entry.state
+                for entry in sorted(group.entries.values(), key=_POSITION)
+                if accepts_requests(entry.state) or (panics and _is_reachable(entry.state))
             ]
         return group.usable
 
@@ -229,10 +229,10 @@ class Serving:
         """The breaker would leave less than half of a group. Then it is more likely wrong, or all are bad, and there is
         nothing to lose. An endpoint that no connection can be made to is out even so.
         """
-        return self._panic and 2 * group.up < len(group.seats)
+        return self._panic and 2 * group.up < len(group.entries)
 
 
-def is_open(state: EndpointState) -> bool:
+def accepts_requests(state: EndpointState) -> bool:
     """The breaker lets requests through: all, or the one that tries it."""
     return state.health is Health.UP or (state.health is Health.HALF_OPEN and state.trial is None)
 

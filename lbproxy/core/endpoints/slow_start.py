@@ -59,11 +59,11 @@ class SlowStart:
         """Those whose turn it may be; all, if that is nobody."""
         return [one for one in candidates if one.slow_since is None or one.slow_credit >= 1.0] or candidates
 
-    def placed(self, on: EndpointState, candidates: Sequence[EndpointState], now: float) -> None:
+    def placed(self, chosen: EndpointState, candidates: Sequence[EndpointState], now: float) -> None:
         """One of `candidates` got a request."""
         total = sum(self.share(state, now) for state in candidates)
         for state in candidates:
             if state.slow_since is not None:
                 state.slow_credit = min(MAX_CREDIT, state.slow_credit + self.share(state, now) / total)
-        if on.slow_since is not None:
-            on.slow_credit = max(0.0, on.slow_credit - 1.0)
+        if chosen.slow_since is not None:
+            chosen.slow_credit = max(0.0, chosen.slow_credit - 1.0)

@@ -30,7 +30,7 @@ class EndpointState:
 
     health: Health = Health.STARTING
     draining: bool = False
-    left: bool = False
+    removed: bool = False
     """It is no member of the set any more."""
     fails: int = 0
     """Bad probes and connect failures in a row."""
@@ -68,10 +68,10 @@ class EndpointState:
     """Until when `metrics` may be believed."""
     models: dict[str, ModelCard] | None
     """By id; None = it never said. Kept when the endpoint goes down."""
-    said_tokens: int | None = None
+    reported_cache_tokens: int | None = None
     """How much its KV cache holds, by its own word outside its metrics (`core.engines.server_info`)."""
-    said_at_most: bool = False  # or less
-    said_slots: int | None = None  # how many requests it runs at once, by its own word
+    cache_tokens_at_most: bool = False  # or less
+    reported_slots: int | None = None  # how many requests it runs at once, by its own word
     refusals: int = 0
     """Attempts in a row that it refused or failed, without a good response between."""
     backing_off_until: float = float("-inf")
@@ -88,7 +88,7 @@ class EndpointState:
     """When its slow start began; None: it is over. See `core.endpoints.slow_start`."""
     slow_credit: float = 0.0
     """Requests that it may get meanwhile."""
-    refused: bool = False
+    refused_connection: bool = False
     """It refused a connection since it last was up, so that another process may listen there now."""
     progress: Progress
     """What it showed of its work. Set by the endpoint set, as is:"""
@@ -125,7 +125,7 @@ class EndpointSnapshot:
     """Ejected, and used all the same for want of others."""
     share: float = 1.0
     """0.1 to 1: of what it will get once its slow start is over."""
-    left: bool = False
+    removed: bool = False
     """It is no member any more: what runs there finishes."""
 
     @property

@@ -97,7 +97,7 @@ def of_endpoint(load: LoadModel, *, now: float) -> EndpointLearned:
         wait_ms=load.wait_ms(now),
         limit=None if load.room.slots.limit == inf else load.room.slots.limit,
         full_by=load.full_by(now),
-        held=load.room.line.count,
+        held=load.room.reservations.count,
         samples=_counts(load.speed.samples, EndpointLearned),
     )
 

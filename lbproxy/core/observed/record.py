@@ -74,14 +74,14 @@ class RequestRecord:
         self.client = client
         self.started_at = started_at
 
-    def waits(self, ticket: Ticket) -> None:
+    def note_wait(self, ticket: Ticket) -> None:
         """The ticket was not placed at once."""
         best = ticket.best
         self.wait, self.held_for, self.full_by = ticket.wait, None, None
         if best is not None:
             self.held_for, self.full_by = best.endpoint.name, best.load.full_by(ticket.submitted_at)
 
-    def decided(self, decision: Decision) -> None:
+    def note_decision(self, decision: Decision) -> None:
         """About one more attempt."""
         decision.before, self.decision = self.decision, decision
 

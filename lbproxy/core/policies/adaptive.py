@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Final, cast
 
 from lbproxy.core.caches.adapters import prices_ms
-from lbproxy.core.caches.sessions import KNOWN, Home
+from lbproxy.core.caches.sessions import KNOWN_SHARE, Home
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.knowledge.load_model import LoadModel
 from lbproxy.core.knowledge.placement import freed_per_ms
@@ -99,7 +99,7 @@ class Adaptive(Policy):
         """Milliseconds; the waits are for the prefill work ahead, the work is the request's own there."""
         loads = [state.load for state in candidates]
         if not request.prompt_bytes:
-            return self._price_unread(request, loads, now)
+            return self._price_opaque(request, loads, now)
         pool = loads[0].pool
         token_ms, output, base, block = pool.token_ms, pool.output_tokens, pool.base_ms, pool.block_tokens(request)
         prompt = pool.prompt_tokens(request)
@@ -119,7 +119,7 @@ class Adaptive(Policy):
             # Prefill: of what is not cached here, after what is queued here, less what is done of the first of that.
             cached = depths[kv.slot] * block
             if home is not None and home.cache is kv.cache:
-                cached += pool.sessions.trust * home.beyond(prompt, cached)
+                cached += pool.sessions.trust * home.unmatched_tokens(prompt, cached)
             uncached = prompt - cached
             if uncached < 1.0:  # noqa: PLR1730 - max() takes four times as long
                 uncached = 1.0
@@ -129,7 +129,7 @@ class Adaptive(Policy):
             backlog = 0.0
             if there.pending:
                 backlog = there.pending_tokens
-                done = (1000.0 * (now - there.since_at) - STEPS * speed.mean_gap_ms) / rate
+                done = (1000.0 * (now - there.prefill_since) - STEPS * speed.mean_gap_ms) / rate
                 if done > 0.0:
                     backlog -= done if done < there.head_tokens else there.head_tokens
             in_flight, streams, others = there.in_flight, float(there.in_flight), room.others
@@ -137,7 +137,7 @@ class Adaptive(Policy):
                 streams += others.requests(now)
                 backlog += others.queued(now) * pool.work_tokens
             wait = backlog * rate if backlog > 0.0 else 0.0  # rounding
-            if streams >= room.slots.limit or (held and room.line.count) or room.lanes.lanes > 1.0:
+            if streams >= room.slots.limit or (held and room.reservations.count) or room.lanes.lanes > 1.0:
                 wait = _wait_ms(load, backlog, streams, least, now)
             # Decode: a gap grows with the context that the batch reads in each step.
             own_gap, slope = (speed.gap_ms, speed.gap_per_token_ms) if speed.gap_until > now else pool_gap
@@ -147,7 +147,7 @@ class Adaptive(Policy):
             # dear (half the servers at half speed: goodput .46 instead of .75).
             cache, live, foreign = kv.cache, there.live_tokens, others.space(now) if others.cache_tokens else 0.0
             first = speed.base_ms if speed.base_until > now else base
-            used = (cache.size * block + live + foreign) / (kv.told_tokens or space_tokens)
+            used = (cache.size * block + live + foreign) / (kv.known_tokens or space_tokens)
             cost = first + wait + prefill * (1.0 + STALL * streams) + decode * (gap + streams * slope * prompt)
             space_cost = space * used * uncached
             # Space for this request and for what those in flight will still say, as far as it is not there.
@@ -164,22 +164,22 @@ class Adaptive(Policy):
             works.append(own)
         return Prices(_with_adapters(costs, notes, loads, request.model, now), waits, works, notes)
 
-    def _price_unread(self, request: InferenceRequest, loads: list[LoadModel], now: float) -> Prices:
+    def _price_opaque(self, request: InferenceRequest, loads: list[LoadModel], now: float) -> Prices:
         """Of a request whose work cannot be read: what such requests took there, for each that is there now."""
         pool, model = loads[0].pool, request.model
-        elsewhere = pool.unread.mean_ms(model)
-        size = pool.sizes.factor(model, request.body_bytes)
+        elsewhere = pool.opaque.mean_ms(model)
+        size = pool.body_sizes.factor(model, request.body_bytes)
         home = None if request.session is None else pool.sessions.home(request.session)
         costs, waits = [], []
         notes: _Parts | None = None
         for load in loads:
-            each = load.room.unread.ms(model, elsewhere)
+            each = load.room.opaque.ms(model, elsewhere)
             in_flight = load.work.in_flight + load.room.others.requests(now)
-            wait = load.room.slots.wait_ms(in_flight + load.room.line.count, now)
+            wait = load.room.slots.wait_ms(in_flight + load.room.reservations.count, now)
             own = each * size
             if home is not None and home.cache is load.kv.cache:
                 own *= 1.0 - pool.sessions.trust
-            ahead = in_flight + load.room.unread.in_flight
+            ahead = in_flight + load.room.opaque.in_flight
             cost = max(ahead * each, wait) + own
             if self.explains:
                 notes = _Parts(notes, cost, 0.0, cost - own, own, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -228,7 +228,7 @@ def _named(parts: _Parts) -> dict[str, float]:
 
 def _home(pool: PoolModel, session: str, prompt: float, matched: float) -> Home | None:
     """Where its session was last, if that says anything new: nowhere is much of the prompt known to be cached."""
-    return None if matched >= KNOWN * prompt else pool.sessions.home(session)
+    return None if matched >= KNOWN_SHARE * prompt else pool.sessions.home(session)
 
 
 def _least_work(prompt: float, cached: float) -> float:
@@ -241,8 +241,8 @@ def _wait_ms(load: LoadModel, backlog: float, ahead: float, work: float, now: fl
     for the end of others. `backlog` is in tokens, `ahead` in requests, both without those that are held.
     """
     pool, room = load.pool, load.room
-    if room.line.count:
-        held, tokens = room.line.before(work, pool.turn_share, newest_first=pool.overloaded)
+    if room.reservations.count:
+        held, tokens = room.reservations.ahead_of(work, pool.share_ahead, newest_first=pool.overloaded)
         ahead += held
         backlog += tokens
     lanes = room.lanes.lanes
@@ -282,7 +282,7 @@ def _adapter_ms(loads: Sequence[LoadModel], adapter: str | None, pool: PoolModel
         [load.adapters for load in loads],
         times=pool.load_times,
         in_flight=[float(load.work.in_flight) for load in loads],
-        answer_ms=[
+        response_ms=[
             pool.output_tokens * (load.speed.gap_ms + load.speed.gap_per_token_ms * load.work.context_tokens)
             for load in loads
         ],

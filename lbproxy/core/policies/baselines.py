@@ -51,7 +51,7 @@ class GieTree(Policy):
     """
 
     block_bytes: int | None = BASELINE_BLOCK_BYTES  # for the adapter table only
-    refuses = True
+    may_refuse = True
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

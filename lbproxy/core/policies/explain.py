@@ -27,16 +27,16 @@ class Decision:
 
     __slots__ = (
         "_costs",
-        "absent",
         "at",
         "before",
         "candidates",
         "chosen_state",
-        "left_out",
+        "excluded",
         "notes",
         "parts",
         "policy",
         "shown_states",
+        "unavailable",
     )
 
     def __init__(  # noqa: PLR0913, PLR0917 - it is what was there
@@ -61,9 +61,9 @@ class Decision:
         """See `Policy.explain`."""
         self.parts: list[dict[str, float]] | None = None
         """Of `shown`, if they are worked out already."""
-        self.absent = absent
+        self.unavailable = absent
         """Endpoints that took no requests at all, and why: at most MAX_SHOWN."""
-        self.left_out: Sequence[tuple[Endpoint, str]] = ()
+        self.excluded: Sequence[tuple[Endpoint, str]] = ()
         """Endpoints that take requests and got no turn, and why: at most MAX_SHOWN."""
         self.before: Decision | None = None
         """About the same request's attempt before. Set by `RequestRecord.decided`."""
@@ -84,7 +84,7 @@ class Decision:
         return [state.endpoint for state in self.shown_states]
 
     @property
-    def place(self) -> int:
+    def chosen_index(self) -> int:
         """Of the chosen one in `shown`."""
         return self.shown_states.index(self.chosen_state)
 
@@ -92,7 +92,7 @@ class Decision:
     def cost(self) -> float | None:
         """Of the chosen one."""
         costs = self.costs
-        return costs[self.place] if costs else None
+        return costs[self.chosen_index] if costs else None
 
     def breakdown(self) -> list[dict[str, float]]:
         """For each of `shown` what its cost consists of; the values of one add up to its cost."""
@@ -108,19 +108,19 @@ class Decision:
         """How long the first byte was expected to take from here; None if the policy expects nothing."""
         wanted = self.policy.first_byte_parts
         parts = self._known_parts() if wanted else []
-        return sum(value for name, value in parts[self.place].items() if name in wanted) if parts else None
+        return sum(value for name, value in parts[self.chosen_index].items() if name in wanted) if parts else None
 
     def cut(self, *, in_full: bool) -> None:
         """Keep the cheapest candidates alone, whose costs' parts are worked out, or not."""
         costs = self.costs
-        kept = cheapest(costs, self.place, MAX_SHOWN if in_full else 2)
+        kept = lowest_costs(costs, self.chosen_index, MAX_SHOWN if in_full else 2)
         self.parts = self.policy.explain(self.notes, shown=kept) if in_full else []
         self.shown_states = [self.shown_states[index] for index in kept]
         self._costs = [costs[index] for index in kept]
         self.notes = None
 
 
-def cheapest(costs: Sequence[float], index: int, count: int) -> list[int]:
+def lowest_costs(costs: Sequence[float], index: int, count: int) -> list[int]:
     """Of many: `index`, and the cheapest of the others; `count` in all."""
     if count == 2:
         others = [*costs]
@@ -152,7 +152,7 @@ def compact(made: Decision) -> str:
     if made.cost is not None:
         fields.append(f"cost={made.cost:.1f}")
         parts = made.breakdown()
-        fields += [f"{name}={value:.1f}" for name, value in parts[made.place].items() if round(value, 1)]
+        fields += [f"{name}={value:.1f}" for name, value in parts[made.chosen_index].items() if round(value, 1)]
     fields.append(f"candidates={made.candidates}")
     others = [(cost, one.name) for one, cost in zip(made.shown, made.costs, strict=False) if one is not made.chosen]
     if others:

@@ -58,7 +58,7 @@ class Policy(ABC):
     tolerance: float = 0.0
     """Costs above the lowest by no more than this are as good: what is learned is not that exact, and an endpoint that
     was a little unlucky must not be left out for it. Of such candidates the one chosen longest ago is taken."""
-    refuses: bool = False
+    may_refuse: bool = False
     """Its costs may be infinite, so that it has to be asked even about a single candidate."""
     explains: bool = False
     """What a price consists of is to be noted in it. Set anew before each price."""

@@ -26,7 +26,7 @@ def queue(request: InferenceRequest, candidates: Sequence[EndpointState], *, now
 
     Source: the queue scorer of the Gateway API Inference Extension.
     """
-    return _fewest_is_best(
+    return _lowest_scores_best(
         [None if state.metrics is None or now > state.fresh_until else state.metrics.waiting for state in candidates]
     )
 
@@ -46,7 +46,7 @@ def kv_utilization(request: InferenceRequest, candidates: Sequence[EndpointState
 
 def in_flight(request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> list[float]:
     """Our own requests in flight, scaled like `queue`; always known."""
-    return _fewest_is_best([state.in_flight for state in candidates])
+    return _lowest_scores_best([state.in_flight for state in candidates])
 
 
 def prefix(request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> list[float]:
@@ -92,7 +92,7 @@ SCORERS: Final[Mapping[str, Scorer]] = {
 }
 
 
-def _fewest_is_best(counts: Sequence[float | None]) -> list[float]:
+def _lowest_scores_best(counts: Sequence[float | None]) -> list[float]:
     known = [count for count in counts if count is not None]
     if not known:
         return [0.0] * len(counts)

@@ -63,17 +63,17 @@ class Flow:
 
     __slots__ = (
         "active",
-        "answer_tokens",
         "in_flight",
         "limit",
         "limited",
+        "mean_response_tokens",
         "name",
-        "paid_at",
-        "paid_until",
         "refused",
         "requests",
         "served_tokens",
         "tokens",
+        "virtual_finish",
+        "virtual_finish_at",
         "weight",
     )
 
@@ -90,10 +90,10 @@ class Flow:
         """Tickets that are placed, or wait and are not parked."""
         self.in_flight = 0
         """Of these, placed."""
-        self.paid_until = 0.0
-        """Virtual time at which what it was charged is over, as of `paid_at`."""
-        self.paid_at = now
-        self.answer_tokens = FIRST_GUESS_TOKENS
+        self.virtual_finish = 0.0
+        """Virtual time at which what it was charged is over, as of `virtual_finish_at`."""
+        self.virtual_finish_at = now
+        self.mean_response_tokens = FIRST_GUESS_TOKENS
         """Mean length of its responses."""
         self.served_tokens = 0.0
         """All that it was charged, ever."""
@@ -105,7 +105,7 @@ class Flow:
         """One more has to be parked."""
         return self.limit is not None and self.active >= self.limit
 
-    def crowded(self) -> Refusal:
+    def concurrency_refusal(self) -> Refusal:
         """Of a request that was parked until it had to end."""
         return Refusal(
             self.name, f"requests at a time, {self.limit} (`in_flight`), and this one could wait no longer", None

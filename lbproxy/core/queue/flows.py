@@ -2,11 +2,12 @@
 
 A flow is an API key, or whatever a header says (see `flow_of`); requests without either are one flow together. While
 requests of several flows wait at one priority, they are served by start-time fair queueing (Goyal, Vin and Cheng,
-1996), in tokens: each flow has the virtual time at which the service that it got so far is over (`paid_until`); whoever
-has the earliest is next, and is charged what its request costs by its weight. A flow that was away begins at the
-virtual time of now: it has saved nothing up and owes nothing but what it still has in flight. What it owes halves every
-`half_life`, so that nobody does penance for an hour. A cost is an uncached prompt token, and `OUTPUT_COST` for each
-token of the response (as in VTC: Sheng et al., 2024): guessed when a request is placed, put right as it goes along.
+1996), in tokens: each flow has the virtual time at which the service that it got so far is over (`virtual_finish`);
+whoever has the earliest is next, and is charged what its request costs by its weight. A flow that was away begins at
+the virtual time of now: it has saved nothing up and owes nothing but what it still has in flight. What it owes halves
+every `half_life`, so that nobody does penance for an hour. A cost is an uncached prompt token, and `OUTPUT_COST` for
+each token of the response (as in VTC: Sheng et al., 2024): guessed when a request is placed, put right as it goes
+along.
 
 The limits: requests at endpoints at a time (more of them wait, parked by the queue), requests and tokens a minute (a
 bucket each; who finds it empty is refused).
@@ -55,9 +56,9 @@ class Flows:
         self._flows: dict[str, Flow] = {}
         self._virtual = 0.0
         """When the last placed request began, in virtual time."""
-        self._all_busy_until = 0.0
+        self._full_until = 0.0
         """Nobody in the table can be forgotten before."""
-        self._alone = True
+        self._single_flow = True
         """There is one flow at most: nothing is charged in advance. That saves 1 µs a request."""
         self._binary_tokens: dict[str, float] = {}
         """Mean of the prompt tokens that endpoints counted of a model's binary bodies."""
@@ -99,19 +100,19 @@ class Flows:
                     return self._flows[name]
             flow = self._flows[name] = Flow(name, now)
             flow.adopt(self._rule(name), now)
-            self._alone = len(self._flows) == 1
+            self._single_flow = len(self._flows) == 1
         return flow
 
     def _forget(self, now: float) -> bool:
         """One flow of those that have nothing here, owe nothing and have used nothing for a minute."""
-        if now < self._all_busy_until:
+        if now < self._full_until:
             return False
         for name, flow in self._flows.items():
-            idle = not flow.active and now - flow.paid_at > MINUTE_S and flow.paid_until <= self._virtual
+            idle = not flow.active and now - flow.virtual_finish_at > MINUTE_S and flow.virtual_finish <= self._virtual
             if idle and name not in self._rules:
                 del self._flows[name]
                 return True
-        self._all_busy_until = now + 1.0  # to look at all of them takes a while
+        self._full_until = now + 1.0  # to look at all of them takes a while
         return False
 
     # Limits
@@ -131,19 +132,19 @@ class Flows:
 
     # Service
 
-    def start_of(self, flow: Flow, now: float) -> float:
+    def virtual_start(self, flow: Flow, now: float) -> float:
         """The virtual time at which the flow's next request would begin: the earliest goes first."""
-        owed = flow.paid_until - self._virtual
-        if owed <= 0.0:
+        debt = flow.virtual_finish - self._virtual
+        if debt <= 0.0:
             return self._virtual
-        return self._virtual + owed * exp2((flow.paid_at - now) / self._half_life_s)
+        return self._virtual + debt * exp2((flow.virtual_finish_at - now) / self._half_life_s)
 
     def cost_of(self, ticket: Ticket) -> float:
         """What a waiting ticket will be charged, about, by its flow's weight: virtual time."""
         request, flow = ticket.request, ticket.flow
         assert flow is not None
         prompt = ticket.work_tokens or self._prompt_tokens(request)
-        return (prompt + OUTPUT_COST * _answer_guess(flow, request)) / flow.weight
+        return (prompt + OUTPUT_COST * _expected_response_tokens(flow, request)) / flow.weight
 
     def placed(self, ticket: Ticket, now: float) -> None:
         """The ticket was placed: charge what it will cost, as far as one can tell."""
@@ -153,26 +154,26 @@ class Flows:
         if flow.tokens is not None:
             ticket.billed = self._prompt_tokens(request)
             flow.tokens.take(ticket.billed)
-        if self._alone:
+        if self._single_flow:
             return
         start = self._virtual
-        if flow.paid_until > start:  # `start_of`, written out
-            start += (flow.paid_until - start) * exp2((flow.paid_at - now) / self._half_life_s)
+        if flow.virtual_finish > start:  # `virtual_start`, written out
+            start += (flow.virtual_finish - start) * exp2((flow.virtual_finish_at - now) / self._half_life_s)
         self._virtual = start
-        ticket.charged = cost = self._prompt_cost(ticket) + OUTPUT_COST * _answer_guess(flow, request)
-        flow.paid_until = start + cost / flow.weight
-        flow.paid_at = now
+        ticket.charged = cost = self._prompt_cost(ticket) + OUTPUT_COST * _expected_response_tokens(flow, request)
+        flow.virtual_finish = start + cost / flow.weight
+        flow.virtual_finish_at = now
         flow.served_tokens += cost
 
     def progress(self, ticket: Ticket, tokens: int, now: float) -> None:
         """So many more tokens of the response came: those beyond the guess are charged as they come."""
-        ticket.answered += tokens
+        ticket.response_tokens += tokens
         flow = ticket.flow
         assert flow is not None
         if ticket.charged:
-            over = self._prompt_cost(ticket) + OUTPUT_COST * ticket.answered - ticket.charged
-            if over > 0.0:
-                self._charge(flow, ticket, over, now)
+            excess = self._prompt_cost(ticket) + OUTPUT_COST * ticket.response_tokens - ticket.charged
+            if excess > 0.0:
+                self._charge(flow, ticket, excess, now)
         if flow.tokens is not None:
             ticket.billed += tokens
             flow.tokens.take(tokens)
@@ -183,21 +184,21 @@ class Flows:
         assert flow is not None
         flow.in_flight -= 1
         if not served:
-            prompt = answer = billed = 0.0
+            prompt = completion = billed = 0.0
         else:
-            prompt, answer, billed = self._prompt_cost(ticket), float(ticket.answered), ticket.billed
+            prompt, completion, billed = self._prompt_cost(ticket), float(ticket.response_tokens), ticket.billed
         if served and usage is not None:
             if usage.completion_tokens is not None:
-                answer = float(usage.completion_tokens)
-                flow.answer_tokens += 0.1 * (answer - flow.answer_tokens)
+                completion = float(usage.completion_tokens)
+                flow.mean_response_tokens += 0.1 * (completion - flow.mean_response_tokens)
             if usage.prompt_tokens is not None:
-                billed = usage.prompt_tokens + answer
+                billed = usage.prompt_tokens + completion
                 if ticket.request.binary:
                     self._learn_binary(ticket.request.model, usage.prompt_tokens)
                 if usage.cached_tokens is not None:
                     prompt = max(0.0, float(usage.prompt_tokens - usage.cached_tokens))
-        more = prompt + OUTPUT_COST * answer - ticket.charged
-        if self._alone and more >= 0.0:
+        more = prompt + OUTPUT_COST * completion - ticket.charged
+        if self._single_flow and more >= 0.0:
             flow.served_tokens += more
         else:
             self._charge(flow, ticket, more, now)
@@ -206,15 +207,15 @@ class Flows:
 
     def _charge(self, flow: Flow, ticket: Ticket, more: float, now: float) -> None:
         if more > 0.0:  # it is used now, whatever was paid for before
-            flow.paid_until = self.start_of(flow, now)
-            flow.paid_at = now
-        flow.paid_until += more / flow.weight
+            flow.virtual_finish = self.virtual_start(flow, now)
+            flow.virtual_finish_at = now
+        flow.virtual_finish += more / flow.weight
         flow.served_tokens += more
         ticket.charged += more
 
     def _prompt_cost(self, ticket: Ticket) -> float:
         """Of a placed one."""
-        return self._prompt_tokens(ticket.request) if ticket.placement is None else ticket.placement.uncached
+        return self._prompt_tokens(ticket.request) if ticket.placement is None else ticket.placement.uncached_tokens
 
     def _prompt_tokens(self, request: InferenceRequest) -> float:
         """Before the endpoint has counted them."""
@@ -231,9 +232,9 @@ class Flows:
             self._binary_tokens[name] = float(tokens)
 
 
-def _answer_guess(flow: Flow, request: InferenceRequest) -> float:
+def _expected_response_tokens(flow: Flow, request: InferenceRequest) -> float:
     limit = request.max_tokens
-    return flow.answer_tokens if limit is None or limit > flow.answer_tokens else limit
+    return flow.mean_response_tokens if limit is None or limit > flow.mean_response_tokens else limit
 
 
 class FlowRules:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Final
 
-from lbproxy.core.capacity.line import Line
+from lbproxy.core.capacity.reservations import Reservations
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.state import EndpointState, Trial
 from lbproxy.core.knowledge.load_model import LoadModel
@@ -65,25 +65,27 @@ class Ticket:
     """How long the wait for it was predicted to be, with how much prefill work there, and when."""
     best_tokens: float = 0.0
     priced_at: float = LONG_AGO
-    reserved: tuple[Line, float, float] | None = None  # its place in the line of `best`: the line, work, tokens
+    reservation: tuple[Reservations, float, float] | None = (
+        None  # its place in the line of `best`: the line, work, tokens
+    )
     retry_after_s: float | None = None  # when there will be room, if it closed for want of that
     work_tokens: float = 0.0
     """While WAITING: the least prefill work that any endpoint would have with it, as of `work_at`."""
     work_at: float = LONG_AGO
     flow: Flow | None = None
     """Set by the Balancer at once."""
-    counted = False
+    counts_in_flow = False
     """It counts in `flow.active`."""
     charged: float = 0.0
     billed: float = 0.0
     """While PLACED: what its flow was charged, and the tokens that count for its limit."""
-    answered = 0
+    response_tokens = 0
     """Tokens of the response so far."""
     refusal: Refusal | None = None
     """If it closed because of its flow's limit: which."""
     trial: Trial | None = None
     """It was placed to try an endpoint that is half open or down."""
-    accused: EndpointUid | None = None
+    suspect: EndpointUid | None = None
     """The endpoint that answered this request 500: it is at fault if this attempt goes well."""
     wait: Wait | None = None
     """Why it began to wait; None = it did not."""
@@ -106,7 +108,7 @@ class Ticket:
         return self.trial is not None and not self.trial.ended
 
     @property
-    def where(self) -> EndpointState:
+    def placed_state(self) -> EndpointState:
         """Of a placed ticket: its endpoint."""
         assert self.placed_on is not None
         return self.placed_on

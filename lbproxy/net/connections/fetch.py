@@ -15,7 +15,7 @@ from lbproxy.net.connections.pool import Connection, ConnectionPool
 from lbproxy.net.dialing.origin import Origin
 
 
-class Answer(NamedTuple):
+class Response(NamedTuple):
     """A whole response."""
 
     status: int
@@ -26,7 +26,7 @@ class Answer(NamedTuple):
 
 async def fetch(
     pool: ConnectionPool, origin: Origin, path: str, *, timeout_s: float, max_bytes: int, key: ApiKey | None = None
-) -> Answer:
+) -> Response:
     """GET `path`, showing the endpoint its `key`. Raises what `send` does."""
     head = request_head("GET", path, origin.host_field, _FIELDS if key is None else _FIELDS + bearer(key), 0)
     return await send(pool, origin, "GET", head, b"", timeout_s=timeout_s, max_bytes=max_bytes)
@@ -34,7 +34,7 @@ async def fetch(
 
 async def send(  # noqa: PLR0913 - a request's four parts
     pool: ConnectionPool, origin: Origin, method: str, head: bytes, body: bytes, *, timeout_s: float, max_bytes: int
-) -> Answer:
+) -> Response:
     """Send a request, whole. Raises UpstreamError: PROTOCOL also if the response's body is larger than `max_bytes`,
     TIMEOUT if the whole takes longer than `timeout_s`, as `pulse` counts. A kept connection that turns out to be closed
     costs nothing.
@@ -58,13 +58,13 @@ async def send(  # noqa: PLR0913 - a request's four parts
 
 async def _exchange(
     connection: Connection, method: str, head: bytes, body: bytes, timeout_s: float, max_bytes: int
-) -> Answer:
+) -> Response:
     collector = _Collector(connection, max_bytes)
     connection.send(method, head, body, collector, Limits(timeout_s, timeout_s, timeout_s))
     try:
         result = await collector.result
     finally:
-        collector.let_go()
+        collector.release()
     if isinstance(result, UpstreamError):
         raise result
     return result
@@ -85,19 +85,19 @@ class _Collector:
 
     def __init__(self, connection: Connection, max_bytes: int) -> None:
         # A failure is a result here: an exception that a cancelled task never fetches would be logged as lost.
-        self.result: asyncio.Future[Answer | UpstreamError] = asyncio.get_running_loop().create_future()
+        self.result: asyncio.Future[Response | UpstreamError] = asyncio.get_running_loop().create_future()
         self._connection: Connection | None = connection
         """None: the response is whole, and the connection may be another's by now."""
         self._left = max_bytes
         self._body = bytearray()  # not a list of pieces: a response of two bytes a chunk would be 20 times its size
         self._head: ResponseHead | None = None
 
-    def whole(self, head: ResponseHead, body: bytes) -> None:
+    def complete_response(self, head: ResponseHead, body: bytes) -> None:
         self._head = head
         self.feed(body, 0, len(body))
         self.ended()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Nobody waits for the response any more: close the connection, unless the response was whole."""
         self._body.clear()  # an error that is raised keeps us, by its traceback, until the next collection of garbage
         connection, self._connection = self._connection, None
@@ -125,11 +125,11 @@ class _Collector:
     def ended(self) -> None:
         self._connection = None
         assert self._head is not None
-        self._settle(Answer(self._head.status, self._head.content_type.decode("latin-1"), bytes(self._body)))
+        self._settle(Response(self._head.status, self._head.content_type.decode("latin-1"), bytes(self._body)))
 
     def broke(self, error: UpstreamError) -> None:
         self._settle(error)
 
-    def _settle(self, result: Answer | UpstreamError) -> None:
+    def _settle(self, result: Response | UpstreamError) -> None:
         if not self.result.done():
             self.result.set_result(result)

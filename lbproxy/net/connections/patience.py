@@ -78,7 +78,7 @@ class Patience:
         """We stood still for so long."""
         self.deadline += seconds
 
-    def over(self) -> None:
+    def stop(self) -> None:
         """The response is complete, or will never be."""
         self.deadline = inf
 

@@ -58,7 +58,7 @@ class Receiver(Protocol):
         """The request asks to switch protocols: a 101 is a response to it, and goes to `head`. Else it is an error."""
         ...
 
-    def whole(self, head: ResponseHead, body: bytes) -> None:
+    def complete_response(self, head: ResponseHead, body: bytes) -> None:
         """The response, after any 1xx ones, that came in one piece; its length says so. Nothing follows."""
         ...
 
@@ -99,7 +99,7 @@ class Connection:
         self._transport: Corked | None = None
         self._buffer = b""
         """What came of a head that is not whole."""
-        self._keeps = False
+        self._reusable = False
         """The response that is relayed leaves a connection that can be used again."""
         self._method = ""
         self._sent_at = 0.0
@@ -151,7 +151,7 @@ class Connection:
         """Take the body: it goes to `receiver`, what is here already within this call. Call it from `Receiver.head`."""
         self._framing = head.framing(watcher)
         self._receiver = receiver
-        self._keeps = head.keep_alive
+        self._reusable = head.keep_alive
         data, self._buffer = self._buffer, b""
         self._relay(data)
 
@@ -160,7 +160,7 @@ class Connection:
         transport, None if it was lost in this turn, and what came behind the head. `abort` must follow in the end.
         """
         self._receiver = None
-        self.patience.over()
+        self.patience.stop()
         rest, self._buffer = self._buffer, b""
         if self._transport is not None:
             self._transport.set_protocol(protocol)
@@ -260,7 +260,7 @@ class Connection:
         if head.length == len(rest) and head.status >= 200:
             # Most answers that are no streams. Neither framing nor relay: 7 us less for each.
             self._release(head.keep_alive)
-            receiver.whole(head, rest)
+            receiver.complete_response(head, rest)
             return
         if head.status >= 200 or head.status == 101:
             receiver.head(head)
@@ -283,7 +283,7 @@ class Connection:
             self._break(UpstreamError(FailureKind.PROTOCOL, f"{self.origin}: {error}"))
             return
         if end < len(data):
-            self._keeps = False  # bytes after the end of a message are fatal to its connection
+            self._reusable = False  # bytes after the end of a message are fatal to its connection
             data = data[:end]
         if data:
             receiver.body(data)
@@ -291,7 +291,7 @@ class Connection:
             self._finish(receiver)
 
     def _finish(self, receiver: Receiver) -> None:
-        self._release(self._keeps)
+        self._release(self._reusable)
         receiver.ended()
 
     def _release(self, keeps: bool) -> None:
@@ -299,7 +299,7 @@ class Connection:
         idles there holds nothing of it."""
         self._receiver = self._framing = None
         self._buffer = b""
-        self.patience.over()
+        self.patience.stop()
         transport = self._transport
         if keeps and self._unsent is None and transport is not None and not transport.is_closing():
             self._pool.keep(self, idle=not transport.get_write_buffer_size())
@@ -404,9 +404,9 @@ class ConnectionPool:
         return connection
 
     def dial(
-        self, origin: Origin, timeout_s: float, opened: Callable[[Connection | UpstreamError], None]
+        self, origin: Origin, timeout_s: float, on_result: Callable[[Connection | UpstreamError], None]
     ) -> asyncio.Task[None]:
-        """`connect` for callers that do not await: `opened` is called with the result, never within this call.
+        """`connect` for callers that do not await: `on_result` is called with the result, never within this call.
 
         Cancelling the task ends it, and then nobody is called.
         """
@@ -416,7 +416,7 @@ class ConnectionPool:
                 result: Connection | UpstreamError = await self.connect(origin, timeout_s)
             except UpstreamError as error:
                 result = error
-            opened(result)
+            on_result(result)
 
         task = self.loop.create_task(connect())
         self._dialling.add(task)
@@ -431,7 +431,7 @@ class ConnectionPool:
             kept[connection] = self.loop.time()
             if connection._paused:  # it must be read, to see it close
                 connection.resume()
-                connection.patience.over()
+                connection.patience.stop()
         else:
             connection.abort()
 

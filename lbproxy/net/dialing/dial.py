@@ -137,7 +137,7 @@ async def _open_tcp(
             raise
         else:
             return sock
-    names.doubt(host, port)
+    names.refresh(host, port)
     assert error is not None
     raise error
 

@@ -24,7 +24,7 @@ MAX_NAMES: Final = 4096
 class _Known:
     """One host and port."""
 
-    __slots__ = ("addresses", "asked_at", "asking", "host", "is_name", "port")
+    __slots__ = ("addresses", "asked_at", "host", "is_name", "port", "resolving")
 
     def __init__(self, host: str, port: int) -> None:
         self.host = host
@@ -33,7 +33,7 @@ class _Known:
         self.addresses: Sequence[Address] = ()
         """As of the last good response."""
         self.asked_at = float("-inf")
-        self.asking: asyncio.Task[None] | None = None
+        self.resolving: asyncio.Task[None] | None = None
         """The resolution that runs."""
 
 
@@ -54,30 +54,30 @@ class Names:
                 self._known.pop(next(iter(self._known)))
             known = self._known[host, port] = _Known(host, port)
         if not known.addresses:
-            await asyncio.shield(self._asking(known))  # which others may wait for too
+            await asyncio.shield(self._resolution(known))  # which others may wait for too
         elif known.is_name and self._loop.time() - known.asked_at >= FRESH_S:
-            self._asking(known)
+            self._resolution(known)
         return known.addresses
 
-    def doubt(self, host: str, port: int) -> None:
+    def refresh(self, host: str, port: int) -> None:
         """Nobody answered at any of its addresses: they may be others by now."""
         known = self._known.get((host, port))
         if known is not None and known.is_name:
-            self._asking(known)
+            self._resolution(known)
 
     def close(self) -> None:
         """Let go of what still resolves."""
         for known in self._known.values():
-            if known.asking is not None:
-                known.asking.cancel()
+            if known.resolving is not None:
+                known.resolving.cancel()
 
-    def _asking(self, known: _Known) -> asyncio.Task[None]:
+    def _resolution(self, known: _Known) -> asyncio.Task[None]:
         """The resolution that runs, or one that begins."""
-        if known.asking is None:
+        if known.resolving is None:
             known.asked_at = self._loop.time()
-            known.asking = self._loop.create_task(self._ask(known))
-            known.asking.add_done_callback(lambda task: _ended(known, task))
-        return known.asking
+            known.resolving = self._loop.create_task(self._ask(known))
+            known.resolving.add_done_callback(lambda task: _resolved(known, task))
+        return known.resolving
 
     async def _ask(self, known: _Known) -> None:
         found = await self._resolve(known.host, known.port)
@@ -89,8 +89,8 @@ class Names:
         return await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
 
 
-def _ended(known: _Known, task: asyncio.Task[None]) -> None:
-    known.asking = None
+def _resolved(known: _Known, task: asyncio.Task[None]) -> None:
+    known.resolving = None
     if not task.cancelled():
         task.exception()  # those who waited were told; nobody else has to know
 

@@ -45,20 +45,20 @@ class Inherited:
     @classmethod
     def from_environment(cls, environ: MutableMapping[str, str]) -> Inherited:
         """What `environ` says, whose variables about it are removed."""
-        said = {
+        variables = {
             name: environ.pop(name, "")
             for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LBPROXY_PREDECESSOR", "LBPROXY_READY_FD")
         }
-        succeeds = said["LBPROXY_PREDECESSOR"] == str(os.getppid())
-        if not (succeeds or said["LISTEN_PID"] == str(os.getpid())) or not said["LISTEN_FDS"].isdecimal():
+        succeeds = variables["LBPROXY_PREDECESSOR"] == str(os.getppid())
+        if not (succeeds or variables["LISTEN_PID"] == str(os.getpid())) or not variables["LISTEN_FDS"].isdecimal():
             return cls()
-        names = said["LISTEN_FDNAMES"].split(":")
+        names = variables["LISTEN_FDNAMES"].split(":")
         sockets = []
-        for index in range(min(int(said["LISTEN_FDS"]), MAX_SOCKETS)):
+        for index in range(min(int(variables["LISTEN_FDS"]), MAX_SOCKETS)):
             sock = _listening(FIRST_FD + index)
             if sock is not None:
                 sockets.append((names[index] if index < len(names) else "", sock))
-        ready_fd = said["LBPROXY_READY_FD"]
+        ready_fd = variables["LBPROXY_READY_FD"]
         if not succeeds or not ready_fd.isdecimal():
             return cls(sockets)
         os.set_inheritable(int(ready_fd), False)
@@ -148,13 +148,13 @@ async def start_successor(command: Sequence[str], sockets: Mapping[str, Sequence
     """
     child = _spawn(command, [(key, sock) for key, listening in sockets.items() for sock in listening])
     try:
-        said = await _said(child.ready_fd)
+        message = await _read_ready(child.ready_fd)
     except BaseException:
         os.kill(child.pid, signal.SIGKILL)
         raise
     finally:
         os.close(child.ready_fd)
-    if said == _READY:
+    if message == _READY:
         return child.pid
     with contextlib.suppress(ProcessLookupError):
         os.kill(child.pid, signal.SIGKILL)
@@ -162,7 +162,7 @@ async def start_successor(command: Sequence[str], sockets: Mapping[str, Sequence
     return None
 
 
-async def _said(fd: int) -> bytes:
+async def _read_ready(fd: int) -> bytes:
     """What comes from a pipe; empty if it closes, or nothing comes in time."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()

@@ -42,7 +42,7 @@ _TLS_HANDSHAKE = b"\x16"
 """How a TLS client begins (RFC 8446, section 5.1); no HTTP method does."""
 CONNECTIONS, DESCRIPTORS = "connections", "descriptors"
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-_GONE = {
+_ABORTED = {
     errno.ECONNABORTED,
     errno.EPERM,
     errno.EPROTO,
@@ -73,17 +73,17 @@ class Listener:
         room: Callable[[], bool] = lambda: True,
         refusal: Callable[[], bytes] | None = None,
         spares: int = 1,
-        misled: Callable[[], bytes] = bytes,
+        not_tls: Callable[[], bytes] = bytes,
     ) -> None:
         """`room`: whether one more connection may be served. `refusal`: what is sent to one that there is no room or
-        no descriptor for, closed then; None = the spare descriptors are used up to serve instead. `misled`: what is
+        no descriptor for, closed then; None = the spare descriptors are used up to serve instead. `not_tls`: what is
         sent to one that does not speak TLS where it should.
         """
         self._loop = asyncio.get_running_loop()
         self._factory = factory
         self._room = room
         self._refusal = refusal
-        self._misled = misled
+        self._not_tls = not_tls
         self._wanted_spares = spares
         self._spares: list[socket.socket] = []
         self._resume: asyncio.TimerHandle | None = None
@@ -116,7 +116,7 @@ class Listener:
     def close(self) -> None:
         """Accept no more. Legal at any time."""
         if self._resume is None:
-            self._ignore()
+            self._stop_accepting()
         else:
             self._resume.cancel()
         for sock in self.sockets:
@@ -132,7 +132,7 @@ class Listener:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
-                if error.errno in _GONE:
+                if error.errno in _ABORTED:
                     continue
                 if error.errno not in _EXHAUSTED:
                     raise
@@ -164,7 +164,7 @@ class Listener:
             first = await self._peek(client)
         if first != _TLS_HANDSHAKE:
             self.failed_handshakes += len(first)  # who left without a word asked for nothing
-            _tell_and_close(client, self._misled() if first else b"")
+            _send_and_close(client, self._not_tls() if first else b"")
             return
         left_s = max(0.1, due - self._loop.time())
         await self._loop.connect_accepted_socket(
@@ -188,7 +188,7 @@ class Listener:
     def _refuse(self, client: socket.socket, why: str) -> None:
         self.refused[why] += 1
         assert self._refusal is not None
-        _tell_and_close(client, self._refusal() if self._tls is None else b"")
+        _send_and_close(client, self._refusal() if self._tls is None else b"")
         if why == CONNECTIONS:
             self._log("connections are refused: as many are open as limits.connections and the descriptors allow")
 
@@ -211,14 +211,14 @@ class Listener:
             else:
                 self._refuse(client, DESCRIPTORS)
                 self._refill()
-        self._ignore()
-        self._resume = self._loop.call_later(PAUSE_S, self._listen_again)
+        self._stop_accepting()
+        self._resume = self._loop.call_later(PAUSE_S, self._accept_again)
 
-    def _ignore(self) -> None:
+    def _stop_accepting(self) -> None:
         for sock in self.sockets:
             self._loop.remove_reader(sock)
 
-    def _listen_again(self) -> None:
+    def _accept_again(self) -> None:
         self._resume = None
         self._refill()
         for sock in self.sockets:
@@ -237,8 +237,8 @@ class Listener:
             logger.warning(text, *arguments, extra={"event": "overload"})
 
 
-def _tell_and_close(client: socket.socket, answer: bytes) -> None:
+def _send_and_close(client: socket.socket, response: bytes) -> None:
     with contextlib.suppress(OSError):
-        client.send(answer, socket.MSG_DONTWAIT)
+        client.send(response, socket.MSG_DONTWAIT)
         client.recv(1 << 16, socket.MSG_DONTWAIT)  # what is left unread would make a reset of the close
     client.close()

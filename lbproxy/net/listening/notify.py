@@ -36,28 +36,28 @@ class Notifier:
 
     def ready(self, status: str) -> None:
         """We serve, for the first time or after a reload. `status`: one line for `systemctl status`."""
-        self._tell(f"READY=1\nSTATUS={status}")
+        self._send(f"READY=1\nSTATUS={status}")
 
     def reloading(self) -> None:
         """Until `ready`."""
-        self._tell(f"RELOADING=1\nMONOTONIC_USEC={int(time.monotonic() * 1e6)}")
+        self._send(f"RELOADING=1\nMONOTONIC_USEC={int(time.monotonic() * 1e6)}")
 
     def stopping(self, status: str) -> None:
         """We take no more requests."""
-        self._tell(f"STOPPING=1\nSTATUS={status}")
+        self._send(f"STOPPING=1\nSTATUS={status}")
 
     def succeeded_by(self, pid: int) -> None:
         """Another process is the service now, and tells the rest: we say no more."""
-        self._tell(f"MAINPID={pid}")
+        self._send(f"MAINPID={pid}")
         self._address = None
 
     def beat(self, _: float = 0.0) -> None:
         """Our loop turns. Costs nothing where no watchdog listens; to be called at every tick of the pulse."""
         if self._beat_s is not None and (now := time.monotonic()) - self._beaten_at >= self._beat_s:
             self._beaten_at = now
-            self._tell("WATCHDOG=1")
+            self._send("WATCHDOG=1")
 
-    def _tell(self, state: str) -> None:
+    def _send(self, state: str) -> None:
         if self._address is None:
             return
         name = f"\0{self._address[1:]}" if self._address.startswith("@") else self._address

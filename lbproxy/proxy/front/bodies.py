@@ -74,7 +74,7 @@ async def read_body(
     client.read_from(content)
     try:
         body = await _read_up_to(limit, content, reader, overload)
-        overload.let_go(reader)  # who takes the body counts it, once, before anything else happens
+        overload.release(reader)  # who takes the body counts it, once, before anything else happens
         return body
     except TimeoutError:
         raise LbError(Outcome.BODY_TIMEOUT) from None
@@ -126,7 +126,7 @@ async def read_large(
     if pieces is not None:
         overload.hold(reader, len(body))
         request = request._replace(body=await _joined(pieces))
-        overload.let_go(reader)
+        overload.release(reader)
     return request, LargeFacts(facts, prompt)
 
 

@@ -52,7 +52,7 @@ MAX_HEAD_BYTES = 64 << 10
 HEADS_AT_ONCE = 16
 """How many heads of what comes at once are given to aiohttp each by itself."""
 _REFUSED_IN_FRAMING = b"\0"
-HELD_BYTES = 64 << 10
+MAX_BUFFERED_BYTES = 64 << 10
 """What we hold of requests that came while another runs before the client is no longer read."""
 _BODILESS = (b"GET ", b"HEAD ")
 
@@ -62,20 +62,20 @@ class State(Enum):
 
     FREE = "free"
     LANE = "in the lane"
-    BEHIND = "behind the lane"
+    DEFERRED = "behind the lane"
     AIOHTTP = "in aiohttp"
     SWITCHED = "switched"
 
 
 NEXT_STATES: Final = {
     State.FREE: frozenset({State.LANE, State.AIOHTTP}),
-    State.LANE: frozenset({State.FREE, State.BEHIND}),
-    State.BEHIND: frozenset({State.FREE}),
+    State.LANE: frozenset({State.FREE, State.DEFERRED}),
+    State.DEFERRED: frozenset({State.FREE}),
     State.AIOHTTP: frozenset({State.FREE, State.SWITCHED}),
     State.SWITCHED: frozenset(),
 }
 """The table above, as tests hold it against what happens."""
-FREE, LANE, BEHIND, AIOHTTP, SWITCHED = State  # a look-up less for each
+FREE, LANE, DEFERRED, AIOHTTP, SWITCHED = State  # a look-up less for each
 
 
 class _Written(web.StreamResponse):
@@ -105,7 +105,7 @@ class Turn(Protocol):
     """Of its body."""
     record: RequestRecord
 
-    def client_gone(self) -> None:
+    def client_disconnected(self) -> None:
         """The connection is lost."""
         ...
 
@@ -159,14 +159,14 @@ class ClientConnection(web.RequestHandler):
     """One client. Made by `FrontEnd`."""
 
     __slots__ = (
+        "_buffered",
+        "_bytes_expected",
         "_front",
         "_head_bytes",
         "_head_due",
-        "_held",
         "_idle_since",
         "_linger",
-        "_owed",
-        "_silent",
+        "_nothing_received",
         "_walk",
         "address",
         "body_reader",
@@ -191,9 +191,9 @@ class ClientConnection(web.RequestHandler):
         """What endpoints are told of the client."""
         self.state = FREE
         """See above."""
-        self._held = b""
+        self._buffered = b""
         """What came in the states in which it is held back."""
-        self._owed: int | None = None
+        self._bytes_expected: int | None = None
         """Bytes that are still to come of the one request that aiohttp was given; None = not known."""
         self._walk = RequestWalk()
         """Over all that aiohttp gets."""
@@ -201,7 +201,7 @@ class ClientConnection(web.RequestHandler):
         """A head began and is not whole, or none came yet."""
         self._head_bytes = 0
         """Of a head that is not whole, as far as it was read."""
-        self._silent = True
+        self._nothing_received = True
         """The client sent nothing yet."""
         self._idle_since = self._loop.time()
         """When the last response was out, or the connection was made."""
@@ -227,10 +227,10 @@ class ClientConnection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         """The endpoint's connection is closed here and now; a handler's cancellation comes a moment later."""
         if self.turn is not None:
-            self.turn.client_gone()
+            self.turn.client_disconnected()
         self.transport = self._linger = None  # aiohttp closes what is lost, now and when its handler ends
         super().connection_lost(exc)
-        self._front.deadlines.gone(self)
+        self._front.deadlines.disconnected(self)
         self._front.disconnected()
 
     def _as_peer(self) -> Peer:
@@ -240,14 +240,14 @@ class ClientConnection(web.RequestHandler):
     def pause_writing(self) -> None:
         """See asyncio.Protocol."""
         super().pause_writing()
-        self._front.deadlines.stalls(self)
+        self._front.deadlines.write_stalled(self)
         if self.turn is not None:
             self.turn.pause()
 
     def resume_writing(self) -> None:
         """See asyncio.Protocol."""
         super().resume_writing()
-        self._front.deadlines.flows(self)
+        self._front.deadlines.write_resumed(self)
         if self.turn is not None:
             self.turn.resume()
 
@@ -260,16 +260,16 @@ class ClientConnection(web.RequestHandler):
                 self._start(plain)
                 return
             self.state = AIOHTTP
-            self._owed = 0 if data.startswith(_BODILESS) and data.find(b"\r\n\r\n") == len(data) - 4 else None
-        elif state is LANE or state is BEHIND:
-            self._hold(data)
+            self._bytes_expected = 0 if data.startswith(_BODILESS) and data.find(b"\r\n\r\n") == len(data) - 4 else None
+        elif state is LANE or state is DEFERRED:
+            self._buffer(data)
             return
         elif state is SWITCHED:
             if self.turn is not None:
                 self.turn.received(data)
             return
         else:
-            self._owed = None
+            self._bytes_expected = None
         self._feed(data)
         self._watch_head(len(data))
         if self.body_reader is not None:
@@ -302,7 +302,7 @@ class ClientConnection(web.RequestHandler):
 
     def _watch_head(self, size: int) -> None:
         """After aiohttp got so many bytes: it waits for the rest of a head, unless it has a request."""
-        self._silent = False
+        self._nothing_received = False
         # Its handler starts in a later turn: what it was given in between is no head.
         waiting = self._request_count == 0 or (self._waiter is not None and not self._waiter.done())
         if waiting and not self._head_due:
@@ -310,7 +310,7 @@ class ClientConnection(web.RequestHandler):
             self._front.deadlines.head_due(self)
         elif not waiting and self._head_due:
             self._head_due = False
-            self._front.deadlines.head_came(self)
+            self._front.deadlines.head_complete(self)
         self._head_bytes = self._head_bytes + size if waiting else 0
         if self._head_bytes > MAX_HEAD_BYTES:
             self._front.refuse_unread(self, LbError(Outcome.HEAD_TOO_LARGE))
@@ -320,7 +320,7 @@ class ClientConnection(web.RequestHandler):
         """See deadlines.Debtor. Who sent nothing is told nothing."""
         if self.turn is not None:
             return
-        if self._silent:
+        if self._nothing_received:
             self.force_close()
         else:
             self._front.refuse_unread(self, LbError(Outcome.BODY_TIMEOUT, "The request head did not arrive in time."))
@@ -337,8 +337,8 @@ class ClientConnection(web.RequestHandler):
 
     def _start(self, plain: ClientRequest) -> None:
         if self._head_due:
-            self._head_due = self._silent = False
-            self._front.deadlines.head_came(self)
+            self._head_due = self._nothing_received = False
+            self._front.deadlines.head_complete(self)
         self._request_in_progress = True  # aiohttp's shutdown waits for it
         self.unread = None
         self.state = LANE
@@ -346,7 +346,7 @@ class ClientConnection(web.RequestHandler):
 
     def lane_ended(self, keep_alive: bool) -> None:
         """The plain request's response is out, as far as it will come."""
-        self.state = BEHIND if self._held else FREE
+        self.state = DEFERRED if self._buffered else FREE
         self._request_in_progress = False
         if self._handler_waiter is not None and not self._handler_waiter.done():
             self._handler_waiter.set_result(None)
@@ -356,21 +356,21 @@ class ClientConnection(web.RequestHandler):
             return
         self._idle_since = self._loop.time()
         self._next_keepalive_close_time = self._idle_since + self._keepalive_timeout
-        if self._held:
-            self._loop.call_soon(self._judge_held)  # not now: we may be in a callback of what just ended
+        if self._buffered:
+            self._loop.call_soon(self._process_buffered)  # not now: we may be in a callback of what just ended
 
-    def _judge_held(self) -> None:
-        held, self._held = self._held, b""
+    def _process_buffered(self) -> None:
+        buffered, self._buffered = self._buffered, b""
         self.state = FREE
         if self.transport is None or self._force_close:
             return
-        if len(held) > HELD_BYTES:
+        if len(buffered) > MAX_BUFFERED_BYTES:
             self.transport.resume_reading()
-        self.data_received(held)
+        self.data_received(buffered)
 
-    def _hold(self, data: bytes) -> None:
-        self._held += data
-        if len(self._held) > HELD_BYTES and self.transport is not None:
+    def _buffer(self, data: bytes) -> None:
+        self._buffered += data
+        if len(self._buffered) > MAX_BUFFERED_BYTES and self.transport is not None:
             self.transport.pause_reading()
 
     def _process_keepalive(self) -> None:
@@ -392,7 +392,7 @@ class ClientConnection(web.RequestHandler):
             return
         self.transport = None
         self.force_close()
-        self._front.deadlines.head_came(self)
+        self._front.deadlines.head_complete(self)
         self._linger = Linger(transport, self, self._front.deadlines.stall_s)
 
     def force_close(self) -> None:
@@ -447,14 +447,14 @@ class ClientConnection(web.RequestHandler):
 
     # aiohttp's side
 
-    def aiohttp_answered(self) -> None:
+    def aiohttp_responded(self) -> None:
         """aiohttp's handler wrote a response after which the connection lives on."""
         self._idle_since = self._loop.time()
-        if self._owed == 0 and self.is_read:
+        if self._bytes_expected == 0 and self.request_is_read:
             self.state = FREE
 
     @property
-    def is_read(self) -> bool:
+    def request_is_read(self) -> bool:
         """All bytes of the request that runs were taken: what comes next is another request."""
         return self.unread is None or self.unread.is_eof()
 

@@ -17,7 +17,7 @@ from lbproxy.runtime import Runtime
 SWEEP_S = 1.0
 
 
-class Debtor(Protocol):
+class WatchedClient(Protocol):
     """A client's connection."""
 
     transport: asyncio.Transport | None
@@ -34,11 +34,11 @@ class Deadlines:
         self._loop = runtime.loop
         self._pulse = runtime.pulse
         self._armed_at = 0.0
-        self._excused = False
+        self._postponed = False
         """The last sweep was put off, because our own loop had stood still."""
         self.reconfigure(timeouts)
-        self._heads: dict[Debtor, float] = {}
-        self._stalls: dict[Debtor, tuple[float, int]] = {}
+        self._heads: dict[WatchedClient, float] = {}
+        self._stalls: dict[WatchedClient, tuple[float, int]] = {}
         """By when some bytes must have gone, and how many there were when that was said."""
         self._timer: asyncio.TimerHandle | None = None
 
@@ -48,28 +48,28 @@ class Deadlines:
         self.stall_s = timeouts.client_stall
         """How long a client may take nothing of what it is sent."""
 
-    def head_due(self, client: Debtor) -> None:
+    def head_due(self, client: WatchedClient) -> None:
         """A head began, or a connection did. Said again, it changes nothing."""
         self._heads.setdefault(client, self._loop.time() + self._head_s)
         self._arm()
 
-    def head_came(self, client: Debtor) -> None:
+    def head_complete(self, client: WatchedClient) -> None:
         """It is whole."""
         self._heads.pop(client, None)
 
-    def stalls(self, client: Debtor) -> None:
+    def write_stalled(self, client: WatchedClient) -> None:
         """The client's buffer is full."""
         self._stalls[client] = (self._loop.time() + self.stall_s, _unsent(client))
         self._arm()
 
-    def flows(self, client: Debtor) -> None:
+    def write_resumed(self, client: WatchedClient) -> None:
         """It has room again."""
         self._stalls.pop(client, None)
 
-    def gone(self, client: Debtor) -> None:
+    def disconnected(self, client: WatchedClient) -> None:
         """The connection is lost: it owes nothing any more."""
-        self.head_came(client)
-        self.flows(client)
+        self.head_complete(client)
+        self.write_resumed(client)
 
     def close(self) -> None:
         """Stop looking."""
@@ -83,27 +83,27 @@ class Deadlines:
 
     def _sweep(self) -> None:
         self._timer = None
-        if self._pulse.stood_still_since(self._armed_at) and not self._excused:
-            self._excused = True  # what is overdue may lie unread in the kernel: read first
+        if self._pulse.stood_still_since(self._armed_at) and not self._postponed:
+            self._postponed = True  # what is overdue may lie unread in the kernel: read first
             self._arm()
             return
-        self._excused = False
+        self._postponed = False
         now = self._loop.time()
         for client, deadline in list(self._heads.items()):
             if now >= deadline:
-                self.head_came(client)
+                self.head_complete(client)
                 client.head_is_late()
         for client, (deadline, size) in list(self._stalls.items()):
             unsent = _unsent(client)
             if unsent < size:
                 self._stalls[client] = (now + self.stall_s, unsent)
             elif now >= deadline:
-                self.flows(client)
+                self.write_resumed(client)
                 if client.transport is not None:
                     client.transport.abort()
         if self._heads or self._stalls:
             self._arm()
 
 
-def _unsent(client: Debtor) -> int:
+def _unsent(client: WatchedClient) -> int:
     return 0 if client.transport is None else client.transport.get_write_buffer_size()

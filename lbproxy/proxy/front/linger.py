@@ -19,7 +19,7 @@ from typing import Final
 
 LINGER_S = 2.0
 """How long what comes is dropped, after the client's host has taken the response."""
-GOODBYE_S = 10.0
+TLS_LINGER_S = 10.0
 """The same with TLS: a client with a pool of connections may read close_notify when it wants to use this one again."""
 HURRY_S = 0.25
 """The same while we stop."""
@@ -52,7 +52,7 @@ class Linger(asyncio.Protocol):
         self._protocol = protocol
         self._stall_s = stall_s
         self._half_closes = transport.can_write_eof()
-        self._patience_s = LINGER_S if self._half_closes else GOODBYE_S
+        self._patience_s = LINGER_S if self._half_closes else TLS_LINGER_S
         self._unsent = unsent_bytes(transport)
         self._still_s = 0.0
         """For how long that has not changed."""

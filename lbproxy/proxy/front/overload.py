@@ -78,7 +78,7 @@ class Overload:
         self._meter = meter
         self.refuses: str | None = None
         """Why new requests are refused; None = they are not."""
-        self.tight = False
+        self.memory_is_short = False
         """Connections are not kept alive."""
         self.held_bytes = 0
         """Of all bodies that are held."""
@@ -123,7 +123,7 @@ class Overload:
         self.held_bytes += size
         holder.held_bytes += size
 
-    def let_go(self, holder: Holder) -> None:
+    def release(self, holder: Holder) -> None:
         """Nothing of its body is held any more. Said again, it changes nothing."""
         self.held_bytes -= holder.held_bytes
         holder.held_bytes = 0
@@ -179,7 +179,7 @@ class Overload:
             self.relieve()
 
     def _changed(self, text: str, *arguments: object, began: bool) -> None:
-        self.tight = self._level > 0
+        self.memory_is_short = self._level > 0
         self.refuses = MEMORY if self._level > 1 else LAG if self._lagging else None
         logger.log(logging.WARNING if began else logging.INFO, text, *arguments, extra={"event": "overload"})
 

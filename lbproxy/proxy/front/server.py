@@ -23,7 +23,7 @@ from lbproxy.config.tree import Settings
 from lbproxy.core.observed.record import MAX_PATH_CHARS, RequestRecord
 from lbproxy.core.observed.trace import Sampling
 from lbproxy.core.requests.outcome import LbError, Outcome
-from lbproxy.core.requests.outline import WHOLE_BYTES
+from lbproxy.core.requests.outline import PARSE_AT_ONCE_BYTES
 from lbproxy.net.dialing.vanished import find_vanished
 from lbproxy.net.listening.bind import bind, bound_port
 from lbproxy.net.listening.listener import Listener, connections_within
@@ -35,13 +35,13 @@ from lbproxy.proxy.front.deadlines import Deadlines
 from lbproxy.proxy.front.overload import Overload, Unmetered
 from lbproxy.proxy.front.socket_turn import SocketTurn
 from lbproxy.proxy.front.turn import Turn
-from lbproxy.proxy.request.answers import error_answer, models_body
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.cors import Cors
 from lbproxy.proxy.request.forwarding import Forwarding, may_forward
 from lbproxy.proxy.request.handshake import read_handshake
 from lbproxy.proxy.request.headers import SWITCHES, origin_form, read_request_fields
 from lbproxy.proxy.request.keys import KeyRing
+from lbproxy.proxy.request.own_responses import error_response, models_body
 from lbproxy.proxy.request.reading import LargeFacts, Reading, has_form, has_json
 from lbproxy.proxy.request.routes import ADAPTERS, find_route
 from lbproxy.runtime import Runtime
@@ -87,7 +87,7 @@ class FrontEnd(web.Server):
         )
         self.overload = overload or Overload(settings.limits, Unmetered())
         self.overload.end_largest = self._end_largest
-        self.max_plain_body_bytes = min(settings.limits.json_body, WHOLE_BYTES)
+        self.max_plain_body_bytes = min(settings.limits.json_body, PARSE_AT_ONCE_BYTES)
         self.cork = exchanger.connections.cork
         self.keys: KeyRing | None = None
         """Each request must carry one of these; None = it need not. Kept by who reads them."""
@@ -111,13 +111,13 @@ class FrontEnd(web.Server):
         """While it stops: when what still runs is cut."""
         self._draining = False
         self._running = 0
-        self._quiet = asyncio.Event()
-        self._quiet.set()
+        self._no_requests = asyncio.Event()
+        self._no_requests.set()
         self._open = 0
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._no_connections = asyncio.Event()
+        self._no_connections.set()
         self.listener = Listener(
-            self, room=self._has_room, refusal=self._refusal_unheard, misled=self._refusal_of_plain
+            self, room=self._has_room, refusal=self._connection_refusal, not_tls=self._plain_http_refusal
         )
 
     # Life
@@ -140,7 +140,7 @@ class FrontEnd(web.Server):
         self._reading = Reading(settings, self._runtime)
         self._cors = _cors_of(settings)
         self.overload.reconfigure(settings.limits)
-        self.max_plain_body_bytes = min(settings.limits.json_body, WHOLE_BYTES)
+        self.max_plain_body_bytes = min(settings.limits.json_body, PARSE_AT_ONCE_BYTES)
         self.forwarding = self._forwarding(settings)
         self._max_connections = settings.limits.connections
         self.deadlines.reconfigure(settings.timeouts)
@@ -163,14 +163,14 @@ class FrontEnd(web.Server):
         """See connection.Front."""
         has_room = self._has_room() or self.listener.handshaking > 0  # among which it had room
         self._open += 1
-        self._empty.clear()
+        self._no_connections.clear()
         return has_room
 
     def disconnected(self) -> None:
         """See connection.Front."""
         self._open -= 1
         if not self._open:
-            self._empty.set()
+            self._no_connections.set()
 
     @property
     def draining(self) -> bool:
@@ -196,7 +196,7 @@ class FrontEnd(web.Server):
             await asyncio.sleep(within_s)
         else:
             self.listener.close()
-            await _happens(self._empty, within_s)
+            await _wait_for(self._no_connections, within_s)
 
     async def stop(self, deadline_s: float) -> int:
         """Accept no connection more, let running requests finish until the deadline, then cut the rest, visibly.
@@ -211,16 +211,16 @@ class FrontEnd(web.Server):
         while self._open and (left_s := self._ends_at - self._loop.time()) > 0.0:
             for client in self._clients():
                 client.close_if_idle(LAST_IDLE_S)
-            await _happens(self._empty, min(left_s, LAST_IDLE_S / 2))
+            await _wait_for(self._no_connections, min(left_s, LAST_IDLE_S / 2))
         if self._open:
             self._draining = True
             cut = self._running
             for client in self._clients():
                 client.cut(Outcome.DRAINING)
-            await _happens(self._quiet, FLUSH_S)
+            await _wait_for(self._no_requests, FLUSH_S)
         for client in self._clients():
             client.stop()
-        await _happens(self._empty, FLUSH_S)
+        await _wait_for(self._no_connections, FLUSH_S)
         self.deadlines.close()
         return cut
 
@@ -274,7 +274,7 @@ class FrontEnd(web.Server):
         else:
             # What HTTP/1.0 calls keep-alive would have to be confirmed, and ends with a relayed response anyway.
             keep_alive = request.keep_alive and request.version >= (1, 1)
-            last = self._last_requests or self.overload.tight
+            last = self._last_requests or self.overload.memory_is_short
             turn = Turn(self, client, record, ended, keep_alive=keep_alive and not last)
         client.unread = request.content
         if self._cors is not None:
@@ -290,9 +290,9 @@ class FrontEnd(web.Server):
             turn.defect()
             return CLOSE
         finally:
-            turn.client_gone()  # unless it is over
+            turn.client_disconnected()  # unless it is over
         if reusable:
-            client.aiohttp_answered()
+            client.aiohttp_responded()
             return KEEP
         client.linger()
         return CLOSE
@@ -302,7 +302,11 @@ class FrontEnd(web.Server):
         record = self.new_record("POST", plain.target, client)
         record.id = plain.fields.request_id or record.id
         turn = Turn(
-            self, client, record, client.lane_ended, keep_alive=not (self._last_requests or self.overload.tight)
+            self,
+            client,
+            record,
+            client.lane_ended,
+            keep_alive=not (self._last_requests or self.overload.memory_is_short),
         )
         try:
             if self._cors is not None:
@@ -313,7 +317,7 @@ class FrontEnd(web.Server):
             if self.keys is not None:
                 record.key = self.keys.name_of(plain.credentials)
                 plain = plain._replace(credentials=b"")
-            self._answer(plain, turn)
+            self._start_exchange(plain, turn)
         except LbError as error:
             turn.refuse(error)
         except Exception:  # noqa: BLE001 - logged there, with its traceback
@@ -323,13 +327,13 @@ class FrontEnd(web.Server):
         """One more request runs."""
         self._running += 1
         if self._running == 1:
-            self._quiet.clear()
+            self._no_requests.clear()
 
     def turn_ended(self, record: RequestRecord) -> None:
         """One less; its record goes out."""
         self._running -= 1
         if not self._running:
-            self._quiet.set()
+            self._no_requests.set()
         record.ended_at = self._runtime.now()
         if len(record.path) > MAX_PATH_CHARS:
             record.path = record.path[:MAX_PATH_CHARS]
@@ -346,7 +350,7 @@ class FrontEnd(web.Server):
         record.path = target.partition("?")[0]
         if self._cors is not None and (preflight := self._cors.preflight(request.method, request.headers)):
             record.route = "preflight"
-            turn.answer_preflight(preflight)  # to whoever asks: a browser sends no key with it
+            turn.respond_to_preflight(preflight)  # to whoever asks: a browser sends no key with it
             return
         if turn.switches or fields.upgrade:
             read_handshake(request.method, fields, is_switching=turn.switches)
@@ -364,18 +368,18 @@ class FrontEnd(web.Server):
         if self._draining or self.overload.refuses is not None:
             raise self._refusal()
         if fields.max_forwards is not None and not may_forward(request.method, fields):
-            turn.answer(200, b"{}", allow=", ".join(sorted(route.methods)))
+            turn.respond(200, b"{}", allow=", ".join(sorted(route.methods)))
             return
         body = await read_body(request, fields, route, turn, self.overload)
         http10 = request.version == (1, 0)
         read = ClientRequest(request.method, target, route, fields, body, credentials, http10, trace)
         if route is ADAPTERS:
             await self._change_adapters(read, turn)
-        elif len(body) <= WHOLE_BYTES or not (has_json(read) or has_form(read)):
-            self._answer(read, turn)
+        elif len(body) <= PARSE_AT_ONCE_BYTES or not (has_json(read) or has_form(read)):
+            self._start_exchange(read, turn)
         else:
             sent, facts = await read_large(read, self._reading, turn, self.overload)
-            self._answer(sent, turn, facts)
+            self._start_exchange(sent, turn, facts)
             record.request_bytes = len(body)
 
     async def _change_adapters(self, request: ClientRequest, turn: Turn) -> None:
@@ -385,9 +389,9 @@ class FrontEnd(web.Server):
         self._end_loop(request.fields.via)
         request.fields.forward += turn.client.peer.lines(request.fields, http10=request.http10)
         timeout_s, named = settings.timeouts.first_byte, settings.expose_endpoint
-        turn.answer(*await self._adapter_calls.make(request, record.id, timeout_s=timeout_s, name_endpoints=named))
+        turn.respond(*await self._adapter_calls.make(request, record.id, timeout_s=timeout_s, name_endpoints=named))
 
-    def _answer(self, request: ClientRequest, turn: Turn, large: LargeFacts | None = None) -> None:
+    def _start_exchange(self, request: ClientRequest, turn: Turn, large: LargeFacts | None = None) -> None:
         """Begin the exchange of a request that was read whole; `large`: what its body says, if that was read in turns.
 
         Raises LbError if nothing was sent.
@@ -401,7 +405,7 @@ class FrontEnd(web.Server):
             raise self._refusal()
         if size > LARGE_BODY_BYTES and not turn.held_bytes:
             self.overload.hold(turn, size)
-        turn.start(*self._reading.understand(request, record, large))
+        turn.start(*self._reading.interpret(request, record, large))
 
     def _end_loop(self, via: bytes) -> None:
         if self.forwarding.is_loop(via):
@@ -415,7 +419,7 @@ class FrontEnd(web.Server):
         """GET /v1/models, or one of them: what the endpoints that are up say, merged."""
         if not self._runtime.any_up():
             raise LbError(Outcome.NO_ENDPOINTS)
-        turn.answer(200, models_body(self._reading.model_cards(), turn.record.path))
+        turn.respond(200, models_body(self._reading.model_cards(), turn.record.path))
 
     def _forwarding(self, settings: Settings) -> Forwarding:
         return Forwarding(settings.forwarded, settings.trusted_proxies, self._id_prefix)
@@ -427,10 +431,10 @@ class FrontEnd(web.Server):
     ) -> bool:
         """Write an error, if the client is still there. Returns whether the connection lives on. `cors`: see Turn."""
         # A body that was not read would be taken for the next request, or the next request for the body.
-        keep_alive = keep_alive and not error.outcome.value.close and client.is_read
+        keep_alive = keep_alive and not error.outcome.value.close and client.request_is_read
         record.outcome, record.status = error.outcome, error.outcome.value.status
-        answer = error_answer(error, record, keep_alive=keep_alive, rng=self._rng, more=cors)
-        self.write(client, record, answer)
+        response = error_response(error, record, keep_alive=keep_alive, rng=self._rng, more=cors)
+        self.write(client, record, response)
         return keep_alive
 
     def refuse_unread(self, client: ClientConnection, error: LbError) -> None:
@@ -440,32 +444,32 @@ class FrontEnd(web.Server):
         record.ended_at = self._runtime.now()
         self._runtime.emit(record)
 
-    def _refusal_unheard(self) -> bytes:
+    def _connection_refusal(self) -> bytes:
         """What a connection is told that there is no room for."""
-        return self._unread_answer(LbError(Outcome.OVERLOADED))
+        return self._unread_response(LbError(Outcome.OVERLOADED))
 
-    def _refusal_of_plain(self) -> bytes:
+    def _plain_http_refusal(self) -> bytes:
         """What a connection is told that speaks plain HTTP where TLS is spoken."""
-        return self._unread_answer(LbError(Outcome.BAD_REQUEST, "This port needs TLS: use https:// in the URL."))
+        return self._unread_response(LbError(Outcome.BAD_REQUEST, "This port needs TLS: use https:// in the URL."))
 
-    def _unread_answer(self, error: LbError) -> bytes:
+    def _unread_response(self, error: LbError) -> bytes:
         cors = self._cors_of_unread()
         record = RequestRecord(self._new_id(), "", "", "", self._runtime.now())
-        return error_answer(error, record, keep_alive=False, rng=self._rng, more=cors)
+        return error_response(error, record, keep_alive=False, rng=self._rng, more=cors)
 
     def _cors_of_unread(self) -> str:
         """Field lines for what has no head that was read, so no origin that is known."""
         return "" if self._cors is None else self._cors.for_others
 
     @staticmethod
-    def write(client: ClientConnection, record: RequestRecord, answer: bytes) -> None:
+    def write(client: ClientConnection, record: RequestRecord, response: bytes) -> None:
         """A response of our own, whole; nothing if the client is gone."""
         if record.method == "HEAD":
-            answer = answer[: answer.index(b"\r\n\r\n") + 4]
-        record.response_bytes += len(answer)
+            response = response[: response.index(b"\r\n\r\n") + 4]
+        record.response_bytes += len(response)
         transport = client.transport
         if transport is not None and not transport.is_closing():
-            transport.write(answer)
+            transport.write(response)
 
     def new_record(self, method: str, path: str, client: ClientConnection) -> RequestRecord:
         """A record that begins now, with an id of ours."""
@@ -480,7 +484,7 @@ def _cors_of(settings: Settings) -> Cors | None:
     return Cors(settings.cors.origins) if settings.cors.origins else None
 
 
-async def _happens(event: asyncio.Event, within_s: float) -> bool:
+async def _wait_for(event: asyncio.Event, within_s: float) -> bool:
     """Wait for `event`. Returns whether it came in time."""
     try:
         async with asyncio.timeout(within_s):

@@ -9,10 +9,10 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.proxy.exchange.exchange import Exchange
 from lbproxy.proxy.exchange.exchanger import Exchanger
-from lbproxy.proxy.exchange.steps import OVER
+from lbproxy.proxy.exchange.steps import FINISHED
 from lbproxy.proxy.front.connection import ClientConnection
 from lbproxy.proxy.front.overload import Overload
-from lbproxy.proxy.request.answers import empty_answer, json_answer
+from lbproxy.proxy.request.own_responses import json_response, no_content_response
 
 
 class Front(Protocol):
@@ -27,7 +27,7 @@ class Front(Protocol):
     def turn_ended(self, record: RequestRecord) -> None:
         """It runs no more, and this is what it was."""
 
-    def write(self, client: ClientConnection, record: RequestRecord, answer: bytes) -> None:
+    def write(self, client: ClientConnection, record: RequestRecord, response: bytes) -> None:
         """Write a response of our own."""
 
     def refuse(
@@ -55,33 +55,33 @@ class Turn(Exchange):
         Exchange.__init__(self, front.exchanger, client, record, keep_alive=keep_alive)  # super() costs as much again
         self._front = front
         self._connected = client
-        self._told = ended
+        self._on_ended = ended
         client.turn = self
         front.turn_began()
 
     def _refuse(self, error: LbError) -> bool:
         return self._front.refuse(self._connected, self.record, error, keep_alive=self.keep_alive, cors=self.cors)
 
-    def _body_gone(self) -> None:
-        self._front.overload.let_go(self)
+    def _body_released(self) -> None:
+        self._front.overload.release(self)
 
-    def answer(self, status: int, body: bytes, *, allow: str | None = None) -> None:
+    def respond(self, status: int, body: bytes, *, allow: str | None = None) -> None:
         """End with a response of ours, unless it is over. `allow`: the methods that are allowed here."""
-        if self.step is not OVER:
+        if self.step is not FINISHED:
             self.record.status, self.record.outcome = status, Outcome.COMPLETED
             fields = {"x-request-id": self.record.id} | ({} if allow is None else {"allow": allow})
-            answer = json_answer(status, body, fields, keep_alive=self.keep_alive, more=self.cors)
-            self._front.write(self._connected, self.record, answer)
-            self.over(self.keep_alive)
+            response = json_response(status, body, fields, keep_alive=self.keep_alive, more=self.cors)
+            self._front.write(self._connected, self.record, response)
+            self.finish(self.keep_alive)
 
-    def answer_preflight(self, cors: str) -> None:
+    def respond_to_preflight(self, cors: str) -> None:
         """End with a response to a browser's question, unless it is over. `cors`: field lines, each with its CRLF."""
-        if self.step is not OVER:
+        if self.step is not FINISHED:
             self.record.status, self.record.outcome = 204, Outcome.COMPLETED
-            keep_alive = self.keep_alive and self._connected.is_read
-            answer = empty_answer(f"x-request-id: {self.record.id}\r\n{cors}", keep_alive=keep_alive)
-            self._front.write(self._connected, self.record, answer)
-            self.over(keep_alive)
+            keep_alive = self.keep_alive and self._connected.request_is_read
+            response = no_content_response(f"x-request-id: {self.record.id}\r\n{cors}", keep_alive=keep_alive)
+            self._front.write(self._connected, self.record, response)
+            self.finish(keep_alive)
 
     def received(self, data: bytes) -> None:
         """Never: only the client of a WebSocket sends in its turn."""
@@ -89,9 +89,9 @@ class Turn(Exchange):
 
     def _ended(self, reusable: bool) -> None:
         if self.held_bytes:
-            self._front.overload.let_go(self)
+            self._front.overload.release(self)
         self._connected.turn = None
         try:
             self._front.turn_ended(self.record)
         finally:
-            self._told(reusable)
+            self._on_ended(reusable)

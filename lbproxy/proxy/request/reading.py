@@ -12,7 +12,7 @@ from lbproxy.core.requests.forms import FormWalk, read_form_model, rename_form_m
 from lbproxy.core.requests.large_json import LargeJson
 from lbproxy.core.requests.models import Aliases, resolve
 from lbproxy.core.requests.openai import BodyFacts, ModelCard, Pieces, read_json_body, rename_model, with_model
-from lbproxy.core.requests.outline import bytes_left_out
+from lbproxy.core.requests.outline import omitted_bytes
 from lbproxy.core.requests.prompt_keys import BlockKey, hash_prompt
 from lbproxy.core.requests.prompts import Flattening, Prompt
 from lbproxy.core.requests.request import InferenceRequest
@@ -50,7 +50,7 @@ class Reading:
         self._served: frozenset[str] = frozenset()
         self._served_until = float("-inf")
 
-    def understand(
+    def interpret(
         self, request: ClientRequest, record: RequestRecord, large: LargeFacts | None = None
     ) -> tuple[ClientRequest, InferenceRequest]:
         """The request as it is to be sent, and as the balancer sees it. Notes in `record` what is asked for.
@@ -124,7 +124,7 @@ class Reading:
             after = () if before is None else before.block_keys
             if prompt_bytes >= block_bytes or after:
                 if is_large:
-                    prompt_bytes += bytes_left_out(text, len(request.body))
+                    prompt_bytes += omitted_bytes(text, len(request.body))
                 keys = hash_prompt(text, model=model, salt=cache_salt, block_bytes=block_bytes, after=after)
             if before is not None:
                 prompt_bytes += before.prompt_bytes

@@ -51,7 +51,7 @@ class Route(NamedTuple):
     """Reads the prompt in its body, if that has one that the prefix cache knows."""
     is_common: bool = False
     """Every model server has it."""
-    skips_opening: bool = False
+    skips_preamble: bool = False
     """Its streams begin with events that stand for no token."""
     is_inference: bool = True
     """Its POST requests name a model, which is demanded, or put in where only one is served; and they may be sent
@@ -74,8 +74,8 @@ _ROUTES = {
     "/v1/chat/completions": Route("chat_completions", Body.JSON, _POST, flatten=chat_prompt, is_common=True),
     "/v1/models": _MODELS,
     "/v1/embeddings": Route("embeddings", Body.JSON, _POST),
-    "/v1/responses": Route("responses", Body.BY_TYPE, _PASSED_METHODS, flatten=responses_prompt, skips_opening=True),
-    "/v1/messages": Route("messages", Body.BY_TYPE, _PASSED_METHODS, flatten=messages_prompt, skips_opening=True),
+    "/v1/responses": Route("responses", Body.BY_TYPE, _PASSED_METHODS, flatten=responses_prompt, skips_preamble=True),
+    "/v1/messages": Route("messages", Body.BY_TYPE, _PASSED_METHODS, flatten=messages_prompt, skips_preamble=True),
     "/generate": Route("generate", Body.BY_TYPE, _PASSED_METHODS, flatten=generate_prompt),
     "/completion": Route("completion", Body.BY_TYPE, _PASSED_METHODS, flatten=completion_prompt),
     "/infill": Route("infill", Body.BY_TYPE, _PASSED_METHODS, flatten=infill_prompt),

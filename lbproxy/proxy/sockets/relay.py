@@ -67,7 +67,7 @@ class Owner(Protocol):
         ...
 
     def socket_ended(self, outcome: Outcome, *, timed_out: bool) -> None:
-        """Once: it is over, and the client has its close frame. Not after `let_go`."""
+        """Once: it is over, and the client has its close frame. Not after `release`."""
         ...
 
 
@@ -76,7 +76,7 @@ class Stage(Enum):
 
     OPEN = "open"
     CLOSING = "closing"
-    OVER = "over"
+    FINISHED = "over"
 
 
 class SocketRelay:
@@ -102,9 +102,9 @@ class SocketRelay:
         self._timer = runtime.loop.call_later(idle_s, self._on_timer)
 
     @property
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         """It has ended; nothing is passed on any more."""
-        return self.stage is Stage.OVER
+        return self.stage is Stage.FINISHED
 
     # What comes from the two sides
 
@@ -121,53 +121,53 @@ class SocketRelay:
             self._progress_at = now + PROGRESS_S
             self._report_progress()
 
-    def filled(self, side: Side) -> None:
+    def write_paused(self, side: Side) -> None:
         """This side takes nothing more for now."""
         side.is_full = True
         self._read(self._other(side))
 
-    def emptied(self, side: Side) -> None:
+    def write_resumed(self, side: Side) -> None:
         """It takes more again."""
         side.is_full = False
         other = self._other(side)
-        if other.is_behind:
-            self._catch_up(other)
+        if other.has_backlog:
+            self._resume_deferred(other)
         self._read(other)
 
     def server_lost(self, problem: str) -> None:
         """The endpoint's connection is closed or broken."""
-        while self.server.is_behind and not self.is_over:
-            self.server.is_behind = False
+        while self.server.has_backlog and not self.is_finished:
+            self.server.has_backlog = False
             self._take(self.server, b"")
-        if self.is_over:
+        if self.is_finished:
             return
-        if self.server.said_close or self.client.said_close:
-            self._tell(self.client, frames.NORMAL, "")
+        if self.server.close_received or self.client.close_received:
+            self._send_close(self.client, frames.NORMAL, "")
             self._end(Outcome.COMPLETED)
         else:
             self._record.error = problem
-            self._tell(self.client, frames.INTERNAL_ERROR, "the connection to the model server was lost")
+            self._send_close(self.client, frames.INTERNAL_ERROR, "the connection to the model server was lost")
             self._end(Outcome.UPSTREAM_BROKE)
 
     def cut(self, why: Outcome) -> None:
         """We stop (DRAINING) or have no memory (OVERLOADED)."""
-        if not self.is_over:
+        if not self.is_finished:
             outcome, code, reason = _CUTS[why]
-            self._tell(self.client, code, reason)
-            self._tell(self.server, frames.GOING_AWAY, reason)
+            self._send_close(self.client, code, reason)
+            self._send_close(self.server, frames.GOING_AWAY, reason)
             self._end(outcome)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """The client is lost, or a defect of ours ends everything. `socket_ended` is not called."""
-        if not self.is_over:
-            self._tell(self.client, frames.INTERNAL_ERROR, "the load balancer failed")
-            self._tell(self.server, frames.GOING_AWAY, "the client left")
+        if not self.is_finished:
+            self._send_close(self.client, frames.INTERNAL_ERROR, "the load balancer failed")
+            self._send_close(self.server, frames.GOING_AWAY, "the client left")
             self._close()
 
     # Frames
 
     def _take(self, side: Side, data: bytes) -> None:
-        if self.is_over or side.said_close:
+        if self.is_finished or side.close_received:
             return  # RFC 6455, section 5.5.1: nothing follows a close frame
         side.heard_at = self._runtime.now()
         try:
@@ -175,7 +175,7 @@ class SocketRelay:
                 if not self._pass(side, frame):
                     return
                 if count == FRAMES_AT_ONCE:
-                    self._fall_behind(side)
+                    self._defer(side)
                     break
         except FrameError as error:
             self._malformed(side, error)
@@ -198,8 +198,8 @@ class SocketRelay:
             self.server.send(frame)
         if not is_close(frame):
             return True
-        side.said_close = self._other(side).was_told = True
-        if self._other(side).said_close:
+        side.close_received = self._other(side).close_sent = True
+        if self._other(side).close_received:
             self._end(Outcome.COMPLETED)
         else:
             self._note_close(side, frame)
@@ -218,28 +218,28 @@ class SocketRelay:
         if side is self.server and code not in {None, frames.NORMAL, frames.GOING_AWAY}:
             self._record.error = f"the endpoint closed the WebSocket with code {code}"
 
-    def _fall_behind(self, side: Side) -> None:
+    def _defer(self, side: Side) -> None:
         """More frames are there than should be passed on in one turn of the loop."""
-        side.is_behind = True
+        side.has_backlog = True
         self._read(side)
-        self._runtime.loop.call_soon(self._owner.guarded, self._catch_up, side)
+        self._runtime.loop.call_soon(self._owner.guarded, self._resume_deferred, side)
 
-    def _catch_up(self, side: Side) -> None:
-        if side.is_behind and not (self._other(side).is_full and self.stage is Stage.OPEN):
-            side.is_behind = False
+    def _resume_deferred(self, side: Side) -> None:
+        if side.has_backlog and not (self._other(side).is_full and self.stage is Stage.OPEN):
+            side.has_backlog = False
             self._take(side, b"")
             self._read(side)
 
     def _malformed(self, side: Side, error: FrameError) -> None:
         if side is self.client:
             self._record.error = f"the client broke the protocol: {error}"
-            self._tell(self.client, error.code, str(error))
-            self._tell(self.server, frames.GOING_AWAY, "the client broke the protocol")
+            self._send_close(self.client, error.code, str(error))
+            self._send_close(self.server, frames.GOING_AWAY, "the client broke the protocol")
             self._end(Outcome.BAD_REQUEST)
         else:
             self._record.error = f"the endpoint broke the protocol: {error}"
-            self._tell(self.client, frames.INTERNAL_ERROR, "the model server broke the protocol")
-            self._tell(self.server, error.code, str(error))
+            self._send_close(self.client, frames.INTERNAL_ERROR, "the model server broke the protocol")
+            self._send_close(self.server, error.code, str(error))
             self._end(Outcome.UPSTREAM_BROKE)
 
     # Back-pressure
@@ -248,7 +248,7 @@ class SocketRelay:
         return self.server if side is self.client else self.client
 
     def _read(self, side: Side) -> None:
-        side.read(not (self._other(side).is_full or side.is_behind))
+        side.read(not (self._other(side).is_full or side.has_backlog))
 
     # Time
 
@@ -263,7 +263,7 @@ class SocketRelay:
     def _timer_fired(self) -> None:
         now = self._runtime.now()
         if self.stage is Stage.CLOSING:
-            self._tell(self.client, frames.NORMAL, "")
+            self._send_close(self.client, frames.NORMAL, "")
             self._end(Outcome.COMPLETED)
         elif self._runtime.pulse.stood_still_since(self._armed_at):
             self._arm(PONG_S)  # what they sent may lie unread
@@ -285,19 +285,19 @@ class SocketRelay:
             self._arm(self._idle_s)
         elif silent[0] is self.server:
             self._record.error = f"silent for {self._idle_s:g} s, and no answer to a ping within {PONG_S:g} s"
-            self._tell(self.client, frames.INTERNAL_ERROR, "the model server does not answer")
+            self._send_close(self.client, frames.INTERNAL_ERROR, "the model server does not answer")
             self._end(Outcome.UPSTREAM_BROKE, timed_out=True)
         else:
             self._record.error = "the client did not answer a ping"
-            self._tell(self.server, frames.GOING_AWAY, "the client does not answer")
+            self._send_close(self.server, frames.GOING_AWAY, "the client does not answer")
             self._end(Outcome.CLIENT_CLOSED)
 
     # The end
 
-    def _tell(self, side: Side, code: int, reason: str) -> None:
+    def _send_close(self, side: Side, code: int, reason: str) -> None:
         """A close frame of ours, unless one went there before."""
-        if not side.was_told:
-            side.was_told = True
+        if not side.close_sent:
+            side.close_sent = True
             sent = side.send(close_frame(code, reason))
             if side is self.client:
                 self._record.response_bytes += sent
@@ -307,7 +307,7 @@ class SocketRelay:
         self._owner.socket_ended(outcome, timed_out=timed_out)
 
     def _close(self) -> None:
-        self.stage = Stage.OVER
+        self.stage = Stage.FINISHED
         self._timer.cancel()
         self._report_progress()
         self._owner.end_server(at_once=self.server.is_full)

@@ -40,11 +40,11 @@ class ServerEnd(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """See asyncio.Protocol."""
-        self._owner.guarded(self.relay.filled, self.relay.server)
+        self._owner.guarded(self.relay.write_paused, self.relay.server)
 
     def resume_writing(self) -> None:
         """See asyncio.Protocol."""
-        self._owner.guarded(self.relay.emptied, self.relay.server)
+        self._owner.guarded(self.relay.write_resumed, self.relay.server)
 
     def eof_received(self) -> None:
         """See asyncio.Protocol: None closes our side too."""

@@ -18,11 +18,11 @@ class Side:
         """When something last arrived from it."""
         self.is_full = False
         """It takes nothing more for now."""
-        self.is_behind = False
+        self.has_backlog = False
         """Frames of it arrived that were not passed on yet."""
-        self.said_close = False
+        self.close_received = False
         """Its close frame was passed on."""
-        self.was_told = False
+        self.close_sent = False
         """A close frame went to it, ours or the other side's."""
         self.is_paused = False
         """We do not read from it."""

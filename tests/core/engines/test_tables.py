@@ -145,12 +145,12 @@ def test_tables_want_the_families_of_ratios_and_adapters_too() -> None:
 
 def test_vllm_is_asked_for_load_reports_where_one_rank_says_it_all() -> None:
     vllm = ENGINES["vllm"]
-    assert vllm.asks_load(is_single=True)
-    assert not vllm.asks_load(is_single=False)
-    assert not any(table.asks_load(is_single=True) for name, table in ENGINES.items() if name != "vllm")
+    assert vllm.wants_load_reports(is_single=True)
+    assert not vllm.wants_load_reports(is_single=False)
+    assert not any(table.wants_load_reports(is_single=True) for name, table in ENGINES.items() if name != "vllm")
     for said in (True, False):
         table = engines(f"  vllm: {{load_reports: {str(said).lower()}}}").tables["vllm"]
-        assert table.asks_load(is_single=False) is table.asks_load(is_single=True) is said
+        assert table.wants_load_reports(is_single=False) is table.wants_load_reports(is_single=True) is said
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)

@@ -26,7 +26,7 @@ RETRY_AFTER_S = (1, 5)
 """Spread, so that refused clients do not come back together; far below the 120 s above which SDKs give up."""
 
 
-def error_answer(
+def error_response(
     error: LbError, record: RequestRecord, *, keep_alive: bool, rng: random.Random, more: str = ""
 ) -> bytes:
     """An error as a complete response, in the form of the API that the request's path belongs to. `more`: further field
@@ -51,10 +51,10 @@ def error_answer(
         fields |= {"sec-websocket-version": "13", "upgrade": "websocket", "connection": "upgrade"}
     if error.allow is not None:
         fields["allow"] = error.allow
-    return json_answer(facts.status, error_body(error, record.path), fields, keep_alive=keep_alive, more=more)
+    return json_response(facts.status, error_body(error, record.path), fields, keep_alive=keep_alive, more=more)
 
 
-def json_answer(status: int, body: bytes, fields: dict[str, str], *, keep_alive: bool, more: str = "") -> bytes:
+def json_response(status: int, body: bytes, fields: dict[str, str], *, keep_alive: bool, more: str = "") -> bytes:
     """A JSON body as a whole response. `fields` are ASCII and without line breaks, `more` are lines with their CRLF."""
     lines = [f"{name}: {value}\r\n" for name, value in fields.items()]
     if not keep_alive:
@@ -64,7 +64,7 @@ def json_answer(status: int, body: bytes, fields: dict[str, str], *, keep_alive:
     return status_line(status) + head.encode("ascii") + body
 
 
-def empty_answer(fields: str, *, keep_alive: bool) -> bytes:
+def no_content_response(fields: str, *, keep_alive: bool) -> bytes:
     """A 204. `fields`: lines with their CRLF."""
     return status_line(204) + fields.encode("ascii") + (b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
 

@@ -1,14 +1,14 @@
 """Which requests that wait are looked at, and when.
 
 A request that waits is held for the endpoint that is best for it, with a place in that endpoint's line
-(`core.capacity.line`), or for any that takes it (`Ticket.best`). What happens at an endpoint wakes it (`wake`); one
-that works off a prefill queue is looked at when that is short enough (`_open_later`); nothing is looked at while
-nothing happens. `serve` then has those that wait considered in the order of service, as long as a woken endpoint has
-room: all that are held for it, and of the others a few, which may do better there. Whether a request is placed, the
-Balancer says.
+(`core.capacity.reservations`), or for any that takes it (`Ticket.best`). What happens at an endpoint wakes it
+(`wake`); one that works off a prefill queue is looked at when that is short enough (`_wake_later`); nothing is looked
+at while nothing happens. `serve` then has those that wait considered in the order of service, as long as a woken
+endpoint has room: all that are held for it, and of the others a few, which may do better there. Whether a request is
+placed, the Balancer says.
 
 Invariants: a ticket has a place in a line only while it is in the queue; `PoolModel.held` is the number of these
-places; `_openings` has one entry for each endpoint at most that is not out of date.
+places; `_wake_times` has one entry for each endpoint at most that is not out of date.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from lbproxy.core.queue.overload import Overload
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.queue.waiting_queue import WORK_S, WaitingQueue, least_work
 
-PRICED: Final = 32
+MAX_PRICED: Final = 32
 """Requests that wait which are priced at a time; if there are more to price, the driver's loop gets a turn between."""
-MOVED: Final = 6
+MAX_MOVES: Final = 6
 """Of these, requests in other lines that may do better at an endpoint that has room."""
-LATE: Final = 0.8
+LATE_SHARE: Final = 0.8
 """Under overload, requests that have waited for this share of what is too long will be late when they are served."""
 PRICE_AGAIN_S: Final = 0.05
 """How long after its last price a request in another line is priced again at the earliest."""
-PATIENCE: Final = 6.0
+TIMEOUT_PARTS: Final = 6.0
 """The queue is too long if its last request would wait for a sixth of the queue timeout: 5 s, unless the settings say
 another. Where longer waits are allowed, late responses are preferred to none."""
-SOON_S: Final = 1e-6
+ROUNDING_S: Final = 1e-6
 """Rounding must not have an endpoint looked at just before it has room."""
 
 
-class Waiting:
+class Dispatcher:
     """The requests that wait, in the Balancer's queue."""
 
     def __init__(self, endpoints: EndpointSet, choice: Choice, queue: WaitingQueue, flows: Flows) -> None:
@@ -57,9 +57,9 @@ class Waiting:
         """Endpoints where something happened since the queue was looked at."""
         self._all_woken = False
         """The same of the set of endpoints, or of the settings."""
-        self._openings: list[tuple[float, EndpointUid]] = []
+        self._wake_times: list[tuple[float, EndpointUid]] = []
         """A heap: when endpoints may have room again without anything happening there."""
-        self._opens_at: dict[EndpointUid, float] = {}
+        self._next_wake: dict[EndpointUid, float] = {}
         """The entries that count."""
         self._overload = Overload()
 
@@ -72,7 +72,7 @@ class Waiting:
         self._pool = pool
         self._by_work = admission.order == "shortest" and pool is not None
         self._queue_timeout_s = admission.queue_timeout
-        self._long_s = admission.queue_timeout / PATIENCE
+        self._long_s = admission.queue_timeout / TIMEOUT_PARTS
         self._all_woken = True
 
     # What happens
@@ -88,73 +88,73 @@ class Waiting:
 
     def wake_at(self, uid: EndpointUid, at: float) -> None:
         """Something happens at an endpoint by itself, then."""
-        if at < self._opens_at.get(uid, inf):
-            self._opens_at[uid] = at
-            heappush(self._openings, (at, uid))
+        if at < self._next_wake.get(uid, inf):
+            self._next_wake[uid] = at
+            heappush(self._wake_times, (at, uid))
 
     @property
-    def is_woken(self) -> bool:
+    def has_work(self) -> bool:
         """`serve` has something to do."""
         return bool(self._queue.ready and (self._woken or self._all_woken))
 
     @property
-    def next_at(self) -> float:
+    def next_wake_at(self) -> float:
         """When it will have, if nothing happens."""
-        return self._openings[0][0] if self._openings and self._queue.ready else inf
+        return self._wake_times[0][0] if self._wake_times and self._queue.ready else inf
 
     # Who waits
 
-    def begin(self, ticket: Ticket, now: float) -> None:
+    def enqueue(self, ticket: Ticket, now: float) -> None:
         """A ticket that was just considered waits from now on. Before it is in the queue."""
         if not self._queue.ready:  # nobody looked at what opens by itself
             self._woken.clear()
             self._all_woken = False
             for state in self._endpoints.candidates(None, now=now):
-                self._open_later(state, now)
+                self._wake_later(state, now)
         self._observe(self._queue.ready + 1, now)
         self._reserve(ticket, now)
-        if ticket.best is not None and self._choice.is_open(ticket.best, now):
+        if ticket.best is not None and self._choice.has_room(ticket.best, now):
             self._woken[ticket.best.endpoint.uid] = ticket.best
 
     def release(self, ticket: Ticket) -> None:
         """Give up a ticket's place in a line, if it has one."""
-        if ticket.reserved is not None and self._pool is not None:
-            line, work, tokens = ticket.reserved
+        if ticket.reservation is not None and self._pool is not None:
+            line, work, tokens = ticket.reservation
             line.remove(work, tokens)
-            ticket.reserved = None
+            ticket.reservation = None
             self._pool.held -= 1
 
-    def pace_s(self, ticket: Ticket) -> float:
+    def predicted_wait_s(self, ticket: Ticket) -> float:
         """How long a newcomer waits for any endpoint, at the pace at which those before it leave. 0 = no idea."""
         if not self._queue.ready:
             return 0.0
-        share = self._queue.before(ticket)
+        share = self._queue.share_before(ticket)
         return self._overload.wait_s(self._queue.ready if share < 0.0 else round(share * self._queue.ready))
 
-    def comes_too_late(self, ticket: Ticket, now: float) -> bool:
+    def misses_deadline(self, ticket: Ticket, now: float) -> bool:
         """Whether a newcomer that waits for any endpoint will not be placed by its deadline, at the pace of late."""
         deadline = ticket.request.deadline
         if deadline is None or ticket.best is not None:
             return False
-        ticket.retry_after_s = self.pace_s(ticket)
+        ticket.retry_after_s = self.predicted_wait_s(ticket)
         return now + ticket.retry_after_s > deadline
 
-    def is_hopeless(self, ticket: Ticket, now: float) -> bool:
+    def exceeds_timeout(self, ticket: Ticket, now: float) -> bool:
         """Whether a newcomer would wait longer than it may for the endpoint that is best for it, by learned speeds."""
         if ticket.best is None:
             return False
         load = ticket.best.load
         is_known = load.pool.samples.prefill_ms_per_token or load.room.slots.limit < inf
-        if not is_known or not load.room.line.count:
+        if not is_known or not load.room.reservations.count:
             return False
         return now + ticket.best_wait_s > ticket.submitted_at + self._queue_timeout_s
 
-    def forget(self, now: float) -> None:
+    def clear(self, now: float) -> None:
         """Nobody waits."""
         self._observe(0, now)
         self._woken.clear()
-        self._openings.clear()
-        self._opens_at.clear()
+        self._wake_times.clear()
+        self._next_wake.clear()
         self._all_woken = False
 
     def _reserve(self, ticket: Ticket, now: float) -> None:
@@ -162,37 +162,37 @@ class Waiting:
         state, pool = ticket.best, self._pool
         if state is None or pool is None:
             return
-        line = state.load.room.line
+        line = state.load.room.reservations
         if self._by_work and now - ticket.work_at >= WORK_S:
             ticket.work_tokens, ticket.work_at = pool.least_work(ticket.request), now
         line.add(ticket.work_tokens, ticket.best_tokens)
-        ticket.reserved = line, ticket.work_tokens, ticket.best_tokens
+        ticket.reservation = line, ticket.work_tokens, ticket.best_tokens
         pool.held += 1
-        self._open_later(state, now)
+        self._wake_later(state, now)
 
     def _observe(self, waiting: int, now: float) -> None:
         """While it is overloaded, the newest go first."""
         overload = self._overload
         overload.observe(waiting, self._long_s, now)
-        self._queue.late_s = LATE * self._long_s if overload.stands else inf
+        self._queue.late_s = LATE_SHARE * self._long_s if overload.is_lasting else inf
         if self._pool is not None:
-            self._pool.overloaded = overload.stands
+            self._pool.overloaded = overload.is_lasting
 
-    def _open_later(self, state: EndpointState, now: float) -> None:
+    def _wake_later(self, state: EndpointState, now: float) -> None:
         """Look at an endpoint again when it has worked off enough."""
         if self._pool is not None and self._choice.holds:
-            opens_in_s = state.load.opens_in_s(now)
-            if 0.0 < opens_in_s < inf:
-                self.wake_at(state.endpoint.uid, now + opens_in_s + SOON_S)
+            has_room_in_s = state.load.has_room_in_s(now)
+            if 0.0 < has_room_in_s < inf:
+                self.wake_at(state.endpoint.uid, now + has_room_in_s + ROUNDING_S)
 
     # Their turn
 
-    def pass_time(self, now: float) -> None:
+    def wake_due(self, now: float) -> None:
         """Wake what has room by now."""
-        while self._openings and self._openings[0][0] <= now:
-            at, uid = heappop(self._openings)
-            if self._opens_at.get(uid) == at:
-                del self._opens_at[uid]
+        while self._wake_times and self._wake_times[0][0] <= now:
+            at, uid = heappop(self._wake_times)
+            if self._next_wake.get(uid) == at:
+                del self._next_wake[uid]
                 self.wake(self._endpoints.get(uid))
 
     def serve(self, now: float, consider: Callable[[Ticket, float], None], changed: list[Ticket]) -> None:
@@ -202,41 +202,41 @@ class Waiting:
         self._observe(self._queue.ready, now)
         everything, self._all_woken = self._all_woken, False
         woken, self._woken = self._woken, {}
-        is_open = self._choice.is_open
-        opened = {uid: state for uid, state in woken.items() if is_open(state, now)}
+        has_room = self._choice.has_room
+        with_room = {uid: state for uid, state in woken.items() if has_room(state, now)}
         if everything:
             for state in self._endpoints.candidates(None, now=now):
-                if is_open(state, now):
-                    opened[state.endpoint.uid] = state
-        if opened or everything:
-            self._serve_by_turn(opened, everything, now, consider, changed)
+                if has_room(state, now):
+                    with_room[state.endpoint.uid] = state
+        if with_room or everything:
+            self._serve_by_turn(with_room, everything, now, consider, changed)
         for state in woken.values():
-            self._open_later(state, now)
+            self._wake_later(state, now)
 
     def _serve_by_turn(
         self,
-        opened: dict[EndpointUid, EndpointState],
+        with_room: dict[EndpointUid, EndpointState],
         everything: bool,
         now: float,
         consider: Callable[[Ticket, float], None],
         changed: list[Ticket],
     ) -> None:
-        left, moves, moved = PRICED, MOVED, False
+        left, moves, moved = MAX_PRICED, MAX_MOVES, False
         stuck: set[tuple[str | None, frozenset[EndpointUid]]] = set()
         work = least_work(self._pool.least_work, now) if self._by_work and self._pool is not None else None
         for ticket in self._queue.in_order(work, self._flows, now):
             key, best = (ticket.request.model, ticket.avoid), ticket.best
-            if best is None or (everything and self._is_out(best, key[0])):
+            if best is None or (everything and self._is_unavailable(best, key[0])):
                 if key in stuck:
                     continue
-            elif best.endpoint.uid not in opened:
+            elif best.endpoint.uid not in with_room:
                 if moves <= 0 or now - ticket.priced_at < PRICE_AGAIN_S:
                     continue
                 moves -= 1
             left -= 1
             if left < 0:  # the rest in another turn, if that may bring anything
                 if moved:
-                    self._woken.update(opened)
+                    self._woken.update(with_room)
                     self._all_woken = self._all_woken or everything
                 return
             self.release(ticket)
@@ -249,17 +249,17 @@ class Waiting:
                 continue
             moved = True
             self._queue.remove(ticket)
-            self._overload.left()
+            self._overload.request_left()
             changed.append(ticket)
             stuck.discard(key)
             placed_on = ticket.placed_on
-            if placed_on is not None and not self._choice.is_open(placed_on, now):
-                opened.pop(placed_on.endpoint.uid, None)
-            if not opened and not everything:
+            if placed_on is not None and not self._choice.has_room(placed_on, now):
+                with_room.pop(placed_on.endpoint.uid, None)
+            if not with_room and not everything:
                 return
 
-    def _is_out(self, state: EndpointState, model: str | None) -> bool:
+    def _is_unavailable(self, state: EndpointState, model: str | None) -> bool:
         """It takes no requests for `model` any more."""
-        if state.left or state.draining:
+        if state.removed or state.draining:
             return True
         return state.health is not Health.UP and not self._endpoints.serving.is_readmitted_for(state, model)

@@ -25,7 +25,7 @@ KEPT_S: Final = 24 * 3600.0
 """After its last use. Servers keep responses in memory until they are stopped."""
 
 
-class Stored(NamedTuple):
+class StoredResponse(NamedTuple):
     """One stored response."""
 
     uid: EndpointUid
@@ -35,11 +35,11 @@ class Stored(NamedTuple):
     block_keys: tuple[BlockKey, ...]
 
 
-class Owners:
+class StoredResponses:
     """The stored responses that were used last."""
 
     def __init__(self) -> None:
-        self._stored: OrderedDict[str, Stored] = OrderedDict()
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self._keys = 0
 
     def __len__(self) -> int:
@@ -50,13 +50,13 @@ class Owners:
         """This endpoint stores the response with this id to `request`."""
         self.forget(response_id)
         keys = request.block_keys
-        self._stored[response_id] = Stored(uid, now + KEPT_S, request.prompt_bytes, keys)
+        self._stored[response_id] = StoredResponse(uid, now + KEPT_S, request.prompt_bytes, keys)
         self._keys += len(keys)
         while len(self._stored) > MAX_RESPONSES or self._keys > MAX_KEYS:
             _, oldest = self._stored.popitem(last=False)
             self._keys -= len(oldest.block_keys)
 
-    def find(self, response_id: str, *, now: float) -> Stored | None:
+    def find(self, response_id: str, *, now: float) -> StoredResponse | None:
         """Who has it; None: that is not known, or not any more. To be asked for is to be used."""
         found = self._stored.get(response_id)
         if found is None:
