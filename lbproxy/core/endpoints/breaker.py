@@ -1,18 +1,19 @@
-"""The circuit breaker: when failed requests take an endpoint out, and for how long. One `Breaker` for each endpoint.
+"""The circuit breaker: when failed requests eject an endpoint, and for how long. One `Breaker` for each endpoint.
 
-It judges; the endpoint set acts (see `core.endpoints.endpoint_set`). Three ways lead out:
+It decides; the judge acts (see `core.endpoints.judge`). An endpoint is ejected for one of three reasons:
 
-- So many faults in a row: no connection, a reset, garbage, 502, 504, no response in time, a response that broke.
-- Too small a share of good responses in the last 30 s. Here a 500 counts too, but only when another endpoint did better
-  with the same request, or could not be asked: a request that fails everywhere is its own fault (`Ticket.suspect`).
+- Too many faults in a row: no connection, a reset, garbage, 502, 504, no response in time, a response that broke.
+- Too small a share of successful responses in the last 30 s. Here a 500 counts too, but only if another endpoint did
+  better with the same request, or could not be asked: a request that fails everywhere is its own fault
+  (`Ticket.suspect`).
 - No progress: see `core.endpoints.progress`.
 
-429 and 503 are no faults: they say "not now", and `core.endpoints.backpressure` heeds them. A client that left says
-nothing.
+429 and 503 are not faults: they mean "not now", and `core.endpoints.backpressure` handles them. A client that left
+shows nothing.
 
-An ejection lasts `ejection` x 2^n, at most `max_ejection`, more or less by half at random, so that many do not come
-back in step (linkerd's and Envoy's way). n grows with each ejection, and begins anew when the endpoint behaved for
-`max_ejection`. After that time the endpoint is half open: one request at a time tries it.
+An ejection lasts `ejection` x 2^n, at most `max_ejection`, varied at random by up to a half, so that many endpoints do
+not come back at the same time (as in linkerd and Envoy). n grows with each ejection, and starts again at 0 when the
+endpoint worked well for `max_ejection`. After the ejection the endpoint is half open: one request at a time tries it.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from lbproxy.core.requests.retry import FailureKind
 
 SLOTS: Final = 6
 SLOT_S: Final = 5.0
-"""The window of the success rate: 30 s, forgotten by the slot."""
+"""The window of the success rate: 30 s, of which the oldest slot is dropped at a time."""
 MIN_SAMPLES: Final = 5
 JITTER: Final = 0.5
 FAULTS: Final = frozenset(
     {FailureKind.CONNECT, FailureKind.RESET, FailureKind.PROTOCOL, FailureKind.TIMEOUT, FailureKind.GATEWAY}
 )
-"""What counts in a row."""
+"""The failures that count as faults in a row."""
 
 
 class Cause(Enum):
@@ -40,14 +41,13 @@ class Cause(Enum):
 
     FAULTS = "faults"
     UNREACHABLE = "unreachable"
-    """Faults in a row, the last of them that no connection could be made."""
+    """Faults in a row, the last of which was a failed connection."""
     SUCCESS_RATE = "success_rate"
     NO_PROGRESS = "no_progress"
 
 
 class Breaker:
-    """What became of one endpoint's requests. `successes` and `faults_in_row` are written on the hot path, by the
-    Balancer."""
+    """The results of one endpoint's requests. The Balancer writes `successes` and `faults_in_row` on the hot path."""
 
     __slots__ = (
         "_past_failures",
@@ -65,24 +65,26 @@ class Breaker:
     def __init__(self, settings: BreakerSettings) -> None:
         self.settings = settings
         self.successes = 0
-        """Good answers in the current slot of the window."""
+        """Successful responses in the current slot of the window."""
         self.failures = 0
         self.faults_in_row = 0
-        """Faults since the last good response."""
+        """Faults since the last successful response."""
         self._past_successes = [0] * (SLOTS - 1)
         self._past_failures = [0] * (SLOTS - 1)
-        """The slots before."""
+        """The earlier slots."""
         self._rotated_at = 0.0
         """When the current slot began."""
         self.cause = Cause.FAULTS
-        """Of the last ejection."""
+        """The cause of the last ejection."""
         self.ejections = 0
-        """In a row: the n of the module's formula."""
+        """Ejections in a row: the n of the module's formula."""
         self.until = float("inf")
         """When the ejection ends."""
 
     def rotate(self, now: float) -> None:
-        """Forget what is older than the window. To be told at least once a second, else good responses look younger."""
+        """Drop what is older than the window. Call it at least once a second, else responses are assigned to later
+        slots.
+        """
         turns = int((now - self._rotated_at) / SLOT_S)
         if turns <= 0:
             return
@@ -93,7 +95,9 @@ class Breaker:
             self.successes = self.failures = 0
 
     def fault(self, kind: FailureKind | None, now: float) -> tuple[Cause, str] | None:
-        """An attempt failed (None: its response broke). The cause and reason, if that is one too many."""
+        """Count a failed attempt (None: its response broke). Returns the cause and reason of an ejection, if it
+        is due.
+        """
         settings = self.settings
         self.rotate(now)
         self.failures += 1
@@ -108,7 +112,7 @@ class Breaker:
         return None
 
     def eject(self, cause: Cause, now: float, rng: random.Random) -> float:
-        """Begin an ejection; what was counted before is void. Returns how many seconds it lasts."""
+        """Begin an ejection, and clear the counts. Returns its duration in seconds."""
         settings = self.settings
         if self.ejections and now - self.until >= settings.max_ejection:
             self.ejections = 0
@@ -121,7 +125,7 @@ class Breaker:
         return lasts_s
 
     def reset(self) -> None:
-        """Count anew."""
+        """Clear the counts."""
         self.successes = self.failures = self.faults_in_row = 0
         self._past_successes = [0] * (SLOTS - 1)
         self._past_failures = [0] * (SLOTS - 1)

@@ -1,14 +1,16 @@
 """The index of models: which endpoints serve each model, and which of those may take requests now.
 
-A change of one endpoint adjusts the counts of its models and drops their lists; the next `candidates` filters one list
-again. So a change costs O(models of that endpoint), however many endpoints there are, and needs no order of updates.
+A change of one endpoint updates the counts of its models and drops their lists; the next `candidates` filters one list
+again. So a change costs O(models of that endpoint), however many endpoints there are, and updates may come in any
+order.
 
-Sole owner of this state. It learns of changes by `replace_all` (the set) and `changed` (one endpoint). Invariants:
+It is the only owner of this state. Changes are reported by `replace_all` (the set) and `changed` (one endpoint).
+Invariants:
 
-- A group holds exactly the members that a request may want: endpoints that are alive by `core.endpoints.health` and not
-  draining. Its `up` is the number of those that are `UP`.
-- Whether an endpoint is readmitted is worked out from the counts whenever it is asked for, and stored nowhere.
-- Lists are in the order of the settings. They are shared, and replaced rather than edited: a caller may keep one.
+- A group holds exactly the members that its requests may be sent to: endpoints whose probes pass, by
+  `core.endpoints.health`, and that are not draining. Its `up` is the number of those that are `UP`.
+- Whether an endpoint is readmitted is computed from the counts when it is needed, and stored nowhere.
+- Lists are in the order of the settings. They are shared, and replaced instead of modified: a caller may keep one.
 """
 
 from __future__ import annotations
@@ -37,39 +39,39 @@ class _Group:
         self.adapters = 0
         """How many of them list the model as an adapter."""
         self.usable: list[EndpointState] = []
-        """Those that may be asked, as of `epoch`."""
+        """Members that may be asked, as of `epoch`."""
         self.epoch = _DROPPED
 
 
 class _Entry:
-    """An endpoint of the set, and what is counted of it."""
+    """An endpoint of the set, and how it is counted."""
 
     def __init__(self, state: EndpointState) -> None:
         self.state = state
         self.position = 0
-        """In the order of the settings."""
+        """Its position in the order of the settings."""
         self.groups: list[_Group] = []
-        """Empty unless it is a member."""
+        """Empty unless it is a member of groups."""
         self.models: dict[str, ModelCard] | None = None
-        """The list by which it is in these groups."""
+        """The model list by which it is in these groups."""
         self.is_up = False
-        """It counts in their `up`."""
+        """It is counted in their `up`."""
 
 
 class Serving:
     """Which endpoints may be asked for which model."""
 
     def __init__(self, *, panic: bool) -> None:
-        """`panic`: use ejected endpoints too where less than half would be left."""
+        """`panic`: use ejected endpoints too if less than half of the endpoints would be left."""
         self.version = 0
-        """Changes whenever `candidates` may."""
+        """Changes whenever `candidates` may change."""
         self.adapters: set[str] = set()
-        """The models that a member lists as an adapter. `PoolModel` refers to this very set."""
+        """The models that a member lists as an adapter. `PoolModel` refers to this same set."""
         self.down: set[EndpointUid] = set()
         """Endpoints that are `DOWN`, draining or not."""
         self._panic = panic
         self._epoch = _DROPPED + 1
-        """Lists of earlier epochs are out of date."""
+        """Lists of earlier epochs are outdated."""
         self._entries: dict[EndpointUid, _Entry] = {}
         self._all, self._unlisted = _Group(), _Group()
         self._by_model: dict[str, _Group] = {}
@@ -78,14 +80,14 @@ class Serving:
     # Changes
 
     def reconfigure(self, *, panic: bool) -> None:
-        """Another setting."""
+        """Apply another setting."""
         self._panic = panic
         self._drop_all()
 
     def replace_all(self, states: Iterable[EndpointState]) -> None:
-        """The complete set, in the order of the settings. O(endpoints + models of those that come or leave).
+        """Set the complete set, in the order of the settings. O(endpoints + models of those that join or leave).
 
-        Of the others only their place in the order is read.
+        Of the others only their position is updated.
         """
         before, self._entries = self._entries, {}
         joined: list[EndpointState] = []
@@ -105,7 +107,9 @@ class Serving:
         self._drop_all()
 
     def changed(self, state: EndpointState) -> None:
-        """The health, trial, `draining` or models of `state` changed; no-op if it is not in the set. O(its models)."""
+        """Note that the health, trial, `draining` or models of `state` changed. No effect if it is not in the set.
+        O(its models).
+        """
         self.version += 1
         uid = state.endpoint.uid
         entry = self._entries.get(uid)
@@ -134,7 +138,7 @@ class Serving:
         self._epoch += 1
 
     def _add(self, uid: EndpointUid, entry: _Entry) -> None:
-        """A member takes its place in its groups; it does not count as up yet."""
+        """Add an endpoint to its groups; it does not count as up yet."""
         entry.models = models = entry.state.models
         entry.groups = groups = [self._all]
         if models is None:
@@ -152,7 +156,7 @@ class Serving:
             group.entries[uid] = entry
 
     def _remove(self, uid: EndpointUid, entry: _Entry) -> None:
-        """The reverse of `_add`; no-op for one that has no place."""
+        """The reverse of `_add`. No effect if it is in no group."""
         if not entry.groups:
             return
         for group in entry.groups:
@@ -173,28 +177,29 @@ class Serving:
     # Reading
 
     def candidates(self, model: str | None) -> list[EndpointState]:
-        """The endpoints that may be asked for `model` (None: any model). O(1), but the first time after a change.
+        """The endpoints that may be asked for `model` (None: any model). O(1), except for the first call after a
+        change.
 
-        Those that list it; if none of these may be asked, those that never listed any model.
+        These are the endpoints that list it; if none of them may be asked, those that never listed any model.
         """
         return self._usable(self._group(model))
 
     def is_readmitted(self, state: EndpointState) -> bool:
-        """Whether the breaker keeps `state` out, and it is used all the same for one of its models at least."""
+        """Whether the breaker ejected `state`, and it is used all the same for at least one of its models."""
         if accepts_requests(state) or not _is_reachable(state):
             return False
         entry = self._entries.get(state.endpoint.uid)
         return entry is not None and any(self._panics(group) for group in entry.groups)
 
     def is_readmitted_for(self, state: EndpointState, model: str | None) -> bool:
-        """The same of requests for `model`. O(1)."""
+        """The same for requests for `model`. O(1)."""
         if accepts_requests(state) or not _is_reachable(state):
             return False
         group = self._group(model)
         return state.endpoint.uid in group.entries and self._panics(group)
 
     def model_cards(self) -> list[ModelCard]:
-        """What the members serve, one card a model: that of the first endpoint counts. O(models) if all serve the same,
+        """The models of the members, one card per model: that of the first member. O(models) if all serve the same,
         else O(members x models).
         """
         cards: dict[str, ModelCard] = {}
@@ -207,14 +212,14 @@ class Serving:
         return list(cards.values())
 
     def _group(self, model: str | None) -> _Group:
-        """The group that requests for `model` go to."""
+        """The group to which requests for `model` go."""
         if model is None:
             return self._all
         group = self._by_model.get(model)
         return group if group is not None and self._usable(group) else self._unlisted
 
     def _usable(self, group: _Group) -> list[EndpointState]:
-        """Those of a group that may be asked."""
+        """The members of a group that may be asked."""
         if group.epoch != self._epoch:
             group.epoch = self._epoch
             panics = self._panics(group)
@@ -226,14 +231,14 @@ class Serving:
         return group.usable
 
     def _panics(self, group: _Group) -> bool:
-        """The breaker would leave less than half of a group. Then it is more likely wrong, or all are bad, and there is
-        nothing to lose. An endpoint that no connection can be made to is out even so.
+        """Whether the breaker would leave less than half of a group. Then it is probably wrong, or all are bad and
+        there is nothing to lose. Endpoints that cannot be connected to stay ejected even then.
         """
         return self._panic and 2 * group.up < len(group.entries)
 
 
 def accepts_requests(state: EndpointState) -> bool:
-    """The breaker lets requests through: all, or the one that tries it."""
+    """Whether the breaker lets requests through: all of them, or one that tries the endpoint."""
     return state.health is Health.UP or (state.health is Health.HALF_OPEN and state.trial is None)
 
 

@@ -1,6 +1,6 @@
 """The built-in scorers: each rates every candidate of a request between 0 (worst) and 1 (best).
 
-A candidate whose signal is unknown or stale scores 0: what cannot be seen must never look idle.
+A candidate whose signal is unknown or stale scores 0: an unknown load must never look idle.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def in_flight(request: InferenceRequest, candidates: Sequence[EndpointState], *,
 
 
 def prefix(request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> list[float]:
-    """The share of the prompt's blocks that the endpoint should have cached; 0 for a prompt without a whole block.
+    """The share of the prompt's blocks that the endpoint should have cached; 0 for a prompt shorter than a block.
 
     Source: the prefix-cache scorer of the Gateway API Inference Extension.
     """
@@ -62,8 +62,8 @@ def prefix(request: InferenceRequest, candidates: Sequence[EndpointState], *, no
 
 
 def lora(request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> list[float]:
-    """1 where the adapter is loaded, 0.8 where it would get a free slot, 0.6 where requests of ours for it wait for one
-    already, 0 where it would have to wait for others to end. 1 everywhere for a request for no adapter.
+    """1 where the adapter is loaded, 0.8 where it would get a free slot, 0.6 where our requests for it already wait for
+    a slot, 0 where it would have to wait for other adapters. 1 everywhere for a request without an adapter.
 
     Source: the LoRA-affinity scorer of the Gateway API Inference Extension.
     """
@@ -82,7 +82,7 @@ def _affinity(table: AdapterTable, adapter: str, now: float) -> float:
 
 
 READ_LOADS: Final = frozenset({"prefix", "lora"})
-"""Of `SCORERS`, those that read `EndpointState.load`."""
+"""The `SCORERS` that read `EndpointState.load`."""
 SCORERS: Final[Mapping[str, Scorer]] = {
     "queue": queue,
     "kv-utilization": kv_utilization,

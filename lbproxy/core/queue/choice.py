@@ -1,9 +1,9 @@
 """The decision: which endpoint a request goes to now, or why to none.
 
-`Choice.choose` goes from the endpoints that may be asked to the one that is cheapest by the policy, in steps: without
-those that failed the request already, those that are backing off, those that are full, those whose slow start gives
-them no turn; the policy prices who is left. It counts nothing: whoever asks places the ticket, before anything else is
-chosen. Invariant: nothing changes here but the slow start's credit, and where the ticket would wait.
+`Choice.choose` goes from the endpoints that may be asked to the one with the lowest price. It excludes, in this order,
+those that already failed the request, those that are backing off, those that are full, and those without slow-start
+credit; the policy prices the rest. It does not count: the caller places the ticket before anything else is chosen.
+Invariant: nothing changes here except the slow-start credit, and the endpoint for which the ticket would wait.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest
 
 TEST_S: Final = 1.0
-"""A request that would be refused because it cannot be in time is let through after so long without one: a prediction
-that refuses must be tested, as who is refused teaches nothing."""
+"""A request that would be refused because it cannot meet its deadline is placed all the same if this much time passed
+without such a test: a prediction that refuses requests must be tested, as refused requests teach nothing."""
 
 Chosen: TypeAlias = EndpointState | Outcome | Wait
 """Where to place a ticket, or how it ends, or why it waits."""
@@ -43,7 +43,7 @@ class Choice:
     holds: bool
     """Requests wait while the endpoint that is best for them is full (`core.capacity.room`), or others wait for it."""
     explains = False
-    """Tickets that are placed say why: `Ticket.decision`."""
+    """Placed tickets get a `Ticket.decision`."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Choice:
         self.adopt(policy, admission)
 
     def adopt(self, policy: Policy, admission: AdmissionSettings) -> None:
-        """Choose by these from now on."""
+        """Use these from now on."""
         self.policy = policy
         hold = admission.order == "shortest" if admission.hold is None else admission.hold
         self.holds = policy.holds and hold
@@ -74,10 +74,10 @@ class Choice:
         self._max_in_flight = admission.max_in_flight_per_endpoint
 
     def choose(self, ticket: Ticket, *, now: float, in_turn: bool = False) -> Chosen:
-        """The endpoint that `ticket` is to be placed on at once, or why there is none.
+        """Return the endpoint on which `ticket` is to be placed at once, or why there is none.
 
-        `in_turn`: it is its turn, whoever else waits for that endpoint. If it is to be held for an endpoint,
-        `ticket.best` is that one.
+        `in_turn`: it is its turn, whichever requests wait for that endpoint. If it is to be held for an endpoint,
+        `ticket.best` is that endpoint.
         """
         ticket.best = None
         members = self._members(ticket, True, now)
@@ -103,15 +103,17 @@ class Choice:
         return chosen
 
     def outcome_if_hopeless(self, ticket: Ticket, *, now: float) -> Outcome | None:
-        """How a ticket ends that nobody may be asked for any more; None if it may wait. Tries nobody who is down."""
+        """How a ticket ends that no endpoint may be asked for any more; None if it may wait. Does not try unreachable
+        endpoints.
+        """
         return None if self._members(ticket, False, now) else self._outcome_without_members(ticket, now)
 
     def below_limit(self, state: EndpointState) -> bool:
-        """Whether the settings let `state` have one more."""
+        """Whether the configured limit allows one more request on `state`."""
         return self._max_in_flight is None or state.in_flight < self._max_in_flight
 
     def others_available(self, ticket: Ticket, now: float) -> bool:
-        """Whether an endpoint that did not fail a placed request yet could take it."""
+        """Whether an endpoint that has not failed a placed request could take it."""
         if self.response_owner(ticket.request, now) is not None:
             return False
         tried = {ticket.placed_state.endpoint.uid, *ticket.avoid}
@@ -119,7 +121,7 @@ class Choice:
         return any(one.endpoint.uid not in tried and self.below_limit(one) for one in members)
 
     def has_room(self, state: EndpointState, now: float) -> bool:
-        """Whether a request that waits may go to `state` now."""
+        """Whether a waiting request may go to `state` now."""
         if now < state.backing_off_until or not self.below_limit(state):
             return False
         return not (self.holds and self.policy.is_full(state, 0.0, now))
@@ -127,14 +129,14 @@ class Choice:
     # Who may be asked
 
     def response_owner(self, request: InferenceRequest, now: float) -> EndpointUid | None:
-        """The only endpoint that can take it, as it has the stored response that this is about; None: any can."""
+        """The only endpoint that can take the request, as it has the stored response; None: any endpoint can."""
         if request.response_id is None:
             return None
         stored = self._stored_responses.find(request.response_id, now=now)
         return None if stored is None else stored.uid
 
     def _members(self, ticket: Ticket, trials: bool, now: float) -> Sequence[EndpointState]:
-        """The endpoints that may be asked. `trials`: if nobody is up, one that is down may be tried."""
+        """The endpoints that may be asked. `trials`: if none is up, one that is unreachable may be tried."""
         model = ticket.request.model
         if (uid := self.response_owner(ticket.request, now)) is not None:
             owner = self._endpoints.get(uid)
@@ -148,7 +150,7 @@ class Choice:
         return members
 
     def _outcome_without_members(self, ticket: Ticket, now: float) -> Outcome | None:
-        """Nobody may be asked: the outcome; None = an endpoint that is not judged yet may bring the response."""
+        """The outcome when no endpoint may be asked; None = an endpoint whose health is not known yet may serve it."""
         if (uid := self.response_owner(ticket.request, now)) is not None:
             owner = self._endpoints.get(uid)
             is_gone = owner is None or owner.health is Health.DOWN
@@ -166,7 +168,7 @@ class Choice:
     def _with_slow_start(
         self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, in_turn: bool
     ) -> Chosen:
-        """Choose while some of `candidates` have their slow start: without those, unless nobody else is free."""
+        """Choose while some of `candidates` have their slow start: without those, unless no other endpoint is free."""
         allowed = self._slow_start.allowed(candidates)
         chosen = self._by_price(ticket, allowed, now, in_turn)
         if not isinstance(chosen, EndpointState) and len(allowed) < len(candidates):
@@ -176,7 +178,7 @@ class Choice:
         return chosen
 
     def _by_price(self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, in_turn: bool) -> Chosen:
-        """The cheapest of `candidates`, if it has room and nobody waits for it."""
+        """The candidate with the lowest price, if it has room and no request waits for it."""
         if self._skip_price and len(candidates) == 1:
             if self.explains:
                 ticket.decision = self._decision(candidates[0], candidates, (), None, now)
@@ -199,7 +201,7 @@ class Choice:
         if self.holds and prices.waits_ms is not None:
             best, wait_ms = candidates[index], prices.waits_ms[index]
             is_full = self.policy.is_full(best, wait_ms, now)
-            if best.health is Health.DOWN:  # a trial: what was queued there is gone
+            if best.health is Health.DOWN:  # a trial: what was queued there is lost
                 is_full = False
             if is_full or (best.load.room.reservations.count and not in_turn):
                 ticket.best = best
@@ -216,11 +218,13 @@ class Choice:
         return candidates[index]
 
     def _lowest_cost_of(self, indices: list[int], candidates: Sequence[EndpointState], prices: Prices) -> int:
-        """The cheapest of these."""
+        """The index of the lowest cost among `indices`."""
         return indices[self._lowest_cost([prices.costs[n] for n in indices], [candidates[n] for n in indices])]
 
     def _is_test(self, candidates: Sequence[EndpointState], now: float) -> bool:
-        """Whether a request goes to one of `candidates` though it would be late there, to see whether it is."""
+        """Whether to place a request on one of `candidates` although it is predicted to be late, to test the
+        prediction.
+        """
         if now - self._tested_at < TEST_S and all(state.in_flight for state in candidates):
             return False
         self._tested_at = now
@@ -228,7 +232,7 @@ class Choice:
 
     @staticmethod
     def _in_time(deadline: float, candidates: Sequence[EndpointState], prices: Prices, now: float) -> list[int]:
-        """The indices of those that are expected to bring the first token by then."""
+        """The indices of candidates that are predicted to send the first token by the deadline."""
         left_ms = 1000.0 * (deadline - now)
         assert prices.waits_ms is not None
         assert prices.work_tokens is not None
@@ -239,10 +243,10 @@ class Choice:
         ]
 
     def _lowest_cost(self, costs: list[float], candidates: Sequence[EndpointState]) -> int:
-        """The index of the lowest cost; among those as good, the endpoint chosen longest ago, or any never chosen."""
+        """The index of the lowest cost; of equal ones, the endpoint chosen longest ago, or one never chosen."""
         if len(costs) == 1:
             return 0
-        # Loops of one's own: min() and lists of some of them take three times as long when compiled.
+        # Plain loops: compiled, min() and comprehensions take three times as long.
         best = costs[0]
         for cost in costs:
             if cost < best:  # noqa: PLR1730
@@ -265,7 +269,9 @@ class Choice:
         if oldest_alike > 1:
             same = [n for n, cost in enumerate(costs) if cost <= limit and candidates[n].placed_seq == oldest]
             return self._rng.choice(same)
-        while self._rng.getrandbits(1):  # what a choice of one draws, in a tenth of its time: seeds mean what they did
+        while self._rng.getrandbits(
+            1
+        ):  # draws as much as a choice from one, in a tenth of its time: seeds keep their meaning
             pass
         return found
 
@@ -288,5 +294,5 @@ class Choice:
 
 
 def model_for(policy: Policy) -> PoolModel | None:
-    """What `policy` needs, empty; None if it needs nothing."""
+    """The empty model that `policy` needs; None if it needs none."""
     return None if policy.block_bytes is None else PoolModel(policy.block_bytes, policy.index_entries)

@@ -1,14 +1,13 @@
-"""Which requests that wait are looked at, and when.
+"""Which waiting requests are considered, and when.
 
-A request that waits is held for the endpoint that is best for it, with a place in that endpoint's line
-(`core.capacity.reservations`), or for any that takes it (`Ticket.best`). What happens at an endpoint wakes it
-(`wake`); one that works off a prefill queue is looked at when that is short enough (`_wake_later`); nothing is looked
-at while nothing happens. `serve` then has those that wait considered in the order of service, as long as a woken
-endpoint has room: all that are held for it, and of the others a few, which may do better there. Whether a request is
-placed, the Balancer says.
+A waiting request is held for the endpoint that is best for it, with a reservation there (`core.capacity.reservations`),
+or waits for any endpoint (`Ticket.best`). An event at an endpoint wakes it (`wake`); an endpoint that works off a
+prefill queue is woken when that is short enough (`_wake_later`); without events nothing is computed. `serve` considers
+waiting requests in the order of service, as long as a woken endpoint has room: all that are held for it, and a few
+others that may do better there. The Balancer decides whether a request is placed.
 
-Invariants: a ticket has a place in a line only while it is in the queue; `PoolModel.held` is the number of these
-places; `_wake_times` has one entry for each endpoint at most that is not out of date.
+Invariants: a ticket has a reservation only while it is in the queue; `PoolModel.held` is the number of reservations;
+`_wake_times` has at most one valid entry for each endpoint.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.queue.waiting_queue import WORK_S, WaitingQueue, least_work
 
 MAX_PRICED: Final = 32
-"""Requests that wait which are priced at a time; if there are more to price, the driver's loop gets a turn between."""
+"""Waiting requests that are priced at a time; if there are more, other work of the event loop gets a turn between."""
 MAX_MOVES: Final = 6
-"""Of these, requests in other lines that may do better at an endpoint that has room."""
+"""Of these, requests held for other endpoints that may do better at an endpoint with room."""
 LATE_SHARE: Final = 0.8
 """Under overload, requests that have waited for this share of what is too long will be late when they are served."""
 PRICE_AGAIN_S: Final = 0.05
-"""How long after its last price a request in another line is priced again at the earliest."""
+"""How long after its last price a request that is held for another endpoint is priced again at the earliest."""
 TIMEOUT_PARTS: Final = 6.0
-"""The queue is too long if its last request would wait for a sixth of the queue timeout: 5 s, unless the settings say
-another. Where longer waits are allowed, late responses are preferred to none."""
+"""The queue is too long if its last request would wait for a sixth of the queue timeout: 5 s by default. Where longer
+waits are configured, late responses are preferred to refusals."""
 ROUNDING_S: Final = 1e-6
-"""Rounding must not have an endpoint looked at just before it has room."""
+"""So that rounding does not wake an endpoint just before it has room."""
 
 
 class Dispatcher:
-    """The requests that wait, in the Balancer's queue."""
+    """Wakes the waiting requests in the Balancer's queue."""
 
     def __init__(self, endpoints: EndpointSet, choice: Choice, queue: WaitingQueue, flows: Flows) -> None:
         self._endpoints, self._choice, self._queue, self._flows = endpoints, choice, queue, flows
@@ -54,17 +53,17 @@ class Dispatcher:
         self._by_work = False
         self._long_s = 0.0
         self._woken: dict[EndpointUid, EndpointState] = {}
-        """Endpoints where something happened since the queue was looked at."""
+        """Endpoints with an event since the queue was last considered."""
         self._all_woken = False
-        """The same of the set of endpoints, or of the settings."""
+        """The same for the set of endpoints, or the settings."""
         self._wake_times: list[tuple[float, EndpointUid]] = []
-        """A heap: when endpoints may have room again without anything happening there."""
+        """A heap: when endpoints may have room again without an event."""
         self._next_wake: dict[EndpointUid, float] = {}
-        """The entries that count."""
+        """The valid entries."""
         self._overload = Overload()
 
     def adopt(self, admission: AdmissionSettings, pool: PoolModel | None) -> None:
-        """Other settings, and perhaps other models of the endpoints: who waits is looked at anew."""
+        """Apply other settings, and perhaps other models of the endpoints: waiting requests are considered again."""
         if pool is not self._pool:
             for ticket in self._queue:
                 self.release(ticket)
@@ -75,38 +74,38 @@ class Dispatcher:
         self._long_s = admission.queue_timeout / TIMEOUT_PARTS
         self._all_woken = True
 
-    # What happens
+    # Events
 
     def wake(self, state: EndpointState | None) -> None:
-        """Something happened at an endpoint; None: it left the set."""
+        """Wake an endpoint; None: it left the set."""
         if state is not None and self._queue:
             self._woken[state.endpoint.uid] = state
 
     def wake_all(self) -> None:
-        """The endpoints changed."""
+        """Wake all endpoints: the set changed."""
         self._all_woken = True
 
     def wake_at(self, uid: EndpointUid, at: float) -> None:
-        """Something happens at an endpoint by itself, then."""
+        """Wake an endpoint at this time."""
         if at < self._next_wake.get(uid, inf):
             self._next_wake[uid] = at
             heappush(self._wake_times, (at, uid))
 
     @property
     def has_work(self) -> bool:
-        """`serve` has something to do."""
+        """Whether `serve` has something to do."""
         return bool(self._queue.ready and (self._woken or self._all_woken))
 
     @property
     def next_wake_at(self) -> float:
-        """When it will have, if nothing happens."""
+        """When it will have, if no event comes."""
         return self._wake_times[0][0] if self._wake_times and self._queue.ready else inf
 
-    # Who waits
+    # Waiting requests
 
     def enqueue(self, ticket: Ticket, now: float) -> None:
-        """A ticket that was just considered waits from now on. Before it is in the queue."""
-        if not self._queue.ready:  # nobody looked at what opens by itself
+        """Prepare a ticket that will wait, before it is put into the queue."""
+        if not self._queue.ready:  # without waiting requests no wake times were kept
             self._woken.clear()
             self._all_woken = False
             for state in self._endpoints.candidates(None, now=now):
@@ -117,7 +116,7 @@ class Dispatcher:
             self._woken[ticket.best.endpoint.uid] = ticket.best
 
     def release(self, ticket: Ticket) -> None:
-        """Give up a ticket's place in a line, if it has one."""
+        """Release a ticket's reservation, if it has one."""
         if ticket.reservation is not None and self._pool is not None:
             line, work, tokens = ticket.reservation
             line.remove(work, tokens)
@@ -125,14 +124,14 @@ class Dispatcher:
             self._pool.held -= 1
 
     def predicted_wait_s(self, ticket: Ticket) -> float:
-        """How long a newcomer waits for any endpoint, at the pace at which those before it leave. 0 = no idea."""
+        """How long a new request waits for any endpoint, at the pace of those before it. 0 = unknown."""
         if not self._queue.ready:
             return 0.0
         share = self._queue.share_before(ticket)
         return self._overload.wait_s(self._queue.ready if share < 0.0 else round(share * self._queue.ready))
 
     def misses_deadline(self, ticket: Ticket, now: float) -> bool:
-        """Whether a newcomer that waits for any endpoint will not be placed by its deadline, at the pace of late."""
+        """Whether a new request that waits for any endpoint will miss its deadline, at the current pace."""
         deadline = ticket.request.deadline
         if deadline is None or ticket.best is not None:
             return False
@@ -140,7 +139,9 @@ class Dispatcher:
         return now + ticket.retry_after_s > deadline
 
     def exceeds_timeout(self, ticket: Ticket, now: float) -> bool:
-        """Whether a newcomer would wait longer than it may for the endpoint that is best for it, by learned speeds."""
+        """Whether a new request would wait longer than the timeout for the endpoint that is best for it, by learned
+        speeds.
+        """
         if ticket.best is None:
             return False
         load = ticket.best.load
@@ -150,7 +151,7 @@ class Dispatcher:
         return now + ticket.best_wait_s > ticket.submitted_at + self._queue_timeout_s
 
     def clear(self, now: float) -> None:
-        """Nobody waits."""
+        """Forget everything: no request waits."""
         self._observe(0, now)
         self._woken.clear()
         self._wake_times.clear()
@@ -158,7 +159,7 @@ class Dispatcher:
         self._all_woken = False
 
     def _reserve(self, ticket: Ticket, now: float) -> None:
-        """A place in the line of the endpoint that the ticket is held for."""
+        """Reserve a ticket's work at the endpoint that it is held for."""
         state, pool = ticket.best, self._pool
         if state is None or pool is None:
             return
@@ -171,7 +172,7 @@ class Dispatcher:
         self._wake_later(state, now)
 
     def _observe(self, waiting: int, now: float) -> None:
-        """While it is overloaded, the newest go first."""
+        """Update the overload state: while there is overload, the newest requests are served first."""
         overload = self._overload
         overload.observe(waiting, self._long_s, now)
         self._queue.late_s = LATE_SHARE * self._long_s if overload.is_lasting else inf
@@ -179,16 +180,16 @@ class Dispatcher:
             self._pool.overloaded = overload.is_lasting
 
     def _wake_later(self, state: EndpointState, now: float) -> None:
-        """Look at an endpoint again when it has worked off enough."""
+        """Wake an endpoint when it has worked off enough."""
         if self._pool is not None and self._choice.holds:
             has_room_in_s = state.load.has_room_in_s(now)
             if 0.0 < has_room_in_s < inf:
                 self.wake_at(state.endpoint.uid, now + has_room_in_s + ROUNDING_S)
 
-    # Their turn
+    # Service
 
     def wake_due(self, now: float) -> None:
-        """Wake what has room by now."""
+        """Wake the endpoints whose time has come."""
         while self._wake_times and self._wake_times[0][0] <= now:
             at, uid = heappop(self._wake_times)
             if self._next_wake.get(uid) == at:
@@ -196,7 +197,7 @@ class Dispatcher:
                 self.wake(self._endpoints.get(uid))
 
     def serve(self, now: float, consider: Callable[[Ticket, float], None], changed: list[Ticket]) -> None:
-        """Have those that wait for what was woken considered, in the order of service; those that stop waiting are
+        """Have waiting requests considered for what was woken, in the order of service. Those that stop waiting are
         appended to `changed`.
         """
         self._observe(self._queue.ready, now)
@@ -234,7 +235,7 @@ class Dispatcher:
                     continue
                 moves -= 1
             left -= 1
-            if left < 0:  # the rest in another turn, if that may bring anything
+            if left < 0:  # the rest in another turn, if that may place any
                 if moved:
                     self._woken.update(with_room)
                     self._all_woken = self._all_woken or everything
@@ -259,7 +260,7 @@ class Dispatcher:
                 return
 
     def _is_unavailable(self, state: EndpointState, model: str | None) -> bool:
-        """It takes no requests for `model` any more."""
+        """Whether an endpoint takes no requests for `model` any more."""
         if state.removed or state.draining:
             return True
         return state.health is not Health.UP and not self._endpoints.serving.is_readmitted_for(state, model)

@@ -1,13 +1,13 @@
-"""The waiting queue: requests that somebody serves but that are not placed yet.
+"""The waiting queue: requests that could be served but are not placed yet.
 
-They wait because every endpoint is full, because none is judged yet, or because the policy holds them back: an endpoint
-without room (`core.capacity.room`) gains nothing from one more request, while here the request can still go to
-whichever is free first. Bounded in requests and in body bytes; each wait has a deadline; a full queue gives the place
-of the least important request to a more important one, or one of the flow that has most here to another's. It decides
-nothing about endpoints, and whose turn it is, `core.queue.flows` knows.
+They wait because every endpoint is full, because the health of none is known yet, or because the policy holds them: an
+endpoint without room (`core.capacity.room`) gains nothing from one more request, while here the request can still go to
+the endpoint that has room first. It is bounded in requests and in body bytes, and each wait has a deadline. A full
+queue sheds the least important request for a more important one, or one of the flow that has most here for another
+flow's. It decides nothing about endpoints; `core.queue.flows` decides which flow is next.
 
-Invariants: a ticket is in the queue exactly while its state is WAITING; it is parked while its flow has as many
-requests as it may have, and then in nobody's way.
+Invariants: a ticket is in the queue exactly while its state is WAITING. It is parked while its flow is at its limit of
+requests, and does not delay other flows then.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.request import InferenceRequest
 
 AGEING_S: Final = 10.0
-"""A request that has waited so long counts as half its work, after twice that as a third: nobody starves."""
+"""A request that has waited this long counts as half its work, after twice that as a third: no request starves."""
 WORK_S: Final = 0.5
-"""How long a waiting request's least work is believed: caches change."""
+"""How long the least work of a waiting request is valid: caches change."""
 MAX_LOOKUPS: Final = 512
-"""And how many are asked for anew at a time, the oldest first, so that 10,000 that wait do not hold up the loop."""
+"""And how many are computed again at a time, the oldest first, so that 10,000 waiting requests do not block the event
+loop."""
 YOUTH_S: Final = 1.0
-"""Under overload (`core.queue.overload`) a request that has waited so long counts as twice its work: who came last can
+"""Under overload (`core.queue.overload`) a request that has waited this long counts as twice its work: the newest can
 still be served in time."""
 HEAVY_SHARE: Final = 0.5
-"""Of its fair share of the requests that wait: a flow with so many is one of those that overload the queue."""
+"""As a share of its fair share of waiting requests: a flow with at least this many is one that overloads the queue."""
 FAIR_TICKETS: Final = 256
-"""Tickets of a priority that take turns by their flows; nobody ever looks so far."""
+"""Tickets of a priority that take turns by their flows; no caller reads that far."""
 
 
 class _FlowQueue:
-    """One flow's waiting tickets of one priority, each in the order in which they came."""
+    """One flow's waiting tickets of one priority, in the order of their arrival."""
 
     __slots__ = ("parked", "ready")
 
@@ -53,26 +54,26 @@ class _FlowQueue:
         return len(self.ready) + len(self.parked)
 
     def last_served_first(self, *, overloaded: bool) -> Iterator[Ticket]:
-        """Those that are served last first: those that are parked, then the youngest, but under overload the oldest."""
+        """Those that would be served last first: parked ones, then the newest, but under overload the oldest."""
         yield from reversed(self.parked.values())
         yield from list(self.ready.values()) if overloaded else reversed(self.ready.values())
 
 
 class WaitingQueue:
-    """Waiting tickets. Push, remove and the first deadline are O(1), or O(log n) where a ticket has its own deadline,
-    but for a push into a full queue.
+    """The waiting tickets. Push, remove and the first deadline are O(1), or O(log n) for tickets with a deadline of
+    their own, except for a push into a full queue.
     """
 
     def __init__(self, settings: AdmissionSettings) -> None:
         self._take_limits(settings)
         self.late_s = inf
-        """Finite: requests have been coming faster than they are served. The newest go first, and those that have
-        waited for so long last. Set by `core.queue.dispatcher`."""
+        """Finite: there is lasting overload. The newest requests are served first, and those that have waited this long
+        last. Set by `core.queue.dispatcher`."""
         self._tickets: dict[int, Ticket] = {}
         self._by_priority: dict[int, dict[Flow, _FlowQueue]] = {}
         """By priority and flow; none of them empty."""
         self._own_deadlines: list[tuple[float, int, Ticket]] = []
-        """A heap of those whose deadline is their own, some of which are gone."""
+        """A heap of the tickets with a deadline of their own, some of which have left."""
         self._bytes = 0
         self._ready = 0
 
@@ -81,8 +82,8 @@ class WaitingQueue:
         self._max_bytes = settings.queue_bytes
 
     def reconfigure(self, settings: AdmissionSettings, *, now: float) -> None:
-        """Other limits from now on. Who is in stays, but no longer than a newcomer may: the oldest stay the first that
-        are over.
+        """Apply other limits. Requests in the queue stay, but no longer than a new one may, so that the oldest still
+        end first.
         """
         self._take_limits(settings)
         for ticket in self._tickets.values():
@@ -94,7 +95,7 @@ class WaitingQueue:
         return len(self._tickets)
 
     def __iter__(self) -> Iterator[Ticket]:
-        """In the order in which they came, over a copy, so that the loop may remove."""
+        """In the order of arrival, over a copy, so that the loop may remove tickets."""
         return iter(list(self._tickets.values()))
 
     @property
@@ -108,7 +109,7 @@ class WaitingQueue:
         return self._bytes
 
     def by_flow(self) -> dict[Flow, int]:
-        """How many wait of each flow that has some here."""
+        """How many requests of each flow wait, for flows with any."""
         counts: dict[Flow, int] = {}
         for flow_queues in self._by_priority.values():
             for flow, queue in flow_queues.items():
@@ -121,13 +122,13 @@ class WaitingQueue:
         return self.late_s < inf
 
     def push(self, ticket: Ticket, *, parked: bool = False) -> list[Ticket]:
-        """Take a ticket in. Returns those that have no place any more: none, itself, or less important ones.
+        """Add a ticket. Returns the tickets to be closed: none, itself, or less important ones.
 
-        When there is no room, those of the lowest priority go, of the flow that has the most waiting for its weight,
-        the youngest first, as far as they are below the newcomer's priority; then, at its own priority, those of a flow
-        that has more waiting than the newcomer's. If that is not enough, nobody goes but the newcomer. Under overload
-        the oldest go first, and at the newcomer's own priority those of its own flow as well: they waited in vain. Who
-        goes is still in: whoever ends it, removes it.
+        If the queue is full, tickets of the lowest priority are shed, of the flow with the most waiting for its weight,
+        the newest first, as long as they are below the new ticket's priority; then, at its own priority, those of a
+        flow with more waiting than its flow. If that is not enough, only the new ticket is shed. Under overload the
+        oldest are shed first, and at its own priority also those of its own flow: they waited in vain. Shed tickets are
+        still in the queue: the caller closes and removes them.
         """
         request = ticket.request
         fits = self._fits(len(self._tickets), self._bytes + request.body_bytes)
@@ -162,7 +163,7 @@ class WaitingQueue:
         return None
 
     def _victims(self, ticket: Ticket) -> Iterator[Ticket]:
-        """Who goes before `ticket` does, in this order."""
+        """The tickets that are shed before `ticket`, in this order."""
         flow, overloaded = _flow(ticket), self.overloaded
         for priority in sorted(self._by_priority):
             if priority > ticket.request.priority:
@@ -188,7 +189,7 @@ class WaitingQueue:
                 yield victim
 
     def remove(self, ticket: Ticket) -> None:
-        """Take out a ticket that was placed or closed; no-op if it is not in."""
+        """Remove a ticket that was placed or closed; no effect if it is not in the queue."""
         key, request = id(ticket), ticket.request
         if self._tickets.pop(key, None) is None:
             return
@@ -216,9 +217,11 @@ class WaitingQueue:
         return None
 
     def in_order(self, work: Callable[[Ticket], float] | None, flows: Flows, now: float) -> Iterator[Ticket]:
-        """Those that are ready, in the order of service: by priority; then the flow whose turn it is; then the least
-        work first, discounted by age, or, without `work`, first come, first served. O(n log n). Who comes after the
-        first `FAIR_TICKETS` of a priority comes flow by flow. Tickets may be removed meanwhile.
+        """The tickets that are ready, in the order of service: by priority; then the next flow; then the least work
+        first, discounted by age, or, without `work`, first come, first served.
+
+        O(n log n). After the first `FAIR_TICKETS` of a priority the rest follows flow by flow. Tickets may be removed
+        meanwhile.
         """
         newest_first, late_at = self.overloaded, now - self.late_s
         for priority in sorted(self._by_priority, reverse=True):
@@ -230,16 +233,17 @@ class WaitingQueue:
                 yield from queues[0][1]
             elif not newest_first:
                 yield from _in_turn(queues, flows, now)
-            else:  # no flow's turn comes for a request that waited in vain, while another's is in time
+            else:  # no flow's turn comes for a request that waited in vain while another flow's request is in time
                 late = [(flow, [one for one in queue if one.submitted_at < late_at]) for flow, queue in queues]
                 in_time = [(flow, [one for one in queue if one.submitted_at >= late_at]) for flow, queue in queues]
                 yield from _in_turn(in_time, flows, now)
                 yield from _in_turn(late, flows, now)
 
     def share_before(self, ticket: Ticket) -> float:
-        """The share of those that are ready which goes before a newcomer, by priority and flow. Below 0: it depends on
-        their work, as all of them are of its own flow and priority; or, under overload, as its flow has not clearly
-        fewer of them than others have.
+        """The share of ready tickets that precedes a new one, by priority and flow.
+
+        Below 0: it depends on their work, as all of them have its flow and priority; or, under overload, as its flow
+        does not have clearly fewer of them than others.
         """
         flow, priority = _flow(ticket), ticket.request.priority
         by_priority = self._by_priority
@@ -265,7 +269,9 @@ class WaitingQueue:
         return before / self._ready
 
     def expired(self, now: float) -> list[Ticket]:
-        """Those whose wait is over. But for those with a deadline of their own no wait ends before an older one's."""
+        """The tickets whose wait has ended. Except for those with their own deadline, no wait ends before an older
+        one's.
+        """
         expired = []
         while self._own_deadlines and self._own_deadlines[0][0] <= now:
             ticket = heappop(self._own_deadlines)[2]
@@ -320,8 +326,8 @@ def _in_turn(queues: list[tuple[Flow, list[Ticket]]], flows: Flows, now: float) 
 
 
 def least_work(least: Callable[[InferenceRequest], float], now: float) -> Callable[[Ticket], float]:
-    """How much prefill work a ticket is at least, as of lately. `least`: asked where nothing of late is known, and
-    of no more than `MAX_LOOKUPS` about which something older is.
+    """Return a function for the least work of a ticket, as of recently. `least` is called if no recent value is known,
+    and for at most `MAX_LOOKUPS` tickets with an older one.
     """
     left = MAX_LOOKUPS
     unknown = float("-inf")

@@ -117,16 +117,17 @@ MAX_MODEL_KEYS: Final = 1000
 
 
 Pieces: TypeAlias = tuple[bytes | memoryview, ...]
-"""A body that is still to be joined: a large one is copied once, and beside the event loop."""
+"""A body in pieces: a large one is joined later, once, and without holding up the event loop."""
 
 
 def rename_model(body: bytes, model: str, outline: Outline | None = None) -> Pieces:
-    """A JSON object body with another model; all other bytes unchanged. `outline`: of this body, if that was made.
+    """Return a JSON object body with another model and all other bytes unchanged. `outline`: of this body, if it
+    exists.
 
-    Every `model` of the outermost object is replaced, however it is spelled and however often it stands there, so that
-    whichever of them a server's parser takes is the new one. The body was read by `read_json_body`.
+    Every `model` of the outermost object is replaced, in each spelling and as often as it occurs, so that every
+    server's parser finds the new one. The body must have passed `read_json_body`.
 
-    Raises LbError INVALID_JSON for more than MAX_MODEL_KEYS keys `model` in all of a body without an outline, and for a
+    Raises LbError INVALID_JSON for more than MAX_MODEL_KEYS keys `model` in a body without an outline, and for a
     `model` that is too long in one with an outline.
     """
     if outline is None:
@@ -137,8 +138,8 @@ def rename_model(body: bytes, model: str, outline: Outline | None = None) -> Pie
 
 
 def replaced(body: bytes, spans: Iterable[tuple[int, int]], by: bytes) -> Pieces:
-    """A body with `by` in the place of each span."""
-    view = memoryview(body)  # slices of it are no copies
+    """The body with `by` in place of each span."""
+    view = memoryview(body)  # slices of it are not copies
     pieces: list[bytes | memoryview] = []
     end = 0
     for span in spans:
@@ -148,8 +149,8 @@ def replaced(body: bytes, spans: Iterable[tuple[int, int]], by: bytes) -> Pieces
 
 
 def _model_values(body: bytes) -> list[tuple[int, int]]:
-    """Where the values of `model` in the outermost object stand. Linear: strings are skipped, brackets counted."""
-    if body.count(b'"model"') == 1 and b"\\u006" not in body:  # as nearly always, and ten times as fast
+    """Positions of the values of `model` in the outermost object. Linear: strings are skipped, brackets counted."""
+    if body.count(b'"model"') == 1 and b"\\u006" not in body:  # the usual case, ten times as fast
         at = body.find(b'"model"', 0, _BEGINNING)  # else it is mostly near the end
         key = MODEL_KEY.search(body, body.rindex(b'"model"') if at < 0 else at)
         value = None if key is None else STRING.match(body, key.end())

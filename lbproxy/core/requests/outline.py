@@ -57,13 +57,13 @@ pair of escapes that form one character (the first of which is \\ud800 to \\udbf
 MODEL_KEY: Final = re.compile(
     rb'"(?<!\\")(?:m|\\u006[dD])(?:o|\\u006[fF])(?:d|\\u0064)(?:e|\\u0065)(?:l|\\u006[cC])"[ \t\r\n]*:[ \t\r\n]*'
 )
-"""The key `model` in each of its spellings, wherever in a valid JSON text. A quote that opens a string never follows a
-backslash; one that ends it, and so might only seem to open `model`, is followed by a comma, colon or bracket."""
+"""The key `model` in each of its spellings, anywhere in a valid JSON text. A quote that opens a string never follows a
+backslash. A quote that ends a string, and so only seems to open `model`, is followed by a comma, colon or bracket."""
 STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 MAX_KEY_BYTES: Final = 30
-"""Of `model`, in its longest spelling."""
+"""The longest spelling of the key `model`."""
 MAX_MODEL_FIELD_BYTES: Final = 8 << 10
-"""Of the key, a name in its longest spelling, and the blanks between: what is longer is not looked at to its end."""
+"""The key, a name in its longest spelling, and the blanks between them: a longer field is not read to its end."""
 _BRACKET: Final = re.compile(rb"[\[\]{}]")
 _MARK: Final = re.compile(rb"\xef\xb7\x90([0-9]{1,8}):[0-9a-f]{16}\xef\xb7\x91")
 """Between U+FDD0 and U+FDD1, which are not characters: Unicode reserves them for a program's internal use."""
@@ -76,9 +76,9 @@ class Outline:
         self.segments: list[bytes] = []
         """The kept text, cut at commas of lists in the outermost object; without these commas."""
         self.models: list[tuple[int, int]] = []
-        """Where in the body the strings stand that are values of a `model` of the outermost object."""
+        """Positions in the body of the strings that are values of a `model` of the outermost object."""
         self.has_long_model = False
-        """One of them is too long for a name, or has too many blanks around it; it is not in `models`."""
+        """One of them is too long for a name, or has too many blanks around it. It is not in `models`."""
         self._body = body
         self._at = 0
         self._in_string = False
@@ -152,7 +152,8 @@ class Outline:
             inside = not inside
 
     def _note_model(self, at: int) -> None:
-        """A string of the outermost object begins at `at`: note the value behind it, if it is the key `model`."""
+        """Note the value after a string of the outermost object that begins at `at`, if the string is the key
+        `model`."""
         end = at + MAX_MODEL_FIELD_BYTES
         key = MODEL_KEY.match(self._body, at, end)
         if key is None:
@@ -165,7 +166,7 @@ class Outline:
             self.has_long_model = True
 
     def _cut(self, piece: bytes, parts: list[bytes], *, may_cut: bool) -> None:
-        """Leave long strings out of a piece, and end a segment in it, if that `may_cut`. `parts` are between quotes."""
+        """Omit long strings in a piece, and end a segment in it if `may_cut`. `parts`: the texts between its quotes."""
         begun = self._in_string  # it began in an earlier slice
         start = written = 0  # positions in `piece`
         for part in parts:

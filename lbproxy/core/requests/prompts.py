@@ -29,7 +29,7 @@ MAX_PIECES = 50_000
 FEW_MESSAGES: Final = 1000
 """Up to this many messages are not checked one by one against the limits."""
 STEP_PIECES: Final = 1000
-"""At most 5 ms of the loop: a short tool takes 5 µs to write."""
+"""At most 5 ms of the event loop: a short tool takes 5 µs to write."""
 BILLING_LINE: Final = "x-anthropic-billing-header:"
 """How a system prompt of Claude Code begins, with a value that differs from call to call. vLLM drops it (pull request
 36829). On an engine that does not, no prefix is shared whatever lbproxy does (llama.cpp issue 20623)."""
@@ -76,11 +76,11 @@ class _Pieces:
 
 
 _Plan: TypeAlias = list[tuple[Callable[[object, _Pieces], None], Sequence[object]]]
-"""The parts of a prompt in their order: a function, and the values that it writes, one at a time."""
+"""The parts of a prompt in order: a function, and the values that it adds, one at a time."""
 
 
 class Flattening:
-    """One prompt, being flattened. `step` until it returns False, then `prompt`."""
+    """One prompt that is being flattened. Call `step` until it returns False; then `prompt` is complete."""
 
     def __init__(self, plan: _Plan) -> None:
         self._plan = plan
@@ -88,7 +88,7 @@ class Flattening:
         self._pieces = _Pieces()
 
     def step(self, pieces: int = STEP_PIECES) -> bool:
-        """Flatten about so many more pieces. Returns whether there is more to do."""
+        """Flatten about `pieces` more pieces. Returns whether there is more to do."""
         done = self._pieces
         enough = len(done.parts) + pieces
         while self._part < len(self._plan):
@@ -105,12 +105,12 @@ class Flattening:
         return False
 
     def prompt(self) -> Prompt:
-        """The prompt as far as it was flattened."""
+        """The prompt that was flattened so far."""
         return self._pieces.prompt()
 
 
 class PromptFormat:
-    """Where the bodies of one API have their prompt."""
+    """How to find the prompt in the bodies of one API."""
 
     def __init__(
         self, plan: Callable[[Mapping[str, object]], _Plan], quick: Callable[[Mapping[str, object]], Prompt | None]
@@ -119,7 +119,7 @@ class PromptFormat:
         self._quick = quick
 
     def __call__(self, body: Mapping[str, object]) -> Prompt:
-        """The prompt of a body, flattened at once."""
+        """Flatten the prompt of a body at once."""
         prompt = self._quick(body)
         if prompt is None:
             whole = Flattening(self._plan(body))
@@ -128,7 +128,7 @@ class PromptFormat:
         return prompt
 
     def begin(self, body: Mapping[str, object]) -> Flattening:
-        """The same in many short steps, for a large body."""
+        """Begin to flatten the prompt of a large body, in many short steps."""
         return Flattening(self._plan(body))
 
 
@@ -140,7 +140,7 @@ def _chat(body: Mapping[str, object]) -> _Plan:
 
 
 def _quick_chat(body: Mapping[str, object]) -> Prompt | None:
-    """The prompt of a short list of messages that are each a role and a text, as nearly all are: half the time."""
+    """The prompt of a short list of messages that have only a role and a text, as most do. Takes half the time."""
     messages = body.get("messages")
     if type(messages) is not list or len(messages) > FEW_MESSAGES or "tools" in body:
         return None
@@ -191,18 +191,18 @@ def _not_quick(body: Mapping[str, object]) -> Prompt | None:
 
 
 chat_prompt: Final = PromptFormat(_chat, _quick_chat)
-"""Of /v1/chat/completions: `tools`, then each message's role, contents and tool calls, in order."""
+"""/v1/chat/completions: `tools`, then each message's role, contents and tool calls, in order."""
 messages_prompt: Final = PromptFormat(_messages, _not_quick)
-"""Of Anthropic's /v1/messages and /v1/messages/count_tokens: `tools`, `system`, `messages`."""
+"""Anthropic's /v1/messages and /v1/messages/count_tokens: `tools`, `system`, `messages`."""
 responses_prompt: Final = PromptFormat(_responses, _not_quick)
-"""Of /v1/responses: `tools`, `instructions`, then `input`, a text or items. What `previous_response_id` stands for is
+"""/v1/responses: `tools`, `instructions`, then `input`, a text or items. The conversation of `previous_response_id` is
 not in it."""
 completion_prompt: Final = PromptFormat(_completion, _not_quick)
-"""Of /v1/completions, and of llama.cpp's /completion: a text, texts, token ids, or lists of token ids."""
+"""/v1/completions, and llama.cpp's /completion: a text, texts, token ids, or lists of token ids."""
 infill_prompt: Final = PromptFormat(_infill, _not_quick)
-"""Of llama.cpp's /infill: the files beside it, then what stands before the gap, then what stands behind it."""
+"""llama.cpp's /infill: the other files, then the text before the gap, then the text after it."""
 generate_prompt: Final = PromptFormat(_generate, _not_quick)
-"""Of SGLang's /generate: `text` or `input_ids`, one or several."""
+"""SGLang's /generate: `text` or `input_ids`, one or several."""
 
 
 # Their parts
@@ -251,7 +251,7 @@ def _add_extra(file: object, pieces: _Pieces) -> None:
 
 
 def _add_text(one: object, pieces: _Pieces) -> None:
-    """One of several prompts."""
+    """Add one of several prompts."""
     if isinstance(one, str):
         pieces.add(_encode(one))
     elif isinstance(one, list):

@@ -1,5 +1,5 @@
-"""One small response, whole: what the probes and scrapes need. Bounded in time and size; no redirect is followed and no
-encoding undone, so that an endpoint cannot lead us elsewhere or send a bomb.
+"""One small response, complete, for probes and scrapes. Bounded in time and size. No redirect is followed and no
+encoding decoded, so that an endpoint cannot lead lbproxy elsewhere or send a decompression bomb.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lbproxy.net.dialing.origin import Origin
 
 
 class Response(NamedTuple):
-    """A whole response."""
+    """A complete response."""
 
     status: int
     content_type: str
@@ -27,7 +27,7 @@ class Response(NamedTuple):
 async def fetch(
     pool: ConnectionPool, origin: Origin, path: str, *, timeout_s: float, max_bytes: int, key: ApiKey | None = None
 ) -> Response:
-    """GET `path`, showing the endpoint its `key`. Raises what `send` does."""
+    """GET `path`, with the endpoint's `key`. Raises what `send` raises."""
     head = request_head("GET", path, origin.host_field, _FIELDS if key is None else _FIELDS + bearer(key), 0)
     return await send(pool, origin, "GET", head, b"", timeout_s=timeout_s, max_bytes=max_bytes)
 
@@ -35,9 +35,9 @@ async def fetch(
 async def send(  # noqa: PLR0913 - a request's four parts
     pool: ConnectionPool, origin: Origin, method: str, head: bytes, body: bytes, *, timeout_s: float, max_bytes: int
 ) -> Response:
-    """Send a request, whole. Raises UpstreamError: PROTOCOL also if the response's body is larger than `max_bytes`,
-    TIMEOUT if the whole takes longer than `timeout_s`, as `pulse` counts. A kept connection that turns out to be closed
-    costs nothing.
+    """Send a request, and return the complete response. Raises UpstreamError: PROTOCOL also if the response's body is
+    larger than `max_bytes`, TIMEOUT if it takes longer than `timeout_s`, as `pulse` counts. If a kept connection turns
+    out to be closed, a new one is used.
     """
     request = method, head, body
     try:
@@ -71,7 +71,7 @@ async def _exchange(
 
 
 def bearer(key: ApiKey) -> bytes:
-    """The field line that shows an endpoint its key."""
+    """The field line that sends an endpoint its key."""
     return f"Authorization: Bearer {key.reveal()}\r\n".encode("ascii")
 
 
@@ -79,7 +79,7 @@ _FIELDS = b"Accept: */*\r\nUser-Agent: lbproxy\r\n"
 
 
 class _Collector:
-    """Takes head and end as a receiver, and the payload as a watcher."""
+    """Gets head and end as a receiver, and the payload as a watcher."""
 
     switches = False
 
@@ -87,9 +87,9 @@ class _Collector:
         # A failure is a result here: an exception that a cancelled task never fetches would be logged as lost.
         self.result: asyncio.Future[Response | UpstreamError] = asyncio.get_running_loop().create_future()
         self._connection: Connection | None = connection
-        """None: the response is whole, and the connection may be another's by now."""
+        """None: the response is complete, and another exchange may use the connection by now."""
         self._left = max_bytes
-        self._body = bytearray()  # not a list of pieces: a response of two bytes a chunk would be 20 times its size
+        self._body = bytearray()  # a list of pieces would be 20 times the size of a response of two bytes a chunk
         self._head: ResponseHead | None = None
 
     def complete_response(self, head: ResponseHead, body: bytes) -> None:
@@ -98,14 +98,14 @@ class _Collector:
         self.ended()
 
     def release(self) -> None:
-        """Nobody waits for the response any more: close the connection, unless the response was whole."""
-        self._body.clear()  # an error that is raised keeps us, by its traceback, until the next collection of garbage
+        """Close the connection, unless the response was complete: no task waits for it any more."""
+        self._body.clear()  # a raised error keeps this object, by its traceback, until the next garbage collection
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
 
     def hints(self, head: ResponseHead) -> None:
-        """Of no use here."""
+        """Not used here."""
 
     def head(self, head: ResponseHead) -> None:
         self._head = head
@@ -120,7 +120,7 @@ class _Collector:
             self.broke(UpstreamError(FailureKind.PROTOCOL, "the body is too large"))
 
     def body(self, data: bytes) -> None:
-        """The payload was seen by `feed`."""
+        """The payload was passed to `feed`."""
 
     def ended(self) -> None:
         self._connection = None

@@ -1,8 +1,8 @@
-"""What a client must do in time: finish a head that it began, and take what it is sent.
+"""The deadlines of a client: to complete a head that it began, and to read what it is sent.
 
-One sweep a second looks after all connections that owe something, and none runs while nobody does: a timer for each
-would cost more than these limits need in precision. A body's own limits are where it is read (proxy/front/server.py),
-and an idle connection's are aiohttp's.
+One sweep a second checks all connections with a deadline, and none runs without any: a timer for each would cost more
+than the precision is worth. A body's limits are applied where it is read (proxy/front/bodies.py), and the idle time-out
+by aiohttp.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ class WatchedClient(Protocol):
     transport: asyncio.Transport | None
 
     def head_is_late(self) -> None:
-        """The head that began, or the first one, did not come in time: refuse it and close."""
+        """The head that began, or the first one, did not arrive in time: refuse it and close."""
         ...
 
 
 class Deadlines:
-    """Who owes what, and by when. Every method is O(1) but the sweep, which is linear in those that owe."""
+    """The deadlines of all clients. Every method is O(1) except the sweep, which is linear in the watched clients."""
 
     def __init__(self, runtime: Runtime, timeouts: TimeoutSettings) -> None:
         self._loop = runtime.loop
         self._pulse = runtime.pulse
         self._armed_at = 0.0
         self._postponed = False
-        """The last sweep was put off, because our own loop had stood still."""
+        """The last sweep was postponed, because lbproxy itself was stopped."""
         self.reconfigure(timeouts)
         self._heads: dict[WatchedClient, float] = {}
         self._stalls: dict[WatchedClient, tuple[float, int]] = {}
-        """By when some bytes must have gone, and how many there were when that was said."""
+        """By when some bytes must have been read, and how many were unsent when that was set."""
         self._timer: asyncio.TimerHandle | None = None
 
     def reconfigure(self, timeouts: TimeoutSettings) -> None:
-        """Other limits, for what begins from now on."""
+        """Apply other limits to what begins from now on."""
         self._head_s = timeouts.client_head
         self.stall_s = timeouts.client_stall
-        """How long a client may take nothing of what it is sent."""
+        """How long a client may read nothing of what it is sent."""
 
     def head_due(self, client: WatchedClient) -> None:
-        """A head began, or a connection did. Said again, it changes nothing."""
+        """A head began, or a connection did. A repeated call has no effect."""
         self._heads.setdefault(client, self._loop.time() + self._head_s)
         self._arm()
 
     def head_complete(self, client: WatchedClient) -> None:
-        """It is whole."""
+        """The head is complete."""
         self._heads.pop(client, None)
 
     def write_stalled(self, client: WatchedClient) -> None:
@@ -63,16 +63,16 @@ class Deadlines:
         self._arm()
 
     def write_resumed(self, client: WatchedClient) -> None:
-        """It has room again."""
+        """The client's buffer has room again."""
         self._stalls.pop(client, None)
 
     def disconnected(self, client: WatchedClient) -> None:
-        """The connection is lost: it owes nothing any more."""
+        """The connection is lost: it has no deadlines any more."""
         self.head_complete(client)
         self.write_resumed(client)
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop the sweep."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -84,7 +84,7 @@ class Deadlines:
     def _sweep(self) -> None:
         self._timer = None
         if self._pulse.stood_still_since(self._armed_at) and not self._postponed:
-            self._postponed = True  # what is overdue may lie unread in the kernel: read first
+            self._postponed = True  # what is overdue may be unread in the kernel: read first
             self._arm()
             return
         self._postponed = False

@@ -1,8 +1,8 @@
-"""The listener: clients' connections, requests read under limits, and every failure rendered as an OpenAI error.
+"""The front end: clients' connections, requests read under limits, and every failure rendered as an OpenAI error.
 
-Requests come in two ways, read by aiohttp or in the fast lane (proxy/front/connection.py), and are answered in one.
-Answers are written by us, as bytes, to the client's transport. Invariant: each request that has a head leaves one
-record, whatever happens to it.
+Requests are read in two ways, by aiohttp or in the fast lane (proxy/front/connection.py), and served in one. Responses
+are written by lbproxy, as bytes, to the client's transport. Invariant: each request with a head leaves one record,
+whatever happens to it.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from lbproxy.runtime import Runtime
 logger = logging.getLogger("lbproxy")
 
 SEND_BUFFER_BYTES = 128 << 10
-"""SO_SNDBUF: without it the kernel alone takes megabytes for each client that does not read."""
+"""SO_SNDBUF: without it the kernel alone holds megabytes for each client that does not read."""
 LAST_IDLE_S = 0.5
-"""How long a connection waits for a last request, when we stop and its last response did not say so."""
+"""How long a connection waits for a last request at shutdown, if its last response did not say that it ends."""
 FLUSH_S = 2.0
-"""How long a stop waits for what is written already to reach slow clients."""
+"""How long shutdown waits for written bytes to reach slow clients."""
 MAX_LINE_BYTES = 16 << 10
 MAX_FIELDS = 128
 
@@ -62,7 +62,7 @@ class FrontEnd(web.Server):
     """Serves clients. `listen`, then `lame_duck` and `stop`."""
 
     url: str | None = None
-    """Where clients reach it; None: it does not listen yet. Set by who knows the scheme."""
+    """Where clients reach it; None: it does not listen yet. Set by the owner, which knows the scheme."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class FrontEnd(web.Server):
         rng: random.Random,
         overload: Overload | None = None,
     ) -> None:
-        # Everything that aiohttp gets wrong for a proxy by default is set here (docs/failures.md has the list).
+        # The defaults of aiohttp that are wrong for a proxy are replaced here (docs/failures.md has the list).
         super().__init__(
             self._handle,
             handler_cancellation=True,
@@ -90,10 +90,10 @@ class FrontEnd(web.Server):
         self.max_plain_body_bytes = min(settings.limits.json_body, PARSE_AT_ONCE_BYTES)
         self.cork = exchanger.connections.cork
         self.keys: KeyRing | None = None
-        """Each request must carry one of these; None = it need not. Kept by who reads them."""
+        """Each request must carry one of these; None = not required. Set by the owner, which reads them."""
         self._cors = _cors_of(settings)
         self.sampling: Sampling | None = None
-        """Which requests are traced; None = none, and what they say of traces goes on as it came. Kept as `keys`."""
+        """Which requests are traced; None = none, and clients' trace fields are passed on. Set like `keys`."""
         self._reading = Reading(settings, runtime)
         self.deadlines = Deadlines(runtime, settings.timeouts)
         self._max_connections = settings.limits.connections
@@ -108,7 +108,7 @@ class FrontEnd(web.Server):
         self._last_requests = False
         """Connections are not kept alive any more."""
         self._ends_at = inf
-        """While it stops: when what still runs is cut."""
+        """During shutdown: when running requests are cut."""
         self._draining = False
         self._running = 0
         self._no_requests = asyncio.Event()
@@ -120,22 +120,22 @@ class FrontEnd(web.Server):
             self, room=self._has_room, refusal=self._connection_refusal, not_tls=self._plain_http_refusal
         )
 
-    # Life
+    # Life cycle
 
     async def listen(self, host: str, port: int, inherited: Sequence[socket.socket] = ()) -> int:
-        """Accept connections; returns the port (port 0: any free one; 0 of a Unix socket). Raises OSError.
+        """Accept connections; returns the port (port 0: any free one; 0 for a Unix socket). Raises OSError.
 
-        `inherited`: sockets that listen there already, to use instead.
+        `inherited`: sockets that listen there already, to be used instead.
         """
         sockets = inherited or await bind(host, port)
-        for sock in sockets:  # inherited by accept
+        for sock in sockets:  # inherited by accepted sockets
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             find_vanished(sock, self._client_stall_s)
         self.listener.start(sockets)
         return bound_port(sockets)
 
     def reconfigure(self, settings: Settings) -> None:
-        """Other settings for requests, bodies and connections that begin from now on."""
+        """Apply other settings to requests, bodies and connections that begin from now on."""
         self.exchanger = self.exchanger.under(settings)
         self._reading = Reading(settings, self._runtime)
         self._cors = _cors_of(settings)
@@ -174,22 +174,23 @@ class FrontEnd(web.Server):
 
     @property
     def draining(self) -> bool:
-        """Whoever sends clients here must send them elsewhere."""
+        """Load balancers in front must send clients elsewhere."""
         return self._last_requests
 
     @property
     def running(self) -> int:
-        """Requests that were read and have no non-streaming response yet."""
+        """Requests that were read and have no complete response yet."""
         return self._running
 
     def running_records(self) -> list[RequestRecord]:
-        """What is known so far of the requests that run. They change."""
+        """The records of running requests. They still change."""
         return [client.turn.record for client in self._clients() if client.turn is not None]
 
     async def lame_duck(self, within_s: float, *, accepting: bool) -> None:
-        """Serve everybody, but keep no connection alive, so that clients leave: each response says `Connection: close`.
+        """Serve all clients, but keep no connection alive, so that clients leave: each response says `Connection:
+        close`.
 
-        `accepting`: new connections too, for all of the time; else it is over as soon as no connection is left.
+        `accepting`: accept new connections for the complete time; else it ends as soon as no connection is left.
         """
         self._keep_no_connection()
         if accepting:
@@ -199,10 +200,10 @@ class FrontEnd(web.Server):
             await _wait_for(self._no_connections, within_s)
 
     async def stop(self, deadline_s: float) -> int:
-        """Accept no connection more, let running requests finish until the deadline, then cut the rest, visibly.
+        """Accept no more connections, let running requests finish until the deadline, then cut the rest, visibly.
 
-        A connection whose last response did not say that it ends may bring one more request, if that comes soon: a
-        client that asks again at once must not find it closed under its hands. Returns how many requests were cut.
+        A connection whose last response did not say that it ends may send one more request, if that arrives soon: a
+        client that sends again at once must not find it closed. Returns how many requests were cut.
         """
         cut = 0
         self._keep_no_connection()
@@ -225,11 +226,11 @@ class FrontEnd(web.Server):
         return cut
 
     def end_within(self, deadline_s: float) -> None:
-        """While it stops: what runs has so long, unless it has less."""
+        """During shutdown: running requests get at most this long."""
         self._ends_at = min(self._ends_at, self._loop.time() + deadline_s)
 
     def _keep_no_connection(self) -> None:
-        """Answers whose heads are still to be written say `Connection: close` from now on."""
+        """Responses whose heads are not written yet say `Connection: close` from now on."""
         self._last_requests = True
         for client in self._clients():
             if client.turn is not None:
@@ -248,11 +249,11 @@ class FrontEnd(web.Server):
         return cast(list[ClientConnection], self.connections)
 
     def __call__(self) -> ClientConnection:
-        """One more connection: asyncio's protocol factory."""
+        """Make a connection: asyncio's protocol factory."""
         return ClientConnection(self, loop=self._loop, **self._kwargs)
 
     def move_stranded(self) -> None:
-        """Requests wait in vain on some endpoints: send elsewhere what can be."""
+        """Send stranded requests to other endpoints, where possible."""
         for client in self._clients():
             if client.turn is not None:
                 client.turn.move_if_stranded()
@@ -260,7 +261,7 @@ class FrontEnd(web.Server):
     # One request
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """aiohttp's handler."""
+        """Handle a request of aiohttp's."""
         client = cast(ClientConnection, request.protocol)
         answered: asyncio.Future[bool] = self._loop.create_future()
 
@@ -272,7 +273,7 @@ class FrontEnd(web.Server):
         if request.headers.get("Upgrade", "").lower() in SWITCHES:
             turn: Turn = SocketTurn(self, client, record, ended)
         else:
-            # What HTTP/1.0 calls keep-alive would have to be confirmed, and ends with a relayed response anyway.
+            # Keep-alive of HTTP/1.0 would have to be confirmed, and ends with a relayed response anyway.
             keep_alive = request.keep_alive and request.version >= (1, 1)
             last = self._last_requests or self.overload.memory_is_short
             turn = Turn(self, client, record, ended, keep_alive=keep_alive and not last)
@@ -290,7 +291,7 @@ class FrontEnd(web.Server):
             turn.defect()
             return CLOSE
         finally:
-            turn.client_disconnected()  # unless it is over
+            turn.client_disconnected()  # unless it is finished
         if reusable:
             client.aiohttp_responded()
             return KEEP
@@ -298,7 +299,7 @@ class FrontEnd(web.Server):
         return CLOSE
 
     def serve_plain(self, plain: ClientRequest, client: ClientConnection) -> None:
-        """The fast lane's handler: see connection.Front."""
+        """Serve a request of the fast lane: see connection.Front."""
         record = self.new_record("POST", plain.target, client)
         record.id = plain.fields.request_id or record.id
         turn = Turn(
@@ -324,13 +325,13 @@ class FrontEnd(web.Server):
             turn.defect()
 
     def turn_began(self) -> None:
-        """One more request runs."""
+        """Count one more running request."""
         self._running += 1
         if self._running == 1:
             self._no_requests.clear()
 
     def turn_ended(self, record: RequestRecord) -> None:
-        """One less; its record goes out."""
+        """Count one running request less, and emit its record."""
         self._running -= 1
         if not self._running:
             self._no_requests.set()
@@ -340,7 +341,7 @@ class FrontEnd(web.Server):
         self._runtime.emit(record)
 
     async def _serve(self, request: web.BaseRequest, turn: Turn) -> None:
-        """Read what aiohttp parsed, and begin to answer it. Raises LbError if nothing was sent."""
+        """Read what aiohttp parsed, and begin to serve it. Raises LbError if nothing was sent."""
         record = turn.record
         if request.version not in {(1, 1), (1, 0)}:
             raise LbError(Outcome.BAD_REQUEST, "Only HTTP/1.1 and HTTP/1.0 are supported.")
@@ -350,14 +351,14 @@ class FrontEnd(web.Server):
         record.path = target.partition("?")[0]
         if self._cors is not None and (preflight := self._cors.preflight(request.method, request.headers)):
             record.route = "preflight"
-            turn.respond_to_preflight(preflight)  # to whoever asks: a browser sends no key with it
+            turn.respond_to_preflight(preflight)  # without a key: browsers send none with it
             return
         if turn.switches or fields.upgrade:
             read_handshake(request.method, fields, is_switching=turn.switches)
         credentials, trace = fields.credentials, fields.trace
         if self.sampling is not None:
             record.trace, trace = self.sampling.begin(trace)
-        if self.keys is not None:  # before anything is said or read
+        if self.keys is not None:  # before anything is sent or read
             record.key, credentials = self.keys.name_of(credentials), b""
         settings = turn.settings
         route = find_route(request.method, record.path, lora_management=settings.lora_management)
@@ -392,7 +393,7 @@ class FrontEnd(web.Server):
         turn.respond(*await self._adapter_calls.make(request, record.id, timeout_s=timeout_s, name_endpoints=named))
 
     def _start_exchange(self, request: ClientRequest, turn: Turn, large: LargeFacts | None = None) -> None:
-        """Begin the exchange of a request that was read whole; `large`: what its body says, if that was read in turns.
+        """Begin the exchange of a complete request. `large`: the content of its body, if that was read in turns.
 
         Raises LbError if nothing was sent.
         """
@@ -412,11 +413,11 @@ class FrontEnd(web.Server):
             raise LbError(Outcome.LOOP)
 
     def _refusal(self) -> LbError:
-        """What a request is told while no new ones are taken."""
+        """The error while no new requests are accepted."""
         return LbError(Outcome.DRAINING) if self._draining else self.overload.refusal()
 
     def _list_models(self, turn: Turn) -> None:
-        """GET /v1/models, or one of them: what the endpoints that are up say, merged."""
+        """GET /v1/models, or one of them: the merged models of the endpoints that are up."""
         if not self._runtime.any_up():
             raise LbError(Outcome.NO_ENDPOINTS)
         turn.respond(200, models_body(self._reading.model_cards(), turn.record.path))
@@ -424,13 +425,13 @@ class FrontEnd(web.Server):
     def _forwarding(self, settings: Settings) -> Forwarding:
         return Forwarding(settings.forwarded, settings.trusted_proxies, self._id_prefix)
 
-    # Answers and records
+    # Responses and records
 
     def refuse(
         self, client: ClientConnection, record: RequestRecord, error: LbError, *, keep_alive: bool, cors: str
     ) -> bool:
         """Write an error, if the client is still there. Returns whether the connection lives on. `cors`: see Turn."""
-        # A body that was not read would be taken for the next request, or the next request for the body.
+        # A body that was not read would be read as the next request, or the next request as the body.
         keep_alive = keep_alive and not error.outcome.value.close and client.request_is_read
         record.outcome, record.status = error.outcome, error.outcome.value.status
         response = error_response(error, record, keep_alive=keep_alive, rng=self._rng, more=cors)
@@ -438,18 +439,18 @@ class FrontEnd(web.Server):
         return keep_alive
 
     def refuse_unread(self, client: ClientConnection, error: LbError) -> None:
-        """Answer what is no request: see connection.Front."""
+        """Respond to what is not a request: see connection.Front."""
         record = self.new_record("", "", client)
         self.refuse(client, record, error, keep_alive=False, cors=self._cors_of_unread())
         record.ended_at = self._runtime.now()
         self._runtime.emit(record)
 
     def _connection_refusal(self) -> bytes:
-        """What a connection is told that there is no room for."""
+        """The response to a connection for which there is no room."""
         return self._unread_response(LbError(Outcome.OVERLOADED))
 
     def _plain_http_refusal(self) -> bytes:
-        """What a connection is told that speaks plain HTTP where TLS is spoken."""
+        """The response to a connection that speaks plain HTTP where TLS is required."""
         return self._unread_response(LbError(Outcome.BAD_REQUEST, "This port needs TLS: use https:// in the URL."))
 
     def _unread_response(self, error: LbError) -> bytes:
@@ -458,12 +459,12 @@ class FrontEnd(web.Server):
         return error_response(error, record, keep_alive=False, rng=self._rng, more=cors)
 
     def _cors_of_unread(self) -> str:
-        """Field lines for what has no head that was read, so no origin that is known."""
+        """Field lines for a response without a request head, so without a known origin."""
         return "" if self._cors is None else self._cors.for_others
 
     @staticmethod
     def write(client: ClientConnection, record: RequestRecord, response: bytes) -> None:
-        """A response of our own, whole; nothing if the client is gone."""
+        """Write a complete response of lbproxy itself; nothing if the client is gone."""
         if record.method == "HEAD":
             response = response[: response.index(b"\r\n\r\n") + 4]
         record.response_bytes += len(response)
@@ -472,7 +473,7 @@ class FrontEnd(web.Server):
             transport.write(response)
 
     def new_record(self, method: str, path: str, client: ClientConnection) -> RequestRecord:
-        """A record that begins now, with an id of ours."""
+        """A record that begins now, with a new id."""
         return RequestRecord(self._new_id(), method, path, client.address, self._runtime.now())
 
     def _new_id(self) -> str:

@@ -24,7 +24,7 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class _EarlyData:
-    """Takes from aiohttp what a client sent before the 101, as its payload parser."""
+    """Takes from aiohttp the bytes that a client sent before the 101, as its payload parser."""
 
     def __init__(self) -> None:
         self.data = b""
@@ -35,12 +35,12 @@ class _EarlyData:
         return False, b""
 
     def feed_eof(self) -> None:
-        """The connection is lost, which the turn is told."""
+        """The connection is lost; the turn is told otherwise."""
 
 
 class SocketTurn(Turn):
-    """One request for a WebSocket, until that is closed; the sockets.relay.Owner of it. Whatever comes instead of a 101
-    is relayed as the response to any request; the client's connection ends with it.
+    """One request for a WebSocket, until that is closed; the sockets.relay.Owner of it. Any response other than a 101
+    is relayed like the response to any request; the client's connection ends with it.
     """
 
     _socket: SocketRelay | None = None
@@ -71,8 +71,8 @@ class SocketTurn(Turn):
             self._guarded(self._switch, head, connection)
 
     def _switch(self, head: ResponseHead, connection: Connection) -> None:
-        """It is a WebSocket from here on. The balancer is not kept waiting for a first message of the endpoint: the
-        client may have to speak first.
+        """Switch to a WebSocket. The first byte is reported at once: the endpoint may wait for a message of the
+        client.
         """
         self._enter(SWITCHED)
         shared, client, record = self._shared, self._connected, self.record
@@ -120,7 +120,7 @@ class SocketTurn(Turn):
             Turn.resume(self)
 
     def client_disconnected(self) -> None:
-        """See Exchange. A client that said why it leaves, or was told to, has not broken anything."""
+        """See Exchange. A client that sent a close frame, or got one, has not broken anything."""
         socket = self._socket
         if self.step is SWITCHED and socket is not None and (socket.client.close_received or socket.client.close_sent):
             socket.release()

@@ -1,4 +1,4 @@
-"""One request's turn on a client's connection: an exchange that answers through the front end."""
+"""One request on a client's connection: an exchange that responds through the front end."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from lbproxy.proxy.request.own_responses import json_response, no_content_respon
 
 
 class Front(Protocol):
-    """What a turn needs of the front end (`proxy.front.server`)."""
+    """The front end (`proxy.front.server`), as a turn needs it."""
 
     exchanger: Exchanger
     overload: Overload
 
     def turn_began(self) -> None:
-        """One more request runs."""
+        """Count one more running request."""
 
     def turn_ended(self, record: RequestRecord) -> None:
-        """It runs no more, and this is what it was."""
+        """Count one running request less, and emit its record."""
 
     def write(self, client: ClientConnection, record: RequestRecord, response: bytes) -> None:
-        """Write a response of our own."""
+        """Write a response of lbproxy itself."""
 
     def refuse(
         self, client: ClientConnection, record: RequestRecord, error: LbError, *, keep_alive: bool, cors: str
     ) -> bool:
-        """Write an error of our own; returns whether the connection lives on."""
+        """Write an error of lbproxy itself; returns whether the connection lives on."""
 
 
 class Turn(Exchange):
-    """One request's turn on a client's connection, from its head until its record is out."""
+    """One request on a client's connection, from its head until its record is emitted."""
 
     held_bytes: int = 0
-    """Of its body, counted in `Overload`."""
+    """Bytes of its body that are counted in `Overload`."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Turn(Exchange):
         *,
         keep_alive: bool,
     ) -> None:
-        """`ended` is told, once, whether the connection lives on."""
+        """`ended` is called once, with whether the connection lives on."""
         Exchange.__init__(self, front.exchanger, client, record, keep_alive=keep_alive)  # super() costs as much again
         self._front = front
         self._connected = client
@@ -66,7 +66,7 @@ class Turn(Exchange):
         self._front.overload.release(self)
 
     def respond(self, status: int, body: bytes, *, allow: str | None = None) -> None:
-        """End with a response of ours, unless it is over. `allow`: the methods that are allowed here."""
+        """End with a response of lbproxy itself, unless it is finished. `allow`: the methods that are allowed here."""
         if self.step is not FINISHED:
             self.record.status, self.record.outcome = status, Outcome.COMPLETED
             fields = {"x-request-id": self.record.id} | ({} if allow is None else {"allow": allow})
@@ -75,7 +75,9 @@ class Turn(Exchange):
             self.finish(self.keep_alive)
 
     def respond_to_preflight(self, cors: str) -> None:
-        """End with a response to a browser's question, unless it is over. `cors`: field lines, each with its CRLF."""
+        """End with a response to a preflight request, unless it is finished. `cors`: field lines, each with its
+        CRLF.
+        """
         if self.step is not FINISHED:
             self.record.status, self.record.outcome = 204, Outcome.COMPLETED
             keep_alive = self.keep_alive and self._connected.request_is_read
@@ -84,7 +86,7 @@ class Turn(Exchange):
             self.finish(keep_alive)
 
     def received(self, data: bytes) -> None:
-        """Never: only the client of a WebSocket sends in its turn."""
+        """Never called: only the client of a WebSocket sends during its request."""
         raise AssertionError("no WebSocket")
 
     def _ended(self, reusable: bool) -> None:
