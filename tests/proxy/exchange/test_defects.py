@@ -23,7 +23,7 @@ POINTS = [
     *((Relay, name) for name in ("body", "feed", "_write", "_report_progress", "ended", "_finish", "_count")),
     *((Relay, name) for name in ("pause", "_first_byte", "_is_refusal", "_release_head")),
     *((EventScanner, "feed"), (UsageScanner, "feed"), (ChunkedFraming, "feed"), (ConnectionPool, "keep")),
-    *((Exchange, name) for name in ("relayed", "committed", "_used", "_enter", "over")),
+    *((Exchange, name) for name in ("relayed", "committed", "_used", "_enter", "finish")),
     *((Runtime, name) for name in ("progress", "first_byte", "close", "emit")),
 ]
 
