@@ -81,14 +81,14 @@ class Balancer:
         """The driver notes here which endpoint stores which response."""
         self._choice = Choice(policy, admission, self._endpoints, self._backpressure, self.stored_responses, rng)
         self._dispatcher = Dispatcher(self._endpoints, self._choice, self._queue, self._flows)
-        self._adopt(admission)
+        self._reconfigure_queue(admission)
         self._placements = 0
         self._changed: list[Ticket] = []
         """Tickets that were closed because another ticket arrived; `poll` returns them."""
 
-    def _adopt(self, admission: AdmissionSettings) -> None:
+    def _reconfigure_queue(self, admission: AdmissionSettings) -> None:
         self._queue_timeout_s = admission.queue_timeout
-        self._dispatcher.adopt(admission, self._pool)
+        self._dispatcher.reconfigure(admission, self._pool)
 
     def reconfigure(  # noqa: PLR0913 - each is a section of the settings
         self,
@@ -118,8 +118,8 @@ class Balancer:
         self._flows.reconfigure(flows, now)
         for flow in self._flows:
             self._unpark(flow)
-        self._choice.adopt(policy, admission)
-        self._adopt(admission)
+        self._choice.reconfigure(policy, admission)
+        self._reconfigure_queue(admission)
 
     # Requests
 

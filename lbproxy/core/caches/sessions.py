@@ -21,7 +21,7 @@ MAX_SESSIONS = 50_000
 """Some 300 bytes each."""
 FIRST_TRUST: Final = 0.1
 """Before anything is reported: enough to decide between endpoints that are equal otherwise."""
-STEP: Final = 0.05
+TRUST_STEP: Final = 0.05
 KNOWN_SHARE: Final = 0.5
 """Where the keys match this share of a prompt, or of the session's last prompt, only the keys count: sub-agents have
 the session of their parent, and their tools and system prompt are cached everywhere."""
@@ -83,4 +83,4 @@ class Sessions:
         home = self._homes.get(session)
         if home is not None and home.request_id == request_id and home.expected > 0.0:
             share = min(1.0, max(0.0, found / home.expected))
-            self.trust += STEP * (share - self.trust)
+            self.trust += TRUST_STEP * (share - self.trust)

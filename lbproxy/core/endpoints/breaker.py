@@ -25,7 +25,7 @@ from typing import Final
 from lbproxy.config.sections.health import BreakerSettings
 from lbproxy.core.requests.retry import FailureKind
 
-SLOTS: Final = 6
+WINDOW_SLOTS: Final = 6
 SLOT_S: Final = 5.0
 """The window of the success rate: 30 s, of which the oldest slot is dropped at a time."""
 MIN_SAMPLES: Final = 5
@@ -69,8 +69,8 @@ class Breaker:
         self.failures = 0
         self.faults_in_row = 0
         """Faults since the last successful response."""
-        self._past_successes = [0] * (SLOTS - 1)
-        self._past_failures = [0] * (SLOTS - 1)
+        self._past_successes = [0] * (WINDOW_SLOTS - 1)
+        self._past_failures = [0] * (WINDOW_SLOTS - 1)
         """The earlier slots."""
         self._rotated_at = 0.0
         """When the current slot began."""
@@ -89,7 +89,7 @@ class Breaker:
         if turns <= 0:
             return
         self._rotated_at += turns * SLOT_S
-        for _ in range(min(turns, SLOTS)):
+        for _ in range(min(turns, WINDOW_SLOTS)):
             self._past_successes = [self.successes, *self._past_successes[:-1]]
             self._past_failures = [self.failures, *self._past_failures[:-1]]
             self.successes = self.failures = 0
@@ -108,7 +108,7 @@ class Breaker:
                 return cause, f"{self.faults_in_row} failures in a row"
         good, bad = self.successes + sum(self._past_successes), self.failures + sum(self._past_failures)
         if good + bad >= MIN_SAMPLES and good < settings.success_rate * (good + bad):
-            return Cause.SUCCESS_RATE, f"{good} successful responses of {good + bad} in {SLOTS * SLOT_S:g} s"
+            return Cause.SUCCESS_RATE, f"{good} successful responses of {good + bad} in {WINDOW_SLOTS * SLOT_S:g} s"
         return None
 
     def eject(self, cause: Cause, now: float, rng: random.Random) -> float:
@@ -127,5 +127,5 @@ class Breaker:
     def reset(self) -> None:
         """Clear the counts."""
         self.successes = self.failures = self.faults_in_row = 0
-        self._past_successes = [0] * (SLOTS - 1)
-        self._past_failures = [0] * (SLOTS - 1)
+        self._past_successes = [0] * (WINDOW_SLOTS - 1)
+        self._past_failures = [0] * (WINDOW_SLOTS - 1)

@@ -146,7 +146,7 @@ class EndpointSet:
                 state = self._join(spec, now)
                 added.append(state.endpoint)
             elif _facts_of(state.endpoint) != _facts_of(spec):
-                before, state.endpoint = state.endpoint, _identified(spec, state.endpoint.uid)
+                before, state.endpoint = state.endpoint, _with_uid(spec, state.endpoint.uid)
                 if spec.models != before.models:
                     state.models = _configured_models(spec)
                     self.serving.changed(state)
@@ -171,7 +171,7 @@ class EndpointSet:
 
     def _join(self, spec: EndpointSpec, now: float) -> EndpointState:
         self._last_uid += 1
-        state = EndpointState(_identified(spec, EndpointUid(self._last_uid)), models=_configured_models(spec))
+        state = EndpointState(_with_uid(spec, EndpointUid(self._last_uid)), models=_configured_models(spec))
         if self._pool is not None:
             state.load = LoadModel(self._pool, spec.kv_cache_tokens)
         self.judge.joined(state, now=now)
@@ -441,7 +441,7 @@ _FACTS: Final = [one.name for one in fields(EndpointSpec)]
 _facts_of: Final = attrgetter(*_FACTS)
 
 
-def _identified(spec: EndpointSpec, uid: EndpointUid) -> Endpoint:
+def _with_uid(spec: EndpointSpec, uid: EndpointUid) -> Endpoint:
     return Endpoint(uid=uid, **dict(zip(_FACTS, _facts_of(spec), strict=True)))
 
 

@@ -118,14 +118,14 @@ class Judge:
         is_probed = state.endpoint.health is not None
         if ok and not is_probed:
             return
-        if not ok and not state.fails and state.health is not Health.DOWN:
+        if not ok and not state.failures_in_row and state.health is not Health.DOWN:
             state.progress.failing_since = now
-        state.fails = 0 if ok else state.fails + 1
-        state.passes = state.passes + 1 if ok else 0
+        state.failures_in_row = 0 if ok else state.failures_in_row + 1
+        state.passes_in_row = state.passes_in_row + 1 if ok else 0
         first = state.health is Health.STARTING
-        if not ok and is_probed and (first or state.fails >= self._fall):
+        if not ok and is_probed and (first or state.failures_in_row >= self._fall):
             self._move(state, Event.UNHEALTHY, reason, now=now)
-        elif ok and (first or state.passes >= self._rise):
+        elif ok and (first or state.passes_in_row >= self._rise):
             may_prove = state.health is Health.HALF_OPEN and state.trial is None
             if may_prove and state.breaker.cause in _PROBES_SUFFICE:
                 self._move(state, Event.RECOVERED, reason, now=now)
@@ -166,10 +166,10 @@ class Judge:
             return
         if kind is FailureKind.CONNECT:
             self.probed(state, False, detail, now=now, refused=refused)
-        if trial and state.health is Health.HALF_OPEN and _is_bad(kind):
+        if trial and state.health is Health.HALF_OPEN and _counts_as_failure(kind):
             cause = _CAUSES.get(kind, state.breaker.cause)
             self._eject(state, cause, f"the trial request failed: {detail}", now)
-        elif _is_bad(kind):
+        elif _counts_as_failure(kind):
             self._count(state, kind, detail, now)
 
     def response_broke(self, state: EndpointState, *, timed_out: bool, placed_at: float, now: float) -> None:
@@ -260,9 +260,9 @@ class Judge:
         if state.health is before:
             return
         self._release_trial(state)
-        state.passes = 0
+        state.passes_in_row = 0
         if state.health in {Health.UP, Health.DOWN}:
-            state.fails = 0  # else probes go on failing: an ejection in between must not delay that it is down
+            state.failures_in_row = 0  # else probes go on failing, and an ejection must not delay DOWN
         if state.health is Health.UP:
             self._reached(state)
             state.breaker.reset()
@@ -289,5 +289,5 @@ class Judge:
         state.was_up = True
 
 
-def _is_bad(kind: FailureKind) -> bool:
+def _counts_as_failure(kind: FailureKind) -> bool:
     return kind in FAULTS or kind is FailureKind.ERROR

@@ -7,7 +7,7 @@ from typing import Final
 
 from lbproxy.core.engines.load_metrics import LoadMetrics
 
-MIN_MOVEMENTS: Final = 3
+MIN_METRIC_CHANGES: Final = 3
 """How often a metric must change until it is trusted to show work."""
 INTERVAL_DECAY: Final = 0.9
 """The longest interval is reduced to this share with each change."""
@@ -23,7 +23,7 @@ class Progress:
         "failing_since",
         "interval_s",
         "last_at",
-        "movements",
+        "metric_changes",
         "open_ended",
         "silent_since",
     )
@@ -35,7 +35,7 @@ class Progress:
         """Silence before this time does not count."""
         self.failing_since = -inf
         """Since when each of its health checks failed, if they do."""
-        self.movements = 0
+        self.metric_changes = 0
         """How often its metrics changed with its work."""
         self.open_ended = 0
         """Requests in flight whose silence shows nothing: WebSockets, whose clients may be idle."""
@@ -49,7 +49,7 @@ class Progress:
     @property
     def shows_work(self) -> bool:
         """Its metrics change when it works, so that it does not work if they do not change."""
-        return self.movements >= MIN_MOVEMENTS
+        return self.metric_changes >= MIN_METRIC_CHANGES
 
     def scraped(
         self, metrics: LoadMetrics, before: LoadMetrics | None, *, placed: int, in_flight: int, others: float | None
@@ -69,7 +69,7 @@ class Progress:
             worked = metrics.kv_utilization != before.kv_utilization and alone and not others
         if worked:
             if in_flight and self._busy_since < inf:
-                self.movements += 1
+                self.metric_changes += 1
                 self.interval_s = max(now - self._busy_since, INTERVAL_DECAY * self.interval_s)
             self._busy_since = now
         if not in_flight:

@@ -27,7 +27,7 @@ from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.requests.openai import ModelCard
 
 _POSITION: Final = attrgetter("position")
-_DROPPED: Final = 0
+_OUTDATED: Final = 0
 
 
 class _Group:
@@ -40,7 +40,7 @@ class _Group:
         """How many of them list the model as an adapter."""
         self.usable: list[EndpointState] = []
         """Members that may be asked, as of `epoch`."""
-        self.epoch = _DROPPED
+        self.epoch = _OUTDATED
 
 
 class _Entry:
@@ -70,7 +70,7 @@ class Serving:
         self.down: set[EndpointUid] = set()
         """Endpoints that are `DOWN`, draining or not."""
         self._panic = panic
-        self._epoch = _DROPPED + 1
+        self._epoch = _OUTDATED + 1
         """Lists of earlier epochs are outdated."""
         self._entries: dict[EndpointUid, _Entry] = {}
         self._all, self._unlisted = _Group(), _Group()
@@ -82,7 +82,7 @@ class Serving:
     def reconfigure(self, *, panic: bool) -> None:
         """Apply another setting."""
         self._panic = panic
-        self._drop_all()
+        self._outdate_all()
 
     def replace_all(self, states: Iterable[EndpointState]) -> None:
         """Set the complete set, in the order of the settings. O(endpoints + models of those that join or leave).
@@ -104,7 +104,7 @@ class Serving:
             self._remove(uid, entry)
         for state in joined:
             self.changed(state)
-        self._drop_all()
+        self._outdate_all()
 
     def changed(self, state: EndpointState) -> None:
         """Note that the health, trial, `draining` or models of `state` changed. No effect if it is not in the set.
@@ -131,9 +131,9 @@ class Serving:
         entry.is_up = is_up
         for group in entry.groups:
             group.up += more
-            group.epoch = _DROPPED
+            group.epoch = _OUTDATED
 
-    def _drop_all(self) -> None:
+    def _outdate_all(self) -> None:
         self.version += 1
         self._epoch += 1
 
@@ -162,7 +162,7 @@ class Serving:
         for group in entry.groups:
             del group.entries[uid]
             group.up -= int(entry.is_up)
-            group.epoch = _DROPPED
+            group.epoch = _OUTDATED
         entry.is_up = False
         entry.groups = []
         for model, card in (entry.models or {}).items():

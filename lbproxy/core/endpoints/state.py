@@ -34,9 +34,9 @@ class EndpointState:
     draining: bool = False
     removed: bool = False
     """It is not a member of the set any more."""
-    fails: int = 0
+    failures_in_row: int = 0
     """Failed probes and connections in a row."""
-    passes: int = 0
+    passes_in_row: int = 0
     """Passed probes in a row."""
     in_flight: int = 0
     """Tickets placed here and not closed: our own, exact and current."""

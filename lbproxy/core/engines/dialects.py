@@ -22,7 +22,7 @@ SIGNALS = ("waiting", "running", "kv_utilization", "block_size_tokens", "kv_bloc
 """The signals that routing uses; fields of `LoadMetrics`. An engine's table says which of them it has."""
 
 
-class Place(NamedTuple):
+class MetricsLocation(NamedTuple):
     """Where an engine's metrics usually are."""
 
     path: str = "/metrics"
@@ -30,15 +30,15 @@ class Place(NamedTuple):
     """None = the endpoint's own port."""
 
 
-USUAL_PLACE = Place()
+DEFAULT_LOCATION = MetricsLocation()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTable:
     """Where one engine exposes its load."""
 
-    place: Place = USUAL_PLACE
-    only_at_place: bool = False
+    location: MetricsLocation = DEFAULT_LOCATION
+    only_at_location: bool = False
     """The place is configured: a page elsewhere is not from this engine."""
     waiting: Signal = ()
     running: Signal = ()
@@ -116,7 +116,7 @@ ENGINES: Mapping[str, EngineTable] = {
         prefix="sglang:",
     ),
     "trtllm-serve": EngineTable(
-        place=Place("/prometheus/metrics"),  # its /metrics is JSON
+        location=MetricsLocation("/prometheus/metrics"),  # its /metrics is JSON
         waiting=_signal("trtllm_num_requests_waiting"),
         running=_signal("trtllm_num_requests_running"),
         kv_utilization=_signal("trtllm_kv_cache_utilization"),
@@ -125,7 +125,7 @@ ENGINES: Mapping[str, EngineTable] = {
         prefix="trtllm_",
     ),
     "triton-tensorrt-llm": EngineTable(
-        place=Place(port=8002),
+        location=MetricsLocation(port=8002),
         waiting=_signal("nv_trt_llm_request_metrics{request_type=waiting}"),
         running=_signal("nv_trt_llm_request_metrics{request_type=scheduled}"),
         # When the backend lacks a statistic, the others move up under wrong labels: a value above 1 is not a fraction.
@@ -151,47 +151,51 @@ class Engines:
     """The engines of one settings tree."""
 
     def __init__(self, own: Mapping[str, EngineSettings] | None = None) -> None:
-        made = {name: _made(ENGINES.get(name, EngineTable()), settings) for name, settings in (own or {}).items()}
+        made = {
+            name: _with_settings(ENGINES.get(name, EngineTable()), settings) for name, settings in (own or {}).items()
+        }
         self.tables: Mapping[str, EngineTable] = {**made, **{n: t for n, t in ENGINES.items() if n not in made}}
         """The engines of the settings first."""
         self._scanner = Scanner(family for table in self.tables.values() for family in table.families())
 
-    def places(self, engine: str) -> Sequence[Place]:
+    def locations(self, engine: str) -> Sequence[MetricsLocation]:
         """Where an engine's page usually is; for `auto`, where any engine's may be, the most usual place first."""
         if engine != "auto":
-            return [self.tables[engine].place]
-        return list(dict.fromkeys([USUAL_PLACE, *(table.place for table in self.tables.values())]))
+            return [self.tables[engine].location]
+        return list(dict.fromkeys([DEFAULT_LOCATION, *(table.location for table in self.tables.values())]))
 
-    def detect(self, page: bytes, place: Place | None = None) -> str | None:
+    def detect(self, page: bytes, location: MetricsLocation | None = None) -> str | None:
         """Return the engine that a page is from: the one with most of its families on it, else the one with the prefix
         of its families.
 
-        None if the engine cannot be at `place`. `place` None: a configured place, where any engine may be.
+        None if the engine cannot be at `location`. `location` None: a configured place, where any engine may be.
         """
-        at_place = {name: table for name, table in self.tables.items() if _may_stand(table, place)}
+        at_location = {name: table for name, table in self.tables.items() if _may_be_at(table, location)}
         shown = self._scanner.scan(page).keys()
-        counts = {name: len(table.families() & shown) for name, table in at_place.items()}
+        counts = {name: len(table.families() & shown) for name, table in at_location.items()}
         best = max(counts, key=lambda name: counts[name], default=None)
         if best is not None and counts[best]:
             return best
-        return next((name for name, table in at_place.items() if _has_prefix(page, table.prefix)), None)
+        return next((name for name, table in at_location.items() if _has_prefix(page, table.prefix)), None)
 
 
-def _may_stand(table: EngineTable, place: Place | None) -> bool:
-    return place in (None, table.place) or (place is not None and place.port is None and not table.only_at_place)
+def _may_be_at(table: EngineTable, location: MetricsLocation | None) -> bool:
+    return location in (None, table.location) or (
+        location is not None and location.port is None and not table.only_at_location
+    )
 
 
-def _made(base: EngineTable, settings: EngineSettings) -> EngineTable:
+def _with_settings(base: EngineTable, settings: EngineSettings) -> EngineTable:
     """A built-in table, or an empty one, with the settings applied."""
-    place = base.place
+    location = base.location
     if settings.metrics_path is not None:
-        place = place._replace(path=settings.metrics_path)
+        location = location._replace(path=settings.metrics_path)
     if settings.metrics_port is not None:
-        place = place._replace(port=settings.metrics_port)
+        location = location._replace(port=settings.metrics_port)
     return replace(
         base,
-        place=place,
-        only_at_place=settings.metrics_path is not None or settings.metrics_port is not None,
+        location=location,
+        only_at_location=settings.metrics_path is not None or settings.metrics_port is not None,
         waiting=_configured_or(settings.queued, base.waiting),
         running=_configured_or(settings.running, base.running),
         kv_utilization=_configured_or(settings.kv_utilization, base.kv_utilization),

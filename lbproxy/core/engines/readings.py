@@ -189,7 +189,7 @@ def _first(signal: Signal, samples: Samples) -> tuple[MetricSpec | None, list[Va
     return None, []
 
 
-def _partners(series: Sequence[Value], others: Sequence[Value], pinned: Collection[str]) -> list[float | None]:
+def _matching_values(series: Sequence[Value], others: Sequence[Value], pinned: Collection[str]) -> list[float | None]:
     """For each series the value of the one other series with the same values of all labels that both have.
 
     Linear: it compares the labels that every series of both has, except those in the specs; vLLM's is `engine`. None
@@ -234,7 +234,7 @@ def _utilization(table: EngineTable, samples: Samples, blocks: Sequence[Value]) 
             series = select(spec, samples)
             weights: list[float | None] = []
             if len(series) > 1 and blocks:
-                weights = _partners(series, blocks, pinned.union(name for name, _ in spec.labels))
+                weights = _matching_values(series, blocks, pinned.union(name for name, _ in spec.labels))
             share = _mean_share([one.value for one in series], weights)
         if share is not None:
             return share
@@ -258,7 +258,9 @@ def _ratio(ratio: MetricRatio, samples: Samples) -> float | None:
     if not used or not capacity:
         return None
     pinned = {name for spec in (ratio.used, ratio.capacity) for name, _ in spec.labels}
-    known = [(one.value, room) for one, room in zip(used, _partners(used, capacity, pinned), strict=True) if room]
+    known = [
+        (one.value, room) for one, room in zip(used, _matching_values(used, capacity, pinned), strict=True) if room
+    ]
     return _mean_share([value / room for value, room in known], [room for _, room in known])
 
 

@@ -83,7 +83,7 @@ class RequestRecord:
 
     def note_decision(self, decision: Decision) -> None:
         """Note the decision about one more attempt."""
-        decision.before, self.decision = self.decision, decision
+        decision.previous, self.decision = self.decision, decision
 
     @property
     def decisions(self) -> list[Decision]:
@@ -92,5 +92,5 @@ class RequestRecord:
         made = self.decision
         while made is not None:
             found.append(made)
-            made = made.before
+            made = made.previous
         return found[::-1]

@@ -28,13 +28,13 @@ class Decision:
     __slots__ = (
         "_costs",
         "at",
-        "before",
         "candidates",
         "chosen_state",
         "excluded",
         "notes",
         "parts",
         "policy",
+        "previous",
         "shown_states",
         "unavailable",
     )
@@ -65,7 +65,7 @@ class Decision:
         """Endpoints that took no requests at all, with the reason: at most MAX_SHOWN."""
         self.excluded: Sequence[tuple[Endpoint, str]] = ()
         """Endpoints that take requests but were not considered, with the reason: at most MAX_SHOWN."""
-        self.before: Decision | None = None
+        self.previous: Decision | None = None
         """The decision about the previous attempt of the same request. Set by `RequestRecord.note_decision`."""
 
     @property
@@ -112,7 +112,7 @@ class Decision:
         parts = self._known_parts() if wanted else []
         return sum(value for name, value in parts[self.chosen_index].items() if name in wanted) if parts else None
 
-    def cut(self, *, in_full: bool) -> None:
+    def shrink(self, *, in_full: bool) -> None:
         """Keep only the candidates with the lowest costs; `in_full`: with the parts of their costs."""
         costs = self.costs
         kept = lowest_costs(costs, self.chosen_index, MAX_SHOWN if in_full else 2)

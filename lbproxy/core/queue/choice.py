@@ -62,9 +62,9 @@ class Choice:
         self._rng = rng
         self._explainer = Explainer()
         self._tested_at = -inf
-        self.adopt(policy, admission)
+        self.reconfigure(policy, admission)
 
-    def adopt(self, policy: Policy, admission: AdmissionSettings) -> None:
+    def reconfigure(self, policy: Policy, admission: AdmissionSettings) -> None:
         """Use these from now on."""
         self.policy = policy
         hold = admission.order == "shortest" if admission.hold is None else admission.hold
@@ -214,7 +214,7 @@ class Choice:
             costs = None if noted and self.policy.notes_costs else prices.costs
             ticket.decision = made = self._decision(candidates[index], candidates, costs, prices.notes, now)
             if not small:
-                made.cut(in_full=noted)
+                made.shrink(in_full=noted)
         return candidates[index]
 
     def _lowest_cost_of(self, indices: list[int], candidates: Sequence[EndpointState], prices: Prices) -> int:

@@ -51,7 +51,7 @@ class Dispatcher:
         self._endpoints, self._choice, self._queue, self._flows = endpoints, choice, queue, flows
         self._pool: PoolModel | None = None
         self._by_work = False
-        self._long_s = 0.0
+        self._too_long_s = 0.0
         self._woken: dict[EndpointUid, EndpointState] = {}
         """Endpoints with an event since the queue was last considered."""
         self._all_woken = False
@@ -62,7 +62,7 @@ class Dispatcher:
         """The valid entries."""
         self._overload = Overload()
 
-    def adopt(self, admission: AdmissionSettings, pool: PoolModel | None) -> None:
+    def reconfigure(self, admission: AdmissionSettings, pool: PoolModel | None) -> None:
         """Apply other settings, and perhaps other models of the endpoints: waiting requests are considered again."""
         if pool is not self._pool:
             for ticket in self._queue:
@@ -71,7 +71,7 @@ class Dispatcher:
         self._pool = pool
         self._by_work = admission.order == "shortest" and pool is not None
         self._queue_timeout_s = admission.queue_timeout
-        self._long_s = admission.queue_timeout / TIMEOUT_PARTS
+        self._too_long_s = admission.queue_timeout / TIMEOUT_PARTS
         self._all_woken = True
 
     # Events
@@ -174,8 +174,8 @@ class Dispatcher:
     def _observe(self, waiting: int, now: float) -> None:
         """Update the overload state: while there is overload, the newest requests are served first."""
         overload = self._overload
-        overload.observe(waiting, self._long_s, now)
-        self._queue.late_s = LATE_SHARE * self._long_s if overload.is_lasting else inf
+        overload.observe(waiting, self._too_long_s, now)
+        self._queue.late_s = LATE_SHARE * self._too_long_s if overload.is_lasting else inf
         if self._pool is not None:
             self._pool.overloaded = overload.is_lasting
 

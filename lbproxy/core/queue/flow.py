@@ -111,7 +111,7 @@ class Flow:
             self.name, f"requests at a time, {self.limit} (`in_flight`), and this one could wait no longer", None
         )
 
-    def adopt(self, rule: FlowSettings, now: float) -> None:
+    def reconfigure(self, rule: FlowSettings, now: float) -> None:
         """Apply this rule from now on."""
         self.weight, self.limit = rule.weight, rule.in_flight
         self.requests = _bucket(self.requests, rule.requests_per_minute, now)

@@ -73,7 +73,7 @@ class Flows:
         """Apply other rules from now on. A flow above a new limit keeps its requests."""
         self._take(settings)
         for flow in self._flows.values():
-            flow.adopt(self._rule(flow.name), now)
+            flow.reconfigure(self._rule(flow.name), now)
 
     def _rule(self, name: str) -> FlowSettings:
         return self._rules.get(name, self._default)
@@ -101,7 +101,7 @@ class Flows:
                 if name in self._flows:
                     return self._flows[name]
             flow = self._flows[name] = Flow(name, now)
-            flow.adopt(self._rule(name), now)
+            flow.reconfigure(self._rule(name), now)
             self._single_flow = len(self._flows) == 1
         return flow
 
@@ -158,15 +158,15 @@ class Flows:
         assert flow is not None
         flow.in_flight += 1
         if flow.tokens is not None:
-            ticket.billed = self._prompt_tokens(request)
-            flow.tokens.take(ticket.billed)
+            ticket.billed_tokens = self._prompt_tokens(request)
+            flow.tokens.take(ticket.billed_tokens)
         if self._single_flow:
             return
         start = self._virtual
         if flow.virtual_finish > start:  # `virtual_start`, inlined
             start += (flow.virtual_finish - start) * exp2((flow.virtual_finish_at - now) / self._half_life_s)
         self._virtual = start
-        ticket.charged = cost = self._prompt_cost(ticket) + OUTPUT_COST * _expected_response_tokens(flow, request)
+        ticket.charged_cost = cost = self._prompt_cost(ticket) + OUTPUT_COST * _expected_response_tokens(flow, request)
         flow.virtual_finish = start + cost / flow.weight
         flow.virtual_finish_at = now
         flow.served_tokens += cost
@@ -176,12 +176,12 @@ class Flows:
         ticket.response_tokens += tokens
         flow = ticket.flow
         assert flow is not None
-        if ticket.charged:
-            excess = self._prompt_cost(ticket) + OUTPUT_COST * ticket.response_tokens - ticket.charged
+        if ticket.charged_cost:
+            excess = self._prompt_cost(ticket) + OUTPUT_COST * ticket.response_tokens - ticket.charged_cost
             if excess > 0.0:
                 self._charge(flow, ticket, excess, now)
         if flow.tokens is not None:
-            ticket.billed += tokens
+            ticket.billed_tokens += tokens
             flow.tokens.take(tokens)
 
     def ended(self, ticket: Ticket, usage: Usage | None, now: float, *, served: bool) -> None:
@@ -192,7 +192,7 @@ class Flows:
         if not served:
             prompt = completion = billed = 0.0
         else:
-            prompt, completion, billed = self._prompt_cost(ticket), float(ticket.response_tokens), ticket.billed
+            prompt, completion, billed = self._prompt_cost(ticket), float(ticket.response_tokens), ticket.billed_tokens
         if served and usage is not None:
             if usage.completion_tokens is not None:
                 completion = float(usage.completion_tokens)
@@ -203,13 +203,13 @@ class Flows:
                     self._learn_binary(ticket.request.model, usage.prompt_tokens)
                 if usage.cached_tokens is not None:
                     prompt = max(0.0, float(usage.prompt_tokens - usage.cached_tokens))
-        more = prompt + OUTPUT_COST * completion - ticket.charged
+        more = prompt + OUTPUT_COST * completion - ticket.charged_cost
         if self._single_flow and more >= 0.0:
             flow.served_tokens += more
         else:
             self._charge(flow, ticket, more, now)
         if flow.tokens is not None:
-            flow.tokens.take(billed - ticket.billed)
+            flow.tokens.take(billed - ticket.billed_tokens)
 
     def _charge(self, flow: Flow, ticket: Ticket, more: float, now: float) -> None:
         if more > 0.0:  # it is used now, whatever was charged before
@@ -217,7 +217,7 @@ class Flows:
             flow.virtual_finish_at = now
         flow.virtual_finish += more / flow.weight
         flow.served_tokens += more
-        ticket.charged += more
+        ticket.charged_cost += more
 
     def _prompt_cost(self, ticket: Ticket) -> float:
         """The prompt cost of a placed ticket."""

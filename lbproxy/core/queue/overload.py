@@ -46,12 +46,12 @@ class Overload:
         left = self._left
         return before * (self._busy_s - left[0]) / len(left) if len(left) >= MIN_PACE_SAMPLES else 0.0
 
-    def observe(self, waiting: int, long_s: float, now: float) -> None:
-        """Note that `waiting` requests wait from now on. `long_s`: a predicted wait that is too long."""
+    def observe(self, waiting: int, too_long_s: float, now: float) -> None:
+        """Note that `waiting` requests wait from now on. `too_long_s`: a predicted wait that is too long."""
         if self._waiting:
             self._busy_s += now - self._at
         self._waiting, self._at = waiting, now
-        if self.wait_s(waiting) <= (long_s * END_SHARE if self.is_lasting else long_s):
+        if self.wait_s(waiting) <= (too_long_s * END_SHARE if self.is_lasting else too_long_s):
             self._long_since = inf
             self.is_lasting = False
         elif self._long_since == inf:

@@ -75,8 +75,8 @@ class Ticket:
     """Set by the Balancer at once."""
     counts_in_flow = False
     """It is counted in `flow.active`."""
-    charged: float = 0.0
-    billed: float = 0.0
+    charged_cost: float = 0.0
+    billed_tokens: float = 0.0
     """While PLACED: what its flow was charged, and the tokens that count for its limit."""
     response_tokens = 0
     """Tokens of the response so far."""

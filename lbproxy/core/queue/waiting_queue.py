@@ -31,7 +31,7 @@ WORK_S: Final = 0.5
 MAX_LOOKUPS: Final = 512
 """And how many are computed again at a time, the oldest first, so that 10,000 waiting requests do not block the event
 loop."""
-YOUTH_S: Final = 1.0
+NEWEST_FIRST_S: Final = 1.0
 """Under overload (`core.queue.overload`) a request that has waited this long counts as twice its work: the newest can
 still be served in time."""
 HEAVY_SHARE: Final = 0.5
@@ -304,7 +304,7 @@ def _sorted(
     if work is None:
         return list(tickets)
     if newest_first:
-        return sorted(tickets, key=lambda ticket: work(ticket) * (1.0 + (now - ticket.submitted_at) / YOUTH_S))
+        return sorted(tickets, key=lambda ticket: work(ticket) * (1.0 + (now - ticket.submitted_at) / NEWEST_FIRST_S))
     return sorted(tickets, key=lambda ticket: work(ticket) / (1.0 + (now - ticket.submitted_at) / AGEING_S))
 
 

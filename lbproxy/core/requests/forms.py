@@ -83,7 +83,7 @@ class FormWalk:
         self._found: tuple[int, int] | None = None
         self._at = 0
         self._in_part = False
-        self._parts = self._false = 0
+        self._parts = self._false_delimiters = 0
         self._name = b""
         self._value_at = 0
         self._ended = True
@@ -100,14 +100,14 @@ class FormWalk:
         while left > 0 and not self._ended:
             if self._in_part:
                 before = self._at
-                self._search(left)
+                self._search_part_end(left)
                 left -= PLACE_BYTES + self._at - before
             else:
-                self._open()
+                self._read_part_head()
                 left -= PART_BYTES
         return not self._ended
 
-    def _open(self) -> None:
+    def _read_part_head(self) -> None:
         """Read the head of the part after a delimiter, or the end of the form."""
         body = self._body
         if self._parts == MAX_PARTS:
@@ -121,7 +121,7 @@ class FormWalk:
         head_end = (
             -1 if line_end is None else body.find(b"\r\n\r\n", line_end.end(), line_end.end() + MAX_PART_HEAD_BYTES)
         )
-        name = None if line_end is None or head_end < 0 else _name_of(body[line_end.end() : head_end])
+        name = None if line_end is None or head_end < 0 else _part_name(body[line_end.end() : head_end])
         if name is None:
             self._ended = True
             return
@@ -130,7 +130,7 @@ class FormWalk:
         self._at = head_end + 2
         self._in_part = True
 
-    def _search(self, size: int) -> None:
+    def _search_part_end(self, size: int) -> None:
         """Search the next `size` bytes for the end of a part: a delimiter that every parser takes for one.
 
         Within a line, or as the start of a longer word, it is not a delimiter. Between single CRs or LFs only some
@@ -154,11 +154,11 @@ class FormWalk:
                     raise LbError(Outcome.MISSING_MODEL, "The form has two fields `model`.", param="model")
                 self._found = (self._value_at, max(self._value_at, begin - 2))
             return
-        self._false += 1
-        self._ended = self._false > MAX_FALSE_DELIMITERS
+        self._false_delimiters += 1
+        self._ended = self._false_delimiters > MAX_FALSE_DELIMITERS
 
 
-def _name_of(head: bytes) -> bytes | None:
+def _part_name(head: bytes) -> bytes | None:
     """Return the name of a part; empty for a file; None if parsers could read its head differently."""
     disposition = None
     for line in head.split(b"\r\n"):

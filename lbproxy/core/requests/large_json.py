@@ -25,8 +25,8 @@ _UTF8: Final = {"utf-8", "utf-8-sig"}
 """The encoding of JSON between systems (RFC 8259, section 8.1). Python's json would read UTF-16 too, other servers
 would not, and bytes could not be inserted into it."""
 _TOKEN: Final = secrets.token_hex(16)
-_GOES_ON: Final = b'{"%b":["%b",' % (_TOKEN.encode(), _TOKEN.encode())
-_OPEN: Final = b',"%b"]}' % _TOKEN.encode()
+_CONTINUED: Final = b'{"%b":["%b",' % (_TOKEN.encode(), _TOKEN.encode())
+_UNFINISHED: Final = b',"%b"]}' % _TOKEN.encode()
 
 
 def load_json(text: bytes) -> object:
@@ -70,18 +70,18 @@ class LargeJson:
         is_last = self._done == len(self._segments)
         text = self._segments[at]
         if at or not is_last:
-            text = b"".join((_GOES_ON if at else b"", text, b"" if is_last else _OPEN))
+            text = b"".join((_CONTINUED if at else b"", text, b"" if is_last else _UNFINISHED))
         parsed = load_json(text)
         if at == 0:
             self.value = parsed
         if at or not is_last:
             assert isinstance(parsed, dict)
-            self._join(parsed, goes_on=at > 0, is_open=not is_last)
+            self._join(parsed, is_continued=at > 0, is_open=not is_last)
         return not is_last
 
-    def _join(self, fields: dict[str, Any], *, goes_on: bool, is_open: bool) -> None:
+    def _join(self, fields: dict[str, Any], *, is_continued: bool, is_open: bool) -> None:
         """Add a segment's fields to those of the segments before it."""
-        if goes_on:
+        if is_continued:
             more = fields.pop(_TOKEN)
             still = is_open and more[-1] == _TOKEN and len(more) > 1
             self._open += more[1:-1] if still else more[1:]

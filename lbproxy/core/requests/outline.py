@@ -65,7 +65,7 @@ MAX_KEY_BYTES: Final = 30
 MAX_MODEL_FIELD_BYTES: Final = 8 << 10
 """The key, a name in its longest spelling, and the blanks between them: a longer field is not read to its end."""
 _BRACKET: Final = re.compile(rb"[\[\]{}]")
-_MARK: Final = re.compile(rb"\xef\xb7\x90([0-9]{1,8}):[0-9a-f]{16}\xef\xb7\x91")
+_MARKER: Final = re.compile(rb"\xef\xb7\x90([0-9]{1,8}):[0-9a-f]{16}\xef\xb7\x91")
 """Between U+FDD0 and U+FDD1, which are not characters: Unicode reserves them for a program's internal use."""
 
 
@@ -96,7 +96,7 @@ class Outline:
         for _ in range(SLICES_AT_ONCE):
             if self._at >= len(self._body) or self._cost > enough:
                 break
-            self._slice()
+            self._walk_slice()
         if self._cost > MAX_COST or self._cost - self._cut_at_cost > MAX_SEGMENT_COST:
             raise LbError(
                 Outcome.INVALID_JSON, "The JSON body has too much structure, or too much text in short pieces."
@@ -111,7 +111,7 @@ class Outline:
         """The body without the middles of long strings."""
         return b",".join(self.segments)
 
-    def _slice(self) -> None:
+    def _walk_slice(self) -> None:
         """Walk the next piece of the body."""
         piece = self._body[self._at : self._at + SLICE_BYTES]
         if (len(piece) - len(piece.rstrip(b"\\"))) % 2 and len(piece) == SLICE_BYTES:
@@ -135,7 +135,7 @@ class Outline:
             self._cut(piece, parts, may_cut=may_cut)
         else:
             for bracket in _BRACKET.findall(outside):
-                self._nest(bracket)
+                self._follow_bracket(bracket)
             self._pieces.append(piece)
             self._cost += len(piece)
             self._in_string ^= len(parts) % 2 == 0
@@ -172,7 +172,7 @@ class Outline:
         for part in parts:
             end = start + len(part)
             if not self._in_string:
-                comma = self._outside(part, may_cut=may_cut)
+                comma = self._walk_outside(part, may_cut=may_cut)
                 if comma >= 0:
                     self._pieces.append(piece[written : start + comma])
                     written = start + comma + 1
@@ -203,7 +203,7 @@ class Outline:
         self._cost += first.end() - written
         return last.end()
 
-    def _outside(self, part: bytes, *, may_cut: bool) -> int:
+    def _walk_outside(self, part: bytes, *, may_cut: bool) -> int:
         """Follow brackets outside of strings. Returns the position of the comma to cut at; -1 = none."""
         comma = -1
         at = 0
@@ -211,13 +211,13 @@ class Outline:
             place = bracket.start()
             if may_cut and comma < 0 and self._in_list and self._depth == LIST_DEPTH:
                 comma = part.find(b",", at, place)
-            self._nest(bracket[0])
+            self._follow_bracket(bracket[0])
             at = place + 1
         if may_cut and comma < 0 and self._in_list and self._depth == LIST_DEPTH:
             comma = part.find(b",", at)
         return comma
 
-    def _nest(self, bracket: bytes) -> None:
+    def _follow_bracket(self, bracket: bytes) -> None:
         if bracket in {b"[", b"{"}:
             self._depth += 1
             if self._depth == 1:
@@ -234,7 +234,7 @@ def omitted_bytes(prompt: bytes, body_bytes: int) -> int:
     """How many bytes were omitted from a prompt whose body had `body_bytes` bytes. A client that forges markers can add
     at most the size of its body.
     """
-    return min(sum(int(mark[1]) for mark in _MARK.finditer(prompt)), body_bytes)
+    return min(sum(int(mark[1]) for mark in _MARKER.finditer(prompt)), body_bytes)
 
 
 def too_deep() -> LbError:

@@ -243,7 +243,7 @@ def _add_bytes(data: object, pieces: _Pieces) -> None:
 
 
 def _add_tool(tool: object, pieces: _Pieces) -> None:
-    pieces.add(_dump(_without_marks(tool)))
+    pieces.add(_dump(_without_cache_control(tool)))
 
 
 def _add_extra(file: object, pieces: _Pieces) -> None:
@@ -337,7 +337,7 @@ def _add_part(part: object, pieces: _Pieces, *, in_result: bool) -> None:
     elif kind == "thinking" and isinstance(part.get("thinking"), str):
         pieces.add(_encode(cast("str", part["thinking"])))
     elif not _add_media(part, pieces):
-        pieces.add(_VALUE + b"%016x" % _hash(_dump(_without_marks(part))))
+        pieces.add(_VALUE + b"%016x" % _hash(_dump(_without_cache_control(part))))
 
 
 _IMAGES: Final = frozenset({"image", "image_url", "input_image"})
@@ -375,7 +375,7 @@ def _token_bytes(ids: list[object]) -> bytes | None:
         return None
 
 
-def _without_marks(part: object) -> object:
+def _without_cache_control(part: object) -> object:
     """A tool or a part without `cache_control`, which is not part of the prompt."""
     if isinstance(part, dict) and "cache_control" in part:
         return {key: value for key, value in part.items() if key != "cache_control"}

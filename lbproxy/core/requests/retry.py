@@ -112,7 +112,7 @@ _NOT_SUSPECT: Final = frozenset(
     {FailureKind.CONNECT, FailureKind.STALE, FailureKind.BUSY, FailureKind.LIMITED, FailureKind.MISSING}
 )
 """After these failures the endpoint did not accept the request, so the request is not suspected of breaking servers."""
-_NOT_TAKEN: Final = _NOT_SUSPECT - {FailureKind.STALE}
+_NOT_ACCEPTED: Final = _NOT_SUSPECT - {FailureKind.STALE}
 """After these failures even a request that must not be executed twice may be sent again."""
 _RULES: Final = {
     FailureKind.CONNECT: _Rule(Outcome.CONNECT_FAILED, max_retries=_ANY_NUMBER, free=True),
@@ -150,12 +150,12 @@ class Retries:
         """Count a new request, of which the budget is a share."""
         second = int(now)
         if second != self._second:
-            self._turn_to(second)
+            self._advance_to(second)
         self._requests[second % WINDOW_S] += 1
 
     def budget(self, *, now: float) -> float:
         """Retries that the budget allows now."""
-        self._turn_to(int(now))
+        self._advance_to(int(now))
         return self._ratio * sum(self._requests) + self._per_second * WINDOW_S - sum(self._spent)
 
     def decide(
@@ -178,7 +178,7 @@ class Retries:
             and earlier.count(kind) < rule.max_retries
             and not (rule.unless_suspect and any(one not in _NOT_SUSPECT for one in earlier))
             and (rule.free or others_available)
-            and (repeatable or kind in _NOT_TAKEN)
+            and (repeatable or kind in _NOT_ACCEPTED)
         )
         if not retry and rule.free and not others_available:
             return Verdict(False, Outcome.NO_ENDPOINTS)  # no attempts are left, or no endpoints
@@ -190,7 +190,7 @@ class Retries:
         most_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** len(earlier))
         return Verdict(True, rule.outcome, self._rng.uniform(0.0, most_s))
 
-    def _turn_to(self, second: int) -> None:
+    def _advance_to(self, second: int) -> None:
         """Clear the slots of the seconds that have passed."""
         for passed in range(max(self._second + 1, second - WINDOW_S + 1), second + 1):
             self._requests[passed % WINDOW_S] = self._spent[passed % WINDOW_S] = 0

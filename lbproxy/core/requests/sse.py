@@ -18,7 +18,7 @@ from lbproxy.core.requests.request import Usage
 
 _ENDS = (b"\n\n", b"\n\r\n")
 """An empty line. Some servers mix line ends."""
-_SEAM_BYTES: Final = 32
+_OVERLAP_BYTES: Final = 32
 """How much of the last piece is kept: longer than every pattern that can be split between two pieces."""
 _FINISH: Final = re.compile(
     rb'\[DONE\]|"finish_reason"[ \t]*:[ \t]*"|"message_stop"|"response\.(?:completed|failed|incomplete)"'
@@ -43,7 +43,7 @@ class EventScanner:
 
     __slots__ = (
         "_line",
-        "_seam",
+        "_overlap",
         "_skip_preamble",
         "_watch_finish",
         "at_boundary",
@@ -67,7 +67,7 @@ class EventScanner:
         self.finished = False
         """A finish reason or [DONE] was seen. Only with `watch_finish`: bodies with framing do not need it."""
         self._watch_finish = watch_finish
-        self._seam = b"\n"
+        self._overlap = b"\n"
 
     def feed(self, data: bytes, start: int, end: int) -> None:
         """The next piece is `data[start:end]`."""
@@ -77,7 +77,7 @@ class EventScanner:
         if self.at_boundary and data.startswith(_DATA, start, end):
             self.events += 1  # the usual beginning of a piece
         else:
-            self._look_across(data[start : min(end, start + _SEAM_BYTES)])
+            self._search_overlap(data[start : min(end, start + _OVERLAP_BYTES)])
         if not self.has_content:
             if self._skip_preamble:
                 self._count_preamble(data[start:end])
@@ -86,13 +86,13 @@ class EventScanner:
             self.finished = _FINISH.search(data, start, end) is not None
         if data.endswith(_ENDS, start, end):  # the usual end of a piece: no pattern is split there
             self.at_boundary = True
-            self._seam = b"\n"
+            self._overlap = b"\n"
             return
-        if end - start >= _SEAM_BYTES:
-            self._seam = data[end - _SEAM_BYTES : end]
+        if end - start >= _OVERLAP_BYTES:
+            self._overlap = data[end - _OVERLAP_BYTES : end]
         else:
-            self._seam = (self._seam + data[start:end])[-_SEAM_BYTES:]
-        self.at_boundary = self._seam.endswith(_ENDS)
+            self._overlap = (self._overlap + data[start:end])[-_OVERLAP_BYTES:]
+        self.at_boundary = self._overlap.endswith(_ENDS)
 
     def _count_preamble(self, piece: bytes) -> None:
         """Count the events of the preamble."""
@@ -100,12 +100,12 @@ class EventScanner:
         self._line = rest[:_LINE_BYTES]
         self.preamble_events += len(_PREAMBLE.findall(lines))
 
-    def _look_across(self, first: bytes) -> None:
+    def _search_overlap(self, first: bytes) -> None:
         """Find patterns that are split between the last piece and this one."""
         most = len(_DATA_LINE) - 1
-        self.events += (self._seam[-most:] + first[:most]).count(_DATA_LINE)
+        self.events += (self._overlap[-most:] + first[:most]).count(_DATA_LINE)
         if self._watch_finish and not self.finished:
-            self.finished = _FINISH.search(self._seam + first) is not None
+            self.finished = _FINISH.search(self._overlap + first) is not None
 
     @property
     def is_complete(self) -> bool:
@@ -158,22 +158,22 @@ class UsageScanner:
                 self._first = (self._tail + data[first : min(at, first + _USAGE_BYTES)])[:_USAGE_BYTES]
             self._tail = data[at : min(end, at + _USAGE_BYTES)]
         elif self._partial_key:
-            self._look_across(data, start, end)
+            self._search_overlap(data, start, end)
             return
         elif self._tail and len(self._tail) < _USAGE_BYTES:
             self._tail += data[start : min(end, start + _USAGE_BYTES - len(self._tail))]
         self._partial_key = _beginning(data, start, end) if data.endswith(_USAGE_BEGINS, start, end) else b""
 
-    def _look_across(self, data: bytes, start: int, end: int) -> None:
+    def _search_overlap(self, data: bytes, start: int, end: int) -> None:
         """Find a key that is split between the last piece and this one, or continues into the next."""
         piece = data[start:end]
-        seam = self._partial_key + piece
-        if seam.startswith(_USAGE):
+        overlap = self._partial_key + piece
+        if overlap.startswith(_USAGE):
             self._first = self._first or self._tail
-            self._tail = seam[:_USAGE_BYTES]
+            self._tail = overlap[:_USAGE_BYTES]
         elif self._tail:
             self._tail = (self._tail + piece)[:_USAGE_BYTES]
-        self._partial_key = _beginning(seam, 0, len(seam))
+        self._partial_key = _beginning(overlap, 0, len(overlap))
 
     @property
     def usage(self) -> Usage | None:

@@ -21,7 +21,7 @@ _STATUS_LINE: Final = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: .*)?")
 _NAME: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _TEXT: Final = bytes({*range(0x20, 0x100), 0x09} - {0x7F})
 """The bytes allowed in a head besides CR and LF: RFC 9110, section 5.5."""
-_ENDS_HERE: Final = frozenset(
+_NOT_FORWARDED: Final = frozenset(
     {
         b"close",  # a field that the usual `Connection: close` would nominate
         b"connection",
@@ -385,7 +385,7 @@ def _read_fields(
         if field is None:
             raise ProtocolError("a field line is malformed")
         name, value = field
-        if name not in _ENDS_HERE:
+        if name not in _NOT_FORWARDED:
             kept.append(line)
             if name == b"content-type":
                 content_type = value.lower()

@@ -317,9 +317,9 @@ class Connection:
         if self._framing is not None and exc is None and self._framing.eof():
             receiver.ended()
         else:
-            receiver.broke(self._lost(exc))
+            receiver.broke(self._connection_error(exc))
 
-    def _lost(self, exc: Exception | None) -> UpstreamError:
+    def _connection_error(self, exc: Exception | None) -> UpstreamError:
         unanswered = self._framing is None and not self._buffer and not self._informational
         stale = self.reused and unanswered and self._loop.time() - self._sent_at < STALE_S
         detail = f"{self.origin}: " + (f"connection lost: {exc}" if exc else "closed")
@@ -382,7 +382,7 @@ class ConnectionPool:
                     connection = Connection(self, origin)
                     await open_transport(self.loop, cast(asyncio.Protocol, connection), sock)
                 else:
-                    connection = await self._shake_hands(origin, origin[2], sock, timeout_s)
+                    connection = await self._tls_handshake(origin, origin[2], sock, timeout_s)
             except BaseException:
                 sock.close()
                 raise
@@ -395,7 +395,7 @@ class ConnectionPool:
         self._busy.add(connection)
         return connection
 
-    async def _shake_hands(self, origin: Origin, tls: Tls, sock: socket.socket, timeout_s: float) -> Connection:
+    async def _tls_handshake(self, origin: Origin, tls: Tls, sock: socket.socket, timeout_s: float) -> Connection:
         """Open a TLS connection. Raises OSError; TimeoutError after `timeout_s`."""
         context = client_context(tls.ca, tls.verify)
         name = tls.server_name or origin[0].rstrip(".")

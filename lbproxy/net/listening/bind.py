@@ -92,7 +92,7 @@ def bound_port(sockets: Sequence[socket.socket]) -> int:
     return 0 if sockets[0].family == socket.AF_UNIX else int(sockets[0].getsockname()[1])
 
 
-def shown(sock: socket.socket) -> str:
+def socket_address(sock: socket.socket) -> str:
     """The address of a listening socket: `host:port` or `unix:/path`."""
     name = sock.getsockname()
     return f"unix:{name}" if sock.family == socket.AF_UNIX else f"{name[0]}:{name[1]}"

@@ -22,7 +22,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
 from lbproxy.config.sections.clients import Address
-from lbproxy.net.listening.bind import shown
+from lbproxy.net.listening.bind import socket_address
 
 logger = logging.getLogger("lbproxy")
 
@@ -30,7 +30,7 @@ FIRST_FD = 3
 MAX_SOCKETS = 64
 READY_WITHIN_S = 60.0
 """Longer than a slow machine takes to start Python."""
-_OUT_OF_THE_WAY = 64
+_TEMPORARY_FD = 64
 """Descriptors are moved above this before they are put in place, so that none is overwritten."""
 _READY = b"ready"
 
@@ -102,7 +102,7 @@ class Inherited:
         """Close what was not taken."""
         for name, sock in self._sockets:
             text = "an inherited socket fits no setting and is closed: %s (%s)"
-            logger.warning(text, shown(sock), name or "unnamed", extra={"event": "start"})
+            logger.warning(text, socket_address(sock), name or "unnamed", extra={"event": "start"})
             sock.close()
         if self._ready_fd is not None:
             os.close(self._ready_fd)
@@ -182,7 +182,7 @@ def _spawn(command: Sequence[str], sockets: Sequence[tuple[str, socket.socket]])
     """Use posix_spawn, not fork: this process has threads."""
     reading, writing = os.pipe()
     moved = [
-        fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _OUT_OF_THE_WAY) for fd in (*(s.fileno() for _, s in sockets), writing)
+        fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _TEMPORARY_FD) for fd in (*(s.fileno() for _, s in sockets), writing)
     ]
     environ = {
         **os.environ,

@@ -271,8 +271,8 @@ class Exchange(ABC):
         assert ticket is not None
         self._work = None  # the connection is back in the pool
         if head.load_report:
-            head = self._take_report(head, ticket)
-        if head.status in STATUS_FAILURES and self._may_do_better(head.status):
+            head = self._handle_load_report(head, ticket)
+        if head.status in STATUS_FAILURES and self._retry_elsewhere(head.status):
             return
         if self._head_sent_by:
             self._cannot_continue(head, ticket)
@@ -290,7 +290,7 @@ class Exchange(ABC):
             transport.write(response)
         usage = read_usage(body) if is_json(head) else None
         if usage is not None:
-            usage = self._used(ticket, usage)
+            usage = self._note_usage(ticket, usage)
         if ticket.request.stores and head.status < 300 and (stored := find_response_id(body)) is not None:
             runtime.stores(ticket, stored)
         # The time of an error shows nothing of the endpoint's speed.
@@ -309,8 +309,8 @@ class Exchange(ABC):
         assert ticket is not None
         assert isinstance(connection, Connection)
         if head.load_report:
-            head = self._take_report(head, ticket)
-        if head.status in STATUS_FAILURES and self._may_do_better(head.status):
+            head = self._handle_load_report(head, ticket)
+        if head.status in STATUS_FAILURES and self._retry_elsewhere(head.status):
             connection.abort()
             return
         if self._head_sent_by and not can_continue(head):
@@ -348,10 +348,10 @@ class Exchange(ABC):
         runtime = self._shared.runtime
         verdict = runtime.after_failure(ticket, error, self._failed.kinds)
         self.record.error = error.detail
-        self._note(ticket, error.kind, verdict.outcome.label, verdict.outcome)
+        self._note_failure(ticket, error.kind, verdict.outcome.label, verdict.outcome)
         runtime.close(ticket, verdict.outcome)
         if verdict.retry:
-            self._again(verdict.delay_s)
+            self._retry(verdict.delay_s)
         else:
             self.refuse(LbError(verdict.outcome))
 
@@ -370,7 +370,7 @@ class Exchange(ABC):
 
     def stream_refused(self, status: int) -> bool:
         """See relay.Owner. Treated like an error status in the head."""
-        return self._may_do_better(status)
+        return self._retry_elsewhere(status)
 
     def relayed(self, result: Outcome | UpstreamError) -> None:
         """See relay.Owner."""
@@ -382,18 +382,18 @@ class Exchange(ABC):
         self.record.outcome = result
         usage = relay.usage
         if usage is not None:
-            usage = self._used(ticket, usage)
+            usage = self._note_usage(ticket, usage)
         self._shared.runtime.close(ticket, result, usage, timed_out=relay.timed_out)
         self.finish(relay.client_reusable)
 
-    def _take_report(self, head: ResponseHead, ticket: Ticket) -> ResponseHead:
+    def _handle_load_report(self, head: ResponseHead, ticket: Ticket) -> ResponseHead:
         """Report the endpoint's load. Only clients that asked for it get it."""
         self._shared.runtime.report_load(ticket, read_field(head.load_report))
         if not self.request.fields.wants_load_report:
             return head
         return head._replace(end_to_end=head.end_to_end + head.load_report)
 
-    def _used(self, ticket: Ticket, usage: Usage) -> Usage:
+    def _note_usage(self, ticket: Ticket, usage: Usage) -> Usage:
         """Record the usage that the endpoint reported, with the complete prompt in it."""
         expected = ticket.request.body_bytes / 4.0
         if ticket.placement is not None:
@@ -422,26 +422,26 @@ class Exchange(ABC):
             return
         self._release_work()
         self.record.error = error.detail
-        self._note(ticket, error.kind, f"upstream_{error.kind.value}", verdict.outcome)
+        self._note_failure(ticket, error.kind, f"upstream_{error.kind.value}", verdict.outcome)
         self._shared.runtime.close(ticket, verdict.outcome)
-        self._again(verdict.delay_s)
+        self._retry(verdict.delay_s)
 
-    def _may_do_better(self, status: int) -> bool:
+    def _retry_elsewhere(self, status: int) -> bool:
         """Whether to drop this response and ask another endpoint, which is then in progress."""
         ticket, runtime = self._ticket, self._shared.runtime
         assert ticket is not None
         kind = STATUS_FAILURES[status]
-        if kind is FailureKind.MISSING and not (self._lost_adapter(ticket) or self._seeks_owner()):
+        if kind is FailureKind.MISSING and not (self._adapter_was_unloaded(ticket) or self._owner_is_unknown()):
             return False
         verdict = runtime.after_failure(ticket, UpstreamError(kind, f"returned {status}"), self._failed.kinds)
         if not verdict.retry:
             return False
-        self._note(ticket, kind, f"upstream_{status}")
+        self._note_failure(ticket, kind, f"upstream_{status}")
         runtime.close(ticket, verdict.outcome)
-        self._again(verdict.delay_s)
+        self._retry(verdict.delay_s)
         return True
 
-    def _lost_adapter(self, ticket: Ticket) -> bool:
+    def _adapter_was_unloaded(self, ticket: Ticket) -> bool:
         """Whether a 404 can only mean that a listed adapter was unloaded at the endpoint: the path exists on every
         model server, and the model is listed as an adapter. If so, the endpoint is asked for its models at once.
         """
@@ -450,19 +450,19 @@ class Exchange(ABC):
         self._shared.runtime.doubt_models(ticket.placed_state.endpoint.uid)
         return True
 
-    def _seeks_owner(self) -> bool:
+    def _owner_is_unknown(self) -> bool:
         """Whether it is about a stored response whose endpoint is not known."""
         response_id = self.placed.response_id
         return response_id is not None and self._shared.runtime.stored(response_id) is None
 
-    def _note(self, ticket: Ticket, kind: FailureKind, label: str, ended: Outcome | None = None) -> None:
+    def _note_failure(self, ticket: Ticket, kind: FailureKind, label: str, ended: Outcome | None = None) -> None:
         endpoint = ticket.placed_state.endpoint
         self._failed = self._failed.add(endpoint.uid, kind, ended)
         self.record.failed += ((endpoint.name, label),)
         if self.record.trace is not None:
             self.record.trace.failed(label, self._shared.runtime.now())
 
-    def _again(self, delay_s: float) -> None:
+    def _retry(self, delay_s: float) -> None:
         if delay_s:
             timer = self._shared.runtime.loop.call_later(delay_s, self._guarded, self._place)
             self._enter(BACKING_OFF, timer)

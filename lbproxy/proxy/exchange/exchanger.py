@@ -29,7 +29,7 @@ class Exchanger:
         self.expose_endpoint = settings.expose_endpoint
         self.explain_header = settings.explain.header and settings.expose_endpoint
 
-    def under(self, settings: Settings) -> Exchanger:
+    def with_settings(self, settings: Settings) -> Exchanger:
         """The same under other settings, for new exchanges."""
         return Exchanger(settings, self.runtime, self.connections)
 

@@ -171,9 +171,9 @@ class ClientConnection(web.RequestHandler):
         "address",
         "body_reader",
         "peer",
+        "request_body",
         "state",
         "turn",
-        "unread",
     )
 
     def __init__(self, front: web.Server, **options: object) -> None:
@@ -185,7 +185,7 @@ class ClientConnection(web.RequestHandler):
         """The body that aiohttp's handler is reading, if it is."""
         self.address = ""
         """The client's address, without its port; `unix:` for a Unix socket."""
-        self.unread: StreamReader | None = None
+        self.request_body: StreamReader | None = None
         """The body of the request in aiohttp's handler, read or not."""
         self.peer: Peer = self._front.forwarding.peer("", encrypted=False)
         """What endpoints are told of the client."""
@@ -217,7 +217,7 @@ class ClientConnection(web.RequestHandler):
         super().connection_made(cast(asyncio.Transport, corked))
         peer = self.peername
         self.address = peer[0] if isinstance(peer, tuple) else "" if peer is None else UNIX
-        self.peer = self._as_peer()
+        self.peer = self._make_peer()
         if not self._front.connected():
             self._front.refuse_unread(self, LbError(Outcome.OVERLOADED))
             self.force_close()
@@ -233,7 +233,7 @@ class ClientConnection(web.RequestHandler):
         self._front.deadlines.disconnected(self)
         self._front.disconnected()
 
-    def _as_peer(self) -> Peer:
+    def _make_peer(self) -> Peer:
         encrypted = self.transport is not None and self.transport.get_extra_info("sslcontext") is not None
         return self._front.forwarding.peer(self.address, encrypted=encrypted)
 
@@ -340,7 +340,7 @@ class ClientConnection(web.RequestHandler):
             self._head_due = self._nothing_received = False
             self._front.deadlines.head_complete(self)
         self._request_in_progress = True  # aiohttp's shutdown waits for it
-        self.unread = None
+        self.request_body = None
         self.state = LANE
         self._front.serve_plain(plain, self)
 
@@ -436,7 +436,7 @@ class ClientConnection(web.RequestHandler):
     def reconfigure(self, idle_s: float) -> None:
         """Apply another idle time-out, and other settings for what endpoints are told of it."""
         self._keepalive_timeout = idle_s
-        self.peer = self._as_peer()
+        self.peer = self._make_peer()
 
     def cut(self, why: Outcome) -> None:
         """End the current request visibly: at the deadline of the drain, or for lack of memory."""
@@ -456,7 +456,7 @@ class ClientConnection(web.RequestHandler):
     @property
     def request_is_read(self) -> bool:
         """All bytes of the current request were read: what comes next is another request."""
-        return self.unread is None or self.unread.is_eof()
+        return self.request_body is None or self.request_body.is_eof()
 
     async def drained(self) -> None:
         """Wait until the client has read earlier responses, so that those of pipelined requests cannot pile up here.

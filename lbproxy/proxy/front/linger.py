@@ -55,7 +55,7 @@ class Linger(asyncio.Protocol):
         self._half_closes = transport.can_write_eof()
         self._patience_s = LINGER_S if self._half_closes else TLS_LINGER_S
         self._unsent = unsent_bytes(transport)
-        self._still_s = 0.0
+        self._unchanged_s = 0.0
         """For how long that has not changed."""
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(LOOK_S, self._look)
@@ -81,8 +81,8 @@ class Linger(asyncio.Protocol):
         reads.
         """
         before, self._unsent = self._unsent, unsent_bytes(self._transport)
-        self._still_s = self._still_s + LOOK_S if self._unsent == before else 0.0
-        if self._still_s >= (self._stall_s if self._unsent else self._patience_s):
+        self._unchanged_s = self._unchanged_s + LOOK_S if self._unsent == before else 0.0
+        if self._unchanged_s >= (self._stall_s if self._unsent else self._patience_s):
             self._transport.abort()
         else:
             self._timer = self._loop.call_later(LOOK_S, self._look)

@@ -136,7 +136,7 @@ class FrontEnd(web.Server):
 
     def reconfigure(self, settings: Settings) -> None:
         """Apply other settings to requests, bodies and connections that begin from now on."""
-        self.exchanger = self.exchanger.under(settings)
+        self.exchanger = self.exchanger.with_settings(settings)
         self._reading = Reading(settings, self._runtime)
         self._cors = _cors_of(settings)
         self.overload.reconfigure(settings.limits)
@@ -277,7 +277,7 @@ class FrontEnd(web.Server):
             keep_alive = request.keep_alive and request.version >= (1, 1)
             last = self._last_requests or self.overload.memory_is_short
             turn = Turn(self, client, record, ended, keep_alive=keep_alive and not last)
-        client.unread = request.content
+        client.request_body = request.content
         if self._cors is not None:
             turn.cors = self._cors.fields_for(request.headers.get("Origin"))
         try:
@@ -387,7 +387,7 @@ class FrontEnd(web.Server):
         record, settings = turn.record, turn.settings
         record.route = request.route.name
         record.request_bytes = len(request.body)
-        self._end_loop(request.fields.via)
+        self._refuse_loop(request.fields.via)
         request.fields.forward += turn.client.peer.lines(request.fields, http10=request.http10)
         timeout_s, named = settings.timeouts.first_byte, settings.expose_endpoint
         turn.respond(*await self._adapter_calls.make(request, record.id, timeout_s=timeout_s, name_endpoints=named))
@@ -401,14 +401,14 @@ class FrontEnd(web.Server):
         record.route = request.route.name
         record.request_bytes = size = len(request.body)
         if request.fields.via:
-            self._end_loop(request.fields.via)
+            self._refuse_loop(request.fields.via)
         if self._draining or self.overload.refuses is not None:
             raise self._refusal()
         if size > LARGE_BODY_BYTES and not turn.held_bytes:
             self.overload.hold(turn, size)
         turn.start(*self._reading.interpret(request, record, large))
 
-    def _end_loop(self, via: bytes) -> None:
+    def _refuse_loop(self, via: bytes) -> None:
         if self.forwarding.is_loop(via):
             raise LbError(Outcome.LOOP)
 
@@ -441,7 +441,7 @@ class FrontEnd(web.Server):
     def refuse_unread(self, client: ClientConnection, error: LbError) -> None:
         """Respond to what is not a request: see connection.Front."""
         record = self.new_record("", "", client)
-        self.refuse(client, record, error, keep_alive=False, cors=self._cors_of_unread())
+        self.refuse(client, record, error, keep_alive=False, cors=self._cors_without_head())
         record.ended_at = self._runtime.now()
         self._runtime.emit(record)
 
@@ -454,11 +454,11 @@ class FrontEnd(web.Server):
         return self._unread_response(LbError(Outcome.BAD_REQUEST, "This port needs TLS: use https:// in the URL."))
 
     def _unread_response(self, error: LbError) -> bytes:
-        cors = self._cors_of_unread()
+        cors = self._cors_without_head()
         record = RequestRecord(self._new_id(), "", "", "", self._runtime.now())
         return error_response(error, record, keep_alive=False, rng=self._rng, more=cors)
 
-    def _cors_of_unread(self) -> str:
+    def _cors_without_head(self) -> str:
         """Field lines for a response without a request head, so without a known origin."""
         return "" if self._cors is None else self._cors.for_others
 

@@ -75,7 +75,7 @@ class SocketTurn(Turn):
         client.
         """
         self._enter(SWITCHED)
-        shared, client, record = self._shared, self._connected, self.record
+        shared, client, record = self._shared, self._client_connection, self.record
         self._server_end = end = ServerEnd(connection, self)
         response = client_head(head, self._own_fields() + SWITCH, chunked=False, keep_alive=True)
         record.status = 101
@@ -134,7 +134,7 @@ class SocketTurn(Turn):
             Turn.cut(self, why)
         else:
             self._socket.cut(why)
-            self._connected.linger()  # it may be sending: a close now would be a reset, and overtake the close frame
+            self._client_connection.linger()  # a close now could be a reset, and overtake the close frame
 
     def _release_work(self) -> None:
         if self._socket is not None:

@@ -54,13 +54,15 @@ class Turn(Exchange):
         """`ended` is called once, with whether the connection lives on."""
         Exchange.__init__(self, front.exchanger, client, record, keep_alive=keep_alive)  # super() costs as much again
         self._front = front
-        self._connected = client
+        self._client_connection = client
         self._on_ended = ended
         client.turn = self
         front.turn_began()
 
     def _refuse(self, error: LbError) -> bool:
-        return self._front.refuse(self._connected, self.record, error, keep_alive=self.keep_alive, cors=self.cors)
+        return self._front.refuse(
+            self._client_connection, self.record, error, keep_alive=self.keep_alive, cors=self.cors
+        )
 
     def _body_released(self) -> None:
         self._front.overload.release(self)
@@ -71,7 +73,7 @@ class Turn(Exchange):
             self.record.status, self.record.outcome = status, Outcome.COMPLETED
             fields = {"x-request-id": self.record.id} | ({} if allow is None else {"allow": allow})
             response = json_response(status, body, fields, keep_alive=self.keep_alive, more=self.cors)
-            self._front.write(self._connected, self.record, response)
+            self._front.write(self._client_connection, self.record, response)
             self.finish(self.keep_alive)
 
     def respond_to_preflight(self, cors: str) -> None:
@@ -80,9 +82,9 @@ class Turn(Exchange):
         """
         if self.step is not FINISHED:
             self.record.status, self.record.outcome = 204, Outcome.COMPLETED
-            keep_alive = self.keep_alive and self._connected.request_is_read
+            keep_alive = self.keep_alive and self._client_connection.request_is_read
             response = no_content_response(f"x-request-id: {self.record.id}\r\n{cors}", keep_alive=keep_alive)
-            self._front.write(self._connected, self.record, response)
+            self._front.write(self._client_connection, self.record, response)
             self.finish(keep_alive)
 
     def received(self, data: bytes) -> None:
@@ -92,7 +94,7 @@ class Turn(Exchange):
     def _ended(self, reusable: bool) -> None:
         if self.held_bytes:
             self._front.overload.release(self)
-        self._connected.turn = None
+        self._client_connection.turn = None
         try:
             self._front.turn_ended(self.record)
         finally:

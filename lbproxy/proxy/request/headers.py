@@ -167,10 +167,10 @@ def read_request_fields(raw: Iterable[tuple[bytes, bytes]], *, http10: bool = Fa
             raise LbError(Outcome.HEAD_TOO_LARGE, "The name of a header field is too long.")
         hosts += key == b"host"
         if key in NOT_FORWARDED:
-            _read_our_own(fields, nominated, key, value)
+            _read_hop_by_hop(fields, nominated, key, value)
         elif not (b"_" in key and _has_meaning(key.replace(b"_", b"-"))):
             piles[_pile(key)].extend((name, b": ", value, b"\r\n"))
-            _read_passing(fields, key, value)
+            _read_forwarded(fields, key, value)
     if size > MAX_HEAD_BYTES:
         raise LbError(Outcome.HEAD_TOO_LARGE)
     if http10:
@@ -200,7 +200,7 @@ def _pile(key: bytes) -> int:
     return 4 if key == b"max-forwards" or key.startswith(OURS) else 0
 
 
-def _read_passing(fields: RequestFields, key: bytes, value: bytes) -> None:
+def _read_forwarded(fields: RequestFields, key: bytes, value: bytes) -> None:
     """Read a field that is meant for lbproxy and, in most cases, the endpoint."""
     if key == b"content-type":
         fields.content_type = value.lower()
@@ -227,7 +227,7 @@ def _without(nominated: set[bytes], parts: list[bytes]) -> list[bytes]:
     return [part for line in lines if line[0].lower() not in nominated for part in line]
 
 
-def _read_our_own(fields: RequestFields, nominated: set[bytes], key: bytes, value: bytes) -> None:
+def _read_hop_by_hop(fields: RequestFields, nominated: set[bytes], key: bytes, value: bytes) -> None:
     """Read a field that is not forwarded."""
     match key:
         case b"connection":

@@ -523,6 +523,6 @@ def test_audio_counts_as_endpoints_count_it_and_not_by_its_bytes() -> None:
         balancer.close(ticket, Outcome.COMPLETED, now=0.0, usage=Usage(tokens, 0, 0))
     third = balancer.submit(audio, now=0.0)
     assert third.outcome is None, "2,800 of 6,000 are left"
-    assert third.billed == pytest.approx(1520.0)
+    assert third.billed_tokens == pytest.approx(1520.0)
     unknown = balancer.submit(audio._replace(model="unheard-of"), now=0.0)
     assert unknown.outcome is not Outcome.RATE_LIMITED
