@@ -377,7 +377,7 @@ class Balancer:
 
     @property
     def block_bytes(self) -> int | None:
-        """Into blocks of how many bytes prompts have to be hashed; None = they need not be read at all."""
+        """The block size in which prompts must be hashed; None = prompts need not be read."""
         return self._choice.policy.block_bytes
 
     def health(self, uid: EndpointUid) -> Health | None:
@@ -403,7 +403,7 @@ class Balancer:
         return self._endpoints.base_models()
 
     def model_cards(self) -> list[ModelCard]:
-        """One card for each model, adapters included, that an endpoint which is up serves."""
+        """One card for each model, adapters included, of the endpoints that are up."""
         return self._endpoints.model_cards()
 
     def snapshot(self, *, now: float) -> PoolSnapshot:

@@ -190,7 +190,7 @@ class EndpointSet:
         if self._leaving and not state.in_flight and state in self._leaving:
             self._leaving.remove(state)
 
-    # Who may serve
+    # Candidates
 
     def candidates(self, model: str | None, *, now: float) -> Sequence[EndpointState]:
         """The endpoints that may be asked for `model` (None: any model). Usually O(1).

@@ -15,7 +15,7 @@ from typing import Final
 from lbproxy.core.knowledge.learning import clip
 
 MEMORY: Final = 1000.0
-"""Samples of an endpoint over which is averaged."""
+"""Samples of an endpoint over which means are taken."""
 MIN_SAMPLES: Final = 5
 """With this many samples an endpoint's own mean has a weight of one half; with fewer none."""
 COLD_FACTOR: Final = 2.0

@@ -21,7 +21,7 @@ MAX_GROUPS = 20
 
 @dataclass(frozen=True, slots=True)
 class EndpointLearned:
-    """Of one endpoint."""
+    """What was learned of one endpoint."""
 
     prefill_ms_per_token: float
     base_ms: float

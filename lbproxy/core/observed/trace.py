@@ -72,7 +72,7 @@ class Trace:
         self._rng = rng
 
     def placed(self, endpoint: Endpoint, submitted_at: float, placed_at: float) -> None:
-        """Note the begin of an attempt."""
+        """Note the start of an attempt."""
         self.waiting_since = None
         self.attempts.append(Attempt(_id(self._rng, 64), endpoint, submitted_at, placed_at))
 

@@ -50,7 +50,7 @@ class _Parts:
         *("decode", "prefill", "slow_down", "space_wait", "stall", "wait"),
     )
 
-    def __init__(  # noqa: PLR0913, PLR0917 - as many as there are
+    def __init__(  # noqa: PLR0913, PLR0917 - one for each term
         self,
         before: _Parts | None,
         cost: float,

@@ -39,7 +39,7 @@ class Decision:
         "unavailable",
     )
 
-    def __init__(  # noqa: PLR0913, PLR0917 - it is what was there
+    def __init__(  # noqa: PLR0913, PLR0917 - all that is kept
         self,
         policy: Policy,
         at: float,

@@ -138,7 +138,7 @@ POLICIES: Final[Mapping[str, Callable[[RoutingSettings, random.Random], Policy]]
 
 def make_policy(settings: RoutingSettings, rng: random.Random | None = None) -> Policy:
     """The configured policy. `rng`: for policies that draw random numbers; None = the same numbers each time."""
-    policy = POLICIES[settings.policy](settings, rng or random.Random(0))  # noqa: S311 - nothing secret hangs on it
+    policy = POLICIES[settings.policy](settings, rng or random.Random(0))  # noqa: S311 - not for secrets
     policy.name = settings.policy
     policy.index_entries = settings.prefix_memory // ENTRY_BYTES
     return policy

@@ -126,7 +126,7 @@ class Choice:
             return False
         return not (self.holds and self.policy.is_full(state, 0.0, now))
 
-    # Who may be asked
+    # Endpoints that may be asked
 
     def response_owner(self, request: InferenceRequest, now: float) -> EndpointUid | None:
         """The only endpoint that can take the request, as it has the stored response; None: any endpoint can."""
@@ -163,7 +163,7 @@ class Choice:
             return Outcome.MODEL_NOT_FOUND
         return Outcome.NO_ENDPOINTS
 
-    # Which of them
+    # The choice
 
     def _with_slow_start(
         self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, in_turn: bool

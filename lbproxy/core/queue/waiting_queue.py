@@ -118,7 +118,7 @@ class WaitingQueue:
 
     @property
     def overloaded(self) -> bool:
-        """The newest go first."""
+        """The newest requests are served first."""
         return self.late_s < inf
 
     def push(self, ticket: Ticket, *, parked: bool = False) -> list[Ticket]:

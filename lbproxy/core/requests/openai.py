@@ -210,9 +210,7 @@ def _model_card(entry: object) -> ModelCard | None:
         return None
     parent = fields.get("parent")
     try:
-        raw = bytes(
-            memoryview(orjson.dumps(entry))
-        )  # a copy: what orjson returns holds on to 8 KiB as long as it lives
+        raw = bytes(memoryview(orjson.dumps(entry)))  # a copy: the result of orjson keeps a buffer of 8 KiB
     except orjson.JSONEncodeError:  # nested deeper than orjson writes
         return None
     return ModelCard(fields["id"], raw, parent if isinstance(parent, str) else None)

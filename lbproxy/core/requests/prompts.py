@@ -205,7 +205,7 @@ generate_prompt: Final = PromptFormat(_generate, _not_quick)
 """SGLang's /generate: `text` or `input_ids`, one or several."""
 
 
-# Their parts
+# Parts of prompts
 
 
 def _listed(values: object) -> list[object]:

@@ -39,7 +39,7 @@ class Cork:
         for transport in due:
             try:
                 transport.flush()
-            except Exception as error:  # noqa: BLE001 - one that fails must not keep the others' bytes back
+            except Exception as error:  # noqa: BLE001 - one that fails must not hold back the bytes of others
                 context = {"message": "a transport failed to send", "exception": error, "transport": transport}
                 self._loop.call_exception_handler(context)
 

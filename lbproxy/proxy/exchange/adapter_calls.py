@@ -136,9 +136,8 @@ class AdapterCalls:
             orjson.loads(response.body)
         except orjson.JSONDecodeError:
             return CallResult(endpoint.name, response.status, response.body.decode("utf-8", "replace"))
-        return CallResult(
-            endpoint.name, response.status, orjson.Fragment(response.body)
-        )  # as it is, however deep it is nested
+        body = orjson.Fragment(response.body)  # unparsed, however deep it is nested
+        return CallResult(endpoint.name, response.status, body)
 
 
 def _name(fields: Mapping[str, object], key: str) -> str | None:

@@ -257,7 +257,7 @@ class Exchange(ABC):
         head = request.head_for(state.endpoint, record.id, forwarded, ask_load=state.asks_load, trace=record.trace)
         connection.send(request.method, head, request.body, self, self._shared.limits)
 
-    # net.connections.pool.Receiver, until a response is taken
+    # net.connections.pool.Receiver, until a response is accepted
 
     def complete_response(self, head: ResponseHead, body: bytes) -> None:
         """A short response arrived in one piece: do what `head` and a relay do, in one step."""
@@ -488,7 +488,7 @@ class Exchange(ABC):
         if self.step is RELAYING:
             self._relaying.resume()
 
-    # What the client is told
+    # Responses of lbproxy itself
 
     def _refusal(self, ticket: Ticket) -> LbError:
         last = self._failed.last

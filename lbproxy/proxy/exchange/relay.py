@@ -215,7 +215,7 @@ class Relay:
         self._record.status = head.status
         if head_sent_by is not None:
             self._enter(Stage.HEAD_SENT)
-            self.client_reusable = head_sent_by.client_reusable  # as its head said
+            self.client_reusable = head_sent_by.client_reusable  # as in its head
         else:
             self._unsent_head = client_head(head, own_fields, chunked=self._chunked, keep_alive=self.client_reusable)
         watcher = self if self._usage or self._completeness or self._ids or not self._verbatim else None
@@ -285,7 +285,7 @@ class Relay:
         self._finish(Outcome.COMPLETED)
 
     def broke(self, error: UpstreamError) -> None:
-        """The endpoint failed in the middle."""
+        """The endpoint failed during the response."""
         connection, self._connection = self._connection, None
         if self.revocable:
             self._release_head()
