@@ -470,7 +470,7 @@ class Balancer:
     def _wait(self, ticket: Ticket, now: float, *, parked: bool = False) -> None:
         """Put the ticket into the queue, and close the tickets that are shed for it."""
         if not parked:
-            self._dispatcher.enqueue(ticket, now)
+            self._dispatcher.start_waiting(ticket, now)
         for shed in self._queue.push(ticket, parked=parked):
             shed.retry_after_s = shed.best_wait_s or None
             self._end(shed, Outcome.SATURATED)

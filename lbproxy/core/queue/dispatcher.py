@@ -103,7 +103,7 @@ class Dispatcher:
 
     # Waiting requests
 
-    def enqueue(self, ticket: Ticket, now: float) -> None:
+    def start_waiting(self, ticket: Ticket, now: float) -> None:
         """Prepare a ticket that will wait, before it is put into the queue."""
         if not self._queue.ready:  # without waiting requests no wake times were kept
             self._woken.clear()
@@ -118,8 +118,8 @@ class Dispatcher:
     def release(self, ticket: Ticket) -> None:
         """Release a ticket's reservation, if it has one."""
         if ticket.reservation is not None and self._pool is not None:
-            line, work, tokens = ticket.reservation
-            line.remove(work, tokens)
+            reservations, work, tokens = ticket.reservation
+            reservations.remove(work, tokens)
             ticket.reservation = None
             self._pool.held -= 1
 
@@ -163,11 +163,11 @@ class Dispatcher:
         state, pool = ticket.best, self._pool
         if state is None or pool is None:
             return
-        line = state.load.room.reservations
+        reservations = state.load.room.reservations
         if self._by_work and now - ticket.work_at >= WORK_S:
             ticket.work_tokens, ticket.work_at = pool.least_work(ticket.request), now
-        line.add(ticket.work_tokens, ticket.best_tokens)
-        ticket.reservation = line, ticket.work_tokens, ticket.best_tokens
+        reservations.add(ticket.work_tokens, ticket.best_tokens)
+        ticket.reservation = reservations, ticket.work_tokens, ticket.best_tokens
         pool.held += 1
         self._wake_later(state, now)
 
