@@ -50,7 +50,7 @@ class Lanes:
         self._evidence = self._reports = 0
         self._serial_until = -inf
 
-    def may_probe(self, pending: int, now: float) -> bool:
+    def may_test(self, pending: int, now: float) -> bool:
         """Whether one more request may be placed although prefills are queued, to test whether it is computed in
         parallel.
         """

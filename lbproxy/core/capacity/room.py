@@ -90,7 +90,7 @@ class Room:
         """
         if non_streaming and pending <= NON_STREAMING_QUEUE:
             return True
-        return self.slots.is_idle(now) and self.lanes.may_probe(pending, now)
+        return self.slots.is_idle(now) and self.lanes.may_test(pending, now)
 
     def shortage(self, in_flight: int, now: float, *, growth: float, overloaded: bool) -> str | None:
         """What the endpoint lacks for another request, if time alone does not provide it; None: nothing.

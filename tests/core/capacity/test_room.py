@@ -216,12 +216,12 @@ def test_reports_that_contradict_the_prediction_count_unless_first_bytes_confirm
 
 def test_one_more_is_let_through_to_see_unless_that_was_seen() -> None:
     lanes = Lanes()
-    assert not lanes.may_probe(1, 0.0)
+    assert not lanes.may_test(1, 0.0)
     lanes.learn_delay(0.0)
-    assert lanes.may_probe(1, 0.0)
-    assert not lanes.may_probe(2, 0.0)
+    assert lanes.may_test(1, 0.0)
+    assert not lanes.may_test(2, 0.0)
     lanes.queue_reported(1.0, 2, full=True, at=1.0)
-    assert not lanes.may_probe(1, 2.0)
+    assert not lanes.may_test(1, 2.0)
 
 
 def test_slots_that_the_engine_says_bound_the_limit_from_the_first_request() -> None:
