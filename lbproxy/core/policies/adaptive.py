@@ -116,8 +116,7 @@ class Adaptive(Policy):
             if there.due_at <= now:
                 there.expire(now, speed)
             rate = token_ms * speed.factor
-            # Prefill: of what is not cached here, after what is queued here, less what is done of the first queued
-            # request.
+            # Prefill: of what is not cached here, after what is queued here, less what is done of the first of that.
             cached = depths[kv.slot] * block
             if home is not None and home.cache is kv.cache:
                 cached += pool.sessions.trust * home.unmatched_tokens(prompt, cached)
