@@ -23,13 +23,13 @@ COMPILED = {
     "lbproxy/core/requests": "large_json media openai outcome outline prompt_keys prompts request retry sse",
     "lbproxy/core/engines": "load_metrics",
     "lbproxy/core/caches": "adapters cache_loss cache_size prefix_index sessions",
-    "lbproxy/core/capacity": "lanes line others response_times room slots unread",
+    "lbproxy/core/capacity": "lanes opaque others reservations response_times room slots",
     "lbproxy/core/knowledge": "gaps kv_model learning load_model placement pool_model prefill_work speed work",
     "lbproxy/core/endpoints": (
         "backpressure breaker endpoint endpoint_set hang health judge progress serving slow_start state"
     ),
     "lbproxy/core/policies": "adaptive baselines explain policy registry scorers",
-    "lbproxy/core/queue": "choice flow flows held overload owners ticket waiting_queue",
+    "lbproxy/core/queue": "choice dispatcher flow flows overload stored_responses ticket waiting_queue",
     "lbproxy/core/observed": "record snapshot",
     "lbproxy/net/connections": "corked h1 patience pool",
     "lbproxy/proxy/request": "client_request forwarding handshake headers plain reading",

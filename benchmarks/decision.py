@@ -340,7 +340,7 @@ class Queue:
                 self.pending[:] = [ticket for ticket in self.pending if ticket.placed_on is not chosen]
                 for ticket in done:
                     self.balancer.first_byte(ticket, now=self.now)
-            self.balancer._waiting.wake_all()
+            self.balancer._dispatcher.wake_all()
             times[kind].append(self._plan())
         arrival = micros(self._come_and_go, 40)
         return [arrival, *(min(times[kind]) for kind in ("no room", "places", "anew"))]

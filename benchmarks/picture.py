@@ -98,14 +98,14 @@ def draw(found: dict[str, list[float]], form: str) -> bytes:
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     axes = figure.subplots()
     totals = [sum(values) for values in zip(*found.values(), strict=True)]
-    cheapest = totals.index(min(totals))
+    lowest_costs = totals.index(min(totals))
     left = [0.0] * len(SCENE)
     for name, values in found.items():
         axes.barh(range(len(SCENE)), values, left=left, color=PARTS[name][0], label=name, height=0.6)
         left = [a + b for a, b in zip(left, values, strict=True)]
     for row, total in enumerate(totals):
-        word = f"  {total:,.0f} ms" + (": goes here" if row == cheapest else "")
-        axes.text(total, row, word, va="center", fontweight="bold" if row == cheapest else "normal")
+        word = f"  {total:,.0f} ms" + (": goes here" if row == lowest_costs else "")
+        axes.text(total, row, word, va="center", fontweight="bold" if row == lowest_costs else "normal")
     axes.set_yticks(range(len(SCENE)), [place.name for place in SCENE])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.15 * max(totals))

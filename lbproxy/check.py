@@ -165,7 +165,7 @@ def _rows(one: Inspection) -> Iterator[tuple[str, Text]]:
         yield "load", Text(f"{len(one.present)} of {len(one.present) + lacking} signals{_values(one)}")
     said = one.said
     if said is not None and said.tokens is not None and one.endpoint.kv_cache_tokens is None:
-        yield "KV cache", Text(f"{said.tokens:,} tokens{' at most' if said.at_most else ''}, as it reports")
+        yield "KV cache", Text(f"{said.tokens:,} tokens{' at most' if said.is_upper_bound else ''}, as it reports")
     if said is not None and said.slots is not None:
         yield "slots", Text(f"{said.slots:,} requests at a time, as it reports")
     if one.asks_load is not None:

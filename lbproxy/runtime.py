@@ -29,7 +29,7 @@ from lbproxy.core.observed.learned import EndpointLearned, PoolLearned, QueueSna
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.snapshot import PoolSnapshot
 from lbproxy.core.policies.policy import Policy
-from lbproxy.core.queue.owners import Stored
+from lbproxy.core.queue.stored_responses import StoredResponse
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
@@ -111,13 +111,13 @@ class Runtime:
         request: InferenceRequest,
         avoid: frozenset[EndpointUid],
         settled: Callable[[Ticket], None],
-        accused: EndpointUid | None = None,
+        suspect: EndpointUid | None = None,
         again: bool = False,
     ) -> Ticket:
         """A ticket: placed or refused at once, as nearly always, or waiting: then `settled` is called when it is one or
         the other, in a later turn of the loop. The caller must `close` it. Of the others see the Balancer.
         """
-        ticket = self._balancer.submit(request, now=self.now(), avoid=avoid, accused=accused, again=again)
+        ticket = self._balancer.submit(request, now=self.now(), avoid=avoid, suspect=suspect, resubmitted=again)
         if self._transitions:
             self._tell()
         if ticket.state is TicketState.WAITING:
@@ -173,11 +173,13 @@ class Runtime:
 
     def stores(self, ticket: Ticket, response_id: str) -> None:
         """The endpoint of a placed request stores its response, and gave it this id."""
-        self._balancer.owners.remember(response_id, ticket.where.endpoint.uid, ticket.request, now=self.now())
+        self._balancer.stored_responses.remember(
+            response_id, ticket.placed_state.endpoint.uid, ticket.request, now=self.now()
+        )
 
-    def stored(self, response_id: str) -> Stored | None:
+    def stored(self, response_id: str) -> StoredResponse | None:
         """Which endpoint has a response, and after which prompt; None: nobody knows."""
-        return self._balancer.owners.find(response_id, now=self.now())
+        return self._balancer.stored_responses.find(response_id, now=self.now())
 
     def emit(self, record: RequestRecord) -> None:
         """A request is over: once per request. The sinks hear of all of a turn of the loop together, at its end: after
@@ -284,7 +286,7 @@ class Runtime:
     def report_description(self, uid: EndpointUid, said: Description) -> None:
         """What an endpoint says of itself."""
         if said.tokens is not None:
-            self._balancer.report_cache_size(uid, said.tokens, at_most=said.at_most)
+            self._balancer.report_cache_size(uid, said.tokens, at_most=said.is_upper_bound)
         if said.slots is not None:
             self._balancer.report_slots(uid, said.slots)
         self._pump_soon()

@@ -46,8 +46,8 @@ def test_names() -> None:
     """Signals are the rows: the names are long, and nobody compares engines."""
     rows = []
     for name, engine in ENGINES.items():
-        port = "" if engine.place.port is None else f"port {engine.place.port}, "
-        rows.append([f"`{name}`", "page", f"{port}`{engine.place.path}`"])
+        port = "" if engine.location.port is None else f"port {engine.location.port}, "
+        rows.append([f"`{name}`", "page", f"{port}`{engine.location.path}`"])
         rows += [["", f"`{signal}`", signal_text(specs)] for signal, specs in engine.signals().items()]
         rows.append(["", "work", signal_text(engine.work)])
         rows.append(["", "adapters", signal_text(engine.lora)])

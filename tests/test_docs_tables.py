@@ -33,7 +33,7 @@ from lbproxy.core.endpoints.health import TABLE, Event, Health
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.scorers import SCORERS
 from lbproxy.core.requests.outcome import LbError, Outcome
-from lbproxy.proxy.request.answers import error_answer
+from lbproxy.proxy.request.own_responses import error_response
 from lbproxy.sim.engine.presets import BLOCK_TOKENS, PRESETS
 from lbproxy.sim.mock.faults import COMMON, KINDS, Parameter
 from tests.support.docs import DOCS, cells, expect_generated, generated, table
@@ -160,7 +160,7 @@ def failure_row(outcome: Outcome) -> list[str]:
     if not facts.status:
         return [f"`{outcome.label}`", "endpoint's", "-", "-", "-", "-"]
     record = RequestRecord("id", "POST", "/v1/completions", "127.0.0.1", 0.0)
-    answer = error_answer(LbError(outcome), record, keep_alive=not facts.close, rng=random.Random(0))
+    answer = error_response(LbError(outcome), record, keep_alive=not facts.close, rng=random.Random(0))
     status_line, *lines = answer.partition(b"\r\n\r\n")[0].decode().split("\r\n")
     fields = dict(line.split(": ", 1) for line in lines)
     response = httpx2.Response(int(status_line.split()[1]), headers=fields)

@@ -1,11 +1,12 @@
 """The balancer: it gets events and the current time, and decides where each request goes.
 
-Pure: no clock, no event loop, no sockets, no logging, no chance of its own. The proxy, the simulation and the tests are
-drivers of the same object (`core.balancer.Balancer`), which alone stands at this level. The rooms below it, in the
-order in which they may import each other (tests/test_architecture.py):
+It is pure: it reads no clock, has no event loop, no sockets and no logging, and draws random numbers only from a
+generator that it is given. The proxy, the simulation and the tests drive the same object, `core.balancer.Balancer`,
+which is the only module at this level. Below are its packages, in the order in which they may import each other
+(tests/test_architecture.py checks it):
 
     requests -> engines -> caches -> capacity -> knowledge -> endpoints -> policies -> queue -> observed -> balancer
 
-What a driver may use of them: plain values and pure functions (`requests`, `engines`, `endpoints.endpoint`,
-`observed`). State is changed through the Balancer only.
+A driver may use plain values and pure functions of `requests`, `engines`, `endpoints.endpoint` and `observed`. It
+changes state through the Balancer only.
 """

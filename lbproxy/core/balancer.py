@@ -1,22 +1,22 @@
-"""The Balancer: tell it what happened and what time it is, and it says where each request goes.
+"""The Balancer: a driver reports events with the current time, and the Balancer decides where each request goes.
 
-Sans-io. It owns the endpoint set, the tickets and the waiting queue; whom a request suits best, `core.queue.choice`
-says. It is driven by the asyncio runtime, by the simulation and by tests alike. The contract of a driver is five steps:
+It does no I/O. It owns the endpoint set, the tickets and the waiting queue; `core.queue.choice` chooses endpoints. The
+asyncio runtime, the simulation and the tests drive it in the same way, in five steps:
 
-1. Tell it every event as it happens (`submit`, `first_byte`, `progress`, `close`, `report_*`, `set_endpoints`).
-2. After any event, call `poll` and act on the tickets that it returns: each was placed or closed just now.
-3. Call `poll` again at `next_deadline`, and `check` every `CHECK_S` seconds.
-4. `close` every ticket that was placed, exactly once, whatever happened to its request.
-5. Take away `transitions` now and then: what endpoints became, for a log.
+1. It reports every event as it happens (`submit`, `first_byte`, `progress`, `close`, `report_*`, `set_endpoints`).
+2. After any event it calls `poll`, and acts on the returned tickets: each of them was placed or closed just now.
+3. It calls `poll` again at `next_deadline`, and `check` every `CHECK_S` seconds.
+4. It calls `close` exactly once for every ticket that was placed, however its request ended.
+5. It reads and clears `transitions` regularly, and logs them.
 
-Late binding: under a policy that `holds`, a request whose best endpoint is full (`core.capacity.room`) stays here, with
-a reservation in that endpoint's line. Newcomers are priced against the reservations and placed at once, unless the
-endpoint that is best for them has a line too. What happens at an endpoint wakes it: while it has room, those that wait
-are considered in the order of service, first of all those in its line, and of the others a few, which may do better
-there. Nothing is looked at while nothing happens, but for the moment in which an endpoint has worked off enough.
+Late binding: under a policy that `holds`, a request whose best endpoint is full (`core.capacity.room`) stays in the
+queue, with a reservation at that endpoint. New requests are priced against these reservations. They are placed at once,
+unless the endpoint that is best for them is full or has reservations too. An event at an endpoint wakes it: while it
+has room, waiting requests are considered in the order of service, first those that are held for it, then a few others
+that may do better there. Without events it only wakes endpoints that have worked off enough of their prefill queue.
 
-Invariants: an endpoint's in-flight count is the number of its PLACED tickets; a ticket closes once (a second `close` is
-a no-op); nothing here awaits, so no two requests are placed on one stale picture.
+Invariants: an endpoint's in-flight count is the number of its PLACED tickets; a ticket closes once (a second `close`
+has no effect); nothing here awaits, so no two requests are placed by the same outdated state.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from lbproxy.core.observed.learned import EndpointLearned, PoolLearned, QueueSna
 from lbproxy.core.observed.snapshot import PoolSnapshot
 from lbproxy.core.policies.policy import Policy
 from lbproxy.core.queue.choice import Choice, model_for
+from lbproxy.core.queue.dispatcher import Dispatcher
 from lbproxy.core.queue.flow import Flow
 from lbproxy.core.queue.flows import Flows
-from lbproxy.core.queue.held import Waiting
-from lbproxy.core.queue.owners import Owners
+from lbproxy.core.queue.stored_responses import StoredResponses
 from lbproxy.core.queue.ticket import Ticket, TicketState, Wait
 from lbproxy.core.queue.waiting_queue import WaitingQueue
 from lbproxy.core.requests.openai import ModelCard
@@ -58,7 +58,7 @@ DEFAULT_BREAKER, DEFAULT_FLOWS = BreakerSettings(), FlowsSettings()
 
 @mypyc_attr(allow_interpreted_subclasses=True)  # the simulation has some
 class Balancer:
-    """Places requests on endpoints. See the module for the driver's contract."""
+    """Places requests on endpoints. The module describes what a driver must do."""
 
     def __init__(  # noqa: PLR0913 - each is a section of the settings
         self,
@@ -77,18 +77,18 @@ class Balancer:
         self._endpoints = EndpointSet(health, scrape, breaker, self._pool, rng)
         self._judge = self._endpoints.judge
         self._flows, self._queue = Flows(flows), WaitingQueue(admission)
-        self.owners = Owners()
-        """Told by the driver which endpoint stores which response."""
-        self._choice = Choice(policy, admission, self._endpoints, self._backpressure, self.owners, rng)
-        self._waiting = Waiting(self._endpoints, self._choice, self._queue, self._flows)
-        self._adopt(admission)
+        self.stored_responses = StoredResponses()
+        """The driver notes here which endpoint stores which response."""
+        self._choice = Choice(policy, admission, self._endpoints, self._backpressure, self.stored_responses, rng)
+        self._dispatcher = Dispatcher(self._endpoints, self._choice, self._queue, self._flows)
+        self._reconfigure_queue(admission)
         self._placements = 0
         self._changed: list[Ticket] = []
-        """Closed by another ticket's arrival, for `poll` to return."""
+        """Tickets that were closed because another ticket arrived; `poll` returns them."""
 
-    def _adopt(self, admission: AdmissionSettings) -> None:
+    def _reconfigure_queue(self, admission: AdmissionSettings) -> None:
         self._queue_timeout_s = admission.queue_timeout
-        self._waiting.adopt(admission, self._pool)
+        self._dispatcher.reconfigure(admission, self._pool)
 
     def reconfigure(  # noqa: PLR0913 - each is a section of the settings
         self,
@@ -102,24 +102,24 @@ class Balancer:
         flows: FlowsSettings,
         now: float,
     ) -> None:
-        """Other settings, from now on. What is known of the endpoints stays, and who has a place keeps it.
+        """Replace the settings. What was learned of endpoints stays, and placed requests keep their places.
 
-        `policy`: None = the same as before, with all that it has learned. What was learned of work and caches is kept
-        unless the new policy needs it in other blocks. Nobody who waits waits longer than the new settings say.
+        `policy`: None keeps the policy and what it has learned. Another policy keeps learned work and caches, unless it
+        needs blocks of another size. No waiting request waits longer than the new settings allow.
         """
         policy = policy or self._choice.policy
         if policy.block_bytes != self._choice.policy.block_bytes:
             self._pool = model_for(policy)
-            self._endpoints.use(self._pool)
-        self._endpoints.remember(policy.index_entries)
+            self._endpoints.adopt_pool(self._pool)
+        self._endpoints.limit_index(policy.index_entries)
         self._retries.reconfigure(retry)
         self._endpoints.reconfigure(health, scrape, breaker)
         self._queue.reconfigure(admission, now=now)
         self._flows.reconfigure(flows, now)
         for flow in self._flows:
             self._unpark(flow)
-        self._choice.adopt(policy, admission)
-        self._adopt(admission)
+        self._choice.reconfigure(policy, admission)
+        self._reconfigure_queue(admission)
 
     # Requests
 
@@ -129,22 +129,22 @@ class Balancer:
         *,
         now: float,
         avoid: frozenset[EndpointUid] = frozenset(),
-        accused: EndpointUid | None = None,
-        again: bool = False,
+        suspect: EndpointUid | None = None,
+        resubmitted: bool = False,
     ) -> Ticket:
-        """Ask for a place. The ticket comes back placed, closed with the reason, or waiting (then `poll` returns it).
+        """Ask for a place. The returned ticket is placed, closed with a reason, or waiting (`poll` returns it later).
 
-        `avoid`: endpoints that failed this request already. If only such ones are left, NO_ENDPOINTS. `accused`: that
-        of them that answered it 500. `again`: it has asked before, and counts towards no limit anew.
+        `avoid`: endpoints that already failed this request; NO_ENDPOINTS if no others are left. `suspect`: the one of
+        them that returned 500. `resubmitted`: submitted before, and not counted again for limits or the retry budget.
         """
         ticket = Ticket(request, now, now + self._queue_timeout_s, avoid)
         ticket.flow = flow = self._flows.of(request.flow, now)
-        if accused is not None:
-            ticket.accused = accused
+        if suspect is not None:
+            ticket.suspect = suspect
         if request.deadline is not None:
             ticket.deadline = min(ticket.deadline, request.deadline)
-        if not (avoid or again):
-            self._retries.requested(now=now)
+        if not (avoid or resubmitted):
+            self._retries.count_request(now=now)
             if flow.limited:
                 ticket.refusal = self._flows.admit(flow, request, now)
                 if ticket.refusal is not None:
@@ -153,32 +153,32 @@ class Balancer:
                     return ticket
         if flow.limited and flow.is_full:
             ticket.wait = Wait.FLOW
-            hopeless = self._choice.hopeless(ticket, now=now)
+            hopeless = self._choice.outcome_if_hopeless(ticket, now=now)
             if hopeless is None:
                 self._wait(ticket, now, parked=True)
             else:
                 self._end(ticket, hopeless)
             return ticket
         flow.active += 1
-        ticket.counted = True
+        ticket.counts_in_flow = True
         if self._queue.ready:
-            self._waiting.pass_time(now)
-            if self._waiting.is_woken:
-                self._waiting.serve(now, self._in_turn, self._changed)  # those that wait come first
+            self._dispatcher.wake_due(now)
+            if self._dispatcher.has_work:
+                self._dispatcher.serve(now, self._in_turn, self._changed)  # waiting requests come first
         self._consider(ticket, now)
-        if ticket.state is TicketState.WAITING and self._waiting.comes_too_late(ticket, now):
+        if ticket.state is TicketState.WAITING and self._dispatcher.misses_deadline(ticket, now):
             self._end(ticket, Outcome.TOO_LATE)
         if ticket.state is TicketState.WAITING:
             self._wait(ticket, now)
         return ticket
 
     def poll(self, *, now: float) -> list[Ticket]:
-        """The tickets that stopped waiting: shed for another, placed now, or closed with the reason."""
+        """Return the tickets that stopped waiting: placed now, closed with a reason, or shed for another request."""
         changed, self._changed = self._changed, []
         if self._queue:
-            self._waiting.pass_time(now)
-            if self._waiting.is_woken:
-                self._waiting.serve(now, self._in_turn, changed)
+            self._dispatcher.wake_due(now)
+            if self._dispatcher.has_work:
+                self._dispatcher.serve(now, self._in_turn, changed)
             for ticket in self._queue.expired(now):
                 deadline = ticket.request.deadline
                 too_late = Outcome.EXPIRED if deadline is None or now < deadline else Outcome.TOO_LATE
@@ -186,32 +186,32 @@ class Balancer:
                 self._end(ticket, too_late if self._endpoints.any_up() else Outcome.NO_ENDPOINTS)
                 changed.append(ticket)
         if not self._queue:
-            self._waiting.forget(now)
+            self._dispatcher.clear(now)
         return changed
 
     def first_byte(self, ticket: Ticket, *, now: float) -> None:
-        """The first byte of a good response's body came. Later calls for the same ticket are no-ops."""
+        """Report the first byte of a successful response's body. Later calls for the same ticket have no effect."""
         if ticket.state is TicketState.PLACED and ticket.first_byte_at is None:
             ticket.first_byte_at = now
-            state = ticket.where
+            state = ticket.placed_state
             state.awaiting_first_byte -= 1
-            state.progress.at = now
-            state.breaker.good += 1
-            state.breaker.in_row = 0
-            self._backpressure.answered(state)
-            if ticket.trial is not None or ticket.accused is not None:
-                accused = None if ticket.accused is None else self._endpoints.get(ticket.accused)
-                self._judge.answered(state, accused, trial=ticket.is_trial, now=now)
+            state.progress.last_at = now
+            state.breaker.successes += 1
+            state.breaker.faults_in_row = 0
+            self._backpressure.note_success(state)
+            if ticket.trial is not None or ticket.suspect is not None:
+                suspect = None if ticket.suspect is None else self._endpoints.get(ticket.suspect)
+                self._judge.responded(state, suspect, trial=ticket.is_trial, now=now)
             if ticket.load is not None and ticket.placement is not None:
                 ticket.load.first_byte(ticket.placement, now)
-                self._waiting.wake(state)
+                self._dispatcher.wake(state)
 
     def progress(self, ticket: Ticket, tokens: int, *, now: float) -> None:
-        """More came, `tokens` as far as is known. At most every 250 ms per stream, never per chunk."""
+        """Report `tokens` more of the response, as far as known. At most every 250 ms per stream, not per chunk."""
         if ticket.state is TicketState.PLACED:
-            state = ticket.where
+            state = ticket.placed_state
             state.tokens_streamed += tokens
-            state.progress.at = now
+            state.progress.last_at = now
             if tokens:
                 self._flows.progress(ticket, tokens, now)
             if ticket.load is not None and ticket.placement is not None:
@@ -220,22 +220,22 @@ class Balancer:
     def close(
         self, ticket: Ticket, outcome: Outcome, *, now: float, usage: Usage | None = None, timed_out: bool = False
     ) -> None:
-        """The request, or this attempt at it, is over. Legal in every state; the first call counts.
+        """End the request, or this attempt at it. Allowed in every state; only the first call counts.
 
-        `usage`: what the endpoint said that the request used. `timed_out`: it broke since it was silent for too long.
+        `usage`: as the endpoint reported it. `timed_out`: the response broke as the endpoint was silent for too long.
         """
         if ticket.state is TicketState.CLOSED:
             return
         if ticket.state is TicketState.PLACED:
-            state = ticket.where
+            state = ticket.placed_state
             state.in_flight -= 1
             state.progress.open_ended -= ticket.request.open_ended
             if ticket.first_byte_at is None:
                 state.awaiting_first_byte -= 1
             if outcome is Outcome.COMPLETED:
-                state.progress.at = now
+                state.progress.last_at = now
             elif outcome is Outcome.UPSTREAM_BROKE:
-                self._judge.broke(state, timed_out=timed_out, placed_at=ticket.placed_at or 0.0, now=now)
+                self._judge.response_broke(state, timed_out=timed_out, placed_at=ticket.placed_at or 0.0, now=now)
             if ticket.is_trial:
                 self._judge.trial_ended(state, outcome, now=now)
             if usage is None and outcome is Outcome.COMPLETED and ticket.first_byte_at is not None:
@@ -245,7 +245,7 @@ class Balancer:
             if ticket.load is not None and ticket.placement is not None:
                 ticket.load.end(ticket.placement, usage, now)
             self._endpoints.released(state)
-            self._waiting.wake(state)
+            self._dispatcher.wake(state)
         self._end(ticket, outcome)
 
     def after_failure(
@@ -258,144 +258,144 @@ class Balancer:
         detail: str = "",
         refused: bool = False,
     ) -> Verdict:
-        """What follows an attempt that failed before anything of a response's body went to the client.
+        """Decide what follows an attempt that failed before any of a response's body went to the client.
 
-        `earlier`: why the same request's earlier attempts failed; `detail` is for the log; `refused`: nothing listens
-        there. Does not close the ticket.
+        `earlier`: why earlier attempts failed. `detail`: for the log. `refused`: nothing listens there. Does not close.
         """
-        state = ticket.where
+        state = ticket.placed_state
         stranded = kind is FailureKind.STRANDED
-        self._backpressure.refused(state, kind, now=now)
+        self._backpressure.note_failure(state, kind, now=now)
         if self._queue and now < state.backing_off_until:
-            self._waiting.wake_at(state.endpoint.uid, state.backing_off_until)
-        elsewhere = self._choice.others_take(ticket, now)
+            self._dispatcher.wake_at(state.endpoint.uid, state.backing_off_until)
+        others_available = self._choice.others_available(ticket, now)
         if stranded and ticket.is_trial and state.health is Health.HALF_OPEN:
-            elsewhere = False
+            others_available = False
         verdict = self._retries.decide(
-            kind, earlier, elsewhere=elsewhere, now=now, repeatable=ticket.request.repeatable
+            kind, earlier, others_available=others_available, now=now, repeatable=ticket.request.repeatable
         )
-        if refused and self._choice.owner(ticket.request, now) is not None:
-            verdict = Verdict(False, Outcome.RESPONSE_NOT_FOUND)  # it was in that process
-        # A 500 that is tried elsewhere counts if that goes well; one that came from two endpoints is the request's.
-        open_question = kind is FailureKind.ERROR and not ticket.is_trial and (verdict.again or kind in earlier)
+        if refused and self._choice.response_owner(ticket.request, now) is not None:
+            verdict = Verdict(False, Outcome.RESPONSE_NOT_FOUND)  # the process that stored it is gone
+        # A 500 that is retried counts only if the retry succeeds; a 500 from two endpoints is the request's own fault.
+        open_question = kind is FailureKind.ERROR and not ticket.is_trial and (verdict.retry or kind in earlier)
         if not stranded and not open_question:
             trial, placed_at = ticket.is_trial, ticket.placed_at or 0.0
             why = detail or kind.value
             self._judge.failed(state, kind, why, trial=trial, placed_at=placed_at, now=now, refused=refused)
-            self._waiting.wake_all()
+            self._dispatcher.wake_all()
         return verdict
 
     def next_deadline(self) -> float | None:
-        """When `poll` has something to do though nothing happens until then; None = never. May be past."""
-        if self._changed or self._waiting.is_woken:
+        """The time at which to call `poll` if no event comes before; None = never. It may be in the past."""
+        if self._changed or self._dispatcher.has_work:
             return -inf
         first = self._queue.first_deadline()
         if first is None:
             return None
-        return min(first, self._waiting.next_at)
+        return min(first, self._dispatcher.next_wake_at)
 
     # Endpoints
 
     def set_endpoints(self, specs: Sequence[EndpointSpec], *, now: float) -> EndpointChanges:
-        """The complete set, from discovery. Names and addresses are distinct."""
-        self._waiting.wake_all()
+        """Replace the set of endpoints, as discovery found it. Names and addresses must be distinct."""
+        self._dispatcher.wake_all()
         return self._endpoints.replace(specs, now=now)
 
     def check(self, *, now: float) -> list[EndpointUid]:
-        """Every `CHECK_S`: what time alone brings to endpoints. Returns those where requests may wait in vain for a
-        first byte: of each that `is_stranded`, ask `after_failure` by STRANDED.
+        """Apply what time alone changes, every `CHECK_S`. Returns endpoints where requests may be stranded: for each
+        ticket there that `is_stranded`, call `after_failure` with STRANDED.
         """
         before = self._endpoints.version
         stranding = self._endpoints.check(now=now)
         if self._endpoints.version != before:
-            self._waiting.wake_all()
+            self._dispatcher.wake_all()
         return stranding
 
     def is_stranded(self, ticket: Ticket, *, now: float) -> bool:
-        """Whether a placed request waits in vain for its first byte."""
+        """Whether a placed request waits for a first byte from an endpoint that shows no sign of life."""
         watch = self._judge.progress
-        return ticket.first_byte_at is None and watch.is_dead(ticket.where, now, stream=ticket.request.stream)
+        return ticket.first_byte_at is None and watch.is_dead(ticket.placed_state, now, stream=ticket.request.stream)
 
     @property
     def transitions(self) -> list[Transition]:
-        """What endpoints became since the driver last cleared this list, which it owns."""
+        """Endpoint transitions since the driver last cleared this list, which it owns."""
         return self._judge.transitions
 
     def may_probe_in(self, uid: EndpointUid, *, now: float) -> float:
-        """In how many seconds a probe may go to an endpoint; 0 = now, and it counts as sent."""
+        """Seconds until a probe may go to an endpoint. 0 means now, and the probe is counted as sent."""
         return self._endpoints.may_probe_in(uid, now=now)
 
     def report_health(self, uid: EndpointUid, ok: bool, reason: str, *, now: float, refused: bool = False) -> None:
-        """A probe's response. `refused`: nothing listens there."""
-        self._waiting.wake_all()
+        """Report the result of a probe. `refused`: no process listens there."""
+        self._dispatcher.wake_all()
         self._endpoints.report_health(uid, ok, reason, now=now, refused=refused)
 
     def report_models(self, uid: EndpointUid, cards: Iterable[ModelCard] | None) -> None:
-        """What an endpoint says it serves; None if it cannot say."""
-        self._waiting.wake_all()
+        """Report the models that an endpoint lists; None if it has no such list."""
+        self._dispatcher.wake_all()
         self._endpoints.report_models(uid, cards)
 
     def scrape_sent(self, uid: EndpointUid) -> None:
-        """A scrape leaves now."""
+        """Report that a scrape is sent now."""
         self._endpoints.scrape_sent(uid)
 
     def report_scrape(self, uid: EndpointUid, metrics: LoadMetrics) -> None:
-        """What the scrape that was sent last said."""
+        """Report the result of the scrape that was sent last."""
         self._endpoints.report_scrape(uid, metrics)
-        self._waiting.wake(self._endpoints.get(uid))
+        self._dispatcher.wake(self._endpoints.get(uid))
 
     def ask_load(self, uid: EndpointUid, ask: bool) -> None:
-        """Whether requests to an endpoint ask for load reports from now on."""
+        """Set whether requests to an endpoint ask for load reports from now on."""
         self._endpoints.ask_load(uid, ask)
 
     def report_load(self, ticket: Ticket, report: LoadReport | None, *, now: float) -> None:
-        """A load report came with a placed request's response; None = it was malformed."""
-        self._endpoints.report_load(ticket.where, report, answered=ticket.first_byte_at is not None, now=now)
+        """Report the load report that came with a placed request's response; None = it was malformed."""
+        has_first_byte = ticket.first_byte_at is not None
+        self._endpoints.report_load(ticket.placed_state, report, has_first_byte=has_first_byte, now=now)
 
     def report_restart(self, uid: EndpointUid) -> None:
-        """An endpoint is another process than before: its caches are empty. A scrape with `started_at` says it too."""
+        """Report that an endpoint is a new process, with empty caches. A scrape with `started_at` shows it too."""
         self._endpoints.report_restart(uid)
 
     def report_cache_size(self, uid: EndpointUid, tokens: int, *, at_most: bool = False) -> None:
-        """How much an endpoint's KV cache holds, by its own word; `at_most`: or less."""
+        """Report the KV cache size that an endpoint states of itself. `at_most`: an upper bound."""
         self._endpoints.report_cache_size(uid, tokens, at_most)
 
     def report_slots(self, uid: EndpointUid, slots: int) -> None:
-        """How many requests an endpoint runs at once, by its own word."""
+        """Report how many requests an endpoint states that it runs at once."""
         self._endpoints.report_slots(uid, slots)
 
     def drain(self, uid: EndpointUid, *, draining: bool = True) -> None:
-        """Give an endpoint no new requests (or again)."""
-        self._waiting.wake_all()
+        """Drain an endpoint: it gets no new requests. `draining=False` ends that."""
+        self._dispatcher.wake_all()
         self._endpoints.drain(uid, draining)
 
     def explain(self, wanted: bool) -> None:
-        """Whether tickets that are placed from now on say why: `Ticket.decision`."""
+        """Set whether tickets that are placed from now on get a `Ticket.decision`."""
         self._choice.explains = wanted
 
     # Reading
 
     @property
     def block_bytes(self) -> int | None:
-        """Into blocks of how many bytes prompts have to be hashed; None = they need not be read at all."""
+        """The block size in which prompts must be hashed; None = prompts need not be read."""
         return self._choice.policy.block_bytes
 
     def health(self, uid: EndpointUid) -> Health | None:
-        """The verdict on an endpoint; None if it left the set."""
+        """An endpoint's health; None if it left the set."""
         state = self._endpoints.get(uid)
         return None if state is None else state.health
 
     def wants_scrape(self, uid: EndpointUid) -> bool:
-        """Whether to read an endpoint's metrics: it is up, or requests of ours run there."""
+        """Whether an endpoint's metrics are to be scraped: it is up, or has requests of ours."""
         state = self._endpoints.get(uid)
         return state is not None and (state.health is Health.UP or state.in_flight > 0)
 
     def reported_at(self, uid: EndpointUid) -> float:
-        """When an endpoint's last load report came; long ago if it left the set."""
+        """The time of an endpoint's last load report; -inf if it left the set."""
         return self._endpoints.reported_at(uid)
 
     def any_up(self) -> bool:
-        """Whether an endpoint takes requests."""
+        """Whether any endpoint takes requests."""
         return self._endpoints.any_up()
 
     def base_models(self) -> list[str]:
@@ -403,11 +403,11 @@ class Balancer:
         return self._endpoints.base_models()
 
     def model_cards(self) -> list[ModelCard]:
-        """One card for each model, adapters included, that an endpoint which is up serves."""
+        """One card for each model, adapters included, of the endpoints that are up."""
         return self._endpoints.model_cards()
 
     def snapshot(self, *, now: float) -> PoolSnapshot:
-        """Everything, at this moment."""
+        """A snapshot of the pool."""
         queue = self._queue
         flows = self._flows.snapshot(queue.by_flow())
         return PoolSnapshot(self._endpoints.snapshot(now=now), len(queue), queue.bytes, flows)
@@ -420,15 +420,15 @@ class Balancer:
         return of_pool(self._pool), {state.endpoint.uid: of_endpoint(state.load, now=now) for state in states}
 
     def queue(self, *, now: float) -> QueueSnapshot:
-        """Who waits. O(n)."""
+        """A summary of the waiting requests. O(n)."""
         return of_queue(self._queue, self._queue.bytes, now=now)
 
     # Placing
 
     def _consider(self, ticket: Ticket, now: float, *, in_turn: bool = False) -> None:
-        """Place the ticket, or close it if waiting cannot help, or leave it."""
+        """Place the ticket, close it if waiting cannot help, or leave it waiting."""
         if self._pool is not None and self._pool.held:
-            self._pool.turn_share = self._queue.before(ticket)
+            self._pool.share_ahead = self._queue.share_before(ticket)
         chosen = self._choice.choose(ticket, now=now, in_turn=in_turn)
         if isinstance(chosen, EndpointState):
             self._place(ticket, chosen, now)
@@ -437,7 +437,7 @@ class Balancer:
         else:
             if ticket.wait is None:
                 ticket.wait = chosen
-                if self._waiting.is_hopeless(ticket, now):
+                if self._dispatcher.exceeds_timeout(ticket, now):
                     ticket.retry_after_s = ticket.best_wait_s
                     self._end(ticket, Outcome.SATURATED)
             ticket.priced_at = now
@@ -455,22 +455,22 @@ class Balancer:
         ticket.placed_on = state
         ticket.placed_at = now
         if state.health is not Health.UP:
-            ticket.trial = self._judge.tried(state, stream=ticket.request.stream, now=now)
+            ticket.trial = self._judge.begin_trial(state, stream=ticket.request.stream, now=now)
         state.progress.open_ended += ticket.request.open_ended
-        if self._pool is not None and not ticket.request.open_ended:  # what work that will be is not known
+        if self._pool is not None and not ticket.request.open_ended:  # the work of a WebSocket is not known
             ticket.load = state.load
             ticket.placement = ticket.load.place(ticket.request, now)
         self._flows.placed(ticket, now)
         if self._queue:
-            for one in self._choice.starting:  # a placement gives them credit
-                self._waiting.wake(one)
+            for one in self._choice.starting:  # each placement gives them slow-start credit
+                self._dispatcher.wake(one)
 
     # Waiting
 
     def _wait(self, ticket: Ticket, now: float, *, parked: bool = False) -> None:
-        """Into the queue; whoever has no place in it any more is told."""
+        """Put the ticket into the queue, and close the tickets that are shed for it."""
         if not parked:
-            self._waiting.begin(ticket, now)
+            self._dispatcher.start_waiting(ticket, now)
         for shed in self._queue.push(ticket, parked=parked):
             shed.retry_after_s = shed.best_wait_s or None
             self._end(shed, Outcome.SATURATED)
@@ -478,23 +478,23 @@ class Balancer:
                 self._changed.append(shed)
 
     def _unpark(self, flow: Flow) -> None:
-        """As many of the flow's requests as it may have wait for an endpoint now."""
+        """Let parked requests of the flow wait for an endpoint, as many as its limit allows."""
         while not flow.is_full and (ticket := self._queue.unpark(flow)) is not None:
             flow.active += 1
-            ticket.counted = True
-            self._waiting.wake_all()
+            ticket.counts_in_flow = True
+            self._dispatcher.wake_all()
 
     def _end(self, ticket: Ticket, outcome: Outcome) -> None:
         if ticket.state is TicketState.WAITING:
             self._queue.remove(ticket)
-            self._waiting.release(ticket)
+            self._dispatcher.release(ticket)
         ticket.state = TicketState.CLOSED
         ticket.outcome = outcome
         flow = ticket.flow
-        if ticket.counted and flow is not None:
-            ticket.counted = False
+        if ticket.counts_in_flow and flow is not None:
+            ticket.counts_in_flow = False
             flow.active -= 1
             if flow.limited:
                 self._unpark(flow)
         elif ticket.wait is Wait.FLOW and flow is not None:
-            ticket.refusal = flow.crowded()
+            ticket.refusal = flow.concurrency_refusal()

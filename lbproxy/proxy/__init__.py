@@ -2,5 +2,5 @@
 
     request -> exchange -> front
 
-It never looks after endpoints: it asks the Balancer by way of `runtime`, and tells it what happened.
+It does not monitor endpoints: it asks the Balancer by way of `runtime`, and reports events to it.
 """

@@ -208,7 +208,10 @@ class BalancerMachine(RuleBasedStateMachine):
         placements = [ticket.placement for ticket in tickets if ticket.placement is not None]
         assert load.work.in_flight == len(placements) == len(tickets)
         pinned = {
-            key for one in placements if one.cache is load.kv.cache for key in one.request.block_keys[: one.end.end]
+            key
+            for one in placements
+            if one.cache is load.kv.cache
+            for key in one.request.block_keys[: one.pinned_end.end]
         }
         assert load.kv.cache.pinned == len(pinned) <= load.kv.cache.size or not load.kv.cache.attached
         assert set(load.work.pending) <= set(placements)
@@ -216,7 +219,7 @@ class BalancerMachine(RuleBasedStateMachine):
         started = {t.placement for t in tickets if t.first_byte_at is not None}
         assert {one for one in load.work.pending if one.request.stream} == streams - started
         assert abs(load.work.pending_tokens - sum(one.work for one in load.work.pending)) < 1e-6
-        assert load.work.live_tokens == sum(one.streamed for one in placements)
+        assert load.work.live_tokens == sum(one.streamed_tokens for one in placements)
 
     def teardown(self) -> None:
         """Nothing leaks: when all is closed, everything is as at the start."""

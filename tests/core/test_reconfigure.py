@@ -132,7 +132,7 @@ def test_health_freshness_and_retries_are_judged_by_the_new_settings() -> None:
     show_gauges(balancer, one.uid, now=0.0)
     assert not seen(balancer, now=9.0)["e1"].stale
     ticket = balancer.submit(request(), now=0.0)
-    assert not balancer.after_failure(ticket, FailureKind.CONNECT, (), now=0.0).again
+    assert not balancer.after_failure(ticket, FailureKind.CONNECT, (), now=0.0).retry
     balancer.report_health(one.uid, False, "test", now=0.0)
     assert seen(balancer)["e1"].health is Health.DOWN
 

@@ -276,7 +276,7 @@ class Api:
     def _not_an_entry(self, name: str, found: EndpointSnapshot | None) -> NoReturn:
         if found is None:
             raise self._unknown(name)
-        if found.left:
+        if found.removed:
             raise ApiError(409, "leaving", f"{name} was removed already; {found.in_flight} requests still run there.")
         raise ApiError(409, "discovered", f"{name} is one address of a name: drain it, or remove the name.")
 
@@ -289,7 +289,7 @@ class Api:
     def _set_draining(self, request: web.Request, draining: bool) -> web.Response:
         found = self._named(request)
         name = found.endpoint.name
-        if found.left:
+        if found.removed:
             if draining:
                 return _json(drain_progress(found))
             raise ApiError(404, "unknown_endpoint", f"{name} was removed; {found.in_flight} requests still run there.")

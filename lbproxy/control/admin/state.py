@@ -121,7 +121,7 @@ class State:
             "from": self._origin(endpoint.name),
             "health": one.health.value,
             "draining": one.draining,
-            "leaving": one.left,
+            "leaving": one.removed,
             "backing_off": one.backing_off,
             "readmitted": one.readmitted,
             "share": round(one.share, 3),
@@ -143,7 +143,7 @@ def drain_progress(one: EndpointSnapshot) -> Fields:
     return {
         "name": one.endpoint.name,
         "draining": one.draining,
-        "leaving": one.left,
+        "leaving": one.removed,
         "in_flight": one.in_flight,
         "awaiting_first_byte": one.awaiting_first_byte,
         "drained": one.draining and not one.in_flight,

@@ -14,8 +14,8 @@ from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.engines.dialects import Engines
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.readings import PageReader
-from lbproxy.core.engines.server_info import SERVER_INFO, Description, owner
-from lbproxy.core.requests.openai import ModelCard, made_up_card
+from lbproxy.core.engines.server_info import SERVER_INFO, Description, engine_of
+from lbproxy.core.requests.openai import ModelCard, synthetic_card
 from lbproxy.net.connections.pool import ConnectionPool
 
 FIRST_SCRAPE_TIMEOUT_S = 3.0
@@ -95,7 +95,7 @@ async def inspect(
         if endpoint.health is not None:
             answer = await ask_health(endpoint, endpoint.health, connections, health.timeout)
     load, listed = load_task.result(), models_task.result()
-    owned_by = None if listed.cards is None else owner(listed.cards)
+    owned_by = None if listed.cards is None else engine_of(listed.cards)
     describing = self_describing(endpoint, owned_by)
     said = None
     if describing is not None:
@@ -132,7 +132,7 @@ async def inspect(
 async def _ask_models(endpoint: EndpointSpec, connections: ConnectionPool, timeout_s: float) -> ModelsAnswer:
     if endpoint.models is None:
         return await ask_models(endpoint, connections, timeout_s)
-    return ModelsAnswer(True, [made_up_card(name) for name in endpoint.models], False, "from the settings")
+    return ModelsAnswer(True, [synthetic_card(name) for name in endpoint.models], False, "from the settings")
 
 
 async def _ask_load(
@@ -161,7 +161,7 @@ async def _ask_load(
         present,
         reading.missing,
         tuple(name for name, signal in signals.items() if not signal),
-        table.asks_load(is_single=reader.is_single) if table.load_reports else None,
+        table.wants_load_reports(is_single=reader.is_single) if table.load_reports else None,
         reading.metrics,
         str(found.target),
         None if present else f"none of {found.engine}'s metrics is on the page",

@@ -23,10 +23,10 @@ from typing import NamedTuple
 from lbproxy.config.sections.health import HealthSettings
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec
 from lbproxy.core.endpoints.health import Health
-from lbproxy.core.engines.server_info import SERVER_INFO, Description, owner, read_description
+from lbproxy.core.engines.server_info import SERVER_INFO, Description, engine_of, read_description
 from lbproxy.core.requests.openai import ModelCard, read_model_list
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
-from lbproxy.net.connections.fetch import Answer, fetch
+from lbproxy.net.connections.fetch import Response, fetch
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.net.dialing.origin import Origin
 from lbproxy.runtime import Runtime
@@ -122,7 +122,7 @@ async def ask_description(
 
 async def _get(
     endpoint: EndpointSpec, path: str, connections: ConnectionPool, timeout_s: float, max_bytes: int
-) -> Answer:
+) -> Response:
     origin, key = Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy), endpoint.api_key
     return await fetch(connections, origin, path, timeout_s=timeout_s, max_bytes=max_bytes, key=key)
 
@@ -222,7 +222,7 @@ class Prober:
         if not answer.valid:
             return
         self._models_due_at = self._runtime.now() + self._jittered(self._settings.models_interval)
-        self._owner = None if answer.cards is None else owner(answer.cards)
+        self._owner = None if answer.cards is None else engine_of(answer.cards)
         self._runtime.report_models(self._endpoint.uid, answer.cards)
         self._log_change(answer)
 

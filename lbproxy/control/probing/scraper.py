@@ -30,7 +30,7 @@ from lbproxy.config.sections.endpoints import ScrapeSettings
 from lbproxy.control.probing.prober import JITTER
 from lbproxy.core.endpoints.credentials import ApiKey
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec
-from lbproxy.core.engines.dialects import Engines, Place
+from lbproxy.core.engines.dialects import Engines, MetricsLocation
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.readings import MAX_LORA, PageReader, Reading
 from lbproxy.core.requests.retry import UpstreamError
@@ -91,7 +91,7 @@ class Target(NamedTuple):
     origin: Origin
     path: str
     """With the query."""
-    place: Place | None
+    place: MetricsLocation | None
     """The usual place that this is; None = the settings say that the page is here."""
     key: ApiKey | None = None
     """What the server there is shown: the endpoint's key, if it is the endpoint itself."""
@@ -108,7 +108,7 @@ def metrics_targets(endpoint: EndpointSpec, engines: Engines) -> Sequence[Target
     own = Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy)
     if place == "auto":
         found: dict[tuple[Origin, str], Target] = {}
-        for one in engines.places(endpoint.engine):
+        for one in engines.locations(endpoint.engine):
             target = _target(endpoint, own, one.port, one.path, one)
             found.setdefault((target.origin, target.path), target)
         return list(found.values())
@@ -123,7 +123,9 @@ def metrics_targets(endpoint: EndpointSpec, engines: Engines) -> Sequence[Target
     return [Target(there, path, None, endpoint.api_key if there == own else None)]
 
 
-def _target(endpoint: EndpointSpec, own: Origin, port: int | None, path: str, place: Place | None = None) -> Target:
+def _target(
+    endpoint: EndpointSpec, own: Origin, port: int | None, path: str, place: MetricsLocation | None = None
+) -> Target:
     """A page of the endpoint's host. At another port another program may listen: the key is none of its business.
 
     A Unix socket has no other ports.
@@ -229,7 +231,9 @@ class Scraper:
         """Until cancelled; returns at once if the endpoint is not to be scraped."""
         if self.endpoint.metrics is None:
             engine = self.status.engine
-            self._ask_load(engine is not None and self._shared.engines.tables[engine].asks_load(is_single=True))
+            self._ask_load(
+                engine is not None and self._shared.engines.tables[engine].wants_load_reports(is_single=True)
+            )
             return
         self._shared.running += 1
         came_up = asyncio.Event()
@@ -345,7 +349,7 @@ class Scraper:
         assert self._reader is not None
         assert self.status.engine is not None
         table = self._shared.engines.tables[self.status.engine]
-        self._ask_load(table.asks_load(is_single=self._reader.is_single))
+        self._ask_load(table.wants_load_reports(is_single=self._reader.is_single))
         if self._complained:
             self._complained = False
             logger.info("the metrics of %s can be read again", self.endpoint.name, extra=self._extra())

@@ -201,7 +201,7 @@ def _decision(made: Decision, offset: float) -> Fields:
         "unit": made.policy.unit,
         "candidates": made.candidates,
         "shown": shown,
-        "left_out": [{"endpoint": one.name, "why": why} for one, why in (*made.left_out, *made.absent)],
+        "left_out": [{"endpoint": one.name, "why": why} for one, why in (*made.excluded, *made.unavailable)],
     }
 
 

@@ -1,7 +1,8 @@
 """What each endpoint is predicted to have loaded: prefixes of prompts, and LoRA adapters.
 
-`prefix_index` is the tree of all prompts that were sent somewhere, with the endpoints that should still have them;
-`cache_size` learns how much one keeps, `cache_loss` notices that it lost everything; `adapters` is the same for LoRA.
+`prefix_index` is the tree of all prompts that were sent to endpoints, with the endpoints that should still have them
+cached; `cache_size` learns the size of a cache, `cache_loss` detects that a cache was lost; `adapters` predicts loaded
+LoRA adapters.
 
-In: `knowledge`, which owns one of each for an endpoint. Never: prices, or what a request should do.
+Imported by: `knowledge`, which owns one of each for an endpoint. Never: prices or decisions.
 """

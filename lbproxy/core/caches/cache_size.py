@@ -1,18 +1,19 @@
-"""How large an endpoint's prefix cache is, learned from what its responses say was cached: for engines that do not say.
+"""How large an endpoint's prefix cache is, learned from reported `cached_tokens`: for engines that do not report the
+size.
 
-An engine evicts what was used longest ago. So a block is still there exactly if all that is in use, and all that was
-used since the block was, fits into the cache beside it. That much is the block's *distance*, in tokens (the literature:
-reuse or stack distance). When a request is placed, `CapacityLearner` notes how far its blocks are; at its end `usage`
-says how many of them were there. One that was there at a distance of d says that the cache holds d; one that was not,
-that it holds less.
+An engine evicts the least recently used blocks. So a block is still cached exactly if everything in use, and everything
+that was used since that block, fits into the cache with it. The size of that is the *distance* of the block, in tokens
+(the literature: reuse or stack distance). When a request is placed, `CapacityLearner` notes the distance of its blocks;
+at its end `usage` reports how many of them were cached. A hit at distance d means that the cache holds d, a miss that
+it holds less.
 
-What is remembered reaches beyond what the cache is believed to hold, so that a belief that is too low shows. As too low
-costs far more than too high, a hit is believed at once, and a miss when the one before it says so too, and never
-against hits from farther off; but each miss that hits speak against makes these count a little less.
+The remembered range exceeds the estimated size, so that an estimate that is too low becomes visible. As too low costs
+far more than too high, a hit is applied at once, but a miss only if the miss before it agrees, and never against hits
+at a larger distance; each miss that contradicts hits reduces their weight a little.
 
-Invariants: a key is remembered exactly while no request in flight uses it and its segment is not forgotten; `_blocks`
-says how many keys each segment has, and `_rest` what else was used then that nobody can ask for again: answers. Empty
-segments are at most as many as the others, and `FEW_SEGMENTS`.
+Invariants: a key is remembered exactly while no request in flight uses it and its segment is not forgotten. `_blocks`
+has the number of keys in each segment, and `_rest` the other tokens that were used then and cannot be requested again:
+responses. There are at most as many empty segments as others, and `FEW_SEGMENTS`.
 """
 
 from __future__ import annotations
@@ -29,51 +30,52 @@ if TYPE_CHECKING:
     pass
 
 SEGMENT_BLOCKS: Final = 16
-"""The order of last use is kept by segments of so many blocks: 1.3 % of a cache of 300,000 tokens."""
+"""The order of last use is kept by segments of this many blocks: 1.3 % of a cache of 300,000 tokens."""
 MAX_STEPS: Final = 16
-"""At most so many distances are noted of one prompt."""
+"""At most this many distances are noted for one prompt."""
 FEW_KEYS: Final = 4
-"""A prompt of fewer blocks says too little of how many tokens a block has."""
+"""A prompt with fewer blocks shows too little of how many tokens a block has."""
 SLACK = 0.5, 0.03
-"""Where in its prompt a block lies is known to so many blocks, and to this share of the way."""
-REMEMBERED: Final = 1.5
-"""Times the believed size: what is older is forgotten."""
-DOUBT: Final = 0.99
-"""What is left of a hit's word when a miss contradicts it. After a restart that nobody told of there are many such."""
+"""The uncertainty of a block's position in its prompt: in blocks, and as a share of the position."""
+REMEMBERED_FACTOR: Final = 1.5
+"""Times the estimated size: older blocks are forgotten."""
+HIT_DISCOUNT: Final = 0.99
+"""The weight of hits is reduced to this share when a miss contradicts them. After an unnoticed restart there are many
+such misses."""
 GUESSED_TOKENS: Final = 2_000_000
-"""Of a cache whose size nobody says. High: half the true size was found to cost far more than twice."""
+"""For a cache of unknown size. High: half the true size was found to cost far more than twice the true size."""
 FEW_SEGMENTS: Final = 64
-"""So many are too few to look for empty ones."""
+"""Up to this many segments, empty ones are not searched for."""
 SMALLEST_TOKENS: Final = 100_000
 """Caches of servers that are worth balancing are hardly smaller."""
 
 
 class Step(NamedTuple):
-    """Blocks of a prompt, from `first` up to but without `end`, that are `distance` tokens away."""
+    """The blocks of a prompt from `first` up to `end` (exclusive), at a distance of `distance` tokens."""
 
     first: int
     end: int
     distance: float
 
 
-class Size:
-    """Of a cache, as far as hits and misses tell."""
+class SizeEstimate:
+    """The estimated size of a cache, by hits and misses."""
 
     __slots__ = ("_before_misses", "_last_miss", "_least", "space_tokens", "tokens")
 
     def __init__(self) -> None:
         self.tokens = float(GUESSED_TOKENS)
-        """The largest that it may well be."""
+        """The largest size that is plausible."""
         self._least = 0.0
-        """The farthest hit."""
+        """The largest distance of a hit."""
         self._last_miss = inf
         self._before_misses: tuple[float, float, float] | None = None
-        """What was known before the misses in a row that came last."""
-        self.space_tokens = between(0.0, self.tokens)
-        """What it is taken for by the price of space."""
+        """The estimate before the latest misses in a row."""
+        self.space_tokens = expected_size(0.0, self.tokens)
+        """The size that the price of cache space uses."""
 
     def learn(self, hit: float | None, miss: float | None) -> None:
-        """Of one prompt: the distance of the farthest blocks that were there, and of the nearest that were not."""
+        """Learn from one prompt: the largest distance of a hit, and the smallest of a miss."""
         if hit is None and miss is not None:
             self._before_misses = self._before_misses or (self.tokens, self._least, self._last_miss)
         elif hit is not None:
@@ -83,67 +85,69 @@ class Size:
             self.tokens = max(self.tokens, hit)
         if miss is not None:
             if miss < self._least:
-                self._least *= DOUBT
+                self._least *= HIT_DISCOUNT
             self.tokens = min(self.tokens, max(miss, self._last_miss, self._least))
             self._last_miss = miss
-        self.space_tokens = between(self._least, self.tokens)
+        self.space_tokens = expected_size(self._least, self.tokens)
 
     def undo_misses(self) -> None:
-        """The last of them said nothing of the size: the cache was lost."""
+        """Undo the latest misses: the cache was lost, so they said nothing about the size."""
         if self._before_misses is not None:
             self.tokens, self._least, self._last_miss = self._before_misses
             self._before_misses = None
-            self.space_tokens = between(self._least, self.tokens)
+            self.space_tokens = expected_size(self._least, self.tokens)
 
     def holds(self, distance: float) -> bool:
-        """Blocks that far were there before."""
+        """Whether blocks at this distance were hit before."""
         return distance < self._least
 
-    def limit(self, tokens: float) -> None:
-        """It holds so much at most, as its engine says. What answers say counts more."""
+    def cap(self, tokens: float) -> None:
+        """Apply an upper bound that the engine reports. What hits and misses show counts more."""
         if self._last_miss < inf:
             tokens = min(tokens, self.tokens)
         self.tokens = max(tokens, self._least)
-        self.space_tokens = between(self._least, self.tokens)
+        self.space_tokens = expected_size(self._least, self.tokens)
 
 
-def between(least: float, most: float) -> float:
-    """One size for a cache of between `least` and `most` tokens, when its inverse is to be right on average: the price
-    of space is proportional to that. Any size between is as likely as its double: 315,000 if nothing is known.
+def expected_size(least: float, most: float) -> float:
+    """One size for a cache of between `least` and `most` tokens, so that its inverse is right on average: the price of
+    space is proportional to that. Sizes are assumed to be distributed evenly by their logarithm: 315,000 if nothing is
+    known.
     """
     least = max(least, SMALLEST_TOKENS)
     return most if least > 0.99 * most else log(most / least) / (1.0 / least - 1.0 / most)
 
 
 class CapacityLearner:
-    """One endpoint's. A call costs about 0.1 µs for each block in it."""
+    """Learns the cache size of one endpoint. A call costs about 0.1 µs for each block in it."""
 
-    __slots__ = ("_between", "_blocks", "_compact_at", "_first", "_idle", "_rest", "_shared", "listens", "size")
+    __slots__ = ("_between", "_blocks", "_compact_at", "_first", "_idle", "_rest", "_shared", "reports_cached", "size")
 
-    def __init__(self, shared: Size) -> None:
-        self.size = Size()
-        """This endpoint's."""
+    def __init__(self, shared: SizeEstimate) -> None:
+        self.size = SizeEstimate()
+        """The estimate for this endpoint."""
         self._shared = shared
-        """All endpoints', as if they were alike."""
-        self.listens = False
-        """Answers here say what was cached. Until one does, nothing is remembered."""
+        """The estimate for all endpoints, as if they were alike."""
+        self.reports_cached = False
+        """The endpoint reports cached tokens. Until then nothing is remembered."""
         self._idle: OrderedDict[BlockKey, int] = OrderedDict()
         """Key -> the number of its segment; the oldest first."""
         self._first = 0
-        """The oldest segment's number."""
+        """The number of the oldest segment."""
         self._blocks = [0]
         self._rest = [0.0]
         self._between = [0.0]
         """The rest between each segment and the one before it."""
         self._compact_at = FEW_SEGMENTS
-        """How many segments there may be until the empty ones are given up."""
+        """How many segments there may be before empty ones are removed."""
 
     def look_up(
         self, keys: Sequence[BlockKey], in_use: int, *, used_tokens: float, block_tokens: float
     ) -> tuple[Step, ...]:
-        """A request with these keys starts, and its blocks are in use from now on. Returns how far they were, as far as
-        the first keys are known without a gap: later steps are farther. `in_use`: how many of the first keys requests
-        before it use; `used_tokens`: the space of these.
+        """Note that a request with these keys starts: its blocks are in use from now on.
+
+        Returns their distances, as far as the first keys are known without a gap: later steps have larger distances.
+        `in_use`: how many of the first keys are used by earlier requests. `used_tokens`: the space of these requests.
         """
         idle, blocks = self._idle, self._blocks
         runs: list[tuple[int, int]] = []
@@ -172,7 +176,7 @@ class CapacityLearner:
         return tuple(steps)
 
     def learn(self, steps: Sequence[Step], blocks_hit: float) -> None:
-        """The first `blocks_hit` blocks of a prompt, of which `look_up` returned `steps`, were there."""
+        """Learn that the first `blocks_hit` blocks of a prompt were cached; `steps`: what `look_up` returned for it."""
         blocks, share = SLACK
         surely_there, surely_not = blocks_hit * (1.0 - share) - blocks, blocks_hit * (1.0 + share) + blocks
         hit = max((step.distance for step in steps if step.first + 1 <= surely_there), default=None)
@@ -181,8 +185,8 @@ class CapacityLearner:
         self._shared.learn(hit, miss)
 
     def remember(self, keys: Sequence[BlockKey], in_use: int, *, rest_tokens: float, max_blocks: float) -> None:
-        """A request that was prefilled is over. `in_use`: how many of its first keys others still use. `rest_tokens`:
-        what it used beside these blocks. No more than `max_blocks` are remembered.
+        """Note the end of a request that was prefilled. `in_use`: how many of its first keys others still use.
+        `rest_tokens`: the space that it used in addition to these blocks. At most `max_blocks` are remembered.
         """
         idle = self._idle
         newest = self._first + len(self._blocks) - 1
@@ -207,8 +211,8 @@ class CapacityLearner:
                 self._blocks, self._rest, self._between = [0], [0.0], [0.0]
 
     def _compact(self) -> None:
-        """Give up segments of which each block was used again: what they hold lies between others from now on. Without
-        this each request of a long conversation would leave one for ever.
+        """Remove segments whose blocks were all used again; their rest then lies between other segments. Without this
+        each request of a long conversation would leave a segment for ever.
         """
         newest = len(self._blocks) - 1
         blocks: list[int] = []
@@ -232,7 +236,9 @@ class CapacityLearner:
         self._compact_at = 2 * len(blocks) + FEW_SEGMENTS
 
     def forget(self, *, undo_misses: bool = False) -> None:
-        """The endpoint lost what it had cached. Its size is the same. `undo_misses`: the last ones were of that."""
+        """The endpoint lost its cached blocks; the size is the same. `undo_misses`: the latest misses were due to
+        that.
+        """
         if undo_misses:
             self.size.undo_misses()
             self._shared.undo_misses()

@@ -1,17 +1,17 @@
-"""What is in each endpoint's prefix cache, as far as a proxy can know it: which blocks it sent where, and when.
+"""The predicted content of each endpoint's prefix cache: which blocks were sent there, and when.
 
-`PrefixIndex` is a tree of prompts, of which each `Node` is a piece: some keys (see `core.requests.prompt_keys`), and
-the endpoints that have all of these, as a bit mask. A prompt is a path from the root, so that one walk along its keys
-finds how far each endpoint's cache reaches, however many there are. A new prompt is one new node, whatever its length;
-where another leaves its path, the node is split. `EndpointCache` is one endpoint's share of the index.
+`PrefixIndex` is a tree of prompts. Each `Node` is a piece of a prompt: some keys (see `core.requests.prompt_keys`), and
+a bit mask of the endpoints that have all of these. A prompt is a path from the root, so one walk along its keys finds
+the length of the match at every endpoint. A new prompt is one new node, whatever its length; a node is split where
+another prompt leaves its path. `EndpointCache` is one endpoint's share of the index.
 
-Invariants: who has a node has its parent, which was used at the same time or later; a cache has a node either pinned
-(requests in flight use it; never evicted) or idle since some time (oldest evicted first, a prompt's end before its
-beginning, which others may share); bits of endpoints that left are cleared, and reused. The caches together never hold
-more than `PrefixIndex.max_entries` blocks.
+Invariants: an endpoint that has a node has its parent, which was used at the same time or later. In a cache a node is
+either pinned (requests in flight use it; it is never evicted) or idle since some time (the oldest is evicted first, and
+the end of a prompt before its beginning, which other prompts may share). Bits of endpoints that left are cleared, and
+reused. All caches together never hold more than `PrefixIndex.max_entries` blocks.
 
-Keys can be forged. One that stands for two beginnings at once is only found behind the first of them, and where it
-would have to be in two places, the rest of that prompt is not remembered.
+Keys can be forged. A key that stands for two prefixes at once is found only after the first of them. Where it would
+have to be in two places, the rest of that prompt is not remembered.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from typing import Final
 from lbproxy.core.requests.prompt_keys import BLOCK_BYTES, BlockKey
 
 ENTRY_BYTES: Final = 600
-"""Memory of a block in one cache, at most: where each prompt has a single block of its own. Of long prompts a block
-takes a tenth of it (`python -m benchmarks.decision`)."""
+"""Memory of a block in one cache in the worst case, where each prompt has a single block of its own. In long prompts a
+block takes a tenth of it (`python -m benchmarks.decision`)."""
 MAX_ENTRIES: Final = 600 * 1024**2 // ENTRY_BYTES
-"""Blocks in all caches together, if the settings do not say: 1,000 on each of 1,000 endpoints."""
+"""Blocks in all caches together, if it is not configured: 1,000 on each of 1,000 endpoints."""
 STALE_PATHS: Final = 1000
-"""Of prompts that were used again: a cache's list of idle ones may have so many, and as many as it has nodes."""
+"""A cache's list of idle paths may have this many outdated entries (of prompts that were used again), and as many as it
+has nodes."""
 
 
 class Node:
@@ -40,17 +41,17 @@ class Node:
 
     def __init__(self, parent: Node | None, keys: tuple[BlockKey, ...], end: int, mask: int) -> None:
         self.parent = parent
-        """None: it is the root."""
+        """None: this is the root."""
         self.keys = keys
-        """Never empty, but for the root."""
+        """Never empty, except for the root."""
         self.end = end
-        """How many keys there are from the root to its end."""
+        """How many keys there are from the root to the end of this node."""
         self.mask = mask
-        """The bits of the endpoints that have all of it; 0 only while it is being made."""
+        """The bits of the endpoints that have all of it; 0 only while the node is being created."""
 
 
 class _Use:
-    """What one cache does with a node."""
+    """How one cache uses a node."""
 
     __slots__ = ("idle_since", "users")
 
@@ -58,11 +59,13 @@ class _Use:
         self.users = users
         """Requests in flight that use it."""
         self.idle_since = idle_since
-        """When it had none any more, by the cache's own count of such moments."""
+        """When the last of them ended, by the cache's own counter."""
 
 
 class PrefixIndex:
-    """Which endpoint has which blocks. Endpoints take part by `join` and are called by their slot, a small number."""
+    """Which endpoint has which blocks. Endpoints take part by `join`, and are identified by their slot, a small
+    number.
+    """
 
     def __init__(self, block_bytes: int = BLOCK_BYTES, max_entries: int = MAX_ENTRIES) -> None:
         self.block_bytes = block_bytes
@@ -70,21 +73,21 @@ class PrefixIndex:
         self.entries = 0
         """Blocks in all caches together."""
         self.width = 0
-        """Above every slot in use."""
+        """Larger than every slot in use."""
         self.members = 0
         self.root = Node(None, (), 0, 0)
         self._starts: dict[BlockKey, Node] = {}
-        """By its first key: every node but the root."""
+        """By first key: every node except the root."""
         self._caches: dict[int, EndpointCache] = {}
         """By bit."""
         self._free: list[int] = []
 
     def __len__(self) -> int:
-        """How many pieces there are."""
+        """How many nodes there are."""
         return len(self._starts)
 
     def join(self) -> EndpointCache:
-        """An empty cache in a free slot."""
+        """Return an empty cache in a free slot."""
         if self._free:
             slot = heapq.heappop(self._free)  # the lowest, so that masks stay short
         else:
@@ -94,14 +97,14 @@ class PrefixIndex:
         return self._cache(slot)
 
     def leave(self, cache: EndpointCache) -> None:
-        """Forget a cache; its slot is free for another. Later calls of its methods are no-ops."""
+        """Remove a cache; its slot can be reused. Later calls of its methods have no effect."""
         cache.detach()
         del self._caches[1 << cache.slot]
         self.members -= 1
         heapq.heappush(self._free, cache.slot)
 
     def renew(self, cache: EndpointCache) -> EndpointCache:
-        """An empty cache in the place of one whose endpoint lost everything."""
+        """Return an empty cache that replaces one whose endpoint lost everything."""
         cache.detach()
         return self._cache(cache.slot)
 
@@ -111,11 +114,11 @@ class PrefixIndex:
 
     @property
     def fair_share(self) -> int:
-        """Blocks that one cache may hold when every other holds as many."""
+        """Blocks that each cache may hold when all hold equally many."""
         return self.max_entries // max(1, self.members)
 
     def match(self, keys: tuple[BlockKey, ...]) -> list[int]:
-        """By slot: how many of the first keys are there. One look-up for each piece, up to the longest match."""
+        """Return by slot how many of the first keys are cached. One look-up for each node, up to the longest match."""
         depths = [0] * self.width
         node, depth, alive = self.root, 0, 0
         while depth < len(keys):
@@ -134,26 +137,26 @@ class PrefixIndex:
         return depths
 
     def longest(self, keys: tuple[BlockKey, ...]) -> int:
-        """The deepest match of any endpoint."""
+        """The longest match of any endpoint."""
         return max(self.match(keys), default=0)
 
     # For EndpointCache
 
     def child(self, node: Node, key: BlockKey) -> Node | None:
-        """The piece that goes on behind `node` with `key`."""
+        """The node that continues `node` with `key`."""
         found = self._starts.get(key)
         return found if found is not None and found.parent is node else None
 
     def grow(self, node: Node, keys: tuple[BlockKey, ...]) -> Node | None:
-        """A new piece behind `node`. None: the first key is another's."""
+        """Add a node after `node`. None: its first key is in use elsewhere."""
         if keys[0] in self._starts:
             return None
         self._starts[keys[0]] = made = Node(node, keys, node.end + len(keys), 0)
         return made
 
     def split(self, node: Node, size: int) -> Node | None:
-        """The first `size` keys of a piece as one of their own, before it: whoever has it has both, used alike. None:
-        the first key of its rest is another's.
+        """Split the first `size` keys of a node off as its new parent, which the same endpoints have and use. None: the
+        first key of the rest is in use elsewhere.
         """
         keys = node.keys
         if keys[size] in self._starts:
@@ -170,33 +173,33 @@ class PrefixIndex:
 
     @staticmethod
     def shorten(node: Node, size: int) -> None:
-        """The only one that has a piece, of which nothing is behind it, has its first `size` keys alone."""
+        """Keep the first `size` keys of a node. Only one endpoint may have it, and it must have no children."""
         node.end -= len(node.keys) - size
         node.keys = node.keys[:size]
 
     def drop(self, node: Node, bit: int) -> None:
-        """One endpoint has a piece no more."""
+        """Remove an endpoint from a node."""
         node.mask ^= bit
         if not node.mask:
             del self._starts[node.keys[0]]
 
 
 def _common(mine: tuple[BlockKey, ...], keys: tuple[BlockKey, ...], start: int) -> int:
-    """How many of the first of `mine`, at least one, are also in `keys` from `start` on. As keys are chained, the last
-    that is the same is found by halving.
+    """How many of the first keys of `mine`, at least one, are also in `keys` from `start` on. As keys are chained,
+    binary search finds the last common one.
     """
-    most = len(keys) - start
-    most = min(most, len(mine))
-    if mine[most - 1] == keys[start + most - 1]:
-        return most
-    least = 1
-    while most - least > 1:
-        middle = (least + most) // 2
+    high = len(keys) - start
+    high = min(high, len(mine))
+    if mine[high - 1] == keys[start + high - 1]:
+        return high
+    low = 1
+    while high - low > 1:
+        middle = (low + high) // 2
         if mine[middle - 1] == keys[start + middle - 1]:
-            least = middle
+            low = middle
         else:
-            most = middle
-    return least
+            high = middle
+    return low
 
 
 def _assign(depths: list[int], mask: int, depth: int) -> None:
@@ -208,7 +211,7 @@ def _assign(depths: list[int], mask: int, depth: int) -> None:
 
 
 class EndpointCache:
-    """The blocks that one endpoint is believed to have."""
+    """The blocks that one endpoint is predicted to have."""
 
     __slots__ = ("_bit", "_idle", "_index", "_now", "_uses", "attached", "pinned", "size", "slot")
 
@@ -216,10 +219,10 @@ class EndpointCache:
         self._index = index
         self._bit = 1 << slot
         self._uses: dict[Node, _Use] = {}
-        """Of every node that is here."""
+        """For every node that is in this cache."""
         self._idle: deque[tuple[Node, int]] = deque()
-        """The ends of prompts, and since when they are idle; the oldest first. Out of date where that time is another
-        by now."""
+        """The ends of prompts, and since when they are idle, the oldest first. An entry is outdated if the node is idle
+        since another time by now."""
         self._now = 0
         self.slot = slot
         self.attached = True
@@ -229,10 +232,10 @@ class EndpointCache:
         """Blocks that requests in flight use."""
 
     def pin(self, keys: tuple[BlockKey, ...]) -> tuple[int, Node]:
-        """A request with these keys starts: they are there now, and stay until `unpin`.
+        """Note that a request with these keys starts: its blocks are cached now, and stay until `unpin`.
 
-        Returns how many of the first keys were there before, and the end of what is pinned, which `unpin` wants: the
-        end of all, unless the index is full.
+        Returns how many of the first keys were cached before, and the end node of what is pinned, which `unpin` needs:
+        the end of the prompt, unless the index is full.
         """
         index = self._index
         node = index.root
@@ -257,7 +260,7 @@ class EndpointCache:
         return depth, self._add(node, keys, depth) if depth < len(keys) else node
 
     def _add(self, node: Node, keys: tuple[BlockKey, ...], depth: int) -> Node:
-        """Pin the rest, of which nothing is here. Returns the end of what is pinned."""
+        """Add and pin the rest of a prompt, of which nothing is cached here. Returns the end node of what is pinned."""
         index = self._index
         wanted = len(keys) - depth
         room = index.max_entries - index.entries
@@ -268,7 +271,7 @@ class EndpointCache:
             found = index.child(node, keys[depth])
             if found is None:
                 child = index.grow(node, keys[depth:])
-            elif found.mask & self._bit:  # a forged key, by which `pin` could not split it, and a shorter prompt could
+            elif found.mask & self._bit:  # a forged key: `pin` could not split it, and a shorter prompt could
                 break
             else:
                 same = _common(found.keys, keys, depth)
@@ -302,12 +305,12 @@ class EndpointCache:
         return depth
 
     def copy_use(self, node: Node, head: Node) -> None:
-        """`head` was parted from `node`, which is here."""
+        """Note that `head` was split off `node`, which is in this cache."""
         use = self._uses[node]
         self._uses[head] = _Use(use.users, use.idle_since)
 
     def unpin(self, end: Node) -> int:
-        """The request is over for which `pin` returned `end`. Returns how many blocks nobody uses any more."""
+        """Note the end of the request for which `pin` returned `end`. Returns how many blocks are idle from now on."""
         if not self.attached:
             return 0
         self._now += 1
@@ -332,37 +335,37 @@ class EndpointCache:
         return use is not None and not use.users and use.idle_since == since
 
     def trim(self, blocks: float) -> None:
-        """Evict idle blocks, oldest first, until no more than `blocks` are left or none is idle."""
+        """Evict idle blocks, oldest first, until at most `blocks` are left or none is idle."""
         wanted = self.size - blocks
         if wanted > 0.0:
             self._evict(self.size if wanted == inf else math.ceil(wanted))
 
     def _evict(self, blocks: int) -> int:
-        """As many idle blocks, oldest first, as there are. Returns how many."""
-        index, idle, gone = self._index, self._idle, 0
-        while idle and gone < blocks:
+        """Evict `blocks` idle blocks, oldest first, or all. Returns how many."""
+        index, idle, evicted = self._index, self._idle, 0
+        while idle and evicted < blocks:
             node, since = idle.popleft()
-            while gone < blocks and self._is_idle(node, since):
-                kept = len(node.keys) - (blocks - gone)
+            while evicted < blocks and self._is_idle(node, since):
+                kept = len(node.keys) - (blocks - evicted)
                 if kept > 0 and node.mask == self._bit:
                     index.shorten(node, kept)
-                    gone = blocks
+                    evicted = blocks
                     break
                 if kept > 0:
                     index.split(node, kept)
                 del self._uses[node]
                 index.drop(node, self._bit)
-                gone += len(node.keys)
+                evicted += len(node.keys)
                 assert node.parent is not None
                 node = node.parent
-            if gone >= blocks:
+            if evicted >= blocks:
                 idle.appendleft((node, since))
-        self.size -= gone
-        index.entries -= gone
-        return gone
+        self.size -= evicted
+        index.entries -= evicted
+        return evicted
 
     def detach(self) -> None:
-        """Take everything out of the index, for good."""
+        """Remove everything from the index, permanently."""
         if self.attached:
             for node in self._uses:
                 self._index.drop(node, self._bit)

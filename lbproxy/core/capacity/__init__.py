@@ -1,8 +1,8 @@
 """How much more an endpoint can take now, and how long a request waits there (`room`).
 
-A `Room` is made of what bounds an engine: `slots` (requests that run at once), `lanes` (prefills side by side), what
-others have there (`others`), and the requests that are held for it (`line`). What an engine reports overrules what was
-predicted. `response_times` and `unread` stand in where nothing can be read of the work.
+A `Room` consists of what limits an engine: `slots` (requests that run at once), `lanes` (parallel prefills), the load
+of other clients (`others`), and the requests that are held for it (`reservations`). Reported values overrule predicted
+ones. `response_times` is for non-streaming responses, `opaque` for requests whose work cannot be read.
 
-In: `knowledge.load_model`, which owns a Room for an endpoint. Never: which request gets the room.
+Imported by: `knowledge.load_model`, which owns a Room for each endpoint. Never: which request gets the room.
 """

@@ -1,15 +1,15 @@
-"""How much more may go to one endpoint now, and how long a request waits there: one response for price, deadlines,
-overload and whoever asks why.
+"""How much more may be sent to one endpoint now, and how long a request waits there: one result for prices, deadlines,
+overload and explanations.
 
-An endpoint is full in one of three ways, each with an owner of its own:
+An endpoint is full for one of three reasons, each in a module of its own:
 
-- requests: it runs so many at once (`core.capacity.slots`); what the KV cache has no space for shows there as well;
-- prefill: what is queued before a request takes longer than `HOLD_MS`, at the speed that it showed, over the prefills
-  that it computes side by side (`core.capacity.lanes`);
+- requests: it runs only so many at once (`core.capacity.slots`); a lack of KV cache space shows there as well;
+- prefill: what is queued before a request takes longer than `HOLD_MS`, at the measured speed and with the parallel
+  prefills of the endpoint (`core.capacity.lanes`);
 - settings: `max_in_flight_per_endpoint`, which `core.queue.choice` applies, as it holds under every policy.
 
-What the engine reports overrules what is predicted. Requests that find an endpoint full wait for it in the Balancer
-with a reservation (`core.capacity.line`).
+Reported values overrule predictions. Requests that find an endpoint full wait for it in the Balancer with a reservation
+(`core.capacity.reservations`).
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ from math import inf
 from typing import Final
 
 from lbproxy.core.capacity.lanes import Lanes
-from lbproxy.core.capacity.line import Line
-from lbproxy.core.capacity.others import Mean, Others
+from lbproxy.core.capacity.opaque import OpaqueTimes
+from lbproxy.core.capacity.others import MeanOthers, Others
+from lbproxy.core.capacity.reservations import Reservations
 from lbproxy.core.capacity.response_times import ResponseTimes
 from lbproxy.core.capacity.slots import QUEUE_S, Slots
-from lbproxy.core.capacity.unread import Unread
 
 HOLD_MS: Final = 250.0
-"""An endpoint with more prefill work than this gets no more. Less starves the engines; more binds too early, and puts
-before a request what comes after it by its priority or flow. From 250 to 1,000 the mean time to the first token hardly
-changes (docs/decisions/0030-room.md)."""
-SILENT: Final = 2
-"""Where responses are not streamed, nothing shows that a prefill is done, and the engine must not run dry while one is
-taken to go on: so many may be queued, however long they take."""
-OURS: Final = 2
-"""So many requests of ours may be at any endpoint: where others fill the engine's queue, holding ours back only lets
-more of theirs in."""
+"""An endpoint with more prefill work than this gets no more. A lower limit starves the engines; a higher one decides
+too early, and lets a request precede others that come later but have a higher priority or share. From 250 to 1,000 the
+mean time to the first token hardly changes (docs/decisions/0030-room.md)."""
+NON_STREAMING_QUEUE: Final = 2
+"""With non-streaming responses nothing shows that a prefill is done, and the engine must not run idle while a prefill
+is assumed to continue: this many requests may be queued, however long they take."""
+MIN_OWN_REQUESTS: Final = 2
+"""This many requests of ours may be at any endpoint: where others fill the engine's queue, holding ours back only
+admits more of theirs."""
 LIMIT_STEP: Final = 0.15
-"""Share of a limit's error that one whole response corrects."""
+"""The share of a limit's error that one non-streaming response corrects."""
 
 
 class Room:
-    """One endpoint's."""
+    """The room of one endpoint."""
 
-    __slots__ = ("lanes", "line", "others", "response_times", "slots", "unread")
+    __slots__ = ("lanes", "opaque", "others", "reservations", "response_times", "slots")
 
-    def __init__(self, mean: Mean) -> None:
+    def __init__(self, mean: MeanOthers) -> None:
         self.slots = Slots()
         self.lanes = Lanes()
-        self.line = Line()
+        self.reservations = Reservations()
         self.others = Others(mean)
         self.response_times = ResponseTimes()
-        self.unread = Unread()
+        self.opaque = OpaqueTimes()
 
     def completed(self, took_s: float, base_s: float, tokens: int | None, before: int, now: float) -> None:
-        """A whole response came: after `took_s`, of which `base_s` are explained by its prefill, with so many tokens
-        (None: nobody knows); `before` of ours were in flight when it was placed.
+        """Learn from a non-streaming response that took `took_s`, of which its prefill explains `base_s`. `tokens`: its
+        length; None: unknown. `before`: our requests in flight when it was placed.
         """
         slots = self.slots
         slots.started(now)
@@ -72,33 +72,36 @@ class Room:
         rate, error_s = slots.rate(now), unexplained_s - 0.5 * QUEUE_S  # a short queue is wanted
         if slots.limit == inf:
             if error_s * rate > slots.allowance(now):
-                slots.estimated(in_flight + 1.0 - error_s * rate)
+                slots.limit_estimated(in_flight + 1.0 - error_s * rate)
                 times.forget()
         elif error_s < 0.0 and in_flight < slots.limit - 1.0:
-            return  # nothing waits: the limit is not what was seen
+            return  # nothing waits: the limit was not reached
         else:
-            slots.estimated(slots.limit - LIMIT_STEP * error_s * rate)
+            slots.limit_estimated(slots.limit - LIMIT_STEP * error_s * rate)
             times.shift(LIMIT_STEP * error_s)
 
     # Reading
 
-    def may_start(self, pending: int, now: float, *, silent: bool) -> bool:
-        """Whether another request is placed here although the prefill work before it is enough, to see whether it
-        starts at once. `pending`: requests without a first byte, `silent`: of which the first does not stream.
-        """
-        if silent and pending <= SILENT:
-            return True
-        return self.slots.is_idle(now) and self.lanes.may_try(pending, now)
+    def may_start(self, pending: int, now: float, *, non_streaming: bool) -> bool:
+        """Whether another request is placed here although enough prefill work is queued, to test whether it starts at
+        once.
 
-    def lacks(self, in_flight: int, now: float, *, growth: float, overloaded: bool) -> str | None:
-        """What there is no room for, if that does not come by itself; None: nothing. `in_flight`: of ours; `growth`:
-        the share of the cache that these will take besides.
+        `pending`: requests without a first byte. `non_streaming`: the first of them does not stream.
         """
-        if in_flight < OURS:
+        if non_streaming and pending <= NON_STREAMING_QUEUE:
+            return True
+        return self.slots.is_idle(now) and self.lanes.may_test(pending, now)
+
+    def shortage(self, in_flight: int, now: float, *, growth: float, overloaded: bool) -> str | None:
+        """What the endpoint lacks for another request, if time alone does not provide it; None: nothing.
+
+        `in_flight`: our requests. `growth`: the share of the cache that these will use in addition.
+        """
+        if in_flight < MIN_OWN_REQUESTS:
             return None
         slots, requests = self.slots, in_flight + self.others.requests(now)
         if slots.is_full(requests, now):
-            return "space" if slots.by_space else "requests"
-        if not slots.by_space:
+            return "space" if slots.limited_by_space else "requests"
+        if not slots.limited_by_space:
             return None
         return "space" if slots.lacks_space(requests, growth, now, overloaded=overloaded) else None

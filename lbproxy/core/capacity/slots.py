@@ -1,19 +1,21 @@
-"""How many requests one engine runs at once, learned from what shows it, and how fast it starts those that wait.
+"""How many requests one engine runs at once, learned from what shows it, and how fast it starts waiting requests.
 
-SGLang and llama.cpp say the number (`told`, `core.engines.server_info`); it is a bound then, as memory may let them run
-less. Otherwise it shows in three ways, and each sets the limit to what was running at that moment:
+SGLang and llama.cpp report the number (`limit_reported`, `core.engines.server_info`); it is an upper bound then, as
+memory may allow less. Otherwise it shows in three ways, and each sets the limit to what was running at that moment:
 
-- The engine itself reports requests that wait, more than the prefills before them explain (`reported`). While fresh
-  reports come, they alone count, whatever the first bytes look like.
-- Without reports: first bytes that come much later than the prefills before them explain (`late`, twice in a row).
+- The engine reports waiting requests, more than the prefills before them explain (`queue_reported`). While there are
+  fresh reports they alone count, whatever the first bytes show.
+- Without reports: first bytes that are much later than the prefills before them explain (`first_byte_late`, twice in a
+  row).
 - Without reports and streams: responses that take longer than their length explains (`core.capacity.response_times`).
 
-The limit is infinite before the first of these. It grows while it is used and nothing waits: by one for each first byte
-in time, by steps that double for each report in a row. This is the additive increase of a congestion window (Jacobson,
-1988), but the decrease needs no factor, as what shows that the engine is full also shows how much it runs.
+The limit is infinite before the first of these. It grows while it is reached and nothing waits: by one for each first
+byte in time, or by steps that double with each report in a row. This is the additive increase of a congestion window
+(Jacobson, 1988), but the decrease needs no factor, as the same events that show a full engine also show how much it
+runs.
 
-Invariant: `limit` is at least 1. A few requests more than it may go there (`allowance`), so that the engine always has
-one to go on with.
+Invariant: `limit` is at least 1. A few requests more may be placed (`allowance`), so that the engine always has a next
+one.
 """
 
 from __future__ import annotations
@@ -23,67 +25,67 @@ from typing import Final
 
 QUEUE_S: Final = 0.25
 """An engine may have as many requests waiting as it starts in this time,"""
-QUEUE_LEAST: Final = 2.0
-"""or so many, whatever is more: it must not run dry."""
+MIN_QUEUE: Final = 2.0
+"""or this many, whichever is more: it must not run idle."""
 RATE_S: Final = 5.0
-"""Over which time the rate of starts is averaged."""
+"""Time constant for the rate of starts."""
 LATE_IN_ROW: Final = 2
-"""One late first byte is chance."""
-BLIND: Final = 64.0
-"""Requests that an engine may have which never showed anything: no report, no first byte. Each response that is
-complete allows one more, so that this doubles while one takes."""
+"""A single late first byte is chance."""
+INITIAL_LIMIT: Final = 64.0
+"""Requests that an engine may have while nothing has shown its limit: no report, no first byte. Each complete response
+allows one more, so that the number doubles in the time of one response."""
 FULL_CACHE: Final = 0.93
-"""With requests waiting and more than this of its KV cache in use, space is what an engine lacks. It takes requests as
-long as their prompts fit, and sends running ones back to its queue as the responses grow; so then it gets no more
-than will fit once half of what is expected has grown,"""
-FEWEST: Final = 0.75
-"""but as many as this share of what it ran when it was full: an engine may count what is merely cached as in use."""
+"""With requests waiting and more than this share of its KV cache in use, an engine lacks space. It accepts requests as
+long as their prompts fit, and returns running ones to its queue as the responses grow. So it gets no more requests than
+will fit once half of the expected growth has happened,"""
+MIN_SHARE_WITHOUT_SPACE: Final = 0.75
+"""but at least this share of what it ran when it was full: an engine may count merely cached blocks as in use."""
 SPACE_S: Final = 30.0
-"""How long it counts that an engine lacked space, without overload."""
+"""How long a lack of space counts, without overload."""
 MAX_STEP: Final = 64.0
-NO_RESPONSE_S: Final = 1.0
-"""A response is assumed to take so long before one was seen."""
+ASSUMED_RESPONSE_S: Final = 1.0
+"""The assumed duration of a response before one was seen."""
 
 
 class Slots:
-    """One engine's."""
+    """The slots of one engine."""
 
     __slots__ = (
-        "_blind",
         "_cache",
-        "_late",
-        "_on_time_at",
+        "_in_time_at",
+        "_initial_limit",
+        "_late_in_row",
+        "_reported_limit",
         "_space_until",
         "_starts",
         "_starts_at",
         "_step",
-        "_told",
         "_waiting",
-        "by_space",
         "limit",
+        "limited_by_space",
         "reported_until",
         "response_s",
     )
 
     def __init__(self) -> None:
         self.limit = inf
-        """Requests that run at once; infinite: nothing showed it yet."""
-        self.by_space = False
-        """It was the KV cache that was full when the limit was seen."""
-        self._told = inf
-        """What the engine says it runs at most."""
+        """Requests that run at once; infinite: not known yet."""
+        self.limited_by_space = False
+        """The KV cache was full when the limit was found."""
+        self._reported_limit = inf
+        """The most that the engine reports to run."""
         self.reported_until = -inf
-        """Until when the engine's own report of its queue counts."""
+        """Until when the engine's report of its queue is fresh."""
         self.response_s = 0.0
-        """How long a response takes of late, in the engine and in its queue."""
-        self._blind = BLIND
+        """The recent duration of a response, in the engine and in its queue."""
+        self._initial_limit = INITIAL_LIMIT
         self._cache = 0.0
-        """Share of the KV cache in use, by the latest report."""
+        """The share of the KV cache in use, by the latest report."""
         self._waiting = 0.0
         self._space_until = -inf
-        """Until when it counts that it lacked space."""
-        self._late = 0
-        self._on_time_at = -inf
+        """Until when the lack of space counts."""
+        self._late_in_row = 0
+        self._in_time_at = -inf
         self._step = 1.0
         self._starts = 0.0
         self._starts_at = 0.0
@@ -91,101 +93,107 @@ class Slots:
     # Reading
 
     def rate(self, now: float) -> float:
-        """Requests that it starts in a second. Above 0."""
+        """Requests that the engine starts per second. Above 0."""
         counted = self._starts * exp((self._starts_at - now) / RATE_S) / RATE_S
-        steady = 0.0 if self.limit == inf else self.limit / (self.response_s or NO_RESPONSE_S)
+        steady = 0.0 if self.limit == inf else self.limit / (self.response_s or ASSUMED_RESPONSE_S)
         return max(counted, steady, 0.01)
 
     def allowance(self, now: float) -> float:
         """Requests that may wait in the engine."""
-        return max(QUEUE_LEAST, QUEUE_S * self.rate(now))
+        return max(MIN_QUEUE, QUEUE_S * self.rate(now))
 
     def is_full(self, in_flight: float, now: float) -> bool:
-        """Whether no more should go there than the `in_flight` requests, ours and others'."""
+        """Whether no request should be added to the `in_flight` ones, ours and others'."""
         if in_flight < self.limit:
-            return in_flight >= self._blind and now > self.reported_until
+            return in_flight >= self._initial_limit and now > self.reported_until
         return in_flight - self.limit >= self.allowance(now)
 
     def is_idle(self, now: float) -> bool:
-        """Whether the engine says that no request waits."""
+        """Whether the engine reports that no request waits."""
         return now <= self.reported_until and self._waiting < 1.0
 
     def lacks_space(self, in_flight: float, growth: float, now: float, *, overloaded: bool) -> bool:
-        """Whether those that are there will need all of the cache. `growth`: the share of it by which they are expected
-        to grow. A burst that an engine takes at once is given to it, whatever comes of it later, unless requests keep
-        coming faster than they are served or it lacked space just now: their first tokens would all come later.
+        """Whether the requests that are there will need all of the cache. `growth`: the share of it by which they are
+        expected to grow.
+
+        A burst that an engine accepts at once is sent to it, whatever follows, unless requests keep arriving faster
+        than they are served or the engine lacked space recently: then all first tokens would be later.
         """
-        if not self.by_space or now > self.reported_until or in_flight < FEWEST * self.limit:
+        if not self.limited_by_space or now > self.reported_until or in_flight < MIN_SHARE_WITHOUT_SPACE * self.limit:
             return False
         if not overloaded and now > self._space_until:
             return False
         return self._cache + 0.5 * growth > 1.0
 
     def wait_ms(self, in_flight: float, now: float) -> float:
-        """How long a request waits there behind `in_flight` others until it is started. 0 below the limit."""
+        """How long a request waits behind `in_flight` others until it is started, in milliseconds. 0 below the
+        limit.
+        """
         waiting = in_flight + 1.0 - self.limit
         return 1000.0 * waiting / self.rate(now) if waiting > 0.0 else 0.0
 
-    # What shows it
+    # What shows the limit
 
-    def told(self, limit: int) -> None:
-        """The engine says how many it runs at most. Memory may let it run less, and that still shows."""
-        if limit != self._told:
-            self.limit = self._told = float(limit)
-            self._blind = inf
-            self.by_space = False
+    def limit_reported(self, limit: int) -> None:
+        """Note the limit that the engine reports. Memory may allow less, which is still found."""
+        if limit != self._reported_limit:
+            self.limit = self._reported_limit = float(limit)
+            self._initial_limit = inf
+            self.limited_by_space = False
 
     def started(self, now: float) -> None:
-        """The engine started a request: its first byte came, or all of it."""
+        """Note that the engine started a request: its first byte arrived, or the complete response."""
         self._starts = 1.0 + self._starts * exp((self._starts_at - now) / RATE_S)
         self._starts_at = now
 
     def finished(self, took_s: float) -> None:
-        """A response is complete, after so long."""
-        self._blind += 1.0
+        """Note a complete response that took `took_s`."""
+        self._initial_limit += 1.0
         self.response_s += (took_s - self.response_s) / 16.0 if self.response_s else took_s
 
-    def on_time(self, before: float, now: float) -> None:
-        """A first byte came in time, though so many requests were there before it."""
-        self._blind = inf
+    def first_byte_in_time(self, before: float, now: float) -> None:
+        """Note a first byte in time, with `before` requests there before it."""
+        self._initial_limit = inf
         if now <= self.reported_until:
             return
-        self._late = 0
-        self._on_time_at = now
+        self._late_in_row = 0
+        self._in_time_at = now
         if before >= self.limit + self.allowance(now) - 1.0:
-            self.limit = min(self._told, self.limit + 1.0)
+            self.limit = min(self._reported_limit, self.limit + 1.0)
 
-    def late(self, running: float, before: float, waited_s: float, now: float) -> None:
-        """A first byte came late: with it so many run, or ran and were sent back to the engine's queue; so many were
-        there before it, and it waited so long for some of them to end.
+    def first_byte_late(self, running: float, before: float, waited_s: float, now: float) -> None:
+        """Note a late first byte. `running`: requests that run with it, or ran and were returned to the engine's queue.
+        `before`: requests there before it. `waited_s`: how long it waited for some of them to end.
         """
-        self._blind = inf
+        self._initial_limit = inf
         if now <= self.reported_until:
             return
-        self._late += 1
-        if self._late >= LATE_IN_ROW:
+        self._late_in_row += 1
+        if self._late_in_row >= LATE_IN_ROW:
             seen = before + 1.0 - waited_s * self.rate(now)
             self.limit = max(1.0, min(running, 0.5 * (min(self.limit, running) + seen)))
-            self.by_space = False
+            self.limited_by_space = False
 
-    def overdue(self, since: float, running: float, now: float) -> None:
-        """A first byte should have come at `since` and has not."""
-        if now > self.reported_until and self._on_time_at < since:
+    def first_byte_overdue(self, since: float, running: float, now: float) -> None:
+        """Note a first byte that should have arrived at `since` and has not."""
+        if now > self.reported_until and self._in_time_at < since:
             self.limit = min(self.limit, max(1.0, running))
 
-    def reported(self, waiting: float, running: float | None, explained: float, *, cache: float, until: float) -> None:
-        """The engine says how many wait and run, and which share of its KV cache is in use; of those that wait,
-        prefills and adapters explain so many.
+    def queue_reported(
+        self, waiting: float, running: float | None, explained: float, *, cache: float, until: float
+    ) -> None:
+        """Note the reported queue: how many requests wait and run, and the share of the KV cache in use. `explained`:
+        waiting requests that prefills and adapters explain.
         """
-        self._blind = inf
+        self._initial_limit = inf
         self.reported_until = until
         self._cache = cache
         self._waiting = waiting
         if waiting - explained >= 1.0:
             if running is not None:
                 self.limit = max(1.0, running)
-                self.by_space = cache > FULL_CACHE
-                if self.by_space:
+                self.limited_by_space = cache > FULL_CACHE
+                if self.limited_by_space:
                     self._space_until = until + SPACE_S
             self._step = 1.0
         elif waiting < 1.0 and running is not None and running >= self.limit - 1.0:
@@ -194,8 +202,8 @@ class Slots:
         else:
             self._step = 1.0
 
-    def estimated(self, limit: float) -> None:
-        """From the times of whole responses."""
-        self._blind = inf
-        self.limit = min(self._told, max(1.0, limit))
-        self.by_space = False
+    def limit_estimated(self, limit: float) -> None:
+        """Note a limit that was estimated from the durations of non-streaming responses."""
+        self._initial_limit = inf
+        self.limit = min(self._reported_limit, max(1.0, limit))
+        self.limited_by_space = False

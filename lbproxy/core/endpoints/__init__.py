@@ -1,8 +1,9 @@
 """Which endpoints there are, and which may be asked: the set, the health machine, the circuit breaker, the index by
 model.
 
-`endpoint_set` owns each `EndpointState`; `judge` moves it through the states of `health` by what probes and requests
-bring (`breaker`, `progress`, `hang`), `slow_start` and `backpressure` hold some back; `serving` knows who serves what.
+`endpoint_set` owns each `EndpointState`. `judge` moves it through the states of `health`, by the results of probes and
+requests (`breaker`, `progress`, `hang`). `slow_start` and `backpressure` limit what an endpoint gets; `serving` is the
+index of models.
 
-In: the Balancer. Never: which of those that may be asked is best.
+Imported by: the Balancer. Never: which of the endpoints that may be asked is best.
 """

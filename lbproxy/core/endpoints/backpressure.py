@@ -1,14 +1,14 @@
-"""Endpoints that response "not now", or fail fast, get no requests for a moment while others can take them.
+"""Endpoints that respond "not now", or fail fast, get no requests for a while if others can take them.
 
-Without this they would attract traffic: who refuses at once is always the least loaded. It is a preference and no
-verdict, which is for `core.endpoints.breaker`: when every candidate is backing off, all of them are asked, as if none
-were.
+Without this they would attract traffic: an endpoint that refuses at once is always the least loaded. This is a
+preference, not a verdict, which `core.endpoints.breaker` gives: when every candidate is backing off, all of them are
+used, as if none were.
 
-- 429 and 503 say it themselves: the endpoint is left alone for a second, and for twice as long each time after that.
-  What fails while it is left alone was sent before, or because nobody else was there, and is no further time: a server
-  that refuses fifty requests at once refused once, not fifty times.
-- 500 may be the request's fault, and only the third in a row without a good response between counts (a vLLM that drains
-  answers 500 to everything while its /health is 200). The breaker hears of it when another endpoint did better.
+- 429 and 503 are explicit: the endpoint backs off for a second, and twice as long each time after that. A failure while
+  it backs off does not count: that request was sent before, or because no other endpoint was available. A server that
+  refuses fifty requests at once refused once, not fifty times.
+- 500 may be the request's fault, so only the third in a row without a successful response between counts (a vLLM that
+  drains returns 500 for everything while its /health is 200). The breaker counts a 500 if another endpoint did better.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from lbproxy.core.requests.retry import FailureKind
 FIRST_S: Final = 1.0
 MAX_S: Final = 10.0
 SUSPECT_AFTER: Final = 3
-"""Answers 500 in a row."""
-_SAYS_SO: Final = frozenset({FailureKind.BUSY, FailureKind.LIMITED})
+"""Responses with 500 in a row."""
+_REFUSALS: Final = frozenset({FailureKind.BUSY, FailureKind.LIMITED})
 
 
 class Backpressure:
-    """Who is left alone until when. The state itself is in `EndpointState`: `refusals` and `backing_off_until`."""
+    """Until when each endpoint backs off. The state is in `EndpointState`: `refusals` and `backing_off_until`."""
 
     def __init__(self) -> None:
         self.until = float("-inf")
-        """When the last backing-off ends: mostly past, so that a decision pays one comparison."""
+        """When the last back-off ends: mostly in the past, so that a decision only costs one comparison."""
 
-    def refused(self, state: EndpointState, kind: FailureKind, *, now: float) -> None:
-        """An attempt at `state` failed by `kind`."""
-        if (kind not in _SAYS_SO and kind is not FailureKind.ERROR) or now < state.backing_off_until:
+    def note_failure(self, state: EndpointState, kind: FailureKind, *, now: float) -> None:
+        """Note that an attempt at `state` failed by `kind`."""
+        if (kind not in _REFUSALS and kind is not FailureKind.ERROR) or now < state.backing_off_until:
             return
         state.refusals += 1
-        over = state.refusals - (1 if kind in _SAYS_SO else SUSPECT_AFTER)
-        if over >= 0:
-            state.backing_off_until = now + min(MAX_S, FIRST_S * 2.0 ** min(over, 10))
+        excess = state.refusals - (1 if kind in _REFUSALS else SUSPECT_AFTER)
+        if excess >= 0:
+            state.backing_off_until = now + min(MAX_S, FIRST_S * 2.0 ** min(excess, 10))
             self.until = max(self.until, state.backing_off_until)
 
-    def answered(self, state: EndpointState) -> None:
-        """`state` gave a good response."""
+    def note_success(self, state: EndpointState) -> None:
+        """Note a successful response of `state`."""
         state.refusals = 0
 
-    def willing(self, candidates: Sequence[EndpointState], *, now: float) -> Sequence[EndpointState]:
-        """Those that are not backing off; all, if there are none."""
+    def not_backing_off(self, candidates: Sequence[EndpointState], *, now: float) -> Sequence[EndpointState]:
+        """The candidates that are not backing off; all of them, if there are none."""
         if now >= self.until:
             return candidates
         return [state for state in candidates if state.backing_off_until <= now] or candidates

@@ -1,18 +1,19 @@
-"""The circuit breaker: when failed requests take an endpoint out, and for how long. One `Breaker` for each endpoint.
+"""The circuit breaker: when failed requests eject an endpoint, and for how long. One `Breaker` for each endpoint.
 
-It judges; the endpoint set acts (see `core.endpoints.endpoint_set`). Three ways lead out:
+It decides; the judge acts (see `core.endpoints.judge`). An endpoint is ejected for one of three reasons:
 
-- So many faults in a row: no connection, a reset, garbage, 502, 504, no response in time, a response that broke.
-- Too small a share of good responses in the last 30 s. Here a 500 counts too, but only when another endpoint did better
-  with the same request, or could not be asked: a request that fails everywhere is its own fault (`Ticket.accused`).
+- Too many faults in a row: no connection, a reset, garbage, 502, 504, no response in time, a response that broke.
+- Too small a share of successful responses in the last 30 s. Here a 500 counts too, but only if another endpoint did
+  better with the same request, or could not be asked: a request that fails everywhere is its own fault
+  (`Ticket.suspect`).
 - No progress: see `core.endpoints.progress`.
 
-429 and 503 are no faults: they say "not now", and `core.endpoints.backpressure` heeds them. A client that left says
-nothing.
+429 and 503 are not faults: they mean "not now", and `core.endpoints.backpressure` handles them. A client that left
+shows nothing.
 
-An ejection lasts `ejection` x 2^n, at most `max_ejection`, more or less by half at random, so that many do not come
-back in step (linkerd's and Envoy's way). n grows with each ejection, and begins anew when the endpoint behaved for
-`max_ejection`. After that time the endpoint is half open: one request at a time tries it.
+An ejection lasts `ejection` x 2^n, at most `max_ejection`, varied at random by up to a half, so that many endpoints do
+not come back at the same time (as in linkerd and Envoy). n grows with each ejection, and starts again at 0 when the
+endpoint worked well for `max_ejection`. After the ejection the endpoint is half open: one request at a time tries it.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from typing import Final
 from lbproxy.config.sections.health import BreakerSettings
 from lbproxy.core.requests.retry import FailureKind
 
-SLOTS: Final = 6
+WINDOW_SLOTS: Final = 6
 SLOT_S: Final = 5.0
-"""The window of the success rate: 30 s, forgotten by the slot."""
+"""The window of the success rate: 30 s, of which the oldest slot is dropped at a time."""
 MIN_SAMPLES: Final = 5
 JITTER: Final = 0.5
 FAULTS: Final = frozenset(
     {FailureKind.CONNECT, FailureKind.RESET, FailureKind.PROTOCOL, FailureKind.TIMEOUT, FailureKind.GATEWAY}
 )
-"""What counts in a row."""
+"""The failures that count as faults in a row."""
 
 
 class Cause(Enum):
@@ -40,63 +41,78 @@ class Cause(Enum):
 
     FAULTS = "faults"
     UNREACHABLE = "unreachable"
-    """Faults in a row, the last of them that no connection could be made."""
+    """Faults in a row, the last of which was a failed connection."""
     SUCCESS_RATE = "success_rate"
     NO_PROGRESS = "no_progress"
 
 
 class Breaker:
-    """What became of one endpoint's requests. `good` and `in_row` are written on the hot path, by the Balancer."""
+    """The results of one endpoint's requests. The Balancer writes `successes` and `faults_in_row` on the hot path."""
 
-    __slots__ = ("_bad", "_good", "_turned_at", "bad", "cause", "ejections", "good", "in_row", "settings", "until")
+    __slots__ = (
+        "_past_failures",
+        "_past_successes",
+        "_rotated_at",
+        "cause",
+        "ejections",
+        "failures",
+        "faults_in_row",
+        "settings",
+        "successes",
+        "until",
+    )
 
     def __init__(self, settings: BreakerSettings) -> None:
         self.settings = settings
-        self.good = 0
-        """Good answers in the current slot of the window."""
-        self.bad = 0
-        self.in_row = 0
-        """Faults since the last good response."""
-        self._good = [0] * (SLOTS - 1)
-        self._bad = [0] * (SLOTS - 1)
-        """The slots before."""
-        self._turned_at = 0.0
+        self.successes = 0
+        """Successful responses in the current slot of the window."""
+        self.failures = 0
+        self.faults_in_row = 0
+        """Faults since the last successful response."""
+        self._past_successes = [0] * (WINDOW_SLOTS - 1)
+        self._past_failures = [0] * (WINDOW_SLOTS - 1)
+        """The earlier slots."""
+        self._rotated_at = 0.0
         """When the current slot began."""
         self.cause = Cause.FAULTS
-        """Of the last ejection."""
+        """The cause of the last ejection."""
         self.ejections = 0
-        """In a row: the n of the module's formula."""
+        """Ejections in a row: the n of the module's formula."""
         self.until = float("inf")
         """When the ejection ends."""
 
-    def turn(self, now: float) -> None:
-        """Forget what is older than the window. To be told at least once a second, else good responses look younger."""
-        turns = int((now - self._turned_at) / SLOT_S)
+    def rotate(self, now: float) -> None:
+        """Drop what is older than the window. Call it at least once a second, else responses are assigned to later
+        slots.
+        """
+        turns = int((now - self._rotated_at) / SLOT_S)
         if turns <= 0:
             return
-        self._turned_at += turns * SLOT_S
-        for _ in range(min(turns, SLOTS)):
-            self._good = [self.good, *self._good[:-1]]
-            self._bad = [self.bad, *self._bad[:-1]]
-            self.good = self.bad = 0
+        self._rotated_at += turns * SLOT_S
+        for _ in range(min(turns, WINDOW_SLOTS)):
+            self._past_successes = [self.successes, *self._past_successes[:-1]]
+            self._past_failures = [self.failures, *self._past_failures[:-1]]
+            self.successes = self.failures = 0
 
     def fault(self, kind: FailureKind | None, now: float) -> tuple[Cause, str] | None:
-        """An attempt failed (None: its response broke). The cause and reason, if that is one too many."""
+        """Count a failed attempt (None: its response broke). Returns the cause and reason of an ejection, if it
+        is due.
+        """
         settings = self.settings
-        self.turn(now)
-        self.bad += 1
+        self.rotate(now)
+        self.failures += 1
         if kind is None or kind in FAULTS:
-            self.in_row += 1
-            if settings.consecutive_failures is not None and self.in_row >= settings.consecutive_failures:
+            self.faults_in_row += 1
+            if settings.consecutive_failures is not None and self.faults_in_row >= settings.consecutive_failures:
                 cause = Cause.UNREACHABLE if kind is FailureKind.CONNECT else Cause.FAULTS
-                return cause, f"{self.in_row} failures in a row"
-        good, bad = self.good + sum(self._good), self.bad + sum(self._bad)
+                return cause, f"{self.faults_in_row} failures in a row"
+        good, bad = self.successes + sum(self._past_successes), self.failures + sum(self._past_failures)
         if good + bad >= MIN_SAMPLES and good < settings.success_rate * (good + bad):
-            return Cause.SUCCESS_RATE, f"{good} successful responses of {good + bad} in {SLOTS * SLOT_S:g} s"
+            return Cause.SUCCESS_RATE, f"{good} successful responses of {good + bad} in {WINDOW_SLOTS * SLOT_S:g} s"
         return None
 
     def eject(self, cause: Cause, now: float, rng: random.Random) -> float:
-        """Begin an ejection; what was counted before is void. Returns how many seconds it lasts."""
+        """Begin an ejection, and clear the counts. Returns its duration in seconds."""
         settings = self.settings
         if self.ejections and now - self.until >= settings.max_ejection:
             self.ejections = 0
@@ -109,7 +125,7 @@ class Breaker:
         return lasts_s
 
     def reset(self) -> None:
-        """Count anew."""
-        self.good = self.bad = self.in_row = 0
-        self._good = [0] * (SLOTS - 1)
-        self._bad = [0] * (SLOTS - 1)
+        """Clear the counts."""
+        self.successes = self.failures = self.faults_in_row = 0
+        self._past_successes = [0] * (WINDOW_SLOTS - 1)
+        self._past_failures = [0] * (WINDOW_SLOTS - 1)

@@ -1,4 +1,4 @@
-"""How an endpoint, or the proxy before it, is told who we are, and how we know that it is the right one."""
+"""Credentials for an endpoint or the proxy before it, and how its certificate is verified."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class ApiKey:
-    """A text that nothing shows: neither its repr, nor str(), nor a JSON library. Equal if the texts are."""
+    """A secret text that is never shown: not by repr, str() or a JSON library. Equal if the texts are."""
 
     __slots__ = ("_text",)
 
@@ -14,7 +14,7 @@ class ApiKey:
         self._text = text
 
     def reveal(self) -> str:
-        """The text. For the one place that sends it."""
+        """The text, for the one place that sends it."""
         return self._text
 
     def __eq__(self, other: object) -> bool:
@@ -34,18 +34,18 @@ class Proxy(NamedTuple):
     """Without brackets."""
     port: int
     credentials: ApiKey | None = None
-    """What `Proxy-Authorization` says."""
+    """The value of `Proxy-Authorization`."""
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class Tls(NamedTuple):
-    """How an endpoint's certificate is judged."""
+    """How an endpoint's certificate is verified."""
 
     ca: str | None = None
     """The certificates (PEM) that may have signed it; None = those that this machine trusts."""
     verify: bool = True
-    """False: any certificate will do."""
+    """False: every certificate is accepted."""
     server_name: str | None = None
-    """Whose it must be; sent as SNI and in Host. None = the host's of the URL."""
+    """The expected name, sent as SNI and in Host. None = the host of the URL."""

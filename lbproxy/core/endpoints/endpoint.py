@@ -1,4 +1,4 @@
-"""What an endpoint is, apart from what happens to it."""
+"""The identity and configuration of an endpoint, without its state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 EndpointUid = NewType("EndpointUid", int)
-"""Identifies one endpoint for the life of the process. Never reused; addresses are."""
+"""Identifies one endpoint for the life of the process. Never reused, unlike addresses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,27 +18,27 @@ class EndpointSpec:
     """What discovery knows of one model server. Two specs of one `base_url` in one set are a settings error."""
 
     name: str
-    """Unique in a set; the only thing about an endpoint that clients are told."""
+    """Unique in a set; the only property of an endpoint that clients see."""
     base_url: str
     """`http://host:port`, `https://host:port`, both without a path, or `unix:/path/of/socket`."""
     engine: str = "auto"
-    """A built-in engine or one of the settings' own, or `auto`: recognised from the first scrape."""
+    """A built-in engine, one of the settings, or `auto`: recognised from the first scrape."""
     metrics: str | None = "auto"
     """`auto` (the engine's usual places), a path, `:port/path`, an absolute URL, or None: not scraped."""
     health: str | None = "/health"
-    """The path that the prober asks, or None: passive, counted as up until connections fail."""
+    """The path that the prober requests, or None: not probed, and up until connections fail."""
     models: tuple[str, ...] | None = None
-    """What it serves, all of it; None = it is asked."""
+    """All models that it serves; None = read from the endpoint."""
     weight: float = 1.0
-    """Capacity beside the others'."""
+    """Its capacity relative to the others'."""
     kv_cache_tokens: int | None = None
-    """How much its KV cache holds; None = it says so itself, or it is learned."""
+    """The size of its KV cache; None = reported by the endpoint, or learned."""
     api_key: ApiKey | None = None
     """Sent instead of the client's own credentials."""
     tls: Tls | None = None
-    """With https always, else None."""
+    """Always set with https, else None."""
     proxy: Proxy | None = None
-    """What every connection to it goes through; None = nothing."""
+    """The proxy for all connections to it; None = no proxy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,5 +49,5 @@ class Endpoint(EndpointSpec):
 
     @property
     def authority(self) -> str:
-        """`host:port` or `unix:/path`, as it stands in `x-gateway-destination-endpoint`."""
+        """`host:port` or `unix:/path`, as in `x-gateway-destination-endpoint`."""
         return self.base_url if self.base_url.startswith("unix:") else self.base_url.rpartition("/")[2]

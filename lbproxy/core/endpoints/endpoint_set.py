@@ -1,15 +1,15 @@
-"""The set of endpoints: which are in it, in what state, and which of their gauges may be believed.
+"""The set of endpoints: the members, their states, and whether their gauges are fresh.
 
-Sole owner of every `EndpointState`. It is told what probes, connections and requests brought, and moves each endpoint
-through the states of `core.endpoints.health`; it asks nobody itself. `core.endpoints.serving` keeps the index of
-models. Invariants:
+It is the only owner of every `EndpointState`. The results of probes, connections and requests are reported to it, and
+it moves each endpoint through the states of `core.endpoints.health`; it does no I/O. `core.endpoints.serving` keeps the
+index of models. Invariants:
 
-- Requests go to members that are `UP` and not draining; to one that is half open, one at a time. In need only (see
-  `Serving` and `trials`) to one that is ejected or down.
-- An endpoint that leaves the set keeps its state object until its last ticket closes, so that counts never go astray.
-- Uids are never reused, so a report that arrives late about an endpoint that left is recognised and dropped.
-- The lists that `candidates` hands out are shared and rebuilt, never edited: the caller may keep one, and must not
-  change it.
+- Requests go to members that are `UP` and not draining, and to a half-open one, one at a time. Ejected or unreachable
+  members get requests only if there are no others (see `Serving` and `trials`).
+- An endpoint that leaves the set keeps its state object until its last ticket closes, so that counts stay right.
+- Uids are never reused, so a late report about an endpoint that left is recognised and dropped.
+- The lists that `candidates` returns are shared, and replaced instead of modified: the caller may keep one, and must
+  not change it.
 """
 
 from __future__ import annotations
@@ -28,37 +28,38 @@ from lbproxy.core.endpoints.breaker import Cause
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.judge import Judge
-from lbproxy.core.endpoints.serving import Serving, is_open
+from lbproxy.core.endpoints.serving import Serving, accepts_requests
 from lbproxy.core.endpoints.state import EndpointSnapshot, EndpointState
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.knowledge.load_model import LoadModel
 from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.knowledge.prior import assume_speeds
-from lbproxy.core.requests.openai import ModelCard, made_up_card
+from lbproxy.core.requests.openai import ModelCard, synthetic_card
 
 TRIAL_S: Final = 0.5
-"""Between two requests that try an endpoint that is down, when nobody is up."""
+"""Between two requests that try an endpoint that is down, when no endpoint is up."""
 DIAL_S: Final = 0.35
-"""Between any two connections to one that is down, probes included: less than three in a second."""
+"""Between any two connections to an endpoint that is down, probes included: less than three per second."""
 DIAL_ANY_S: Final = 0.005
-"""Between any two to any of those that are down, on average: dialling costs up to 1 ms, and many may be down."""
+"""Between any two connections to any endpoints that are down, on average: dialling costs up to 1 ms, and many may be
+down."""
 
-MAX_ABSENT: Final = 16
-"""Of the endpoints that take no requests, so many are named where a decision is explained."""
+MAX_UNAVAILABLE: Final = 16
+"""How many endpoints that take no requests are named in the explanation of a decision."""
 
-NOTHING: Final = LoadMetrics(scraped_at=-inf)
-"""Of an endpoint that said nothing yet."""
+NO_METRICS: Final = LoadMetrics(scraped_at=-inf)
+"""For an endpoint that reported nothing yet."""
 
 
 @dataclass(frozen=True)
 class EndpointChanges:
-    """What `EndpointSet.replace` did."""
+    """What `EndpointSet.replace` changed."""
 
     added: list[Endpoint]
     removed: list[Endpoint]
     changed: list[Endpoint] = field(default_factory=list)
-    """Those that stayed at their address, with their state and uid, but are called, probed or scraped otherwise now."""
+    """Endpoints that kept their address, state and uid, and changed otherwise."""
 
 
 class EndpointSet:
@@ -74,56 +75,56 @@ class EndpointSet:
     ) -> None:
         self._pool = pool
         self.serving = Serving(panic=breaker.panic)
-        """Which endpoints serve which model, and may be asked for it."""
+        """The index of models."""
         self.judge = Judge(
             settings,
             breaker,
             self.serving,
             has_loads=pool is not None,
             rng=rng,
-            listens_again=self._listens_again,
+            new_process=self._new_process,
         )
         """Moves endpoints from state to state."""
         self._stale_after_s = scrape.stale_after
         self._trial_at = -inf
-        """Before this no endpoint can be tried, unless something changes."""
-        self._trials_version = self._absent_version = -1
-        """The version of `serving` for which `_trial_at` was found, and `_absent`."""
+        """Until then no endpoint can be tried, unless something changes."""
+        self._trials_version = self._unavailable_version = -1
+        """The versions of `serving` for which `_trial_at` and `_unavailable` are valid."""
         self._states: dict[EndpointUid, EndpointState] = {}
         self._leaving: list[EndpointState] = []
         self._last_uid = 0
-        self._absent: tuple[tuple[Endpoint, str], ...] = ()
+        self._unavailable: tuple[tuple[Endpoint, str], ...] = ()
         if pool is not None:
             pool.adapters = self.serving.adapters
 
     @property
     def version(self) -> int:
-        """Changes whenever `candidates` may."""
+        """Changes whenever `candidates` may change."""
         return self.serving.version
 
     def reconfigure(self, settings: HealthSettings, scrape: ScrapeSettings, breaker: BreakerSettings) -> None:
-        """Judge by other settings what is reported from now on."""
+        """Apply other settings to what is reported from now on."""
         self.judge.reconfigure(settings, breaker, self._states.values())
         self.serving.reconfigure(panic=breaker.panic)
         self._stale_after_s = scrape.stale_after
 
-    def use(self, pool: PoolModel | None) -> None:
-        """Another policy's models, or none. What is placed still ends against the model that it began with."""
+    def adopt_pool(self, pool: PoolModel | None) -> None:
+        """Use another policy's models, or none. What is placed still ends against the model that it began with."""
         self._pool = pool
         self.judge.progress.has_loads = pool is not None
         for state in self._states.values():
             if pool is not None:
                 state.load = LoadModel(pool, state.endpoint.kv_cache_tokens)
-                if state.said_tokens is not None:
-                    state.load.kv.told(float(state.said_tokens), at_most=state.said_at_most)
-                if state.said_slots is not None:
-                    state.load.room.slots.told(state.said_slots)
+                if state.reported_cache_tokens is not None:
+                    state.load.kv.size_reported(float(state.reported_cache_tokens), at_most=state.cache_tokens_at_most)
+                if state.reported_slots is not None:
+                    state.load.room.slots.limit_reported(state.reported_slots)
         if pool is not None:
             pool.adapters = self.serving.adapters
             assume_speeds([(state.endpoint.weight, state.load) for state in self._states.values()])
 
-    def remember(self, blocks: int) -> None:
-        """So many blocks of all prefix caches together, from now on."""
+    def limit_index(self, blocks: int) -> None:
+        """Limit the index of prefix caches to this many blocks in total."""
         if self._pool is not None:
             self._pool.index.max_entries = blocks
             for state in self._states.values():
@@ -132,9 +133,9 @@ class EndpointSet:
     # Membership
 
     def replace(self, specs: Sequence[EndpointSpec], *, now: float) -> EndpointChanges:
-        """Make the set equal to `specs`, in that order. An endpoint whose address stays keeps its state.
+        """Make the set equal to `specs`, in that order. An endpoint whose address is in both keeps its state.
 
-        One that is missing takes no more requests and is forgotten when its last ticket closes.
+        A removed one gets no more requests, and is forgotten when its last ticket closes.
         """
         kept = {state.endpoint.base_url: state for state in self._states.values()}
         states: dict[EndpointUid, EndpointState] = {}
@@ -145,39 +146,39 @@ class EndpointSet:
                 state = self._join(spec, now)
                 added.append(state.endpoint)
             elif _facts_of(state.endpoint) != _facts_of(spec):
-                before, state.endpoint = state.endpoint, _identified(spec, state.endpoint.uid)
+                before, state.endpoint = state.endpoint, _with_uid(spec, state.endpoint.uid)
                 if spec.models != before.models:
-                    state.models = _declared(spec)
+                    state.models = _configured_models(spec)
                     self.serving.changed(state)
                 if self._pool is not None and spec.kv_cache_tokens != before.kv_cache_tokens:
-                    state.load.kv.declare(spec.kv_cache_tokens)
+                    state.load.kv.configure(spec.kv_cache_tokens)
                 if spec.health is None:
-                    self.judge.unprobed(state, now=now)
+                    self.judge.probing_stopped(state, now=now)
                 changed.append(state.endpoint)
             states[state.endpoint.uid] = state
         removed = list(kept.values())
         for state in removed:
             state.draining = True
-            self.judge.left(state)
+            self.judge.removed(state)
             if self._pool is not None:
                 self._pool.index.leave(state.load.kv.cache)
         self._leaving = [state for state in [*self._leaving, *removed] if state.in_flight]
         self._states = states
         if self._pool is not None:
             assume_speeds([(state.endpoint.weight, state.load) for state in states.values()])
-        self.serving.arrange(states.values())
+        self.serving.replace_all(states.values())
         return EndpointChanges(added, [state.endpoint for state in removed], changed)
 
     def _join(self, spec: EndpointSpec, now: float) -> EndpointState:
         self._last_uid += 1
-        state = EndpointState(_identified(spec, EndpointUid(self._last_uid)), models=_declared(spec))
+        state = EndpointState(_with_uid(spec, EndpointUid(self._last_uid)), models=_configured_models(spec))
         if self._pool is not None:
             state.load = LoadModel(self._pool, spec.kv_cache_tokens)
         self.judge.joined(state, now=now)
         return state
 
     def members(self) -> Iterable[EndpointState]:
-        """All of the set, in the order of the settings."""
+        """All members, in the order of the settings."""
         return self._states.values()
 
     def get(self, uid: EndpointUid) -> EndpointState | None:
@@ -185,24 +186,24 @@ class EndpointSet:
         return self._states.get(uid)
 
     def released(self, state: EndpointState) -> None:
-        """Told when a ticket closed on `state`: a leaving endpoint is forgotten with its last one."""
+        """Note that a ticket closed on `state`: a removed endpoint is forgotten with its last one."""
         if self._leaving and not state.in_flight and state in self._leaving:
             self._leaving.remove(state)
 
-    # Who may serve
+    # Candidates
 
     def candidates(self, model: str | None, *, now: float) -> Sequence[EndpointState]:
         """The endpoints that may be asked for `model` (None: any model). Usually O(1).
 
-        Endpoints that say they serve it; if none does, those that are up but never said what they serve.
+        These are the endpoints that list it; if there are none, those that are up and never listed any models.
         """
         if now >= self.judge.due_at:
             self.judge.end_ejections(self._states.values(), now=now)
         return self.serving.candidates(model)
 
     def trials(self, model: str | None, *, now: float) -> Sequence[EndpointState]:
-        """Endpoints that are down (or that nobody could connect to) and may be tried, when there are no candidates:
-        each by one request at a time, and seldom. O(members), but not for each of the requests that find nobody.
+        """Unreachable endpoints that may be tried when there are no candidates: each by one request at a time, and
+        rarely. O(members), but not for each request without candidates.
         """
         version = self.serving.version
         if now < self._trial_at and version == self._trials_version:
@@ -216,50 +217,52 @@ class EndpointSet:
         return named or [state for state in ready if state.models is None and not self.any_up()]
 
     def is_known(self, model: str | None) -> bool:
-        """Whether a member, whatever its health, says that it serves `model`."""
+        """Whether a member, whatever its health, lists `model`."""
         return model is None or any(state.models and model in state.models for state in self._states.values())
 
     def any_starting(self) -> bool:
-        """Whether a member has not been judged yet."""
+        """Whether the health of a member is not known yet."""
         return any(state.health is Health.STARTING for state in self._states.values())
 
     def any_up(self) -> bool:
-        """Whether a member takes requests."""
+        """Whether any member takes requests."""
         return bool(self.serving.candidates(None))
 
-    def absent(self) -> tuple[tuple[Endpoint, str], ...]:
-        """Members that take no requests, and why: the first `MAX_ABSENT`. Found once for each change of the set."""
-        if self._absent_version != self.serving.version:
-            self._absent_version = self.serving.version
+    def unavailable(self) -> tuple[tuple[Endpoint, str], ...]:
+        """Members that take no requests, with the reasons: the first `MAX_UNAVAILABLE`. Computed once per change of the
+        set.
+        """
+        if self._unavailable_version != self.serving.version:
+            self._unavailable_version = self.serving.version
             is_readmitted = self.serving.is_readmitted
             out = (
                 state
                 for state in self._states.values()
-                if state.draining or not (is_open(state) or is_readmitted(state))
+                if state.draining or not (accepts_requests(state) or is_readmitted(state))
             )
-            first = islice(out, MAX_ABSENT)
-            self._absent = tuple((one.endpoint, "draining" if one.draining else one.health.value) for one in first)
-        return self._absent
+            first = islice(out, MAX_UNAVAILABLE)
+            self._unavailable = tuple((one.endpoint, "draining" if one.draining else one.health.value) for one in first)
+        return self._unavailable
 
     def base_models(self) -> list[str]:
-        """The distinct base models (no adapters) of all members that say what they serve, in the members' order."""
+        """The distinct base models (no adapters) of all members that list their models, in the order of members."""
         return list({card.id: None for card in self.model_cards() if card.parent is None})
 
     def model_cards(self) -> list[ModelCard]:
-        """What the members that are up serve, one card a model: the first endpoint's word counts."""
+        """The models of the members that are up, one card per model: that of the first member that lists it."""
         return self.serving.model_cards()
 
     # Reports
 
     def report_health(self, uid: EndpointUid, ok: bool, reason: str, *, now: float, refused: bool) -> None:
-        """A probe's response, or a connection that failed; None of those that left."""
+        """Note the result of a probe, or a failed connection. Ignored if the endpoint left."""
         state = self._states.get(uid)
         if state is not None:
             self.judge.probed(state, ok, reason, now=now, refused=refused)
 
     def may_probe_in(self, uid: EndpointUid, *, now: float) -> float:
-        """In how many seconds a probe may go out; 0 = now, and it is counted as gone. One that is down is not dialled
-        more than three times a second, trials included, and less often where more than 70 are down.
+        """In how many seconds a probe may be sent; 0 = now, and it is counted as sent. An endpoint that is down is
+        dialled at most three times a second, trials included, and less often if more than 70 are down.
         """
         state = self._states.get(uid)
         if state is None or state.health is not Health.DOWN:
@@ -272,7 +275,7 @@ class EndpointSet:
         return 0.0
 
     def check(self, *, now: float) -> list[EndpointUid]:
-        """Once a second: what time alone brings. Returns the endpoints where streams wait in vain for their start."""
+        """Apply what time alone changes, once a second. Returns the endpoints where streams are stranded."""
         states = list(self._states.values())
         self.judge.check(states, now=now)
         watch = self.judge.progress
@@ -280,25 +283,25 @@ class EndpointSet:
         return [state.endpoint.uid for state in waiting if watch.is_dead(state, now, stream=True)]
 
     def report_models(self, uid: EndpointUid, cards: Iterable[ModelCard] | None) -> None:
-        """What /v1/models said. None: the endpoint has no such list; what it said before is forgotten."""
+        """Note the models that an endpoint lists. None: it has no such list, and an earlier one is forgotten."""
         state = self._states.get(uid)
         if state is None or state.endpoint.models is not None:
             return
         models = None if cards is None else {card.id: card for card in cards}
         before, state.models = state.models, models
         if self._pool is not None and models is not None:
-            state.load.adapters.keep(models)
+            state.load.adapters.retain(models)
         if _served(before) != _served(models):
             self.serving.changed(state)
 
     def scrape_sent(self, uid: EndpointUid) -> None:
-        """A scrape leaves now: remember what of the load that it will show is ours."""
+        """Note that a scrape is sent: from the load that it will report, our own requests are subtracted."""
         state = self._states.get(uid)
         if state is not None:
             state.in_flight_at_scrape = state.in_flight
 
     def report_scrape(self, uid: EndpointUid, metrics: LoadMetrics) -> None:
-        """A scrape's good response. A failed scrape is not reported: the old values age."""
+        """Note a successful scrape. A failed scrape is not reported: the old values age."""
         state = self._states.get(uid)
         if state is None:
             return
@@ -317,49 +320,49 @@ class EndpointSet:
             state.load.scraped(metrics, others=state.others, queued=queued, fresh_until=state.fresh_until)
 
     def reported_at(self, uid: EndpointUid) -> float:
-        """When an endpoint's last load report came; long ago if it left the set."""
+        """The time of an endpoint's last load report; -inf if it left the set."""
         state = self._states.get(uid)
         return -inf if state is None else state.reported_at
 
     def report_cache_size(self, uid: EndpointUid, tokens: int, at_most: bool) -> None:
-        """How much an endpoint's KV cache holds, by its own word. It is kept for policies that come later."""
+        """Note the KV cache size that an endpoint reports. It is kept for later policies."""
         state = self._states.get(uid)
         if state is not None:
-            state.said_tokens, state.said_at_most = tokens, at_most
+            state.reported_cache_tokens, state.cache_tokens_at_most = tokens, at_most
             if self._pool is not None:
-                state.load.kv.told(float(tokens), at_most=at_most)
+                state.load.kv.size_reported(float(tokens), at_most=at_most)
 
     def report_slots(self, uid: EndpointUid, slots: int) -> None:
-        """How many requests an endpoint runs at once, by its own word. Kept like the size of its cache."""
+        """Note how many requests an endpoint reports to run at once. Kept like the size of its cache."""
         state = self._states.get(uid)
         if state is not None:
-            state.said_slots = slots
+            state.reported_slots = slots
             if self._pool is not None:
-                state.load.room.slots.told(slots)
+                state.load.room.slots.limit_reported(slots)
 
     def report_restart(self, uid: EndpointUid) -> None:
-        """An endpoint is another process than before."""
+        """Note that an endpoint is a new process."""
         state = self._states.get(uid)
         if state is not None and self._pool is not None:
             state.load.restarted()
 
-    def _listens_again(self, state: EndpointState) -> None:
-        """Where nothing listened somebody does: another process, whose caches are empty. One that says when it was
-        started says itself, in its next page, whether it is another.
+    def _new_process(self, state: EndpointState) -> None:
+        """An endpoint that refused connections accepts them again: a new process, whose caches are empty. If the
+        endpoint reports its start time, its next page will show whether it is one.
         """
         if self._pool is not None and state.load.kv.started_at is None:
             state.load.restarted()
 
     def ask_load(self, uid: EndpointUid, ask: bool) -> None:
-        """Whether requests to an endpoint ask for load reports."""
+        """Set whether requests to an endpoint ask for load reports."""
         state = self._states.get(uid)
         if state is not None:
             state.asks_load = ask
 
-    def report_load(self, state: EndpointState, report: LoadReport | None, *, answered: bool, now: float) -> None:
-        """A load report came with a response of an endpoint; None = it was malformed. What it names is of now.
+    def report_load(self, state: EndpointState, report: LoadReport | None, *, has_first_byte: bool, now: float) -> None:
+        """Note the load report that came with a response; None = it was malformed. What it contains is current.
 
-        `answered`: the request that brought it is not among those that await their first byte.
+        `has_first_byte`: the request that brought it is not among those that await their first byte.
         """
         if report is None:
             state.malformed_reports += 1
@@ -369,8 +372,8 @@ class EndpointSet:
         if waiting is None and running is None and kv_utilization is None:
             return
         state.reported_at = now
-        known, believed = state.metrics or NOTHING, state.metrics if now <= state.scrape_until else None
-        gauges = believed or NOTHING
+        known, fresh = state.metrics or NO_METRICS, state.metrics if now <= state.scrape_until else None
+        gauges = fresh or NO_METRICS
         metrics = state.metrics = LoadMetrics(
             scraped_at=now,
             waiting=gauges.waiting if waiting is None else waiting,
@@ -386,35 +389,35 @@ class EndpointSet:
         if metrics.waiting is None and metrics.running is None:
             state.others = None
             return
-        # The queue is all that vLLM says. Of ours at most those without a first byte are in it; how many of others'
-        # requests run, only a scrape tells.
+        # vLLM reports only its queue. Of our requests at most those without a first byte are in it. How many requests
+        # of others run, only a scrape shows.
         known_waiting = metrics.waiting or 0.0
-        queued = max(0.0, known_waiting - (state.awaiting_first_byte - (not answered)))
+        queued = max(0.0, known_waiting - (state.awaiting_first_byte - (not has_first_byte)))
         if running is None:
-            state.others = queued + (0.0 if believed is None else state.others_running)
+            state.others = queued + (0.0 if fresh is None else state.others_running)
         else:
             state.others = max(0.0, known_waiting + running - state.in_flight)
         if self._pool is not None:
             until = state.fresh_until
-            state.load.scraped(NOTHING, others=state.others, queued=queued, fresh_until=until, reported=True)
+            state.load.scraped(NO_METRICS, others=state.others, queued=queued, fresh_until=until, reported=True)
             state.load.queue_reported(metrics, until)
 
     def drain(self, uid: EndpointUid, draining: bool) -> None:
-        """Stop (or resume) giving requests to a member; what runs there finishes."""
+        """Stop (or resume) giving requests to a member; requests in flight continue."""
         state = self._states.get(uid)
         if state is not None:
             state.draining = draining
             self.serving.changed(state)
 
     def snapshot(self, *, now: float) -> list[EndpointSnapshot]:
-        """Members in the order of the settings, then those that are leaving."""
+        """The members in the order of the settings, then endpoints that are leaving."""
         states = [*self._states.values(), *self._leaving]
         share, is_readmitted = self.judge.slow_start.share, self.serving.is_readmitted
         return [_snapshot(state, share(state, now), is_readmitted(state), now) for state in states]
 
 
 def _is_unreachable(state: EndpointState) -> bool:
-    """Nobody could connect to it, or its health path says so."""
+    """No connection could be made, or its health checks fail."""
     cause = state.breaker.cause
     return state.health is Health.DOWN or (state.health is Health.EJECTED and cause is Cause.UNREACHABLE)
 
@@ -424,13 +427,13 @@ def _trial_at(state: EndpointState) -> float:
     return max(state.tried_at + TRIAL_S, state.dialled_at + DIAL_S)
 
 
-def _declared(spec: EndpointSpec) -> dict[str, ModelCard] | None:
-    """The models that the settings say it serves; None = it will say."""
-    return None if spec.models is None else {name: made_up_card(name) for name in spec.models}
+def _configured_models(spec: EndpointSpec) -> dict[str, ModelCard] | None:
+    """The models that the settings configure for it; None = to be read from the endpoint."""
+    return None if spec.models is None else {name: synthetic_card(name) for name in spec.models}
 
 
 def _served(models: dict[str, ModelCard] | None) -> dict[str, str | None] | None:
-    """Of what an endpoint lists, that which placing goes by."""
+    """The part of an endpoint's model list that placing depends on."""
     return None if models is None else {card.id: card.parent for card in models.values()}
 
 
@@ -438,7 +441,7 @@ _FACTS: Final = [one.name for one in fields(EndpointSpec)]
 _facts_of: Final = attrgetter(*_FACTS)
 
 
-def _identified(spec: EndpointSpec, uid: EndpointUid) -> Endpoint:
+def _with_uid(spec: EndpointSpec, uid: EndpointUid) -> Endpoint:
     return Endpoint(uid=uid, **dict(zip(_FACTS, _facts_of(spec), strict=True)))
 
 
@@ -461,5 +464,5 @@ def _snapshot(state: EndpointState, share: float, readmitted: bool, now: float) 
         asks_load=state.asks_load,
         load_reports=state.load_reports,
         malformed_reports=state.malformed_reports,
-        left=state.left,
+        removed=state.removed,
     )

@@ -1,13 +1,13 @@
-"""The state machine of an endpoint's health: what state it is in after what happened to it.
+"""The state machine of an endpoint's health: its state after each event.
 
-Two words move it. That of *health* goes by what probes and connections say, and knows up and down. That of the
-*breaker* goes by what became of requests (see `core.endpoints.breaker` and `core.endpoints.progress`): it ejects an
-endpoint that fails them though its health path is fine, for a time, and then lets one request at a time try it. Both
-move the one state, so that an endpoint has one standing, one log line for each change, and no two mechanisms that
-disagree. `core.endpoints.judge` says when; docs/failures.md draws this table.
+There are two sources of events. *Health* is what probes and connections show; it distinguishes up and down. The
+*breaker* judges by the results of requests (see `core.endpoints.breaker` and `core.endpoints.progress`): it ejects an
+endpoint that fails requests although its health checks pass, for a time, and then lets one request at a time try it.
+Both change the same state, so that an endpoint has one state and one log line for each transition, and two mechanisms
+cannot disagree. `core.endpoints.judge` raises the events; docs/failures.md draws this table.
 
-Invariants: an event that the table does not have for a state changes nothing; a word of health outweighs one of the
-breaker (what is down is not ejected); every state but `UP` can be left without a request (by probes, or by time).
+Invariants: an event that the table does not have for a state changes nothing. Health overrules the breaker (an endpoint
+that is down is not ejected). Every state except `UP` can be left without a request, by probes or by time.
 """
 
 from __future__ import annotations
@@ -20,65 +20,65 @@ from lbproxy.core.endpoints.endpoint import Endpoint
 
 
 class Health(Enum):
-    """The standing of an endpoint. `UP` endpoints get requests, the others in need only."""
+    """The state of an endpoint. `UP` endpoints get requests, the others only if there are none."""
 
     STARTING = "starting"
-    """Not judged yet."""
+    """Not known yet."""
     UP = "up"
     EJECTED = "ejected"
     """By the breaker, for a time."""
     HALF_OPEN = "half_open"
-    """That time is over: one request at a time tries it."""
+    """The ejection has ended: one request at a time tries it."""
     DOWN = "down"
-    """By probes, or because nobody can connect to it."""
+    """By probes, or because no connection can be made."""
 
 
 @dataclass(frozen=True)
 class Transition:
-    """An endpoint changed its standing. One log line each."""
+    """A change of an endpoint's state. One log line each."""
 
     endpoint: Endpoint
     before: Health
     after: Health
     reason: str
     cause: Cause | None = None
-    """Why it was ejected, if it was."""
+    """The cause of the ejection, if it was ejected."""
 
 
 class Event(Enum):
-    """What may change an endpoint's state. The values are the words of the drawing."""
+    """What may change an endpoint's state. The values are the labels in the diagram."""
 
-    ALIVE = "healthy"
-    """Probed well: the first time of all, or `health.rise` times in a row."""
-    DEAD = "unhealthy"
-    """Probed badly, or not connected to: the first time of all, or `health.fall` times in a row."""
-    FAULTY = "failing"
-    """It failed too many requests, or makes no progress, or failed its trial."""
-    TIME_OVER = "ejection ends"
+    HEALTHY = "healthy"
+    """Probes passed: the first of all, or `health.rise` in a row."""
+    UNHEALTHY = "unhealthy"
+    """Probes or connections failed: the first of all, or `health.fall` in a row."""
+    FAILING = "failing"
+    """Too many requests failed, or there is no progress, or its trial failed."""
+    EJECTION_ENDED = "ejection ends"
     """Its ejection has lasted long enough."""
-    PROVED = "recovered"
-    """A trial request got a good response, or, where that proves something, two probes did."""
+    RECOVERED = "recovered"
+    """A trial request got a successful response; or two probes passed, where that is sufficient."""
 
 
 TABLE: dict[tuple[Health, Event], Health] = {
-    (Health.STARTING, Event.ALIVE): Health.UP,
-    (Health.STARTING, Event.DEAD): Health.DOWN,
-    (Health.UP, Event.DEAD): Health.DOWN,
-    (Health.UP, Event.FAULTY): Health.EJECTED,
-    (Health.EJECTED, Event.TIME_OVER): Health.HALF_OPEN,
-    (Health.EJECTED, Event.PROVED): Health.UP,
-    (Health.EJECTED, Event.DEAD): Health.DOWN,
-    (Health.HALF_OPEN, Event.PROVED): Health.UP,
-    (Health.HALF_OPEN, Event.FAULTY): Health.EJECTED,
-    (Health.HALF_OPEN, Event.DEAD): Health.DOWN,
-    (Health.DOWN, Event.ALIVE): Health.UP,
+    (Health.STARTING, Event.HEALTHY): Health.UP,
+    (Health.STARTING, Event.UNHEALTHY): Health.DOWN,
+    (Health.UP, Event.UNHEALTHY): Health.DOWN,
+    (Health.UP, Event.FAILING): Health.EJECTED,
+    (Health.EJECTED, Event.EJECTION_ENDED): Health.HALF_OPEN,
+    (Health.EJECTED, Event.RECOVERED): Health.UP,
+    (Health.EJECTED, Event.UNHEALTHY): Health.DOWN,
+    (Health.HALF_OPEN, Event.RECOVERED): Health.UP,
+    (Health.HALF_OPEN, Event.FAILING): Health.EJECTED,
+    (Health.HALF_OPEN, Event.UNHEALTHY): Health.DOWN,
+    (Health.DOWN, Event.HEALTHY): Health.UP,
 }
-"""What each event makes of each state; what is not here changes nothing."""
+"""The next state for each event; events that are missing here change nothing."""
 
-ALIVE = frozenset({Health.UP, Health.EJECTED, Health.HALF_OPEN})
-"""Health has nothing against the endpoint; the breaker may."""
+HEALTHY_STATES = frozenset({Health.UP, Health.EJECTED, Health.HALF_OPEN})
+"""Probes pass; the breaker may have ejected it."""
 
 
-def after(state: Health, event: Event) -> Health:
-    """The state that follows; the same one if the event changes nothing."""
+def next_state(state: Health, event: Event) -> Health:
+    """The state after an event; the same one if the event changes nothing."""
     return TABLE.get((state, event), state)

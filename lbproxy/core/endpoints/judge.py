@@ -1,13 +1,13 @@
-"""Judges endpoints: turns what probes, connections and requests brought into moves through the states of
-`core.endpoints.health`.
+"""Turns the results of probes, connections and requests into transitions between the states of `core.endpoints.health`.
 
-It holds what several endpoints share of that (when the first ejection ends, the slow start, the watch over progress)
-and asks `core.endpoints.breaker` whether failures are too many. Which endpoints may be asked, `core.endpoints.serving`
-decides. Invariants:
+It owns what several endpoints share in this (when the first ejection ends, the slow start, the progress watch), and
+asks `core.endpoints.breaker` whether there are too many failures. `core.endpoints.serving` decides which endpoints may
+be asked. Invariants:
 
-- Every move goes through `_move`, makes one `Transition`, and ends the trial that was under way.
-- A trial request decides once: by a good response's first byte, by a failure, or, if it ends otherwise, not at all.
-- Failures count only against members that are up: those of older requests say nothing about a trial.
+- Every change goes through `_move`, makes one `Transition`, and ends the trial in progress.
+- A trial request decides once: by the first byte of a successful response, by a failure, or, if it ends otherwise, not
+  at all.
+- Failures count only against members that are up: those of older requests show nothing about a trial.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.retry import FailureKind
 
 OWN_START_S: Final = 30.0
-"""Endpoints that come up for the first time, so soon after the first of all, are as old as we are: no slow start."""
-_PROBES_PROVE: Final = frozenset({Cause.FAULTS, Cause.UNREACHABLE})
-"""Of an endpoint ejected for something else, good probes prove nothing: its health path was fine all along."""
+"""Endpoints that come up for the first time, this soon after the first of all, are as old as lbproxy: no slow start."""
+_PROBES_SUFFICE: Final = frozenset({Cause.FAULTS, Cause.UNREACHABLE})
+"""An endpoint that was ejected for another cause is not readmitted by probes: they passed all along."""
 
 
 _CAUSES: Final = {
@@ -42,7 +42,7 @@ _CAUSES: Final = {
     FailureKind.GATEWAY: Cause.FAULTS,
     FailureKind.ERROR: Cause.SUCCESS_RATE,
 }
-"""Why an endpoint is ejected whose trial failed so; if not said here, for the same as before."""
+"""The cause of the next ejection when a trial failed by this kind; for other kinds, the cause stays the same."""
 
 
 class Judge:
@@ -56,26 +56,26 @@ class Judge:
         *,
         has_loads: bool,
         rng: random.Random,
-        listens_again: Callable[[EndpointState], None],
+        new_process: Callable[[EndpointState], None],
     ) -> None:
-        """`serving` is notified of every move and trial; `listens_again` is called when an endpoint that refused
-        connections is heard of again: another process, as far as is known.
+        """`serving` is notified of every transition and trial. `new_process` is called when an endpoint that refused
+        connections can be reached again: another process, as far as known.
         """
         self.transitions: list[Transition] = []
-        """Since the driver last took them away."""
+        """Transitions since the driver last cleared the list."""
         self.due_at = inf
         """When the first ejection ends."""
         self.slow_start = SlowStart(settings.slow_start)
         self.progress = HangWatch(breaker.no_progress, has_loads=has_loads)
         self._rng = rng
         self._serving = serving
-        self._listens_again = listens_again
+        self._new_process = new_process
         self._first_up_at: float | None = None
         """When an endpoint took requests for the first time."""
         self.reconfigure(settings, breaker, ())
 
     def reconfigure(self, settings: HealthSettings, breaker: BreakerSettings, states: Iterable[EndpointState]) -> None:
-        """Judge by other settings from now on. Ejections that run last as long as they were to."""
+        """Apply other settings from now on. Running ejections keep their duration."""
         self._breaker = breaker
         self._fall = settings.fall
         self._rise = settings.rise
@@ -87,60 +87,61 @@ class Judge:
     # Membership
 
     def joined(self, state: EndpointState, *, now: float) -> None:
-        """`state` is new. One that is not probed is up until requests fail."""
+        """Note that `state` is new. An endpoint that is not probed is up until requests fail."""
         state.breaker, state.progress = Breaker(self._breaker), Progress()
         if state.endpoint.health is None:
             state.health = Health.UP
             self._came_up(state, now)
 
-    def unprobed(self, state: EndpointState, *, now: float) -> None:
-        """`state` is not probed any more: nobody would ever say that it is up."""
-        self._move(state, Event.ALIVE, "not probed any more", now=now)
+    def probing_stopped(self, state: EndpointState, *, now: float) -> None:
+        """Note that `state` is not probed any more: no probe would ever bring it up."""
+        self._move(state, Event.HEALTHY, "not probed any more", now=now)
 
-    def left(self, state: EndpointState) -> None:
-        """`state` is no member any more."""
+    def removed(self, state: EndpointState) -> None:
+        """Note that `state` is no longer a member."""
         self._release_trial(state)
         self.slow_start.end(state)
-        state.left = True
+        state.removed = True
 
-    # Health's word
+    # Health
 
     def probed(self, state: EndpointState, ok: bool, reason: str, *, now: float, refused: bool = False) -> None:
-        """A probe's response, or a connection that failed. `fall` bad ones in a row take an endpoint down, `rise` good
-        ones bring it back; the first report of all decides at once, so that neither start waits for the counts.
-        `refused`: nothing listens there.
+        """Note the result of a probe, or a failed connection. `fall` failures in a row take an endpoint down, `rise`
+        passes bring it up; the first result of all decides at once, so that starting does not wait for the counts.
+
+        `refused`: no process listens there.
         """
         if refused:
-            state.refused = True
+            state.refused_connection = True
         elif ok:
-            self._heard(state)
+            self._reached(state)
         is_probed = state.endpoint.health is not None
         if ok and not is_probed:
             return
-        if not ok and not state.fails and state.health is not Health.DOWN:
+        if not ok and not state.failures_in_row and state.health is not Health.DOWN:
             state.progress.failing_since = now
-        state.fails = 0 if ok else state.fails + 1
-        state.passes = state.passes + 1 if ok else 0
+        state.failures_in_row = 0 if ok else state.failures_in_row + 1
+        state.passes_in_row = state.passes_in_row + 1 if ok else 0
         first = state.health is Health.STARTING
-        if not ok and is_probed and (first or state.fails >= self._fall):
-            self._move(state, Event.DEAD, reason, now=now)
-        elif ok and (first or state.passes >= self._rise):
+        if not ok and is_probed and (first or state.failures_in_row >= self._fall):
+            self._move(state, Event.UNHEALTHY, reason, now=now)
+        elif ok and (first or state.passes_in_row >= self._rise):
             may_prove = state.health is Health.HALF_OPEN and state.trial is None
-            if may_prove and state.breaker.cause in _PROBES_PROVE:
-                self._move(state, Event.PROVED, reason, now=now)
+            if may_prove and state.breaker.cause in _PROBES_SUFFICE:
+                self._move(state, Event.RECOVERED, reason, now=now)
             else:
-                self._move(state, Event.ALIVE, reason, now=now)
+                self._move(state, Event.HEALTHY, reason, now=now)
 
-    # The breaker's word
+    # The breaker
 
-    def answered(self, state: EndpointState, accused: EndpointState | None, *, trial: bool, now: float) -> None:
-        """The first byte of a good response came. `accused`: the endpoint that answered 500 to the same request;
-        `trial`: it tried `state`.
+    def responded(self, state: EndpointState, suspect: EndpointState | None, *, trial: bool, now: float) -> None:
+        """Note the first byte of a successful response. `suspect`: the endpoint that returned 500 to the same request.
+        `trial`: the request tried `state`.
         """
-        if accused is not None:
-            self._count(accused, FailureKind.ERROR, "returned 500 to a request that succeeded elsewhere", now)
+        if suspect is not None:
+            self._count(suspect, FailureKind.ERROR, "returned 500 to a request that succeeded elsewhere", now)
         if trial:
-            self._proved(state, now)
+            self._trial_succeeded(state, now)
 
     def failed(  # noqa: PLR0913 - what is known of an attempt
         self,
@@ -153,32 +154,32 @@ class Judge:
         now: float,
         refused: bool = False,
     ) -> None:
-        """An attempt at `state`, made at `placed_at`, failed by `kind`, and that counts; not a time-out while other
-        work there goes on. `trial`: it tried the endpoint.
+        """Note an attempt at `state`, made at `placed_at`, that failed by `kind`. A time-out does not count while the
+        endpoint makes progress with other work. `trial`: the request tried the endpoint.
         """
         if trial:
             self._release_trial(state)
             self._serving.changed(state)
-        if state.left:
+        if state.removed:
             return
-        if kind is FailureKind.TIMEOUT and self.progress.goes_on(state, placed_at, now):
+        if kind is FailureKind.TIMEOUT and self.progress.makes_progress(state, placed_at, now):
             return
         if kind is FailureKind.CONNECT:
             self.probed(state, False, detail, now=now, refused=refused)
-        if trial and state.health is Health.HALF_OPEN and _is_bad(kind):
+        if trial and state.health is Health.HALF_OPEN and _counts_as_failure(kind):
             cause = _CAUSES.get(kind, state.breaker.cause)
             self._eject(state, cause, f"the trial request failed: {detail}", now)
-        elif _is_bad(kind):
+        elif _counts_as_failure(kind):
             self._count(state, kind, detail, now)
 
-    def broke(self, state: EndpointState, *, timed_out: bool, placed_at: float, now: float) -> None:
-        """A response broke in its middle, whose first byte counted as a good one."""
-        state.breaker.good = max(0, state.breaker.good - 1)
-        if not (timed_out and self.progress.goes_on(state, placed_at, now)):
+    def response_broke(self, state: EndpointState, *, timed_out: bool, placed_at: float, now: float) -> None:
+        """Note that a response broke after its first byte, which was counted as a success."""
+        state.breaker.successes = max(0, state.breaker.successes - 1)
+        if not (timed_out and self.progress.makes_progress(state, placed_at, now)):
             self._count(state, None, "a response broke", now)
 
     def _count(self, state: EndpointState, kind: FailureKind | None, detail: str, now: float) -> None:
-        if state.health is Health.UP and not state.left:
+        if state.health is Health.UP and not state.removed:
             verdict = state.breaker.fault(kind, now)
             if verdict is not None:
                 cause, reason = verdict
@@ -186,11 +187,11 @@ class Judge:
 
     # Trials
 
-    def tried(self, state: EndpointState, *, stream: bool, now: float) -> Trial | None:
-        """A request was placed on `state`, which is not up. Unless that was for want of others, it is the one that
-        tries it: its trial is returned.
+    def begin_trial(self, state: EndpointState, *, stream: bool, now: float) -> Trial | None:
+        """Note that a request was placed on `state`, which is not up. Returns its trial; None if it is not a trial, but
+        was placed there because there are too few endpoints.
         """
-        if state.trial is not None or self._serving.is_readmitted(state) or state.left:
+        if state.trial is not None or self._serving.is_readmitted(state) or state.removed:
             return None
         state.trial = Trial(stream=stream)
         state.tried_at = state.dialled_at = now
@@ -198,23 +199,23 @@ class Judge:
         return state.trial
 
     def trial_ended(self, state: EndpointState, outcome: Outcome, *, now: float) -> None:
-        """A trial ticket closes that brought neither a good response's first byte nor a failure."""
-        if outcome is Outcome.COMPLETED:  # a response without a body, or a refusal like 400: it works
-            self._proved(state, now)
+        """Note that a trial ticket closes, with neither the first byte of a successful response nor a failure."""
+        if outcome is Outcome.COMPLETED:  # a response without a body, or an error like 400: the endpoint works
+            self._trial_succeeded(state, now)
         else:
             self._release_trial(state)
             self._serving.changed(state)
 
-    def _proved(self, state: EndpointState, now: float) -> None:
+    def _trial_succeeded(self, state: EndpointState, now: float) -> None:
         reason = "the trial request succeeded"
         self._release_trial(state)
         self._serving.changed(state)
-        if state.left:
+        if state.removed:
             return
         if state.health is Health.DOWN:
             self.probed(state, True, reason, now=now)
         else:
-            self._move(state, Event.PROVED, reason, now=now)
+            self._move(state, Event.RECOVERED, reason, now=now)
 
     @staticmethod
     def _release_trial(state: EndpointState) -> None:
@@ -222,48 +223,48 @@ class Judge:
             state.trial.ended = True
             state.trial = None
 
-    # Time's word
+    # Time
 
     def end_ejections(self, states: Iterable[EndpointState], *, now: float) -> None:
-        """Those that have lasted long enough."""
+        """End the ejections that have lasted long enough."""
         self.due_at = inf
         for state in states:
             if state.health is Health.EJECTED:
                 if state.breaker.until <= now:
-                    self._move(state, Event.TIME_OVER, "one trial request at a time is allowed", now=now)
+                    self._move(state, Event.EJECTION_ENDED, "one trial request at a time is allowed", now=now)
                 else:
                     self.due_at = min(self.due_at, state.breaker.until)
 
     def check(self, states: Sequence[EndpointState], *, now: float) -> None:
-        """Once a second: what time alone brings."""
+        """Apply what time alone changes, once a second."""
         if now >= self.due_at:
             self.end_ejections(states, now=now)
         self.slow_start.expire(now)
         for state in states:
-            state.breaker.turn(now)
+            state.breaker.rotate(now)
         for state, reason in self.progress.hung(states, now):
             self._eject(state, Cause.NO_PROGRESS, reason, now)
 
-    # The machine
+    # The state machine
 
     def _eject(self, state: EndpointState, cause: Cause, reason: str, now: float) -> None:
         lasts_s = state.breaker.eject(cause, now, self._rng)
         self.due_at = min(self.due_at, state.breaker.until)
-        state.refusals, state.backing_off_until = 0, -inf  # from now on this is the breaker's
-        self._move(state, Event.FAULTY, f"{reason}; for {lasts_s:.1f} s", now=now, cause=cause)
+        state.refusals, state.backing_off_until = 0, -inf  # from now on the breaker decides
+        self._move(state, Event.FAILING, f"{reason}; for {lasts_s:.1f} s", now=now, cause=cause)
 
     def _move(self, state: EndpointState, event: Event, reason: str, *, now: float, cause: Cause | None = None) -> None:
-        """What `event` makes of `state`, with all that follows from it; nothing if it changes nothing."""
+        """Apply `event` to `state`, with all consequences; nothing if it does not change the state."""
         before = state.health
-        state.health = health.after(before, event)
+        state.health = health.next_state(before, event)
         if state.health is before:
             return
         self._release_trial(state)
-        state.passes = 0
+        state.passes_in_row = 0
         if state.health in {Health.UP, Health.DOWN}:
-            state.fails = 0  # else probes go on failing: an ejection meanwhile must not put off that it is down
+            state.failures_in_row = 0  # else probes go on failing, and an ejection must not delay DOWN
         if state.health is Health.UP:
-            self._heard(state)
+            self._reached(state)
             state.breaker.reset()
             self._came_up(state, now)
         else:
@@ -275,10 +276,10 @@ class Judge:
             reason += "; used although ejected, as less than half would be left"
         self.transitions.append(Transition(state.endpoint, before, state.health, reason, cause))
 
-    def _heard(self, state: EndpointState) -> None:
-        if state.refused:
-            state.refused = False
-            self._listens_again(state)
+    def _reached(self, state: EndpointState) -> None:
+        if state.refused_connection:
+            state.refused_connection = False
+            self._new_process(state)
 
     def _came_up(self, state: EndpointState, now: float) -> None:
         if self._first_up_at is None:
@@ -288,5 +289,5 @@ class Judge:
         state.was_up = True
 
 
-def _is_bad(kind: FailureKind) -> bool:
+def _counts_as_failure(kind: FailureKind) -> bool:
     return kind in FAULTS or kind is FailureKind.ERROR

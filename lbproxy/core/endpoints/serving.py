@@ -1,14 +1,16 @@
 """The index of models: which endpoints serve each model, and which of those may take requests now.
 
-A change of one endpoint adjusts the counts of its models and drops their lists; the next `candidates` filters one list
-again. So a change costs O(models of that endpoint), however many endpoints there are, and needs no order of updates.
+A change of one endpoint updates the counts of its models and drops their lists; the next `candidates` filters one list
+again. So a change costs O(models of that endpoint), however many endpoints there are, and updates may come in any
+order.
 
-Sole owner of this state. It learns of changes by `arrange` (the set) and `changed` (one endpoint). Invariants:
+It is the only owner of this state. Changes are reported by `replace_all` (the set) and `changed` (one endpoint).
+Invariants:
 
-- A group holds exactly the members that a request may want: endpoints that are alive by `core.endpoints.health` and not
-  draining. Its `up` is the number of those that are `UP`.
-- Whether an endpoint is readmitted is worked out from the counts whenever it is asked for, and stored nowhere.
-- Lists are in the order of the settings. They are shared, and replaced rather than edited: a caller may keep one.
+- A group holds exactly the members that its requests may be sent to: endpoints whose probes pass, by
+  `core.endpoints.health`, and that are not draining. Its `up` is the number of those that are `UP`.
+- Whether an endpoint is readmitted is computed from the counts when it is needed, and stored nowhere.
+- Lists are in the order of the settings. They are shared, and replaced instead of modified: a caller may keep one.
 """
 
 from __future__ import annotations
@@ -25,120 +27,122 @@ from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.requests.openai import ModelCard
 
 _POSITION: Final = attrgetter("position")
-_DROPPED: Final = 0
+_OUTDATED: Final = 0
 
 
 class _Group:
     """Members that take the same requests: all, those that list one model, or those that never listed any."""
 
     def __init__(self) -> None:
-        self.seats: dict[EndpointUid, _Seat] = {}
+        self.entries: dict[EndpointUid, _Entry] = {}
         self.up = 0
         self.adapters = 0
         """How many of them list the model as an adapter."""
         self.usable: list[EndpointState] = []
-        """Those that may be asked, as of `epoch`."""
-        self.epoch = _DROPPED
+        """Members that may be asked, as of `epoch`."""
+        self.epoch = _OUTDATED
 
 
-class _Seat:
-    """An endpoint of the set, and what is counted of it."""
+class _Entry:
+    """An endpoint of the set, and how it is counted."""
 
     def __init__(self, state: EndpointState) -> None:
         self.state = state
         self.position = 0
-        """In the order of the settings."""
+        """Its position in the order of the settings."""
         self.groups: list[_Group] = []
-        """Empty unless it is a member."""
+        """Empty unless it is a member of groups."""
         self.models: dict[str, ModelCard] | None = None
-        """The list by which it is in these groups."""
+        """The model list by which it is in these groups."""
         self.is_up = False
-        """It counts in their `up`."""
+        """It is counted in their `up`."""
 
 
 class Serving:
     """Which endpoints may be asked for which model."""
 
     def __init__(self, *, panic: bool) -> None:
-        """`panic`: use ejected endpoints too where less than half would be left."""
+        """`panic`: use ejected endpoints too if less than half of the endpoints would be left."""
         self.version = 0
-        """Changes whenever `candidates` may."""
+        """Changes whenever `candidates` may change."""
         self.adapters: set[str] = set()
-        """The models that a member lists as an adapter. `PoolModel` refers to this very set."""
+        """The models that a member lists as an adapter. `PoolModel` refers to this same set."""
         self.down: set[EndpointUid] = set()
         """Endpoints that are `DOWN`, draining or not."""
         self._panic = panic
-        self._epoch = _DROPPED + 1
-        """Lists of earlier epochs are out of date."""
-        self._seats: dict[EndpointUid, _Seat] = {}
-        self._all, self._silent = _Group(), _Group()
+        self._epoch = _OUTDATED + 1
+        """Lists of earlier epochs are outdated."""
+        self._entries: dict[EndpointUid, _Entry] = {}
+        self._all, self._unlisted = _Group(), _Group()
         self._by_model: dict[str, _Group] = {}
         """Without empty groups."""
 
     # Changes
 
     def reconfigure(self, *, panic: bool) -> None:
-        """Another setting."""
+        """Apply another setting."""
         self._panic = panic
-        self._drop_all()
+        self._outdate_all()
 
-    def arrange(self, states: Iterable[EndpointState]) -> None:
-        """The complete set, in the order of the settings. O(endpoints + models of those that come or leave).
+    def replace_all(self, states: Iterable[EndpointState]) -> None:
+        """Set the complete set, in the order of the settings. O(endpoints + models of those that join or leave).
 
-        Of the others only their place in the order is read.
+        Of the others only their position is updated.
         """
-        before, self._seats = self._seats, {}
+        before, self._entries = self._entries, {}
         joined: list[EndpointState] = []
         for position, state in enumerate(states):
             uid = state.endpoint.uid
-            seat = before.pop(uid, None)
-            if seat is None:
-                seat = _Seat(state)
+            entry = before.pop(uid, None)
+            if entry is None:
+                entry = _Entry(state)
                 joined.append(state)
-            seat.position = position
-            self._seats[uid] = seat
-        for uid, seat in before.items():
+            entry.position = position
+            self._entries[uid] = entry
+        for uid, entry in before.items():
             self.down.discard(uid)
-            self._remove(uid, seat)
+            self._remove(uid, entry)
         for state in joined:
             self.changed(state)
-        self._drop_all()
+        self._outdate_all()
 
     def changed(self, state: EndpointState) -> None:
-        """The health, trial, `draining` or models of `state` changed; no-op if it is not in the set. O(its models)."""
+        """Note that the health, trial, `draining` or models of `state` changed. No effect if it is not in the set.
+        O(its models).
+        """
         self.version += 1
         uid = state.endpoint.uid
-        seat = self._seats.get(uid)
-        if seat is None:
+        entry = self._entries.get(uid)
+        if entry is None:
             return
         if state.health is Health.DOWN:
             self.down.add(uid)
         else:
             self.down.discard(uid)
-        is_member = state.health in health.ALIVE and not state.draining
-        if not is_member or state.models is not seat.models:
-            self._remove(uid, seat)
+        is_member = state.health in health.HEALTHY_STATES and not state.draining
+        if not is_member or state.models is not entry.models:
+            self._remove(uid, entry)
         if not is_member:
             return
-        if not seat.groups:
-            self._add(uid, seat)
+        if not entry.groups:
+            self._add(uid, entry)
         is_up = state.health is Health.UP
-        more = int(is_up) - int(seat.is_up)
-        seat.is_up = is_up
-        for group in seat.groups:
+        more = int(is_up) - int(entry.is_up)
+        entry.is_up = is_up
+        for group in entry.groups:
             group.up += more
-            group.epoch = _DROPPED
+            group.epoch = _OUTDATED
 
-    def _drop_all(self) -> None:
+    def _outdate_all(self) -> None:
         self.version += 1
         self._epoch += 1
 
-    def _add(self, uid: EndpointUid, seat: _Seat) -> None:
-        """A member takes its place in its groups; it does not count as up yet."""
-        seat.models = models = seat.state.models
-        seat.groups = groups = [self._all]
+    def _add(self, uid: EndpointUid, entry: _Entry) -> None:
+        """Add an endpoint to its groups; it does not count as up yet."""
+        entry.models = models = entry.state.models
+        entry.groups = groups = [self._all]
         if models is None:
-            groups.append(self._silent)
+            groups.append(self._unlisted)
         else:
             for model, card in models.items():
                 group = self._by_model.get(model)
@@ -149,91 +153,92 @@ class Serving:
                     self.adapters.add(model)
                 groups.append(group)
         for group in groups:
-            group.seats[uid] = seat
+            group.entries[uid] = entry
 
-    def _remove(self, uid: EndpointUid, seat: _Seat) -> None:
-        """The reverse of `_add`; no-op for one that has no place."""
-        if not seat.groups:
+    def _remove(self, uid: EndpointUid, entry: _Entry) -> None:
+        """The reverse of `_add`. No effect if it is in no group."""
+        if not entry.groups:
             return
-        for group in seat.groups:
-            del group.seats[uid]
-            group.up -= int(seat.is_up)
-            group.epoch = _DROPPED
-        seat.is_up = False
-        seat.groups = []
-        for model, card in (seat.models or {}).items():
+        for group in entry.groups:
+            del group.entries[uid]
+            group.up -= int(entry.is_up)
+            group.epoch = _OUTDATED
+        entry.is_up = False
+        entry.groups = []
+        for model, card in (entry.models or {}).items():
             group = self._by_model[model]
             if card.parent is not None:
                 group.adapters -= 1
                 if not group.adapters:
                     self.adapters.discard(model)
-            if not group.seats:
+            if not group.entries:
                 del self._by_model[model]
 
     # Reading
 
     def candidates(self, model: str | None) -> list[EndpointState]:
-        """The endpoints that may be asked for `model` (None: any model). O(1), but the first time after a change.
+        """The endpoints that may be asked for `model` (None: any model). O(1), except for the first call after a
+        change.
 
-        Those that list it; if none of these may be asked, those that never listed any model.
+        These are the endpoints that list it; if none of them may be asked, those that never listed any model.
         """
         return self._usable(self._group(model))
 
     def is_readmitted(self, state: EndpointState) -> bool:
-        """Whether the breaker keeps `state` out, and it is used all the same for one of its models at least."""
-        if is_open(state) or not _is_reachable(state):
+        """Whether the breaker ejected `state`, and it is used all the same for at least one of its models."""
+        if accepts_requests(state) or not _is_reachable(state):
             return False
-        seat = self._seats.get(state.endpoint.uid)
-        return seat is not None and any(self._panics(group) for group in seat.groups)
+        entry = self._entries.get(state.endpoint.uid)
+        return entry is not None and any(self._panics(group) for group in entry.groups)
 
     def is_readmitted_for(self, state: EndpointState, model: str | None) -> bool:
-        """The same of requests for `model`. O(1)."""
-        if is_open(state) or not _is_reachable(state):
+        """The same for requests for `model`. O(1)."""
+        if accepts_requests(state) or not _is_reachable(state):
             return False
         group = self._group(model)
-        return state.endpoint.uid in group.seats and self._panics(group)
+        return state.endpoint.uid in group.entries and self._panics(group)
 
     def model_cards(self) -> list[ModelCard]:
-        """What the members serve, one card a model: that of the first endpoint counts. O(models) if all serve the same,
+        """The models of the members, one card per model: that of the first member. O(models) if all serve the same,
         else O(members x models).
         """
         cards: dict[str, ModelCard] = {}
-        for seat in self._seats.values():
+        for entry in self._entries.values():
             if len(cards) == len(self._by_model):
                 break
-            if seat.groups:
-                for card in (seat.state.models or {}).values():
+            if entry.groups:
+                for card in (entry.state.models or {}).values():
                     cards.setdefault(card.id, card)
         return list(cards.values())
 
     def _group(self, model: str | None) -> _Group:
-        """The group that requests for `model` go to."""
+        """The group to which requests for `model` go."""
         if model is None:
             return self._all
         group = self._by_model.get(model)
-        return group if group is not None and self._usable(group) else self._silent
+        return group if group is not None and self._usable(group) else self._unlisted
 
     def _usable(self, group: _Group) -> list[EndpointState]:
-        """Those of a group that may be asked."""
+        """The members of a group that may be asked."""
         if group.epoch != self._epoch:
             group.epoch = self._epoch
-            everyone = self._panics(group)
+            panics = self._panics(group)
             group.usable = [
-                seat.state
-                for seat in sorted(group.seats.values(), key=_POSITION)
-                if is_open(seat.state) or (everyone and _is_reachable(seat.state))
+                entry.state
+                for entry in sorted(group.entries.values(), key=_POSITION)
+                if accepts_requests(entry.state) or (panics and _is_reachable(entry.state))
             ]
         return group.usable
 
     def _panics(self, group: _Group) -> bool:
-        """The breaker would leave less than half of a group. Then it is more likely wrong, or all are bad, and there is
-        nothing to lose. An endpoint that no connection can be made to is out even so.
+        """Whether the breaker would leave less than half of a group. Then it is probably wrong, or all are bad and
+        there is nothing to lose. Endpoints that cannot be connected to stay ejected even then.
         """
-        return self._panic and 2 * group.up < len(group.seats)
+        return self._panic and 2 * group.up < len(group.entries)
 
 
-def is_open(state: EndpointState) -> bool:
-    """The breaker lets requests through: all, or the one that tries it."""
+def accepts_requests(state: EndpointState) -> bool:
+    """Whether the breaker lets requests through: all of them, or one that tries the endpoint."""
     return state.health is Health.UP or (state.health is Health.HALF_OPEN and state.trial is None)
 
 

@@ -1,11 +1,10 @@
-"""The slow start: an endpoint that came back, or is new, gets a share that grows from a tenth to all of it.
+"""The slow start: an endpoint that came back, or is new, gets a share of requests that grows from a tenth to all.
 
 Its cache is empty and its engine still compiles, while it is the least loaded of all, so that every policy would send
-it everything. The share is one of placements, so it holds under every policy and at every load: while endpoints start,
-each placement gives each of them credit, its weight over the weights of all candidates (1 for those that do not start),
-and an endpoint that starts is a candidate only with a whole credit, which a placement there costs. Which requests it
-gets is still the policy's choice. Invariant: it is a preference and no verdict: who could not be placed otherwise goes
-there.
+it everything. The share is one of placements, so it holds under every policy and at every load. While endpoints start,
+each placement gives each of them credit: its weight over the weights of all candidates (1 for those that do not start).
+An endpoint that starts is a candidate only with a credit of at least 1, which a placement there costs. The policy still
+chooses which requests it gets. Invariant: this is a preference: a request that cannot be placed otherwise goes there.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from lbproxy.core.endpoints.state import EndpointState
 
 FLOOR: Final = 0.1
 MAX_CREDIT: Final = 2.0
-"""An endpoint that the policy did not want for a while does not get all that it missed at once."""
+"""An endpoint that the policy did not choose for a while does not get everything that it missed at once."""
 
 
 class SlowStart:
-    """The endpoints that start, and what they may have."""
+    """The endpoints in slow start, and their credit."""
 
     def __init__(self, duration_s: float | None) -> None:
         self.duration_s = duration_s
         self.starting: list[EndpointState] = []
-        """Mostly empty, so that a decision pays one look."""
+        """Mostly empty, so that a decision only costs one check."""
 
     def begin(self, state: EndpointState, now: float) -> None:
-        """`state` takes requests from now on."""
+        """Begin the slow start of `state`."""
         if self.duration_s is None:
             return
         if state.slow_since is None:
@@ -38,32 +37,32 @@ class SlowStart:
         state.slow_credit = 1.0
 
     def end(self, state: EndpointState) -> None:
-        """It is out again, or its time is over; no-op if it does not start."""
+        """End the slow start of `state`; no effect if it has none."""
         if state.slow_since is not None:
             state.slow_since = None
             self.starting.remove(state)
 
     def expire(self, now: float) -> None:
-        """Let go of those whose time is over."""
+        """End the slow starts whose time has passed."""
         for state in self.starting[:]:
             if self.share(state, now) >= 1.0:
                 self.end(state)
 
     def share(self, state: EndpointState, now: float) -> float:
-        """`FLOOR` to 1: the weight of an endpoint beside one that does not start."""
+        """The weight of an endpoint relative to one without slow start, from `FLOOR` to 1."""
         if state.slow_since is None or self.duration_s is None:
             return 1.0
         return min(1.0, max(FLOOR, (now - state.slow_since) / self.duration_s))
 
     def allowed(self, candidates: Sequence[EndpointState]) -> Sequence[EndpointState]:
-        """Those whose turn it may be; all, if that is nobody."""
+        """The candidates with enough credit; all of them, if there are none."""
         return [one for one in candidates if one.slow_since is None or one.slow_credit >= 1.0] or candidates
 
-    def placed(self, on: EndpointState, candidates: Sequence[EndpointState], now: float) -> None:
-        """One of `candidates` got a request."""
+    def placed(self, chosen: EndpointState, candidates: Sequence[EndpointState], now: float) -> None:
+        """Note that one of `candidates` got a request."""
         total = sum(self.share(state, now) for state in candidates)
         for state in candidates:
             if state.slow_since is not None:
                 state.slow_credit = min(MAX_CREDIT, state.slow_credit + self.share(state, now) / total)
-        if on.slow_since is not None:
-            on.slow_credit = max(0.0, on.slow_credit - 1.0)
+        if chosen.slow_since is not None:
+            chosen.slow_credit = max(0.0, chosen.slow_credit - 1.0)

@@ -22,80 +22,83 @@ class Trial:
         self.stream = stream
         """Its response is streamed."""
         self.ended = False
-        """What it shows counts no more than what others show."""
+        """It has decided, and counts like any other request now."""
 
 
 class EndpointState:
-    """Everything the Balancer knows of one endpoint. Owned by `core.endpoints.endpoint_set`; everyone else reads."""
+    """Everything the Balancer knows of one endpoint. Owned by `core.endpoints.endpoint_set`; all others only
+    read it.
+    """
 
     health: Health = Health.STARTING
     draining: bool = False
-    left: bool = False
-    """It is no member of the set any more."""
-    fails: int = 0
-    """Bad probes and connect failures in a row."""
-    passes: int = 0
-    """Good probes in a row."""
+    removed: bool = False
+    """It is not a member of the set any more."""
+    failures_in_row: int = 0
+    """Failed probes and connections in a row."""
+    passes_in_row: int = 0
+    """Passed probes in a row."""
     in_flight: int = 0
-    """Tickets placed here and not closed: ours, exact, now."""
+    """Tickets placed here and not closed: our own, exact and current."""
     awaiting_first_byte: int = 0
-    """Those of `in_flight` that have not answered yet."""
+    """Those of `in_flight` without a first byte."""
     tokens_streamed: int = 0
-    """Tokens reported by `progress`, over the life of the endpoint."""
+    """Tokens reported by `progress` since the endpoint was added."""
     placed: int = 0
     """Tickets ever placed here."""
     placed_seq: int = 0
     """The pool-wide number of the last placement here; 0 = never."""
     metrics: LoadMetrics | None = None
-    """The newest good scrape, however old, and what a load report said since; who uses it looks at `fresh_until`."""
+    """The latest successful scrape, however old, updated by later load reports; `fresh_until` says whether it
+    is fresh."""
     others: float | None = None
-    """Requests that the last scrape saw here and we did not send: max(0, waiting + running - ours at that time). A load
-    report since then renews those of them that wait."""
+    """Requests in the last scrape that are not ours: max(0, waiting + running - ours at that time). A later load report
+    updates those of them that wait."""
     others_running: float = 0.0
     """Those of them that did not wait, by the last scrape."""
     scrape_until: float = float("-inf")
-    """Until when what only scrapes say may be believed."""
+    """Until when values that only scrapes report are fresh."""
     asks_load: bool = False
     """Requests to it ask for load reports."""
     reported_at: float = float("-inf")
-    """When a load report last came."""
+    """When the last load report arrived."""
     load_reports: int = 0
-    """That came and could be read."""
+    """Load reports that could be read."""
     malformed_reports: int = 0
     in_flight_at_scrape: int = 0
-    """Our own in-flight count when the scrape now under way was sent."""
+    """Our own requests in flight when the current scrape was sent."""
     fresh_until: float = float("-inf")
-    """Until when `metrics` may be believed."""
+    """Until when `metrics` is fresh."""
     models: dict[str, ModelCard] | None
-    """By id; None = it never said. Kept when the endpoint goes down."""
-    said_tokens: int | None = None
-    """How much its KV cache holds, by its own word outside its metrics (`core.engines.server_info`)."""
-    said_at_most: bool = False  # or less
-    said_slots: int | None = None  # how many requests it runs at once, by its own word
+    """By id; None = never listed. Kept when the endpoint goes down."""
+    reported_cache_tokens: int | None = None
+    """The KV cache size that it reports outside its metrics (`core.engines.server_info`)."""
+    cache_tokens_at_most: bool = False  # the size is an upper bound
+    reported_slots: int | None = None  # how many requests it reports to run at once
     refusals: int = 0
-    """Attempts in a row that it refused or failed, without a good response between."""
+    """Attempts in a row that it refused or failed, without a successful response between."""
     backing_off_until: float = float("-inf")
-    """Until then it gets requests only if nobody else can take them: see `core.endpoints.backpressure`."""
+    """Until then it gets requests only if there are no other candidates: see `core.endpoints.backpressure`."""
     trial: Trial | None = None
     """The request that tries it and has no response yet, while it is half open or down."""
     tried_at: float = float("-inf")
-    """When the last of those was placed."""
+    """When the last trial was placed."""
     dialled_at: float = float("-inf")
-    """When a probe or a trial last went to it while it was down."""
+    """When a probe or a trial was last sent to it while it was down."""
     was_up: bool = False
     """It took requests before."""
     slow_since: float | None = None
-    """When its slow start began; None: it is over. See `core.endpoints.slow_start`."""
+    """When its slow start began; None: it has none. See `core.endpoints.slow_start`."""
     slow_credit: float = 0.0
-    """Requests that it may get meanwhile."""
-    refused: bool = False
-    """It refused a connection since it last was up, so that another process may listen there now."""
+    """Requests that it may get during the slow start."""
+    refused_connection: bool = False
+    """It refused a connection since it was last up, so that another process may listen there now."""
     progress: Progress
-    """What it showed of its work. Set by the endpoint set, as is:"""
+    """What it showed of its work. Set by the endpoint set, like the next:"""
     breaker: Breaker
-    """What became of its requests."""
+    """The results of its requests."""
     load: LoadModel
-    """What is known of its work and speed. Set only under policies that need it (`Policy.block_bytes`)."""
+    """Its work and speed. Set only under policies that need it (`Policy.block_bytes`)."""
 
     def __init__(self, endpoint: Endpoint, models: dict[str, ModelCard] | None = None) -> None:
         self.endpoint = endpoint
@@ -104,7 +107,7 @@ class EndpointState:
 
 @dataclass(frozen=True)
 class EndpointSnapshot:
-    """One endpoint's state at one moment, safe to keep."""
+    """One endpoint's state at one moment; it does not change."""
 
     endpoint: Endpoint
     health: Health
@@ -122,13 +125,13 @@ class EndpointSnapshot:
     load_reports: int = 0
     malformed_reports: int = 0
     readmitted: bool = False
-    """Ejected, and used all the same for want of others."""
+    """Ejected, but used all the same, as too few endpoints are up."""
     share: float = 1.0
-    """0.1 to 1: of what it will get once its slow start is over."""
-    left: bool = False
-    """It is no member any more: what runs there finishes."""
+    """0.1 to 1: the share that it gets during its slow start."""
+    removed: bool = False
+    """It is not a member any more; its requests in flight continue."""
 
     @property
     def serving(self) -> bool:
-        """Requests may go there now, be it one at a time."""
+        """Requests may be sent there now, even if only one at a time."""
         return not self.draining and (self.readmitted or self.health in {Health.UP, Health.HALF_OPEN})

@@ -1,18 +1,18 @@
 """Prometheus text (format 0.0.4) -> the samples of the wanted families, and nothing else.
 
-A server's page has 48 to 88 KB and is read five times a second for each endpoint, while about six of its hundred
-families matter. A general parser reads the whole page at about 4 MB/s. Here one pass of one regular expression finds
-the lines that begin with a wanted name, and their labels, which are the same on every scrape, are looked up rather
-than parsed again. tests/core/engines/test_exposition.py holds this to prometheus_client's parser, its oracle.
+A server's page has 48 to 88 KB and is read five times a second for each endpoint, while only about six of its hundred
+families are needed. A general parser reads about 4 MB/s. Here one pass of one regular expression finds the lines that
+begin with a wanted name; their labels, which are the same on every scrape, are looked up, not parsed again.
+tests/core/engines/test_exposition.py compares this with prometheus_client's parser, its oracle.
 
-What a page can do to us is bounded: whatever the bytes, nothing is raised, and the work is linear in the page with
-the caps below. A line that breaks a cap or the grammar is skipped alone. Beyond the format's letter:
+A page can do no harm: whatever the bytes, nothing is raised, and the work is linear in the page with the limits below.
+A line that exceeds a limit or violates the grammar is skipped, and the others count. Differences from the format:
 
-- A family is found at the very start of a line; leading blanks, which no exporter writes, hide it.
-- A last line without its line feed is skipped: a page that was cut off may have cut a number in two.
-- Comments, so also types, are not read: gauges, counters and untyped families look alike.
+- A family is found only at the very start of a line. Leading blanks, which no exporter writes, hide it.
+- A last line without its line feed is skipped: a truncated page may end inside a number.
+- Comments, so also types, are not read: gauges, counters and untyped families are treated alike.
 
-What values mean (NaN, negative, out of range) is not judged here but in `core.engines.readings`.
+What values mean (NaN, negative, out of range) is decided in `core.engines.readings`.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from itertools import islice
 from typing import NamedTuple, TypeAlias
 
 MAX_LINES = 50_000
-"""More lines than that are not a page. vLLM with 64 data-parallel ranks has about 20,000."""
+"""A page with more lines is ignored. vLLM with 64 data-parallel ranks has about 20,000."""
 UNCOUNTED_BYTES = 256 * 1024
-"""Counting lines takes as long as finding the wanted ones: a page this small may have any number of them."""
+"""Counting lines takes as long as finding the wanted ones, so up to this size a page may have any number of them."""
 MAX_LINE_BYTES = 16 * 1024
 """Of one line after the name. vLLM 0.32's longest, `vllm:cache_config_info`, has 1.5 KB."""
 MAX_SAMPLES = 4096
-"""Wanted lines looked at, malformed ones included. 64 ranks with 8 model names have 1,600."""
+"""Wanted lines that are read, malformed ones included. 64 ranks with 8 model names have 1,600."""
 MAX_LABELS = 128
 """Labels of one series; `vllm:cache_config_info` has 37."""
 MAX_PARSED_BYTES = 128 * 1024
-"""Of all wanted lines of a page, labels that were known left out. 64 ranks have 105 KB; the worst takes 10 ms."""
+"""Of all wanted lines of a page, without labels that were known. 64 ranks have 105 KB; the worst case takes 10 ms."""
 MAX_KNOWN_CHARS = 64 * 1024
-"""Of the labels kept from page to page, for each endpoint. vLLM's are 2 KB, or 50 KB with 32 ranks."""
+"""Of the labels that are kept between pages, for each endpoint. vLLM's have 2 KB, or 50 KB with 32 ranks."""
 
 Labels: TypeAlias = Mapping[str, str]
 
 
 class Sample(NamedTuple):
-    """One series' value on the page."""
+    """The value of one series on the page."""
 
     labels: Labels
-    """In the order of the page. Shared between scrapes: not to be changed."""
+    """In the order of the page. Shared between scrapes: must not be changed."""
     value: float
-    """Any float: NaN and the infinities too."""
+    """Any float, including NaN and the infinities."""
     timestamp: float | None = None
-    """Milliseconds since the epoch, as the page says; almost no exporter does."""
+    """Milliseconds since the epoch, as given on the page; almost no exporter does that."""
 
 
 Samples: TypeAlias = Mapping[str, list[Sample]]
@@ -56,7 +56,7 @@ Samples: TypeAlias = Mapping[str, list[Sample]]
 
 
 class KnownLabels:
-    """The labels of an endpoint's earlier pages by their text, braces included. Full, it learns no more."""
+    """The labels of an endpoint's earlier pages by their text, braces included. When it is full, nothing is added."""
 
     __slots__ = ("_by_text", "_room")
 
@@ -69,7 +69,7 @@ class KnownLabels:
         return self._by_text.get(text)
 
     def add(self, text: str, labels: Labels) -> None:
-        """Remember them, if there is room."""
+        """Store the labels, if there is room."""
         if len(text) <= self._room:
             self._room -= len(text)
             self._by_text[text] = labels
@@ -79,15 +79,16 @@ class Scanner:
     """Finds the samples of some families on pages."""
 
     def __init__(self, families: Iterable[str]) -> None:
-        """Names match exactly: of `a`, `a_total` and `a_bucket`, `a` finds only itself."""
+        """Names match exactly: `a` does not match `a_total` or `a_bucket`."""
         names = _any_of(sorted(set(families)))
-        # Possessive: a line is looked at once. `.` is anything but a line feed.
+        # Possessive: each line is scanned once. `.` matches anything but a line feed.
         line = rf"({names})(?=[{{ \t])(.{{1,{MAX_LINE_BYTES}}}+)(?=\n)"
         self._first_line = re.compile(line.encode())
         self._later_line = re.compile(b"\n" + line.encode())
 
     def scan(self, page: bytes, known: KnownLabels | None = None) -> Samples:
-        """The samples on a page. `known`: filled by earlier pages of the same endpoint, and by this one for the next.
+        """Return the samples on a page. `known`: filled by earlier pages of the same endpoint, and by this one for the
+        next.
 
         Costs about 0.5 µs for each KB of the page and 2 µs for each sample, or 0.3 µs for each label if it is new.
         """
@@ -106,8 +107,9 @@ class Scanner:
 
 
 def _any_of(names: list[str]) -> str:
-    """A pattern for any of the distinct, sorted names. Common beginnings stand once: most lines of a page begin like
-    a wanted one, and a flat alternation would compare each with every name."""
+    """A pattern for any of the distinct, sorted names. Common prefixes appear once: most lines of a page begin like a
+    wanted one, and a flat alternation would compare each of them with every name.
+    """
     branches: dict[str, list[str]] = {}
     for name in names:
         branches.setdefault(name[:1], []).append(name[1:])
@@ -116,7 +118,7 @@ def _any_of(names: list[str]) -> str:
 
 
 class _LineReader:
-    """Reads what stands after the name in the wanted lines of one page."""
+    """Reads what follows the name in the wanted lines of one page."""
 
     __slots__ = ("_budget", "_known")
 
@@ -125,7 +127,7 @@ class _LineReader:
         self._budget = MAX_PARSED_BYTES
 
     def read(self, line: bytes) -> Sample | None:
-        """The sample, or None if the line is malformed or the page used up its budget."""
+        """The sample; None if the line is malformed or the page has used up its budget."""
         try:
             text = line.decode().lstrip(" \t")
         except UnicodeDecodeError:
@@ -133,7 +135,7 @@ class _LineReader:
         labels: Labels | None = _NO_LABELS
         position = 0
         if text[:1] == "{":
-            position = text.rfind(" ")  # where the labels of a series without timestamp end
+            position = text.rfind(" ")  # where the labels end, if there is no timestamp
             labels = self._known.get(text[:position]) if position > 0 else None
         self._budget -= len(text) - (position if labels is not None else 0)
         if self._budget < 0:
@@ -154,10 +156,11 @@ class _LineReader:
 _NO_LABELS: Labels = {}
 _NAME = "[a-zA-Z_][a-zA-Z0-9_]*+"
 _QUOTED = r'"([^"\\]*+(?:\\.[^"\\]*+)*+)"'
-# Possessive throughout: no line, however hostile, makes these look at a character twice.
+# Possessive throughout: no line, however hostile, makes these read a character twice.
 _LABEL = re.compile(rf"({_NAME})[ \t]*+=[ \t]*+{_QUOTED}")
 _LABELS = re.compile(rf"\{{(?:[ \t]*+{_LABEL.pattern}[ \t]*+(?:,|(?=\}})))*+[ \t]*+\}}")
-# Python's float() also takes "1_000", "infinity" with blanks and other scripts' digits: this is the format's grammar.
+# Python's float() also accepts "1_000", "infinity" with blanks and digits of other scripts; this is the format's
+# grammar.
 _VALUE = re.compile(
     r"[ \t]*+([+-]?(?:(?:[0-9]++(?:\.[0-9]*+)?|\.[0-9]++)(?:[eE][+-]?[0-9]++)?|(?i:inf(?:inity)?|nan)))"
     r"(?:[ \t]++(-?[0-9]{1,18}+))?[ \t]*+"
@@ -165,13 +168,13 @@ _VALUE = re.compile(
 
 
 def _read_labels(text: str) -> tuple[Labels | None, int]:
-    """The labels in the braces that `text` begins with, None if they are malformed; and where they end."""
+    """The labels in the braces at the start of `text`, None if they are malformed; and where they end."""
     braces = _LABELS.match(text)
     if braces is None:
         return None, 0
     pairs = _LABEL.findall(text, 0, braces.end())
     labels = dict(pairs)
-    if len(labels) != len(pairs) or len(pairs) > MAX_LABELS:  # one name twice: which value would be meant?
+    if len(labels) != len(pairs) or len(pairs) > MAX_LABELS:  # a name that occurs twice is ambiguous
         return None, 0
     if "\\" in text:
         labels = {name: _unescaped(value) for name, value in pairs}

@@ -1,4 +1,4 @@
-"""What an engine reports of its load, whichever engine it is. `None` means that it did not report it, never 0."""
+"""What an engine reports of its load, the same for all engines. `None` means not reported, and never 0."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LoraMetrics:
-    """What one scrape said of LoRA adapters.
+    """What one scrape reported of LoRA adapters.
 
-    vLLM names adapters that have live requests only, and under both labels alike: what is resident and idle is not
-    here, so an adapter that is missing from both sets may still be loaded.
+    vLLM names only adapters with live requests, the same names under both labels. Idle adapters in memory are not
+    named, so an adapter that is missing from both sets may still be loaded.
     """
 
     running: frozenset[str] = frozenset()
-    """Adapters with requests that are computed."""
+    """Adapters whose requests are being computed."""
     waiting: frozenset[str] = frozenset()
-    """Adapters with requests that wait."""
+    """Adapters whose requests wait."""
     max_lora: int | None = None
-    """Adapters that can be resident at a time."""
+    """How many adapters can be loaded at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadMetrics:
-    """What one scrape said. A field is None when the page did not say it."""
+    """What one scrape reported. A field is None when the page did not have it."""
 
     scraped_at: float
-    """When the scrape was *sent*: the gauges cannot be younger than that. Or when a load report came since."""
+    """When the scrape was *sent*: the gauges cannot be newer. Or when a later load report arrived."""
     waiting: float | None = None
     """Requests queued in the engine, summed over its series."""
     running: float | None = None
@@ -36,9 +36,9 @@ class LoadMetrics:
     block_size_tokens: int | None = None
     kv_blocks: int | None = None
     work: float | None = None
-    """Steps or tokens computed since some time: a figure that changes while requests run, compared only with itself."""
+    """Steps or tokens computed so far: a number that changes while requests run. It is only compared with itself."""
     lora: LoraMetrics | None = None
     """None also before vLLM's first request for an adapter."""
     started_at: float | None = None
-    """The engine process's own word on when it started (`process_start_time_seconds`, its wall clock). Only ever
-    compared with itself: another value means another process, whose caches are empty."""
+    """When the engine process started by its own wall clock (`process_start_time_seconds`). Only compared with itself:
+    another value means another process, whose caches are empty."""

@@ -1,16 +1,16 @@
 """Load reports that come with responses (ORCA), in the header `endpoint-load-metrics`.
 
-An engine that is asked for them (by the request header `endpoint-load-metrics-format: TEXT` or `JSON`) says its load
-with each response that is no stream: fresh, and without a scrape. vLLM 0.11 and later does so, with its queue and its
-cache; it does not say how many requests run. Forms, by gRPC's proposal A51 and Envoy's parser:
+On demand (request header `endpoint-load-metrics-format: TEXT` or `JSON`) an engine reports its load with each
+non-streaming response: fresh, and without a scrape. vLLM 0.11 and later does so, with its queue and its cache, but not
+with the number of running requests. Forms, by gRPC's proposal A51 and Envoy's parser:
 
     endpoint-load-metrics: TEXT named_metrics.kv_cache_usage_perc=0.4, named_metrics.num_requests_waiting=1
     endpoint-load-metrics: JSON {"named_metrics": {"kv_cache_usage_perc": 0.4, "num_requests_waiting": 1}}
     endpoint-load-metrics-bin: (base64 of an xds.data.orca.v3.OrcaLoadReport)
 
-Invariants: nothing is raised whatever the bytes; the work is linear in at most `MAX_REPORT_BYTES`; what a report does
-not say, or says out of range, is None and never 0; metrics that we do not know are ignored. A report whose form is
-broken is None as a whole: to be counted, and its endpoint's scrapes go on.
+Invariants: nothing is raised whatever the bytes; the work is linear in at most `MAX_REPORT_BYTES`; a value that is
+missing or out of range is None and never 0; unknown metrics are ignored. A malformed report is None as a whole: it is
+counted, and its endpoint is scraped again.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ REQUEST_HEADER = "endpoint-load-metrics-format"
 REPORT_HEADER = "endpoint-load-metrics"
 RESPONSE_HEADERS = (REPORT_HEADER.encode(), b"endpoint-load-metrics-bin")
 MAX_REPORT_BYTES = 2048
-"""vLLM's have about 80. The longest that fits takes about 0.2 ms, each time that an endpoint sends one."""
+"""vLLM's have about 80 bytes. The longest that is accepted takes about 0.2 ms."""
 MAX_VALUE = 1e9
 """As in `core.engines.readings`: no server has so many requests."""
 
 WAITING, RUNNING, KV_UTILIZATION = "num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"
-"""Named metrics: vLLM's families without their prefix. Of these vLLM 0.32 reports the first and the last."""
+"""Named metrics: vLLM's families without their prefix. vLLM 0.32 reports the first and the last of them."""
 
 Named: TypeAlias = Mapping[str, float]
 
 
 class LoadReport(NamedTuple):
-    """What one response said of its engine's load. The fields are `LoadMetrics`' of the same names."""
+    """What one response reported of its engine's load. The fields are those of `LoadMetrics`."""
 
     waiting: float | None = None
     running: float | None = None
@@ -47,22 +47,22 @@ class LoadReport(NamedTuple):
 
 
 def read_field(line: bytes) -> LoadReport | None:
-    """The report in a field line, name and value; None if it is malformed."""
+    """Read the report in a field line, name and value; None if it is malformed."""
     name, _, value = line.partition(b":")
     return read_report(value, binary=name.lower() == RESPONSE_HEADERS[1])
 
 
 def read_report(value: bytes, *, binary: bool = False) -> LoadReport | None:
-    """The report in a header's value; None if it is malformed. `binary`: the header is the one for protobuf.
+    """Read the report in the value of a header; None if it is malformed. `binary`: it is the header for protobuf.
 
-    A report without any metric that we know is an empty LoadReport.
+    A report without any known metric is an empty LoadReport.
     """
     if len(value) > MAX_REPORT_BYTES:
         return None
     form, _, rest = (b"BIN", b"", value) if binary else value.strip().partition(b" ")
     try:
         named = _FORMS[form.rstrip(b":").upper()](rest.strip())
-    except (KeyError, ValueError):  # of which UnicodeDecodeError, orjson's and binascii's errors are some
+    except (KeyError, ValueError):  # UnicodeDecodeError and the errors of orjson and binascii are ValueErrors
         return None
     return LoadReport(_count(named, WAITING), _count(named, RUNNING), _share(named, KV_UTILIZATION))
 
@@ -77,7 +77,7 @@ def _share(named: Named, name: str) -> float | None:
     return None if value is None else min(value, 1.0)
 
 
-# --- The forms: each gives the report's named metrics, or raises ValueError -------------------------------------------
+# --- The forms: each function returns the report's named metrics, or raises ValueError --------------------------------
 
 _NUMBER = re.compile(
     r"[+-]?(?:[0-9]++(?:\.[0-9]*+)?|\.[0-9]++)(?:[eE][+-]?[0-9]{1,4})?|[+-]?(?:inf|nan)", re.IGNORECASE
@@ -86,7 +86,7 @@ _NAMED = "named_metrics."
 
 
 def _read_text(text: bytes) -> Named:
-    """`key=value, key=value`, or nothing. A key that stands twice is malformed: which value would be meant?"""
+    """`key=value, key=value`, or nothing. A key that occurs twice is malformed, as it is ambiguous."""
     pairs: dict[str, float] = {}
     for pair in text.decode().split(",") if text else ():
         key, _, number = pair.partition("=")
@@ -98,7 +98,7 @@ def _read_text(text: bytes) -> Named:
 
 
 def _read_json(text: bytes) -> Named:
-    """Also with protobuf's own spelling of JSON keys."""
+    """JSON, also with protobuf's own spelling of keys."""
     report = orjson.loads(text)
     if not isinstance(report, dict):
         raise ValueError("not an object")
@@ -131,7 +131,7 @@ def _read_binary(text: bytes) -> Named:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, bytes | float | None]]:
-    """The fields of a protobuf message: their numbers, and their values if they are bytes or doubles."""
+    """The fields of a protobuf message: their numbers, and their values if these are bytes or doubles."""
     at = 0
     while at < len(message):
         tag, at = _varint(message, at)

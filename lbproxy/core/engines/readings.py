@@ -1,20 +1,20 @@
-"""How a page of metrics becomes `LoadMetrics`, by one engine's table.
+"""How a metrics page becomes `LoadMetrics`, by one engine's table.
 
-The rules of reading:
+The rules:
 
-1. A signal that no spec finds is *missing*: named in `Reading.missing` and never 0, while the others still count.
-   A page on which every signal is missing is a failed scrape: then there is no `LoadMetrics`, and the old one ages.
-2. A series matches if it has all wanted labels with those values; more labels are fine. Names match exactly.
+1. A signal that no spec finds is *missing*: it is named in `Reading.missing` and never 0, and the others still count. A
+   page on which every signal is missing is a failed scrape: there is no new `LoadMetrics`, and the old one ages.
+2. A series matches if it has all wanted labels with those values; more labels are allowed. Names match exactly.
 3. Of several series, those with a `priority` other than "" are parts of the total and left out; of those with
-   timestamps the newest count; of one that stands twice the last. Then requests and blocks are summed over series
-   (data-parallel ranks, several models) and utilisation is averaged, weighted by blocks where every series' blocks are
-   known.
-4. A value that is NaN, infinite, negative or above 1e9 is as if absent. Utilisation is clamped to 0..1.
+   timestamps the newest count; of a series that occurs twice the last value counts. Then requests and blocks are summed
+   over series (data-parallel ranks, several models), and utilisation is averaged, weighted by blocks if the blocks of
+   every series are known.
+4. A value that is NaN, infinite, negative or above 1e9 counts as missing. Utilisation is clamped to 0..1.
 
-What is missing is kept from an earlier page, and ages. A gauge is kept until it is `keep_s` old. After that it is None,
-which every reader treats as unknown: `LoadMetrics` has one `scraped_at` for all, so it must not look fresh for longer.
-A fact (block size, blocks) cannot change while a server runs, so its age means nothing: it is kept until the page says
-that another process speaks.
+A missing value is kept from an earlier page, and ages. A gauge is kept until it is `keep_s` old; then it is None, which
+every reader treats as unknown. `LoadMetrics` has one `scraped_at` for all values, so an old gauge must not look fresh
+for longer. A fact (block size, blocks) cannot change while a server runs, so its age does not matter: it is kept until
+the page shows that another process responds.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from lbproxy.core.engines.exposition import KnownLabels, Sample, Samples, Scanne
 from lbproxy.core.engines.load_metrics import LoadMetrics, LoraMetrics
 
 MAX_VALUE = 1e9
-"""No server has so many requests or blocks: more is a defect of the page, and would outweigh every other endpoint."""
+"""No server has so many requests or blocks: a larger value is a defect of the page, and would outweigh all
+endpoints."""
 MAX_LORA_FUTURE_S = 60.0
-"""vLLM's LoRA gauge is a time. With several API servers, times are summed, and far in the future: no news. Clocks may
-differ by this much."""
+"""vLLM's LoRA gauge is a time. With several API servers the times are added up and lie far in the future: such a series
+is ignored. Clocks may differ by this much."""
 STARTED = "process_start_time_seconds"
-"""By Prometheus' convention for client libraries."""
+"""Prometheus' convention for client libraries."""
 MAX_LORA = "max_lora"
-"""Named in `Reading.missing` if adapters are shown, but not how many fit."""
+"""Named in `Reading.missing` if adapters are reported, but not how many fit."""
 _FACTS = frozenset({"block_size_tokens", "kv_blocks"})
 _WHOLE_NUMBER = re.compile("[1-9][0-9]{0,9}")
 
 
 class Value(NamedTuple):
-    """A series that counts for a signal, and the value that it stands for."""
+    """A series that counts for a signal, and the value to use for it."""
 
     sample: Sample
     value: float
@@ -53,33 +54,33 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one page said."""
+    """The result of reading one page."""
 
     metrics: LoadMetrics | None
-    """None = no wanted signal was there: the scrape failed."""
+    """None = no wanted signal was on the page: the scrape failed."""
     missing: tuple[str, ...]
-    """Of `SIGNALS`, in their order, those that the table has and this page did not show; then perhaps `MAX_LORA`."""
+    """Those of `SIGNALS`, in their order, that the table has and the page did not have; then perhaps `MAX_LORA`."""
 
 
 class PageReader:
     """Reads the pages of one endpoint, in their order. Costs about 0.1 ms for a vLLM page of 60 KB."""
 
     def __init__(self, table: EngineTable, *, keep_s: float) -> None:
-        """`keep_s`: for how long a gauge that is missing is believed to be what it was."""
+        """`keep_s`: how long a gauge that is missing keeps its last value."""
         self._table = table
         self._keep_s = keep_s
         self._scanner = _scanner(table)
         self._known = KnownLabels()
         self._kept: dict[str, tuple[float, float]] = {}
-        """Of each signal the last value and when it was shown."""
+        """The last value of each signal, and when it was reported."""
         self._started_at: float | None = None
         self.is_single = False
-        """One process with one rank speaks on the last page. Several processes cannot say when they were started."""
+        """The last page is from one process with one rank. Several processes cannot report when they started."""
 
     def read(self, page: bytes, *, scraped_at: float, wall_time: float) -> Reading:
-        """What the page says. Never raises.
+        """Read a page. Never raises.
 
-        `scraped_at` is when it was asked for; `wall_time` is now, in seconds since the epoch.
+        `scraped_at`: when the page was requested. `wall_time`: now, in seconds since the epoch.
         """
         samples = self._scanner.scan(page, self._known)
         values = _signals(self._table, samples)
@@ -97,13 +98,13 @@ class PageReader:
         for name, value in values.items():
             if value is not None:
                 self._kept[name] = value, scraped_at
-        block_size_tokens = self._keep("block_size_tokens", scraped_at)
-        kv_blocks = self._keep("kv_blocks", scraped_at)
+        block_size_tokens = self._kept_value("block_size_tokens", scraped_at)
+        kv_blocks = self._kept_value("kv_blocks", scraped_at)
         metrics = LoadMetrics(
             scraped_at=scraped_at,
-            waiting=self._keep("waiting", scraped_at),
-            running=self._keep("running", scraped_at),
-            kv_utilization=self._keep("kv_utilization", scraped_at),
+            waiting=self._kept_value("waiting", scraped_at),
+            running=self._kept_value("running", scraped_at),
+            kv_utilization=self._kept_value("kv_utilization", scraped_at),
             block_size_tokens=None if block_size_tokens is None else int(block_size_tokens),
             kv_blocks=None if kv_blocks is None else int(kv_blocks),
             work=_work(self._table.work, samples),
@@ -112,7 +113,7 @@ class PageReader:
         )
         return Reading(metrics, tuple(missing))
 
-    def _keep(self, name: str, now: float) -> float | None:
+    def _kept_value(self, name: str, now: float) -> float | None:
         value, shown_at = self._kept.get(name, (None, now))
         return value if name in _FACTS or now - shown_at <= self._keep_s else None
 
@@ -123,19 +124,19 @@ def _scanner(table: EngineTable) -> Scanner:
 
 
 def _count(signal: Signal, samples: Samples) -> int:
-    """How many series there are for it, usable or not."""
+    """How many series the signal has, usable or not."""
     return sum(len(samples.get(spec.family, ())) for spec in signal if isinstance(spec, MetricSpec))
 
 
 def _signals(table: EngineTable, samples: Samples) -> dict[str, float | None]:
-    """Each of `SIGNALS` as the page shows it."""
+    """The value of each of `SIGNALS` on the page."""
     _, blocks = _first(table.kv_blocks, samples)
     return {
         "waiting": _total(_first(table.waiting, samples)[1]),
         "running": _total(_first(table.running, samples)[1]),
         "kv_utilization": _utilization(table, samples, blocks),
         "block_size_tokens": _agreed(_first(table.block_size_tokens, samples)[1]),
-        "kv_blocks": _blocks(blocks, table.each_says_all_blocks),
+        "kv_blocks": _blocks(blocks, table.each_series_is_total),
     }
 
 
@@ -143,7 +144,7 @@ def _signals(table: EngineTable, samples: Samples) -> dict[str, float | None]:
 
 
 def select(spec: MetricSpec, samples: Samples) -> list[Value]:
-    """The series that count, each with its value: rules 2 to 4 before summing up."""
+    """The series that count, each with its value: rules 2 to 4 before adding up."""
     matching: Sequence[Sample] = samples.get(spec.family, ())
     if spec.labels:
         matching = [s for s in matching if all(s.labels.get(name, "") == value for name, value in spec.labels)]
@@ -151,16 +152,16 @@ def select(spec: MetricSpec, samples: Samples) -> list[Value]:
     if len(usable) < 2 and all("priority" not in one.sample.labels for one in usable):
         return usable
     if all(name != "priority" for name, _ in spec.labels):
-        # SGLang shows a total with priority="" next to one series for each priority: adding all doubles the sum.
+        # SGLang has a total with priority="" next to one series for each priority: adding all would double the sum.
         usable = [one for one in usable if one.sample.labels.get("priority", "") == ""]
     stamps = [one.sample.timestamp for one in usable if one.sample.timestamp is not None]
-    # In this format a sample without a timestamp is of now, so it is never older than one that has one.
+    # In this format a sample without a timestamp is current, so it is never older than one that has a timestamp.
     newest = None if len(stamps) < len(usable) else max(stamps, default=None)
     return _distinct([one for one in usable if one.sample.timestamp == newest])
 
 
 def _distinct(series: list[Value]) -> list[Value]:
-    """A series that stands twice on a page is one, by its last value: added up it would be doubled."""
+    """A series that occurs twice on a page counts once, with its last value: otherwise it would be added twice."""
     if len(series) < 2 or (len(series) == 2 and series[0].sample.labels != series[1].sample.labels):
         return series
     return list({tuple(one.sample.labels.items()): one for one in series}.values())
@@ -181,18 +182,18 @@ def _value(spec: MetricSpec, sample: Sample) -> float | None:
 
 
 def _first(signal: Signal, samples: Samples) -> tuple[MetricSpec | None, list[Value]]:
-    """What the first spec that is no ratio selects, if it selects anything."""
+    """The first spec that is not a ratio and selects anything, and what it selects."""
     for spec in signal:
         if isinstance(spec, MetricSpec) and (series := select(spec, samples)):
             return spec, series
     return None, []
 
 
-def _partners(series: Sequence[Value], others: Sequence[Value], pinned: Collection[str]) -> list[float | None]:
-    """For each series the value of that one other that has the same values of all labels that both have.
+def _matching_values(series: Sequence[Value], others: Sequence[Value], pinned: Collection[str]) -> list[float | None]:
+    """For each series the value of the one other series with the same values of all labels that both have.
 
-    Linear, by the labels that every series of both has, those that the specs ask for left out: vLLM's is `engine`.
-    None where there is no such other, or more than one.
+    Linear: it compares the labels that every series of both has, except those in the specs; vLLM's is `engine`. None
+    where there is no such series, or more than one.
     """
     shared = set.intersection(*(set(one.sample.labels) for one in (*series, *others)))
     names = sorted(shared.difference(pinned))
@@ -211,20 +212,20 @@ def _total(series: Sequence[Value]) -> float | None:
 
 
 def _agreed(series: Sequence[Value]) -> float | None:
-    """The one whole number that all series say; None if there is none or they differ."""
+    """The whole number that all series have; None if there is none or they differ."""
     values = {one.value for one in series}
     value = values.pop() if len(values) == 1 else 0.0
     return value if value >= 1 and value.is_integer() else None
 
 
-def _blocks(series: Sequence[Value], each_says_all: bool) -> float | None:
+def _blocks(series: Sequence[Value], each_is_total: bool) -> float | None:
     values = [one.value for one in series]
-    total = math.floor(max(values, default=0.0) if each_says_all else sum(values))
+    total = math.floor(max(values, default=0.0) if each_is_total else sum(values))
     return total if 1 <= total <= MAX_VALUE else None
 
 
 def _utilization(table: EngineTable, samples: Samples, blocks: Sequence[Value]) -> float | None:
-    """By the first spec or ratio that finds anything."""
+    """The utilisation by the first spec or ratio that finds anything."""
     pinned = {name for spec in table.kv_blocks if isinstance(spec, MetricSpec) for name, _ in spec.labels}
     for spec in table.kv_utilization:
         if isinstance(spec, MetricRatio):
@@ -233,7 +234,7 @@ def _utilization(table: EngineTable, samples: Samples, blocks: Sequence[Value]) 
             series = select(spec, samples)
             weights: list[float | None] = []
             if len(series) > 1 and blocks:
-                weights = _partners(series, blocks, pinned.union(name for name, _ in spec.labels))
+                weights = _matching_values(series, blocks, pinned.union(name for name, _ in spec.labels))
             share = _mean_share([one.value for one in series], weights)
         if share is not None:
             return share
@@ -241,7 +242,7 @@ def _utilization(table: EngineTable, samples: Samples, blocks: Sequence[Value]) 
 
 
 def _mean_share(shares: Sequence[float], weights: Sequence[float | None]) -> float | None:
-    """The mean of values clamped to 0..1, weighted if every one of them has a weight."""
+    """The mean of values clamped to 0..1, weighted if all of them have a weight."""
     if not shares:
         return None
     clamped = [min(share, 1.0) for share in shares]
@@ -257,7 +258,9 @@ def _ratio(ratio: MetricRatio, samples: Samples) -> float | None:
     if not used or not capacity:
         return None
     pinned = {name for spec in (ratio.used, ratio.capacity) for name, _ in spec.labels}
-    known = [(one.value, room) for one, room in zip(used, _partners(used, capacity, pinned), strict=True) if room]
+    known = [
+        (one.value, room) for one, room in zip(used, _matching_values(used, capacity, pinned), strict=True) if room
+    ]
     return _mean_share([value / room for value, room in known], [room for _, room in known])
 
 
@@ -265,19 +268,19 @@ def _ratio(ratio: MetricRatio, samples: Samples) -> float | None:
 
 
 def _lora(signal: Signal, samples: Samples, wall_time: float) -> LoraMetrics | None:
-    """By the newest series: old ones stay on the page for ever, and the value of each is when it was last true."""
+    """From the newest series: old ones stay on the page for ever, and the value of each is when it was last valid."""
     for spec in signal:
         if not isinstance(spec, MetricSpec):
             continue
         wanted = spec.labels
-        believable = [
+        usable_samples = [
             sample
             for sample in samples.get(spec.family, ())
             if 0.0 <= sample.value <= wall_time + MAX_LORA_FUTURE_S
             and all(sample.labels.get(name, "") == value for name, value in wanted)
         ]
-        if believable:
-            labels = max(believable, key=lambda sample: sample.value).labels
+        if usable_samples:
+            labels = max(usable_samples, key=lambda sample: sample.value).labels
             max_lora = labels.get("max_lora", "")
             return LoraMetrics(
                 _adapters(labels.get("running_lora_adapters", "")),
@@ -288,7 +291,7 @@ def _lora(signal: Signal, samples: Samples, wall_time: float) -> LoraMetrics | N
 
 
 def _work(signal: Signal, samples: Samples) -> float | None:
-    """Of the first family that is there, all series together. Counters may be larger than any gauge."""
+    """The sum of all series of the first family on the page. Counters may be larger than any gauge."""
     for spec in signal:
         if isinstance(spec, MetricSpec) and (series := samples.get(spec.family)):
             total = sum({tuple(one.labels.items()): one.value for one in series}.values())
@@ -301,5 +304,5 @@ def _adapters(text: str) -> frozenset[str]:
 
 
 def _started_at(samples: Samples) -> float | None:
-    """Of several processes the last one's."""
+    """Of several processes the start of the last one."""
     return max((s.value for s in samples.get(STARTED, ()) if 0.0 < s.value < math.inf), default=None)

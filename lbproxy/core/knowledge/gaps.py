@@ -1,10 +1,10 @@
-"""Inter-token gaps, learned as a line over the context tokens on an endpoint: `gap_ms + gap_per_token_ms * context`.
+"""Inter-token gaps, learned as a line over the context tokens at an endpoint: `gap_ms + gap_per_token_ms * context`.
 
-What context adds to a step is a property of the model and its hardware. So the slope is learned by all endpoints
-together, each from what is off its *own* means, and from gaps less the prefills that were in them: busy endpoints have
-more context and more prefills, which made lines learned by each alone five times too steep. How slow an endpoint is
-beside that line, prefills included, is its own as far as it is no chance: what its blocks of samples scatter by is
-taken off, and few samples say nothing.
+What context adds to a step is a property of the model and its hardware. So the slope is learned from all endpoints
+together: from each endpoint's deviations from its *own* means, and from gaps without the prefills in them. Busy
+endpoints have more context and more prefills, which made separately learned lines five times too steep. How slow an
+endpoint is relative to that line, prefills included, is learned for each endpoint, as far as it is significant: the
+scatter of its blocks of samples is deducted, and few samples show nothing.
 """
 
 from __future__ import annotations
@@ -15,27 +15,28 @@ from typing import Final
 from lbproxy.core.knowledge.learning import clip
 
 MEMORY: Final = 1000.0
-"""Samples of an endpoint over which is averaged."""
-FEW: Final = 5
-"""With so many samples an endpoint counts half for itself, half for one like the others; with fewer not at all."""
-COLD: Final = 2.0
-"""A server may be slow at its first streams: its first `FEW` samples are taken to be so much off the line at most, and
-for twice as many a new one counts twice."""
-BLOCK: Final = 24
-"""Samples that are averaged before they are compared: those that follow each other have the same context and prefills,
-and so scatter less than they are uncertain."""
-BLOCKS: Final = 40
-"""Over which the scatter is averaged."""
-CERTAIN: Final = 5.0
-"""Standard errors by which an endpoint must be off the line. More counts for what it is, less the same share."""
-FIRST_BLOCKS: Final = 3
-"""With fewer the scatter is not known, and an endpoint must be off by `OWN_GAP`, in ln."""
+"""Samples of an endpoint over which means are taken."""
+MIN_SAMPLES: Final = 5
+"""With this many samples an endpoint's own mean has a weight of one half; with fewer none."""
+COLD_FACTOR: Final = 2.0
+"""A server may be slow at its first streams: its first `MIN_SAMPLES` samples count as at most this factor above the
+line, and for twice as many samples a new one counts twice."""
+BLOCK_SAMPLES: Final = 24
+"""Samples that are averaged before they are compared: consecutive samples have the same context and prefills, and so
+scatter less than their uncertainty."""
+MAX_BLOCKS: Final = 40
+"""Blocks over which the scatter is averaged."""
+SIGNIFICANT_ERRORS: Final = 5.0
+"""An endpoint must deviate from the line by this many standard errors. A larger deviation is reduced by the same
+share."""
+MIN_BLOCKS: Final = 3
+"""With fewer blocks the scatter is not known, and an endpoint must deviate by `OWN_GAP`, in ln."""
 OWN_GAP: Final = 0.25
-LEAST_DECODE: Final = 0.3
-"""A gap is decode at least by this share, whatever prefills are believed to have taken of it."""
-LEAST_SLOPE: Final = 0.2
-MOST_SLOPE: Final = 1.0
-"""The share of the mean gap that is due to context, at least and at most."""
+MIN_DECODE_SHARE: Final = 0.3
+"""At least this share of a gap is decode, however much of it prefills are assumed to have taken."""
+MIN_SLOPE_SHARE: Final = 0.2
+MAX_SLOPE_SHARE: Final = 1.0
+"""The minimum and maximum of the share of the mean gap that is due to context."""
 
 
 class PoolGaps:
@@ -50,7 +51,9 @@ class PoolGaps:
         self._context = self._gap = self._square = self._cov = 0.0
 
     def learn(self, context: float, gap_ms: float, square: float, cov: float, endpoints: int) -> None:
-        """A sample of one of so many `endpoints`. `square`, `cov`: of what is off that endpoint's own means."""
+        """Learn from a sample of one of `endpoints` endpoints. `square`, `cov`: of its deviations from that endpoint's
+        own means.
+        """
         self.count += 1
         weight = max(1.0 / (MEMORY * max(1, endpoints)), _weight(self.count, max(1, endpoints)))
         self._context += weight * (context - self._context)
@@ -59,12 +62,12 @@ class PoolGaps:
         self._cov += weight * (cov - self._cov)
         ratio = self._gap / max(1.0, self._context)
         slope = self._cov / self._square if self._square > 0.0 else 0.0
-        self.gap_per_token_ms = clip(slope, LEAST_SLOPE * ratio, MOST_SLOPE * ratio)
+        self.gap_per_token_ms = clip(slope, MIN_SLOPE_SHARE * ratio, MAX_SLOPE_SHARE * ratio)
         self.gap_ms = max(0.0, self._gap - self.gap_per_token_ms * self._context)
 
 
 class Gaps:
-    """One endpoint's, beside the pool's."""
+    """The gaps of one endpoint, relative to the pool's."""
 
     __slots__ = (
         *("_block_context", "_block_count", "_block_gap", "_blocks", "_off", "_scatter"),
@@ -74,21 +77,21 @@ class Gaps:
     def __init__(self, pool: PoolGaps) -> None:
         self.pool = pool
         self.mean_ms = pool.gap_ms
-        """Mean gap of late, prefills included."""
+        """The recent mean gap, prefills included."""
         self._count = 0
         self._context = self._decode = 0.0
         self._block_count = 0
         self._block_context = self._block_gap = 0.0
         self._blocks = 0
-        self._off = self._scatter = 0.0  # mean and variance of how far blocks are off the line, in ln
+        self._off = self._scatter = 0.0  # mean and variance of how far blocks deviate from the line, in ln
 
     def learn(self, context: float, gap_ms: float, prefill_ms: float, endpoints: int) -> None:
-        """A gap at so much `context`, of which prefills took `prefill_ms`; `endpoints`: how many learn the line."""
-        decode_ms = max(LEAST_DECODE * gap_ms, gap_ms - prefill_ms)
+        """Learn from a gap at `context`, of which prefills took `prefill_ms`. `endpoints`: how many share the line."""
+        decode_ms = max(MIN_DECODE_SHARE * gap_ms, gap_ms - prefill_ms)
         self._count += 1
         own_ms = gap_ms
-        if self._count <= FEW <= self.pool.count:
-            own_ms = min(gap_ms, COLD * self._expected_ms(context))
+        if self._count <= MIN_SAMPLES <= self.pool.count:
+            own_ms = min(gap_ms, COLD_FACTOR * self._expected_ms(context))
         if self._count == 1:
             self._context, self.mean_ms, self._decode = context, own_ms, decode_ms
         weight = max(1.0 / MEMORY, _weight(self._count, 1))
@@ -101,29 +104,33 @@ class Gaps:
         self._block_count += 1
         self._block_context += context
         self._block_gap += gap_ms
-        if self._block_count == BLOCK:
+        if self._block_count == BLOCK_SAMPLES:
             self._compare()
 
     def _compare(self) -> None:
-        """A block is full: how far is it off the line, and how much do blocks scatter?"""
-        off = math.log(max(0.1, self._block_gap / BLOCK) / max(0.1, self._expected_ms(self._block_context / BLOCK)))
+        """Compare a complete block with the line, and update the scatter of blocks."""
+        off = math.log(
+            max(0.1, self._block_gap / BLOCK_SAMPLES) / max(0.1, self._expected_ms(self._block_context / BLOCK_SAMPLES))
+        )
         self._block_count = 0
         self._block_context = self._block_gap = 0.0
-        self._blocks = min(BLOCKS, self._blocks + 1)
+        self._blocks = min(MAX_BLOCKS, self._blocks + 1)
         weight = 1.0 / self._blocks
         change = off - self._off
         self._off += weight * change
         self._scatter = (1.0 - weight) * (self._scatter + weight * change * change)
 
     def slowness(self) -> float:
-        """Gaps here, relative to the pool's line at the same context; the nearer to 1, the more chance may be in it."""
-        if self._count < FEW:
+        """Gaps here relative to the pool's line at the same context; closer to 1 the less significant the
+        deviation is.
+        """
+        if self._count < MIN_SAMPLES:
             return 1.0
         off = math.log(max(0.1, self.mean_ms) / max(0.1, self._expected_ms(self._context)))
-        off *= self._count / (self._count + FEW)
-        if self._blocks < FIRST_BLOCKS:
+        off *= self._count / (self._count + MIN_SAMPLES)
+        if self._blocks < MIN_BLOCKS:
             return math.exp(off) if abs(off) > OWN_GAP else 1.0
-        error = CERTAIN * CERTAIN * self._scatter / self._blocks
+        error = SIGNIFICANT_ERRORS * SIGNIFICANT_ERRORS * self._scatter / self._blocks
         return math.exp(off * (1.0 - error / (off * off))) if off * off > error else 1.0
 
     def _expected_ms(self, context: float) -> float:
@@ -131,5 +138,5 @@ class Gaps:
 
 
 def _weight(count: int, endpoints: int) -> float:
-    """Of the latest of so many samples of so many endpoints."""
-    return 2.0 / (count + 1) if count <= 2 * FEW * endpoints else 1.0 / count
+    """The weight of the latest of `count` samples of `endpoints` endpoints."""
+    return 2.0 / (count + 1) if count <= 2 * MIN_SAMPLES * endpoints else 1.0 / count

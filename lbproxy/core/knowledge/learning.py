@@ -1,6 +1,6 @@
 """How a value is learned: a bounded step towards each sample, and a count of the samples.
 
-A value is assumed until there was one. Policies do not care; whoever shows it must not show a guess as a finding.
+Without samples a value is an assumption. Policies use it all the same; displays must mark it as assumed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Samples:
-    """Of how many samples a value is, by the names in `core.observed.learned`. 0: it is assumed."""
+    """How many samples a value has, by its name in `core.observed.learned`. 0: it is assumed."""
 
     prefill_ms_per_token: int = 0
     base_ms: int = 0
@@ -23,10 +23,10 @@ class Samples:
 
 
 def clip(value: float, low: float, high: float) -> float:
-    """The nearest within the two."""
+    """Clip `value` to the range from `low` to `high`."""
     return min(high, max(low, value))
 
 
 def step(base_ms: float, took_ms: float) -> float:
-    """A fixed time, 3 % nearer to a sample."""
+    """A fixed time, moved 3 % towards a sample."""
     return clip(base_ms * math.exp(math.copysign(0.03, took_ms - base_ms)), 0.5, 10_000.0)

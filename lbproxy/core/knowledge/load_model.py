@@ -1,12 +1,12 @@
 """What is known of one endpoint, learned from our own requests there: its work, speed, cache, adapters and room.
 
-It hangs off `EndpointState.load`, so that a policy reads it without a look-up. The Balancer tells it placed, first
-byte, progress, end and scrape; policies only read. Each part owns its state (`work`, `speed`, `kv`, `adapters`,
-`room`); this module says which of them learns what from which event. What all endpoints share is the `PoolModel`'s.
+It is `EndpointState.load`, so that a policy reads it without a look-up. The Balancer reports placements, first bytes,
+progress, ends and scrapes; policies only read. Each part owns its state (`work`, `speed`, `kv`, `adapters`, `room`);
+this module decides which of them learns what from which event. The `PoolModel` has what all endpoints share.
 
-Invariants: the pins in the cache are those of the placements not ended; a placement ends once, against the objects that
-it began with, also when the endpoint left or restarted meanwhile. Times are seconds of the driver's clock where they
-are called `_at`, durations milliseconds, work tokens.
+Invariants: the pins in the cache are those of the placements that have not ended. A placement ends once, against the
+objects that it began with, even if the endpoint left or restarted meanwhile. Names with `_at` are seconds of the
+driver's clock, durations are milliseconds, work is in tokens.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from lbproxy.core.knowledge.speed import Speed
 from lbproxy.core.knowledge.work import Work
 from lbproxy.core.requests.request import InferenceRequest, Usage
 
-FREE: Final = 0.75
-"""An engine with no more of its limit of requests in use starts another at once."""
+FREE_SHARE: Final = 0.75
+"""An engine that uses at most this share of its limit of requests starts another one at once."""
 
 
 class LoadModel:
-    """One endpoint."""
+    """The load model of one endpoint."""
 
     __slots__ = ("adapters", "kv", "pool", "room", "speed", "work")
 
@@ -45,71 +45,73 @@ class LoadModel:
     # Reading
 
     def backlog_tokens(self, now: float) -> float:
-        """Prefill work before a request that is placed now: all pending, less what is done of the first of them."""
+        """Prefill work before a request that is placed now: all pending work, less what is done of the first
+        request.
+        """
         work = self.work
         if work.due_at <= now:
             work.expire(now, self.speed)
         backlog = 0.0
         if work.pending:
-            done = 1000.0 * (now - work.since_at) / self.speed.token_ms
+            done = 1000.0 * (now - work.prefill_since) / self.speed.token_ms
             backlog = work.pending_tokens - min(done, work.head_tokens)
         backlog += self.room.others.queued(now) * self.pool.work_tokens
         return backlog if backlog > 0.0 else 0.0
 
     def prefill_ms(self, now: float) -> float:
-        """How long a request waits for that work, with as many lanes as there are."""
+        """How long a request waits for that work, in milliseconds, with the parallel prefills of the endpoint."""
         if 1 <= len(self.work.pending) < self.room.lanes.lanes:
             return 0.0
         return self.speed.prefill_ms(self.backlog_tokens(now)) / self.room.lanes.lanes
 
     def growth(self) -> float:
-        """The share of the cache by which responses in flight are expected to grow. Those that are not streamed show
-        nothing of that, and are taken to be half done.
+        """The share of the cache by which responses in flight are expected to grow. Non-streaming responses are assumed
+        to be half done.
         """
         expected = self.work.in_flight * self.pool.output_tokens
         return max(0.0, expected - (self.work.live_tokens or 0.5 * expected)) / self.kv.capacity_tokens
 
     def next_first_byte_s(self, now: float) -> float:
-        """Seconds that the first in line, after what others queued, should take to its first byte in all."""
+        """Seconds that the first pending request, after the queue of others, should take in all to its first byte."""
         tokens = self.work.head_tokens + self.room.others.queued(now) * self.pool.work_tokens
         return (self.speed.base_ms + self.speed.prefill_ms(tokens)) / 1000.0
 
     # Its room
 
     def wait_ms(self, now: float) -> float:
-        """How long a request that is placed here now waits before its own prefill begins."""
+        """How long a request that is placed here now waits before its own prefill begins, in milliseconds."""
         room = self.room
         return max(self.prefill_ms(now), room.slots.wait_ms(self.work.in_flight + room.others.requests(now), now))
 
     def is_full(self, now: float) -> bool:
-        """Whether no request should be placed here now. What is overdue counts from here on."""
-        room, pending, silent = self.room, self.work.pending, False
+        """Whether no request should be placed here now. Overdue first bytes are applied here."""
+        room, pending, non_streaming = self.room, self.work.pending, False
         if pending:
             head = next(iter(pending))
-            silent = not head.request.stream
+            non_streaming = not head.request.stream
             if head.late_at <= now:
-                room.slots.overdue(head.late_at, self.work.in_flight - len(pending), now)
-        if self._lacks(now) is not None:
+                room.slots.first_byte_overdue(head.late_at, self.work.in_flight - len(pending), now)
+        if self._shortage(now) is not None:
             return True
         prefill_ms = self.prefill_ms(now)
-        return prefill_ms > HOLD_MS and not room.may_start(len(pending), now, silent=silent)
+        return prefill_ms > HOLD_MS and not room.may_start(len(pending), now, non_streaming=non_streaming)
 
     def full_by(self, now: float) -> str | None:
-        """Why no request should be placed here now; None: one may. Changes nothing."""
-        return self._lacks(now) or ("prefill" if self.prefill_ms(now) > HOLD_MS else None)
+        """Why no request should be placed here now; None: one may be placed. Changes nothing."""
+        return self._shortage(now) or ("prefill" if self.prefill_ms(now) > HOLD_MS else None)
 
-    def opens_in_s(self, now: float) -> float:
-        """In how many seconds it has room without anything happening here; infinite: it does not."""
-        return inf if self._lacks(now) is not None else max(0.0, self.prefill_ms(now) - HOLD_MS) / 1000.0
+    def has_room_in_s(self, now: float) -> float:
+        """In how many seconds there is room if no event comes; infinite: never."""
+        return inf if self._shortage(now) is not None else max(0.0, self.prefill_ms(now) - HOLD_MS) / 1000.0
 
-    def _lacks(self, now: float) -> str | None:
+    def _shortage(self, now: float) -> str | None:
         growth, overloaded = self.growth(), self.pool.overloaded
-        return self.room.lacks(self.work.in_flight, now, growth=growth, overloaded=overloaded)
+        return self.room.shortage(self.work.in_flight, now, growth=growth, overloaded=overloaded)
 
     # Bookkeeping
 
     def place(self, request: InferenceRequest, now: float) -> Placement:
-        """A request is placed here."""
+        """Place a request here."""
         pool, kv, work = self.pool, self.kv, self.work
         placement = Placement(request, kv.cache, pool.index.root, now)
         prompt, block_tokens = pool.prompt_tokens(request), pool.block_tokens(request)
@@ -120,7 +122,7 @@ class LoadModel:
         cached = min(prompt, matched * block_tokens) if matched else 0.0
         uncached = max(1.0, prompt - cached)
         placement.prompt_tokens = prompt
-        placement.uncached = uncached
+        placement.uncached_tokens = uncached
         placement.work = new_work = work_tokens(uncached, cached)
         if request.session is not None:
             pool.sessions.placed(request.session, request.id, kv.cache, prompt, cached)
@@ -129,17 +131,17 @@ class LoadModel:
             pool.work_tokens += 0.01 * (new_work - pool.work_tokens)
             pool.samples.hit_ratio += 1
         else:
-            placement.work = pool.sizes.factor(request.model, request.body_bytes)
-            self.room.unread.in_flight += placement.work - 1.0
+            placement.work = pool.body_sizes.factor(request.model, request.body_bytes)
+            self.room.opaque.in_flight += placement.work - 1.0
         lanes = self.room.lanes
-        placement.before = len(work.pending)
+        placement.pending_before = len(work.pending)
         placement.in_flight = work.in_flight
-        placement.waits_s = self.prefill_ms(now) / 1000.0
-        placement.predicted_s = self.speed.first_byte_ms(1000.0 * placement.waits_s, new_work, now) / 1000.0
+        placement.prefill_wait_s = self.prefill_ms(now) / 1000.0
+        placement.predicted_s = self.speed.first_byte_ms(1000.0 * placement.prefill_wait_s, new_work, now) / 1000.0
         if not request.stream:
             placement.due_at = now + placement.predicted_s
-        elif lanes.seen:
-            placement.late_at = now + lanes.patience_s(placement.predicted_s)
+        elif lanes.delay_known:
+            placement.late_at = now + lanes.late_after_s(placement.predicted_s)
         work.place(placement, now)
         if pool.adapters and request.model is not None and request.model in pool.adapters:
             placement.adapter = request.model
@@ -147,23 +149,25 @@ class LoadModel:
         return placement
 
     def first_byte(self, placement: Placement, now: float) -> None:
-        """The response to a placed request begins. Of one that does not stream this is the end."""
+        """Note the first byte of a placed request's response. A non-streaming response is complete then."""
         work, speed = self.work, self.speed
         if placement not in work.pending:
             return
         if not placement.request.stream:
-            speed.learn_sooner(placement, now)
+            speed.learn_early_response(placement, now)
             work.prefilled((placement,), now, speed)
             return
-        # Those before it that show no first byte were prefilled before it: their work is in its time.
-        before = work.silent_before(placement) if work.due_at < NEVER else []
+        # Earlier non-streaming requests were prefilled before it: their work is part of its time.
+        before = work.non_streaming_before(placement) if work.due_at < NEVER else []
         done = [*before, placement]
-        speed.first_bytes(done, work.since_at if self.room.lanes.lanes == 1.0 else placement.placed_at, now)
+        speed.first_bytes_arrived(
+            done, work.prefill_since if self.room.lanes.lanes == 1.0 else placement.placed_at, now
+        )
         work.prefilled(done, now, speed)
         self._learn_room(placement, now)
 
     def progress(self, placement: Placement, tokens: int, now: float) -> None:
-        """`tokens` more were streamed since the last report."""
+        """Note `tokens` more streamed tokens since the last report."""
         if tokens <= 0 or placement.ended:
             return
         work, speed = self.work, self.speed
@@ -171,28 +175,29 @@ class LoadModel:
         since, placement.reported_at = placement.reported_at, now
         prefilled_ms, placement.prefilled_ms = work.prefilled_ms - placement.prefilled_ms, work.prefilled_ms
         speed.close_group(now)
-        # With a prefill queued a gap says more of that. One that is over may still be in it: that is part of decode
-        # under load, and leaving such gaps out left too few (simulated goodput of long prompts .73 instead of .84).
+        # With a prefill queued a gap mainly shows that prefill. A finished prefill may still be part of the gap: it
+        # counts as decode under load. Without such gaps too few were left (simulated goodput of long prompts .73
+        # instead of .84).
         if not work.pending and since < now:
             speed.learn_gap(work.context_tokens, 1000.0 * (now - since) / tokens, prefilled_ms / tokens, now)
 
     def end(self, placement: Placement, usage: Usage | None, now: float) -> None:
-        """The request is over, however. Only the first call counts."""
+        """Note the end of the request, for any reason. Only the first call counts."""
         if placement.ended:
             return
         placement.ended = True
         pool, work, speed = self.pool, self.work, self.speed
         prefilled = usage is not None or (placement.request.stream and placement not in work.pending)
-        if placement in work.pending:  # it failed, was given up, or did not stream
+        if placement in work.pending:  # it failed, was abandoned, or did not stream
             if usage is not None:
-                speed.learn_sooner(placement, now)
+                speed.learn_early_response(placement, now)
             is_head = placement is next(iter(work.pending))
-            work.prefilled((placement,), now if is_head else work.since_at, speed)
+            work.prefilled((placement,), now if is_head else work.prefill_since, speed)
         speed.close_group(now)
         work.end(placement)
         if not placement.request.prompt_bytes:
-            self.room.unread.in_flight += 1.0 - placement.work
-        output = placement.streamed
+            self.room.opaque.in_flight += 1.0 - placement.work
+        output = placement.streamed_tokens
         if usage is not None:
             output = max(output, usage.completion_tokens or 0)
             pool.learn_usage(placement.request, usage)
@@ -201,13 +206,13 @@ class LoadModel:
                 found = (usage.cached_tokens or 0) - placement.cached_tokens
                 pool.sessions.learn(session, placement.request.id, found)
             if self.kv.is_lost(placement, usage):
-                self.restarted(unseen=True)
+                self.restarted(inferred=True)
         if prefilled:
             self._finished(placement, output, now)
         if output:
             pool.output_tokens += 0.02 * (output - pool.output_tokens)
             pool.samples.answer_tokens += 1
-        freed = placement.cache.unpin(placement.end)
+        freed = placement.cache.unpin(placement.pinned_end)
         if prefilled:
             self.kv.ended(placement, usage, output)
         work.free(freed * pool.index.block_bytes / pool.bytes_per_token + output, now)
@@ -217,49 +222,54 @@ class LoadModel:
     # Learning
 
     def _learn_room(self, placement: Placement, now: float) -> None:
-        """How many requests run here and how many prefills at a time, from one first byte."""
+        """Learn from one first byte how many requests and how many prefills run here at a time."""
         room, took_s = self.room, now - placement.placed_at
         beyond_s = took_s - placement.predicted_s
         room.slots.started(now)
-        if not placement.before:
-            if placement.in_flight < FREE * room.slots.limit:
-                room.lanes.alone(beyond_s)
-        elif room.lanes.seen:
-            room.lanes.behind(placement.waits_s, placement.waits_s + beyond_s - room.lanes.delay_s, placement.before)
+        if not placement.pending_before:
+            if placement.in_flight < FREE_SHARE * room.slots.limit:
+                room.lanes.learn_delay(beyond_s)
+        elif room.lanes.delay_known:
+            room.lanes.learn_wait(
+                placement.prefill_wait_s,
+                placement.prefill_wait_s + beyond_s - room.lanes.delay_s,
+                placement.pending_before,
+            )
         if placement.late_at <= now:
             running = self.work.in_flight - len(self.work.pending)
             before = placement.in_flight + room.others.requests(now)
-            room.slots.late(running, before, beyond_s - room.lanes.delay_s, now)
+            room.slots.first_byte_late(running, before, beyond_s - room.lanes.delay_s, now)
         else:
-            room.slots.on_time(placement.in_flight + room.others.requests(now), now)
+            room.slots.first_byte_in_time(placement.in_flight + room.others.requests(now), now)
 
     def _finished(self, placement: Placement, output: float, now: float) -> None:
-        """A response is complete."""
+        """Learn from a complete response."""
         took_s, request = now - placement.placed_at, placement.request
         if not request.prompt_bytes:
             units = placement.in_flight + placement.work
-            self.room.unread.learn(request.model, 1000.0 * took_s, units)
-            self.pool.unread.learn(request.model, 1000.0 * took_s, units)
-            self.pool.sizes.learn(request.model, request.body_bytes, 1000.0 * took_s / (placement.in_flight + 1))
+            self.room.opaque.learn(request.model, 1000.0 * took_s, units)
+            self.pool.opaque.learn(request.model, 1000.0 * took_s, units)
+            self.pool.body_sizes.learn(request.model, request.body_bytes, 1000.0 * took_s / (placement.in_flight + 1))
         if request.stream:
             self.room.slots.finished(took_s)
         else:
-            base_s = placement.predicted_s - placement.waits_s
+            base_s = placement.predicted_s - placement.prefill_wait_s
             self.room.completed(took_s, base_s, int(output), placement.in_flight, now)
 
-    # What the endpoint says
+    # Reports of the endpoint
 
     def scraped(
         self, metrics: LoadMetrics, *, others: float | None, queued: float, fresh_until: float, reported: bool = False
     ) -> None:
-        """A scrape. `others`: requests that it saw and that are not ours; `queued`: those of them that wait.
+        """Note a scrape. `others`: requests in it that are not ours; `queued`: those of them that wait.
 
-        Gauges lag behind our own counts, and what lags looks like others' load: a little of it is not believed, and
-        the rest when two scrapes in a row say so; but a queue that was `reported` with a response is of this moment.
+        Gauges lag behind our own counts, and the lag looks like load of others. A small difference is ignored, and a
+        larger one counts only if two scrapes in a row show it; but a queue that was `reported` with a response is
+        current.
         """
         kv = self.kv
         if metrics.kv_blocks and metrics.block_size_tokens:
-            kv.told(float(metrics.kv_blocks * metrics.block_size_tokens))
+            kv.size_reported(float(metrics.kv_blocks * metrics.block_size_tokens))
         if metrics.started_at is not None:
             if kv.started_at is not None and metrics.started_at != kv.started_at:
                 self.restarted()
@@ -277,16 +287,16 @@ class LoadModel:
         self.queue_reported(metrics, fresh_until)
 
     def queue_reported(self, metrics: LoadMetrics, fresh_until: float) -> None:
-        """What the engine says of its own queue, in a scrape or with a response."""
+        """Note what the engine reports of its own queue, in a scrape or with a response."""
         if metrics.waiting is None:
             return
         at, pending = metrics.scraped_at, self.work.pending
-        self.room.lanes.reported(metrics.waiting, len(pending), full=self.prefill_ms(at) > HOLD_MS, at=at)
+        self.room.lanes.queue_reported(metrics.waiting, len(pending), full=self.prefill_ms(at) > HOLD_MS, at=at)
         explained = sum(one.late_at > at for one in pending) + self.adapters.waiting_requests()
         cache, slots = metrics.kv_utilization or 0.0, self.room.slots
-        slots.reported(metrics.waiting, metrics.running, explained, cache=cache, until=fresh_until)
+        slots.queue_reported(metrics.waiting, metrics.running, explained, cache=cache, until=fresh_until)
 
-    def restarted(self, *, unseen: bool = False) -> None:
-        """The endpoint lost what it had cached and loaded. `unseen`: only what was not cached any more showed it."""
-        self.kv.renew(unseen=unseen)
+    def restarted(self, *, inferred: bool = False) -> None:
+        """The endpoint lost what it had cached and loaded. `inferred`: only missing cached tokens showed it."""
+        self.kv.renew(inferred=inferred)
         self.adapters.forget()

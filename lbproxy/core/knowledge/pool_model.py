@@ -1,6 +1,6 @@
 """What all endpoints have in common: rates, the prefix index, which models are adapters, how many requests are held.
 
-Each endpoint's own is in `core.knowledge.load_model`, which also does the learning here. Policies only read.
+What differs by endpoint is in `core.knowledge.load_model`, which also updates this. Policies only read.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Final
 from mypy_extensions import mypyc_attr
 
 from lbproxy.core.caches.adapters import LoadTimes
-from lbproxy.core.caches.cache_size import Size
+from lbproxy.core.caches.cache_size import SizeEstimate
 from lbproxy.core.caches.prefix_index import MAX_ENTRIES, PrefixIndex
 from lbproxy.core.caches.sessions import Sessions
-from lbproxy.core.capacity.others import Mean
-from lbproxy.core.capacity.unread import Sizes, Unread
+from lbproxy.core.capacity.opaque import BodySizes, OpaqueTimes
+from lbproxy.core.capacity.others import MeanOthers
 from lbproxy.core.knowledge.gaps import PoolGaps
 from lbproxy.core.knowledge.learning import Samples, clip
 from lbproxy.core.knowledge.prefill_work import work_tokens
 from lbproxy.core.requests.media import FILLER_BYTES
-from lbproxy.core.requests.outline import KEPT_BYTES
+from lbproxy.core.requests.outline import UNCUT_STRING_BYTES
 from lbproxy.core.requests.request import InferenceRequest, Usage
 
 MEDIA_STEP: Final = 0.1
-LEAST_MEDIA_SCALE: Final = 0.02
-MOST_MEDIA_SCALE: Final = 20.0
+MIN_MEDIA_SCALE: Final = 0.02
+MAX_MEDIA_SCALE: Final = 20.0
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)  # the simulation has one
@@ -36,48 +36,49 @@ class PoolModel:
     def __init__(self, block_bytes: int, index_entries: int = MAX_ENTRIES) -> None:
         self.index = PrefixIndex(block_bytes, index_entries)
         self.adapters: Set[str] = frozenset()
-        """The models that are LoRA adapters. `core.endpoints.serving` owns the set and keeps it current."""
+        """The models that are LoRA adapters. `core.endpoints.serving` owns and updates the set."""
         self.token_ms = 0.1
         """Prefill time per uncached token (rG)."""
         self.output_tokens = 200.0
         """Mean length of a response (O)."""
         self.hit_ratio = 0.3
-        """Share of prompt tokens that was predicted to be cached (hr)."""
+        """The share of prompt tokens that was predicted to be cached (hr)."""
         self.bytes_per_token = 4.0
-        """Of flattened prompts (f)."""
+        """For flattened prompts (f)."""
         self.work_tokens = 500.0
         """Mean prefill work of a request."""
         self.load_times = LoadTimes()
-        """To load an adapter."""
+        """Of adapters."""
         self.base_ms = 40.0
-        """Time to the first token that does not depend on the prompt (T0), of the endpoints that served of late."""
+        """Time to the first token that does not depend on the prompt (T0), of endpoints that served recently."""
         self.gaps = PoolGaps(15.0, 1e-4)
         self.gap_ms, self.gap_per_token_ms = self.gaps.gap_ms, self.gaps.gap_per_token_ms
-        """Inter-token gap of all endpoints together: what those without samples are taken to have."""
-        self.size = Size()
-        """Of the KV caches whose size is not told, as if all were alike: what their space is priced by. An endpoint of
-        which more is known than of another must not look cheaper for that."""
+        """The inter-token gap of all endpoints together: assumed for endpoints without samples."""
+        self.size = SizeEstimate()
+        """The estimated size of KV caches of unknown size, as if all were alike: it prices their space. Space must not
+        cost less at an endpoint of which more is known."""
         self.held = 0
-        """Requests that are held for any of the endpoints."""
+        """Requests that are held for any endpoint."""
         self.overloaded = False
-        """The newest of them go first (`core.queue.overload`)."""
-        self.unread, self.sizes = Unread(), Sizes()
-        """How long requests take whose work cannot be read, and what their size matters."""
+        """The newest held requests are served first (`core.queue.overload`)."""
+        self.opaque, self.body_sizes = OpaqueTimes(), BodySizes()
+        """How long opaque requests take, and how that depends on their size."""
         self.sessions = Sessions()
-        """Where sessions were that clients name."""
+        """Where the sessions that clients name were placed."""
         self.media_scale = 1.0
-        """What engines count for images and the like, beside what is estimated (`core.requests.media`)."""
+        """What engines count for images and other media, relative to the estimate (`core.requests.media`)."""
         self.reports_cached = False
-        """Some response said how much of its prompt was cached."""
-        self.turn_share = -1.0
-        """How much of these goes before the request that is priced, as a share; below 0: what has less work does."""
-        self.others = Mean()
-        """What others have at an endpoint, of those that report it."""
+        """Some response reported how much of its prompt was cached."""
+        self.share_ahead = -1.0
+        """The share of held requests that precedes the request being priced; below 0: those with less work precede
+        it."""
+        self.others = MeanOthers()
+        """The mean load of other clients, over the endpoints that report it."""
         self.samples = Samples()
         self._seen_bytes, self._seen_tokens = 8000.0, 2000.0
 
     def prompt_tokens(self, request: InferenceRequest) -> float:
-        """How long its prompt is; at least 1."""
+        """The tokens of a request's prompt; at least 1."""
         if request.media_tokens:
             text_bytes = request.prompt_bytes - FILLER_BYTES * request.media_tokens
             return max(1.0, text_bytes / self.bytes_per_token + self.media_scale * request.media_tokens)
@@ -85,32 +86,32 @@ class PoolModel:
         return tokens if tokens > 1.0 else 1.0
 
     def block_tokens(self, request: InferenceRequest) -> float:
-        """How many of them a block of it has, on average."""
+        """The mean number of tokens in one of its blocks."""
         if request.media_tokens:
             return self.prompt_tokens(request) * self.index.block_bytes / request.prompt_bytes
         return self.index.block_bytes / self.bytes_per_token
 
     def least_work(self, request: InferenceRequest) -> float:
-        """The least prefill work, in tokens, that any endpoint has with the request."""
+        """The least prefill work, in tokens, that the request is at any endpoint."""
         cached = self.index.longest(request.block_keys) * self.block_tokens(request)
         return work_tokens(max(1.0, self.prompt_tokens(request) - cached), cached)
 
     def learn_usage(self, request: InferenceRequest, usage: Usage) -> None:
-        """What the endpoint counted: how many bytes make a token, and what images count."""
+        """Learn from reported usage how many bytes make a token, and how many tokens media have."""
         tokens = usage.prompt_tokens or 0
         self.reports_cached = self.reports_cached or usage.cached_tokens is not None
         if request.media_tokens:
             self._learn_media(request, tokens)
-        elif request.body_bytes <= KEPT_BYTES and request.is_text(tokens):  # of larger ones only parts are read
+        elif request.body_bytes <= UNCUT_STRING_BYTES and request.is_text(tokens):  # larger ones are cut
             self._seen_bytes = 0.98 * self._seen_bytes + request.prompt_bytes
             self._seen_tokens = 0.98 * self._seen_tokens + tokens
             self.bytes_per_token = self._seen_bytes / self._seen_tokens
             self.samples.bytes_per_token += 1
 
     def _learn_media(self, request: InferenceRequest, tokens: int) -> None:
-        """A prompt with images took so many tokens: those that its text does not explain are theirs."""
+        """Learn from a prompt with media: the tokens that its text does not explain are those of the media."""
         text_tokens = (request.prompt_bytes - FILLER_BYTES * request.media_tokens) / self.bytes_per_token
         seen = (tokens - text_tokens) / request.media_tokens
         if seen > 0.0:
             self.media_scale *= math.exp(MEDIA_STEP * math.log(clip(seen / self.media_scale, 0.1, 10.0)))
-            self.media_scale = clip(self.media_scale, LEAST_MEDIA_SCALE, MOST_MEDIA_SCALE)
+            self.media_scale = clip(self.media_scale, MIN_MEDIA_SCALE, MAX_MEDIA_SCALE)

@@ -1,9 +1,9 @@
-"""What endpoints' weights say of their speeds before any was measured.
+"""What configured weights say of the endpoints' speeds before these are measured.
 
-A weight is a guess of the operator's: an endpoint of twice the weight is taken to prefill twice as fast, until its
-first prefill shows how fast it is; from there `core.knowledge.load_model` learns as always, beginning at the guess. Of
-decode nothing is assumed: in the simulation a wrong guess cost more there than a right one brought. Only the
-proportions of weights count. Invariant: where all are equal, nothing is assumed, and no figure changes.
+A weight is the operator's estimate: an endpoint of twice the weight is assumed to prefill twice as fast, until its
+first prefill shows its speed. From there on `core.knowledge.load_model` learns as usual, starting at the assumption.
+For decode nothing is assumed: in the simulation a wrong assumption cost more than a right one gained. Only the ratios
+of weights count. Invariant: if all weights are equal, nothing is assumed, and no value changes.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Final
 from lbproxy.core.knowledge.learning import clip
 from lbproxy.core.knowledge.load_model import LoadModel
 
-MOST: Final = log(2.0)
-"""Twice or half the speed of the geometric mean at most, in ln: more is a mistake, or the weight of an SRV record,
-which says how much is sent somewhere and not how fast it is."""
+MAX_LN_FACTOR: Final = log(2.0)
+"""At most twice or half the speed of the geometric mean, in ln: a larger ratio is an error, or the weight of an SRV
+record, which is about how much is sent there and not about speed."""
 
 
 def assume_speeds(weighted: Collection[tuple[float, LoadModel]]) -> None:
-    """Take the weights of a pool's endpoints for the speeds of those that have shown none. O(endpoints)."""
+    """Assume the weights of a pool's endpoints as speeds of those without measurements. O(endpoints)."""
     weights = [weight for weight, _ in weighted]
     if len(set(weights)) > 1:
         mean = sum(map(log, weights)) / len(weights)
-        guesses = [clip(mean - log(weight), -MOST, MOST) for weight in weights]
+        guesses = [clip(mean - log(weight), -MAX_LN_FACTOR, MAX_LN_FACTOR) for weight in weights]
     else:
-        guesses = [0.0] * len(weights)  # exactly, which a mean of logarithms is not
+        guesses = [0.0] * len(weights)  # exact, unlike a mean of logarithms
     for (_, load), guess in zip(weighted, guesses, strict=True):
         load.speed.assume(guess)

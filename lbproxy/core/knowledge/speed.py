@@ -1,8 +1,9 @@
-"""How fast one endpoint is, beside all: the time to prefill a token, the fixed time to a first one, inter-token gaps.
+"""How fast one endpoint is, relative to all: the time to prefill a token, the fixed time to a first one, inter-token
+gaps.
 
-The time between two first bytes is the time of one prefill. Every step of learning is clipped: one odd sample moves
-nothing by much, and nothing runs away. What is learned of one endpoint is learned of the pool, too, which is what those
-without samples of their own are taken to be like.
+The time between two first bytes is the time of one prefill. Every step of learning is clipped: one unusual sample
+changes little, and no value diverges. What is learned of one endpoint is also learned for the pool, whose values are
+assumed for endpoints without samples.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from lbproxy.core.knowledge.placement import NEVER, Placement
 from lbproxy.core.knowledge.pool_model import PoolModel
 
 GROUP_S: Final = 0.001
-"""First bytes of one endpoint that are no further apart left the same prefill step."""
-OWN_BASE: Final = 0.5
-"""An endpoint's fixed time is taken for its own, not for noise, if it is off the pool's by more than this, in ln."""
+"""First bytes of one endpoint within this time are from the same prefill step."""
+OWN_BASE_LN: Final = 0.5
+"""An endpoint's fixed time counts as its own, and not as noise, if it deviates from the pool's by more than this, in
+ln."""
 OWN_S: Final = 30.0
-"""And what was learned of an endpoint counts for so long after its last sample, then the pool's does: one that looks
-slow gets few requests to show that it is not, and one that is new has none to show."""
+"""What was learned of an endpoint is valid for this long after its last sample; then the pool's values apply. One that
+looks slow gets few requests to show that it is not, and a new one has no samples."""
 FEW_TOKENS: Final = 256
 MANY_TOKENS: Final = 1024
 """A prefill of fewer than `FEW_TOKENS` shows the fixed time, one of more than this the time per token."""
 
 
 class Speed:
-    """Of one endpoint. Durations are milliseconds."""
+    """The speed of one endpoint. Durations are milliseconds."""
 
     __slots__ = (
         "_gaps",
@@ -52,10 +54,10 @@ class Speed:
     def __init__(self, pool: PoolModel) -> None:
         self._pool = pool
         self.factor = 1.0
-        """Prefill time relative to the pool's; 1 unless it is clearly another (phi)."""
+        """Prefill time relative to the pool's; 1 unless it clearly differs (phi)."""
         self.ln_factor = 0.0
         self.base_ms = pool.base_ms
-        """The endpoint's own T0; the pool's counts after `base_until`, and until it is clearly another."""
+        """The endpoint's own T0. The pool's applies after `base_until`, and until it clearly differs."""
         self.base_until = -NEVER
         self._group: list[Placement] = []
         self._group_at, self._group_since = -NEVER, 0.0
@@ -63,26 +65,26 @@ class Speed:
         self.gap_ms, self.gap_per_token_ms = pool.gap_ms, pool.gap_per_token_ms
         self.mean_gap_ms = pool.gap_ms
         self.gap_until = -NEVER
-        """Until when these are the endpoint's own; then the pool's count."""
+        """Until when these are the endpoint's own; then the pool's apply."""
         self._gaps = Gaps(pool.gaps)
         self.samples, self._reports = Samples(), 0
 
     @property
     def token_ms(self) -> float:
-        """To prefill a token."""
+        """Milliseconds to prefill a token."""
         return self._pool.token_ms * self.factor
 
     def prefill_ms(self, work: float) -> float:
-        """To do so much prefill work."""
+        """Milliseconds for this much prefill work."""
         return work * self._pool.token_ms * self.factor
 
     def first_byte_ms(self, wait_ms: float, work: float, now: float) -> float:
-        """Until the first token of a request with so much prefill work, after a queue that takes `wait_ms`."""
+        """Milliseconds until the first token of a request with `work`, after a queue that takes `wait_ms`."""
         base = self.base_ms if self.base_until > now else self._pool.base_ms
         return base + wait_ms + self.prefill_ms(work)
 
-    def first_bytes(self, placements: list[Placement], since_at: float, now: float) -> None:
-        """First bytes came, of prefills that began then at the earliest."""
+    def first_bytes_arrived(self, placements: list[Placement], since_at: float, now: float) -> None:
+        """Note first bytes, of prefills that began at `since_at` at the earliest."""
         if now - self._group_at > GROUP_S:
             self.learn_group()
             self._group_at = now
@@ -95,7 +97,9 @@ class Speed:
             self.learn_group()
 
     def learn_group(self) -> None:
-        """From the time of one group of first bytes: the fixed time if it was little work, the speed if it was much."""
+        """Learn from the time of one group of first bytes: the fixed time if it was little work, the speed if it was
+        much.
+        """
         group = self._group
         if not group:
             return
@@ -105,38 +109,38 @@ class Speed:
         since_at = max(self._group_since, min(one.placed_at for one in group))
         took_ms = 1000.0 * (self._group_at - since_at)
         if any(not one.request.prompt_bytes for one in group):
-            return  # nobody knows how much work that was
+            return  # its work is unknown
         arrivals = {one.arrival for one in group}
-        if Arrival.WAITS in arrivals:
-            return  # for a slot, not for this work
+        if Arrival.NO_SLOT in arrivals:
+            return  # it waited for a slot
         if arrivals != {Arrival.LOADED}:
-            arrival = Arrival.FIRST if Arrival.FIRST in arrivals else Arrival.LOADS
+            arrival = Arrival.FIRST_LOAD if Arrival.FIRST_LOAD in arrivals else Arrival.RELOAD
             sample = took_ms - self.base_ms - self.prefill_ms(tokens)
             pool.load_times = pool.load_times.learned(arrival, sample)
-            pool.samples.adapter_load_ms += arrival is Arrival.LOADS
+            pool.samples.adapter_load_ms += arrival is Arrival.RELOAD
         elif tokens < FEW_TOKENS:
             self.base_ms = step(self.base_ms, took_ms)
             pool.base_ms = step(pool.base_ms, took_ms)
             self.samples.base_ms += 1
             pool.samples.base_ms += 1
-            is_own = abs(math.log(self.base_ms / pool.base_ms)) > OWN_BASE
+            is_own = abs(math.log(self.base_ms / pool.base_ms)) > OWN_BASE_LN
             self.base_until = self._group_at + OWN_S if is_own else -NEVER
         elif tokens >= MANY_TOKENS:
             expected_ms = pool.token_ms * math.exp(self.ln_factor) * tokens
             self._learn_rate(math.log(max(1.0, took_ms - self.base_ms / 2.0) / expected_ms))
 
-    def learn_sooner(self, placement: Placement, now: float) -> None:
-        """A non-streaming response came before its prefill was due: prefill is faster than believed. Where nobody
-        streams, nothing else says so, and requests were held before servers that had nothing to do.
+    def learn_early_response(self, placement: Placement, now: float) -> None:
+        """Learn from a non-streaming response that was complete before its prefill was due: prefill is faster than
+        assumed. Without streams nothing else shows that, and requests were held for idle servers.
         """
         if placement.request.prompt_bytes and placement.due_at < NEVER:
             took_ms = 1000.0 * (now - placement.placed_at)
-            expected_ms = 1000.0 * (placement.due_at - placement.placed_at) - self.base_ms  # with what was before it
+            expected_ms = 1000.0 * (placement.due_at - placement.placed_at) - self.base_ms  # with the work before it
             if took_ms < expected_ms and expected_ms >= self.prefill_ms(MANY_TOKENS):
                 self._learn_rate(math.log(max(1.0, took_ms - self.base_ms / 2.0) / expected_ms))
 
     def _learn_rate(self, off: float) -> None:
-        """A prefill took e^`off` times what was expected."""
+        """Learn from a prefill that took e^`off` times as long as expected."""
         pool, off = self._pool, clip(off, -0.7, 0.7)
         pool.token_ms = clip(pool.token_ms * math.exp(0.2 * off / max(1, pool.index.members)), 1e-5, 100.0)
         self.samples.prefill_ms_per_token += 1
@@ -145,13 +149,15 @@ class Speed:
         self.factor = math.exp(self.ln_factor) if abs(self.ln_factor) > 0.25 else 1.0
 
     def assume(self, ln_factor: float) -> None:
-        """What somebody says of it, until something was measured."""
+        """Assume a speed until one was measured."""
         if not self.samples.prefill_ms_per_token:
             self.ln_factor = ln_factor
             self.factor = math.exp(ln_factor)
 
     def learn_gap(self, context_tokens: float, gap_ms: float, prefill_ms: float, now: float) -> None:
-        """A report of progress: the mean gap since the last, and how much of it prefills took. One in five counts."""
+        """Learn from a report of progress: the mean gap since the last one, and how much of it prefills took. Every
+        fifth counts.
+        """
         self._reports += 1
         if self._reports % 5 != 1:
             return
@@ -161,5 +167,5 @@ class Speed:
         pool.gap_ms, pool.gap_per_token_ms = pool.gaps.gap_ms, pool.gaps.gap_per_token_ms
         slowness = gaps.slowness()
         self.gap_ms, self.gap_per_token_ms = slowness * pool.gap_ms, slowness * pool.gap_per_token_ms
-        self.gap_until = now + OWN_S if slowness != 1.0 else -NEVER  # what all have goes on to be learned
+        self.gap_until = now + OWN_S if slowness != 1.0 else -NEVER  # the pool's gap goes on changing
         self.mean_gap_ms = gaps.mean_ms

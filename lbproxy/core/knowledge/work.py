@@ -1,11 +1,11 @@
-"""The work at one endpoint, as our own requests there show it: what is placed, what is not prefilled yet, what grows.
+"""The work at one endpoint, as our own requests show it: what is placed, what is not prefilled yet, what grows.
 
 An engine prefills in the order of arrival, so the requests without a first byte (`pending`) are its queue, measured in
-uncached tokens. A request that does not stream shows no first byte; it is taken for prefilled at the time predicted for
-it (`expire`), or when a stream placed after it begins.
+uncached tokens. A non-streaming request shows no first byte. It counts as prefilled at the predicted time (`expire`),
+or when a stream that was placed after it begins.
 
 Invariants: `pending_tokens` is the sum over `pending`; `in_flight`, `context_tokens` and `live_tokens` are those of the
-placements not ended.
+placements that have not ended.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RECENT_S: Final = 180.0
 
 
 class Work:
-    """Of one endpoint. Times are seconds, durations milliseconds, work tokens."""
+    """The work of one endpoint. Times are seconds, durations milliseconds, work tokens."""
 
     __slots__ = (
         "_recent",
@@ -36,8 +36,8 @@ class Work:
         "live_tokens",
         "pending",
         "pending_tokens",
+        "prefill_since",
         "prefilled_ms",
-        "since_at",
     )
 
     def __init__(self) -> None:
@@ -46,84 +46,84 @@ class Work:
         self.pending_tokens = 0.0
         """Their prefill work (Upend)."""
         self.head_tokens = 0.0
-        """That of the first of them."""
-        self.since_at = 0.0
-        """Since when that one is being prefilled (tref)."""
+        """The prefill work of the first of them."""
+        self.prefill_since = 0.0
+        """Since when the first of them is being prefilled (tref)."""
         self.due_at = NEVER
         """The earliest `due_at` in `pending`."""
         self.prefilled_ms = 0.0
-        """How long prompts took to prefill in all, as predicted when they were done."""
+        """The total time of finished prefills, as predicted when they were done."""
         self.in_flight = 0
         self.context_tokens = 0.0
-        """Prompts and streamed tokens of all in flight (C)."""
+        """Prompts and streamed tokens of all requests in flight (C)."""
         self.live_tokens = 0.0
-        """Streamed tokens of all in flight."""
+        """Streamed tokens of all requests in flight."""
         self.freed = (0.0, 0.0)
-        """Cache space that became free of late, in tokens, and as of when."""
+        """Cache space that became free recently, in tokens, and as of when."""
         self._recent = self._recent_at = 0.0
 
     # Reading
 
     def pending_uncached(self) -> float:
-        """Uncached tokens of what is pending, as the rules of other routers count them. O(pending)."""
-        return sum(one.uncached for one in self.pending)
+        """Uncached tokens of the pending requests, as the rules of other routers count them. O(pending)."""
+        return sum(one.uncached_tokens for one in self.pending)
 
     def recent_tokens(self, now: float) -> float:
-        """Prefill work placed here, with a memory of three minutes."""
+        """Prefill work placed here recently, with a time constant of three minutes."""
         return self._recent * math.exp((self._recent_at - now) / RECENT_S)
 
-    def silent_before(self, placement: Placement) -> list[Placement]:
-        """Those pending before it that show no first byte."""
+    def non_streaming_before(self, placement: Placement) -> list[Placement]:
+        """Non-streaming requests that are pending before `placement`."""
         before = takewhile(lambda one: one is not placement, self.pending)
         return [one for one in before if one.due_at < NEVER]
 
     # Changes
 
     def place(self, placement: Placement, now: float) -> None:
-        """One more."""
+        """Count one more request."""
         if not placement.request.stream:
             self.due_at = min(self.due_at, placement.due_at)
         if not self.pending:
-            self.since_at = now
+            self.prefill_since = now
             self.head_tokens = placement.work
         self.pending[placement] = None
         self.pending_tokens += placement.work
-        self._recent = self.recent_tokens(now) + placement.uncached
+        self._recent = self.recent_tokens(now) + placement.uncached_tokens
         self._recent_at = now
         self.in_flight += 1
         self.context_tokens += placement.prompt_tokens
 
     def streamed(self, placement: Placement, tokens: int) -> None:
-        """So many more tokens of its response came."""
+        """Count `tokens` more of its response."""
         self.context_tokens += tokens
         self.live_tokens += tokens
-        placement.streamed += tokens
+        placement.streamed_tokens += tokens
 
     def end(self, placement: Placement) -> None:
-        """One fewer. It is not pending any more."""
+        """Count one request fewer. It must not be pending any more."""
         self.in_flight -= 1
-        self.context_tokens -= placement.prompt_tokens + placement.streamed
-        self.live_tokens -= placement.streamed
-        if not self.in_flight:  # rounding ends here
+        self.context_tokens -= placement.prompt_tokens + placement.streamed_tokens
+        self.live_tokens -= placement.streamed_tokens
+        if not self.in_flight:  # clears rounding errors
             self.context_tokens = self.live_tokens = 0.0
 
     def free(self, tokens: float, now: float) -> None:
-        """So much cache space became free."""
+        """Note that cache space became free."""
         before, at = self.freed
         self.freed = before * math.exp((at - now) / FREED_S) + tokens, now
 
     def expire(self, now: float, speed: Speed) -> None:
-        """Requests that do not stream and should be prefilled by now are taken to be."""
+        """Count non-streaming requests as prefilled whose time has come."""
         due = [one for one in self.pending if one.due_at <= now]
-        self.prefilled(due, max([self.since_at, *(one.due_at for one in due)]), speed)
+        self.prefilled(due, max([self.prefill_since, *(one.due_at for one in due)]), speed)
 
     def prefilled(self, placements: Sequence[Placement], now: float, speed: Speed) -> None:
-        """They leave `pending`; the first of those that remain is being prefilled from now."""
+        """Remove requests from `pending`; the first of those that remain is being prefilled from `now` on."""
         for placement in placements:
             del self.pending[placement]
             self.pending_tokens -= placement.work
             self.prefilled_ms += speed.prefill_ms(placement.work)
-        self.since_at = now
+        self.prefill_since = now
         if self.pending:
             self.head_tokens = next(iter(self.pending)).work
             if self.due_at < NEVER:
@@ -133,6 +133,6 @@ class Work:
             self.due_at = NEVER
 
     def _first_due(self) -> float:
-        """The earliest `due_at`, or that of the first in line: those behind it are hardly ever due before it."""
+        """The earliest `due_at`, or that of the first pending request: later ones are hardly ever due before it."""
         first = next(iter(self.pending)).due_at
         return first if first < NEVER else min(one.due_at for one in self.pending)

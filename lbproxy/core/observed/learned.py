@@ -1,4 +1,4 @@
-"""What the balancer has learned of speeds, caches and the queue, in plain numbers, for whoever looks."""
+"""What the balancer has learned of speeds, caches and the queue, as plain numbers for displays."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.queue.ticket import Ticket
 
 FULL_BY = ("requests", "space", "prefill")
-"""Why an endpoint gets no more: it runs as many requests as it can, its KV cache has no space for more, or enough
-prefill is queued there."""
+"""Why an endpoint is full: it runs as many requests as it can, its KV cache has no space for more, or enough prefill is
+queued there."""
 MAX_GROUPS = 20
-"""Models, priorities and flows that the queue is told apart by."""
+"""The number of models, priorities and flows by which the queue is counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointLearned:
-    """Of one endpoint."""
+    """What was learned of one endpoint."""
 
     prefill_ms_per_token: float
     base_ms: float
@@ -31,26 +31,26 @@ class EndpointLearned:
     prefill_queue_ms: float
     """How long the prefill work takes that is queued there."""
     cached_tokens: float
-    """Of prompts, believed to be in its prefix cache."""
+    """Prompt tokens that are predicted to be in its prefix cache."""
     capacity_tokens: float
     context_tokens: float
-    """Prompts and answers of all in flight."""
+    """Prompts and responses of all requests in flight."""
     wait_ms: float
     """How long a request that is placed there now waits before its prefill begins: for prefills or for the end of
     others."""
     limit: float | None
-    """Requests that it runs at once, as far as anything showed it; None = nothing did."""
+    """Requests that it runs at once, as far as known; None = not known."""
     full_by: str | None
-    """Why it gets no more now, one of `FULL_BY`; None = it does."""
+    """Why it is full now, one of `FULL_BY`; None = it is not full."""
     held: int
     """Requests that wait in lbproxy for room there."""
     samples: dict[str, int]
-    """From how many samples of its own a speed was learned, by its name here. 0: it is the others', or assumed."""
+    """How many samples of its own each speed has, by its name here. 0: it is the pool's, or assumed."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLearned:
-    """Of all together."""
+    """What was learned of all endpoints together."""
 
     prefill_ms_per_token: float
     base_ms: float
@@ -58,29 +58,29 @@ class PoolLearned:
     answer_tokens: float
     """Mean length of a response."""
     hit_ratio: float
-    """Share of prompt tokens that was expected to be cached."""
+    """The share of prompt tokens that was predicted to be cached."""
     adapter_load_ms: float
-    """Loaded on the same endpoint before; the first time takes longer."""
+    """If it was loaded on the same endpoint before; the first load takes longer."""
     samples: dict[str, int]
-    """From how many samples each of these was learned, by its name. 0: it is assumed."""
+    """How many samples each of these has, by its name. 0: it is assumed."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueSnapshot:
-    """Who waits."""
+    """The waiting requests."""
 
     waiting: int
     bytes: int
     oldest_s: float | None
     by_priority: dict[int, int] = field(default_factory=dict)
     by_model: dict[str | None, int] = field(default_factory=dict)
-    """Each the most frequent `MAX_GROUPS`."""
+    """Each with the `MAX_GROUPS` most frequent values."""
     by_flow: dict[str, int] = field(default_factory=dict)
     by_reason: dict[str, int] = field(default_factory=dict)
 
 
 def of_endpoint(load: LoadModel, *, now: float) -> EndpointLearned:
-    """One endpoint's."""
+    """What was learned of one endpoint."""
     pool = load.pool
     own_gap = load.speed.gap_until > now
     gap_ms, slope = (
@@ -97,13 +97,13 @@ def of_endpoint(load: LoadModel, *, now: float) -> EndpointLearned:
         wait_ms=load.wait_ms(now),
         limit=None if load.room.slots.limit == inf else load.room.slots.limit,
         full_by=load.full_by(now),
-        held=load.room.line.count,
+        held=load.room.reservations.count,
         samples=_counts(load.speed.samples, EndpointLearned),
     )
 
 
 def of_pool(pool: PoolModel) -> PoolLearned:
-    """All endpoints' together."""
+    """What was learned of all endpoints together."""
     return PoolLearned(
         prefill_ms_per_token=pool.token_ms,
         base_ms=pool.base_ms,
@@ -116,7 +116,7 @@ def of_pool(pool: PoolModel) -> PoolLearned:
 
 
 def _counts(samples: Samples, shown: type[EndpointLearned | PoolLearned]) -> dict[str, int]:
-    """Those of the values that are shown."""
+    """The sample counts of the values that are shown."""
     return {name: getattr(samples, name) for name in _COUNTED[shown]}
 
 
@@ -127,7 +127,7 @@ _COUNTED = {
 
 
 def of_queue(tickets: Iterable[Ticket], size: int, *, now: float) -> QueueSnapshot:
-    """Those that wait, the oldest first. O(n)."""
+    """A summary of waiting tickets, the oldest first. O(n)."""
     waiting = list(tickets)
     return QueueSnapshot(
         len(waiting),

@@ -1,4 +1,4 @@
-"""What the pool is at one moment, for those who look: plain data, safe to keep."""
+"""The pool at one moment: plain data that does not change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lbproxy.core.queue.flow import FlowSnapshot
 
 @dataclass(frozen=True)
 class PoolSnapshot:
-    """The whole pool at one moment, endpoints in the order of the settings."""
+    """The pool at one moment, endpoints in the order of the settings."""
 
     endpoints: list[EndpointSnapshot] = field(default_factory=list)
     waiting: int = 0

@@ -1,13 +1,13 @@
-"""Which requests are traced, and under which ids: W3C Trace Context as it comes and as it goes on. Pure.
+"""Which requests are traced, and under which ids: W3C Trace Context, received and sent. Pure.
 
-A `Trace` belongs to a `RequestRecord`, and is filled in with it: what the record alone does not say, the ids and the
-times of each attempt. Spans are made of the two after the end, by whoever listens. The header is that of
+A `Trace` belongs to a `RequestRecord` and is filled in together with it: it has what the record does not have, the ids
+and the times of each attempt. After the end, spans are made of both. The header is that of
 https://www.w3.org/TR/trace-context-2/. Invariants:
 
-- What a client writes can neither fail a request nor cost more than its length: what is not well formed counts as not
-  there, and begins a trace of our own.
-- Endpoints are told the same whether a request is sampled or not: who asks them, and whether to trace it.
-- No ids are made, and nothing is read, where nobody wants traces: then what the client sent goes on as it came.
+- Whatever a client sends, it cannot fail a request, nor cost more than its length: malformed fields count as missing,
+  and a new trace begins.
+- Endpoints get the same fields whether a request is sampled or not: the parent, and the sampled flag.
+- No ids are made, and nothing is read, where traces are not configured: then the client's fields are passed on.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ TRACE_FIELDS = frozenset({b"traceparent", b"tracestate"})
 """In lower case."""
 SAMPLED = 0x01
 RANDOM = 0x02
-"""The flag of a trace id that is random, as ours are."""
+"""The flag of a random trace id, as ours are."""
 MAX_STATES = 32
 _PARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.DOTALL)
 _STATE = re.compile(rb"([a-z0-9][a-z0-9_*/@-]{0,255})=[ -+\--<>-~]{0,255}[!-+\--<>-~]")
-"""A member of the list: its key, and a value without commas, equals signs and spaces at the end."""
+"""A list member: its key, and a value without commas, equal signs and trailing spaces."""
 
 
 class Parent(NamedTuple):
-    """The span that a request says it belongs to."""
+    """The parent span that a request names."""
 
     trace_id: int
     span_id: int
     flags: int
     state: str
-    """`tracestate`, what other tracing systems want to be passed on; empty if there is none that is well formed."""
+    """`tracestate`, for other tracing systems; empty if there is none that is well formed."""
 
 
 class Attempt:
-    """One endpoint that had the request."""
+    """One attempt at an endpoint."""
 
     ended_at: float | None = None
-    """When it failed; None = it did not: it had the request to the end."""
+    """When it failed; None = it did not fail."""
     failure: str | None = None
-    """The label under which that is counted, such as `upstream_reset`."""
+    """The label under which the failure is counted, such as `upstream_reset`."""
 
     def __init__(self, span_id: int, endpoint: Endpoint, submitted_at: float, placed_at: float) -> None:
         self.span_id = span_id
@@ -56,10 +56,10 @@ class Attempt:
 
 
 class Trace:
-    """A request that is sampled. Times are monotonic seconds."""
+    """The trace of a sampled request. Times are monotonic seconds."""
 
     waiting_since: float | None = None
-    """It waits for a place; or it ended without one."""
+    """Since when it waits for a place, or waited until it ended without one."""
 
     def __init__(self, parent: Parent | None, rng: random.Random) -> None:
         self.parent = parent
@@ -67,23 +67,23 @@ class Trace:
         self.flags = SAMPLED | (RANDOM if parent is None else parent.flags & RANDOM)
         self.state = "" if parent is None else parent.state
         self.span_id = _id(rng, 64)
-        """Of the span that is the whole request."""
+        """The id of the span of the complete request."""
         self.attempts: list[Attempt] = []
         self._rng = rng
 
     def placed(self, endpoint: Endpoint, submitted_at: float, placed_at: float) -> None:
-        """An attempt begins."""
+        """Note the start of an attempt."""
         self.waiting_since = None
         self.attempts.append(Attempt(_id(self._rng, 64), endpoint, submitted_at, placed_at))
 
     def failed(self, failure: str, at: float) -> None:
-        """The attempt that runs failed. `failure`: as it is counted."""
+        """Note that the current attempt failed. `failure`: the label under which it is counted."""
         attempt = self.attempts[-1]
         attempt.failure, attempt.ended_at = failure, at
 
     @property
     def fields(self) -> bytes:
-        """The field lines that an endpoint gets, each with its CRLF: its parent is the attempt, or before any the
+        """The field lines for the endpoint, each with its CRLF. The parent is the attempt, or before any attempt the
         request.
         """
         span_id = self.attempts[-1].span_id if self.attempts else self.span_id
@@ -94,8 +94,8 @@ class Sampling:
     """Decides which requests are traced."""
 
     def __init__(self, ratio: float, *, follow_clients: bool, rng: random.Random) -> None:
-        """`ratio`: of the requests that nobody has decided about, 0 to 1. `follow_clients`: a client's `traceparent`
-        decides about its request.
+        """`ratio`: the share of undecided requests that is sampled, 0 to 1. `follow_clients`: the `traceparent` of a
+        client decides about its request.
         """
         self._ratio = ratio
         self._follows = follow_clients
@@ -103,7 +103,9 @@ class Sampling:
 
     def begin(self, lines: bytes) -> tuple[Trace | None, bytes]:
         """The trace of a request, or None if it is not sampled, and the field lines for endpoints until a `Trace` has
-        better ones. `lines`: those of `TRACE_FIELDS` that came, each with its CRLF.
+        better ones.
+
+        `lines`: the received lines of `TRACE_FIELDS`, each with its CRLF.
         """
         parent = read_parent(lines) if lines else None
         if parent is not None and self._follows:
@@ -121,7 +123,9 @@ class Sampling:
 
 
 def read_parent(lines: bytes) -> Parent | None:
-    """What field lines say, each with its CRLF; None if there is no one `traceparent` that is well formed."""
+    """Read the parent from field lines, each with its CRLF; None if there is not exactly one well-formed
+    `traceparent`.
+    """
     parents: list[bytes] = []
     states: list[bytes] = []
     for line in lines.split(b"\r\n")[:-1]:
@@ -131,14 +135,16 @@ def read_parent(lines: bytes) -> Parent | None:
     if match is None:
         return None
     version, trace_id, span_id, flags, more = match.groups()
-    if version == b"ff" or (version == b"00" and more is not None):  # a later version may say more, after a dash
+    if version == b"ff" or (
+        version == b"00" and more is not None
+    ):  # a later version may have more fields, after a dash
         return None
     parent = Parent(int(trace_id, 16), int(span_id, 16), int(flags, 16), _read_state(b",".join(states)))
     return parent if parent.trace_id and parent.span_id else None
 
 
 def _read_state(text: bytes) -> str:
-    """`text` with empty members left out; empty if any other is malformed, stands twice or is one too many."""
+    """`text` without empty members; empty if any other is malformed, repeated or one too many."""
     members = [member for member in (part.strip(b" \t") for part in text.split(b",")) if member]
     keys = {match[1] for match in map(_STATE.fullmatch, members) if match is not None}
     if len(keys) < len(members) or len(members) > MAX_STATES:
@@ -152,5 +158,5 @@ def _lines(trace_id: int, span_id: int, flags: int, state: str) -> bytes:
 
 
 def _id(rng: random.Random, bits: int) -> int:
-    """Zero would say that there is none."""
+    """A random id, never 0, which would mean none."""
     return rng.getrandbits(bits) or 1

@@ -1,12 +1,12 @@
-"""The adaptive policy: what a request costs on each endpoint, in milliseconds, its own and everybody else's.
+"""The adaptive policy: what a request costs on each endpoint, in milliseconds, for itself and for all others.
 
-The price of an endpoint is the sum of six terms, each explained where it is added up below: the request's own time to
-its first token; the stall that its prefill imposes on the streams there; its decode, and the slow-down of theirs; the
-cache space that it takes from prefixes that may be needed again; the wait for cache space; and the loading of its
-adapter. There is no threshold, filter or gate: who is cheapest, is.
+The price of an endpoint is the sum of six terms, each explained below where it is added: the request's own time to its
+first token; the stall that its prefill causes for the streams there; its decode, and the slow-down of theirs; the cache
+space that it takes from prefixes that may be needed again; the wait for cache space; and the loading of its adapter.
+There is no threshold or filter: the endpoint with the lowest price is chosen.
 
-It reads `EndpointState.load` (see `core.knowledge.load_model`) and remembers nothing. The constants were found by some
-5,000 runs of a step-level simulation of vLLM; docs/routing.md says what each is worth.
+It reads `EndpointState.load` (see `core.knowledge.load_model`) and keeps no state. The constants were found by some
+5,000 runs of a step-level simulation of vLLM; docs/routing.md says what each of them gains.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Final, cast
 
 from lbproxy.core.caches.adapters import prices_ms
-from lbproxy.core.caches.sessions import KNOWN, Home
+from lbproxy.core.caches.sessions import KNOWN_SHARE, Home
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.knowledge.load_model import LoadModel
 from lbproxy.core.knowledge.placement import freed_per_ms
@@ -26,23 +26,23 @@ from lbproxy.core.requests.prompt_keys import BLOCK_BYTES
 from lbproxy.core.requests.request import InferenceRequest
 
 STALL: Final = 0.17
-"""Share of a prefill's time by which each stream on the endpoint is held up (chunked prefill shares the step)."""
+"""The share of a prefill's time by which each stream on the endpoint is delayed (chunked prefill shares the step)."""
 STEPS: Final = 2.0
-"""Inter-token gaps after which a prefill that goes first shows progress: the step that runs ends, and its own ends."""
+"""The inter-token gaps after which the first prefill shows progress: the running step ends, and its own ends."""
 DECODE: Final = 0.07
-"""What a millisecond of decode is worth beside one of waiting for the first token."""
+"""What a millisecond of decode is worth, relative to one of waiting for the first token."""
 SPACE: Final = 20.0
 """What a full cache is worth, in prefills of the same prompt,"""
 CROWDED: Final = 0.3
-"""and by what share of that more for each request that endpoints have in flight."""
+"""and the share of that to add for each request that endpoints have in flight."""
 MAX_SPACE_WAIT_MS: Final = 60_000.0
 MIN_FREED_PER_MS: Final = 0.05
 
 
 class _Parts:
-    """What the price of one candidate was added up from, in milliseconds; and the candidate's before it. Kept for as
-    long as the decision is, and an object of its own, as compiled it holds bare numbers: what is kept of each request
-    costs by its objects, which are out of the processor's caches when they are let go.
+    """The terms of one candidate's price, in milliseconds, with a reference to the candidate before it. It is kept as
+    long as the decision is. It is an object of its own because compiled it holds unboxed numbers: keeping values costs
+    by the number of objects, which are no longer in the processor's caches when they are freed.
     """
 
     __slots__ = (
@@ -50,7 +50,7 @@ class _Parts:
         *("decode", "prefill", "slow_down", "space_wait", "stall", "wait"),
     )
 
-    def __init__(  # noqa: PLR0913, PLR0917 - as many as there are
+    def __init__(  # noqa: PLR0913, PLR0917 - one for each term
         self,
         before: _Parts | None,
         cost: float,
@@ -74,10 +74,10 @@ class _Parts:
         self.cache_space = cache_space
         self.space_wait = space_wait
         self.adapter = -1.0
-        """Below 0: the request wants none."""
+        """Below 0: the request needs no adapter."""
 
     def add_adapter(self, ms: float) -> None:
-        """What waiting for its adapter costs it besides."""
+        """Add the wait for its adapter."""
         self.adapter = ms
         self.cost += ms
 
@@ -96,10 +96,10 @@ class Adaptive(Policy):
     def price(  # noqa: PLR0915 - a call costs more than a statement
         self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float
     ) -> Prices:
-        """Milliseconds; the waits are for the prefill work ahead, the work is the request's own there."""
+        """Milliseconds. The waits are for the prefill work ahead; the work is the request's own there."""
         loads = [state.load for state in candidates]
         if not request.prompt_bytes:
-            return self._price_unread(request, loads, now)
+            return self._price_opaque(request, loads, now)
         pool = loads[0].pool
         token_ms, output, base, block = pool.token_ms, pool.output_tokens, pool.base_ms, pool.block_tokens(request)
         prompt = pool.prompt_tokens(request)
@@ -119,38 +119,38 @@ class Adaptive(Policy):
             # Prefill: of what is not cached here, after what is queued here, less what is done of the first of that.
             cached = depths[kv.slot] * block
             if home is not None and home.cache is kv.cache:
-                cached += pool.sessions.trust * home.beyond(prompt, cached)
+                cached += pool.sessions.trust * home.unmatched_tokens(prompt, cached)
             uncached = prompt - cached
             if uncached < 1.0:  # noqa: PLR1730 - max() takes four times as long
                 uncached = 1.0
             beyond = cached + 0.5 * uncached - SHORT
-            own = uncached if beyond <= 0.0 else uncached * (1.0 + PER_CONTEXT * beyond)  # `work_tokens`, in place
+            own = uncached if beyond <= 0.0 else uncached * (1.0 + PER_CONTEXT * beyond)  # `work_tokens`, inlined
             prefill = own * rate
             backlog = 0.0
             if there.pending:
                 backlog = there.pending_tokens
-                done = (1000.0 * (now - there.since_at) - STEPS * speed.mean_gap_ms) / rate
+                done = (1000.0 * (now - there.prefill_since) - STEPS * speed.mean_gap_ms) / rate
                 if done > 0.0:
                     backlog -= done if done < there.head_tokens else there.head_tokens
             in_flight, streams, others = there.in_flight, float(there.in_flight), room.others
             if others.count or (reports and others.until < now):
                 streams += others.requests(now)
                 backlog += others.queued(now) * pool.work_tokens
-            wait = backlog * rate if backlog > 0.0 else 0.0  # rounding
-            if streams >= room.slots.limit or (held and room.line.count) or room.lanes.lanes > 1.0:
+            wait = backlog * rate if backlog > 0.0 else 0.0  # may be below 0 by rounding
+            if streams >= room.slots.limit or (held and room.reservations.count) or room.lanes.lanes > 1.0:
                 wait = _wait_ms(load, backlog, streams, least, now)
             # Decode: a gap grows with the context that the batch reads in each step.
             own_gap, slope = (speed.gap_ms, speed.gap_per_token_ms) if speed.gap_until > now else pool_gap
             gap = own_gap + slope * (there.context_tokens + prompt)
             # Cache space: more is taken where more is full, and it matters more where more is reused. What is evicted
-            # may be computed anew on any endpoint, so this is at the pool's speed: at its own, slow ones looked far too
-            # dear (half the servers at half speed: goodput .46 instead of .75).
+            # may be computed again on any endpoint, so this is at the pool's speed: at its own speed, slow endpoints
+            # looked far too expensive (half the servers at half speed: goodput .46 instead of .75).
             cache, live, foreign = kv.cache, there.live_tokens, others.space(now) if others.cache_tokens else 0.0
             first = speed.base_ms if speed.base_until > now else base
-            used = (cache.size * block + live + foreign) / (kv.told_tokens or space_tokens)
+            used = (cache.size * block + live + foreign) / (kv.known_tokens or space_tokens)
             cost = first + wait + prefill * (1.0 + STALL * streams) + decode * (gap + streams * slope * prompt)
             space_cost = space * used * uncached
-            # Space for this request and for what those in flight will still say, as far as it is not there.
+            # Space for this request and for the rest of the responses in flight, as far as it is not there.
             growth = in_flight * output - live
             over = blocks - cached + output + foreign - kv.capacity_tokens
             over += cache.pinned * block + (growth if growth > live else live)
@@ -164,22 +164,22 @@ class Adaptive(Policy):
             works.append(own)
         return Prices(_with_adapters(costs, notes, loads, request.model, now), waits, works, notes)
 
-    def _price_unread(self, request: InferenceRequest, loads: list[LoadModel], now: float) -> Prices:
-        """Of a request whose work cannot be read: what such requests took there, for each that is there now."""
+    def _price_opaque(self, request: InferenceRequest, loads: list[LoadModel], now: float) -> Prices:
+        """The price of an opaque request: what such requests took there, for each one in flight there now."""
         pool, model = loads[0].pool, request.model
-        elsewhere = pool.unread.mean_ms(model)
-        size = pool.sizes.factor(model, request.body_bytes)
+        elsewhere = pool.opaque.mean_ms(model)
+        size = pool.body_sizes.factor(model, request.body_bytes)
         home = None if request.session is None else pool.sessions.home(request.session)
         costs, waits = [], []
         notes: _Parts | None = None
         for load in loads:
-            each = load.room.unread.ms(model, elsewhere)
+            each = load.room.opaque.ms(model, elsewhere)
             in_flight = load.work.in_flight + load.room.others.requests(now)
-            wait = load.room.slots.wait_ms(in_flight + load.room.line.count, now)
+            wait = load.room.slots.wait_ms(in_flight + load.room.reservations.count, now)
             own = each * size
             if home is not None and home.cache is load.kv.cache:
                 own *= 1.0 - pool.sessions.trust
-            ahead = in_flight + load.room.unread.in_flight
+            ahead = in_flight + load.room.opaque.in_flight
             cost = max(ahead * each, wait) + own
             if self.explains:
                 notes = _Parts(notes, cost, 0.0, cost - own, own, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -188,7 +188,7 @@ class Adaptive(Policy):
         return Prices(_with_adapters(costs, notes, loads, model, now), waits, [1.0] * len(loads), notes)
 
     def is_full(self, state: EndpointState, wait_ms: float, now: float) -> bool:
-        """By its room."""
+        """See Policy. Decided by the endpoint's room."""
         return state.load.is_full(now)
 
     def explain(self, notes: object, *, shown: Sequence[int]) -> list[dict[str, float]]:
@@ -227,22 +227,22 @@ def _named(parts: _Parts) -> dict[str, float]:
 
 
 def _home(pool: PoolModel, session: str, prompt: float, matched: float) -> Home | None:
-    """Where its session was last, if that says anything new: nowhere is much of the prompt known to be cached."""
-    return None if matched >= KNOWN * prompt else pool.sessions.home(session)
+    """Where its session was last placed, unless much of the prompt is known to be cached anyway."""
+    return None if matched >= KNOWN_SHARE * prompt else pool.sessions.home(session)
 
 
 def _least_work(prompt: float, cached: float) -> float:
-    """Of a prompt at the endpoint that has most of it."""
+    """The work of a prompt at the endpoint with the longest cached prefix."""
     return work_tokens(max(1.0, prompt - cached), cached)
 
 
 def _wait_ms(load: LoadModel, backlog: float, ahead: float, work: float, now: float) -> float:
-    """The wait for what goes before a request with so much `work`: for prefills or, where no more requests run at once,
-    for the end of others. `backlog` is in tokens, `ahead` in requests, both without those that are held.
+    """The wait, in milliseconds, for what precedes a request with `work`: for prefills or, if no more requests run at
+    once, for the end of others. `backlog` is in tokens, `ahead` in requests, both without held requests.
     """
     pool, room = load.pool, load.room
-    if room.line.count:
-        held, tokens = room.line.before(work, pool.turn_share, newest_first=pool.overloaded)
+    if room.reservations.count:
+        held, tokens = room.reservations.ahead_of(work, pool.share_ahead, newest_first=pool.overloaded)
         ahead += held
         backlog += tokens
     lanes = room.lanes.lanes
@@ -252,7 +252,7 @@ def _wait_ms(load: LoadModel, backlog: float, ahead: float, work: float, now: fl
 
 
 def space_wait_ms(load: LoadModel, over_tokens: float, now: float) -> float:
-    """How long until `over_tokens` of cache space become free: at the rate of late, or a fifth of what decode makes."""
+    """Milliseconds until `over_tokens` of cache space are free, at the recent rate or a fifth of the rate of decode."""
     rate = max(
         freed_per_ms(load.work.freed, now),
         0.2 * load.work.in_flight / max(5.0, load.speed.mean_gap_ms),
@@ -264,7 +264,7 @@ def space_wait_ms(load: LoadModel, over_tokens: float, now: float) -> float:
 def _with_adapters(
     costs: list[float], notes: _Parts | None, loads: Sequence[LoadModel], model: str | None, now: float
 ) -> list[float]:
-    """The costs with what waiting for the adapter takes, if `model` is one."""
+    """The costs with the wait for the adapter, if `model` is one."""
     adapters = _adapter_ms(loads, model, loads[0].pool, now)
     if adapters is None:
         return costs
@@ -274,7 +274,7 @@ def _with_adapters(
 
 
 def _adapter_ms(loads: Sequence[LoadModel], adapter: str | None, pool: PoolModel, now: float) -> list[float] | None:
-    """What a request waits for its adapter on each endpoint. None: its model is none."""
+    """The wait for the adapter at each endpoint, in milliseconds. None: the model is not an adapter."""
     if adapter is None or adapter not in pool.adapters:
         return None
     return prices_ms(
@@ -282,7 +282,7 @@ def _adapter_ms(loads: Sequence[LoadModel], adapter: str | None, pool: PoolModel
         [load.adapters for load in loads],
         times=pool.load_times,
         in_flight=[float(load.work.in_flight) for load in loads],
-        answer_ms=[
+        response_ms=[
             pool.output_tokens * (load.speed.gap_ms + load.speed.gap_per_token_ms * load.work.context_tokens)
             for load in loads
         ],

@@ -1,8 +1,8 @@
-"""Routing rules of other routers, to be compared with. Each is the rule, not the router: same signals, same tie-breaks,
-same driver as `core.policies.adaptive`.
+"""Routing rules of other routers, for comparison. Each is the rule, not the router: same signals, same tie-breaks, same
+driver as `core.policies.adaptive`.
 
-Two things are the same for all and not as in their originals: prefixes are matched in blocks of 64 tokens against our
-own index (an LRU of the endpoint's real capacity), and loads are our own exact counts unless a rule is about gauges.
+Two things are the same for all, unlike in their originals: prefixes are matched in blocks of 64 tokens against our own
+index (an LRU of the endpoint's real capacity), and loads are our own exact counts unless a rule is about gauges.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ BASELINE_BLOCK_BYTES: Final = 256
 
 
 class TwoChoices(Policy):
-    """Of two drawn by lot, the one with fewer in flight by its weight. Source: Mitzenmacher, "The Power of Two
-    Choices", 2001.
+    """The less loaded of two random endpoints, by requests in flight and weight. Source: Mitzenmacher, "The Power of
+    Two Choices", 2001.
     """
 
     reads_weights = True
@@ -47,17 +47,17 @@ class GieTree(Policy):
 
     Critical requests (priority 0 and up): where queues are below 128, adapter affinity, then short queue, then free
     cache; if none is, queue, then adapter, then cache. Sheddable ones: the same among those with queue ≤ 5 and cache ≤
-    0.8, and 429 if there are none. Gauges that are not known count as full.
+    0.8, and 429 if there are none. Unknown gauges count as full.
     """
 
     block_bytes: int | None = BASELINE_BLOCK_BYTES  # for the adapter table only
-    refuses = True
+    may_refuse = True
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
     def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
-        """0 for those that pass every filter, 1 for the rest; infinite if a sheddable request must not go anywhere."""
+        """0 for those that pass every filter, 1 for the rest; infinite if a sheddable request must be refused."""
         left = list(candidates)
         if request.priority < 0:
             left = [s for s in left if _queue(s, now) <= 5.0 and _utilization(s, now) <= 0.8]
@@ -75,7 +75,7 @@ class GieTree(Policy):
         return Prices([0.0 if id(state) in passed else 1.0 for state in candidates])
 
     def _with_affinity(self, request: InferenceRequest, states: list[EndpointState], now: float) -> list[EndpointState]:
-        """Those that have the adapter, seldom those with room for it."""
+        """The endpoints that have the adapter; rarely those that could load it."""
         adapter = request.model
         if adapter is None or adapter not in states[0].load.pool.adapters:
             return states
@@ -98,13 +98,13 @@ class LlmD(Policy):
     """llm-d's prefix-cache-affinity filter, then its token-load scorer.
 
     Source: llm-d-router, pkg/epp/framework/plugins/scheduling/filter/prefixcacheaffinity (affinityThreshold 0.80,
-    maxTTFTPenaltyMs 18,000, exploration 0); its peak prefill throughput is calibrated, ours learned.
+    maxTTFTPenaltyMs 18,000, exploration 0). Its peak prefill throughput is calibrated, ours learned.
     """
 
     block_bytes: int | None = BASELINE_BLOCK_BYTES
 
     def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
-        """Uncached tokens in flight and own ones; cold endpoints cannot win while a warm one is not 18 s behind."""
+        """Uncached tokens, in flight and own; cold endpoints cannot win unless a warm one is 18 s behind."""
         uncached = _uncached(request, candidates)
         blocks = len(request.block_keys)
         depths = candidates[0].load.pool.index.match(request.block_keys)
@@ -119,8 +119,8 @@ class LlmD(Policy):
 
 
 class CacheAware(Policy):
-    """SGLang's cache-aware router: the longest match if it is above 0.3 of the prompt, else the least filled cache;
-    unless loads differ by more than 64 and by more than a factor of 1.5, then the least loaded.
+    """SGLang's cache-aware router: the longest match if it is above 0.3 of the prompt, else the least filled cache; but
+    if loads differ by more than 64 and by more than a factor of 1.5, the least loaded endpoint.
 
     Source: sgl-model-gateway (now SMG), src/policies/cache_aware.rs and its documentation, default thresholds.
     """
@@ -144,13 +144,13 @@ class PrefixHash(Policy):
     has less than 1.25 times the mean in flight.
 
     Source: Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads", 2017, as in KubeAI's PrefixHash
-    and SMG's prefix_hash (256 tokens, 1.25); rendezvous hashing stands in for the ring.
+    and SMG's prefix_hash (256 tokens, 1.25); rendezvous hashing replaces the ring.
     """
 
     block_bytes: int | None = BASELINE_BLOCK_BYTES
 
     def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
-        """The hash, 0 to 1, and 1 more for those that are full."""
+        """The hash, 0 to 1, and 1 more for full endpoints."""
         keys = request.block_keys[:4]
         seed = cast(int, keys[-1]) if keys else _hash(request.session or request.id, 0)
         most = ceil(1.25 * (sum(state.in_flight for state in candidates) + 1) / len(candidates))
@@ -159,10 +159,10 @@ class PrefixHash(Policy):
 
 class Preble(Policy):
     """Preble's E2: a prompt that is mostly cached goes to the least loaded of the endpoints with the longest match,
-    unless that one's load is far above the least; others to the lowest load, eviction cost and own prefill together.
+    unless its load is far above the lowest; others to the lowest sum of load, eviction cost and own prefill.
 
     Source: WukLab/preble, multi_node/global_scheduler_with_time.py. Its load is a histogram over 3 minutes by tree
-    node, ours a sum with that time constant; its eviction cost walks the tree, ours takes the pool's hit ratio.
+    node, ours a sum with that time constant; its eviction cost walks the tree, ours uses the pool's hit ratio.
     """
 
     block_bytes: int | None = BASELINE_BLOCK_BYTES
@@ -170,7 +170,7 @@ class Preble(Policy):
     """HIGH_LOAD_THRESHOLD there."""
 
     def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
-        """Tokens: of the last three minutes, to be computed again because of it, and its own."""
+        """Tokens: of the last three minutes, to be recomputed because of evictions, and its own."""
         pool = candidates[0].load.pool
         uncached = _uncached(request, candidates)
         block = pool.index.block_bytes / pool.bytes_per_token
@@ -270,7 +270,7 @@ def _utilization(state: EndpointState, now: float) -> float:
 
 
 def _lowest_band(states: list[EndpointState], signal: Callable[[EndpointState], float]) -> list[EndpointState]:
-    """Those in the first of N equal parts of the range that the N states span."""
+    """Those in the first of N equal parts of the range of the N states."""
     values = [signal(state) for state in states]
     known = [value for value in values if value < inf]
     if not known:

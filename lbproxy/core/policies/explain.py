@@ -1,10 +1,10 @@
-"""What is kept of a decision so that it can be explained later: who was asked, what each costs, who was left out.
+"""What is kept of a decision for a later explanation: the candidates, the cost of each, and the excluded endpoints.
 
-A `Decision` is made of every request, in the same breath as the choice, from lists that are there anyway; what the
-costs consist of is worked out when somebody asks. Bounded: of more than `MAX_SHOWN` candidates the cheapest so many are
-kept, and as many of each kind that was left out. That selection grows with the fleet, so it is made for `IN_FULL_PER_S`
-requests a second and for those that something is special about: that waited, that are tried again, or whose clients
-ask. Of the others, in such a fleet, the chosen candidate and the next are kept, with their costs alone.
+A `Decision` is made for every request, together with the choice, from lists that exist anyway; the parts of the costs
+are computed only when they are read. Bounded: of more than `MAX_SHOWN` candidates those with the lowest costs are kept,
+and as many excluded endpoints of each kind. That selection costs more in a larger fleet, so it is made for
+`IN_FULL_PER_S` requests a second and for special ones: requests that waited, that are retried, or whose clients ask for
+it. For other requests in such a fleet the chosen candidate and the next best are kept, with their costs alone.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ IN_FULL_PER_S: Final = 500
 
 
 class Decision:
-    """One placement. It is made for each request, so it is what was there; what it says is worked out when asked."""
+    """One placement. It is made for each request, so it only stores; everything else is computed on reading."""
 
     __slots__ = (
         "_costs",
-        "absent",
         "at",
-        "before",
         "candidates",
         "chosen_state",
-        "left_out",
+        "excluded",
         "notes",
         "parts",
         "policy",
+        "previous",
         "shown_states",
+        "unavailable",
     )
 
-    def __init__(  # noqa: PLR0913, PLR0917 - it is what was there
+    def __init__(  # noqa: PLR0913, PLR0917 - all that is kept
         self,
         policy: Policy,
         at: float,
@@ -54,48 +54,50 @@ class Decision:
         self.chosen_state = chosen_state
         self.shown_states = shown_states
         self.candidates = len(shown_states)
-        """How many could be asked."""
+        """How many endpoints could be asked."""
         self._costs = costs
         """None: the notes have them."""
         self.notes = notes
         """See `Policy.explain`."""
         self.parts: list[dict[str, float]] | None = None
-        """Of `shown`, if they are worked out already."""
-        self.absent = absent
-        """Endpoints that took no requests at all, and why: at most MAX_SHOWN."""
-        self.left_out: Sequence[tuple[Endpoint, str]] = ()
-        """Endpoints that take requests and got no turn, and why: at most MAX_SHOWN."""
-        self.before: Decision | None = None
-        """About the same request's attempt before. Set by `RequestRecord.decided`."""
+        """The parts of the costs of `shown`, if they were computed already."""
+        self.unavailable = absent
+        """Endpoints that took no requests at all, with the reason: at most MAX_SHOWN."""
+        self.excluded: Sequence[tuple[Endpoint, str]] = ()
+        """Endpoints that take requests but were not considered, with the reason: at most MAX_SHOWN."""
+        self.previous: Decision | None = None
+        """The decision about the previous attempt of the same request. Set by `RequestRecord.note_decision`."""
 
     @property
     def chosen(self) -> Endpoint:
-        """The endpoint that got it."""
+        """The endpoint that got the request."""
         return self.chosen_state.endpoint
 
     @property
     def costs(self) -> Sequence[float]:
-        """Of `shown`. Empty: there was nobody to compare with, and the policy was not asked."""
+        """The costs of `shown`. Empty: there was only one candidate, and the policy was not asked."""
         return self.policy.noted_costs(self.notes) if self._costs is None else self._costs
 
     @property
     def shown(self) -> list[Endpoint]:
-        """The cheapest candidates. The chosen one is among them; the first, if they are not all."""
+        """The candidates with the lowest costs. The chosen one is among them; it is the first if these are not all
+        candidates.
+        """
         return [state.endpoint for state in self.shown_states]
 
     @property
-    def place(self) -> int:
-        """Of the chosen one in `shown`."""
+    def chosen_index(self) -> int:
+        """The index of the chosen endpoint in `shown`."""
         return self.shown_states.index(self.chosen_state)
 
     @property
     def cost(self) -> float | None:
-        """Of the chosen one."""
+        """The cost of the chosen endpoint."""
         costs = self.costs
-        return costs[self.place] if costs else None
+        return costs[self.chosen_index] if costs else None
 
     def breakdown(self) -> list[dict[str, float]]:
-        """For each of `shown` what its cost consists of; the values of one add up to its cost."""
+        """For each of `shown` the parts of its cost, which add up to the cost."""
         return self._known_parts() or [{"cost": cost} for cost in self.costs]
 
     def _known_parts(self) -> list[dict[str, float]]:
@@ -105,23 +107,23 @@ class Decision:
         return self.policy.explain(self.notes, shown=range(len(costs)))
 
     def first_byte_ms(self) -> float | None:
-        """How long the first byte was expected to take from here; None if the policy expects nothing."""
+        """Predicted milliseconds until the first byte, from the decision on; None if the policy predicts nothing."""
         wanted = self.policy.first_byte_parts
         parts = self._known_parts() if wanted else []
-        return sum(value for name, value in parts[self.place].items() if name in wanted) if parts else None
+        return sum(value for name, value in parts[self.chosen_index].items() if name in wanted) if parts else None
 
-    def cut(self, *, in_full: bool) -> None:
-        """Keep the cheapest candidates alone, whose costs' parts are worked out, or not."""
+    def shrink(self, *, in_full: bool) -> None:
+        """Keep only the candidates with the lowest costs; `in_full`: with the parts of their costs."""
         costs = self.costs
-        kept = cheapest(costs, self.place, MAX_SHOWN if in_full else 2)
+        kept = lowest_costs(costs, self.chosen_index, MAX_SHOWN if in_full else 2)
         self.parts = self.policy.explain(self.notes, shown=kept) if in_full else []
         self.shown_states = [self.shown_states[index] for index in kept]
         self._costs = [costs[index] for index in kept]
         self.notes = None
 
 
-def cheapest(costs: Sequence[float], index: int, count: int) -> list[int]:
-    """Of many: `index`, and the cheapest of the others; `count` in all."""
+def lowest_costs(costs: Sequence[float], index: int, count: int) -> list[int]:
+    """The indices of `count` of many candidates: `index`, and the lowest costs of the others."""
     if count == 2:
         others = [*costs]
         others[index] = inf
@@ -131,14 +133,14 @@ def cheapest(costs: Sequence[float], index: int, count: int) -> list[int]:
 
 
 class Explainer:
-    """Says which decisions are explained in full."""
+    """Decides which decisions are explained in full."""
 
     def __init__(self) -> None:
         self._left = 0
         self._since = float("-inf")
 
     def in_full(self, now: float) -> bool:
-        """Whether the decision about a usual request is to have its parts, in a fleet of more than MAX_SHOWN."""
+        """Whether the decision about an ordinary request is explained in full, in a fleet of more than MAX_SHOWN."""
         if now - self._since >= 1.0:
             self._since = now
             self._left = IN_FULL_PER_S
@@ -147,12 +149,12 @@ class Explainer:
 
 
 def compact(made: Decision) -> str:
-    """One line of ASCII: the endpoint, its cost and what that consists of, of how many, and who came next."""
+    """One line of ASCII: the endpoint, its cost and the parts of it, the number of candidates, and the next best."""
     fields = [f"endpoint={made.chosen.name}"]
     if made.cost is not None:
         fields.append(f"cost={made.cost:.1f}")
         parts = made.breakdown()
-        fields += [f"{name}={value:.1f}" for name, value in parts[made.place].items() if round(value, 1)]
+        fields += [f"{name}={value:.1f}" for name, value in parts[made.chosen_index].items() if round(value, 1)]
     fields.append(f"candidates={made.candidates}")
     others = [(cost, one.name) for one, cost in zip(made.shown, made.costs, strict=False) if one is not made.chosen]
     if others:

@@ -1,9 +1,9 @@
-"""What a routing policy is, and what it says.
+"""The interface of a routing policy.
 
-A policy prices the candidates of one request; the Balancer takes the cheapest and counts the request there in the same
-breath. A policy only reads states: it remembers nothing of its own that a placement would have to undo. It does not
-decide who is a candidate (health, drain, model, concurrency limit do, before). The table of those that the settings can
-name is in `core.policies.registry`.
+A policy prices the candidates of one request; the Balancer takes the lowest price and counts the request there in the
+same step. A policy only reads states: it keeps no state that a placement would have to undo. It does not decide which
+endpoints are candidates (health, draining, model and concurrency limit do). `core.policies.registry` has the table of
+policies for the settings.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lbproxy.core.requests.request import InferenceRequest
 
 
 class Prices:
-    """What a policy says of a request, in lists as long as the candidates and in their order."""
+    """A policy's result for one request, in lists in the order of the candidates."""
 
     __slots__ = ("costs", "notes", "waits_ms", "work_tokens")
 
@@ -32,14 +32,15 @@ class Prices:
         notes: object = None,
     ) -> None:
         self.costs = costs
-        """The lowest wins. The unit is the policy's own. Never NaN; infinite = must not go there."""
+        """The lowest cost wins. The unit is the policy's own. Never NaN; infinite = the request must not be placed
+        there."""
         self.waits_ms = waits_ms
-        """How long the request waits there before its prefill begins, also behind those that are held for the endpoint
-        and go before it. None = the policy does not know, and nothing is held back."""
+        """How long the request waits there before its prefill begins, including for held requests that precede it. None
+        = the policy does not predict it, and no request is held."""
         self.work_tokens = work_tokens
-        """The request's own prefill work there. Given whenever `waits_ms` is."""
+        """The request's own prefill work there. Set whenever `waits_ms` is."""
         self.notes = notes
-        """What `Policy.explain` wants to know of the price besides. Numbers and lists that nobody changes any more."""
+        """What `Policy.explain` needs of the price in addition. Numbers and lists that are not changed any more."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -47,49 +48,49 @@ class Policy(ABC):
     """Prices endpoints."""
 
     block_bytes: int | None = None
-    """Into blocks of how many bytes prompts have to be hashed for it. None = it reads no `EndpointState.load`, which
-    then is not kept, and needs no hashes."""
+    """The block size in which prompts must be hashed. None = the policy reads no `EndpointState.load`, which is not
+    maintained then, and needs no hashes."""
     index_entries: int = MAX_ENTRIES
-    """How many of these blocks may be remembered, of all endpoints together."""
+    """How many of these blocks are remembered, of all endpoints together."""
     reads_weights: bool = False
-    """It goes by the weights that the settings or DNS give endpoints, if only until it has measured them."""
+    """It uses the configured weights of endpoints, at least until it has measured them."""
     holds: bool = False
-    """Its prices have waits, by which requests can be held back."""
+    """Its prices have waits, so that requests can be held."""
     tolerance: float = 0.0
-    """Costs above the lowest by no more than this are as good: what is learned is not that exact, and an endpoint that
-    was a little unlucky must not be left out for it. Of such candidates the one chosen longest ago is taken."""
-    refuses: bool = False
-    """Its costs may be infinite, so that it has to be asked even about a single candidate."""
+    """Costs up to this much above the lowest count as equal: learned values are not more exact, and an endpoint must
+    not be left out for chance. Of equal candidates the one chosen longest ago is taken."""
+    may_refuse: bool = False
+    """Its costs may be infinite, so that it must be asked even about a single candidate."""
     explains: bool = False
-    """What a price consists of is to be noted in it. Set anew before each price."""
+    """Note the parts of a price in it. Set before each price."""
     notes_costs: bool = False
-    """The notes hold the costs as well, for `noted_costs`, so that nobody has to keep these beside them."""
+    """The notes contain the costs, for `noted_costs`, so that these need not be kept as well."""
     name: str = ""
-    """What the settings call it."""
+    """Its name in the settings."""
     unit: str | None = None
-    """Of its costs and their parts; None: they have none that has a name."""
+    """The unit of its costs and their parts; None: none."""
     first_byte_parts: frozenset[str] = frozenset()
-    """Those parts of its costs that together are the milliseconds to the first byte that it expects."""
+    """The parts of its costs whose sum is the predicted time to the first byte, in milliseconds."""
 
     @abstractmethod
     def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
-        """What placing `request` on each candidate (at least one) costs."""
+        """The cost of placing `request` on each candidate (at least one)."""
         ...
 
     def is_full(self, state: EndpointState, wait_ms: float, now: float) -> bool:
-        """Whether a request whose best endpoint this is, with this wait, is held until there is room. Asked only under
-        a policy that `holds`.
+        """Whether a request whose best endpoint this is, with this wait, is held until there is room. Only called for a
+        policy that `holds`.
         """
         return wait_ms > HOLD_MS
 
     def explain(self, notes: object, *, shown: Sequence[int]) -> list[dict[str, float]]:
-        """What costs consist of, from the notes of the price that said them, at any later time.
+        """The parts of costs, from the notes of their price, at any later time.
 
-        For each candidate whose index is in `shown`, in this order, its cost's parts by name, which add up to the cost.
-        An empty list: there are no parts.
+        For each candidate whose index is in `shown`, in this order, the parts of its cost by name, which add up to the
+        cost. An empty list: there are no parts.
         """
         return []
 
     def noted_costs(self, notes: object) -> list[float]:
-        """The costs of the price that said these notes, under a policy with `notes_costs`."""
+        """The costs of the price with these notes, under a policy with `notes_costs`."""
         raise NotImplementedError

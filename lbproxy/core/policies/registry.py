@@ -1,7 +1,7 @@
-"""The policies that know nothing but counts and gauges, the weighted scorers, and the table of all policies.
+"""The policies that only use counts and gauges, the weighted scorers, and the table of all policies.
 
-What a policy is stands in `core.policies.policy`; the default for model servers in `core.policies.adaptive`; those that
-are here to be compared with in `core.policies.baselines`.
+The interface is in `core.policies.policy`, the default for model servers in `core.policies.adaptive`, and policies for
+comparison are in `core.policies.baselines`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from lbproxy.core.requests.request import InferenceRequest
 
 
 class LeastRequest(Policy):
-    """Requests on the endpoint, with this one, by its weight: our own in flight now, plus what the last scrape saw
-    there of other senders.
+    """Requests on the endpoint, with this one, by its weight: our own in flight now, plus those of others in the last
+    scrape.
 
-    Gauges alone lag by a scrape, and every request of a burst would see the same picture; own counts alone do not
-    see the neighbours' load. With stale gauges it is judged by its in-flight count alone.
+    Gauges alone lag by a scrape, so that every request of a burst would see the same values; own counts alone miss the
+    load of other clients. An endpoint with stale gauges is judged by its in-flight count alone.
     """
 
     reads_weights = True
@@ -64,8 +64,8 @@ def _requests(state: EndpointState, now: float) -> float:
 
 
 class RoundRobin(Policy):
-    """The endpoint that was chosen longest ago. Over a fixed set this is the classic rotation; one that returns after
-    an outage gets one request at once and then its turn, not all those it missed.
+    """The endpoint that was chosen longest ago. Over a fixed set this is round robin; an endpoint that returns after an
+    outage gets one request at once and then its turn, not all that it missed.
     """
 
     def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
@@ -74,7 +74,7 @@ class RoundRobin(Policy):
 
 
 class Random(Policy):
-    """Any candidate, each as likely as its weight says."""
+    """A random candidate, with probabilities proportional to the weights."""
 
     reads_weights = True
 
@@ -82,12 +82,12 @@ class Random(Policy):
         self._rng = rng
 
     def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
-        """Who comes first of clocks that each ring at random, as often as its weight says."""
+        """An exponentially distributed random number for each, with its weight as the rate: the lowest is chosen."""
         return Prices([self._rng.expovariate(state.endpoint.weight) for state in candidates])
 
 
 class Weighted(Policy):
-    """Scorers, each with a weight: the cost is minus the weighted sum of their scores."""
+    """Weighted scorers: the cost is minus the weighted sum of their scores."""
 
     def __init__(self, weights: Iterable[tuple[str, float]]) -> None:
         weights = list(weights)
@@ -137,8 +137,8 @@ POLICIES: Final[Mapping[str, Callable[[RoutingSettings, random.Random], Policy]]
 
 
 def make_policy(settings: RoutingSettings, rng: random.Random | None = None) -> Policy:
-    """The policy that the settings name. `rng`: for those that draw lots; None = the same lots each time."""
-    policy = POLICIES[settings.policy](settings, rng or random.Random(0))  # noqa: S311 - nothing secret hangs on it
+    """The configured policy. `rng`: for policies that draw random numbers; None = the same numbers each time."""
+    policy = POLICIES[settings.policy](settings, rng or random.Random(0))  # noqa: S311 - not for secrets
     policy.name = settings.policy
     policy.index_entries = settings.prefix_memory // ENTRY_BYTES
     return policy

@@ -1,6 +1,6 @@
 """The built-in scorers: each rates every candidate of a request between 0 (worst) and 1 (best).
 
-A candidate whose signal is unknown or stale scores 0: what cannot be seen must never look idle.
+A candidate whose signal is unknown or stale scores 0: an unknown load must never look idle.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def queue(request: InferenceRequest, candidates: Sequence[EndpointState], *, now
 
     Source: the queue scorer of the Gateway API Inference Extension.
     """
-    return _fewest_is_best(
+    return _lowest_scores_best(
         [None if state.metrics is None or now > state.fresh_until else state.metrics.waiting for state in candidates]
     )
 
@@ -46,11 +46,11 @@ def kv_utilization(request: InferenceRequest, candidates: Sequence[EndpointState
 
 def in_flight(request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> list[float]:
     """Our own requests in flight, scaled like `queue`; always known."""
-    return _fewest_is_best([state.in_flight for state in candidates])
+    return _lowest_scores_best([state.in_flight for state in candidates])
 
 
 def prefix(request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> list[float]:
-    """The share of the prompt's blocks that the endpoint should have cached; 0 for a prompt without a whole block.
+    """The share of the prompt's blocks that the endpoint should have cached; 0 for a prompt shorter than a block.
 
     Source: the prefix-cache scorer of the Gateway API Inference Extension.
     """
@@ -62,8 +62,8 @@ def prefix(request: InferenceRequest, candidates: Sequence[EndpointState], *, no
 
 
 def lora(request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> list[float]:
-    """1 where the adapter is loaded, 0.8 where it would get a free slot, 0.6 where requests of ours for it wait for one
-    already, 0 where it would have to wait for others to end. 1 everywhere for a request for no adapter.
+    """1 where the adapter is loaded, 0.8 where it would get a free slot, 0.6 where our requests for it already wait for
+    a slot, 0 where it would have to wait for other adapters. 1 everywhere for a request without an adapter.
 
     Source: the LoRA-affinity scorer of the Gateway API Inference Extension.
     """
@@ -82,7 +82,7 @@ def _affinity(table: AdapterTable, adapter: str, now: float) -> float:
 
 
 READ_LOADS: Final = frozenset({"prefix", "lora"})
-"""Of `SCORERS`, those that read `EndpointState.load`."""
+"""The `SCORERS` that read `EndpointState.load`."""
 SCORERS: Final[Mapping[str, Scorer]] = {
     "queue": queue,
     "kv-utilization": kv_utilization,
@@ -92,7 +92,7 @@ SCORERS: Final[Mapping[str, Scorer]] = {
 }
 
 
-def _fewest_is_best(counts: Sequence[float | None]) -> list[float]:
+def _lowest_scores_best(counts: Sequence[float | None]) -> list[float]:
     known = [count for count in counts if count is not None]
     if not known:
         return [0.0] * len(counts)

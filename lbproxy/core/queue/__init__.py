@@ -1,7 +1,8 @@
 """Requests that wait, in which order, and the moment at which one is placed.
 
-`ticket` is a request's place in the balancer; `choice` decides where it goes now, or why nowhere; `waiting_queue` and
-`held` keep those that wait and wake them; `flow` and `flows` share between clients; `overload` measures the pace.
+`ticket` is a request's place in the balancer; `choice` decides where it goes now, or why it waits or ends;
+`waiting_queue` keeps waiting requests, and `dispatcher` wakes them; `flow` and `flows` share capacity between clients;
+`overload` measures the pace; `stored_responses` knows which endpoint stores which response.
 
-In: the Balancer. Never: what an endpoint is like (it asks `policies` and `endpoints`).
+Imported by: the Balancer. Never: the properties of endpoints (`policies` and `endpoints` have them).
 """

@@ -1,9 +1,9 @@
 """The decision: which endpoint a request goes to now, or why to none.
 
-`Choice.choose` goes from the endpoints that may be asked to the one that is cheapest by the policy, in steps: without
-those that failed the request already, those that are backing off, those that are full, those whose slow start gives
-them no turn; the policy prices who is left. It counts nothing: whoever asks places the ticket, before anything else is
-chosen. Invariant: nothing changes here but the slow start's credit, and where the ticket would wait.
+`Choice.choose` goes from the endpoints that may be asked to the one with the lowest price. It excludes, in this order,
+those that already failed the request, those that are backing off, those that are full, and those without slow-start
+credit; the policy prices the rest. It does not count: the caller places the ticket before anything else is chosen.
+Invariant: nothing changes here except the slow-start credit, and the endpoint for which the ticket would wait.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.policies.explain import MAX_SHOWN, Decision, Explainer
 from lbproxy.core.policies.policy import Policy, Prices
-from lbproxy.core.queue.owners import Owners
+from lbproxy.core.queue.stored_responses import StoredResponses
 from lbproxy.core.queue.ticket import Ticket, Wait
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest
 
 TEST_S: Final = 1.0
-"""A request that would be refused because it cannot be in time is let through after so long without one: a prediction
-that refuses must be tested, as who is refused teaches nothing."""
+"""A request that would be refused because it cannot meet its deadline is placed all the same if this much time passed
+without such a test: a prediction that refuses requests must be tested, as refused requests teach nothing."""
 
 Chosen: TypeAlias = EndpointState | Outcome | Wait
 """Where to place a ticket, or how it ends, or why it waits."""
@@ -43,7 +43,7 @@ class Choice:
     holds: bool
     """Requests wait while the endpoint that is best for them is full (`core.capacity.room`), or others wait for it."""
     explains = False
-    """Tickets that are placed say why: `Ticket.decision`."""
+    """Placed tickets get a `Ticket.decision`."""
 
     def __init__(
         self,
@@ -51,92 +51,94 @@ class Choice:
         admission: AdmissionSettings,
         endpoints: EndpointSet,
         backpressure: Backpressure,
-        owners: Owners,
+        stored_responses: StoredResponses,
         rng: random.Random,
     ) -> None:
         self._endpoints = endpoints
         self._backpressure = backpressure
-        self._owners = owners
+        self._stored_responses = stored_responses
         self._slow_start = endpoints.judge.slow_start
         self.starting = self._slow_start.starting
         self._rng = rng
         self._explainer = Explainer()
         self._tested_at = -inf
-        self.adopt(policy, admission)
+        self.reconfigure(policy, admission)
 
-    def adopt(self, policy: Policy, admission: AdmissionSettings) -> None:
-        """Choose by these from now on."""
+    def reconfigure(self, policy: Policy, admission: AdmissionSettings) -> None:
+        """Use these from now on."""
         self.policy = policy
         hold = admission.order == "shortest" if admission.hold is None else admission.hold
         self.holds = policy.holds and hold
         self._tolerance = policy.tolerance
-        self._skip_price = not (self.holds or policy.refuses)
+        self._skip_price = not (self.holds or policy.may_refuse)
         self._max_in_flight = admission.max_in_flight_per_endpoint
 
     def choose(self, ticket: Ticket, *, now: float, in_turn: bool = False) -> Chosen:
-        """The endpoint that `ticket` is to be placed on at once, or why there is none.
+        """Return the endpoint on which `ticket` is to be placed at once, or why there is none.
 
-        `in_turn`: it is its turn, whoever else waits for that endpoint. If it is to be held for an endpoint,
-        `ticket.best` is that one.
+        `in_turn`: it is its turn, whichever requests wait for that endpoint. If it is to be held for an endpoint,
+        `ticket.best` is that endpoint.
         """
         ticket.best = None
         members = self._members(ticket, True, now)
         if not members:
-            return self._why_nobody(ticket, now) or Wait.FULL
+            return self._outcome_without_members(ticket, now) or Wait.FULL
         candidates = members
         if now < self._backpressure.until:
-            candidates = self._backpressure.willing(members, now=now)
+            candidates = self._backpressure.not_backing_off(members, now=now)
         limit = self._max_in_flight
         if limit is not None:
             candidates = [state for state in candidates if state.in_flight < limit]
         if not candidates:
             return Wait.FULL
         if self.starting:
-            chosen = self._gently(ticket, candidates, now, in_turn)
+            chosen = self._with_slow_start(ticket, candidates, now, in_turn)
         else:
-            chosen = self._cheapest(ticket, candidates, now, in_turn)
+            chosen = self._by_price(ticket, candidates, now, in_turn)
         made = ticket.decision
         if made is not None and made.candidates < len(members):
-            left_out = ((state.endpoint, self._why_not(state, now)) for state in members)
-            told = [(endpoint, why) for endpoint, why in left_out if why is not None][:MAX_SHOWN]
-            made.left_out = told
+            left_out = ((state.endpoint, self._exclusion_reason(state, now)) for state in members)
+            excluded = [(endpoint, why) for endpoint, why in left_out if why is not None][:MAX_SHOWN]
+            made.excluded = excluded
         return chosen
 
-    def hopeless(self, ticket: Ticket, *, now: float) -> Outcome | None:
-        """How a ticket ends that nobody may be asked for any more; None if it may wait. Tries nobody who is down."""
-        return None if self._members(ticket, False, now) else self._why_nobody(ticket, now)
+    def outcome_if_hopeless(self, ticket: Ticket, *, now: float) -> Outcome | None:
+        """How a ticket ends that no endpoint may be asked for any more; None if it may wait. Does not try unreachable
+        endpoints.
+        """
+        return None if self._members(ticket, False, now) else self._outcome_without_members(ticket, now)
 
-    def takes(self, state: EndpointState) -> bool:
-        """Whether the settings let `state` have one more."""
+    def below_limit(self, state: EndpointState) -> bool:
+        """Whether the configured limit allows one more request on `state`."""
         return self._max_in_flight is None or state.in_flight < self._max_in_flight
 
-    def others_take(self, ticket: Ticket, now: float) -> bool:
-        """Whether an endpoint that did not fail a placed request yet could take it."""
-        if self.owner(ticket.request, now) is not None:
+    def others_available(self, ticket: Ticket, now: float) -> bool:
+        """Whether an endpoint that has not failed a placed request could take it."""
+        if self.response_owner(ticket.request, now) is not None:
             return False
-        tried = {ticket.where.endpoint.uid, *ticket.avoid}
+        tried = {ticket.placed_state.endpoint.uid, *ticket.avoid}
         members = self._endpoints.candidates(ticket.request.model, now=now)
-        return any(one.endpoint.uid not in tried and self.takes(one) for one in members)
+        return any(one.endpoint.uid not in tried and self.below_limit(one) for one in members)
 
-    def is_open(self, state: EndpointState, now: float) -> bool:
-        """Whether a request that waits may go to `state` now."""
-        if now < state.backing_off_until or not self.takes(state):
+    def has_room(self, state: EndpointState, now: float) -> bool:
+        """Whether a waiting request may go to `state` now."""
+        if now < state.backing_off_until or not self.below_limit(state):
             return False
         return not (self.holds and self.policy.is_full(state, 0.0, now))
 
-    # Who may be asked
+    # Endpoints that may be asked
 
-    def owner(self, request: InferenceRequest, now: float) -> EndpointUid | None:
-        """The only endpoint that can take it, as it has the stored response that this is about; None: any can."""
+    def response_owner(self, request: InferenceRequest, now: float) -> EndpointUid | None:
+        """The only endpoint that can take the request, as it has the stored response; None: any endpoint can."""
         if request.response_id is None:
             return None
-        stored = self._owners.find(request.response_id, now=now)
+        stored = self._stored_responses.find(request.response_id, now=now)
         return None if stored is None else stored.uid
 
     def _members(self, ticket: Ticket, trials: bool, now: float) -> Sequence[EndpointState]:
-        """The endpoints that may be asked. `trials`: if nobody is up, one that is down may be tried."""
+        """The endpoints that may be asked. `trials`: if none is up, one that is unreachable may be tried."""
         model = ticket.request.model
-        if (uid := self.owner(ticket.request, now)) is not None:
+        if (uid := self.response_owner(ticket.request, now)) is not None:
             owner = self._endpoints.get(uid)
             reachable = owner is not None and owner.health not in {Health.DOWN, Health.EJECTED}
             return [owner] if owner is not None and reachable and uid not in ticket.avoid else []
@@ -147,9 +149,9 @@ class Choice:
             return [state for state in members if state.endpoint.uid not in ticket.avoid]
         return members
 
-    def _why_nobody(self, ticket: Ticket, now: float) -> Outcome | None:
-        """Nobody may be asked: the outcome; None = an endpoint that is not judged yet may bring the response."""
-        if (uid := self.owner(ticket.request, now)) is not None:
+    def _outcome_without_members(self, ticket: Ticket, now: float) -> Outcome | None:
+        """The outcome when no endpoint may be asked; None = an endpoint whose health is not known yet may serve it."""
+        if (uid := self.response_owner(ticket.request, now)) is not None:
             owner = self._endpoints.get(uid)
             is_gone = owner is None or owner.health is Health.DOWN
             return Outcome.RESPONSE_NOT_FOUND if is_gone else Outcome.NO_ENDPOINTS
@@ -161,20 +163,22 @@ class Choice:
             return Outcome.MODEL_NOT_FOUND
         return Outcome.NO_ENDPOINTS
 
-    # Which of them
+    # The choice
 
-    def _gently(self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, in_turn: bool) -> Chosen:
-        """Choose while some of `candidates` have their slow start: without those, unless nobody else is free."""
+    def _with_slow_start(
+        self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, in_turn: bool
+    ) -> Chosen:
+        """Choose while some of `candidates` have their slow start: without those, unless no other endpoint is free."""
         allowed = self._slow_start.allowed(candidates)
-        chosen = self._cheapest(ticket, allowed, now, in_turn)
+        chosen = self._by_price(ticket, allowed, now, in_turn)
         if not isinstance(chosen, EndpointState) and len(allowed) < len(candidates):
-            chosen = self._cheapest(ticket, candidates, now, in_turn)
+            chosen = self._by_price(ticket, candidates, now, in_turn)
         if isinstance(chosen, EndpointState):
             self._slow_start.placed(chosen, candidates, now)
         return chosen
 
-    def _cheapest(self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, in_turn: bool) -> Chosen:
-        """The cheapest of `candidates`, if it has room and nobody waits for it."""
+    def _by_price(self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, in_turn: bool) -> Chosen:
+        """The candidate with the lowest price, if it has room and no request waits for it."""
         if self._skip_price and len(candidates) == 1:
             if self.explains:
                 ticket.decision = self._decision(candidates[0], candidates, (), None, now)
@@ -184,7 +188,7 @@ class Choice:
         noted = self.explains and (small or special or self._explainer.in_full(now))
         self.policy.explains = noted
         prices = self.policy.price(ticket.request, candidates, now=now)
-        index = self._lowest(prices.costs, candidates)
+        index = self._lowest_cost(prices.costs, candidates)
         if prices.costs[index] == inf:
             return Outcome.SATURATED
         if ticket.request.deadline is not None and prices.waits_ms is not None:
@@ -193,13 +197,13 @@ class Choice:
                 ticket.retry_after_s = min(prices.waits_ms) / 1000.0
                 return Outcome.TOO_LATE
             if in_time and index not in in_time:
-                index = self._lowest_of(in_time, candidates, prices)
+                index = self._lowest_cost_of(in_time, candidates, prices)
         if self.holds and prices.waits_ms is not None:
             best, wait_ms = candidates[index], prices.waits_ms[index]
             is_full = self.policy.is_full(best, wait_ms, now)
-            if best.health is Health.DOWN:  # a trial: what was queued there is gone
+            if best.health is Health.DOWN:  # a trial: what was queued there is lost
                 is_full = False
-            if is_full or (best.load.room.line.count and not in_turn):
+            if is_full or (best.load.room.reservations.count and not in_turn):
                 ticket.best = best
                 ticket.best_wait_s = wait_ms / 1000.0
                 ticket.best_tokens = 0.0 if prices.work_tokens is None else prices.work_tokens[index]
@@ -210,15 +214,17 @@ class Choice:
             costs = None if noted and self.policy.notes_costs else prices.costs
             ticket.decision = made = self._decision(candidates[index], candidates, costs, prices.notes, now)
             if not small:
-                made.cut(in_full=noted)
+                made.shrink(in_full=noted)
         return candidates[index]
 
-    def _lowest_of(self, indices: list[int], candidates: Sequence[EndpointState], prices: Prices) -> int:
-        """The cheapest of these."""
-        return indices[self._lowest([prices.costs[n] for n in indices], [candidates[n] for n in indices])]
+    def _lowest_cost_of(self, indices: list[int], candidates: Sequence[EndpointState], prices: Prices) -> int:
+        """The index of the lowest cost among `indices`."""
+        return indices[self._lowest_cost([prices.costs[n] for n in indices], [candidates[n] for n in indices])]
 
     def _is_test(self, candidates: Sequence[EndpointState], now: float) -> bool:
-        """Whether a request goes to one of `candidates` though it would be late there, to see whether it is."""
+        """Whether to place a request on one of `candidates` although it is predicted to be late, to test the
+        prediction.
+        """
         if now - self._tested_at < TEST_S and all(state.in_flight for state in candidates):
             return False
         self._tested_at = now
@@ -226,7 +232,7 @@ class Choice:
 
     @staticmethod
     def _in_time(deadline: float, candidates: Sequence[EndpointState], prices: Prices, now: float) -> list[int]:
-        """The indices of those that are expected to bring the first token by then."""
+        """The indices of candidates that are predicted to send the first token by the deadline."""
         left_ms = 1000.0 * (deadline - now)
         assert prices.waits_ms is not None
         assert prices.work_tokens is not None
@@ -236,11 +242,11 @@ class Choice:
             if prices.costs[n] < inf and state.load.speed.first_byte_ms(wait, work, now) <= left_ms
         ]
 
-    def _lowest(self, costs: list[float], candidates: Sequence[EndpointState]) -> int:
-        """The index of the lowest cost; among those as good, the endpoint chosen longest ago, or any never chosen."""
+    def _lowest_cost(self, costs: list[float], candidates: Sequence[EndpointState]) -> int:
+        """The index of the lowest cost; of equal ones, the endpoint chosen longest ago, or one never chosen."""
         if len(costs) == 1:
             return 0
-        # Loops of one's own: min() and lists of some of them take three times as long when compiled.
+        # Plain loops: compiled, min() and comprehensions take three times as long.
         best = costs[0]
         for cost in costs:
             if cost < best:  # noqa: PLR1730
@@ -263,7 +269,9 @@ class Choice:
         if oldest_alike > 1:
             same = [n for n, cost in enumerate(costs) if cost <= limit and candidates[n].placed_seq == oldest]
             return self._rng.choice(same)
-        while self._rng.getrandbits(1):  # what a choice of one draws, in a tenth of its time: seeds mean what they did
+        while self._rng.getrandbits(
+            1
+        ):  # draws as much as a choice from one, in a tenth of its time: seeds keep their meaning
             pass
         return found
 
@@ -275,16 +283,16 @@ class Choice:
         notes: object,
         now: float,
     ) -> Decision:
-        return Decision(self.policy, now, chosen, candidates, costs, notes, self._endpoints.absent())
+        return Decision(self.policy, now, chosen, candidates, costs, notes, self._endpoints.unavailable())
 
-    def _why_not(self, state: EndpointState, now: float) -> str | None:
+    def _exclusion_reason(self, state: EndpointState, now: float) -> str | None:
         if now < state.backing_off_until:
             return "backing off"
-        if not self.takes(state):
+        if not self.below_limit(state):
             return "full"
         return "slow start" if state.slow_since is not None and state.slow_credit < 1.0 else None
 
 
 def model_for(policy: Policy) -> PoolModel | None:
-    """What `policy` needs, empty; None if it needs nothing."""
+    """The empty model that `policy` needs; None if it needs none."""
     return None if policy.block_bytes is None else PoolModel(policy.block_bytes, policy.index_entries)

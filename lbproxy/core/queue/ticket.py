@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Final
 
-from lbproxy.core.capacity.line import Line
+from lbproxy.core.capacity.reservations import Reservations
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.state import EndpointState, Trial
 from lbproxy.core.knowledge.load_model import LoadModel
@@ -16,7 +16,7 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest
 
 LONG_AGO: Final = float("-inf")
-"""A constant, as what a class has for its defaults is worked out for each ticket."""
+"""A constant, because defaults in a class body are evaluated for each ticket."""
 
 
 class TicketState(Enum):
@@ -28,24 +28,24 @@ class TicketState(Enum):
 
 
 class Wait(Enum):
-    """Why a request is not placed though waiting may help."""
+    """Why a request is not placed although waiting may help."""
 
     HELD = "held"
-    """Its cheapest endpoint has enough to do; another has not, and may be the cheapest for other requests."""
+    """The endpoint that is best for it is full; another is not, and may be best for other requests."""
     BUSY = "busy"
-    """Every endpoint has enough to do."""
+    """Every endpoint is full."""
     FULL = "full"
-    """Every endpoint has as many requests as it may have, or there is none yet."""
+    """Every endpoint has reached its limit of requests, or there is none yet."""
     BEHIND = "behind"
-    """Others wait, and the order of service says whose turn it is."""
+    """Other requests wait, and the order of service decides."""
     FLOW = "flow"
-    """Its flow has as many requests as it may have."""
+    """Its flow has reached its limit of requests."""
 
 
 class Ticket:
     """A request's place in the Balancer for one attempt. Written by the Balancer only.
 
-    What has a default lives in the class until it is set: one is made for every request.
+    Defaults live in the class until they are overwritten: one object is made for every request.
     """
 
     state: TicketState = TicketState.WAITING
@@ -56,39 +56,40 @@ class Ticket:
     outcome: Outcome | None = None
     """Set when CLOSED."""
     load: LoadModel | None = None
-    """Its endpoint's when it was placed; None under policies without such models."""
+    """The load model of its endpoint when it was placed; None under policies without such models."""
     placement: Placement | None = None
-    """How its endpoint's `LoadModel` counts it; None under policies without such models."""
+    """How that load model counts it; None under policies without such models."""
     best: EndpointState | None = None
-    """While WAITING: the endpoint that it is held for; None = any that takes it."""
+    """While WAITING: the endpoint that it is held for; None = any endpoint."""
     best_wait_s: float = 0.0
-    """How long the wait for it was predicted to be, with how much prefill work there, and when."""
+    """The predicted wait for that endpoint, with its prefill work there, and the time of the prediction."""
     best_tokens: float = 0.0
     priced_at: float = LONG_AGO
-    reserved: tuple[Line, float, float] | None = None  # its place in the line of `best`: the line, work, tokens
-    retry_after_s: float | None = None  # when there will be room, if it closed for want of that
+    reservation: tuple[Reservations, float, float] | None = None
+    """Its reservation at `best`: the reservations there, its work, its tokens."""
+    retry_after_s: float | None = None  # when there will be room, if it closed for lack of it
     work_tokens: float = 0.0
-    """While WAITING: the least prefill work that any endpoint would have with it, as of `work_at`."""
+    """While WAITING: the least prefill work that it would be at any endpoint, as of `work_at`."""
     work_at: float = LONG_AGO
     flow: Flow | None = None
     """Set by the Balancer at once."""
-    counted = False
-    """It counts in `flow.active`."""
-    charged: float = 0.0
-    billed: float = 0.0
+    counts_in_flow = False
+    """It is counted in `flow.active`."""
+    charged_cost: float = 0.0
+    billed_tokens: float = 0.0
     """While PLACED: what its flow was charged, and the tokens that count for its limit."""
-    answered = 0
+    response_tokens = 0
     """Tokens of the response so far."""
     refusal: Refusal | None = None
-    """If it closed because of its flow's limit: which."""
+    """The limit of its flow, if it closed because of that."""
     trial: Trial | None = None
-    """It was placed to try an endpoint that is half open or down."""
-    accused: EndpointUid | None = None
-    """The endpoint that answered this request 500: it is at fault if this attempt goes well."""
+    """Set if it was placed to try an endpoint that is half open or down."""
+    suspect: EndpointUid | None = None
+    """The endpoint that returned 500 to this request: it is at fault if this attempt succeeds."""
     wait: Wait | None = None
     """Why it began to wait; None = it did not."""
     decision: Decision | None = None
-    """Why it was placed where it is; None = nobody wants to know."""
+    """Why it was placed where it is; None = not recorded."""
 
     def __init__(
         self, request: InferenceRequest, submitted_at: float, deadline: float, avoid: frozenset[EndpointUid]
@@ -102,11 +103,11 @@ class Ticket:
 
     @property
     def is_trial(self) -> bool:
-        """It tries its endpoint, and nothing has come of that yet."""
+        """Whether it tries its endpoint, and the trial is not decided yet."""
         return self.trial is not None and not self.trial.ended
 
     @property
-    def where(self) -> EndpointState:
-        """Of a placed ticket: its endpoint."""
+    def placed_state(self) -> EndpointState:
+        """The endpoint of a placed ticket."""
         assert self.placed_on is not None
         return self.placed_on

@@ -1,11 +1,11 @@
 """The `model` field of a multipart form (RFC 7578), which clients send with files.
 
-The parts are walked from boundary to boundary to the end: OpenAI's own examples send the file before the model, and a
-file may hold anything, also what looks like a field. Each byte is looked at a fixed number of times, and parts and
-their heads are bounded. The model server reads the form again, by another parser: so one that parsers could read
-differently, for a part's head that is not as the grammar has it, has no model here.
+The parts are walked from boundary to boundary, up to the end: OpenAI's own examples send the file before the model, and
+a file may contain anything, even text that looks like a field. Each byte is read a bounded number of times, and parts
+and their heads are bounded. The model server parses the form again, with another parser. So a form that parsers could
+read differently (a part's head that violates the grammar) is treated as one without a model.
 
-A large form is walked in many short steps (`FormWalk.step`), so that nothing holds the event loop for long.
+A large form is walked in many short steps (`FormWalk.step`), so that it does not hold up the event loop.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from lbproxy.core.requests.outcome import LbError, Outcome
 MAX_PARTS: Final = 1000
 MAX_PART_HEAD_BYTES: Final = 16 << 10
 MAX_FALSE_DELIMITERS: Final = 10_000
-"""Places that look like a delimiter and are none. Boundaries are made so that no file has them: more are an attack."""
+"""Texts that look like a delimiter but are none. Boundaries are chosen so that files do not contain them: more of these
+are an attack."""
 MAX_VALUE_BYTES: Final = 4096
-"""A longer value is no model's name, whatever blanks it has."""
+"""A longer value is not the name of a model, with or without blanks."""
 STEP_BYTES: Final = 1 << 20
-"""To search so much takes 1 to 2 ms."""
+"""Searching this much takes 1 to 2 ms."""
 PLACE_BYTES: Final = 1 << 10
-"""To look at one place that looks like a delimiter takes as long as to search so much,"""
+"""What checking one text that looks like a delimiter costs, in bytes of search."""
 PART_BYTES: Final = 32 << 10
-"""and to read the head of a part."""
+"""What reading the head of a part costs, likewise."""
 _BOUNDARY: Final = re.compile(rb";[ \t]*boundary=(?:\"([^\"\r\n]{1,70})\"|([^\s;,\"]{1,70}))")
 _LINE_END: Final = re.compile(rb"[ \t]{0,1024}\r\n")
 _ANY_LINE_END: Final = re.compile(rb"[ \t]{0,1024}[\r\n]|[ \t]{1024}")
-"""Or more blanks than are looked at: some parser may find a line end behind them."""
+"""Or more blanks than are checked: another parser may find a line end after them."""
 _TOKEN: Final = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 _FIELD_LINE: Final = re.compile(rb"(" + _TOKEN + rb"):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*)")
 _PARAMETER: Final = re.compile(
@@ -41,8 +42,10 @@ _FORM_DATA: Final = b"form-data"
 
 
 def read_form_model(body: bytes, content_type: bytes, walk: FormWalk | None = None) -> str | None:
-    """The value of the field. `content_type`: the request's, in lower case; `walk`: over this form, if it was walked
-    already. None if there is none, or the form is malformed. Raises LbError if it is no name, or there are two.
+    """Return the value of the field; None if there is none, or the form is malformed.
+
+    `content_type`: of the request, in lower case. `walk`: the finished walk over this form, if there is one. Raises
+    LbError if the value is not a model name, or if there are two such fields.
     """
     span = _walked(body, content_type, walk).value
     if span is None:
@@ -56,7 +59,7 @@ def read_form_model(body: bytes, content_type: bytes, walk: FormWalk | None = No
 
 
 def rename_form_model(body: bytes, content_type: bytes, model: str, walk: FormWalk | None = None) -> Pieces:
-    """A form with another model in that field; all other bytes unchanged. `walk`: see `read_form_model`."""
+    """Return the form with another model in that field and all other bytes unchanged. `walk`: see above."""
     span = _walked(body, content_type, walk).value
     return replaced(body, [] if span is None else [span], model.encode())
 
@@ -70,17 +73,17 @@ def _walked(body: bytes, content_type: bytes, walk: FormWalk | None) -> FormWalk
 
 
 class FormWalk:
-    """The walk over one form, from delimiter to delimiter. It is over when `step` returns False."""
+    """The walk over one form, from delimiter to delimiter. It is finished when `step` returns False."""
 
     def __init__(self, body: bytes, content_type: bytes) -> None:
         self.value: tuple[int, int] | None = None
-        """From where to where the field's value goes, once the walk is over."""
+        """The start and end of the field's value, once the walk is finished."""
         self._body = body
         self._delimiter = b""
         self._found: tuple[int, int] | None = None
         self._at = 0
         self._in_part = False
-        self._parts = self._false = 0
+        self._parts = self._false_delimiters = 0
         self._name = b""
         self._value_at = 0
         self._ended = True
@@ -88,24 +91,24 @@ class FormWalk:
         if named is not None:
             boundary: bytes = named[1] or named[2]
             self._at = 2 + len(boundary)
-            self._delimiter = body[: self._at]  # as the body writes it: the content type lost its capitals
+            self._delimiter = body[: self._at]  # as the body spells it: the content type was changed to lower case
             self._ended = self._delimiter.lower() != b"--" + boundary
 
     def step(self) -> bool:
-        """Go on for about `STEP_BYTES`. Returns whether there is more. Raises LbError if there are two such fields."""
+        """Walk on for about `STEP_BYTES`. Returns whether more is left. Raises LbError if there are two such fields."""
         left = STEP_BYTES
         while left > 0 and not self._ended:
             if self._in_part:
                 before = self._at
-                self._search(left)
+                self._search_part_end(left)
                 left -= PLACE_BYTES + self._at - before
             else:
-                self._open()
+                self._read_part_head()
                 left -= PART_BYTES
         return not self._ended
 
-    def _open(self) -> None:
-        """Read the head of the part behind a delimiter, or the end of the form."""
+    def _read_part_head(self) -> None:
+        """Read the head of the part after a delimiter, or the end of the form."""
         body = self._body
         if self._parts == MAX_PARTS:
             self._ended = True
@@ -118,7 +121,7 @@ class FormWalk:
         head_end = (
             -1 if line_end is None else body.find(b"\r\n\r\n", line_end.end(), line_end.end() + MAX_PART_HEAD_BYTES)
         )
-        name = None if line_end is None or head_end < 0 else _name_of(body[line_end.end() : head_end])
+        name = None if line_end is None or head_end < 0 else _part_name(body[line_end.end() : head_end])
         if name is None:
             self._ended = True
             return
@@ -127,9 +130,11 @@ class FormWalk:
         self._at = head_end + 2
         self._in_part = True
 
-    def _search(self, size: int) -> None:
-        """Look for the end of a part in so many bytes: a delimiter that is one for every parser. Within a line, or as
-        the beginning of a longer word, it is none. Between single CRs or LFs it is one for some: the form is malformed.
+    def _search_part_end(self, size: int) -> None:
+        """Search the next `size` bytes for the end of a part: a delimiter that every parser takes for one.
+
+        Within a line, or as the start of a longer word, it is not a delimiter. Between single CRs or LFs only some
+        parsers take it for one, so the form is malformed.
         """
         body, delimiter = self._body, self._delimiter
         stop = self._at + size
@@ -149,12 +154,12 @@ class FormWalk:
                     raise LbError(Outcome.MISSING_MODEL, "The form has two fields `model`.", param="model")
                 self._found = (self._value_at, max(self._value_at, begin - 2))
             return
-        self._false += 1
-        self._ended = self._false > MAX_FALSE_DELIMITERS
+        self._false_delimiters += 1
+        self._ended = self._false_delimiters > MAX_FALSE_DELIMITERS
 
 
-def _name_of(head: bytes) -> bytes | None:
-    """What a part is called; empty for one that is a file. None if parsers could differ about its head."""
+def _part_name(head: bytes) -> bytes | None:
+    """Return the name of a part; empty for a file; None if parsers could read its head differently."""
     disposition = None
     for line in head.split(b"\r\n"):
         field = _FIELD_LINE.fullmatch(line)

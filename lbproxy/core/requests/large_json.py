@@ -1,10 +1,10 @@
-"""A large JSON body, read in many short turns of the event loop: outlined first (`core.requests.outline`), then parsed,
-one segment a turn.
+"""A large JSON body, parsed in many short turns of the event loop.
 
-A segment ends in a list that is a value of the outermost object, where a comma stood, and the next one goes on there.
-Each is made JSON of its own by an object around it: with a value of `_TOKEN` at the open end of the list, and with a
-list of that name, which begins with such a value, where it goes on. Since a comma needs a value on either side, the
-segments are JSON exactly if the whole is. Nobody outside can guess the token.
+It is outlined first (`core.requests.outline`), then parsed, one segment a turn. A segment ends at a comma in a list
+that is a value of the outermost object; the next segment continues that list. Each segment is completed to valid JSON:
+a value of `_TOKEN` is put at the open end of the list, and a continued list is given that name and starts with such a
+value. Since a comma needs a value on either side, the segments are valid JSON exactly if the body is. Clients cannot
+guess the token.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.outline import Outline, cost
 
 LENIENT_JSON_COST: Final = 4 << 20
-"""Up to here (see `core.requests.outline`) what orjson refuses (NaN, lone surrogates) is read again by the standard
-library, which is slower, but accepts what the model servers' own parsers accept."""
+"""Up to this cost (see `core.requests.outline`), a body that orjson refuses (NaN, lone surrogates) is parsed again by
+the standard library, which is slower but accepts what the model servers' own parsers accept."""
 _UTF8: Final = {"utf-8", "utf-8-sig"}
-"""What JSON is written in between systems (RFC 8259, section 8.1). Python's json would read UTF-16 too, other servers
-would not, and nothing could be put into it as bytes."""
+"""The encoding of JSON between systems (RFC 8259, section 8.1). Python's json would read UTF-16 too, other servers
+would not, and bytes could not be inserted into it."""
 _TOKEN: Final = secrets.token_hex(16)
-_GOES_ON: Final = b'{"%b":["%b",' % (_TOKEN.encode(), _TOKEN.encode())
-_OPEN: Final = b',"%b"]}' % _TOKEN.encode()
+_CONTINUED: Final = b'{"%b":["%b",' % (_TOKEN.encode(), _TOKEN.encode())
+_UNFINISHED: Final = b',"%b"]}' % _TOKEN.encode()
 
 
 def load_json(text: bytes) -> object:
-    """Raises LbError INVALID_JSON."""
+    """Parse JSON. Raises LbError INVALID_JSON."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -46,19 +46,19 @@ def load_json(text: bytes) -> object:
 
 
 class LargeJson:
-    """One body. `step` until it says that there is no more, then `value` and `outline`."""
+    """One large body. Call `step` until it returns False; then `value` and `text` are complete."""
 
     def __init__(self, body: bytes) -> None:
         self.value: object = None
-        """What was parsed: long strings with marks in them."""
+        """The parsed body, with markers in long strings."""
         self.outline = Outline(body)
         self._segments: list[bytes] = []
         self._done = 0
         self._open: list[Any] = []
-        """The list in which the last segment ended."""
+        """The list that is open at the end of the last segment."""
 
     def step(self) -> bool:
-        """Look at some more of the body, or parse a segment of it. Returns whether there is more to do. Raises LbError
+        """Outline some more of the body, or parse one segment. Returns whether there is more to do. Raises LbError
         INVALID_JSON.
         """
         if not self._segments:
@@ -70,18 +70,18 @@ class LargeJson:
         is_last = self._done == len(self._segments)
         text = self._segments[at]
         if at or not is_last:
-            text = b"".join((_GOES_ON if at else b"", text, b"" if is_last else _OPEN))
+            text = b"".join((_CONTINUED if at else b"", text, b"" if is_last else _UNFINISHED))
         parsed = load_json(text)
         if at == 0:
             self.value = parsed
         if at or not is_last:
             assert isinstance(parsed, dict)
-            self._join(parsed, goes_on=at > 0, is_open=not is_last)
+            self._join(parsed, is_continued=at > 0, is_open=not is_last)
         return not is_last
 
-    def _join(self, fields: dict[str, Any], *, goes_on: bool, is_open: bool) -> None:
-        """Put what a segment says to what those before it said."""
-        if goes_on:
+    def _join(self, fields: dict[str, Any], *, is_continued: bool, is_open: bool) -> None:
+        """Add a segment's fields to those of the segments before it."""
+        if is_continued:
             more = fields.pop(_TOKEN)
             still = is_open and more[-1] == _TOKEN and len(more) > 1
             self._open += more[1:-1] if still else more[1:]

@@ -1,8 +1,8 @@
 """Parts of a prompt that are not text: images, audio, video and files, as a number of tokens and a hash.
 
-An engine computes an image as some hundred or thousand tokens, however many bytes of base64 it came in. The tokens are
-estimated here: of a picture by its size, which its first bytes say, of anything else by its bytes. What an engine
-really counts is learned from its `usage` (`core.knowledge.pool_model`).
+An engine computes an image as some hundred or thousand tokens, whatever the size of its base64. The tokens are
+estimated here: of a picture from its width and height, which its first bytes state; of anything else from its bytes.
+The engine's real count is learned from its `usage` (`core.knowledge.pool_model`).
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ import xxhash
 PIXELS_PER_TOKEN: Final = 784
 """Qwen2-VL and its successors: a token for each 28 x 28 pixels (arXiv 2409.12191, section 2.1). LLaVA-NeXT, InternVL
 and Gemma 3 are within a factor of two of it for ordinary sizes."""
-LEAST_IMAGE_TOKENS: Final = 64
-MOST_IMAGE_TOKENS: Final = 16_384
+MIN_IMAGE_TOKENS: Final = 64
+MAX_IMAGE_TOKENS: Final = 16_384
 """Qwen2-VL's own bound."""
 IMAGE_TOKENS: Final = 1024
-"""Of an image whose size is not seen."""
+"""For an image whose size is not known."""
 LOW_DETAIL_TOKENS: Final = 512 * 512 // PIXELS_PER_TOKEN
 """OpenAI's `detail: low` is a picture of at most 512 x 512."""
 BYTES_PER_MEDIA_TOKEN: Final = 1000
-"""Of audio, video and files. Audio at 16 kHz has 32,000 bytes a second, of which engines make 25 to 50 tokens."""
+"""For audio, video and files. Audio at 16 kHz has 32,000 bytes a second, of which engines make 25 to 50 tokens."""
 HEAD_CHARS: Final = 64 << 10
-"""How much of a picture's base64 is looked at: a JPEG's size stands behind its thumbnail and camera data."""
+"""How much of a picture's base64 is decoded: a JPEG's size follows its thumbnail and camera data."""
 FILLER_BYTES: Final = 4
-"""What a token of media takes in the flattened prompt: about as much as a token of text."""
+"""Bytes for each media token in the flattened prompt: about as many as a token of text has."""
 
 
 def filler(payload: str, tokens: int) -> bytes:
-    """What stands for it in the flattened prompt: its hash, repeated, so that it fills as much as `tokens` of text.
+    """Return the bytes that stand for media in the flattened prompt: its hash, repeated, as long as `tokens` of text.
 
-    So the blocks of a prompt stay in proportion to what the engine computes, and an image in a conversation is found
-    again like a long text.
+    So the blocks of a prompt stay in proportion to what the engine computes, and an image in a conversation is
+    recognised again like a long text.
     """
     digest = b"%016x" % xxhash.xxh3_64_intdigest(payload.encode("utf-8", "surrogatepass"))
     return digest * (tokens * FILLER_BYTES // len(digest))
 
 
 def image_tokens(payload: str, detail: object = None) -> int:
-    """About how many tokens an image is. `payload`: base64, a data URL, or a URL; `detail`: OpenAI's."""
+    """Estimate the tokens of an image. `payload`: base64, a data URL, or a URL; `detail`: OpenAI's parameter."""
     size = _picture_size(_first_bytes(payload))
     if size is None:
         tokens = IMAGE_TOKENS
     else:
-        tokens = min(MOST_IMAGE_TOKENS, max(LEAST_IMAGE_TOKENS, size[0] * size[1] // PIXELS_PER_TOKEN))
+        tokens = min(MAX_IMAGE_TOKENS, max(MIN_IMAGE_TOKENS, size[0] * size[1] // PIXELS_PER_TOKEN))
     return min(tokens, LOW_DETAIL_TOKENS) if detail == "low" else tokens
 
 
 def blob_tokens(payload: str) -> int:
-    """About how many tokens audio, video or a file is: base64, a data URL or a URL."""
-    return min(MOST_IMAGE_TOKENS, max(LEAST_IMAGE_TOKENS, len(payload) * 3 // 4 // BYTES_PER_MEDIA_TOKEN))
+    """Estimate the tokens of audio, video or a file. `payload`: base64, a data URL or a URL."""
+    return min(MAX_IMAGE_TOKENS, max(MIN_IMAGE_TOKENS, len(payload) * 3 // 4 // BYTES_PER_MEDIA_TOKEN))
 
 
 def _first_bytes(payload: str) -> bytes:
-    """Of what base64 stands for; empty for other URLs."""
+    """Decode the first bytes of base64; empty for other URLs."""
     if payload.startswith("data:"):
         comma = payload.find(",", 0, 256)
         if comma < 0 or ";base64" not in payload[:comma]:
@@ -76,7 +76,7 @@ def _first_bytes(payload: str) -> bytes:
 
 
 def _picture_size(head: bytes) -> tuple[int, int] | None:
-    """Width and height in pixels, of PNG, JPEG, GIF and WebP; None: something else, or they are not in `head`."""
+    """Width and height in pixels of PNG, JPEG, GIF and WebP; None for other formats, or if `head` is too short."""
     try:
         if head.startswith(b"\x89PNG\r\n\x1a\n"):
             size = struct.unpack_from(">II", head, 16)
@@ -94,7 +94,7 @@ def _picture_size(head: bytes) -> tuple[int, int] | None:
 
 
 def _webp_size(head: bytes) -> tuple[int, int]:
-    """RFC 9649, sections 2.5 to 2.7."""
+    """Width and height: RFC 9649, sections 2.5 to 2.7."""
     kind = head[12:16]
     if kind == b"VP8X":
         low, high, low_h, high_h = struct.unpack_from("<HBHB", head, 24)
@@ -107,7 +107,7 @@ def _webp_size(head: bytes) -> tuple[int, int]:
 
 
 def _jpeg_size(head: bytes) -> tuple[int, int]:
-    """From the first frame header (ITU T.81, B.2.2). Raises struct.error if there is none in `head`."""
+    """Height and width from the first frame header (ITU T.81, B.2.2). Raises struct.error if `head` has none."""
     at = 2
     while True:
         mark, kind, length = struct.unpack_from(">BBH", head, at)

@@ -1,7 +1,7 @@
 """OpenAI's wire formats, as far as a balancer must read or write them: request bodies, model lists, error bodies.
 
-Everything read here comes from outside and is not trusted. What is wrong is said in an `LbError`; nothing else is
-raised. Bodies are never changed, but for the model name, which `with_model` and `rename_model` replace.
+Everything read here comes from outside and is not trusted. What is wrong with it is raised as an `LbError`; nothing
+else is raised. Bodies are never changed, except that `with_model` and `rename_model` splice in a model name.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import orjson
 
 from lbproxy.core.requests.large_json import LargeJson, load_json
 from lbproxy.core.requests.outcome import LbError, Outcome
-from lbproxy.core.requests.outline import MAX_DEPTH, MODEL_KEY, STRING, WHOLE_BYTES, Outline, too_deep
+from lbproxy.core.requests.outline import MAX_DEPTH, MODEL_KEY, PARSE_AT_ONCE_BYTES, STRING, Outline, too_deep
 
 MAX_MODEL_CHARS: Final = 256
 REASON_FIELD: Final = "x-lbproxy-reason"
-"""Names the code on every error of our own, for those who do not read its body."""
+"""Carries the `code` on every error of lbproxy itself, for clients that do not read the body."""
 MAX_MODEL_CARDS: Final = 10_000
 MAX_TOKENS: Final = 1 << 31
 
@@ -31,7 +31,7 @@ class ModelCard:
 
     id: str
     raw: bytes
-    """The entry's JSON as the endpoint gave it, fields unknown to us included."""
+    """The entry's JSON as the endpoint sent it, with all of its fields."""
     parent: str | None = None
     """The base model, if this entry is a LoRA adapter."""
 
@@ -42,21 +42,21 @@ class BodyFacts(NamedTuple):
     model: str | None
     stream: bool = False
     max_tokens: int | None = None
-    """The longest response that is wanted; None = not said, or not in numbers."""
+    """The longest response that the client accepts; None = not given, or not a number."""
     cache_salt: str | None = None
-    """vLLM's: requests share cached prefixes only with those that have the same."""
+    """vLLM's parameter: requests share cached prefixes only with requests that have the same salt."""
     fields: Mapping[str, object] = MappingProxyType({})
-    """The whole body, parsed; empty unless it is JSON."""
+    """The complete parsed body; empty unless it is JSON."""
 
 
 def read_json_body(body: bytes, large: LargeJson | None = None) -> BodyFacts:
-    """What is to be known of a JSON request body. Of duplicate keys the last counts, as in Python's json.
+    """Read what routing needs from a JSON request body. Of duplicate keys the last one counts, as in Python's json.
 
-    `large`: how it was read already, in turns; else a large one is read so here, in one go.
-    Raises LbError INVALID_JSON (not JSON, not an object, too deep, too much structure) or MISSING_MODEL (a `model` that
-    is no usable name). An absent `model` is no error here.
+    `large`: the body as it was parsed in turns; without it, a large body is parsed here at once. Raises LbError
+    INVALID_JSON (not JSON, not an object, too deep, too much structure) or MISSING_MODEL (a `model` that is not a
+    usable name). A missing `model` is not an error here.
     """
-    if large is None and len(body) > WHOLE_BYTES:
+    if large is None and len(body) > PARSE_AT_ONCE_BYTES:
         large = LargeJson(body)
         while large.step():
             pass
@@ -75,22 +75,22 @@ def read_json_body(body: bytes, large: LargeJson | None = None) -> BodyFacts:
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or not 0 < limit < MAX_TOKENS):
         limit = None
     stream = fields.get("stream") is True
-    # Past a NamedTuple's own constructor, which takes as long again: one is made for every request.
+    # Without the constructor of the NamedTuple, which takes as long again: one is made for every request.
     return tuple.__new__(BodyFacts, (model, stream, limit, salt if isinstance(salt, str) else None, fields))
 
 
 def check_model_name(model: object) -> None:
-    """Raise LbError MISSING_MODEL unless `model` is a string that can be a name."""
+    """Raise LbError MISSING_MODEL unless `model` is a string that can be the name of a model."""
     if not isinstance(model, str) or not 0 < len(model) <= MAX_MODEL_CHARS or not model.isprintable():
         text = f"`model` must be a string of 1 to {MAX_MODEL_CHARS} printable characters."
         raise LbError(Outcome.MISSING_MODEL, text, param="model")
 
 
 def _is_too_deep(fields: dict[str, Any], text: bytes) -> bool:
-    """Whether lists and objects stand in each other more than `MAX_DEPTH` times. `text`: what was parsed.
+    """Whether lists and objects are nested more than `MAX_DEPTH` levels deep. `text`: the JSON that was parsed.
 
-    Level by level: bodies have few lists and objects, so that to look at them costs less than to count brackets in a
-    long prompt. Where there are many values, as of token ids, the brackets are counted first.
+    It goes level by level: bodies have few lists and objects, so visiting them costs less than counting brackets in a
+    long prompt. With many values, such as token ids, the brackets are counted first.
     """
     level: list[Any] = [fields]
     counted = False
@@ -117,16 +117,17 @@ MAX_MODEL_KEYS: Final = 1000
 
 
 Pieces: TypeAlias = tuple[bytes | memoryview, ...]
-"""A body that is still to be joined: a large one is copied once, and beside the event loop."""
+"""A body in pieces: a large one is joined later, once, and without holding up the event loop."""
 
 
 def rename_model(body: bytes, model: str, outline: Outline | None = None) -> Pieces:
-    """A JSON object body with another model; all other bytes unchanged. `outline`: of this body, if that was made.
+    """Return a JSON object body with another model and all other bytes unchanged. `outline`: of this body, if it
+    exists.
 
-    Every `model` of the outermost object is replaced, however it is spelled and however often it stands there, so that
-    whichever of them a server's parser takes is the new one. The body was read by `read_json_body`.
+    Every `model` of the outermost object is replaced, in each spelling and as often as it occurs, so that every
+    server's parser finds the new one. The body must have passed `read_json_body`.
 
-    Raises LbError INVALID_JSON for more than MAX_MODEL_KEYS keys `model` in all of a body without an outline, and for a
+    Raises LbError INVALID_JSON for more than MAX_MODEL_KEYS keys `model` in a body without an outline, and for a
     `model` that is too long in one with an outline.
     """
     if outline is None:
@@ -137,8 +138,8 @@ def rename_model(body: bytes, model: str, outline: Outline | None = None) -> Pie
 
 
 def replaced(body: bytes, spans: Iterable[tuple[int, int]], by: bytes) -> Pieces:
-    """A body with `by` in the place of each span."""
-    view = memoryview(body)  # slices of it are no copies
+    """The body with `by` in place of each span."""
+    view = memoryview(body)  # slices of it are not copies
     pieces: list[bytes | memoryview] = []
     end = 0
     for span in spans:
@@ -148,9 +149,9 @@ def replaced(body: bytes, spans: Iterable[tuple[int, int]], by: bytes) -> Pieces
 
 
 def _model_values(body: bytes) -> list[tuple[int, int]]:
-    """Where the values of `model` in the outermost object stand. Linear: strings are skipped, brackets counted."""
-    if body.count(b'"model"') == 1 and b"\\u006" not in body:  # as nearly always, and ten times as fast
-        at = body.find(b'"model"', 0, _BEGINNING)  # else near the end, mostly
+    """Positions of the values of `model` in the outermost object. Linear: strings are skipped, brackets counted."""
+    if body.count(b'"model"') == 1 and b"\\u006" not in body:  # the usual case, ten times as fast
+        at = body.find(b'"model"', 0, _BEGINNING)  # else it is mostly near the end
         key = MODEL_KEY.search(body, body.rindex(b'"model"') if at < 0 else at)
         value = None if key is None else STRING.match(body, key.end())
         if value is not None:
@@ -174,9 +175,9 @@ _OPENING: Final = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*\{[ \t\r\n]*")
 
 
 def with_model(body: bytes, model: str) -> Pieces:
-    """A JSON object body that names no model, with `model` put in as its first field; all other bytes unchanged.
+    """Return a JSON object body without a model, with `model` as its new first field and all other bytes unchanged.
 
-    The body was read by `read_json_body`. Servers differ in whether they take a request without a model.
+    The body must have passed `read_json_body`. Servers differ in whether they accept a request without a model.
     """
     opening = _OPENING.match(body)
     assert opening is not None, "it is an object, in UTF-8"
@@ -186,7 +187,9 @@ def with_model(body: bytes, model: str) -> Pieces:
 
 
 def read_model_list(page: bytes) -> list[ModelCard] | None:
-    """The cards of a /v1/models answer; None if it is no such list. Entries without a usable id are left out."""
+    """Return the cards of a /v1/models response; None if it is no such list. Entries without a usable id are
+    skipped.
+    """
     try:
         listing = orjson.loads(page)
     except orjson.JSONDecodeError:
@@ -207,22 +210,20 @@ def _model_card(entry: object) -> ModelCard | None:
         return None
     parent = fields.get("parent")
     try:
-        raw = bytes(
-            memoryview(orjson.dumps(entry))
-        )  # a copy: what orjson returns holds on to 8 KiB as long as it lives
-    except orjson.JSONEncodeError:  # nested deeper than it writes
+        raw = bytes(memoryview(orjson.dumps(entry)))  # a copy: the result of orjson keeps a buffer of 8 KiB
+    except orjson.JSONEncodeError:  # nested deeper than orjson writes
         return None
     return ModelCard(fields["id"], raw, parent if isinstance(parent, str) else None)
 
 
-def made_up_card(name: str, **fields: object) -> ModelCard:
-    """A card of a model that no endpoint told of: of the settings. `fields` are further ones."""
+def synthetic_card(name: str, **fields: object) -> ModelCard:
+    """Return a card for a model that no endpoint listed, but the settings name. `fields`: further fields."""
     entry = {"id": name, "object": "model", "created": 0, "owned_by": "lbproxy"} | fields
     return ModelCard(name, bytes(memoryview(orjson.dumps(entry))))
 
 
 def model_list(cards: Iterable[ModelCard]) -> bytes:
-    """The body of GET /v1/models. Each entry stands as its endpoint gave it."""
+    """Return the body of GET /v1/models. Each entry is as its endpoint sent it."""
     return b'{"object":"list","data":[' + b",".join(card.raw for card in cards) + b"]}"
 
 
@@ -237,12 +238,12 @@ _ANTHROPIC_TYPES: Final = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""By status, as in Anthropic's documentation of errors; others of 5xx are `api_error`."""
+"""By status, as in Anthropic's documentation of errors. Other statuses of 500 and above are `api_error`."""
 
 
 def error_body(error: LbError, path: str = "") -> bytes:
-    """The JSON body that the SDK of the API to which `path` belongs turns into a typed exception: OpenAI's, or
-    Anthropic's.
+    """Return the JSON error body of the API to which `path` belongs, OpenAI's or Anthropic's, so that its SDK raises a
+    typed exception.
     """
     facts = error.outcome.value
     said = {"message": error.message, "type": facts.error_type, "param": error.param, "code": facts.code}
@@ -254,6 +255,6 @@ def error_body(error: LbError, path: str = "") -> bytes:
 
 
 def error_event(error: LbError, path: str = "") -> bytes:
-    """One SSE event that makes that SDK raise in the middle of a stream."""
+    """Return an SSE event that makes the SDK of that API raise in the middle of a stream."""
     name = b"event: error\n" if path.startswith(_ANTHROPIC_PATH) else b""
     return b"%bdata: %b\n\n" % (name, error_body(error, path))

@@ -1,4 +1,4 @@
-"""How requests end, and what each end means to the client."""
+"""How requests end, and what the client gets in each case."""
 
 from __future__ import annotations
 
@@ -8,54 +8,55 @@ from enum import Enum
 
 @dataclass(frozen=True)
 class OutcomeFacts:
-    """What an outcome means to a client."""
+    """What an outcome means for the client."""
 
     code: str
     """The `code` of the error body, the metric label and the log field."""
     status: int
-    """0: the status was the endpoint's."""
+    """0: the status is the endpoint's."""
     error_type: str = ""
     message: str = ""
-    """What the client is told unless there is more to say."""
+    """The error message, unless there is a more precise one."""
     retry_after: bool = False
-    """Tell the client when to come back."""
+    """Send Retry-After."""
     client_retry: bool = True
-    """False: a retry by the client can only hurt (`x-should-retry: false`)."""
+    """False: a retry by the client can only do harm (`x-should-retry: false`)."""
     close: bool = False
     """The client's connection cannot be used again."""
     param: str | None = None
-    """The `param` of the error body: what of the request is wrong."""
+    """The `param` of the error body: which part of the request is wrong."""
 
 
 def _bad(code: str, status: int, message: str, *, close: bool = False, param: str | None = None) -> OutcomeFacts:
-    """The client's mistake."""
+    """The client's error."""
     return OutcomeFacts(code, status, "invalid_request_error", message, close=close, param=param)
 
 
 def _busy(code: str, status: int, message: str, *, close: bool = False) -> OutcomeFacts:
-    """Nobody's mistake: later it may go well."""
+    """No error of the client: a later request may succeed."""
     kind = "rate_limit_error" if status == 429 else "server_error"
     return OutcomeFacts(code, status, kind, message, retry_after=True, close=close)
 
 
 def _upstream(code: str, status: int, message: str) -> OutcomeFacts:
-    """The endpoint's mistake; the attempts that could help were made."""
+    """The endpoint's error; all useful attempts were made."""
     kind = "timeout_error" if status == 504 else "server_error"
     return OutcomeFacts(code, status, kind, message, client_retry=False)
 
 
 class Outcome(Enum):
-    """How a request ended. The metric label, the log field, the HTTP status and the error body all derive from it.
+    """How a request ended. The metric label, the log field, the HTTP status and the error body derive from it.
 
-    Codes and types are OpenAI's where OpenAI has one, so that its SDKs raise the exception that fits.
+    Codes and types are OpenAI's where OpenAI has one, so that its SDKs raise the right exception.
     """
 
     COMPLETED = OutcomeFacts("completed", 0)
-    """The endpoint's response went out whole, whatever its status."""
+    """The endpoint's response was sent completely, whatever its status."""
     UPSTREAM_BROKE = OutcomeFacts("upstream_broke", 0)
-    """The endpoint failed after its first byte went out: the client saw the break."""
+    """The endpoint failed after its first byte was sent: the client saw a broken response."""
     CUT = OutcomeFacts("lb_shutdown", 0, "server_error")
-    """We stopped and the response was not out when the drain's deadline came: the client saw the break."""
+    """lbproxy stopped, and the response was not complete at the deadline of the drain: the client saw a broken
+    response."""
     CLIENT_CLOSED = _bad("client_closed_request", 499, "The client closed the request.", close=True)
 
     BAD_REQUEST = _bad("bad_request", 400, "The request is not valid HTTP/1.1.", close=True)
@@ -99,9 +100,9 @@ class Outcome(Enum):
     UPSTREAM_TIMEOUT = _upstream("upstream_timeout", 504, "The model server did not respond in time.")
 
     INTERNAL_ERROR = OutcomeFacts("internal_error", 500, "server_error", "The load balancer had an internal error.")
-    """A defect of ours: logged with its traceback."""
+    """A defect of lbproxy: logged with its traceback."""
 
-    __hash__ = object.__hash__  # by identity: Enum's own, in Python, takes 0.2 µs, and each request looks up some
+    __hash__ = object.__hash__  # by identity: Enum's own is Python code and takes 0.2 µs; each request looks up some
 
     @property
     def label(self) -> str:
@@ -110,10 +111,10 @@ class Outcome(Enum):
 
 
 class LbError(Exception):
-    """A request that lbproxy itself answers. The only exception that crosses layers.
+    """A request to which lbproxy itself responds with an error. The only exception that crosses layers.
 
-    `message` is for the client: it never holds an upstream address, a traceback or bytes of the request's body.
-    `allow` is the Allow header of a 405, `retry_after_s` when it would go well, if that is known.
+    `message` is for the client: it never contains an upstream address, a traceback or bytes of the request's body.
+    `allow`: the Allow header of a 405. `retry_after_s`: when a retry would succeed, if that is known.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""From a prompt to the keys by which it is found again (`core.caches.prefix_index`).
+"""The keys of a prompt, by which `core.caches.prefix_index` finds it again.
 
-The bytes of a prompt (`core.requests.prompts`) become one key for each full block, chained, so that a key stands for
-everything up to it. Keys are not secret and can be forged; all that comes of a forged one is a wrong guess.
+The bytes of a prompt (`core.requests.prompts`) become one key for each full block. Keys are chained, so that a key
+stands for the prompt up to the end of its block. Keys are not secret and can be forged; a forged key only causes a
+wrong prediction.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Final, TypeAlias, cast
 import xxhash
 
 BLOCK_BYTES: Final = 1024
-"""About 256 tokens of English. Smaller blocks find no more (64 tokens were tried) and cost four times as much."""
+"""About 256 tokens of English. Smaller blocks (64 tokens were tried) find no more and cost four times as much."""
 MAX_PROMPT_BYTES = 8 << 20
-"""How much of a prompt is flattened and hashed: about 2 million tokens, more than engines take."""
+"""How much of a prompt is flattened and hashed: about 2 million tokens, more than engines accept."""
 BlockKey: TypeAlias = object
-"""A number of 64 bits that nobody calculates with. As an int compiled code would take each apart and put it together
-again, and keep it in every table anew."""
+"""A number of 64 bits that is never used in arithmetic. Typed as an int, compiled code would unbox and box each one,
+and store a new object in every table."""
 
 _hash: Final = xxhash.xxh3_64_intdigest
 
@@ -32,12 +33,12 @@ def hash_prompt(
     block_bytes: int = BLOCK_BYTES,
     after: tuple[BlockKey, ...] = (),
 ) -> tuple[BlockKey, ...]:
-    """One 64-bit key for each full block of `prompt`, in order; a partial last block has none.
+    """Return one 64-bit key for each full block of `prompt`, in order; a partial last block has none.
 
-    `after`: the keys of what goes before `prompt`; they come first.
+    `after`: the keys of what precedes `prompt`; they come first.
 
-    Key n is the xxh3 hash of block n with key n-1 as the seed, and the first seed is that of model, adapter and cache
-    salt: equal keys mean equal prompts so far, in the same cache. One pass, about 0.2 µs a block.
+    Key n is the xxh3 hash of block n with key n-1 as the seed; the first seed is made of model, adapter and cache salt.
+    Equal keys mean equal prompts up to there, in the same cache. One pass, about 0.2 µs a block.
     """
     size = min(len(prompt), MAX_PROMPT_BYTES)
     if size < block_bytes:

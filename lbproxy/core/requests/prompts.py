@@ -1,14 +1,14 @@
-"""From a parsed request body to the prompt that the model would read, as bytes: one function for each API.
+"""The prompt that the model will read, as bytes, from a parsed request body: one function for each API.
 
-The next turn of a conversation flattens to the bytes of the turn before and more, so that a shared beginning stays one
-(`core.requests.prompt_keys` makes keys of it). Two things serve that:
+The next turn of a conversation flattens to the bytes of the previous turn and more, so that a shared prefix stays
+shared (`core.requests.prompt_keys` makes keys of it). Two rules serve that:
 
-- A prompt is written in the order in which the engine's chat template has it: tools, system, then the messages. What
-  every API calls by another name is written alike, so that one conversation is one prompt through each of them.
-- What changes on every call and is no part of the prompt is left out: marks of Anthropic's `cache_control`, which move
-  from message to message, and the billing line that Claude Code puts before its system prompt.
+- A prompt is written in the order of the engine's chat template: tools, system, then the messages. Fields that each API
+  calls by another name are written alike, so that a conversation gives the same bytes through every API.
+- What changes with every call and is not part of the prompt is left out: Anthropic's `cache_control` markers, which
+  move from message to message, and the billing line that Claude Code puts before its system prompt.
 
-Nothing here raises, whatever the types; all is linear in the body and bounded by `MAX_PROMPT_BYTES` and `MAX_PIECES`.
+Nothing here raises, whatever the types. All is linear in the body, and bounded by `MAX_PROMPT_BYTES` and `MAX_PIECES`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from lbproxy.core.requests.media import FILLER_BYTES, blob_tokens, filler, image
 from lbproxy.core.requests.prompt_keys import MAX_PROMPT_BYTES
 
 MAX_PIECES = 50_000
-"""How many messages, parts and strings of a prompt are looked at: bounds the time (about 1 µs each)."""
+"""How many messages, parts and strings of a prompt are read: this bounds the time (about 1 µs each)."""
 FEW_MESSAGES: Final = 1000
-"""So many are not bounded one by one."""
+"""Up to this many messages are not checked one by one against the limits."""
 STEP_PIECES: Final = 1000
-"""At most 5 ms of the loop: a short tool takes 5 µs to write."""
+"""At most 5 ms of the event loop: a short tool takes 5 µs to write."""
 BILLING_LINE: Final = "x-anthropic-billing-header:"
-"""How a system prompt of Claude Code begins, with a value that differs from call to call. vLLM drops it (its pull
-request 36829); on an engine that does not, no prefix is shared whatever lbproxy does (llama.cpp issue 20623)."""
+"""How a system prompt of Claude Code begins, with a value that differs from call to call. vLLM drops it (pull request
+36829). On an engine that does not, no prefix is shared whatever lbproxy does (llama.cpp issue 20623)."""
 _MESSAGE: Final = b"\x1e"
 _TOOLS: Final = b"\x1dtools\n"
 _VALUE: Final = b"\x1f"
@@ -45,11 +45,11 @@ class Prompt(NamedTuple):
 
     text: bytes
     media_tokens: int = 0
-    """Tokens, estimated, of what is no text; `FILLER_BYTES` for each of them stand in `text`."""
+    """Estimated tokens of media; `text` has `FILLER_BYTES` for each of them."""
 
 
 class _Pieces:
-    """What was flattened so far, within bounds."""
+    """The flattened pieces so far, within the limits."""
 
     __slots__ = ("media_tokens", "parts", "room")
 
@@ -63,7 +63,7 @@ class _Pieces:
         self.room -= len(data)
 
     def add_media(self, payload: str, tokens: int) -> None:
-        """Something that is no text and takes about so many tokens."""
+        """Add media that takes about `tokens` tokens."""
         self.add(filler(payload, tokens))
         self.media_tokens += len(self.parts[-1]) // FILLER_BYTES
 
@@ -76,11 +76,11 @@ class _Pieces:
 
 
 _Plan: TypeAlias = list[tuple[Callable[[object, _Pieces], None], Sequence[object]]]
-"""The parts of a prompt in their order: a function, and the values that it writes, one at a time."""
+"""The parts of a prompt in order: a function, and the values that it adds, one at a time."""
 
 
 class Flattening:
-    """One prompt, being flattened. `step` until it returns False, then `prompt`."""
+    """One prompt that is being flattened. Call `step` until it returns False; then `prompt` is complete."""
 
     def __init__(self, plan: _Plan) -> None:
         self._plan = plan
@@ -88,7 +88,7 @@ class Flattening:
         self._pieces = _Pieces()
 
     def step(self, pieces: int = STEP_PIECES) -> bool:
-        """Flatten about so many more pieces. Returns whether there is more to do."""
+        """Flatten about `pieces` more pieces. Returns whether there is more to do."""
         done = self._pieces
         enough = len(done.parts) + pieces
         while self._part < len(self._plan):
@@ -105,12 +105,12 @@ class Flattening:
         return False
 
     def prompt(self) -> Prompt:
-        """The prompt as far as it was flattened."""
+        """The prompt that was flattened so far."""
         return self._pieces.prompt()
 
 
 class PromptFormat:
-    """Where the bodies of one API have their prompt."""
+    """How to find the prompt in the bodies of one API."""
 
     def __init__(
         self, plan: Callable[[Mapping[str, object]], _Plan], quick: Callable[[Mapping[str, object]], Prompt | None]
@@ -119,7 +119,7 @@ class PromptFormat:
         self._quick = quick
 
     def __call__(self, body: Mapping[str, object]) -> Prompt:
-        """The prompt of a body, flattened at once."""
+        """Flatten the prompt of a body at once."""
         prompt = self._quick(body)
         if prompt is None:
             whole = Flattening(self._plan(body))
@@ -128,7 +128,7 @@ class PromptFormat:
         return prompt
 
     def begin(self, body: Mapping[str, object]) -> Flattening:
-        """The same in many short steps, for a large body."""
+        """Begin to flatten the prompt of a large body, in many short steps."""
         return Flattening(self._plan(body))
 
 
@@ -140,7 +140,7 @@ def _chat(body: Mapping[str, object]) -> _Plan:
 
 
 def _quick_chat(body: Mapping[str, object]) -> Prompt | None:
-    """The prompt of a short list of messages that are each a role and a text, as nearly all are: half the time."""
+    """The prompt of a short list of messages that have only a role and a text, as most do. Takes half the time."""
     messages = body.get("messages")
     if type(messages) is not list or len(messages) > FEW_MESSAGES or "tools" in body:
         return None
@@ -191,21 +191,21 @@ def _not_quick(body: Mapping[str, object]) -> Prompt | None:
 
 
 chat_prompt: Final = PromptFormat(_chat, _quick_chat)
-"""Of /v1/chat/completions: `tools`, then each message's role, contents and tool calls, in order."""
+"""/v1/chat/completions: `tools`, then each message's role, contents and tool calls, in order."""
 messages_prompt: Final = PromptFormat(_messages, _not_quick)
-"""Of Anthropic's /v1/messages and /v1/messages/count_tokens: `tools`, `system`, `messages`."""
+"""Anthropic's /v1/messages and /v1/messages/count_tokens: `tools`, `system`, `messages`."""
 responses_prompt: Final = PromptFormat(_responses, _not_quick)
-"""Of /v1/responses: `tools`, `instructions`, then `input`, a text or items. What `previous_response_id` stands for is
+"""/v1/responses: `tools`, `instructions`, then `input`, a text or items. The conversation of `previous_response_id` is
 not in it."""
 completion_prompt: Final = PromptFormat(_completion, _not_quick)
-"""Of /v1/completions, and of llama.cpp's /completion: a text, texts, token ids, or lists of token ids."""
+"""/v1/completions, and llama.cpp's /completion: a text, texts, token ids, or lists of token ids."""
 infill_prompt: Final = PromptFormat(_infill, _not_quick)
-"""Of llama.cpp's /infill: the files beside it, then what stands before the gap, then what stands behind it."""
+"""llama.cpp's /infill: the other files, then the text before the gap, then the text after it."""
 generate_prompt: Final = PromptFormat(_generate, _not_quick)
-"""Of SGLang's /generate: `text` or `input_ids`, one or several."""
+"""SGLang's /generate: `text` or `input_ids`, one or several."""
 
 
-# Their parts
+# Parts of prompts
 
 
 def _listed(values: object) -> list[object]:
@@ -213,15 +213,15 @@ def _listed(values: object) -> list[object]:
 
 
 def _tools(tools: object) -> _Plan:
-    """The model reads each tool as JSON."""
+    """Add the tools: the model reads each of them as JSON."""
     if not tools:
         return []
     return [(_add_bytes, [_TOOLS]), (_add_tool, tools if isinstance(tools, list) else [tools])]
 
 
 def _system(system: object) -> _Plan:
-    """A text, or parts: as a message of the system, without a first part that is the billing line. In a text vLLM keeps
-    that line, so it stays here too.
+    """Add the system prompt, a text or parts, as a system message. A first part that is the billing line is left out;
+    in a text vLLM keeps that line, so it is kept here too.
     """
     if not system:
         return []
@@ -243,7 +243,7 @@ def _add_bytes(data: object, pieces: _Pieces) -> None:
 
 
 def _add_tool(tool: object, pieces: _Pieces) -> None:
-    pieces.add(_dump(_without_marks(tool)))
+    pieces.add(_dump(_without_cache_control(tool)))
 
 
 def _add_extra(file: object, pieces: _Pieces) -> None:
@@ -251,7 +251,7 @@ def _add_extra(file: object, pieces: _Pieces) -> None:
 
 
 def _add_text(one: object, pieces: _Pieces) -> None:
-    """One of several prompts."""
+    """Add one of several prompts."""
     if isinstance(one, str):
         pieces.add(_encode(one))
     elif isinstance(one, list):
@@ -265,7 +265,7 @@ def _is_billing(part: object) -> bool:
 
 
 def _add_message(message: object, pieces: _Pieces) -> None:
-    """Of chat, of Anthropic's messages, and an item of /v1/responses that is one."""
+    """Add a message of chat, of Anthropic's API, or an item of /v1/responses that is a message."""
     if not isinstance(message, dict):
         pieces.add(_MESSAGE)
         _add_content(message, pieces)
@@ -280,9 +280,9 @@ def _add_message(message: object, pieces: _Pieces) -> None:
 
 
 def _add_item(item: object, pieces: _Pieces) -> None:
-    """One of `input`: a message, a call of a function and its output, reasoning, or whatever else there will be.
+    """Add an item of `input`: a message, a function call and its output, reasoning, or any other kind.
 
-    An item's own `id` and `status` are no part of the prompt: clients that keep a conversation themselves leave them
+    An item's own `id` and `status` are not part of the prompt: clients that store a conversation themselves leave them
     out.
     """
     if not isinstance(item, dict) or "role" in item:
@@ -304,7 +304,7 @@ def _add_item(item: object, pieces: _Pieces) -> None:
 
 
 def _add_content(content: object, pieces: _Pieces, *, in_result: bool = False) -> None:
-    """A text, or a list of parts; `in_result`: of what a tool returned."""
+    """Add a text, or a list of parts. `in_result`: it is what a tool returned."""
     if isinstance(content, str):
         pieces.add(_encode(content))
     elif isinstance(content, list):
@@ -317,8 +317,8 @@ def _add_content(content: object, pieces: _Pieces, *, in_result: bool = False) -
 
 
 def _add_part(part: object, pieces: _Pieces, *, in_result: bool) -> None:
-    """Text as it is, media as tokens, calls and results of tools as what they say, anything else as its hash. A result
-    in a result is something else: they could be nested deeper than Python's stack.
+    """Add text as it is, media as tokens, tool calls and results as their content, anything else as its hash. A result
+    inside a result is hashed too: they could be nested deeper than Python's stack.
     """
     if isinstance(part, str):
         pieces.add(_encode(part))
@@ -337,16 +337,16 @@ def _add_part(part: object, pieces: _Pieces, *, in_result: bool) -> None:
     elif kind == "thinking" and isinstance(part.get("thinking"), str):
         pieces.add(_encode(cast("str", part["thinking"])))
     elif not _add_media(part, pieces):
-        pieces.add(_VALUE + b"%016x" % _hash(_dump(_without_marks(part))))
+        pieces.add(_VALUE + b"%016x" % _hash(_dump(_without_cache_control(part))))
 
 
 _IMAGES: Final = frozenset({"image", "image_url", "input_image"})
 _PAYLOAD_KEYS: Final = ["url", "data", "file_data", "file_url", "image_url", "file_id"]
-"""Where the payload stands in the part, or in the object that has its kind's name."""
+"""The keys of the payload in the part, or in the object that is named after the part's type."""
 
 
 def _add_media(part: dict[str, object], pieces: _Pieces) -> bool:
-    """An image, audio, video or a file, if `part` is one: base64, a URL or an id. Returns whether it is."""
+    """Add an image, audio, video or a file, given as base64, a URL or an id. Returns whether `part` is one."""
     kind = part.get("type")
     if not isinstance(kind, str):
         return False
@@ -354,7 +354,7 @@ def _add_media(part: dict[str, object], pieces: _Pieces) -> bool:
     payload = inner if isinstance(inner, str) else None
     if isinstance(inner, dict):
         payload = next((one for key in _PAYLOAD_KEYS if isinstance(one := inner.get(key), str)), None)
-        if inner.get("type") == "text" and payload is not None:  # a document of Anthropic's that is one
+        if inner.get("type") == "text" and payload is not None:  # one of Anthropic's documents that is a text
             pieces.add(_encode(payload))
             return True
     if payload is None:
@@ -368,15 +368,15 @@ def _add_media(part: dict[str, object], pieces: _Pieces) -> bool:
 
 
 def _token_bytes(ids: list[object]) -> bytes | None:
-    """Four bytes for each token id; None if these are no token ids."""
+    """Four bytes for each token id; None if these are not token ids."""
     try:
         return array("I", cast("list[int]", ids[: MAX_PROMPT_BYTES // 4])).tobytes()
     except (TypeError, OverflowError):
         return None
 
 
-def _without_marks(part: object) -> object:
-    """A tool or a part without `cache_control`, which says nothing to the model."""
+def _without_cache_control(part: object) -> object:
+    """A tool or a part without `cache_control`, which is not part of the prompt."""
     if isinstance(part, dict) and "cache_control" in part:
         return {key: value for key, value in part.items() if key != "cache_control"}
     return part
@@ -387,7 +387,7 @@ def _encode(text: str) -> bytes:
 
 
 def _dump(value: object) -> bytes:
-    """JSON of a value that came from JSON, even of one that orjson cannot write; b"?" if nobody can."""
+    """JSON of a value that came from JSON, even if orjson cannot write it; b"?" if no library can."""
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError:

@@ -1,4 +1,4 @@
-"""What the balancer sees of a request, and what an endpoint says that it used."""
+"""The request as the balancer sees it, and the usage that an endpoint reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lbproxy.core.requests.prompt_keys import BlockKey
 
 
 class InferenceRequest(NamedTuple):
-    """What the decision may see of a request: no headers object, no body."""
+    """What a routing decision may depend on: no headers, no body."""
 
     id: str
     model: str | None
@@ -17,53 +17,54 @@ class InferenceRequest(NamedTuple):
     stream: bool = False
     body_bytes: int = 0
     prompt_bytes: int = 0
-    """Bytes of the flattened prompt; 0 = not a prompt that can be read."""
+    """Bytes of the flattened prompt; 0 = there is no readable prompt."""
     block_keys: tuple[BlockKey, ...] = ()
-    """One key for each full block of the prompt, each standing for all up to it: see
+    """One key for each full block of the prompt; each key stands for the prompt up to the end of its block: see
     `core.requests.prompt_keys.hash_prompt`."""
     max_tokens: int | None = None
-    """The longest response that the client takes; None = it did not say."""
+    """The longest response that the client accepts; None = not given."""
     priority: int = 0
-    """Higher goes first; below 0 is shed first."""
+    """Higher is served first; below 0 is shed first."""
     session: str | None = None
-    """What the client calls the conversation that this belongs to."""
-    explain: bool = False  # the client would like to know why it went where it went
+    """The client's name of the conversation that the request belongs to."""
+    explain: bool = False  # the client asks for an explanation of the routing decision
     flow: str = "anonymous"
-    """Whose it is: see `core.queue.flows`."""
+    """The flow that the request belongs to: see `core.queue.flows`."""
     deadline: float | None = None
-    """When the client must have its first token, or else wants none."""
+    """The time by which the client must have its first token; later the response is useless."""
     media_tokens: int = 0
-    """Tokens, estimated, of images and the like in the prompt: `core.requests.media.FILLER_BYTES` of `prompt_bytes`
-    each."""
+    """Estimated tokens of images and other media in the prompt. Each has `core.requests.media.FILLER_BYTES` in
+    `prompt_bytes`."""
     response_id: str | None = None
-    """The stored response that it goes on with, or is about: the endpoint that has it must be asked."""
-    stores: bool = False  # its response may be stored by the endpoint, and be asked for by its id
-    repeatable: bool = True  # it may be sent again although an endpoint may have begun with it
-    binary: bool = False  # its body is no JSON but audio, an image or a file
+    """The stored response that the request continues or is about: it must go to the endpoint that stores it."""
+    stores: bool = False  # the endpoint may store its response, and clients may ask for that by its id
+    repeatable: bool = True  # it may be sent again even if an endpoint may have begun with it
+    binary: bool = False  # its body is not JSON but audio, an image or a file
     open_ended: bool = False
-    """A WebSocket: it lasts until a side closes it. Its silence is no fault, and its duration says nothing of speed."""
+    """A WebSocket: it lasts until a side closes it. Its silence is not a fault, and its duration does not show
+    speed."""
 
     def is_text(self, tokens: int) -> bool:
-        """Whether so many tokens can be the prompt's text. If not, there are images in it, or somebody is wrong."""
+        """Whether `tokens` can be the tokens of the prompt's text. If not, it has images, or a count is wrong."""
         return tokens > 0 and 0.5 <= self.prompt_bytes / tokens <= 16.0
 
 
 class Usage(NamedTuple):
-    """What the endpoint said that a request used. None = it did not say."""
+    """What the endpoint reported that a request used. None = not reported."""
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
-    """Those of the prompt that were in the endpoint's prefix cache."""
+    """Prompt tokens that were read from the endpoint's prefix cache."""
     completion_tokens: int | None = None
     written_tokens: int | None = None
-    """Those of the prompt that were added to the cache. Only Anthropic's API reports them: see `resolved`."""
+    """Prompt tokens that were added to the cache. Only Anthropic's API reports them: see `resolved`."""
 
     def resolved(self, expected_tokens: float) -> Usage:
-        """The same with all of the prompt in `prompt_tokens`, of which about so many are expected.
+        """Return the usage with the complete prompt in `prompt_tokens`, of which about `expected_tokens` are expected.
 
-        Anthropic's `input_tokens` are those that were neither read from the cache nor written to it. vLLM 0.32 (as
-        recorded) and SGLang (its issue 36877) do the same, other servers count the complete prompt. Where it can be
-        both, what is nearer to the expected length is taken.
+        Anthropic's `input_tokens` do not contain those read from the cache or written to it. vLLM 0.32 (as recorded)
+        and SGLang (its issue 36877) count likewise, other servers count the complete prompt. Where both are possible,
+        the count that is nearer to the expected length is taken.
         """
         prompt, cached, completion, written = self
         if written is None or prompt is None:
@@ -77,4 +78,4 @@ class Usage(NamedTuple):
 
 
 NO_USAGE: Final = Usage()
-"""Of a complete response that says nothing of it: how long it took is learned all the same."""
+"""For a complete response that reports no usage: its duration is learned all the same."""

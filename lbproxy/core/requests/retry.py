@@ -1,13 +1,13 @@
 """Why an attempt fails, and what follows: another attempt elsewhere, or the end.
 
-Attempts fail here only before the first byte of a body went to the client; after that nothing is ever retried. The
-rules are the rows of docs/failures.md. Two ideas stand behind them:
+This is only about failures before the first byte of a body went to the client; after that nothing is retried. The rules
+are the rows of docs/failures.md. They follow two principles:
 
-- What was not sent, or was answered by "not now", may be tried elsewhere. What may have *caused* the failure is tried
-  once more and no further: a request that breaks each server it meets must not tour the fleet.
-- Retries are load. All but those after a failed connect, which cost nobody anything, come out of one budget for the
-  whole pool, a share of the requests of the last 10 s and a small constant rate: when everything fails, retrying
-  everything would only keep it down. (The same idea as the retry budgets of Finagle, linkerd and Envoy.)
+- A request that was not sent, or was refused with "not now", may be tried elsewhere. A request that may have *caused*
+  the failure is tried once more and no further: a request that breaks each server must not be sent to all of them.
+- Retries are load. All of them, except those after a failed connect, which cost the servers nothing, come out of one
+  budget for the pool: a share of the requests of the last 10 s, plus a small constant rate. When everything fails,
+  retrying everything would only prolong the failure. (Finagle, linkerd and Envoy have retry budgets too.)
 """
 
 from __future__ import annotations
@@ -25,37 +25,39 @@ WINDOW_S: Final = 10
 """How far back the budget looks."""
 BACKOFF_FIRST_S: Final = 0.025
 BACKOFF_MAX_S: Final = 0.25
-"""Before a retry that costs budget: doubled each time, and spread from 0 up to there. Envoy's values."""
+"""The delay before a retry that costs budget is drawn between 0 and a limit, which doubles each time, from the first
+value up to the second. Envoy's values."""
 
 
 class FailureKind(Enum):
     """Why an attempt failed."""
 
     CONNECT = "connect"
-    """Refused, unreachable, or not answered in time: no byte was sent."""
+    """Connection refused, unreachable, or no connection in time: no byte was sent."""
     STALE = "stale"
-    """A kept connection turned out to be closed just when a request went out: the keep-alive race, nobody's fault. It
-    goes out again on a new connection to the same endpoint; no attempt has failed."""
+    """A kept connection was already closed when a request was sent on it: the keep-alive race. The request is sent
+    again on a new connection to the same endpoint, and no attempt has failed."""
     RESET = "reset"
-    """Reset or closed before the response's head was whole, on a new connection."""
+    """Reset or closed before the head of the response was complete, on a new connection."""
     PROTOCOL = "protocol"
-    """What came is not HTTP, or is ambiguous."""
+    """The response is not HTTP, or is ambiguous."""
     TIMEOUT = "timeout"
     """No response in time."""
     EXHAUSTED = "exhausted"
-    """We have no file descriptor or buffer left: our fault, not the endpoint's."""
+    """lbproxy has no file descriptor or buffer left: not the endpoint's fault."""
     BUSY = "busy"
-    """It answered 503: overloaded, or it leaves."""
+    """The endpoint returned 503: overloaded, or shutting down."""
     LIMITED = "limited"
-    """It answered 429."""
+    """The endpoint returned 429."""
     ERROR = "error"
-    """It answered 500: the request's fault, or everybody's (a vLLM that drains says it to all)."""
+    """The endpoint returned 500: the request's fault, or a general failure (a vLLM that drains returns it to all
+    requests)."""
     GATEWAY = "gateway"
-    """It answered 502 or 504: a proxy of its own failed."""
+    """The endpoint returned 502 or 504: a proxy in front of it failed."""
     MISSING = "missing"
-    """It answered 404 for a LoRA adapter that it listed: somebody unloaded it there."""
+    """The endpoint returned 404 for a LoRA adapter that it had listed: the adapter was unloaded there."""
     STRANDED = "stranded"
-    """It was found down, or to make no progress, while the request waited for a first byte there."""
+    """The endpoint was found down, or without progress, while the request waited for its first byte."""
 
 
 STATUS_FAILURES: Final = {
@@ -66,12 +68,12 @@ STATUS_FAILURES: Final = {
     503: FailureKind.BUSY,
     504: FailureKind.GATEWAY,
 }
-"""Answers that another endpoint may do better; 404 only for an adapter that is listed. If none can, the client gets
-them as they are."""
+"""Responses that are retried elsewhere, as another endpoint may do better; 404 only for an adapter that is listed. If
+no retry is possible, the client gets the response."""
 
 
 class UpstreamError(Exception):
-    """One attempt failed. `detail` is for the log: it may name addresses. `refused`: nothing listens there."""
+    """One attempt failed. `detail` is for the log: it may contain addresses. `refused`: no process listens there."""
 
     def __init__(self, kind: FailureKind, detail: str, *, refused: bool = False) -> None:
         super().__init__(detail)
@@ -84,12 +86,12 @@ class UpstreamError(Exception):
 class Verdict:
     """What follows a failed attempt."""
 
-    again: bool
+    retry: bool
     """Try another endpoint."""
     outcome: Outcome
-    """How the attempt ended; and the request too, if it is not tried again and has no response to pass on."""
+    """How the attempt ended. If it is not retried and there is no response to pass on, also how the request ended."""
     delay_s: float = 0.0
-    """Wait so long first."""
+    """Seconds to wait before the retry."""
 
 
 @dataclass(frozen=True)
@@ -97,93 +99,99 @@ class _Rule:
     """What may follow one kind of failure."""
 
     outcome: Outcome
-    again: int = 0
-    """How often one request may be tried again for this; `attempts` bounds it anyway."""
-    only_unsuspected: bool = False
-    """Not if an endpoint that took this request failed on it before."""
+    max_retries: int = 0
+    """How often one request may be retried for this reason; `attempts` limits it as well."""
+    unless_suspect: bool = False
+    """No retry if an endpoint that accepted this request failed on it before."""
     free: bool = False
-    """Costs no budget, and is tried again at once."""
+    """The retry costs no budget, and is made at once."""
 
 
 _ANY_NUMBER: Final = 1000
-_NOT_ITS_FAULT: Final = frozenset(
+_NOT_SUSPECT: Final = frozenset(
     {FailureKind.CONNECT, FailureKind.STALE, FailureKind.BUSY, FailureKind.LIMITED, FailureKind.MISSING}
 )
-"""These endpoints did not take the request, whatever it was: it is not under suspicion of breaking servers."""
-_NOT_TAKEN: Final = _NOT_ITS_FAULT - {FailureKind.STALE}
-"""After these even what must not be done twice may be sent again."""
+"""After these failures the endpoint did not accept the request, so the request is not suspected of breaking servers."""
+_NOT_ACCEPTED: Final = _NOT_SUSPECT - {FailureKind.STALE}
+"""After these failures even a request that must not be executed twice may be sent again."""
 _RULES: Final = {
-    FailureKind.CONNECT: _Rule(Outcome.CONNECT_FAILED, again=_ANY_NUMBER, free=True),
-    FailureKind.RESET: _Rule(Outcome.UPSTREAM_RESET, again=1),
-    FailureKind.PROTOCOL: _Rule(Outcome.UPSTREAM_PROTOCOL, again=1),
-    FailureKind.TIMEOUT: _Rule(Outcome.UPSTREAM_TIMEOUT),  # the work may be running: a retry would double it
+    FailureKind.CONNECT: _Rule(Outcome.CONNECT_FAILED, max_retries=_ANY_NUMBER, free=True),
+    FailureKind.RESET: _Rule(Outcome.UPSTREAM_RESET, max_retries=1),
+    FailureKind.PROTOCOL: _Rule(Outcome.UPSTREAM_PROTOCOL, max_retries=1),
+    FailureKind.TIMEOUT: _Rule(Outcome.UPSTREAM_TIMEOUT),  # the endpoint may still be working: a retry would double it
     FailureKind.EXHAUSTED: _Rule(Outcome.OVERLOADED),
-    FailureKind.BUSY: _Rule(Outcome.COMPLETED, again=_ANY_NUMBER),
-    FailureKind.LIMITED: _Rule(Outcome.COMPLETED, again=1),
-    FailureKind.ERROR: _Rule(Outcome.COMPLETED, again=1, only_unsuspected=True),
-    FailureKind.GATEWAY: _Rule(Outcome.COMPLETED, again=_ANY_NUMBER),
-    FailureKind.MISSING: _Rule(Outcome.COMPLETED, again=_ANY_NUMBER),
-    FailureKind.STRANDED: _Rule(Outcome.UPSTREAM_TIMEOUT, again=_ANY_NUMBER),
+    FailureKind.BUSY: _Rule(Outcome.COMPLETED, max_retries=_ANY_NUMBER),
+    FailureKind.LIMITED: _Rule(Outcome.COMPLETED, max_retries=1),
+    FailureKind.ERROR: _Rule(Outcome.COMPLETED, max_retries=1, unless_suspect=True),
+    FailureKind.GATEWAY: _Rule(Outcome.COMPLETED, max_retries=_ANY_NUMBER),
+    FailureKind.MISSING: _Rule(Outcome.COMPLETED, max_retries=_ANY_NUMBER),
+    FailureKind.STRANDED: _Rule(Outcome.UPSTREAM_TIMEOUT, max_retries=_ANY_NUMBER),
 }
 
 
 class Retries:
-    """Decides, and keeps the pool's budget."""
+    """Decides about retries, and keeps the budget of the pool."""
 
     def __init__(self, settings: RetrySettings, rng: random.Random) -> None:
         self._rng = rng
         self.reconfigure(settings)
-        # One slot a second; the slot of the current second is filled, those of the window are summed when asked.
+        # One slot a second. The slot of the current second is counted up; those of the window are added up when needed.
         self._requests = [0] * WINDOW_S
         self._spent = [0] * WINDOW_S
         self._second = 0
 
     def reconfigure(self, settings: RetrySettings) -> None:
-        """Other limits from now on. What was spent is spent."""
+        """Replace the limits. The budget that was spent stays spent."""
         self._attempts = settings.attempts
         self._ratio = settings.budget_ratio
         self._per_second = settings.budget_per_second
 
-    def requested(self, *, now: float) -> None:
-        """A new request came: what the budget is a share of."""
+    def count_request(self, *, now: float) -> None:
+        """Count a new request, of which the budget is a share."""
         second = int(now)
         if second != self._second:
-            self._turn_to(second)
+            self._advance_to(second)
         self._requests[second % WINDOW_S] += 1
 
     def budget(self, *, now: float) -> float:
-        """Retries that may be made now."""
-        self._turn_to(int(now))
+        """Retries that the budget allows now."""
+        self._advance_to(int(now))
         return self._ratio * sum(self._requests) + self._per_second * WINDOW_S - sum(self._spent)
 
     def decide(
-        self, kind: FailureKind, earlier: Sequence[FailureKind], *, elsewhere: bool, now: float, repeatable: bool = True
+        self,
+        kind: FailureKind,
+        earlier: Sequence[FailureKind],
+        *,
+        others_available: bool,
+        now: float,
+        repeatable: bool = True,
     ) -> Verdict:
-        """After an attempt that failed by `kind`, and those `earlier` of the same request.
+        """Decide what follows an attempt that failed by `kind`, after those `earlier` of the same request.
 
-        `elsewhere`: another endpoint could take it. `repeatable`: see InferenceRequest. Spends budget if the verdict is
-        to try again.
+        `others_available`: another endpoint could take the request. `repeatable`: see InferenceRequest. Spends budget
+        if the verdict is to retry.
         """
         rule = _RULES[kind]
-        again = (
+        retry = (
             len(earlier) + 1 < self._attempts
-            and earlier.count(kind) < rule.again
-            and not (rule.only_unsuspected and any(one not in _NOT_ITS_FAULT for one in earlier))
-            and (rule.free or elsewhere)
-            and (repeatable or kind in _NOT_TAKEN)
+            and earlier.count(kind) < rule.max_retries
+            and not (rule.unless_suspect and any(one not in _NOT_SUSPECT for one in earlier))
+            and (rule.free or others_available)
+            and (repeatable or kind in _NOT_ACCEPTED)
         )
-        if not again and rule.free and not elsewhere:
-            return Verdict(False, Outcome.NO_ENDPOINTS)  # whether its attempts ran out first, or the endpoints
-        if not again or rule.free:
-            return Verdict(again, rule.outcome)
+        if not retry and rule.free and not others_available:
+            return Verdict(False, Outcome.NO_ENDPOINTS)  # no attempts are left, or no endpoints
+        if not retry or rule.free:
+            return Verdict(retry, rule.outcome)
         if self.budget(now=now) < 1.0:
             return Verdict(False, rule.outcome)
         self._spent[self._second % WINDOW_S] += 1
         most_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** len(earlier))
         return Verdict(True, rule.outcome, self._rng.uniform(0.0, most_s))
 
-    def _turn_to(self, second: int) -> None:
-        """Empty the slots of the seconds that have passed since."""
+    def _advance_to(self, second: int) -> None:
+        """Clear the slots of the seconds that have passed."""
         for passed in range(max(self._second + 1, second - WINDOW_S + 1), second + 1):
             self._requests[passed % WINDOW_S] = self._spent[passed % WINDOW_S] = 0
         self._second = max(self._second, second)

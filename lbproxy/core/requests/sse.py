@@ -1,9 +1,9 @@
-"""Watchers over the payload of a response that is relayed verbatim. They see every byte and alter none.
+"""Watchers of the payload of a response that is relayed verbatim. They see every byte and change none.
 
-They answer what must be known while a response goes by, or when it breaks or ends: whether a token came yet and how
-many events did, what the endpoint says that it used, whether the last byte ended an event (only there may an error
-event follow), and, for a body that no framing ends, whether it claims to be whole. Each piece costs a few searches at C
-speed and a copy of some bytes; nothing is parsed before the end.
+They find out what must be known during a response and at its end: whether a token arrived, the number of events, the
+reported usage, whether the last byte ended an event (only there may an error event follow), and, for a body that only a
+closed connection ends, whether it is complete. Each piece costs a few searches at C speed and a copy of some bytes;
+nothing is parsed before the end.
 """
 
 from __future__ import annotations
@@ -17,57 +17,57 @@ import orjson
 from lbproxy.core.requests.request import Usage
 
 _ENDS = (b"\n\n", b"\n\r\n")
-"""A line that is empty, whichever line ends: some servers mix them."""
-_SEAM_BYTES: Final = 32
-"""What is kept of the last piece: longer than every mark that a cut may go through."""
+"""An empty line. Some servers mix line ends."""
+_OVERLAP_BYTES: Final = 32
+"""How much of the last piece is kept: longer than every pattern that can be split between two pieces."""
 _FINISH: Final = re.compile(
     rb'\[DONE\]|"finish_reason"[ \t]*:[ \t]*"|"message_stop"|"response\.(?:completed|failed|incomplete)"'
 )
 _DATA: Final = b"data:"
 _DATA_LINE: Final = b"\ndata:"
-"""Inside JSON a line feed is written as an escape, so this is always the beginning of a line."""
+"""In JSON a line feed is written as an escape, so this is always the beginning of a line."""
 
 
-_OPENING: Final = re.compile(
+_PREAMBLE: Final = re.compile(
     rb"^event: ?(?:response\.(?:created|queued|in_progress|output_item\.added|content_part\.added)"
     rb"|message_start|content_block_start|ping)\r?$",
     re.MULTILINE,
 )
 """Events that stand for no token. vLLM sends the first of them before the prompt is computed."""
 _LINE_BYTES: Final = 64
-"""How much of a line that goes on is kept to see whether it is such an event's."""
+"""How much of an incomplete line is kept to recognise such an event."""
 
 
 class EventScanner:
-    """Fed with the payload of one response, in order, in pieces of any size."""
+    """Scans the payload of one SSE response, which it gets in order, in pieces of any size."""
 
     __slots__ = (
         "_line",
-        "_seam",
-        "_skip_opening",
+        "_overlap",
+        "_skip_preamble",
         "_watch_finish",
         "at_boundary",
-        "begun",
         "events",
         "finished",
-        "opening",
+        "has_content",
+        "preamble_events",
     )
 
-    def __init__(self, *, watch_finish: bool = False, skip_opening: bool = False) -> None:
+    def __init__(self, *, watch_finish: bool = False, skip_preamble: bool = False) -> None:
         self.events = 0
-        """Events with data that began so far. Comments are none: vLLM sends some before there is any token."""
-        self.opening = 0
-        """Those of them, at the beginning, that stand for no token. Only with `skip_opening`."""
-        self.begun = False
-        """There is an event beside those."""
-        self._skip_opening = skip_opening
+        """Events with data that began so far. Comments do not count: vLLM sends some before there is any token."""
+        self.preamble_events = 0
+        """Those of them, at the beginning, that stand for no token. Counted with `skip_preamble` only."""
+        self.has_content = False
+        """At least one event is not part of the preamble."""
+        self._skip_preamble = skip_preamble
         self._line = b""
         self.at_boundary = True
-        """The last byte so far ended an event, or nothing came yet."""
+        """The last byte so far ended an event, or there was none yet."""
         self.finished = False
-        """A finish reason or [DONE] was seen. Only with `watch_finish`: framed bodies need no such guess."""
+        """A finish reason or [DONE] was seen. Only with `watch_finish`: bodies with framing do not need it."""
         self._watch_finish = watch_finish
-        self._seam = b"\n"
+        self._overlap = b"\n"
 
     def feed(self, data: bytes, start: int, end: int) -> None:
         """The next piece is `data[start:end]`."""
@@ -75,49 +75,49 @@ class EventScanner:
             return
         self.events += data.count(_DATA_LINE, start, end)
         if self.at_boundary and data.startswith(_DATA, start, end):
-            self.events += 1  # as nearly every piece begins
+            self.events += 1  # the usual beginning of a piece
         else:
-            self._look_across(data[start : min(end, start + _SEAM_BYTES)])
-        if not self.begun:
-            if self._skip_opening:
-                self._look_for_opening(data[start:end])
-            self.begun = self.events > self.opening
+            self._search_overlap(data[start : min(end, start + _OVERLAP_BYTES)])
+        if not self.has_content:
+            if self._skip_preamble:
+                self._count_preamble(data[start:end])
+            self.has_content = self.events > self.preamble_events
         if self._watch_finish and not self.finished:
             self.finished = _FINISH.search(data, start, end) is not None
-        if data.endswith(_ENDS, start, end):  # nearly every piece: no mark goes through such a cut
+        if data.endswith(_ENDS, start, end):  # the usual end of a piece: no pattern is split there
             self.at_boundary = True
-            self._seam = b"\n"
+            self._overlap = b"\n"
             return
-        if end - start >= _SEAM_BYTES:
-            self._seam = data[end - _SEAM_BYTES : end]
+        if end - start >= _OVERLAP_BYTES:
+            self._overlap = data[end - _OVERLAP_BYTES : end]
         else:
-            self._seam = (self._seam + data[start:end])[-_SEAM_BYTES:]
-        self.at_boundary = self._seam.endswith(_ENDS)
+            self._overlap = (self._overlap + data[start:end])[-_OVERLAP_BYTES:]
+        self.at_boundary = self._overlap.endswith(_ENDS)
 
-    def _look_for_opening(self, piece: bytes) -> None:
-        """Count the events that stand for no token."""
+    def _count_preamble(self, piece: bytes) -> None:
+        """Count the events of the preamble."""
         lines, _, rest = (self._line + piece).rpartition(b"\n")
         self._line = rest[:_LINE_BYTES]
-        self.opening += len(_OPENING.findall(lines))
+        self.preamble_events += len(_PREAMBLE.findall(lines))
 
-    def _look_across(self, first: bytes) -> None:
-        """Find the marks that the cut between the last piece and this one went through."""
+    def _search_overlap(self, first: bytes) -> None:
+        """Find patterns that are split between the last piece and this one."""
         most = len(_DATA_LINE) - 1
-        self.events += (self._seam[-most:] + first[:most]).count(_DATA_LINE)
+        self.events += (self._overlap[-most:] + first[:most]).count(_DATA_LINE)
         if self._watch_finish and not self.finished:
-            self.finished = _FINISH.search(self._seam + first) is not None
+            self.finished = _FINISH.search(self._overlap + first) is not None
 
     @property
-    def whole(self) -> bool:
-        """The stream may have ended here. Meaningful only with `watch_finish`."""
+    def is_complete(self) -> bool:
+        """The stream may be complete. Only meaningful with `watch_finish`."""
         return self.at_boundary and self.finished
 
 
 _USAGE: Final = b'"usage"'
 _USAGE_BEGINS: Final = tuple(_USAGE[:n] for n in range(len(_USAGE) - 1, 0, -1))
-"""How a piece ends if the word goes on in the next; the longest first."""
+"""How a piece ends if the key continues in the next piece; the longest first."""
 _USAGE_BYTES: Final = 1024
-"""How much from there on is kept: vLLM's object has some 150."""
+"""How much is kept from the key on: vLLM's object has some 150 bytes."""
 _COUNT: Final = re.compile(
     rb'"((?:prompt|input|completion|output)_tokens|cached_tokens|cache_(?:read|creation)_input_tokens)"'
     rb"[ \t]*:[ \t]*([0-9]{1,9})(?![0-9])"
@@ -131,22 +131,23 @@ _COUNTS: Final = {
     b"output_tokens": 2,
     b"cache_creation_input_tokens": 3,
 }
-"""Where in `Usage` each stands: the names of OpenAI's two APIs, and of Anthropic's."""
+"""The position in `Usage` of each count: the names of OpenAI's two APIs, and of Anthropic's."""
 _TOO_MANY: Final = 1_000_000_000
 
 
 class UsageScanner:
-    """Finds the last `usage` object of a payload, streamed or not."""
+    """Finds the last `usage` object of a payload, streaming or not."""
 
-    __slots__ = ("_begun", "_first", "_tail")
+    __slots__ = ("_first", "_partial_key", "_tail")
 
     def __init__(self) -> None:
         self._first = b""
-        """Of the first such object, once another follows: of Anthropic's streams it alone may have the prompt's."""
+        """The text of the first such object, once another follows: in Anthropic's streams only the first may have the
+        prompt tokens."""
         self._tail = b""
-        """From the last `"usage"` on."""
-        self._begun = b""
-        """What may be the beginning of the word, at the very end."""
+        """The text from the last `"usage"` on."""
+        self._partial_key = b""
+        """What may be the beginning of the key, at the very end of the payload so far."""
 
     def feed(self, data: bytes, start: int, end: int) -> None:
         """The next piece is `data[start:end]`."""
@@ -156,27 +157,27 @@ class UsageScanner:
                 first = start if self._tail else data.find(_USAGE, start, end)
                 self._first = (self._tail + data[first : min(at, first + _USAGE_BYTES)])[:_USAGE_BYTES]
             self._tail = data[at : min(end, at + _USAGE_BYTES)]
-        elif self._begun:
-            self._look_across(data, start, end)
+        elif self._partial_key:
+            self._search_overlap(data, start, end)
             return
         elif self._tail and len(self._tail) < _USAGE_BYTES:
             self._tail += data[start : min(end, start + _USAGE_BYTES - len(self._tail))]
-        self._begun = _beginning(data, start, end) if data.endswith(_USAGE_BEGINS, start, end) else b""
+        self._partial_key = _beginning(data, start, end) if data.endswith(_USAGE_BEGINS, start, end) else b""
 
-    def _look_across(self, data: bytes, start: int, end: int) -> None:
-        """Find the word that the cut between the last piece and this one went through, or goes on going."""
+    def _search_overlap(self, data: bytes, start: int, end: int) -> None:
+        """Find a key that is split between the last piece and this one, or continues into the next."""
         piece = data[start:end]
-        seam = self._begun + piece
-        if seam.startswith(_USAGE):
+        overlap = self._partial_key + piece
+        if overlap.startswith(_USAGE):
             self._first = self._first or self._tail
-            self._tail = seam[:_USAGE_BYTES]
+            self._tail = overlap[:_USAGE_BYTES]
         elif self._tail:
             self._tail = (self._tail + piece)[:_USAGE_BYTES]
-        self._begun = _beginning(seam, 0, len(seam))
+        self._partial_key = _beginning(overlap, 0, len(overlap))
 
     @property
     def usage(self) -> Usage | None:
-        """What it says; None if it says nothing."""
+        """The usage; None if there is none."""
         if not self._tail:
             return None
         usage = _read_counts(self._tail)
@@ -187,8 +188,8 @@ class UsageScanner:
 
 
 def _merged(first: Usage, last: Usage) -> Usage:
-    """Of a stream that reports its prompt at the beginning and the rest at the end. vLLM's first report has the
-    complete prompt, its last has the parts that this is made of.
+    """Merge the first and last report of a stream that reports its prompt at the beginning and the rest at the end.
+    vLLM's first report has the complete prompt; its last one has the parts of it.
     """
     prompt, cached, completion, written = last
     if prompt is None:
@@ -201,10 +202,10 @@ def _merged(first: Usage, last: Usage) -> Usage:
 
 
 def _read_counts(tail: bytes) -> Usage | None:
-    """What a payload says from its last `"usage"` on.
+    """Read the counts that follow `"usage"`.
 
-    Where an object follows at once it is parsed, up to the brace that should end it: half of what a search costs.
-    What is no such object, was cut, or says something odd, is searched.
+    An object that follows immediately is parsed, up to its first closing brace: that takes half the time of a search.
+    Anything else (another object, a cut or unusual one) is searched.
     """
     text, brace, _ = tail[8 if tail[7:9] == b":{" else 9 :].partition(b"}")
     try:
@@ -216,7 +217,7 @@ def _read_counts(tail: bytes) -> Usage | None:
         if type(prompt) is int and type(completion) is int and 0 <= prompt < _TOO_MANY and 0 <= completion < _TOO_MANY:
             return tuple.__new__(
                 Usage, (prompt, None, completion, None)
-            )  # past a wrapper that takes as long as the rest
+            )  # without the constructor, which takes as long as the rest
     return _search_counts(tail)
 
 
@@ -232,23 +233,23 @@ def _search_counts(tail: bytes) -> Usage | None:
 
 
 def _beginning(data: bytes, start: int, end: int) -> bytes:
-    """What of the word may have begun at the end of a piece."""
+    """The part of the key that may have begun at the end of a piece."""
     return next((begin for begin in _USAGE_BEGINS if data.endswith(begin, start, end)), b"")
 
 
 def read_usage(body: bytes) -> Usage | None:
-    """The usage of a response that came in one piece."""
+    """Return the usage of a response that arrived in one piece."""
     at = body.rfind(_USAGE)
     return None if at < 0 else _read_counts(body[at : at + _USAGE_BYTES])
 
 
 _ID: Final = re.compile(rb'"id"[ \t]*:[ \t]*"((?:resp|chatcmpl)[_-][A-Za-z0-9_-]{1,128})"')
 _ID_BYTES: Final = 4096
-"""At the beginning of a response: where its id stands."""
+"""Bytes at the beginning of a response in which its id is searched."""
 
 
 def find_response_id(head: bytes) -> str | None:
-    """The id under which a response may be stored. `head`: the beginning of its body, streamed or not."""
+    """Return the id under which a response may be stored. `head`: the beginning of its body, streaming or not."""
     found = _ID.search(head, 0, _ID_BYTES)
     return None if found is None else found[1].decode("ascii")
 
@@ -261,7 +262,7 @@ class IdScanner:
     def __init__(self) -> None:
         self._head = b""
         self.done = False
-        """It was found, or will not be."""
+        """The id was found, or will not be."""
 
     def feed(self, data: bytes, start: int, end: int) -> str | None:
         """The next piece is `data[start:end]`. Returns the id, once."""
@@ -275,7 +276,7 @@ MAX_JSON_BYTES: Final = 1 << 20
 
 
 class JsonWatcher:
-    """Keeps the payload, up to a bound, to tell whether it is a whole JSON text."""
+    """Keeps the payload, up to a limit, to find out whether it is a complete JSON text."""
 
     __slots__ = ("_pieces", "_size")
 
@@ -292,12 +293,12 @@ class JsonWatcher:
             self._pieces.clear()
 
     @property
-    def whole(self) -> bool:
-        """It parses, or it is too large to tell."""
+    def is_complete(self) -> bool:
+        """The payload can be parsed, or is too large to be checked."""
         if self._size > MAX_JSON_BYTES:
             return True
         try:
-            json.loads(b"".join(self._pieces))  # takes NaN and a byte order mark, as those who wrote it may
+            json.loads(b"".join(self._pieces))  # accepts NaN and a byte order mark, which servers may write
         except (ValueError, RecursionError):
             return False
         return True

@@ -1,8 +1,8 @@
-"""Connections to endpoints while they stand: HTTP/1.1 (`h1`, sans-io), kept and shared (`pool`), written together
-(`corked`).
+"""Established connections to endpoints: HTTP/1.1 (`h1`, sans-io), the pool that keeps and shares them (`pool`), and
+writes that are sent together (`corked`).
 
-`patience` has the deadlines of an attempt: which clock runs, and what its end means. `fetch` is one small response,
-complete and bounded, for probes and scrapes.
+`patience` has the deadlines of an attempt: which clock runs, and what happens when it expires. `fetch` gets one small,
+bounded response, for probes and scrapes.
 
-In: `proxy.exchange`, `control.probing`. Never: retries, or a client.
+Imported by: `proxy.exchange`, `control.probing`. Never: retries, or a client.
 """

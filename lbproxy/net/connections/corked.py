@@ -1,10 +1,10 @@
-"""What is written in one turn of the loop, sent together at its end.
+"""What is written in one turn of the event loop is sent together at its end.
 
-To send is to wake up whoever reads, if it sleeps, and that takes longer than all else about a small write: on a virtual
-machine 10 to 20 µs. Sent one by one between 50 µs of other work, each of the writes of a turn finds its reader asleep
-again; sent in a row, they find it awake. That was a third of the CPU of a request (decision 26). Where a turn has one
-request only, its bytes go out as soon as before. Invariants: bytes go out in the order in which they were written, and
-before whatever else is done to their transport; at most `BATCH` transports hold any.
+A send wakes up a reader that sleeps, and that takes longer than everything else about a small write: 10 to 20 µs on a
+virtual machine. If the writes of a turn are sent one by one between 50 µs of other work, each finds its reader asleep
+again; sent in a row, they find it awake. That was a third of the CPU time of a request (decision 26). In a turn with
+one request only, its bytes are sent as soon as before. Invariants: bytes are sent in the order in which they were
+written, and before anything else is done to their transport; at most `BATCH` transports hold bytes.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections.abc import Iterable
 from typing import Final
 
 BATCH: Final = 32
-"""Transports that hold bytes at a time: about 2 ms of a busy loop, which is what batching may delay."""
+"""Transports that hold bytes at a time: about 2 ms of a busy loop, the longest delay by batching."""
 
 
 class Cork:
-    """Those transports of a loop that have something to send."""
+    """The transports of an event loop that have bytes to send."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._due: list[Corked] = []
 
     def add(self, transport: Corked) -> None:
-        """It holds its first bytes of this turn."""
+        """Add a transport that holds its first bytes of this turn."""
         due = self._due
         if not due:
             self._loop.call_soon(self.flush)
@@ -39,13 +39,15 @@ class Cork:
         for transport in due:
             try:
                 transport.flush()
-            except Exception as error:  # noqa: BLE001 - one that fails must not keep the others' bytes back
+            except Exception as error:  # noqa: BLE001 - one that fails must not hold back the bytes of others
                 context = {"message": "a transport failed to send", "exception": error, "transport": transport}
                 self._loop.call_exception_handler(context)
 
 
 class Corked:
-    """A transport (asyncio.Transport by its methods) that keeps what is written until the turn of the loop ends."""
+    """A transport (with the methods of asyncio.Transport) that holds what is written until the turn of the loop
+    ends.
+    """
 
     __slots__ = ("_cork", "_held", "_inner")
 
@@ -78,7 +80,7 @@ class Corked:
             self.write(data)
 
     def get_write_buffer_size(self) -> int:
-        """What is held, and what the transport could not send yet."""
+        """Bytes that are held, and bytes that the transport could not send yet."""
         held = 0
         for data in self._held:
             held += len(data)
@@ -95,11 +97,11 @@ class Corked:
         self._inner.close()
 
     def abort(self) -> None:
-        """See asyncio.WriteTransport. What was written before goes out as far as it would have."""
+        """See asyncio.WriteTransport. What was written before is sent as far as possible."""
         self.flush()
         self._inner.abort()
 
-    # All else is the transport's own.
+    # Everything else is passed on to the transport.
 
     def is_closing(self) -> bool:
         """See asyncio.BaseTransport."""

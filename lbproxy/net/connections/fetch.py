@@ -1,5 +1,5 @@
-"""One small response, whole: what the probes and scrapes need. Bounded in time and size; no redirect is followed and no
-encoding undone, so that an endpoint cannot lead us elsewhere or send a bomb.
+"""One small response, complete, for probes and scrapes. Bounded in time and size. No redirect is followed and no
+encoding decoded, so that an endpoint cannot lead lbproxy elsewhere or send a decompression bomb.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from lbproxy.net.connections.pool import Connection, ConnectionPool
 from lbproxy.net.dialing.origin import Origin
 
 
-class Answer(NamedTuple):
-    """A whole response."""
+class Response(NamedTuple):
+    """A complete response."""
 
     status: int
     content_type: str
@@ -26,18 +26,18 @@ class Answer(NamedTuple):
 
 async def fetch(
     pool: ConnectionPool, origin: Origin, path: str, *, timeout_s: float, max_bytes: int, key: ApiKey | None = None
-) -> Answer:
-    """GET `path`, showing the endpoint its `key`. Raises what `send` does."""
+) -> Response:
+    """GET `path`, with the endpoint's `key`. Raises what `send` raises."""
     head = request_head("GET", path, origin.host_field, _FIELDS if key is None else _FIELDS + bearer(key), 0)
     return await send(pool, origin, "GET", head, b"", timeout_s=timeout_s, max_bytes=max_bytes)
 
 
 async def send(  # noqa: PLR0913 - a request's four parts
     pool: ConnectionPool, origin: Origin, method: str, head: bytes, body: bytes, *, timeout_s: float, max_bytes: int
-) -> Answer:
-    """Send a request, whole. Raises UpstreamError: PROTOCOL also if the response's body is larger than `max_bytes`,
-    TIMEOUT if the whole takes longer than `timeout_s`, as `pulse` counts. A kept connection that turns out to be closed
-    costs nothing.
+) -> Response:
+    """Send a request, and return the complete response. Raises UpstreamError: PROTOCOL also if the response's body is
+    larger than `max_bytes`, TIMEOUT if it takes longer than `timeout_s`, as `pulse` counts. If a kept connection turns
+    out to be closed, a new one is used.
     """
     request = method, head, body
     try:
@@ -58,20 +58,20 @@ async def send(  # noqa: PLR0913 - a request's four parts
 
 async def _exchange(
     connection: Connection, method: str, head: bytes, body: bytes, timeout_s: float, max_bytes: int
-) -> Answer:
+) -> Response:
     collector = _Collector(connection, max_bytes)
     connection.send(method, head, body, collector, Limits(timeout_s, timeout_s, timeout_s))
     try:
         result = await collector.result
     finally:
-        collector.let_go()
+        collector.release()
     if isinstance(result, UpstreamError):
         raise result
     return result
 
 
 def bearer(key: ApiKey) -> bytes:
-    """The field line that shows an endpoint its key."""
+    """The field line that sends an endpoint its key."""
     return f"Authorization: Bearer {key.reveal()}\r\n".encode("ascii")
 
 
@@ -79,33 +79,33 @@ _FIELDS = b"Accept: */*\r\nUser-Agent: lbproxy\r\n"
 
 
 class _Collector:
-    """Takes head and end as a receiver, and the payload as a watcher."""
+    """Gets head and end as a receiver, and the payload as a watcher."""
 
     switches = False
 
     def __init__(self, connection: Connection, max_bytes: int) -> None:
         # A failure is a result here: an exception that a cancelled task never fetches would be logged as lost.
-        self.result: asyncio.Future[Answer | UpstreamError] = asyncio.get_running_loop().create_future()
+        self.result: asyncio.Future[Response | UpstreamError] = asyncio.get_running_loop().create_future()
         self._connection: Connection | None = connection
-        """None: the response is whole, and the connection may be another's by now."""
+        """None: the response is complete, and another exchange may use the connection by now."""
         self._left = max_bytes
-        self._body = bytearray()  # not a list of pieces: a response of two bytes a chunk would be 20 times its size
+        self._body = bytearray()  # a list of pieces would be 20 times the size of a response of two bytes a chunk
         self._head: ResponseHead | None = None
 
-    def whole(self, head: ResponseHead, body: bytes) -> None:
+    def complete_response(self, head: ResponseHead, body: bytes) -> None:
         self._head = head
         self.feed(body, 0, len(body))
         self.ended()
 
-    def let_go(self) -> None:
-        """Nobody waits for the response any more: close the connection, unless the response was whole."""
-        self._body.clear()  # an error that is raised keeps us, by its traceback, until the next collection of garbage
+    def release(self) -> None:
+        """Close the connection, unless the response was complete: no task waits for it any more."""
+        self._body.clear()  # a raised error keeps this object, by its traceback, until the next garbage collection
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
 
     def hints(self, head: ResponseHead) -> None:
-        """Of no use here."""
+        """Not used here."""
 
     def head(self, head: ResponseHead) -> None:
         self._head = head
@@ -120,16 +120,16 @@ class _Collector:
             self.broke(UpstreamError(FailureKind.PROTOCOL, "the body is too large"))
 
     def body(self, data: bytes) -> None:
-        """The payload was seen by `feed`."""
+        """The payload was passed to `feed`."""
 
     def ended(self) -> None:
         self._connection = None
         assert self._head is not None
-        self._settle(Answer(self._head.status, self._head.content_type.decode("latin-1"), bytes(self._body)))
+        self._settle(Response(self._head.status, self._head.content_type.decode("latin-1"), bytes(self._body)))
 
     def broke(self, error: UpstreamError) -> None:
         self._settle(error)
 
-    def _settle(self, result: Answer | UpstreamError) -> None:
+    def _settle(self, result: Response | UpstreamError) -> None:
         if not self.result.done():
             self.result.set_result(result)

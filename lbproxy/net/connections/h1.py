@@ -1,9 +1,9 @@
-"""HTTP/1.1 as a client speaks it: request heads out, response heads and body framing in. Sans-io.
+"""HTTP/1.1 as a client: request heads out, response heads and body framing in. Sans-io.
 
 Theory of operation. A response is a head, which `parse_head` turns into a `ResponseHead` with its framing (RFC 9112,
-section 6.3), and a body, which a framing object walks: it is fed every read, says how many of its bytes belong to the
-message, and never copies or changes them, because the bytes are relayed as they came. Endpoints are not trusted: what
-is ambiguous is an error, never a guess. Any exception other than `ProtocolError` is a bug.
+section 6.3), and a body, which a framing object walks. It is fed every read, returns how many of the bytes belong to
+the message, and never copies or changes them, because they are relayed verbatim. Endpoints are not trusted: ambiguous
+messages are errors, never guesses. Any exception other than `ProtocolError` is a bug.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _MAX_TRAILER_BYTES: Final = 16 << 10
 _STATUS_LINE: Final = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: .*)?")
 _NAME: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _TEXT: Final = bytes({*range(0x20, 0x100), 0x09} - {0x7F})
-"""What may stand in a head beside CR and LF: RFC 9110, section 5.5."""
-_ENDS_HERE: Final = frozenset(
+"""The bytes allowed in a head besides CR and LF: RFC 9110, section 5.5."""
+_NOT_FORWARDED: Final = frozenset(
     {
         b"close",  # a field that the usual `Connection: close` would nominate
         b"connection",
@@ -40,14 +40,14 @@ _ENDS_HERE: Final = frozenset(
         b"endpoint-load-metrics-bin",
     }
 )
-"""Fields of a response that end at this hop (RFC 9110, section 7.6.1), or that are set anew."""
+"""Response fields that are hop-by-hop (RFC 9110, section 7.6.1), or that are set anew."""
 _CHUNK_LINE: Final = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\x00-\x08\x0a-\x1f\x7f]*)?")
 _TRAILER_LINE: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[^\x00-\x08\x0a-\x1f\x7f]*")
 _LENGTH: Final = re.compile(rb"[0-9]{1,15}")
 LENGTH_LINE: Final = re.compile(rb"\r\nContent-Length: ([0-9]{1,9})(?=\r\n)", re.IGNORECASE)
-"""As nearly everybody writes it. Without this line, most heads of a peer are the same each time."""
+"""As nearly all servers write it. Without this line, most heads of a server are the same each time."""
 _REPORT_LINE: Final = re.compile(rb"(?<=\r\n)endpoint-load-metrics: [ -~]{0,512}\r\n")
-"""As vLLM writes it: also another each time."""
+"""As vLLM writes it: also different each time."""
 
 
 class ProtocolError(Exception):
@@ -56,11 +56,12 @@ class ProtocolError(Exception):
     def __init__(self, problem: str, at: int = 0) -> None:
         super().__init__(problem)
         self.at = at
-        """Of a bad chunk line, or bad bytes behind a chunk: where in what was fed they begin, or go on."""
+        """For a bad chunk line, or bad bytes after a chunk: their position in what was fed, or that of their
+        continuation."""
 
 
 class PayloadWatcher(Protocol):
-    """Sees the payload, without framing, as it goes by."""
+    """Sees the payload, without framing, while it is relayed."""
 
     def feed(self, data: bytes, start: int, end: int) -> None:
         """The next piece is `data[start:end]`."""
@@ -71,27 +72,27 @@ class Framing(Protocol):
     """Walks one body."""
 
     done: bool
-    """The message is whole."""
+    """The message is complete."""
 
     def feed(self, data: bytes, start: int = 0) -> int:
-        """The next bytes are `data[start:]`; returns where in `data` the message ends, `len(data)` if not there.
+        """The next bytes are `data[start:]`. Returns where in `data` the message ends, `len(data)` if it does not.
 
         Raises ProtocolError if they cannot belong to this body.
         """
         ...
 
     def eof(self) -> bool:
-        """The endpoint closed. Returns whether the message is whole."""
+        """The endpoint closed. Returns whether the message is complete."""
         ...
 
     @property
     def at_boundary(self) -> bool:
-        """Bytes of our own, framed in the same way, could follow the last byte fed."""
+        """Other bytes, framed in the same way, could follow the last byte fed."""
         ...
 
 
 class LengthFraming:
-    """A body of a known number of bytes; 0 for answers without a body."""
+    """A body of a known number of bytes; 0 for responses without a body."""
 
     __slots__ = ("_left", "_watcher", "done")
     at_boundary = False
@@ -116,7 +117,7 @@ class LengthFraming:
 
 
 class CloseFraming:
-    """A body that ends when the endpoint closes: nothing tells a cut from an end."""
+    """A body that ends when the endpoint closes: a cut cannot be told from an end."""
 
     __slots__ = ("_watcher", "done")
     at_boundary = True
@@ -143,15 +144,15 @@ class ChunkedFraming:
     __slots__ = ("_extensions_left", "_in_trailer", "_left", "_line", "_trailer_bytes", "_watcher", "done")
 
     def __init__(self, watcher: PayloadWatcher | None = None, *, max_extension_bytes: int | None = None) -> None:
-        """`max_extension_bytes`: of all chunk extensions together. None = each line has its bound, and they have none:
-        a stream can go on for hours, and nothing of it is kept.
+        """`max_extension_bytes`: the limit for all chunk extensions together. None = only each line is limited: a
+        stream can last for hours, and nothing of it is kept.
         """
         self._watcher = watcher
         self._extensions_left = max_extension_bytes
         self._left = 0
-        """What is still to come of the current chunk: its data and the CRLF after it."""
+        """Bytes that are missing from the current chunk: its data and the CRLF after it."""
         self._line = b""
-        """The beginning of a size or trailer line that the last read cut."""
+        """The beginning of a size or trailer line that is split between reads."""
         self._in_trailer = False
         self._trailer_bytes = 0
         self.done = False
@@ -160,7 +161,7 @@ class ChunkedFraming:
         """See Framing."""
         at, end = start, len(data)
         if not (self._left or self._line or self._in_trailer or self.done):
-            # One whole chunk in one read is what a token makes; seen as such, it costs a third of the walk.
+            # Usually one read is one complete chunk with one token; recognising that costs a third of the walk.
             eol = data.find(b"\r\n", at, at + _USUAL_LINE)
             size = _usual_chunk_size(data[at:eol]) if eol > 0 else None
             if size is not None and eol + size + 4 == end and data.endswith(b"\r\n"):
@@ -181,7 +182,7 @@ class ChunkedFraming:
 
     @property
     def at_boundary(self) -> bool:
-        """Between two chunks."""
+        """Whether the position is between two chunks."""
         return not (self._left or self._line or self._in_trailer or self.done)
 
     def _walk_chunk(self, data: bytes, at: int, end: int) -> int:
@@ -243,34 +244,34 @@ _USUAL_LINE: Final = 8
 
 @lru_cache(maxsize=1024)
 def _usual_chunk_size(line: bytes) -> int | None:
-    """The size of a chunk that has one above 0 and nothing else on its line; None for every other line."""
+    """The size of a chunk that is above 0 and alone on its line; None for every other line."""
     match = _CHUNK_LINE.fullmatch(line)
     return int(line, 16) or None if match is not None and match[1] == line else None
 
 
 class ResponseHead(NamedTuple):
-    """A response's head, valid and unambiguous."""
+    """The head of a response, valid and unambiguous."""
 
     status: int
     end_to_end: bytes
-    """The field lines that go on to the client, as they came, each with its CRLF; Content-Length is not among them."""
+    """The field lines to pass on to the client, as they came, each with its CRLF; without Content-Length."""
     content_type: bytes
     """Lower case; empty if not given."""
     encoded: bool
     """There is a Content-Encoding: the body cannot be read as it is."""
     keep_alive: bool
-    """The endpoint will take another request on this connection."""
+    """The endpoint accepts another request on this connection."""
     chunked: bool
     length: int | None
-    """The body's length; 0 where the status forbids a body; None if chunked or ended by close."""
+    """The body's length; 0 where the status forbids a body; None if it is chunked or ended by close."""
     announced: bytes | None
-    """The value of Content-Length, which with HEAD and 304 tells of a body that does not follow."""
+    """The value of Content-Length, which with HEAD and 304 is about a body that does not follow."""
     load_report: bytes = b""
-    """The field line with the endpoint's load (see `core.engines.orca`), as it came, with its CRLF; of several the
-    first."""
+    """The field line with the endpoint's load (see `core.engines.orca`), as it came, with its CRLF; the first of
+    several."""
 
     def framing(self, watcher: PayloadWatcher | None = None) -> Framing:
-        """A new walker for this head's body."""
+        """A new framing object for the body."""
         if self.chunked:
             return ChunkedFraming(watcher)
         return CloseFraming(watcher) if self.length is None else LengthFraming(self.length, watcher)
@@ -306,30 +307,30 @@ def parse_head(head: bytes, method: str) -> ResponseHead:
     if status == 304:
         keep_alive = fixed.keep_alive
     elif chunked or announced not in {None, b"0"}:
-        keep_alive = False  # a body that comes all the same must not be taken for the next answer
+        keep_alive = False  # a body that follows all the same must not be read as the next response
     else:
         keep_alive = fixed.keep_alive
     return ResponseHead(*fixed[:4], keep_alive, False, 0, announced, load_report)
 
 
 class _FixedHead(NamedTuple):
-    """What a head says, whatever the length of the body."""
+    """The content of a head, independent of the length of the body."""
 
     status: int  # the first four as in ResponseHead
     end_to_end: bytes
     content_type: bytes
     encoded: bool
     keep_alive: bool
-    """If the body is framed."""
+    """If the body has framing."""
     chunked: bool
     announced: bytes | None
-    """A Content-Length that `LENGTH_LINE` did not find."""
+    """A Content-Length that `LENGTH_LINE` did not match."""
     load_report: bytes
 
 
 def _read_head(head: bytes) -> _FixedHead:
     lines = head[:-4].split(b"\r\n")
-    # All that is no text must be the line ends, in their order: a bare CR, LF or any other control byte shows here.
+    # All other bytes must be the line ends, in their order: a bare CR, LF or any other control byte is found here.
     if not head.endswith(b"\r\n\r\n") or head.translate(None, _TEXT) != b"\r\n" * (len(lines) + 1):
         raise ProtocolError("the response head has control characters")
     minor, status = _read_status_line(lines[0])
@@ -346,12 +347,12 @@ def _read_head(head: bytes) -> _FixedHead:
 
 
 _CACHED_HEAD_BYTES: Final = 2 << 10
-"""Longer heads are not worth remembering, and would let a peer fill the cache with megabytes."""
+"""Longer heads are not worth caching, and would let a peer fill the cache with megabytes."""
 _read_head_cached: Final = lru_cache(maxsize=1024)(_read_head)
 
 
 def _read_status_line(line: bytes) -> tuple[int, int]:
-    """Minor version and status."""
+    """The minor version and the status."""
     match = _STATUS_LINE.fullmatch(line)
     if match is None:
         raise ProtocolError("the status line is malformed")
@@ -359,7 +360,7 @@ def _read_status_line(line: bytes) -> tuple[int, int]:
 
 
 def split_field(line: bytes) -> tuple[bytes, bytes] | None:
-    """Name in lower case, and value without the white space around it; None if the line is malformed."""
+    """The name in lower case, and the value without surrounding white space; None if the line is malformed."""
     name, colon, value = line.partition(b":")
     if not colon or _NAME.fullmatch(name) is None:  # no white space: neither folding nor a space before the colon
         return None
@@ -371,8 +372,8 @@ def _read_fields(
 ) -> tuple[list[bytes], bytes, bool, bytes | None, set[bytes] | frozenset[bytes], bytes]:
     """Sort the field lines; `lines[0]` is the status line.
 
-    Returns the lines that go on to the client, the Content-Type, whether the body is chunked, the Content-Length, what
-    Connection names: options, and fields that end at this hop, all in lower case; and the load report's line.
+    Returns the lines to pass on to the client, the Content-Type, whether the body is chunked, the Content-Length, what
+    Connection names (options, and hop-by-hop fields, in lower case), and the line of the load report.
     """
     kept: list[bytes] = []
     content_type = load_report = b""
@@ -384,7 +385,7 @@ def _read_fields(
         if field is None:
             raise ProtocolError("a field line is malformed")
         name, value = field
-        if name not in _ENDS_HERE:
+        if name not in _NOT_FORWARDED:
             kept.append(line)
             if name == b"content-type":
                 content_type = value.lower()
@@ -411,7 +412,7 @@ _USUAL_OPTIONS: Final = frozenset({b"close", b"keep-alive", b""})
 
 def request_head(method: str, target: str, authority: str, fields: bytes, length: int) -> bytes:
     """A request's head. `fields` are end-to-end and valid field lines, each with its CRLF; Host and Content-Length are
-    set here. Content-Length is sent with every method that has a body, also when that is empty.
+    set here. Content-Length is sent with every method that has a body, even if it is empty.
     """
     framing = f"Content-Length: {length}\r\n" if length or method in _WITH_BODY else ""
     return f"{method} {target} HTTP/1.1\r\nHost: {authority}\r\n{framing}".encode("ascii") + fields + b"\r\n"

@@ -1,21 +1,21 @@
-"""The deadlines of one attempt at an endpoint: which clock runs now, and what it means when that runs out.
+"""The deadlines of one attempt at an endpoint: which clock runs now, and what happens when it expires.
 
     clock       runs from            until                                        at most
-    connect     the dial             the connection stands                        timeouts.connect
+    connect     the dial             the connection is established                timeouts.connect
     response    the request is sent  the first event, or byte of any other body   timeouts.first_byte
     silence     the last read        the next one                                 timeouts.stream_idle
-    (none)      the client takes nothing, or the response is complete
+    (none)      the client does not read, or the response is complete
 
-The head of a response stops no clock: vLLM and others send it when they take a stream, and then it waits in their queue
-like any other request. Nor do comments, which only say that somebody is there. Time in which the client takes nothing
-is nobody's silence, and neither is time in which we ourselves stood still (`prolong`).
+The head of a response stops no clock: vLLM and others send it when they accept a stream, which then waits in their
+queue like any other request. Neither do comments, which only show that the server is alive. Time in which the client
+does not read is not the endpoint's silence, and neither is time in which lbproxy itself was stopped (`prolong`).
 
-What the end of a clock means is the same for all three: the attempt ends as a time-out. Before the first bytes went to
-the client it is told so by a status, or an event where it has the head of a stream; later by an event. Whether the
-endpoint is blamed is for `core.endpoints.hang` to say (`goes_on`): not if it shows that it goes on with other work.
-That an endpoint hangs, or is dead, is found there too, from outside and sooner. A host that vanished is found by
-keep-alive of the kernel (`net.dialing.vanished`), which has no other limit: a busy endpoint may read nothing of a
-large body for as long as `response` runs. `connect` runs in the dial, which has no connection yet.
+All three clocks end the attempt as a time-out. Before the first bytes went to the client it gets a status, or an event
+if it has the head of a stream; later it gets an event. `core.endpoints.hang` (`makes_progress`) decides whether the
+endpoint is blamed: not if it makes progress with other work. It also finds endpoints that hang or are dead, from
+outside and sooner. A host that vanished is found by the kernel's keep-alive (`net.dialing.vanished`), which has no
+other limit: a busy endpoint may read nothing of a large body for as long as `response` runs. `connect` runs in the
+dial, which has no connection yet.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 
 
 class Limits(NamedTuple):
-    """How long the clocks of an attempt may run, in seconds."""
+    """The limits of an attempt's clocks, in seconds."""
 
     connect_s: float
     response_s: float
@@ -36,21 +36,21 @@ NO_LIMITS: Final = Limits(inf, inf, inf)
 
 
 class Patience:
-    """One attempt's clock. A connection has one, for the attempts that go over it in turn."""
+    """The clock of one attempt. A connection has one, for the attempts that use it one after the other."""
 
     __slots__ = ("_began", "_left_s", "_limits", "deadline")
 
     def __init__(self) -> None:
         self.deadline = inf
-        """When the clock that runs now runs out; inf = none runs."""
+        """When the current clock expires; inf = none runs."""
         self._limits = NO_LIMITS
         self._began = False
         """The first event, or byte of any other body, arrived."""
         self._left_s = inf
-        """While no clock runs since the client takes nothing: what is left of it."""
+        """What is left of the clock while it is stopped, as the client does not read."""
 
     def sent(self, limits: Limits, now: float) -> None:
-        """The request is on its way."""
+        """The request was sent."""
         self._limits = limits
         self._began = False
         self.deadline = now + limits.response_s
@@ -66,25 +66,25 @@ class Patience:
             self.deadline = now + self._limits.silence_s
 
     def paused(self, now: float) -> None:
-        """The client takes nothing."""
+        """The client does not read."""
         self._left_s = self._limits.silence_s if self._began else self.deadline - now
         self.deadline = inf
 
     def resumed(self, now: float) -> None:
-        """It takes again."""
+        """The client reads again."""
         self.deadline = now + self._left_s
 
     def prolong(self, seconds: float) -> None:
-        """We stood still for so long."""
+        """lbproxy itself was stopped for `seconds`."""
         self.deadline += seconds
 
-    def over(self) -> None:
+    def stop(self) -> None:
         """The response is complete, or will never be."""
         self.deadline = inf
 
     @property
     def reason(self) -> str:
-        """What a time-out was about, for the log."""
+        """The reason for a time-out, for the log."""
         if self._began:
             return f"silent for {self._limits.silence_s:g} s in the middle of its response"
         return f"no response within {self._limits.response_s:g} s"

@@ -1,17 +1,17 @@
-"""Connections to the endpoints: opened, kept for a moment, taken again, and watched for silence.
+"""Connections to the endpoints: opened, kept for a while, reused, and watched for silence.
 
-Theory of operation. A `Connection` is an asyncio protocol that carries one exchange at a time. `send` names a receiver,
-which is called as the response comes: `head`, then, if it took the body by `relay`, every read in the very callback in
-which it came, then the end. No future and no task stands between the socket and the receiver. A connection returns
-itself to the pool when a message ended cleanly and nothing speaks against it; in every other case it is closed.
+Theory of operation. A `Connection` is an asyncio protocol that carries one exchange at a time. `send` takes a receiver,
+which is called as the response arrives: `head`; then, if it accepted the body by `relay`, every read in the same
+callback in which it arrived; then the end. There is no future and no task between the socket and the receiver. A
+connection returns to the pool when a message ended cleanly and nothing forbids its reuse; otherwise it is closed.
 Invariants:
 
 - A connection with an unread or unexpected byte is never reused.
-- After `abort`, or when its receiver let go, a connection calls nobody any more.
-- Kept connections live shorter than the 5 s after which vLLM and SGLang (uvicorn) close them.
+- After `abort`, or when its receiver released it, a connection makes no more calls.
+- Kept connections are closed before the 5 s after which vLLM and SGLang (uvicorn) close them.
 
-One sweep each 250 ms looks after the clocks of all connections (`net.connections.patience`): a timer per request would
-cost more than they need in precision. Connecting has its own time-out. None of them runs while we stand still: see
+One sweep every 250 ms checks the clocks of all connections (`net.connections.patience`): a timer per request would cost
+more than its precision is worth. Connecting has its own time-out. No clock runs while lbproxy itself is stopped: see
 `pulse`.
 """
 
@@ -38,37 +38,39 @@ from lbproxy.pulse import Pulse
 IDLE_S = 3.0
 MAX_IDLE_PER_ORIGIN: Final = 1024
 STALE_S = 0.5
-"""A kept connection that breaks this soon after a request went out was closed before it: the keep-alive race. One that
-breaks later died with the request on it, which must then not be sent again: it may be what killed the server."""
+"""A kept connection that breaks this soon after a request was sent was closed before it: the keep-alive race. One that
+breaks later failed with the request on it, which must then not be sent again: it may have broken the server."""
 SWEEP_S: Final = 0.25
 CLOSING_S: Final = 0.01
-"""An aborted transport lets go of its descriptor some turns of the loop later."""
+"""An aborted transport closes its descriptor some turns of the loop later."""
 LARGE_BYTES: Final = 1 << 20
-"""A larger body is sent in slices, one a turn of the loop."""
+"""A larger body is sent in slices, one in each turn of the loop."""
 SLICE_BYTES: Final = 256 << 10
 MAX_INFORMATIONAL: Final = 8
-"""1xx answers before the real one."""
+"""1xx responses before the final one."""
 
 
 class Receiver(Protocol):
-    """Where a response goes. Called from the connection's own callbacks; must not block."""
+    """Receives a response. Called from the connection's own callbacks; must not block."""
 
     @property
     def switches(self) -> bool:
-        """The request asks to switch protocols: a 101 is a response to it, and goes to `head`. Else it is an error."""
+        """The request asks to switch protocols: a 101 is its response, and goes to `head`. Otherwise a 101 is
+        an error.
+        """
         ...
 
-    def whole(self, head: ResponseHead, body: bytes) -> None:
-        """The response, after any 1xx ones, that came in one piece; its length says so. Nothing follows."""
+    def complete_response(self, head: ResponseHead, body: bytes) -> None:
+        """A complete response, after any 1xx responses, in one piece as its length says. Nothing follows."""
         ...
 
     def hints(self, head: ResponseHead) -> None:
-        """103 Early Hints: fields of the response to come."""
+        """103 Early Hints: fields of the response that follows."""
         ...
 
     def head(self, head: ResponseHead) -> None:
-        """The head of any other response. Before this returns, `relay` must be called for the body, or `abort`; or
-        `switch`, of a 101.
+        """The head of any other response. Before this returns, it must call `relay` for the body, or `abort`; or
+        `switch` for a 101.
         """
         ...
 
@@ -77,48 +79,48 @@ class Receiver(Protocol):
         ...
 
     def ended(self) -> None:
-        """The message is whole. Nothing follows."""
+        """The message is complete. Nothing follows."""
         ...
 
     def broke(self, error: UpstreamError) -> None:
-        """There will be no response, or its body will never be whole. Nothing follows."""
+        """There will be no response, or its body will never be complete. Nothing follows."""
         ...
 
 
 class Connection:
-    """One connection to an endpoint: an asyncio.Protocol by its methods. Made by `ConnectionPool` only."""
+    """One connection to an endpoint, with the methods of an asyncio.Protocol. Made by `ConnectionPool` only."""
 
     def __init__(self, pool: ConnectionPool, origin: Origin) -> None:
         self.origin = origin
         self.reused = False
-        """An exchange went over this connection before the one it was taken for."""
+        """An earlier exchange used this connection."""
         self.patience = Patience()
-        """The clock of the exchange that goes on."""
+        """The clock of the current exchange."""
         self._pool = pool
         self._loop = pool.loop
         self._transport: Corked | None = None
         self._buffer = b""
-        """What came of a head that is not whole."""
-        self._keeps = False
-        """The response that is relayed leaves a connection that can be used again."""
+        """The beginning of an incomplete head."""
+        self._reusable = False
+        """The connection can be reused after the response that is being relayed."""
         self._method = ""
         self._sent_at = 0.0
         self._informational = 0
         self._receiver: Receiver | None = None
-        """Set while an exchange goes on."""
+        """Set during an exchange."""
         self._framing: Framing | None = None
-        """Set from `relay` on, until the message is whole."""
+        """Set from `relay` on, until the message is complete."""
         self._paused = False
         self._is_full = False
-        """The transport takes no more for now."""
+        """The transport's buffer is full."""
         self._unsent: memoryview | None = None
-        """What the transport was not given yet of a large body."""
+        """What is left to write of a large body."""
 
     # The exchange
 
     def send(self, method: str, head: bytes, body: bytes, receiver: Receiver, limits: Limits) -> None:
-        """Send a request, whole. The response goes to `receiver`, from the next turn of the loop on, or a TIMEOUT when
-        a clock of these `limits` runs out: the receiver tells when the response `began`.
+        """Send a complete request. The response goes to `receiver`, from the next turn of the loop on; or a TIMEOUT
+        when a clock of these `limits` expires. The receiver reports when the response `began`.
         """
         self._method = method
         self._receiver = receiver
@@ -138,7 +140,7 @@ class Connection:
             self._send_more()
 
     def _send_more(self) -> None:
-        """The next slice of a large body, which would hold the loop as a whole: it is copied, or encrypted."""
+        """Write the next slice of a large body. Written at once it would block the loop: it is copied, or encrypted."""
         transport, body = self._transport, self._unsent
         if transport is None or body is None or transport.is_closing() or self._is_full:
             return
@@ -148,35 +150,35 @@ class Connection:
             self._loop.call_soon(self._send_more)
 
     def relay(self, head: ResponseHead, receiver: Receiver, watcher: PayloadWatcher | None) -> None:
-        """Take the body: it goes to `receiver`, what is here already within this call. Call it from `Receiver.head`."""
+        """Send the body to `receiver`; what has arrived already within this call. Call it from `Receiver.head`."""
         self._framing = head.framing(watcher)
         self._receiver = receiver
-        self._keeps = head.keep_alive
+        self._reusable = head.keep_alive
         data, self._buffer = self._buffer, b""
         self._relay(data)
 
     def switch(self, protocol: asyncio.Protocol) -> tuple[Corked | None, bytes]:
-        """After a 101, from `Receiver.head`: `protocol` has the transport from now on, and gets what comes. Returns the
-        transport, None if it was lost in this turn, and what came behind the head. `abort` must follow in the end.
+        """After a 101, from `Receiver.head`: give the transport to `protocol`. Returns the transport, None if it was
+        lost in this turn, and the bytes after the head. `abort` must be called in the end.
         """
         self._receiver = None
-        self.patience.over()
+        self.patience.stop()
         rest, self._buffer = self._buffer, b""
         if self._transport is not None:
             self._transport.set_protocol(protocol)
         return self._transport, rest
 
     def began(self) -> None:
-        """What the client waits for arrived: the first event, or byte of any other body. Now silence counts."""
+        """The first event, or byte of any other body, arrived. From now on silence is timed."""
         self.patience.began(self._loop.time())
 
     @property
     def at_boundary(self) -> bool:
-        """Bytes framed as the message is could follow what was relayed so far."""
+        """Other bytes with the framing of the message could follow what was relayed so far."""
         return self._framing is not None and self._framing.at_boundary
 
     def pause(self) -> None:
-        """Stop reading: the receiver is full. Its slowness is not the endpoint's silence."""
+        """Stop reading: the receiver is full. This time is not the endpoint's silence."""
         if not self._paused and self._transport is not None:
             self._paused = True
             self.patience.paused(self._loop.time())
@@ -190,7 +192,7 @@ class Connection:
             self._transport.resume_reading()
 
     def abort(self) -> None:
-        """Close at once, whatever goes on. Calls nobody. Legal at any time."""
+        """Close at once, whatever is in progress. Makes no calls. Allowed at any time."""
         self._receiver = self._unsent = None
         self._pool.forget(self)
         if self._transport is not None:
@@ -199,7 +201,7 @@ class Connection:
     # Time limits
 
     def sweep(self, now: float) -> None:
-        """Called by the pool now and then: break what was silent for too long."""
+        """Called by the pool regularly: end an exchange that was silent for too long."""
         if now >= self.patience.deadline:
             self._break(UpstreamError(FailureKind.TIMEOUT, f"{self.origin}: {self.patience.reason}"))
 
@@ -231,7 +233,7 @@ class Connection:
         self._send_more()
 
     def eof_received(self) -> None:
-        """See asyncio.Protocol: None closes our side too, as no endpoint half-closes in mid-answer."""
+        """See asyncio.Protocol: None closes our side too, as no endpoint half-closes during a response."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
@@ -239,7 +241,7 @@ class Connection:
         self._pool.forget(self)
         self._eof(exc)
 
-    # What the bytes mean
+    # The bytes received
 
     def _find_head(self, receiver: Receiver) -> None:
         end = self._buffer.find(b"\r\n\r\n") + 4
@@ -258,9 +260,9 @@ class Connection:
             return
         rest = self._buffer = self._buffer[end:]
         if head.length == len(rest) and head.status >= 200:
-            # Most answers that are no streams. Neither framing nor relay: 7 us less for each.
+            # Most non-streaming responses. Without framing and relay: 7 µs less for each.
             self._release(head.keep_alive)
-            receiver.whole(head, rest)
+            receiver.complete_response(head, rest)
             return
         if head.status >= 200 or head.status == 101:
             receiver.head(head)
@@ -283,23 +285,24 @@ class Connection:
             self._break(UpstreamError(FailureKind.PROTOCOL, f"{self.origin}: {error}"))
             return
         if end < len(data):
-            self._keeps = False  # bytes after the end of a message are fatal to its connection
+            self._reusable = False  # bytes after the end of a message forbid the reuse of its connection
             data = data[:end]
         if data:
             receiver.body(data)
-        if framing.done and self._receiver is receiver:  # which may have let go
+        if framing.done and self._receiver is receiver:  # which may have released it
             self._finish(receiver)
 
     def _finish(self, receiver: Receiver) -> None:
-        self._release(self._keeps)
+        self._release(self._reusable)
         receiver.ended()
 
     def _release(self, keeps: bool) -> None:
-        """The message is whole: back to the pool before the receiver hears, which may want a connection at once. What
-        idles there holds nothing of it."""
+        """The message is complete: return to the pool before the receiver is called, which may need a connection at
+        once. An idle connection keeps nothing of the message.
+        """
         self._receiver = self._framing = None
         self._buffer = b""
-        self.patience.over()
+        self.patience.stop()
         transport = self._transport
         if keeps and self._unsent is None and transport is not None and not transport.is_closing():
             self._pool.keep(self, idle=not transport.get_write_buffer_size())
@@ -314,9 +317,9 @@ class Connection:
         if self._framing is not None and exc is None and self._framing.eof():
             receiver.ended()
         else:
-            receiver.broke(self._lost(exc))
+            receiver.broke(self._connection_error(exc))
 
-    def _lost(self, exc: Exception | None) -> UpstreamError:
+    def _connection_error(self, exc: Exception | None) -> UpstreamError:
         unanswered = self._framing is None and not self._buffer and not self._informational
         stale = self.reused and unanswered and self._loop.time() - self._sent_at < STALE_S
         detail = f"{self.origin}: " + (f"connection lost: {exc}" if exc else "closed")
@@ -333,13 +336,13 @@ class ConnectionPool:
     """All connections to all endpoints. Must be made inside a running loop; `close` it there."""
 
     def __init__(self, pulse: Pulse | None = None) -> None:
-        """`pulse` tells when silence was our own."""
+        """`pulse`: knows when lbproxy itself was stopped."""
         self.loop = asyncio.get_running_loop()
         self.pulse = pulse or Pulse()
         self.cork = Cork(self.loop)
         self.names = Names(self.loop)
         self._stalled_s = 0.0
-        """By how much the limits of all connections were prolonged so far."""
+        """The total time by which the limits of all connections were prolonged."""
         self._idle: defaultdict[Origin, dict[Connection, float]] = defaultdict(dict)
         self._busy: set[Connection] = set()
         self._dialling: set[asyncio.Task[None]] = set()
@@ -347,7 +350,7 @@ class ConnectionPool:
 
     @property
     def open_connections(self) -> int:
-        """Kept and busy ones."""
+        """Kept and busy connections."""
         return len(self._busy) + sum(map(len, self._idle.values()))
 
     def take(self, origin: Origin) -> Connection | None:
@@ -361,9 +364,9 @@ class ConnectionPool:
         return connection
 
     async def connect(self, origin: Origin, timeout_s: float) -> Connection:
-        """A new connection. Raises UpstreamError CONNECT, or EXHAUSTED when we are out of descriptors.
+        """Open a new connection. Raises UpstreamError CONNECT, or EXHAUSTED if there are no descriptors.
 
-        `timeout_s` is for the connection to stand; a TLS handshake may take as long again.
+        `timeout_s`: for the TCP connection; a TLS handshake may take as long again.
         """
         try:
             try:
@@ -379,7 +382,7 @@ class ConnectionPool:
                     connection = Connection(self, origin)
                     await open_transport(self.loop, cast(asyncio.Protocol, connection), sock)
                 else:
-                    connection = await self._shake_hands(origin, origin[2], sock, timeout_s)
+                    connection = await self._tls_handshake(origin, origin[2], sock, timeout_s)
             except BaseException:
                 sock.close()
                 raise
@@ -387,13 +390,13 @@ class ConnectionPool:
             raise UpstreamError(FailureKind.CONNECT, f"{origin}: no connection within {timeout_s:g} s") from None
         except OSError as error:
             kind = FailureKind.EXHAUSTED if error.errno in OUR_FAULT else FailureKind.CONNECT
-            refused = isinstance(error, ConnectionRefusedError | FileNotFoundError)  # that file is a Unix socket
+            refused = isinstance(error, ConnectionRefusedError | FileNotFoundError)  # the file is a Unix socket
             raise UpstreamError(kind, f"{origin}: {reason(error)}", refused=refused) from error
         self._busy.add(connection)
         return connection
 
-    async def _shake_hands(self, origin: Origin, tls: Tls, sock: socket.socket, timeout_s: float) -> Connection:
-        """A connection over TLS. Raises OSError; TimeoutError after `timeout_s`."""
+    async def _tls_handshake(self, origin: Origin, tls: Tls, sock: socket.socket, timeout_s: float) -> Connection:
+        """Open a TLS connection. Raises OSError; TimeoutError after `timeout_s`."""
         context = client_context(tls.ca, tls.verify)
         name = tls.server_name or origin[0].rstrip(".")
         connection = Connection(self, origin)
@@ -404,11 +407,11 @@ class ConnectionPool:
         return connection
 
     def dial(
-        self, origin: Origin, timeout_s: float, opened: Callable[[Connection | UpstreamError], None]
+        self, origin: Origin, timeout_s: float, on_result: Callable[[Connection | UpstreamError], None]
     ) -> asyncio.Task[None]:
-        """`connect` for callers that do not await: `opened` is called with the result, never within this call.
+        """`connect` for callers that do not await: `on_result` is called with the result, never within this call.
 
-        Cancelling the task ends it, and then nobody is called.
+        Cancelling the task ends it, and then there is no call.
         """
 
         async def connect() -> None:
@@ -416,7 +419,7 @@ class ConnectionPool:
                 result: Connection | UpstreamError = await self.connect(origin, timeout_s)
             except UpstreamError as error:
                 result = error
-            opened(result)
+            on_result(result)
 
         task = self.loop.create_task(connect())
         self._dialling.add(task)
@@ -424,19 +427,19 @@ class ConnectionPool:
         return task
 
     def keep(self, connection: Connection, *, idle: bool) -> None:
-        """An exchange ended cleanly. `idle`: and nothing of the request is left to send."""
+        """Keep a connection whose exchange ended cleanly. `idle`: nothing of the request is left to send."""
         self._busy.discard(connection)
         kept = self._idle[connection.origin]
         if idle and len(kept) < MAX_IDLE_PER_ORIGIN:
             kept[connection] = self.loop.time()
-            if connection._paused:  # it must be read, to see it close
+            if connection._paused:  # it must be read, so that its close is noticed
                 connection.resume()
-                connection.patience.over()
+                connection.patience.stop()
         else:
             connection.abort()
 
     def forget(self, connection: Connection) -> None:
-        """The connection is closed."""
+        """Forget a closed connection."""
         self._busy.discard(connection)
         idle = self._idle.get(connection.origin)
         if idle is not None:
@@ -454,7 +457,7 @@ class ConnectionPool:
             connection.abort()
 
     def _close_idle(self) -> bool:
-        """Make room where descriptors are short. Returns whether there was anything to close."""
+        """Close kept connections when descriptors are short. Returns whether there were any."""
         idle = [connection for kept in self._idle.values() for connection in kept]
         for connection in idle:
             connection.abort()

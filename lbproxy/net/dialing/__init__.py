@@ -1,7 +1,7 @@
-"""How a connection to an endpoint comes about: addresses, TCP or a Unix socket, TLS, a forward proxy.
+"""How a connection to an endpoint is made: addresses, TCP or a Unix socket, TLS, a forward proxy.
 
-`dial` tries what `names` knows in turn and in time; `origin` says where to, `tls` whom to believe, `tunnel` speaks
-CONNECT, `vanished` sets the TCP options that find peers which are gone.
+`dial` tries the addresses of `names` one after the other, within a time limit; `origin` is the destination; `tls`
+verifies certificates; `tunnel` sends CONNECT; `vanished` sets the TCP options that detect vanished peers.
 
-In: `connections.pool`. Never: HTTP, but for CONNECT.
+Imported by: `connections.pool`. Never: HTTP, except for CONNECT.
 """

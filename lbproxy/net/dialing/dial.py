@@ -1,5 +1,5 @@
-"""A connection to an endpoint, by TCP, a Unix socket or through a forward proxy: the first of its addresses that
-answers in time, tuned for streams.
+"""A connection to an endpoint, by TCP, a Unix socket or through a forward proxy: to the first of its addresses that
+responds in time, with options for streams.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ RECEIVE_BUFFER_BYTES = 64 << 10
 """SO_RCVBUF: a slow client stops the endpoint after this and the client's own buffers, not after the kernel's 6 MB."""
 
 OUR_FAULT: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
-"""What errors of connect(2) and socket(2) say of this process or machine, not of the peer."""
+"""Errors of connect(2) and socket(2) that are about this process or machine, not about the peer."""
 QUEUE_FULL_S = 0.01
-"""Until a Unix socket whose queue of connections is full is asked again."""
+"""The delay before a Unix socket whose queue of connections is full is tried again."""
 
 
 def reason(error: OSError) -> str:
@@ -38,7 +38,7 @@ def reason(error: OSError) -> str:
 async def open_socket(
     loop: asyncio.AbstractEventLoop, pulse: Pulse, names: Names, origin: Origin, timeout_s: float
 ) -> socket.socket:
-    """A connected socket that leads to `origin`. Raises OSError; TimeoutError after `timeout_s`.
+    """Return a socket that is connected to `origin`. Raises OSError; TimeoutError after `timeout_s`.
 
     A proxy may take as long again for its response to CONNECT.
     """
@@ -53,10 +53,10 @@ async def open_socket(
 async def _open_tunnel(
     loop: asyncio.AbstractEventLoop, pulse: Pulse, names: Names, proxy: Proxy, target: Origin, timeout_s: float
 ) -> socket.socket:
-    """A connected socket that a proxy joins to `target`. Raises OSError.
+    """Return a connected socket that a proxy joins to `target`. Raises OSError.
 
-    Its text names the proxy, and its type says nothing of the target: that nothing listens at the proxy's address does
-    not mean that the endpoint's process is gone.
+    Its text names the proxy, and its type does not depend on the target: if nothing listens at the proxy's address, the
+    endpoint's process may still run.
     """
     try:
         sock = await _open_tcp(loop, pulse, names, proxy.host, proxy.port, timeout_s)
@@ -90,14 +90,14 @@ async def open_transport(loop: asyncio.AbstractEventLoop, protocol: asyncio.Prot
 
 
 async def _open_unix(path: str) -> socket.socket:
-    """A connected socket to whoever listens at `path`, once there is room in its queue. Raises OSError."""
+    """Return a socket that is connected to `path`, once there is room in the listener's queue. Raises OSError."""
     while True:
         sock = socket.socket(socket.AF_UNIX)
         try:
             sock.setblocking(False)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
             sock.connect(path)  # at once, or not at all
-        except BlockingIOError:  # its queue is full: unlike with TCP, nothing goes on in the background
+        except BlockingIOError:  # its queue is full: unlike with TCP, nothing continues in the background
             sock.close()
             await asyncio.sleep(QUEUE_FULL_S)
         except BaseException:
@@ -110,9 +110,10 @@ async def _open_unix(path: str) -> socket.socket:
 async def _open_tcp(
     loop: asyncio.AbstractEventLoop, pulse: Pulse, names: Names, host: str, port: int, timeout_s: float
 ) -> socket.socket:
-    """A connected socket to the first address of `host` that answers. Raises OSError; TimeoutError after `timeout_s`.
+    """Return a socket connected to the first address of `host` that responds. Raises OSError; TimeoutError after
+    `timeout_s`.
 
-    Each address gets an equal share of the time that is left, so that a silent one does not eat it all.
+    Each address gets an equal share of the remaining time, so that a silent one does not use it all.
     """
     deadline = loop.time() - pulse.stalled_s() + timeout_s
     async with pulse.timeout(timeout_s):
@@ -137,7 +138,7 @@ async def _open_tcp(
             raise
         else:
             return sock
-    names.doubt(host, port)
+    names.refresh(host, port)
     assert error is not None
     raise error
 

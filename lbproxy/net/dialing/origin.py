@@ -1,4 +1,4 @@
-"""Where a connection leads to. Not in pool.py, which is compiled: a compiled class cannot be a tuple."""
+"""The destination of a connection. Not in pool.py, which is compiled: a compiled class cannot be a tuple."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lbproxy.core.endpoints.credentials import Proxy, Tls
 
 
 class Origin(tuple[str, int, Tls | None, Proxy | None]):
-    """Where a connection leads to: host, port, how its certificate is judged (None: it speaks no TLS), and the proxy
-    that it goes through (None: there is none).
+    """The destination of a connection: host, port, how its certificate is verified (None: no TLS), and the proxy to use
+    (None: no proxy).
 
-    Of a Unix socket: its absolute path, which no host looks like, and port 0.
+    For a Unix socket: its absolute path, which cannot be a host, and port 0.
     """
 
     __slots__ = ()
@@ -24,7 +24,9 @@ class Origin(tuple[str, int, Tls | None, Proxy | None]):
     @classmethod
     @lru_cache(maxsize=4096)  # once per request; URLs come from settings and discovery only
     def parse(cls, base_url: str, tls: Tls | None = None, proxy: Proxy | None = None) -> Origin:
-        """From `http[s]://host[:port][/path]` or `unix:/path/of/socket`. `tls`: of an https URL; None = the usual."""
+        """From `http[s]://host[:port][/path]` or `unix:/path/of/socket`. `tls`: for an https URL; None = the
+        default.
+        """
         if base_url.startswith("unix:"):
             return cls((base_url.removeprefix("unix:"), 0))
         url = urlsplit(base_url)
@@ -35,7 +37,7 @@ class Origin(tuple[str, int, Tls | None, Proxy | None]):
 
     @property
     def socket_path(self) -> str | None:
-        """Of a Unix socket; None = it is reached over TCP."""
+        """The path of a Unix socket; None = it is reached over TCP."""
         return self[0] if self[0].startswith("/") else None
 
     def __str__(self) -> str:
@@ -52,8 +54,8 @@ class Origin(tuple[str, int, Tls | None, Proxy | None]):
 
     @property
     def host_field(self) -> str:
-        """What stands in Host: of a Unix socket, as clients of such servers write it, `localhost`."""
+        """The value of Host; for a Unix socket `localhost`, as clients of such servers send it."""
         if self.socket_path is not None:
             return "localhost"
-        name = None if self[2] is None else self[2].server_name  # where name and Host differ, servers answer 421
+        name = None if self[2] is None else self[2].server_name  # where name and Host differ, servers respond with 421
         return str(self) if name is None else f"{name}:{self[1]}"

@@ -1,7 +1,7 @@
-"""TLS towards the endpoints: what verifies their certificates, and why a handshake failed.
+"""TLS to the endpoints: the verification of their certificates, and why a handshake failed.
 
-Certificates are text here: whoever read them from a file has told the user what was wrong with it. Invariant: nobody is
-trusted whom the settings do not name; by default those are whom this machine trusts, and the name is checked.
+Certificates are text here: the reader of the file has reported what was wrong with it. Invariant: only configured
+authorities are trusted, by default those that this machine trusts; and the name is checked.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import ssl
 from functools import lru_cache
 
 
-@lru_cache(maxsize=1024)  # to load what this machine trusts takes 20 ms
+@lru_cache(maxsize=1024)  # loading the trusted certificates of this machine takes 20 ms
 def client_context(ca: str | None, verify: bool) -> ssl.SSLContext:
-    """What endpoints are reached with whose certificates are signed by `ca` (PEM; None = whom this machine trusts).
+    """The TLS context for endpoints whose certificates are signed by `ca` (PEM; None = those that this machine trusts).
 
-    Raises ValueError if `ca` holds no certificate.
+    Raises ValueError if `ca` contains no certificate.
     """
-    try:  # an empty text is not None: create_default_context(cadata="") would trust everybody whom the machine does
+    try:  # an empty text is not None: create_default_context(cadata="") would trust the authorities of the machine
         context = ssl.create_default_context(cadata=None if ca is None else ca or "-")
     except ssl.SSLError as error:
         raise ValueError(f"no certificates in PEM form ({error.reason or error})") from None
@@ -28,7 +28,7 @@ def client_context(ca: str | None, verify: bool) -> ssl.SSLContext:
 
 
 def handshake_problem(error: OSError) -> str | None:
-    """Why a handshake failed, in short; None if that is not what `error` is about."""
+    """Why a handshake failed, in short; None if `error` is about something else."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the certificate is refused: {error.verify_message}"
     if isinstance(error, ssl.SSLError):

@@ -1,7 +1,7 @@
-"""CONNECT, said to a forward proxy on a connection that stands: RFC 9110, section 9.3.6.
+"""CONNECT, sent to a forward proxy on an established connection: RFC 9110, section 9.3.6.
 
-Bounded in bytes here; bounded in time by whoever calls. With HTTP and TLS the client speaks first, so nothing follows
-the head of the proxy's response: if anything does, there is no tunnel.
+Bounded in bytes here; bounded in time by the caller. With HTTP and TLS the client speaks first, so nothing follows the
+head of the proxy's response: if anything does, it is an error.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Final
 from lbproxy.core.endpoints.credentials import ApiKey
 
 MAX_HEAD_BYTES: Final = 16 << 10
-"""Of the proxy's response: a quarter of what an endpoint's may have, since it carries nothing but a yes or a no."""
+"""Of the proxy's response: a quarter of the limit for an endpoint's, since it carries nothing but a status."""
 _STATUS_LINE: Final = re.compile(rb"HTTP/1\.[01] ([1-5][0-9]{2})(?: [^\r\n]*)?\r\n")
 
 
 async def ask_for_tunnel(
     loop: asyncio.AbstractEventLoop, sock: socket.socket, target: str, credentials: ApiKey | None
 ) -> None:
-    """Have the proxy at the other end of `sock` join it to `target`, `host:port`.
+    """Ask the proxy at the other end of `sock` to connect it to `target`, `host:port`.
 
-    Raises OSError with what the proxy did instead. Nothing that it wrote is in the text but a status.
+    Raises OSError with what the proxy did instead. Of what it sent, the text contains only a status.
     """
     shown = "" if credentials is None else f"Proxy-Authorization: {credentials.reveal()}\r\n"
     await loop.sock_sendall(sock, f"CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n{shown}\r\n".encode("ascii"))

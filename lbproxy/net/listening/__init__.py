@@ -1,7 +1,7 @@
 """Sockets that listen: opened, inherited, handed over to a successor, accepted from under a limit on descriptors.
 
-`listener` accepts, `bind` opens, `inherit` passes sockets on, `certificate` is TLS towards clients, `notify` tells
+`listener` accepts, `bind` opens, `inherit` passes sockets on, `certificate` is TLS for clients, `notify` reports to
 systemd.
 
-In: `proxy.front`, `control.admin`, `app`. Never: what is said on a connection.
+Imported by: `proxy.front`, `control.admin`, `app`. Never: what is sent on a connection.
 """

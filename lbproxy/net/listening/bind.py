@@ -1,8 +1,8 @@
-"""Listening sockets opened: TCP on every address of a host, or one Unix socket at a path.
+"""Opens listening sockets: TCP on every address of a host, or one Unix socket at a path.
 
-Invariants of a Unix socket: a file that no process listens on is replaced, as a killed process leaves it behind; a file
-that a process listens on, or that is no socket, is left alone. Nobody connects before the file has its mode. The file
-stays when the socket is closed: a successor may use it.
+Invariants for a Unix socket: a file without a listening process is replaced, as a killed process leaves it behind; a
+file with a listening process, or that is not a socket, is kept. No client can connect before the file has its mode. The
+file stays when the socket is closed: a successor may use it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BACKLOG = 4096
 
 
 async def open_sockets(address: Address, key: str) -> list[socket.socket]:
-    """Sockets on an address. Raises OSError with a text that says which setting to change: `key`."""
+    """Open sockets on an address. Raises OSError with a text that names the setting to change: `key`."""
     try:
         if address.unix is not None:
             return [bind_unix(address.unix, address.file_mode)]
@@ -32,7 +32,7 @@ async def open_sockets(address: Address, key: str) -> list[socket.socket]:
 
 
 async def bind(host: str, port: int) -> list[socket.socket]:
-    """Listening sockets on every address of `host`, on one port (0: any free one). Raises OSError."""
+    """Open listening sockets on every address of `host`, on one port (0: any free one). Raises OSError."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets: list[socket.socket] = []
@@ -53,13 +53,13 @@ async def bind(host: str, port: int) -> list[socket.socket]:
 
 
 def bind_unix(path: str, mode: int) -> socket.socket:
-    """A listening socket at `path`, whose file has this mode. Raises OSError."""
+    """Open a listening socket at `path`, with this file mode. Raises OSError."""
     _remove_stale(path)
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.bind(path)
         os.chmod(path, mode)
-        sock.listen(BACKLOG)  # until here whoever connects is refused
+        sock.listen(BACKLOG)  # until here every client is refused
     except OSError:
         sock.close()
         raise
@@ -92,7 +92,7 @@ def bound_port(sockets: Sequence[socket.socket]) -> int:
     return 0 if sockets[0].family == socket.AF_UNIX else int(sockets[0].getsockname()[1])
 
 
-def shown(sock: socket.socket) -> str:
-    """Where a socket listens: `host:port` or `unix:/path`."""
+def socket_address(sock: socket.socket) -> str:
+    """The address of a listening socket: `host:port` or `unix:/path`."""
     name = sock.getsockname()
     return f"unix:{name}" if sock.family == socket.AF_UNIX else f"{name[0]}:{name[1]}"

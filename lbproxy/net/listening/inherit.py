@@ -1,12 +1,12 @@
-"""Listening sockets that come from another process, or go to one: a restart in which the address is never closed.
+"""Listening sockets inherited from another process, or passed to one: a restart in which the address is never closed.
 
-They come as systemd passes them (sd_listen_fds(3)): from descriptor 3 on, `LISTEN_FDS` of them, named by
-`LISTEN_FDNAMES`, and meant for us if `LISTEN_PID` is our own. A successor of ours gets them the same way, but for the
-last: who spawns a process cannot write its pid into its environment, so `LBPROXY_PREDECESSOR` has the parent's. It also
-gets a pipe, `LBPROXY_READY_FD`, on which it says that it accepts; if that closes without a word, it never did.
+They are inherited as systemd passes them (sd_listen_fds(3)): from descriptor 3 on, `LISTEN_FDS` of them, with names in
+`LISTEN_FDNAMES`, and meant for this process if `LISTEN_PID` is its own. A successor gets them in the same way, except
+for `LISTEN_PID`: the parent cannot know the pid in advance, so `LBPROXY_PREDECESSOR` has the parent's. It also gets a
+pipe, `LBPROXY_READY_FD`, on which it reports that it accepts; if the pipe closes without a message, it never did.
 
-Invariants: a socket that nobody uses is closed; the variables are taken out of the environment, so that no child of
-ours takes them for its own; a successor that is not ready in time is killed.
+Invariants: a socket that is not used is closed; the variables are removed from the environment, so that no child
+process takes them for its own; a successor that is not ready in time is killed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
 from lbproxy.config.sections.clients import Address
-from lbproxy.net.listening.bind import shown
+from lbproxy.net.listening.bind import socket_address
 
 logger = logging.getLogger("lbproxy")
 
@@ -30,13 +30,13 @@ FIRST_FD = 3
 MAX_SOCKETS = 64
 READY_WITHIN_S = 60.0
 """Longer than a slow machine takes to start Python."""
-_OUT_OF_THE_WAY = 64
-"""Descriptors are put above this before they go to their places, so that none is overwritten."""
+_TEMPORARY_FD = 64
+"""Descriptors are moved above this before they are put in place, so that none is overwritten."""
 _READY = b"ready"
 
 
 class Inherited:
-    """What this process was given. `take` what fits, then `close` the rest."""
+    """What this process inherited. `take` what is needed, then `close` the rest."""
 
     def __init__(self, sockets: Sequence[tuple[str, socket.socket]] = (), ready_fd: int | None = None) -> None:
         self._sockets = list(sockets)
@@ -44,21 +44,21 @@ class Inherited:
 
     @classmethod
     def from_environment(cls, environ: MutableMapping[str, str]) -> Inherited:
-        """What `environ` says, whose variables about it are removed."""
-        said = {
+        """Read `environ`, and remove the variables."""
+        variables = {
             name: environ.pop(name, "")
             for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LBPROXY_PREDECESSOR", "LBPROXY_READY_FD")
         }
-        succeeds = said["LBPROXY_PREDECESSOR"] == str(os.getppid())
-        if not (succeeds or said["LISTEN_PID"] == str(os.getpid())) or not said["LISTEN_FDS"].isdecimal():
+        succeeds = variables["LBPROXY_PREDECESSOR"] == str(os.getppid())
+        if not (succeeds or variables["LISTEN_PID"] == str(os.getpid())) or not variables["LISTEN_FDS"].isdecimal():
             return cls()
-        names = said["LISTEN_FDNAMES"].split(":")
+        names = variables["LISTEN_FDNAMES"].split(":")
         sockets = []
-        for index in range(min(int(said["LISTEN_FDS"]), MAX_SOCKETS)):
+        for index in range(min(int(variables["LISTEN_FDS"]), MAX_SOCKETS)):
             sock = _listening(FIRST_FD + index)
             if sock is not None:
                 sockets.append((names[index] if index < len(names) else "", sock))
-        ready_fd = said["LBPROXY_READY_FD"]
+        ready_fd = variables["LBPROXY_READY_FD"]
         if not succeeds or not ready_fd.isdecimal():
             return cls(sockets)
         os.set_inheritable(int(ready_fd), False)
@@ -66,12 +66,13 @@ class Inherited:
 
     @property
     def has_predecessor(self) -> bool:
-        """It serves until we say that we do."""
+        """Another process serves until this one reports that it is ready."""
         return self._ready_fd is not None
 
     async def take(self, key: str, wanted: Address) -> list[socket.socket]:
-        """The sockets for a setting, `listen` or `admin`: those on its address. One that is named by another setting is
-        none; port 0 is any port, but then the name must be right. Raises OSError if the host cannot be resolved.
+        """Return the sockets for a setting, `listen` or `admin`: those on its address. A socket with the name of
+        another setting is none; port 0 is any port, but then the name must match. Raises OSError if the host cannot be
+        resolved.
         """
         if not self._sockets:
             return []
@@ -92,16 +93,16 @@ class Inherited:
         return [sock for _, sock in taken]
 
     def ready(self) -> None:
-        """Tell the predecessor, if there is one, that we accept."""
+        """Report to the predecessor, if there is one, that this process accepts."""
         if self._ready_fd is not None:
-            with contextlib.suppress(OSError):  # it is gone: so much the better
+            with contextlib.suppress(OSError):  # the predecessor has ended already
                 os.write(self._ready_fd, _READY)
 
     def close(self) -> None:
-        """Close what nobody took."""
+        """Close what was not taken."""
         for name, sock in self._sockets:
             text = "an inherited socket fits no setting and is closed: %s (%s)"
-            logger.warning(text, shown(sock), name or "unnamed", extra={"event": "start"})
+            logger.warning(text, socket_address(sock), name or "unnamed", extra={"event": "start"})
             sock.close()
         if self._ready_fd is not None:
             os.close(self._ready_fd)
@@ -109,7 +110,7 @@ class Inherited:
 
 
 def _is_reached(sock: socket.socket) -> bool:
-    """Whether the file of a Unix socket is still there: without it no client can connect."""
+    """Whether the file of a Unix socket still exists: without it no client can connect."""
     return os.path.exists(sock.getsockname())
 
 
@@ -119,7 +120,7 @@ async def _addresses(host: str) -> set[str]:
 
 
 def _listening(fd: int) -> socket.socket | None:
-    """The socket at `fd`, if it is a TCP or Unix one that listens."""
+    """The socket at `fd`, if it is a listening TCP or Unix socket."""
     try:
         sock = socket.socket(fileno=fd)
     except OSError:
@@ -138,23 +139,23 @@ def _listening(fd: int) -> socket.socket | None:
 class _Child(NamedTuple):
     pid: int
     ready_fd: int
-    """Where it says that it accepts."""
+    """Where it reports that it accepts."""
 
 
 async def start_successor(command: Sequence[str], sockets: Mapping[str, Sequence[socket.socket]]) -> int | None:
     """Run `command` with the sockets, by the setting that they are for, and wait until it accepts.
 
-    Its pid; None if it did not, and then it is gone. Raises OSError if it cannot be started at all.
+    Returns its pid; None if it did not accept, and then it was killed. Raises OSError if it cannot be started at all.
     """
     child = _spawn(command, [(key, sock) for key, listening in sockets.items() for sock in listening])
     try:
-        said = await _said(child.ready_fd)
+        message = await _read_ready(child.ready_fd)
     except BaseException:
         os.kill(child.pid, signal.SIGKILL)
         raise
     finally:
         os.close(child.ready_fd)
-    if said == _READY:
+    if message == _READY:
         return child.pid
     with contextlib.suppress(ProcessLookupError):
         os.kill(child.pid, signal.SIGKILL)
@@ -162,8 +163,8 @@ async def start_successor(command: Sequence[str], sockets: Mapping[str, Sequence
     return None
 
 
-async def _said(fd: int) -> bytes:
-    """What comes from a pipe; empty if it closes, or nothing comes in time."""
+async def _read_ready(fd: int) -> bytes:
+    """Read from a pipe; empty if it closes, or nothing arrives in time."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(fd, readable.set)
@@ -178,10 +179,10 @@ async def _said(fd: int) -> bytes:
 
 
 def _spawn(command: Sequence[str], sockets: Sequence[tuple[str, socket.socket]]) -> _Child:
-    """posix_spawn, and no fork: we have threads."""
+    """Use posix_spawn, not fork: this process has threads."""
     reading, writing = os.pipe()
     moved = [
-        fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _OUT_OF_THE_WAY) for fd in (*(s.fileno() for _, s in sockets), writing)
+        fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _TEMPORARY_FD) for fd in (*(s.fileno() for _, s in sockets), writing)
     ]
     environ = {
         **os.environ,

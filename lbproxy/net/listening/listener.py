@@ -1,17 +1,17 @@
 """Listening sockets, and the loop that accepts from them under a limit on descriptors.
 
-Why our own: a server of the event loop's cannot refuse before it has built a connection, closes what it has no
-descriptor for without a word or a count, and cannot stop accepting while the socket lives on in a successor. Theory of
-operation: a reader on each socket accepts up to `BATCH` connections per turn of the loop. One that there is no room
-for is told so and closed, without a transport. When descriptors run out, accepting pauses for `PAUSE_S`; in the pause
-nothing is tried, so that a full process does not spin. Invariants:
+Why it replaces asyncio's server: that cannot refuse before it has built a connection, closes connections for which it
+has no descriptor without an error or a count, and cannot stop accepting while the socket lives on in a successor.
+Theory of operation: a reader on each socket accepts up to `BATCH` connections per turn of the loop. A connection for
+which there is no room gets a refusal and is closed, without a transport. When descriptors run out, accepting pauses for
+`PAUSE_S`, so that an exhausted process does not spin. Invariants:
 
-- A spare descriptor is held from the start, so that there is always one to say no with, or for a listener without a
-  refusal (the admin's) some to serve with.
-- With TLS, what connects costs a descriptor and a timer until its first byte shows that it means TLS; then it has the
+- A spare descriptor is held from the start, so that there is always one to refuse with; or, for a listener without a
+  refusal (the admin's), some to serve with.
+- With TLS, a connection costs a descriptor and a timer until its first byte shows that it speaks TLS; then it has the
   rest of `HANDSHAKE_S` for the handshake. All of these count as open (`handshaking`).
-- Every connection is either handed to a protocol of the factory, or closed here and counted in `refused`.
-- After `close` the sockets are only let go: connections in their queues belong to whoever else has them open.
+- Every connection is either passed to a protocol of the factory, or closed here and counted in `refused`.
+- `close` only closes this process's descriptors: connections in their queues belong to other processes that hold them.
 """
 
 from __future__ import annotations
@@ -28,21 +28,20 @@ from collections.abc import Callable, Sequence
 logger = logging.getLogger("lbproxy")
 
 BATCH = 64
-"""Connections accepted in one turn: a burst must not keep running streams waiting for more than some milliseconds."""
+"""Connections accepted in one turn: a burst must not delay running streams for more than some milliseconds."""
 DESCRIPTOR_SHARE = 0.45
 PAUSE_S = 0.1
 LOG_EVERY_S = 10.0
 HANDSHAKE_S = 10.0
 """For a TLS handshake, from the connection on: as long as a request's head may take (timeouts.client_head)."""
 SHUTDOWN_S = 3600.0
-"""For the end of a TLS connection: a far bound, as what is not sent by then is thrown away. Whoever closes one watches
-over what the peer takes, and whether it closes, too (proxy/front/linger.py).
-"""
+"""For the end of a TLS connection. A large limit, as data that is not sent by then is dropped. The closing code itself
+checks whether the peer reads, and whether it closes, too (proxy/front/linger.py)."""
 _TLS_HANDSHAKE = b"\x16"
-"""How a TLS client begins (RFC 8446, section 5.1); no HTTP method does."""
+"""The first byte of a TLS client (RFC 8446, section 5.1); no HTTP method begins with it."""
 CONNECTIONS, DESCRIPTORS = "connections", "descriptors"
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-_GONE = {
+_ABORTED = {
     errno.ECONNABORTED,
     errno.EPERM,
     errno.EPROTO,
@@ -53,12 +52,12 @@ _GONE = {
     errno.EOPNOTSUPP,
     errno.ENOPROTOOPT,
 }
-"""What accept(2) reports of a connection that died in the queue: the next one may be well."""
+"""Errors of accept(2) about a connection that died in the queue: the next one may be usable."""
 
 
 def connections_within(limit: int) -> int:
-    """How many connections may be open: `limit`, but of the descriptors no more than that each can have another one, to
-    an endpoint, and some are left for ourselves. Asked each time: the system's limit can be changed from outside.
+    """How many connections may be open: `limit`, but with regard to descriptors only so many that each can have another
+    one, to an endpoint, and some are left. Computed each time: the system's limit can be changed from outside.
     """
     return min(limit, int(DESCRIPTOR_SHARE * resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
 
@@ -73,17 +72,19 @@ class Listener:
         room: Callable[[], bool] = lambda: True,
         refusal: Callable[[], bytes] | None = None,
         spares: int = 1,
-        misled: Callable[[], bytes] = bytes,
+        not_tls: Callable[[], bytes] = bytes,
     ) -> None:
-        """`room`: whether one more connection may be served. `refusal`: what is sent to one that there is no room or
-        no descriptor for, closed then; None = the spare descriptors are used up to serve instead. `misled`: what is
-        sent to one that does not speak TLS where it should.
+        """`room`: whether one more connection may be served.
+
+        `refusal`: what is sent to a connection for which there is no room or no descriptor, before it is closed; None =
+        the spare descriptors are used to serve it instead. `not_tls`: what is sent to one that does not speak TLS where
+        it should.
         """
         self._loop = asyncio.get_running_loop()
         self._factory = factory
         self._room = room
         self._refusal = refusal
-        self._misled = misled
+        self._not_tls = not_tls
         self._wanted_spares = spares
         self._spares: list[socket.socket] = []
         self._resume: asyncio.TimerHandle | None = None
@@ -94,15 +95,15 @@ class Listener:
         self.refused = {CONNECTIONS: 0, DESCRIPTORS: 0}
         """Connections closed here, by what was lacking."""
         self.failed_handshakes = 0
-        """Connections closed because no TLS came of them."""
+        """Connections closed because the TLS handshake failed."""
 
     def use_tls(self, context: ssl.SSLContext | None) -> None:
-        """Speak TLS with those that are accepted from now on; None = do not."""
+        """Speak TLS on connections accepted from now on; None = do not."""
         self._tls = context
 
     @property
     def handshaking(self) -> int:
-        """Connections that are not with a protocol yet: their TLS handshake is under way, or did not begin."""
+        """Connections without a protocol yet: their TLS handshake is in progress, or has not begun."""
         return 0 if self._tls is None else len(self._accepting)
 
     def start(self, sockets: Sequence[socket.socket]) -> None:
@@ -114,9 +115,9 @@ class Listener:
             self._loop.add_reader(sock, self._accept, sock)
 
     def close(self) -> None:
-        """Accept no more. Legal at any time."""
+        """Stop accepting. Allowed at any time."""
         if self._resume is None:
-            self._ignore()
+            self._stop_accepting()
         else:
             self._resume.cancel()
         for sock in self.sockets:
@@ -132,7 +133,7 @@ class Listener:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
-                if error.errno in _GONE:
+                if error.errno in _ABORTED:
                     continue
                 if error.errno not in _EXHAUSTED:
                     raise
@@ -154,7 +155,7 @@ class Listener:
                 await self._loop.connect_accepted_socket(self._factory, client)
             else:
                 await self._hand_over_tls(client, self._tls)
-        except OSError:  # gone by now, or no descriptor for its transport, or no TLS
+        except OSError:  # closed by now, or no descriptor for its transport, or no TLS
             self.failed_handshakes += self._tls is not None
             client.close()
 
@@ -163,8 +164,8 @@ class Listener:
         async with asyncio.timeout_at(due):
             first = await self._peek(client)
         if first != _TLS_HANDSHAKE:
-            self.failed_handshakes += len(first)  # who left without a word asked for nothing
-            _tell_and_close(client, self._misled() if first else b"")
+            self.failed_handshakes += len(first)  # a client that left without a byte asked for nothing
+            _send_and_close(client, self._not_tls() if first else b"")
             return
         left_s = max(0.1, due - self._loop.time())
         await self._loop.connect_accepted_socket(
@@ -172,7 +173,7 @@ class Listener:
         )
 
     async def _peek(self, client: socket.socket) -> bytes:
-        """The first byte that comes, which stays to be read; empty if the peer is gone."""
+        """The first byte that arrives, which remains to be read; empty if the peer is gone."""
         client.setblocking(False)
         readable = asyncio.Event()
         self._loop.add_reader(client, readable.set)
@@ -188,14 +189,14 @@ class Listener:
     def _refuse(self, client: socket.socket, why: str) -> None:
         self.refused[why] += 1
         assert self._refusal is not None
-        _tell_and_close(client, self._refusal() if self._tls is None else b"")
+        _send_and_close(client, self._refusal() if self._tls is None else b"")
         if why == CONNECTIONS:
             self._log("connections are refused: as many are open as limits.connections and the descriptors allow")
 
     # No descriptors
 
     def _exhausted(self, sock: socket.socket, error: OSError) -> None:
-        """Nothing can be accepted. Say no with the spare descriptors, or serve with them, then pause."""
+        """Nothing can be accepted. Refuse with the spare descriptors, or serve with them, then pause."""
         self._log("no connection can be accepted: %s", error.strerror)
         for _ in range(BATCH):
             if not self._spares:
@@ -211,14 +212,14 @@ class Listener:
             else:
                 self._refuse(client, DESCRIPTORS)
                 self._refill()
-        self._ignore()
-        self._resume = self._loop.call_later(PAUSE_S, self._listen_again)
+        self._stop_accepting()
+        self._resume = self._loop.call_later(PAUSE_S, self._accept_again)
 
-    def _ignore(self) -> None:
+    def _stop_accepting(self) -> None:
         for sock in self.sockets:
             self._loop.remove_reader(sock)
 
-    def _listen_again(self) -> None:
+    def _accept_again(self) -> None:
         self._resume = None
         self._refill()
         for sock in self.sockets:
@@ -227,18 +228,18 @@ class Listener:
     def _refill(self) -> None:
         with contextlib.suppress(OSError):
             while len(self._spares) < self._wanted_spares:
-                self._spares.append(socket.socket())  # not connected: nothing but a descriptor
+                self._spares.append(socket.socket())  # not connected: only a descriptor
 
     def _log(self, text: str, *arguments: object) -> None:
-        """A warning, but not one for every connection."""
+        """Log a warning, but not for every connection."""
         now = self._loop.time()
         if now - self._log_at >= LOG_EVERY_S:
             self._log_at = now
             logger.warning(text, *arguments, extra={"event": "overload"})
 
 
-def _tell_and_close(client: socket.socket, answer: bytes) -> None:
+def _send_and_close(client: socket.socket, response: bytes) -> None:
     with contextlib.suppress(OSError):
-        client.send(answer, socket.MSG_DONTWAIT)
-        client.recv(1 << 16, socket.MSG_DONTWAIT)  # what is left unread would make a reset of the close
+        client.send(response, socket.MSG_DONTWAIT)
+        client.recv(1 << 16, socket.MSG_DONTWAIT)  # unread data would turn the close into a reset
     client.close()

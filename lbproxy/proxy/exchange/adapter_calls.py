@@ -1,9 +1,9 @@
 """Loading and unloading LoRA adapters: one client's call, made at every endpoint of a base model.
 
-Off unless the settings say `lora_management: true`: whoever may ask the models may then change them. What the client
-sends goes to each endpoint as it is; the response is the worst of their statuses, and what each of them said. An
-endpoint that answered is asked for its models before the client hears of it: the adapter can be used, or is gone, at
-once.
+It is off unless the settings have `lora_management: true`: then every client may load and unload adapters. The client's
+request goes to each endpoint unchanged; the response has the highest of their statuses, and the response of each
+endpoint. The models of an endpoint that responded are read again before the client gets its response: the adapter can
+be used, or is gone, at once.
 
 Bounds: `MAX_CALLS` at a time, each to `MAX_AT_ONCE` endpoints at a time, `timeouts.first_byte` for each of them.
 """
@@ -34,7 +34,7 @@ logger = logging.getLogger("lbproxy")
 
 MAX_CALLS = 8
 MAX_AT_ONCE = 64
-MAX_ANSWER_BYTES = 64 << 10
+MAX_RESPONSE_BYTES = 64 << 10
 _STATUSES = {FailureKind.TIMEOUT: 504, FailureKind.EXHAUSTED: 503}
 _MESSAGES = {
     504: "The model server did not respond in time.",
@@ -43,17 +43,17 @@ _MESSAGES = {
 }
 
 
-class Said(NamedTuple):
-    """What became of it at one endpoint."""
+class CallResult(NamedTuple):
+    """The result at one endpoint."""
 
     endpoint: str
     status: int
     body: object
-    """Its response, parsed if it is JSON."""
+    """The endpoint's response, parsed if it is JSON."""
 
 
 class AdapterCalls:
-    """Makes them."""
+    """Makes the calls."""
 
     def __init__(self, runtime: Runtime, connections: ConnectionPool) -> None:
         self._runtime = runtime
@@ -63,9 +63,9 @@ class AdapterCalls:
     async def make(
         self, request: ClientRequest, request_id: str, *, timeout_s: float, name_endpoints: bool
     ) -> tuple[int, bytes]:
-        """The status and the body of the response. Raises LbError if nobody was asked.
+        """Return the status and the body of the response. Raises LbError if no endpoint was asked.
 
-        Cancelled, it stops: some of the endpoints may have done it then.
+        If it is cancelled, some of the endpoints may have executed the call.
         """
         fields = read_json_body(request.body).fields
         adapter = _name(fields, "lora_name")
@@ -81,15 +81,15 @@ class AdapterCalls:
                 asked = [tasks.create_task(self._ask(one, request, request_id, timeout_s, slots)) for one in endpoints]
         finally:
             self._calls -= 1
-        said = [task.result() for task in asked]
-        counts = dict(Counter(str(one.status) for one in said))
+        results = [task.result() for task in asked]
+        counts = dict(Counter(str(one.status) for one in results))
         extra = {"event": "adapters", "adapter": adapter, "path": request.target, "id": request_id, "statuses": counts}
         logger.info("%s of %s: %s", request.target.partition("?")[0], adapter, counts, extra=extra)
-        data = [{**({"endpoint": one.endpoint} if name_endpoints else {}), **_rest(one)} for one in said]
-        return max(one.status for one in said), orjson.dumps({"object": "list", "data": data})
+        data = [{**({"endpoint": one.endpoint} if name_endpoints else {}), **_rest(one)} for one in results]
+        return max(one.status for one in results), orjson.dumps({"object": "list", "data": data})
 
     def _base_model(self, named: str | None, adapter: str, request: ClientRequest) -> str:
-        """Whose adapter it is: as named, or as listed if it is to be unloaded, or of the only base model there is."""
+        """The base model of an adapter: as named; or as listed, if it is unloaded; or the only base model."""
         bases = self._runtime.base_models()
         if not bases:
             raise LbError(Outcome.NO_ENDPOINTS)
@@ -107,36 +107,37 @@ class AdapterCalls:
         return bases[0]
 
     def _endpoints_of(self, base: str) -> list[EndpointSnapshot]:
-        """All that list it, whatever their health; not those that are leaving."""
-        everybody = self._runtime.snapshot().endpoints
-        return [one for one in everybody if one.models and base in one.models and not one.draining]
+        """All endpoints that list the base model, whatever their health, except those that are draining."""
+        endpoints = self._runtime.snapshot().endpoints
+        return [one for one in endpoints if one.models and base in one.models and not one.draining]
 
     async def _ask(
         self, one: EndpointSnapshot, request: ClientRequest, request_id: str, timeout_s: float, slots: asyncio.Semaphore
-    ) -> Said:
+    ) -> CallResult:
         endpoint = one.endpoint
         if one.health is Health.DOWN:
-            return Said(endpoint.name, 503, _MESSAGES[503])
+            return CallResult(endpoint.name, 503, _MESSAGES[503])
         async with slots:
             try:
-                said = await self._send(endpoint, request, request_id, timeout_s)
+                result = await self._send(endpoint, request, request_id, timeout_s)
             except UpstreamError as error:
                 status = _STATUSES.get(error.kind, 502)
-                return Said(endpoint.name, status, _MESSAGES[status])
-            if said.status < 500:  # also one that has it already, or has it no more
+                return CallResult(endpoint.name, status, _MESSAGES[status])
+            if result.status < 500:  # also one that already has it, or does not have it
                 await self._runtime.refresh_models(endpoint.uid)
-            return said
+            return result
 
-    async def _send(self, endpoint: Endpoint, request: ClientRequest, request_id: str, timeout_s: float) -> Said:
+    async def _send(self, endpoint: Endpoint, request: ClientRequest, request_id: str, timeout_s: float) -> CallResult:
         origin = Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy)
         head = request.head_for(endpoint, request_id)
         what = self._connections, origin, request.method, head, request.body
-        answer = await send(*what, timeout_s=timeout_s, max_bytes=MAX_ANSWER_BYTES)
+        response = await send(*what, timeout_s=timeout_s, max_bytes=MAX_RESPONSE_BYTES)
         try:
-            orjson.loads(answer.body)
+            orjson.loads(response.body)
         except orjson.JSONDecodeError:
-            return Said(endpoint.name, answer.status, answer.body.decode("utf-8", "replace"))
-        return Said(endpoint.name, answer.status, orjson.Fragment(answer.body))  # as it is, however deep it is nested
+            return CallResult(endpoint.name, response.status, response.body.decode("utf-8", "replace"))
+        body = orjson.Fragment(response.body)  # unparsed, however deep it is nested
+        return CallResult(endpoint.name, response.status, body)
 
 
 def _name(fields: Mapping[str, object], key: str) -> str | None:
@@ -146,5 +147,5 @@ def _name(fields: Mapping[str, object], key: str) -> str | None:
     return value
 
 
-def _rest(one: Said) -> dict[str, object]:
+def _rest(one: CallResult) -> dict[str, object]:
     return {"status": one.status, "body": one.body}

@@ -1,15 +1,16 @@
 """One request from its place in the balancer to the end of its response: attempts, the commit point, the relay.
 
-Theory of operation. An `Exchange` is driven by callbacks alone, of the runtime (a place was found), of the pool (a
-connection was made) and of that connection (its response arrived, or it broke); no task waits for it, which is most of
-why a request is cheap. Each attempt places, sends, and ends in a head or a failure; after a failure, or a head that
-another endpoint may do better, the balancer says whether to go round again. A head that is taken is a `Relay`'s, and
-the first of its body is the commit point: after it nothing is ever retried. What it does at any time is its `step`, of
-which `proxy.exchange.steps` has the table. Invariants:
+Theory of operation. An `Exchange` is driven by callbacks alone: of the runtime (a place was found), of the pool (a
+connection was made) and of that connection (its response arrived, or it broke). No task waits for it, which saves most
+of the cost of a request. Each attempt places, sends, and ends with a response head or a failure. After a failure, or a
+response that another endpoint may do better, the balancer decides whether to retry. An accepted head is passed to a
+`Relay`; the first bytes of its body are the commit point, after which nothing is retried. `step` is what the exchange
+does now; `proxy.exchange.steps` has the table. Invariants:
 
-- It ends exactly once, in `over`, whatever happens; every ticket is closed by then.
-- What is under way in a step (`_work`: a dial, a connection, a relay, a timer) is released when the step ends.
-- Each attempt sends the same bytes. What follows a head that is out (`_opened`) is the body of a stream of events.
+- It ends exactly once, in `finish`, whatever happens; every ticket is closed by then.
+- What is in progress in a step (`_work`: a dial, a connection, a relay, a timer) is released when the step ends.
+- Each attempt sends the same bytes. If the head was sent (`_head_sent_by`), only the body of an event stream may
+  follow.
 """
 
 from __future__ import annotations
@@ -33,11 +34,21 @@ from lbproxy.net.connections.pool import Connection
 from lbproxy.net.dialing.origin import Origin
 from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, Exchanger
 from lbproxy.proxy.exchange.failures import NO_FAILURES, FailedAttempts
-from lbproxy.proxy.exchange.relay import Client, Relay, can_go_on, end_opened, is_json
-from lbproxy.proxy.exchange.steps import BACKING_OFF, DIALLING, LOOKING, OVER, PLACING, READING, RELAYING, SENT, Step
-from lbproxy.proxy.request.answers import refusal
+from lbproxy.proxy.exchange.relay import Client, Relay, can_continue, end_after_head, is_json
+from lbproxy.proxy.exchange.steps import (
+    BACKING_OFF,
+    DIALLING,
+    FINISHED,
+    LOOKING,
+    PLACING,
+    READING,
+    RELAYING,
+    SENT,
+    Step,
+)
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.headers import client_head
+from lbproxy.proxy.request.own_responses import refusal
 
 logger = logging.getLogger("lbproxy")
 Arguments = TypeVarTuple("Arguments")
@@ -45,34 +56,33 @@ Work: TypeAlias = asyncio.Task[None] | Connection | Relay | asyncio.TimerHandle 
 
 
 class Exchange(ABC):
-    """One request's way; a net.connections.pool.Receiver until a response is taken. Who makes one says how it is
-    refused and ended.
+    """One request; a net.connections.pool.Receiver until it accepts a response. Subclasses refuse and end it.
 
-    What has a default lives in the class until it is set: one is made for every request.
+    Defaults live in the class until they are overwritten: one object is made for every request.
     """
 
     request: ClientRequest
-    """As it came. Set by `start`."""
+    """The client's request. Set by `start`."""
     placed: InferenceRequest
-    """As the balancer sees it. Set by `start`."""
+    """The request as the balancer sees it. Set by `start`."""
     cors = ""
-    """Field lines that its response gets in place of the endpoint's own; "" = the settings allow no origins."""
+    """Field lines of the response that replace the endpoint's own; "" = the settings allow no origins."""
     switches: bool = False
     """See net.connections.pool.Receiver."""
     step = READING
     _work: Work
-    """What is under way in this step: a dial, the connection that the request went out on, a relay, a timer."""
+    """What is in progress in this step: a dial, the connection that carries the request, a relay, a timer."""
     _ticket: Ticket | None = None
-    """The attempt that runs."""
-    _opened: Relay | None = None
-    """Of whatever attempt: the relay whose head, of a stream, the client has, and nothing of a body yet."""
-    _looked = False
-    """Endpoints were asked anew whether they have the model."""
+    """The current attempt."""
+    _head_sent_by: Relay | None = None
+    """The relay, of any attempt, that sent the head of a stream to the client, without any of a body."""
+    _models_refreshed = False
+    """The endpoints were asked again for their models."""
     _failed: FailedAttempts = NO_FAILURES
 
     def __init__(self, shared: Exchanger, client: Client, record: RequestRecord, *, keep_alive: bool) -> None:
         self._shared = shared
-        self._work = None  # not in the class: mypyc leaves out a default of None for more than one other type
+        self._work = None  # not in the class: mypyc ignores a default of None for a union of other types
         self.client = client
         self.record = record
         self.keep_alive = keep_alive
@@ -80,123 +90,121 @@ class Exchange(ABC):
 
     @property
     def settings(self) -> Settings:
-        """Those that it is served under."""
+        """The settings under which the request is served."""
         return self._shared.settings
 
     @abstractmethod
-    def _body_gone(self) -> None:
+    def _body_released(self) -> None:
         """The request's body is not held any more."""
 
     @abstractmethod
     def _refuse(self, error: LbError) -> bool:
-        """Answer with an error: nothing went to the client yet. Returns whether its connection can be used again."""
+        """Send an error; nothing went to the client yet. Returns whether its connection can be used again."""
 
     @abstractmethod
     def _ended(self, reusable: bool) -> None:
-        """It is over and the record complete; `reusable`: the client's connection can be used again."""
+        """The exchange is finished and its record complete. `reusable`: the client's connection can be used again."""
 
     # The end
 
     def refuse(self, error: LbError) -> None:
         """End with an error; nothing went to the client yet, or the head of a stream alone."""
-        if self._opened:
-            end_opened(self.client, self.record, error)
-            self.over(False)
+        if self._head_sent_by:
+            end_after_head(self.client, self.record, error)
+            self.finish(False)
         else:
-            self.over(self._refuse(error))
+            self.finish(self._refuse(error))
 
-    def over(self, reusable: bool) -> None:
-        """End. The first call counts."""
-        if self.step is not OVER:
-            self._enter(OVER)
-            self._opened = None  # which holds on to us
+    def finish(self, reusable: bool) -> None:
+        """End the exchange. Only the first call counts."""
+        if self.step is not FINISHED:
+            self._enter(FINISHED)
+            self._head_sent_by = None  # a reference back to this exchange
             self._ended(reusable)
 
     def defect(self) -> None:
-        """End by a defect of ours; call it while the exception is handled."""
+        """End because of a defect of lbproxy; call it while the exception is handled."""
         logger.exception("request %s failed", self.record.id)
-        if self.step is OVER:
+        if self.step is FINISHED:
             return
-        self._release(Outcome.INTERNAL_ERROR)
+        self._abandon(Outcome.INTERNAL_ERROR)
         self.keep_alive = False
-        if self.record.response_bytes and not self._opened:
+        if self.record.response_bytes and not self._head_sent_by:
             self.record.outcome = Outcome.INTERNAL_ERROR
-            self.over(False)
+            self.finish(False)
         else:
             self.refuse(LbError(Outcome.INTERNAL_ERROR))
 
-    def client_gone(self) -> None:
-        """The client's connection is lost: let go of everything, at once."""
-        if self.step is not OVER:
+    def client_disconnected(self) -> None:
+        """The client's connection is lost: release everything at once."""
+        if self.step is not FINISHED:
             self.record.outcome = Outcome.CLIENT_CLOSED
-            self._release(Outcome.CLIENT_CLOSED)
-            self.over(False)
+            self._abandon(Outcome.CLIENT_CLOSED)
+            self.finish(False)
 
     def cut(self, why: Outcome) -> None:
-        """We stop (DRAINING) or have no memory (OVERLOADED), and cannot wait for the end: the client is told, as far as
-        it can be.
-        """
+        """End early: lbproxy stops (DRAINING) or has no memory (OVERLOADED). The client is told, as far as possible."""
         if self.step is RELAYING:
             self._relaying.cut(why)
-        elif self.step is not OVER:
-            self._release(why)
+        elif self.step is not FINISHED:
+            self._abandon(why)
             self.refuse(LbError(why))
 
     # Steps
 
     def _enter(self, step: Step, work: Work = None) -> None:
-        """The only place where the step changes. What was under way is over, or was let go of."""
+        """The only place where the step changes. What was in progress has ended, or was released."""
         self.step = step
         self._work = work
 
-    def _let_go(self) -> None:
-        """Of what is under way in this step, which is about to change."""
+    def _release_work(self) -> None:
+        """Release what is in progress in this step, which is about to change."""
         work, self._work = self._work, None
         if isinstance(work, Connection):
             work.abort()
         elif isinstance(work, Relay):
-            work.let_go()
+            work.release()
         elif work is not None:
             work.cancel()
 
     @property
     def _relaying(self) -> Relay:
-        """While RELAYING."""
+        """The relay, while RELAYING."""
         work = self._work
         assert isinstance(work, Relay)
         return work
 
-    def _release(self, outcome: Outcome) -> None:
-        self._let_go()
+    def _abandon(self, outcome: Outcome) -> None:
+        self._release_work()
         if self._ticket is not None:
             self._shared.runtime.close(self._ticket, outcome)
 
     # An attempt
 
     def start(self, request: ClientRequest, placed: InferenceRequest) -> None:
-        """Have the request answered by an endpoint. It may be over when this returns."""
+        """Send the request to an endpoint. The exchange may be finished when this returns."""
         self.request = request
         self.placed = placed
         self._place()
 
     def _place(self) -> None:
-        """Begin an attempt: ask for an endpoint."""
+        """Begin an attempt: request a place."""
         self._enter(PLACING)
         settled = lambda ticket: self._guarded(self._settled, ticket)  # noqa: E731
         runtime, failed, again = self._shared.runtime, self._failed, self._ticket is not None
-        self._ticket = ticket = runtime.submit(self.placed, failed.endpoints, settled, failed.accused, again)
+        self._ticket = ticket = runtime.submit(self.placed, failed.endpoints, settled, failed.suspect, again)
         if ticket.wait is not None:
-            self.record.waits(ticket)
+            self.record.note_wait(ticket)
         if ticket.state is not TicketState.WAITING:
             self._settled(ticket)
         elif self.record.trace is not None:
             self.record.trace.waiting_since = ticket.submitted_at
 
     def _settled(self, ticket: Ticket) -> None:
-        """The ticket has a place, or will not get one."""
+        """The ticket was placed, or closed without a place."""
         if ticket.placed_on is None:
-            if ticket.outcome is Outcome.MODEL_NOT_FOUND and not self._looked:
-                self._looked = True
+            if ticket.outcome is Outcome.MODEL_NOT_FOUND and not self._models_refreshed:
+                self._models_refreshed = True
                 if self._shared.runtime.look_for_models(lambda: self._guarded(self._place_after_look)):
                     self._enter(LOOKING)
                     return
@@ -211,7 +219,7 @@ class Exchange(ABC):
         if record.trace is not None:
             record.trace.placed(endpoint, ticket.submitted_at, ticket.placed_at)
         if ticket.decision is not None:
-            record.decided(ticket.decision)
+            record.note_decision(ticket.decision)
             if ticket.placement is not None:
                 record.predicted_cached_tokens = ticket.placement.cached_tokens
         origin = Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy)
@@ -226,7 +234,7 @@ class Exchange(ABC):
             self._place()
 
     def _dial(self, ticket: Ticket) -> None:
-        endpoint = ticket.where.endpoint
+        endpoint = ticket.placed_state.endpoint
         origin = Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy)
         shared = self._shared
         dial = shared.connections.dial(
@@ -249,120 +257,120 @@ class Exchange(ABC):
         head = request.head_for(state.endpoint, record.id, forwarded, ask_load=state.asks_load, trace=record.trace)
         connection.send(request.method, head, request.body, self, self._shared.limits)
 
-    # net.connections.pool.Receiver, until a response is taken
+    # net.connections.pool.Receiver, until a response is accepted
 
-    def whole(self, head: ResponseHead, body: bytes) -> None:
-        """A short response came in one piece: what `head` and a relay would do, in one step."""
-        try:  # as `_guarded` does, which costs more
-            self._take_whole(head, body)
+    def complete_response(self, head: ResponseHead, body: bytes) -> None:
+        """A short response arrived in one piece: do what `head` and a relay do, in one step."""
+        try:  # like `_guarded`, which costs more
+            self._take_complete(head, body)
         except Exception:  # noqa: BLE001 - logged there, with its traceback
             self.defect()
 
-    def _take_whole(self, head: ResponseHead, body: bytes) -> None:
+    def _take_complete(self, head: ResponseHead, body: bytes) -> None:
         ticket, record, runtime = self._ticket, self.record, self._shared.runtime
         assert ticket is not None
-        self._work = None  # the pool has the connection again
+        self._work = None  # the connection is back in the pool
         if head.load_report:
-            head = self._take_report(head, ticket)
-        if head.status in STATUS_FAILURES and self._may_do_better(head.status):
+            head = self._handle_load_report(head, ticket)
+        if head.status in STATUS_FAILURES and self._retry_elsewhere(head.status):
             return
-        if self._opened:
-            self._cannot_go_on(head, ticket)
+        if self._head_sent_by:
+            self._cannot_continue(head, ticket)
             return
         reusable = self.keep_alive and not self.request.http10
-        answer = client_head(head, self._own_fields(), chunked=False, keep_alive=reusable) + body
+        response = client_head(head, self._own_fields(), chunked=False, keep_alive=reusable) + body
         record.status = head.status
         record.outcome = Outcome.COMPLETED
-        record.response_bytes = len(answer)
+        record.response_bytes = len(response)
         now = runtime.now()
         if body:
             record.first_byte_at = now
         transport = self.client.transport
         if transport is not None and not transport.is_closing():
-            transport.write(answer)
+            transport.write(response)
         usage = read_usage(body) if is_json(head) else None
         if usage is not None:
-            usage = self._used(ticket, usage)
+            usage = self._note_usage(ticket, usage)
         if ticket.request.stores and head.status < 300 and (stored := find_response_id(body)) is not None:
             runtime.stores(ticket, stored)
-        # How soon an error came says nothing about the endpoint's speed.
+        # The time of an error shows nothing of the endpoint's speed.
         runtime.answered(ticket, Outcome.COMPLETED, usage, began=bool(body) and head.status < 300, now=now)
-        self.over(reusable)
+        self.finish(reusable)
 
     def hints(self, head: ResponseHead) -> None:
-        """See net.connections.pool.Receiver: for the client too, if it knows such heads and has none yet."""
+        """Pass it on, if the client accepts such heads and has none yet. See net.connections.pool.Receiver."""
         transport = self.client.transport
-        if transport is not None and not transport.is_closing() and not (self._opened or self.request.http10):
+        if transport is not None and not transport.is_closing() and not (self._head_sent_by or self.request.http10):
             transport.write(b"HTTP/1.1 103 Early Hints\r\n%b\r\n" % head.end_to_end)
 
     def head(self, head: ResponseHead) -> None:
-        """A response begins: take it, unless another endpoint may do better."""
+        """A response begins: accept it, unless another endpoint may do better."""
         ticket, connection = self._ticket, self._work
         assert ticket is not None
         assert isinstance(connection, Connection)
         if head.load_report:
-            head = self._take_report(head, ticket)
-        if head.status in STATUS_FAILURES and self._may_do_better(head.status):
+            head = self._handle_load_report(head, ticket)
+        if head.status in STATUS_FAILURES and self._retry_elsewhere(head.status):
             connection.abort()
             return
-        if self._opened and not can_go_on(head):
+        if self._head_sent_by and not can_continue(head):
             connection.abort()
-            self._cannot_go_on(head, ticket)
+            self._cannot_continue(head, ticket)
             return
         relay = Relay(head, connection, ticket, self.record, self._shared.runtime, self)
         self._enter(RELAYING, relay)
-        relay.begin(self, self._own_fields(), opened=self._opened)
+        relay.begin(self, self._own_fields(), head_sent_by=self._head_sent_by)
 
-    def _cannot_go_on(self, head: ResponseHead, ticket: Ticket) -> None:
-        """The client has the head of a stream, and this is the head of something else."""
+    def _cannot_continue(self, head: ResponseHead, ticket: Ticket) -> None:
+        """The client has the head of a stream, and this is the head of another kind of response."""
         self.record.error = f"returned {head.status}, which cannot continue a stream"
         self._shared.runtime.close(ticket, Outcome.COMPLETED)
         self.refuse(LbError(Outcome.UPSTREAM_RESET))
 
     def body(self, data: bytes) -> None:
-        """Never: the relay takes it."""
+        """Never called: the relay takes the body."""
         raise AssertionError("a body before its head")
 
     def ended(self) -> None:
-        """Never: the relay takes it."""
+        """Never called: the relay takes the end."""
         raise AssertionError("an end before its head")
 
     def broke(self, error: UpstreamError) -> None:
-        """The attempt failed before any of a response came."""
+        """The attempt failed before any of a response arrived."""
         self._guarded(self._fail, error)
 
     def _fail(self, error: UpstreamError) -> None:
         ticket, self._work = self._ticket, None
         assert ticket is not None
         if error.kind is FailureKind.STALE:
-            self._dial(ticket)  # the endpoint did not answer and is not at fault: the same again, free, on a new one
+            self._dial(ticket)  # not the endpoint's fault: repeat on a new connection, without a retry
             return
         runtime = self._shared.runtime
         verdict = runtime.after_failure(ticket, error, self._failed.kinds)
         self.record.error = error.detail
-        self._note(ticket, error.kind, verdict.outcome.label, verdict.outcome)
+        self._note_failure(ticket, error.kind, verdict.outcome.label, verdict.outcome)
         runtime.close(ticket, verdict.outcome)
-        if verdict.again:
-            self._again(verdict.delay_s)
+        if verdict.retry:
+            self._retry(verdict.delay_s)
         else:
             self.refuse(LbError(verdict.outcome))
 
     # relay.Owner
 
-    def opened(self) -> None:
+    def head_sent(self) -> None:
         """See relay.Owner."""
-        self._opened = self._relaying
+        self._head_sent_by = self._relaying
 
     def committed(self) -> None:
-        """See relay.Owner: nobody else is going to be asked, and a stream can last for minutes."""
-        self._opened = None
+        """See relay.Owner. No other endpoint will be asked, and a stream can last for minutes."""
+        self._head_sent_by = None
         if len(self.request.body) > LARGE_BODY_BYTES:
             self.request = self.request._replace(body=b"")
-            self._body_gone()
+            self._body_released()
 
     def stream_refused(self, status: int) -> bool:
-        """See relay.Owner: as if the error were the head."""
-        return self._may_do_better(status)
+        """See relay.Owner. Treated like an error status in the head."""
+        return self._retry_elsewhere(status)
 
     def relayed(self, result: Outcome | UpstreamError) -> None:
         """See relay.Owner."""
@@ -374,19 +382,19 @@ class Exchange(ABC):
         self.record.outcome = result
         usage = relay.usage
         if usage is not None:
-            usage = self._used(ticket, usage)
+            usage = self._note_usage(ticket, usage)
         self._shared.runtime.close(ticket, result, usage, timed_out=relay.timed_out)
-        self.over(relay.client_reusable)
+        self.finish(relay.client_reusable)
 
-    def _take_report(self, head: ResponseHead, ticket: Ticket) -> ResponseHead:
-        """The endpoint says its load: that is for us, and for a client that asked for it."""
+    def _handle_load_report(self, head: ResponseHead, ticket: Ticket) -> ResponseHead:
+        """Report the endpoint's load. Only clients that asked for it get it."""
         self._shared.runtime.report_load(ticket, read_field(head.load_report))
         if not self.request.fields.wants_load_report:
             return head
         return head._replace(end_to_end=head.end_to_end + head.load_report)
 
-    def _used(self, ticket: Ticket, usage: Usage) -> Usage:
-        """What the endpoint reports of the request, noted, with the complete prompt in it."""
+    def _note_usage(self, ticket: Ticket, usage: Usage) -> Usage:
+        """Record the usage that the endpoint reported, with the complete prompt in it."""
         expected = ticket.request.body_bytes / 4.0
         if ticket.placement is not None:
             self.record.predicted_cached_tokens = ticket.placement.cached_tokens
@@ -397,12 +405,12 @@ class Exchange(ABC):
     # Another attempt
 
     def move_if_stranded(self) -> None:
-        """If this waits in vain for a first byte, ask another endpoint, as far as the balancer allows."""
+        """If the request is stranded, send it to another endpoint, as far as the balancer allows."""
         self._guarded(self._move_if_stranded)
 
     def _move_if_stranded(self) -> None:
         ticket = self._ticket
-        if self.step is OVER or ticket is None or ticket.state is not TicketState.PLACED:
+        if self.step is FINISHED or ticket is None or ticket.state is not TicketState.PLACED:
             return
         if self.step is RELAYING and not self._relaying.revocable:
             return
@@ -410,51 +418,51 @@ class Exchange(ABC):
             return
         error = UpstreamError(FailureKind.STRANDED, "the endpoint is down, or makes no progress")
         verdict = self._shared.runtime.after_failure(ticket, error, self._failed.kinds)
-        if not verdict.again:
+        if not verdict.retry:
             return
-        self._let_go()
+        self._release_work()
         self.record.error = error.detail
-        self._note(ticket, error.kind, f"upstream_{error.kind.value}", verdict.outcome)
+        self._note_failure(ticket, error.kind, f"upstream_{error.kind.value}", verdict.outcome)
         self._shared.runtime.close(ticket, verdict.outcome)
-        self._again(verdict.delay_s)
+        self._retry(verdict.delay_s)
 
-    def _may_do_better(self, status: int) -> bool:
-        """Whether to drop this response and ask another endpoint, which is then under way."""
+    def _retry_elsewhere(self, status: int) -> bool:
+        """Whether to drop this response and ask another endpoint, which is then in progress."""
         ticket, runtime = self._ticket, self._shared.runtime
         assert ticket is not None
         kind = STATUS_FAILURES[status]
-        if kind is FailureKind.MISSING and not (self._lost_adapter(ticket) or self._seeks_owner()):
+        if kind is FailureKind.MISSING and not (self._adapter_was_unloaded(ticket) or self._owner_is_unknown()):
             return False
         verdict = runtime.after_failure(ticket, UpstreamError(kind, f"returned {status}"), self._failed.kinds)
-        if not verdict.again:
+        if not verdict.retry:
             return False
-        self._note(ticket, kind, f"upstream_{status}")
+        self._note_failure(ticket, kind, f"upstream_{status}")
         runtime.close(ticket, verdict.outcome)
-        self._again(verdict.delay_s)
+        self._retry(verdict.delay_s)
         return True
 
-    def _lost_adapter(self, ticket: Ticket) -> bool:
-        """Whether a 404 can only mean that the endpoint has a listed adapter no more: on a path that every model server
-        has, for a model that is listed as an adapter. It is asked at once for what it does serve.
+    def _adapter_was_unloaded(self, ticket: Ticket) -> bool:
+        """Whether a 404 can only mean that a listed adapter was unloaded at the endpoint: the path exists on every
+        model server, and the model is listed as an adapter. If so, the endpoint is asked for its models at once.
         """
         if not self.request.route.is_common or not self._shared.runtime.lists_adapter(self.placed.model):
             return False
-        self._shared.runtime.doubt_models(ticket.where.endpoint.uid)
+        self._shared.runtime.doubt_models(ticket.placed_state.endpoint.uid)
         return True
 
-    def _seeks_owner(self) -> bool:
-        """Whether it is about a stored response of which nobody knows who has it."""
+    def _owner_is_unknown(self) -> bool:
+        """Whether it is about a stored response whose endpoint is not known."""
         response_id = self.placed.response_id
         return response_id is not None and self._shared.runtime.stored(response_id) is None
 
-    def _note(self, ticket: Ticket, kind: FailureKind, label: str, ended: Outcome | None = None) -> None:
-        endpoint = ticket.where.endpoint
+    def _note_failure(self, ticket: Ticket, kind: FailureKind, label: str, ended: Outcome | None = None) -> None:
+        endpoint = ticket.placed_state.endpoint
         self._failed = self._failed.add(endpoint.uid, kind, ended)
         self.record.failed += ((endpoint.name, label),)
         if self.record.trace is not None:
             self.record.trace.failed(label, self._shared.runtime.now())
 
-    def _again(self, delay_s: float) -> None:
+    def _retry(self, delay_s: float) -> None:
         if delay_s:
             timer = self._shared.runtime.loop.call_later(delay_s, self._guarded, self._place)
             self._enter(BACKING_OFF, timer)
@@ -462,7 +470,7 @@ class Exchange(ABC):
             self._place()
 
     def _guarded(self, step: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
-        """Do a step that nothing above us would answer for if it raised."""
+        """Run a step; nothing above would handle its exceptions."""
         try:
             step(*arguments)
         except Exception:  # noqa: BLE001 - logged there, with its traceback
@@ -480,12 +488,12 @@ class Exchange(ABC):
         if self.step is RELAYING:
             self._relaying.resume()
 
-    # What the client is told
+    # Responses of lbproxy itself
 
     def _refusal(self, ticket: Ticket) -> LbError:
         last = self._failed.last
         if ticket.outcome is Outcome.NO_ENDPOINTS and last is not None and self._shared.runtime.any_up():
-            return LbError(last)  # a live pool broke this request
+            return LbError(last)  # a live pool failed this request
         return refusal(ticket, self.record.alias or self.placed.model)
 
     def _own_fields(self) -> str:

@@ -13,12 +13,12 @@ from lbproxy.proxy.request.forwarding import VIA_US
 from lbproxy.runtime import Runtime
 
 LARGE_BODY_BYTES: Final = 16 << 10
-"""A smaller body is neither counted nor let go of before its request ends: what comes with it costs as much, and all of
-them are bounded by the number of connections."""
+"""A smaller body is neither counted nor released before its request ends: the other objects of a request cost as much,
+and all of them are bounded by the number of connections."""
 
 
 class Exchanger:
-    """What all exchanges share that begin under the same settings: a request is served under one tree to its end."""
+    """What exchanges under the same settings share. A request is served under one settings tree to its end."""
 
     def __init__(self, settings: Settings, runtime: Runtime, connections: ConnectionPool) -> None:
         self.runtime = runtime
@@ -29,13 +29,15 @@ class Exchanger:
         self.expose_endpoint = settings.expose_endpoint
         self.explain_header = settings.explain.header and settings.expose_endpoint
 
-    def under(self, settings: Settings) -> Exchanger:
-        """The same under other settings, for exchanges to come."""
+    def with_settings(self, settings: Settings) -> Exchanger:
+        """The same under other settings, for new exchanges."""
         return Exchanger(settings, self.runtime, self.connections)
 
     def own_fields(self, record: RequestRecord, cors: str, *, explain: bool) -> str:
-        """The field lines of ours in a response, each with its CRLF. `cors`: those about origins, which go first;
-        `explain`: the client would like to know why its request went where it went.
+        """lbproxy's own field lines in a response, each with its CRLF.
+
+        `cors`: field lines about origins, which go first. `explain`: the client asks for an explanation of the routing
+        decision.
         """
         always = f"{cors}{VIA_US}x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n"
         if not self.expose_endpoint:

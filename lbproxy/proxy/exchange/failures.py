@@ -1,4 +1,4 @@
-"""The attempts of one request that failed, as the next attempt and the client's error need to know them."""
+"""The failed attempts of one request, as the next attempt and the client's error need to know them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from lbproxy.core.requests.retry import FailureKind
 
 
 class FailedAttempts(NamedTuple):
-    """Of one request, in order."""
+    """The failed attempts of one request, in order."""
 
     endpoints: frozenset[EndpointUid] = frozenset()
     """Where they were made."""
     kinds: tuple[FailureKind, ...] = ()
     """Why they failed."""
-    accused: EndpointUid | None = None
-    """The one of `endpoints` that answered 500."""
+    suspect: EndpointUid | None = None
+    """The one of `endpoints` that returned 500."""
     last: Outcome | None = None
-    """How the last of them ended that brought no response."""
+    """The outcome of the last attempt that brought no response."""
 
     def add(self, uid: EndpointUid, kind: FailureKind, ended: Outcome | None = None) -> FailedAttempts:
-        """With one more. `ended`: None if it brought a response, which another endpoint may do better."""
-        accused = uid if kind is FailureKind.ERROR else self.accused
-        return FailedAttempts(self.endpoints | {uid}, (*self.kinds, kind), accused, ended or self.last)
+        """Return this with one more attempt. `ended`: None if it brought a response, which another endpoint may do
+        better.
+        """
+        suspect = uid if kind is FailureKind.ERROR else self.suspect
+        return FailedAttempts(self.endpoints | {uid}, (*self.kinds, kind), suspect, ended or self.last)
 
 
 NO_FAILURES: Final = FailedAttempts()

@@ -1,28 +1,28 @@
-"""The way of a response from an endpoint's connection to a client's transport, from its head to the last byte.
+"""The transfer of a response from an endpoint's connection to a client's transport, from its head to the last byte.
 
-Theory of operation. After the head, every read of the endpoint's goes to the client in the same callback, the
-chunk framing included, unchanged; scanners look on. Only a client that takes no chunks gets the payload alone.
-How far it is, is its `stage`:
+Theory of operation. After the head, every read from the endpoint goes to the client in the same callback, unchanged,
+chunk framing included; scanners watch it. Only a client that does not accept chunks gets the payload alone. `stage` is
+how far the response is:
 
     stage        event                                                          next stage
-    HELD         the first of the body; or `HOLD_HEAD_S` passed, and nothing    COMMITTED
-                 but this body could follow this head; or complete
+    HELD         the first of the body; or `HOLD_HEAD_S` passed, and only       COMMITTED
+                 this body could follow this head; or complete
                  `HOLD_HEAD_S` passed, and another stream could follow; or      HEAD_SENT
                  the client has the head of an earlier attempt
     HEAD_SENT    the first of the body, or complete                             COMMITTED
-    COMMITTED    complete, broken, or cut                                       OVER
-    any          broken, refused, or left: the exchange says what follows       OVER
+    COMMITTED    complete, broken, or cut                                       FINISHED
+    any          broken, refused, or released: the exchange decides             FINISHED
 
 Invariants:
 
-- The head goes out with the first body bytes, in one write; that of a stream alone, after `HOLD_HEAD_S`. Never a second
-  status line.
-- Until bytes of its body went out a response can be taken back: vLLM says 200 before it begins with the prompt, refuses
-  some of a burst a moment later, and may die in the seconds until the first token. A stream whose head is out goes on
-  with the body of another endpoint's; after the first bytes of a body nothing is retried.
-- A response that broke never looks whole: no terminator, and a reset where a close would look like an end
-  (the tables are in docs/failures.md).
-- The client's connection and the endpoint's pause and die together.
+- The head goes out with the first body bytes, in one write; the head of a stream alone after `HOLD_HEAD_S`. There is
+  never a second status line.
+- Until bytes of its body went out a response can be replaced: vLLM sends 200 before it begins with the prompt, refuses
+  some requests of a burst a moment later, and may fail in the seconds until the first token. A stream whose head is out
+  continues with the body of another endpoint's stream; after the first bytes of a body nothing is retried.
+- A broken response never looks complete: it gets no terminator, and a reset where a close would look like an end (the
+  tables are in docs/failures.md).
+- The client's connection and the endpoint's are paused and closed together.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from lbproxy.proxy.request.headers import client_head
 from lbproxy.runtime import Runtime
 
 HOLD_HEAD_S: Final = 0.25
-"""How long the head of a stream waits for a first event. More would keep from clients that the request was taken."""
+"""How long the head of a stream waits for a first event. Clients would notice a longer delay."""
 _REFUSAL: Final = re.compile(rb'data: ?\{"error"[^\n]*?"code": ?(429|500|502|503|504)\b')
 _REFUSAL_BYTES: Final = 4096
 _CUTS: Final = {
@@ -57,14 +57,14 @@ _CUTS: Final = {
     Outcome.OVERLOADED: (Outcome.OVERLOADED, "the load balancer ran out of resources"),
 }
 PROGRESS_S: Final = 0.25
-"""How often a stream's progress is reported to the balancer, at most."""
+"""The minimum interval of progress reports for a stream."""
 
 
 class Client(Protocol):
     """The client's connection, as a response needs it."""
 
     transport: asyncio.Transport | None
-    """None: the client is gone."""
+    """None: the connection is closed."""
 
     @property
     def writing_paused(self) -> bool:
@@ -77,8 +77,8 @@ class Client(Protocol):
         ...
 
 
-class Asking(Protocol):
-    """Who is answered."""
+class Requester(Protocol):
+    """The exchange whose request is served."""
 
     request: ClientRequest
     keep_alive: bool
@@ -91,22 +91,22 @@ class Asking(Protocol):
 
 
 class Owner(Protocol):
-    """Who has the response relayed."""
+    """The owner of a relay."""
 
-    def opened(self) -> None:
-        """The head of a stream went to the client, alone: any other answer has to be the body of such a stream."""
+    def head_sent(self) -> None:
+        """The head of a stream went to the client, alone: any other response must be the body of such a stream."""
         ...
 
     def committed(self) -> None:
-        """The first of the body goes to the client: from here on there is no other answer."""
+        """The first of the body goes to the client: no other response is possible from here on."""
         ...
 
     def relayed(self, result: Outcome | UpstreamError) -> None:
-        """Once: the outcome, or the failure if nothing of a body went to the client. Not if it left (`let_go`)."""
+        """Called once: the outcome, or the failure if none of a body went to the client. Not called after `release`."""
         ...
 
     def stream_refused(self, status: int) -> bool:
-        """The stream begins with an error, by its code an HTTP status. Nothing of it went out. True: drop it, another
+        """The stream begins with an error whose code is an HTTP status. None of it went out. True: drop it; another
         endpoint is asked, and `relayed` is not called.
         """
         ...
@@ -118,40 +118,40 @@ class Stage(Enum):
     HELD = "held"
     HEAD_SENT = "head sent"
     COMMITTED = "committed"
-    OVER = "over"
+    FINISHED = "over"
 
 
 NEXT_STAGES: Final = {
-    Stage.HELD: frozenset({Stage.HEAD_SENT, Stage.COMMITTED, Stage.OVER}),
-    Stage.HEAD_SENT: frozenset({Stage.COMMITTED, Stage.OVER}),
-    Stage.COMMITTED: frozenset({Stage.OVER}),
-    Stage.OVER: frozenset(),
+    Stage.HELD: frozenset({Stage.HEAD_SENT, Stage.COMMITTED, Stage.FINISHED}),
+    Stage.HEAD_SENT: frozenset({Stage.COMMITTED, Stage.FINISHED}),
+    Stage.COMMITTED: frozenset({Stage.FINISHED}),
+    Stage.FINISHED: frozenset(),
 }
-"""The table above, as tests hold it against what happens."""
+"""The table above; tests compare every change with it."""
 
 
 class Relay:
     """One response: the net.connections.pool.Receiver of its body."""
 
     __slots__ = (
-        "_begun",
         "_chunked",
+        "_completeness",
         "_connection",
+        "_content_began",
         "_head",
-        "_held",
+        "_head_timer",
         "_ids",
         "_owner",
-        "_prefix",
         "_progress_at",
         "_progressed",
-        "_raw",
         "_record",
         "_runtime",
         "_scanner",
         "_ticket",
         "_transport",
+        "_unsent_head",
         "_usage",
-        "_whole",
+        "_verbatim",
         "client_reusable",
         "revocable",
         "stage",
@@ -174,56 +174,57 @@ class Relay:
         self._record = record
         self._runtime = runtime
         self._owner = owner
-        self._held: asyncio.TimerHandle | None = None
-        """Lets the head go without a body."""
-        self._prefix = b""
-        """The head, until it went out."""
-        self._begun = False
+        self._head_timer: asyncio.TimerHandle | None = None
+        """Sends the head without a body."""
+        self._unsent_head = b""
+        """The head, until it is sent."""
+        self._content_began = False
         """The first event, or byte of any other body, arrived."""
         self.timed_out = False
-        """It broke since its endpoint was silent for too long."""
+        """The response broke because its endpoint was silent for too long."""
         self.stage = Stage.HELD
         self.revocable = True
-        """Nothing of the body went to the client, by the stage."""
+        """None of the body went to the client, by the stage."""
         self._progressed = 0
         self._progress_at = 0.0
 
-    def begin(self, turn: Asking, own_fields: str, *, opened: Relay | None) -> None:
-        """Take the response's body. It may be whole, or broken, when this returns.
+    def begin(self, turn: Requester, own_fields: str, *, head_sent_by: Relay | None) -> None:
+        """Relay the response's body. It may be complete, or broken, when this returns.
 
-        `opened`: the client has its head, of a stream, and this one goes on with it; `can_go_on` said that it can.
+        `head_sent_by`: the relay that sent a head, of a stream, to the client; this response continues it (see
+        `can_continue`).
         """
         head, connection, client, http10 = self._head, self._connection, turn.client, turn.request.http10
         assert client.transport is not None, "a lost client ends its exchange"
         assert connection is not None
         self._transport = client.transport
         self._chunked = head.chunked and not http10
-        self._raw = head.chunked == self._chunked
-        """The client gets the endpoint's bytes as they are; else the payload without its chunk framing."""
+        self._verbatim = head.chunked == self._chunked
+        """The client gets the endpoint's bytes unchanged; else the payload without its chunk framing."""
         ends_by_close = not head.chunked and head.length is None
         self.client_reusable = turn.keep_alive and not http10 and not ends_by_close
         is_stream = b"text/event-stream" in head.content_type
-        skip = turn.request.route.skips_opening
-        self._scanner = EventScanner(watch_finish=ends_by_close, skip_opening=skip) if is_stream else None
+        skip = turn.request.route.skips_preamble
+        self._scanner = EventScanner(watch_finish=ends_by_close, skip_preamble=skip) if is_stream else None
         self._ids = IdScanner() if self._ticket.request.stores and head.status < 300 else None
         self._usage = UsageScanner() if is_stream or is_json(head) else None
-        self._whole: EventScanner | JsonWatcher | None = None
-        """Tells whether a body that only closing ends is whole."""
+        self._completeness: EventScanner | JsonWatcher | None = None
+        """Finds out whether a body that only a closed connection ends is complete."""
         if ends_by_close:
-            self._whole = self._scanner or (JsonWatcher() if is_json(head) else None)
+            self._completeness = self._scanner or (JsonWatcher() if is_json(head) else None)
         self._record.status = head.status
-        if opened is not None:
+        if head_sent_by is not None:
             self._enter(Stage.HEAD_SENT)
-            self.client_reusable = opened.client_reusable  # as its head said
+            self.client_reusable = head_sent_by.client_reusable  # as in its head
         else:
-            self._prefix = client_head(head, own_fields, chunked=self._chunked, keep_alive=self.client_reusable)
-        watcher = self if self._usage or self._whole or self._ids or not self._raw else None
+            self._unsent_head = client_head(head, own_fields, chunked=self._chunked, keep_alive=self.client_reusable)
+        watcher = self if self._usage or self._completeness or self._ids or not self._verbatim else None
         connection.relay(head, self, watcher)
         if self._connection is None:
             return
-        if self._prefix and is_stream:
-            self._held = self._runtime.loop.call_later(HOLD_HEAD_S, self._open)
-        elif self._prefix:
+        if self._unsent_head and is_stream:
+            self._head_timer = self._runtime.loop.call_later(HOLD_HEAD_S, self._send_head_alone)
+        elif self._unsent_head:
             self._write(b"")
         if client.writing_paused:
             self.pause()
@@ -234,37 +235,37 @@ class Relay:
         """The next piece of payload."""
         if self._scanner is not None:
             self._scanner.feed(data, start, end)
-        elif self._whole is not None:
-            self._whole.feed(data, start, end)
+        elif self._completeness is not None:
+            self._completeness.feed(data, start, end)
         if self._usage is not None:
             self._usage.feed(data, start, end)
         if self._ids is not None:
             self._look_for_id(self._ids, data, start, end)
-        if not self._raw:
-            if not self._begun:
+        if not self._verbatim:
+            if not self._content_began:
                 self._first_byte()
             self._write(data[start:end])
 
     # net.connections.pool.Receiver
 
-    def whole(self, head: ResponseHead, body: bytes) -> None:
-        """Never: the exchange had the head before the relay began."""
+    def complete_response(self, head: ResponseHead, body: bytes) -> None:
+        """Never called: the exchange had the head before the relay began."""
         raise AssertionError("one answer has one head")
 
     def hints(self, head: ResponseHead) -> None:
-        """Never, as above."""
+        """Never called, as above."""
         raise AssertionError("hints after the head")
 
     def head(self, head: ResponseHead) -> None:
-        """Never, as above."""
+        """Never called, as above."""
         raise AssertionError("one answer has one head")
 
     def body(self, data: bytes) -> None:
         """The next bytes of the message, framing included."""
         if self.revocable and self._scanner is not None and self._is_refusal(data):
             return
-        if self._raw:
-            if not self._begun:
+        if self._verbatim:
+            if not self._content_began:
                 self._first_byte()
             self._write(data)
         now = self._runtime.now()
@@ -272,9 +273,9 @@ class Relay:
             self._report_progress(now)
 
     def ended(self) -> None:
-        """The endpoint says that the message is whole; where it cannot say so, we look."""
+        """The message is complete; if only the closed connection says so, check it."""
         self._connection = None
-        if self._whole is not None and not self._whole.whole:
+        if self._completeness is not None and not self._completeness.is_complete:
             self.broke(
                 UpstreamError(FailureKind.RESET, "the body was ended by closing the connection, and is incomplete")
             )
@@ -284,11 +285,11 @@ class Relay:
         self._finish(Outcome.COMPLETED)
 
     def broke(self, error: UpstreamError) -> None:
-        """The endpoint failed in the middle."""
+        """The endpoint failed during the response."""
         connection, self._connection = self._connection, None
         if self.revocable:
             self._release_head()
-            self._enter(Stage.OVER)
+            self._enter(Stage.FINISHED)
             self._owner.relayed(error)
             return
         self._record.error = error.detail
@@ -296,7 +297,7 @@ class Relay:
         self._break(Outcome.UPSTREAM_BROKE, _broken(self.timed_out, self._events), connection)
 
     def cut(self, why: Outcome) -> None:
-        """We cannot wait for the end: see Exchange.cut."""
+        """End early: see Exchange.cut."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
@@ -305,16 +306,18 @@ class Relay:
             outcome, text = _CUTS[why]
             self._break(outcome, LbError(outcome, f"{text} after {self._events} events"), connection)
 
-    def _break(self, outcome: Outcome, told: LbError, connection: Connection | None) -> None:
-        """End the response so that nobody takes it for whole; an event stream is told why, where an event can stand."""
+    def _break(self, outcome: Outcome, client_error: LbError, connection: Connection | None) -> None:
+        """End the response so that it does not look complete. An event stream gets an error event, if one can
+        follow.
+        """
         self.client_reusable = False
         if not self._chunked and self._head.length is None:
             self._reset(outcome)
             return
         at_boundary = connection is not None and connection.at_boundary
-        readable = self._raw and not self._head.encoded
+        readable = self._verbatim and not self._head.encoded
         if self._scanner is not None and self._scanner.at_boundary and at_boundary and readable:
-            event = error_event(told, self._record.path)
+            event = error_event(client_error, self._record.path)
             self._write(b"%x\r\n%s\r\n" % (len(event), event))
         self._finish(outcome)
         self._transport.close()
@@ -331,14 +334,14 @@ class Relay:
         if self._connection is not None:
             self._connection.resume()
 
-    def let_go(self) -> None:
-        """The client is gone, or a defect of ours ends the exchange: close the endpoint's connection. `done` is not
+    def release(self) -> None:
+        """Close the endpoint's connection: the client is gone, or a defect ends the exchange. `relayed` is not
         called.
         """
         connection, self._connection = self._connection, None
         self._release_head()
-        if self.stage is not Stage.OVER:  # a defect at its end
-            self._enter(Stage.OVER)
+        if self.stage is not Stage.FINISHED:  # a defect at its end
+            self._enter(Stage.FINISHED)
         if connection is not None:
             connection.abort()
             self._count()
@@ -351,21 +354,21 @@ class Relay:
         self.revocable = stage is Stage.HELD or stage is Stage.HEAD_SENT
 
     def _is_refusal(self, data: bytes) -> bool:
-        """Whether a stream of whose body nothing went out begins with an error, and is dropped for it."""
+        """Whether a stream, of whose body nothing went out, begins with an error, and is dropped for it."""
         found = _REFUSAL.search(data, 0, _REFUSAL_BYTES)
         if found is None or not self._owner.stream_refused(int(found[1])):
             return False
         self._release_head()
-        self._enter(Stage.OVER)
+        self._enter(Stage.FINISHED)
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
         return True
 
     def _release_head(self) -> None:
-        if self._held is not None:
-            self._held.cancel()
-            self._held = None
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
     def _look_for_id(self, ids: IdScanner, data: bytes, start: int, end: int) -> None:
         found = ids.feed(data, start, end)
@@ -375,32 +378,34 @@ class Relay:
             self._ids = None
 
     def _first_byte(self) -> None:
-        """Of a stream only an event counts: comments keep the connection alive while the prompt waits."""
-        if self._scanner is None or self._scanner.begun:
-            self._begun = True
+        """Note the first byte. Of a stream only an event counts: comments keep the connection alive while the prompt
+        waits.
+        """
+        if self._scanner is None or self._scanner.has_content:
+            self._content_began = True
             if self._connection is not None:
                 self._connection.began()
             self._record.first_byte_at = self._runtime.now()
-            if self._head.status < 300:  # how soon an error came says nothing about the endpoint's speed
+            if self._head.status < 300:  # the time of an error shows nothing of the endpoint's speed
                 self._runtime.first_byte(self._ticket)
 
-    def _open(self) -> None:
-        """Let the head go alone, without a commitment if another stream could go on after it."""
-        self._held = None
-        if not (self._chunked and can_go_on(self._head)):
+    def _send_head_alone(self) -> None:
+        """Send the head alone, without a commitment if another stream could continue after it."""
+        self._head_timer = None
+        if not (self._chunked and can_continue(self._head)):
             self._write(b"")
             return
-        head, self._prefix = self._prefix, b""
+        head, self._unsent_head = self._unsent_head, b""
         self._enter(Stage.HEAD_SENT)
         self._send(head)
-        self._owner.opened()
+        self._owner.head_sent()
 
     def _write(self, data: bytes) -> None:
         if self.revocable:
             self._release_head()
             self._enter(Stage.COMMITTED)
-            data = self._prefix + data
-            self._prefix = b""
+            data = self._unsent_head + data
+            self._unsent_head = b""
             self._owner.committed()
         self._send(data)
 
@@ -410,24 +415,24 @@ class Relay:
             self._transport.write(data)
 
     def _report_progress(self, now: float) -> None:
-        """Of a stream only events are progress: comments only say that somebody is there."""
+        """Report progress. Of a stream only events count: comments only show that the server is alive."""
         scanner = self._scanner
-        events = scanner.events - scanner.opening if scanner is not None and scanner.begun else 0
+        events = scanner.events - scanner.preamble_events if scanner is not None and scanner.has_content else 0
         if events > self._progressed or self._scanner is None:
             self._runtime.progress(self._ticket, events - self._progressed)
             self._progressed = events
         self._progress_at = now + PROGRESS_S
 
     def _reset(self, outcome: Outcome) -> None:
-        """A close would look like the end: reset the client's connection.
+        """Reset the client's connection, as a close would look like the end.
 
-        At once, unlike in `_finish`: with TLS the transport is not there to be reset any more once somebody closed it,
-        since that tells the client, under seal, that all is well.
+        At once, unlike in `_finish`: with TLS a transport cannot be reset once it was closed, since that sends an
+        encrypted close_notify.
         """
         sock = self._transport.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self._transport.abort()  # the protocol is told in a later turn
+        self._transport.abort()  # the protocol is told in a later turn of the loop
         self._finish(outcome)
 
     @property
@@ -436,38 +441,40 @@ class Relay:
 
     @property
     def usage(self) -> Usage | None:
-        """What the endpoint says that the request used, as far as the response has come."""
+        """The usage that the endpoint reported so far."""
         return None if self._usage is None else self._usage.usage
 
     def _count(self) -> None:
         if self._scanner is not None:
             self._record.events = self._scanner.events
-            if not self.timed_out:  # what came before that silence is no sign of life now
+            if not self.timed_out:  # what arrived before that silence is no sign of life now
                 self._report_progress(self._runtime.now())
 
     def _finish(self, outcome: Outcome) -> None:
-        """Before the client's transport is closed: its loss would end the exchange as the client's doing."""
+        """End before the client's transport is closed: its loss would end the exchange as the client's doing."""
         self._release_head()
-        self._enter(Stage.OVER)
+        self._enter(Stage.FINISHED)
         self._count()
         self._owner.relayed(outcome)
 
 
-def can_go_on(head: ResponseHead) -> bool:
-    """It begins a stream like all others: after its head the body of another can follow, and its body after theirs."""
+def can_continue(head: ResponseHead) -> bool:
+    """Whether it is a stream like all others: after its head the body of another can follow, and its body after
+    theirs.
+    """
     return head.status == 200 and head.chunked and b"text/event-stream" in head.content_type and not head.encoded
 
 
-def end_opened(client: Client, record: RequestRecord, error: LbError) -> None:
-    """Tell a client that has the head of a stream and no byte of a body why there is none; its connection closes."""
+def end_after_head(client: Client, record: RequestRecord, error: LbError) -> None:
+    """Send an error event to a client that has the head of a stream and none of a body; its connection closes."""
     if error.outcome in _CUTS:
         record.outcome, text = _CUTS[error.outcome]
-        told = LbError(record.outcome, f"{text} after 0 events")
+        client_error = LbError(record.outcome, f"{text} after 0 events")
     else:
         ours = error.outcome is Outcome.INTERNAL_ERROR
         record.outcome = error.outcome if ours else Outcome.UPSTREAM_BROKE
-        told = error if ours else _broken(error.outcome is Outcome.UPSTREAM_TIMEOUT, 0)
-    event = error_event(told, record.path)
+        client_error = error if ours else _broken(error.outcome is Outcome.UPSTREAM_TIMEOUT, 0)
+    event = error_event(client_error, record.path)
     data = b"%x\r\n%s\r\n" % (len(event), event)
     record.response_bytes += len(data)
     if client.transport is not None and not client.transport.is_closing():
@@ -476,13 +483,13 @@ def end_opened(client: Client, record: RequestRecord, error: LbError) -> None:
 
 
 def _broken(timed_out: bool, events: int) -> LbError:
-    """What a client is told in the middle of a stream."""
+    """The error that a client gets in the middle of a stream."""
     if timed_out:
         return LbError(Outcome.UPSTREAM_TIMEOUT, f"the model server sent nothing for too long, after {events} events")
     return LbError(Outcome.UPSTREAM_RESET, f"upstream connection lost after {events} events")
 
 
 def is_json(head: ResponseHead) -> bool:
-    """The body is one JSON text that can be read."""
+    """Whether the body is one readable JSON text."""
     kind = head.content_type
     return (kind == b"application/json" or kind.startswith(b"application/json;")) and not head.encoded

@@ -1,8 +1,8 @@
 """Clients' connections, from accepting a request to the last byte of its response.
 
-`server` has limits, refusals and stopping; `connection` is aiohttp's with a fast lane; `turn` is one request on it,
-`socket_turn` one that asks for a WebSocket; `bodies` reads, `deadlines` and `linger` bound what a client may keep
-open, `overload` protects the process itself.
+`server` has limits, refusals and shutdown; `connection` is aiohttp's with a fast lane; `turn` is one request on it,
+`socket_turn` one that asks for a WebSocket; `bodies` reads request bodies; `deadlines` and `linger` limit how long a
+client may keep something open; `overload` protects the process itself.
 
-In: `app`. Never: endpoints.
+Imported by: `app`. Never: endpoints.
 """

@@ -1,7 +1,7 @@
-"""Reading a request's body, whole, within its limits: size, time, rate, and the memory for all bodies together.
+"""Reads a request's complete body within its limits: size, time, rate, and the memory for all bodies together.
 
-For requests that aiohttp reads; those of the fast lane come with their body. A body is never refused for what it might
-become: memory is counted as bytes come, so that a client that announces much and sends nothing takes no room.
+For requests that aiohttp reads; those of the fast lane come with their body. Memory is counted as bytes arrive and not
+as they are announced, so that a client that announces much and sends nothing takes no room.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from lbproxy.proxy.request.reading import LargeFacts, Reading, has_json
 from lbproxy.proxy.request.routes import Body, Route
 
 COPIES = 2
-"""How often a body is there for a moment when it is read: in pieces, and whole. It counts as often until then."""
+"""How often a body is in memory while it is read: in pieces, and joined. It counts as often until then."""
 JOINED_BYTES = 4 << 20
-"""More is joined beside the loop: 64 MiB take 50 ms."""
+"""A larger body is joined in a thread: 64 MiB take 50 ms."""
 STEP_BYTES: Final = 1 << 20
-"""So much is copied in one turn of the loop: less than 1 ms."""
+"""Copied in one turn of the event loop: less than 1 ms."""
 GRACE_S = 10.0
 """How long a body may take before its rate counts."""
 
@@ -42,20 +42,20 @@ class Reader(Holder, Protocol):
 
     @property
     def settings(self) -> Settings:
-        """Those that it is served under."""
+        """The settings under which it is served."""
         ...
 
     @property
     def record(self) -> RequestRecord:
-        """What is known of it."""
+        """Its record."""
         ...
 
 
 async def read_body(
     request: web.BaseRequest, fields: RequestFields, route: Route, reader: Reader, overload: Overload
 ) -> bytes:
-    """The whole body, not counted as held any more. Raises LbError: too large (told before it is read, if announced),
-    too slow, malformed, or no memory for it.
+    """Read the complete body, which is not counted as held any more. Raises LbError: too large (before it is read, if
+    announced), too slow, malformed, or no memory for it.
     """
     limits = reader.settings.limits
     is_json = route.body is Body.JSON or b"json" in fields.content_type
@@ -63,7 +63,7 @@ async def read_body(
     if fields.content_length is not None and fields.content_length > limit:
         raise _too_large(limit)
     content = request.content
-    if content.is_eof():  # it came with the head, as most do
+    if content.is_eof():  # it arrived with the head, as most do
         body = content.read_nowait(-1)
         if len(body) > limit:
             raise _too_large(limit)
@@ -74,7 +74,7 @@ async def read_body(
     client.read_from(content)
     try:
         body = await _read_up_to(limit, content, reader, overload)
-        overload.let_go(reader)  # who takes the body counts it, once, before anything else happens
+        overload.release(reader)  # the caller counts it, once, before anything else happens
         return body
     except TimeoutError:
         raise LbError(Outcome.BODY_TIMEOUT) from None
@@ -85,8 +85,8 @@ async def read_body(
 
 
 async def _read_up_to(limit: int, content: StreamReader, reader: Reader, overload: Overload) -> bytes:
-    """Raises TimeoutError when the time is over, or as soon as less than the rate came for each second after the first
-    `GRACE_S`. The rate decides: a large body over a slow line takes long.
+    """Read up to `limit` bytes. Raises TimeoutError at the end of the time, or as soon as less than the rate arrived
+    for each second after the first `GRACE_S`. The rate decides: a large body over a slow line takes long.
     """
     loop = asyncio.get_running_loop()
     began, timeout_s, rate = loop.time(), reader.settings.timeouts.client_body, reader.settings.limits.body_rate
@@ -105,14 +105,14 @@ async def _read_up_to(limit: int, content: StreamReader, reader: Reader, overloa
             timeout.reschedule(began + min(timeout_s, GRACE_S + size / rate))
     if size <= JOINED_BYTES:
         return b"".join(pieces)
-    return await loop.run_in_executor(None, b"".join, pieces)  # which releases Python's lock
+    return await loop.run_in_executor(None, b"".join, pieces)  # releases Python's lock
 
 
 async def read_large(
     request: ClientRequest, reading: Reading, reader: Reader, overload: Overload
 ) -> tuple[ClientRequest, LargeFacts]:
-    """Read a request with a large body, JSON or a form, in many short turns of the loop. Returns it as it is to be
-    sent, and what it says; a body that was renamed is not counted as held any more. Raises LbError.
+    """Read a request with a large body, JSON or a form, in many short turns of the loop. Returns the request to
+    send, and its content; a body that was renamed is not counted as held any more. Raises LbError.
     """
     body = request.body
     overload.hold(reader, len(body))
@@ -126,7 +126,7 @@ async def read_large(
     if pieces is not None:
         overload.hold(reader, len(body))
         request = request._replace(body=await _joined(pieces))
-        overload.let_go(reader)
+        overload.release(reader)
     return request, LargeFacts(facts, prompt)
 
 
@@ -137,13 +137,13 @@ async def _in_turns(step: Callable[[], bool]) -> None:
 
 
 async def _joined(pieces: Pieces) -> bytes:
-    """In many short turns: `bytes.join` keeps Python's lock, also in another thread, if one of the pieces is a view."""
+    """Join in many short turns: `bytes.join` keeps Python's lock, even in a thread, if one of the pieces is a view."""
     joined = BytesIO()
     for piece in pieces:
         for at in range(0, len(piece), STEP_BYTES):
             joined.write(piece[at : at + STEP_BYTES])
             await asyncio.sleep(0)
-    return joined.getvalue()  # is no copy
+    return joined.getvalue()  # makes no copy
 
 
 def _too_large(limit: int) -> LbError:

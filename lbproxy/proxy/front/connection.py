@@ -1,24 +1,24 @@
-"""A client's connection: aiohttp's, with a fast lane for plain requests, and with ears for back-pressure and its end.
+"""A client's connection: aiohttp's, with a fast lane for plain requests, back-pressure, and notice of its end.
 
-Theory of operation. What comes goes one of two ways, as the connection's state says:
+Theory of operation. Received bytes go one of two ways, by the connection's state:
 
-state     event                                                                       next state
-FREE      a plain request (see proxy/request/plain.py), and the client takes responses        LANE
-          anything else                                                               AIOHTTP
-LANE      its response is out, and nothing came meanwhile                             FREE
-          its response is out, and what came behind it is to be judged                BEHIND
-BEHIND    the next turn of the loop: it is judged like anything that comes            FREE
-AIOHTTP   aiohttp answered exactly the bytes that it was given                        FREE
-          its request switches to WebSocket                                           SWITCHED
+    state     event                                                                 next state
+    FREE      a plain request (see proxy/request/plain.py), and the client reads    LANE
+              anything else                                                         AIOHTTP
+    LANE      its response is out, and nothing was received meanwhile               FREE
+              its response is out, and received bytes are buffered                  DEFERRED
+    DEFERRED  in the next turn of the loop, they are processed like any others      FREE
+    AIOHTTP   aiohttp responded to exactly the bytes that it was given              FREE
+              its request switches to WebSocket                                     SWITCHED
 
-In SWITCHED what comes is a WebSocket's, until the end. In LANE and BEHIND what comes is held back. AIOHTTP is left only
-where none of the bytes can be half a request; if that cannot be known, the connection stays with aiohttp, which can do
-everything, for good. That a connection is about to close is aiohttp's to know (`_close`, `_force_close`), in whichever
-state. Invariants:
+In SWITCHED all bytes belong to a WebSocket, until the end. In LANE and DEFERRED received bytes are buffered. AIOHTTP is
+left only if none of its bytes can be part of another request; if that is unknown, the connection stays with aiohttp,
+which can handle everything. aiohttp knows in every state whether the connection is closing (`_close`, `_force_close`).
+Invariants:
 
-- One request runs at a time, and answers go out in the order of the requests.
-- A response is written by the front end, never by aiohttp: `KEEP` and `CLOSE` tell aiohttp that it is out.
-- When the connection is lost, its exchange lets go of the endpoint at once.
+- One request runs at a time, and responses are sent in the order of the requests.
+- The front end writes responses, never aiohttp: `KEEP` and `CLOSE` tell aiohttp that the response is out.
+- When the connection is lost, its exchange releases the endpoint at once.
 """
 
 from __future__ import annotations
@@ -46,40 +46,40 @@ from lbproxy.proxy.request.walk import RequestWalk
 logger = logging.getLogger("lbproxy")
 
 WRITE_HIGH_WATER_BYTES = 64 << 10
-"""What we hold for a client that does not read before the endpoint is no longer read."""
+"""Bytes that lbproxy holds for a client that does not read, before it stops reading from the endpoint."""
 MAX_HEAD_BYTES = 64 << 10
 """All lines of a head together."""
 HEADS_AT_ONCE = 16
-"""How many heads of what comes at once are given to aiohttp each by itself."""
+"""How many heads that arrive together are passed to aiohttp one by one."""
 _REFUSED_IN_FRAMING = b"\0"
-HELD_BYTES = 64 << 10
-"""What we hold of requests that came while another runs before the client is no longer read."""
+MAX_BUFFERED_BYTES = 64 << 10
+"""Bytes of further requests that are buffered while one runs, before the client's connection is no longer read."""
 _BODILESS = (b"GET ", b"HEAD ")
 
 
 class State(Enum):
-    """Who gets what comes."""
+    """What received bytes are used for."""
 
     FREE = "free"
     LANE = "in the lane"
-    BEHIND = "behind the lane"
+    DEFERRED = "behind the lane"
     AIOHTTP = "in aiohttp"
     SWITCHED = "switched"
 
 
 NEXT_STATES: Final = {
     State.FREE: frozenset({State.LANE, State.AIOHTTP}),
-    State.LANE: frozenset({State.FREE, State.BEHIND}),
-    State.BEHIND: frozenset({State.FREE}),
+    State.LANE: frozenset({State.FREE, State.DEFERRED}),
+    State.DEFERRED: frozenset({State.FREE}),
     State.AIOHTTP: frozenset({State.FREE, State.SWITCHED}),
     State.SWITCHED: frozenset(),
 }
-"""The table above, as tests hold it against what happens."""
-FREE, LANE, BEHIND, AIOHTTP, SWITCHED = State  # a look-up less for each
+"""The table above; tests compare every change with it."""
+FREE, LANE, DEFERRED, AIOHTTP, SWITCHED = State  # saves a look-up for each
 
 
 class _Written(web.StreamResponse):
-    """Tells aiohttp that the response was written already. Holds no state: one instance serves all requests."""
+    """Tells aiohttp that the response has been written. It has no state: one instance serves all requests."""
 
     def __init__(self, *, keep_alive: bool) -> None:
         super().__init__()
@@ -97,24 +97,24 @@ CLOSE = _Written(keep_alive=False)
 
 
 class Turn(Protocol):
-    """The request that runs, as its connection needs it."""
+    """The current request, as its connection needs it."""
 
     keep_alive: bool
     """What the response's head will say, as long as it is not written."""
     held_bytes: int
-    """Of its body."""
+    """Bytes of its body."""
     record: RequestRecord
 
-    def client_gone(self) -> None:
+    def client_disconnected(self) -> None:
         """The connection is lost."""
         ...
 
     def cut(self, why: Outcome) -> None:
-        """Answer with `why` now, or break the response visibly."""
+        """Respond with `why` now, or break the response visibly."""
         ...
 
     def move_if_stranded(self) -> None:
-        """Ask another endpoint, if it waits in vain for a first byte."""
+        """Ask another endpoint, if the request is stranded."""
         ...
 
     def pause(self) -> None:
@@ -122,11 +122,11 @@ class Turn(Protocol):
         ...
 
     def resume(self) -> None:
-        """It has room again."""
+        """The client's buffer has room again."""
         ...
 
     def received(self, data: bytes) -> None:
-        """More came of the client of a WebSocket."""
+        """More data from the client of a WebSocket."""
         ...
 
 
@@ -139,74 +139,74 @@ class Front(Protocol):
     cork: Cork
 
     def serve_plain(self, plain: ClientRequest, client: ClientConnection) -> None:
-        """Answer a plain request; `client.lane_ended` is called when the response is out, maybe before this returns."""
+        """Serve a plain request; `client.lane_ended` is called when the response is out, maybe before this returns."""
         ...
 
     def refuse_unread(self, client: ClientConnection, error: LbError) -> None:
-        """Answer something that is no request; the caller closes."""
+        """Respond to something that is not a request; the caller closes."""
         ...
 
     def connected(self) -> bool:
-        """One more connection. Returns whether it may be served; `disconnected` follows in either case."""
+        """Count a new connection. Returns whether it may be served; `disconnected` follows in either case."""
         ...
 
     def disconnected(self) -> None:
-        """One less."""
+        """Count a closed connection."""
         ...
 
 
 class ClientConnection(web.RequestHandler):
-    """One client. Made by `FrontEnd`."""
+    """One client's connection. Made by `FrontEnd`."""
 
     __slots__ = (
+        "_buffered",
+        "_bytes_expected",
         "_front",
         "_head_bytes",
         "_head_due",
-        "_held",
         "_idle_since",
         "_linger",
-        "_owed",
-        "_silent",
+        "_nothing_received",
         "_walk",
         "address",
         "body_reader",
         "peer",
+        "request_body",
         "state",
         "turn",
-        "unread",
     )
 
     def __init__(self, front: web.Server, **options: object) -> None:
         super().__init__(front, **options)  # type: ignore[arg-type]
         self._front = cast(Front, front)
         self.turn: Turn | None = None
-        """The request that runs, in whichever lane."""
+        """The current request, in either lane."""
         self.body_reader: StreamReader | None = None
-        """The body that aiohttp's handler is reading, while it is."""
+        """The body that aiohttp's handler is reading, if it is."""
         self.address = ""
-        """The client's, without its port; `unix:` if it came over a Unix socket."""
-        self.unread: StreamReader | None = None
-        """The body of the request that aiohttp's handler has, read or not."""
+        """The client's address, without its port; `unix:` for a Unix socket."""
+        self.request_body: StreamReader | None = None
+        """The body of the request in aiohttp's handler, read or not."""
         self.peer: Peer = self._front.forwarding.peer("", encrypted=False)
         """What endpoints are told of the client."""
         self.state = FREE
-        """See above."""
-        self._held = b""
-        """What came in the states in which it is held back."""
-        self._owed: int | None = None
-        """Bytes that are still to come of the one request that aiohttp was given; None = not known."""
+        """See the module."""
+        self._buffered = b""
+        """Received bytes that are buffered."""
+        self._bytes_expected: int | None = None
+        """How many bytes are missing of the one request that aiohttp was given; None = unknown."""
         self._walk = RequestWalk()
         """Over all that aiohttp gets."""
         self._head_due = True
-        """A head began and is not whole, or none came yet."""
+        """A head has begun and is incomplete, or none has arrived yet."""
         self._head_bytes = 0
-        """Of a head that is not whole, as far as it was read."""
-        self._silent = True
-        """The client sent nothing yet."""
+        """Bytes of the incomplete head."""
+        self._nothing_received = True
+        """The client has sent nothing yet."""
         self._idle_since = self._loop.time()
         """When the last response was out, or the connection was made."""
         self._linger: Linger | None = None
-        """What waits for the client to close, too."""
+        """Waits for the client to close, too."""
 
     # asyncio.Protocol
 
@@ -217,7 +217,7 @@ class ClientConnection(web.RequestHandler):
         super().connection_made(cast(asyncio.Transport, corked))
         peer = self.peername
         self.address = peer[0] if isinstance(peer, tuple) else "" if peer is None else UNIX
-        self.peer = self._as_peer()
+        self.peer = self._make_peer()
         if not self._front.connected():
             self._front.refuse_unread(self, LbError(Outcome.OVERLOADED))
             self.force_close()
@@ -225,29 +225,29 @@ class ClientConnection(web.RequestHandler):
             self._front.deadlines.head_due(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """The endpoint's connection is closed here and now; a handler's cancellation comes a moment later."""
+        """Close the endpoint's connection now; a handler's cancellation comes later."""
         if self.turn is not None:
-            self.turn.client_gone()
-        self.transport = self._linger = None  # aiohttp closes what is lost, now and when its handler ends
+            self.turn.client_disconnected()
+        self.transport = self._linger = None  # aiohttp closes it, now and when its handler ends
         super().connection_lost(exc)
-        self._front.deadlines.gone(self)
+        self._front.deadlines.disconnected(self)
         self._front.disconnected()
 
-    def _as_peer(self) -> Peer:
+    def _make_peer(self) -> Peer:
         encrypted = self.transport is not None and self.transport.get_extra_info("sslcontext") is not None
         return self._front.forwarding.peer(self.address, encrypted=encrypted)
 
     def pause_writing(self) -> None:
         """See asyncio.Protocol."""
         super().pause_writing()
-        self._front.deadlines.stalls(self)
+        self._front.deadlines.write_stalled(self)
         if self.turn is not None:
             self.turn.pause()
 
     def resume_writing(self) -> None:
         """See asyncio.Protocol."""
         super().resume_writing()
-        self._front.deadlines.flows(self)
+        self._front.deadlines.write_resumed(self)
         if self.turn is not None:
             self.turn.resume()
 
@@ -260,33 +260,33 @@ class ClientConnection(web.RequestHandler):
                 self._start(plain)
                 return
             self.state = AIOHTTP
-            self._owed = 0 if data.startswith(_BODILESS) and data.find(b"\r\n\r\n") == len(data) - 4 else None
-        elif state is LANE or state is BEHIND:
-            self._hold(data)
+            self._bytes_expected = 0 if data.startswith(_BODILESS) and data.find(b"\r\n\r\n") == len(data) - 4 else None
+        elif state is LANE or state is DEFERRED:
+            self._buffer(data)
             return
         elif state is SWITCHED:
             if self.turn is not None:
                 self.turn.received(data)
             return
         else:
-            self._owed = None
+            self._bytes_expected = None
         self._feed(data)
         self._watch_head(len(data))
         if self.body_reader is not None:
             self.read_from(self.body_reader)
 
     def read_from(self, body: StreamReader) -> None:
-        """The handler waits for this body. One that turned out to be malformed, so that something stands behind it
-        though it has no end, must fail its reader: aiohttp would leave the handler waiting.
+        """The handler reads this body. If it is malformed, so that bytes follow it although it has no end, its reader
+        must fail: aiohttp would leave the handler waiting.
         """
         self.body_reader = body
         if self._messages and not body.is_eof():
             body.set_exception(web.RequestPayloadError("the body is malformed"))
 
     def _feed(self, data: bytes) -> None:
-        """Give aiohttp what came, head by head: what is wrong with a request must not fail those before it, which it
-        would, as its parser gives back either messages or an error. Bad chunk framing is made so bad that each parser
-        refuses it.
+        """Pass received bytes to aiohttp, head by head: an error in one request must not fail those before it, which it
+        would, as the parser returns either messages or an error. Bad chunk framing is replaced by bytes that every
+        parser refuses.
         """
         at = fed = heads = 0
         while at < len(data):
@@ -301,34 +301,34 @@ class ClientConnection(web.RequestHandler):
         super().data_received(data[fed:] if fed else data)
 
     def _watch_head(self, size: int) -> None:
-        """After aiohttp got so many bytes: it waits for the rest of a head, unless it has a request."""
-        self._silent = False
-        # Its handler starts in a later turn: what it was given in between is no head.
+        """After bytes were passed to aiohttp: it waits for the rest of a head, unless it has a request."""
+        self._nothing_received = False
+        # Its handler starts in a later turn: what it was given in between is not a head.
         waiting = self._request_count == 0 or (self._waiter is not None and not self._waiter.done())
         if waiting and not self._head_due:
             self._head_due = True
             self._front.deadlines.head_due(self)
         elif not waiting and self._head_due:
             self._head_due = False
-            self._front.deadlines.head_came(self)
+            self._front.deadlines.head_complete(self)
         self._head_bytes = self._head_bytes + size if waiting else 0
         if self._head_bytes > MAX_HEAD_BYTES:
             self._front.refuse_unread(self, LbError(Outcome.HEAD_TOO_LARGE))
             self.linger()
 
     def head_is_late(self) -> None:
-        """See deadlines.Debtor. Who sent nothing is told nothing."""
+        """See deadlines.WatchedClient. A client that sent nothing gets no response."""
         if self.turn is not None:
             return
-        if self._silent:
+        if self._nothing_received:
             self.force_close()
         else:
             self._front.refuse_unread(self, LbError(Outcome.BODY_TIMEOUT, "The request head did not arrive in time."))
             self.linger()
 
     def switch(self, early: object) -> None:
-        """From now on what comes is a WebSocket's, and goes to the turn. What came already goes to `early`, a payload
-        parser as aiohttp calls it, within this call; aiohttp holds no more of that than it reads at once.
+        """From now on received bytes belong to a WebSocket, and go to the turn. Those that aiohttp has already go to
+        `early`, a payload parser by its methods, within this call; aiohttp holds no more of them than it reads at once.
         """
         self.state = SWITCHED
         self.set_parser(early)  # type: ignore[arg-type] # any that has its methods
@@ -337,16 +337,16 @@ class ClientConnection(web.RequestHandler):
 
     def _start(self, plain: ClientRequest) -> None:
         if self._head_due:
-            self._head_due = self._silent = False
-            self._front.deadlines.head_came(self)
+            self._head_due = self._nothing_received = False
+            self._front.deadlines.head_complete(self)
         self._request_in_progress = True  # aiohttp's shutdown waits for it
-        self.unread = None
+        self.request_body = None
         self.state = LANE
         self._front.serve_plain(plain, self)
 
     def lane_ended(self, keep_alive: bool) -> None:
-        """The plain request's response is out, as far as it will come."""
-        self.state = BEHIND if self._held else FREE
+        """The plain request's response is out, as far as it will be."""
+        self.state = DEFERRED if self._buffered else FREE
         self._request_in_progress = False
         if self._handler_waiter is not None and not self._handler_waiter.done():
             self._handler_waiter.set_result(None)
@@ -356,25 +356,25 @@ class ClientConnection(web.RequestHandler):
             return
         self._idle_since = self._loop.time()
         self._next_keepalive_close_time = self._idle_since + self._keepalive_timeout
-        if self._held:
-            self._loop.call_soon(self._judge_held)  # not now: we may be in a callback of what just ended
+        if self._buffered:
+            self._loop.call_soon(self._process_buffered)  # not now: this may be in a callback of the request that ended
 
-    def _judge_held(self) -> None:
-        held, self._held = self._held, b""
+    def _process_buffered(self) -> None:
+        buffered, self._buffered = self._buffered, b""
         self.state = FREE
         if self.transport is None or self._force_close:
             return
-        if len(held) > HELD_BYTES:
+        if len(buffered) > MAX_BUFFERED_BYTES:
             self.transport.resume_reading()
-        self.data_received(held)
+        self.data_received(buffered)
 
-    def _hold(self, data: bytes) -> None:
-        self._held += data
-        if len(self._held) > HELD_BYTES and self.transport is not None:
+    def _buffer(self, data: bytes) -> None:
+        self._buffered += data
+        if len(self._buffered) > MAX_BUFFERED_BYTES and self.transport is not None:
             self.transport.pause_reading()
 
     def _process_keepalive(self) -> None:
-        """aiohttp's idle timer takes a connection whose lane is busy for idle."""
+        """aiohttp's idle timer takes a connection with a busy lane for idle."""
         if self.state is not LANE:
             super()._process_keepalive()
         else:
@@ -392,11 +392,11 @@ class ClientConnection(web.RequestHandler):
             return
         self.transport = None
         self.force_close()
-        self._front.deadlines.head_came(self)
+        self._front.deadlines.head_complete(self)
         self._linger = Linger(transport, self, self._front.deadlines.stall_s)
 
     def force_close(self) -> None:
-        """Close now, whatever goes on. With TLS that takes a goodbye of both."""
+        """Close now, whatever is in progress. With TLS that needs a close_notify of both sides."""
         transport = self.transport
         if self._linger is not None:
             self._linger.close()
@@ -409,37 +409,37 @@ class ClientConnection(web.RequestHandler):
 
     @property
     def busy(self) -> bool:
-        """A request runs, or waits to: aiohttp's loop is not waiting for one, or the lane is in use."""
+        """A request runs, or waits: aiohttp's loop is not waiting for one, or the lane is in use."""
         return self._waiter is None or self.state is LANE or bool(self._messages)
 
     @property
     def held_bytes(self) -> int:
-        """What a request takes here: of its body, and of a response that the client does not take; 0 if none runs."""
+        """Bytes of the current request: its body, and what the client has not read of its response; 0 if none runs."""
         if self.turn is None or self.transport is None:
             return 0
         return self.turn.held_bytes + self.transport.get_write_buffer_size()
 
     def close_if_idle(self, for_s: float) -> None:
-        """Close it if no request runs and none has begun to come for so long."""
+        """Close it if no request runs and none has begun to arrive for `for_s` seconds."""
         if self._linger is not None:
             self._linger.hurry()
         elif not self.busy and not self._head_bytes and self._loop.time() - self._idle_since >= for_s:
             self.force_close()
 
     def stop(self) -> None:
-        """Close it: at once, or as soon as its last response had time to arrive."""
+        """Close it: at once, or when its last response had time to arrive."""
         if self._linger is not None:
             self._linger.hurry()
         else:
             self.force_close()
 
     def reconfigure(self, idle_s: float) -> None:
-        """Another time after which it is closed when idle, and other settings of what endpoints are told of it."""
+        """Apply another idle time-out, and other settings for what endpoints are told of it."""
         self._keepalive_timeout = idle_s
-        self.peer = self._as_peer()
+        self.peer = self._make_peer()
 
     def cut(self, why: Outcome) -> None:
-        """End what runs, visibly: the deadline of the drain has come, or memory is short."""
+        """End the current request visibly: at the deadline of the drain, or for lack of memory."""
         if self.turn is not None:
             self.turn.cut(why)
         if self._task_handler is not None and self.state is not LANE and self.state is not SWITCHED:
@@ -447,27 +447,29 @@ class ClientConnection(web.RequestHandler):
 
     # aiohttp's side
 
-    def aiohttp_answered(self) -> None:
+    def aiohttp_responded(self) -> None:
         """aiohttp's handler wrote a response after which the connection lives on."""
         self._idle_since = self._loop.time()
-        if self._owed == 0 and self.is_read:
+        if self._bytes_expected == 0 and self.request_is_read:
             self.state = FREE
 
     @property
-    def is_read(self) -> bool:
-        """All bytes of the request that runs were taken: what comes next is another request."""
-        return self.unread is None or self.unread.is_eof()
+    def request_is_read(self) -> bool:
+        """All bytes of the current request were read: what comes next is another request."""
+        return self.request_body is None or self.request_body.is_eof()
 
     async def drained(self) -> None:
-        """Wait until the client has taken earlier answers, so that those of requests sent ahead cannot pile up here.
+        """Wait until the client has read earlier responses, so that those of pipelined requests cannot pile up here.
 
-        A client that takes none is cut off by its deadline, which cancels who waits here.
+        A client that does not read is closed by its deadline, which cancels the waiting task.
         """
         if self.writing_paused:
             await self._drain_helper()
 
     def resume_reading(self, resume_parser: bool = True) -> None:
-        """aiohttp calls this after each read of a body and would then parse nothing and resume what was not paused."""
+        """aiohttp calls this after each read of a body; it would then parse nothing, and resume a connection that was
+        not paused.
+        """
         if self._reading_paused:
             super().resume_reading(resume_parser)
 
@@ -478,7 +480,9 @@ class ClientConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """What aiohttp could not parse: answered in our shape, recorded like a request, never logged with traceback."""
+        """Respond to what aiohttp could not parse: in our format, recorded like a request, never logged with
+        traceback.
+        """
         del request, message
         if status >= 500:
             logger.error("aiohttp failed", exc_info=exc)

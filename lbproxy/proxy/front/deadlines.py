@@ -1,8 +1,8 @@
-"""What a client must do in time: finish a head that it began, and take what it is sent.
+"""The deadlines of a client: to complete a head that it began, and to read what it is sent.
 
-One sweep a second looks after all connections that owe something, and none runs while nobody does: a timer for each
-would cost more than these limits need in precision. A body's own limits are where it is read (proxy/front/server.py),
-and an idle connection's are aiohttp's.
+One sweep a second checks all connections with a deadline, and none runs without any: a timer for each would cost more
+than the precision is worth. A body's limits are applied where it is read (proxy/front/bodies.py), and the idle time-out
+by aiohttp.
 """
 
 from __future__ import annotations
@@ -17,62 +17,62 @@ from lbproxy.runtime import Runtime
 SWEEP_S = 1.0
 
 
-class Debtor(Protocol):
+class WatchedClient(Protocol):
     """A client's connection."""
 
     transport: asyncio.Transport | None
 
     def head_is_late(self) -> None:
-        """The head that began, or the first one, did not come in time: refuse it and close."""
+        """The head that began, or the first one, did not arrive in time: refuse it and close."""
         ...
 
 
 class Deadlines:
-    """Who owes what, and by when. Every method is O(1) but the sweep, which is linear in those that owe."""
+    """The deadlines of all clients. Every method is O(1) except the sweep, which is linear in the watched clients."""
 
     def __init__(self, runtime: Runtime, timeouts: TimeoutSettings) -> None:
         self._loop = runtime.loop
         self._pulse = runtime.pulse
         self._armed_at = 0.0
-        self._excused = False
-        """The last sweep was put off, because our own loop had stood still."""
+        self._postponed = False
+        """The last sweep was postponed, because lbproxy itself was stopped."""
         self.reconfigure(timeouts)
-        self._heads: dict[Debtor, float] = {}
-        self._stalls: dict[Debtor, tuple[float, int]] = {}
-        """By when some bytes must have gone, and how many there were when that was said."""
+        self._heads: dict[WatchedClient, float] = {}
+        self._stalls: dict[WatchedClient, tuple[float, int]] = {}
+        """By when some bytes must have been read, and how many were unsent when that was set."""
         self._timer: asyncio.TimerHandle | None = None
 
     def reconfigure(self, timeouts: TimeoutSettings) -> None:
-        """Other limits, for what begins from now on."""
+        """Apply other limits to what begins from now on."""
         self._head_s = timeouts.client_head
         self.stall_s = timeouts.client_stall
-        """How long a client may take nothing of what it is sent."""
+        """How long a client may read nothing of what it is sent."""
 
-    def head_due(self, client: Debtor) -> None:
-        """A head began, or a connection did. Said again, it changes nothing."""
+    def head_due(self, client: WatchedClient) -> None:
+        """A head began, or a connection did. A repeated call has no effect."""
         self._heads.setdefault(client, self._loop.time() + self._head_s)
         self._arm()
 
-    def head_came(self, client: Debtor) -> None:
-        """It is whole."""
+    def head_complete(self, client: WatchedClient) -> None:
+        """The head is complete."""
         self._heads.pop(client, None)
 
-    def stalls(self, client: Debtor) -> None:
+    def write_stalled(self, client: WatchedClient) -> None:
         """The client's buffer is full."""
         self._stalls[client] = (self._loop.time() + self.stall_s, _unsent(client))
         self._arm()
 
-    def flows(self, client: Debtor) -> None:
-        """It has room again."""
+    def write_resumed(self, client: WatchedClient) -> None:
+        """The client's buffer has room again."""
         self._stalls.pop(client, None)
 
-    def gone(self, client: Debtor) -> None:
-        """The connection is lost: it owes nothing any more."""
-        self.head_came(client)
-        self.flows(client)
+    def disconnected(self, client: WatchedClient) -> None:
+        """The connection is lost: it has no deadlines any more."""
+        self.head_complete(client)
+        self.write_resumed(client)
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop the sweep."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -83,27 +83,27 @@ class Deadlines:
 
     def _sweep(self) -> None:
         self._timer = None
-        if self._pulse.stood_still_since(self._armed_at) and not self._excused:
-            self._excused = True  # what is overdue may lie unread in the kernel: read first
+        if self._pulse.stood_still_since(self._armed_at) and not self._postponed:
+            self._postponed = True  # what is overdue may be unread in the kernel: read first
             self._arm()
             return
-        self._excused = False
+        self._postponed = False
         now = self._loop.time()
         for client, deadline in list(self._heads.items()):
             if now >= deadline:
-                self.head_came(client)
+                self.head_complete(client)
                 client.head_is_late()
         for client, (deadline, size) in list(self._stalls.items()):
             unsent = _unsent(client)
             if unsent < size:
                 self._stalls[client] = (now + self.stall_s, unsent)
             elif now >= deadline:
-                self.flows(client)
+                self.write_resumed(client)
                 if client.transport is not None:
                     client.transport.abort()
         if self._heads or self._stalls:
             self._arm()
 
 
-def _unsent(client: Debtor) -> int:
+def _unsent(client: WatchedClient) -> int:
     return 0 if client.transport is None else client.transport.get_write_buffer_size()

@@ -1,11 +1,11 @@
-"""The end of a client's connection after its last response: our side is closed, what still comes is dropped.
+"""The end of a client's connection after its last response: our side is closed, and received bytes are dropped.
 
-A close with bytes unread is a reset, and a reset can overtake the response: the client would see a broken connection
-instead of the 400 that says why (RFC 9112, section 9.6). So we say that we are done, and wait for the client to be.
+A close with unread bytes is a reset, and a reset can overtake the response: the client would see a broken connection
+instead of the 400 with its reason (RFC 9112, section 9.6). So our side is closed first, and the client's close awaited.
 
-A TLS transport does that itself, and throws away what is left when its own time for it is over: for a client that
-reads slowly that was the end of the response. So it has far more time than it needs (net.listening.listener,
-SHUTDOWN_S), and is watched here like all others: by what the client's host has taken.
+A TLS transport does that itself, and drops unsent bytes when its own time for it has passed: for a client that reads
+slowly that cut the end of the response. So it gets far more time than it needs (net.listening.listener, SHUTDOWN_S),
+and is watched here like all others, by what the client's host has received.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ import termios
 from typing import Final
 
 LINGER_S = 2.0
-"""How long what comes is dropped, after the client's host has taken the response."""
-GOODBYE_S = 10.0
-"""The same with TLS: a client with a pool of connections may read close_notify when it wants to use this one again."""
+"""How long received bytes are dropped, after the client's host has received the response."""
+TLS_LINGER_S = 10.0
+"""The same with TLS: a client with a connection pool may read close_notify only when it wants to reuse the
+connection."""
 HURRY_S = 0.25
-"""The same while we stop."""
+"""The same during shutdown."""
 LOOK_S = 0.25
-"""Between two looks at what it has taken."""
+"""Between two checks of what it has received."""
 _INT: Final = struct.Struct("i")
 
 
 def unsent_bytes(transport: asyncio.Transport) -> int:
-    """What the client's host has not taken yet of what was written, as far as the system says so."""
+    """Bytes that were written and that the client's host has not received yet, as far as the system reports it."""
     held = transport.get_write_buffer_size()
     sock: socket.socket | None = transport.get_extra_info("socket")
     if held or sock is None:
         return held
-    try:  # what a TLS transport handed on counts for the system
+    try:  # what a TLS transport passed on is counted by the system
         count: int = _INT.unpack(fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, _INT.pack(0)))[0]
     except (OSError, ValueError):  # closed meanwhile, or not known here
         return 0
@@ -42,44 +43,46 @@ def unsent_bytes(transport: asyncio.Transport) -> int:
 
 
 class Linger(asyncio.Protocol):
-    """Takes a connection over from `protocol`, which is told when it is lost, and nothing else. Of one that is closing
-    already it takes what is left.
+    """Takes a connection over from `protocol`, which is only told when it is lost. If it is already closing, the rest
+    of its end is watched.
     """
 
     def __init__(self, transport: asyncio.Transport, protocol: asyncio.Protocol, stall_s: float) -> None:
-        """`stall_s`: how long the client may take nothing of the response."""
+        """`stall_s`: how long the client may read nothing of the response."""
         self._transport = transport
         self._protocol = protocol
         self._stall_s = stall_s
         self._half_closes = transport.can_write_eof()
-        self._patience_s = LINGER_S if self._half_closes else GOODBYE_S
+        self._patience_s = LINGER_S if self._half_closes else TLS_LINGER_S
         self._unsent = unsent_bytes(transport)
-        self._still_s = 0.0
+        self._unchanged_s = 0.0
         """For how long that has not changed."""
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(LOOK_S, self._look)
         transport.set_protocol(self)
         if self._half_closes:
             transport.write_eof()
-            transport.resume_reading()  # no-op if it was not paused
-        elif not transport.is_closing():  # asyncio's takes a second close for the end of all use
+            transport.resume_reading()  # no effect if it was not paused
+        elif not transport.is_closing():  # asyncio's treats a second close as an abort
             transport.close()
 
     def close(self) -> None:
-        """Do not wait for the client: what is not sent yet may still be."""
+        """Do not wait for the client; unsent bytes may still be sent."""
         self.hurry()
         if self._half_closes:
             self._transport.close()
 
     def hurry(self) -> None:
-        """We stop: do not wait long for a client that has everything."""
+        """Shutdown: do not wait long for a client that has everything."""
         self._patience_s = min(HURRY_S, self._patience_s)
 
     def _look(self) -> None:
-        """Now and then: a response that is out is waited for no longer, one that is not as long as it goes on."""
+        """Regularly: stop waiting after a response that is out; wait for one that is not as long as the client
+        reads.
+        """
         before, self._unsent = self._unsent, unsent_bytes(self._transport)
-        self._still_s = self._still_s + LOOK_S if self._unsent == before else 0.0
-        if self._still_s >= (self._stall_s if self._unsent else self._patience_s):
+        self._unchanged_s = self._unchanged_s + LOOK_S if self._unsent == before else 0.0
+        if self._unchanged_s >= (self._stall_s if self._unsent else self._patience_s):
             self._transport.abort()
         else:
             self._timer = self._loop.call_later(LOOK_S, self._look)

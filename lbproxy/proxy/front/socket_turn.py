@@ -11,7 +11,7 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection
-from lbproxy.proxy.exchange.steps import OVER, SWITCHED
+from lbproxy.proxy.exchange.steps import FINISHED, SWITCHED
 from lbproxy.proxy.front.connection import ClientConnection
 from lbproxy.proxy.front.turn import Front, Turn
 from lbproxy.proxy.request.handshake import SWITCH, switch_problem
@@ -23,8 +23,8 @@ from lbproxy.proxy.sockets.side import Side
 Arguments = TypeVarTuple("Arguments")
 
 
-class _Early:
-    """Takes from aiohttp what a client sent before the 101, as its payload parser."""
+class _EarlyData:
+    """Takes from aiohttp the bytes that a client sent before the 101, as its payload parser."""
 
     def __init__(self) -> None:
         self.data = b""
@@ -35,12 +35,12 @@ class _Early:
         return False, b""
 
     def feed_eof(self) -> None:
-        """The connection is lost, which the turn is told."""
+        """The connection is lost; the turn is told otherwise."""
 
 
 class SocketTurn(Turn):
-    """One request for a WebSocket, until that is closed; the sockets.relay.Owner of it. Whatever comes instead of a 101
-    is relayed as the response to any request; the client's connection ends with it.
+    """One request for a WebSocket, until that is closed; the sockets.relay.Owner of it. Any response other than a 101
+    is relayed like the response to any request; the client's connection ends with it.
     """
 
     _socket: SocketRelay | None = None
@@ -71,17 +71,17 @@ class SocketTurn(Turn):
             self._guarded(self._switch, head, connection)
 
     def _switch(self, head: ResponseHead, connection: Connection) -> None:
-        """It is a WebSocket from here on. The balancer is not kept waiting for a first message of the endpoint: the
-        client may have to speak first.
+        """Switch to a WebSocket. The first byte is reported at once: the endpoint may wait for a message of the
+        client.
         """
         self._enter(SWITCHED)
-        shared, client, record = self._shared, self._connected, self.record
+        shared, client, record = self._shared, self._client_connection, self.record
         self._server_end = end = ServerEnd(connection, self)
-        answer = client_head(head, self._own_fields() + SWITCH, chunked=False, keep_alive=True)
+        response = client_head(head, self._own_fields() + SWITCH, chunked=False, keep_alive=True)
         record.status = 101
-        record.response_bytes = len(answer)
+        record.response_bytes = len(response)
         assert client.transport is not None, "a lost client ends its exchange"
-        client.transport.write(answer)
+        client.transport.write(response)
         assert self._ticket is not None
         shared.runtime.first_byte(self._ticket)
         max_bytes = shared.settings.limits.json_body
@@ -91,7 +91,7 @@ class SocketTurn(Turn):
         self._socket = end.relay = relay = SocketRelay(
             there, here, shared.runtime, record, shared.limits.silence_s, self
         )
-        early = _Early()
+        early = _EarlyData()
         client.switch(early)
         if end.early:
             relay.from_server(end.early)
@@ -108,25 +108,25 @@ class SocketTurn(Turn):
     def pause(self) -> None:
         """See Exchange."""
         if self._socket is not None:
-            self._guarded(self._socket.filled, self._socket.client)
+            self._guarded(self._socket.write_paused, self._socket.client)
         else:
             Turn.pause(self)
 
     def resume(self) -> None:
         """See Exchange."""
         if self._socket is not None:
-            self._guarded(self._socket.emptied, self._socket.client)
+            self._guarded(self._socket.write_resumed, self._socket.client)
         else:
             Turn.resume(self)
 
-    def client_gone(self) -> None:
-        """See Exchange. A client that said why it leaves, or was told to, has not broken anything."""
+    def client_disconnected(self) -> None:
+        """See Exchange. A client that sent a close frame, or got one, has not broken anything."""
         socket = self._socket
-        if self.step is SWITCHED and socket is not None and (socket.client.said_close or socket.client.was_told):
-            socket.let_go()
+        if self.step is SWITCHED and socket is not None and (socket.client.close_received or socket.client.close_sent):
+            socket.release()
             self.socket_ended(Outcome.COMPLETED, timed_out=False)
         else:
-            Turn.client_gone(self)
+            Turn.client_disconnected(self)
 
     def cut(self, why: Outcome) -> None:
         """See Exchange."""
@@ -134,13 +134,13 @@ class SocketTurn(Turn):
             Turn.cut(self, why)
         else:
             self._socket.cut(why)
-            self._connected.linger()  # it may be sending: a close now would be a reset, and overtake the close frame
+            self._client_connection.linger()  # a close now could be a reset, and overtake the close frame
 
-    def _let_go(self) -> None:
+    def _release_work(self) -> None:
         if self._socket is not None:
-            self._socket.let_go()
+            self._socket.release()
         else:
-            Turn._let_go(self)
+            Turn._release_work(self)
 
     # sockets.relay.Owner
 
@@ -156,7 +156,7 @@ class SocketTurn(Turn):
     def hold(self, size: int) -> None:
         """See sockets.relay.Owner."""
         if size or self.held_bytes:
-            self._front.overload.let_go(self)
+            self._front.overload.release(self)
             self._front.overload.hold(self, size)
 
     def end_server(self, *, at_once: bool) -> None:
@@ -167,7 +167,7 @@ class SocketTurn(Turn):
     def socket_ended(self, outcome: Outcome, *, timed_out: bool) -> None:
         """See sockets.relay.Owner."""
         assert self._ticket is not None
-        if self.step is not OVER:
+        if self.step is not FINISHED:
             self.record.outcome = outcome
             self._shared.runtime.close(self._ticket, outcome, timed_out=timed_out)
-            self.over(False)
+            self.finish(False)

@@ -1,4 +1,4 @@
-"""One request's turn on a client's connection: an exchange that answers through the front end."""
+"""One request on a client's connection: an exchange that responds through the front end."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.proxy.exchange.exchange import Exchange
 from lbproxy.proxy.exchange.exchanger import Exchanger
-from lbproxy.proxy.exchange.steps import OVER
+from lbproxy.proxy.exchange.steps import FINISHED
 from lbproxy.proxy.front.connection import ClientConnection
 from lbproxy.proxy.front.overload import Overload
-from lbproxy.proxy.request.answers import empty_answer, json_answer
+from lbproxy.proxy.request.own_responses import json_response, no_content_response
 
 
 class Front(Protocol):
-    """What a turn needs of the front end (`proxy.front.server`)."""
+    """The front end (`proxy.front.server`), as a turn needs it."""
 
     exchanger: Exchanger
     overload: Overload
 
     def turn_began(self) -> None:
-        """One more request runs."""
+        """Count one more running request."""
 
     def turn_ended(self, record: RequestRecord) -> None:
-        """It runs no more, and this is what it was."""
+        """Count one running request less, and emit its record."""
 
-    def write(self, client: ClientConnection, record: RequestRecord, answer: bytes) -> None:
-        """Write a response of our own."""
+    def write(self, client: ClientConnection, record: RequestRecord, response: bytes) -> None:
+        """Write a response of lbproxy itself."""
 
     def refuse(
         self, client: ClientConnection, record: RequestRecord, error: LbError, *, keep_alive: bool, cors: str
     ) -> bool:
-        """Write an error of our own; returns whether the connection lives on."""
+        """Write an error of lbproxy itself; returns whether the connection lives on."""
 
 
 class Turn(Exchange):
-    """One request's turn on a client's connection, from its head until its record is out."""
+    """One request on a client's connection, from its head until its record is emitted."""
 
     held_bytes: int = 0
-    """Of its body, counted in `Overload`."""
+    """Bytes of its body that are counted in `Overload`."""
 
     def __init__(
         self,
@@ -51,47 +51,51 @@ class Turn(Exchange):
         *,
         keep_alive: bool,
     ) -> None:
-        """`ended` is told, once, whether the connection lives on."""
+        """`ended` is called once, with whether the connection lives on."""
         Exchange.__init__(self, front.exchanger, client, record, keep_alive=keep_alive)  # super() costs as much again
         self._front = front
-        self._connected = client
-        self._told = ended
+        self._client_connection = client
+        self._on_ended = ended
         client.turn = self
         front.turn_began()
 
     def _refuse(self, error: LbError) -> bool:
-        return self._front.refuse(self._connected, self.record, error, keep_alive=self.keep_alive, cors=self.cors)
+        return self._front.refuse(
+            self._client_connection, self.record, error, keep_alive=self.keep_alive, cors=self.cors
+        )
 
-    def _body_gone(self) -> None:
-        self._front.overload.let_go(self)
+    def _body_released(self) -> None:
+        self._front.overload.release(self)
 
-    def answer(self, status: int, body: bytes, *, allow: str | None = None) -> None:
-        """End with a response of ours, unless it is over. `allow`: the methods that are allowed here."""
-        if self.step is not OVER:
+    def respond(self, status: int, body: bytes, *, allow: str | None = None) -> None:
+        """End with a response of lbproxy itself, unless it is finished. `allow`: the methods that are allowed here."""
+        if self.step is not FINISHED:
             self.record.status, self.record.outcome = status, Outcome.COMPLETED
             fields = {"x-request-id": self.record.id} | ({} if allow is None else {"allow": allow})
-            answer = json_answer(status, body, fields, keep_alive=self.keep_alive, more=self.cors)
-            self._front.write(self._connected, self.record, answer)
-            self.over(self.keep_alive)
+            response = json_response(status, body, fields, keep_alive=self.keep_alive, more=self.cors)
+            self._front.write(self._client_connection, self.record, response)
+            self.finish(self.keep_alive)
 
-    def answer_preflight(self, cors: str) -> None:
-        """End with a response to a browser's question, unless it is over. `cors`: field lines, each with its CRLF."""
-        if self.step is not OVER:
+    def respond_to_preflight(self, cors: str) -> None:
+        """End with a response to a preflight request, unless it is finished. `cors`: field lines, each with its
+        CRLF.
+        """
+        if self.step is not FINISHED:
             self.record.status, self.record.outcome = 204, Outcome.COMPLETED
-            keep_alive = self.keep_alive and self._connected.is_read
-            answer = empty_answer(f"x-request-id: {self.record.id}\r\n{cors}", keep_alive=keep_alive)
-            self._front.write(self._connected, self.record, answer)
-            self.over(keep_alive)
+            keep_alive = self.keep_alive and self._client_connection.request_is_read
+            response = no_content_response(f"x-request-id: {self.record.id}\r\n{cors}", keep_alive=keep_alive)
+            self._front.write(self._client_connection, self.record, response)
+            self.finish(keep_alive)
 
     def received(self, data: bytes) -> None:
-        """Never: only the client of a WebSocket sends in its turn."""
+        """Never called: only the client of a WebSocket sends during its request."""
         raise AssertionError("no WebSocket")
 
     def _ended(self, reusable: bool) -> None:
         if self.held_bytes:
-            self._front.overload.let_go(self)
-        self._connected.turn = None
+            self._front.overload.release(self)
+        self._client_connection.turn = None
         try:
             self._front.turn_ended(self.record)
         finally:
-            self._told(reusable)
+            self._on_ended(reusable)

@@ -1,4 +1,4 @@
-"""A client's request, read whole, and what of it goes out to an endpoint. Pure."""
+"""A client's complete request, and what of it goes to an endpoint. Pure."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lbproxy.proxy.request.headers import RequestFields
 from lbproxy.proxy.request.routes import Route
 
 _ASK_LOAD: Final = f"{REQUEST_HEADER}: TEXT\r\n"
-"""TEXT shows when a metric stands twice; in JSON vLLM's last one hides the others."""
+"""TEXT keeps metrics that occur twice; in JSON vLLM's last one replaces the others."""
 
 
 class ClientRequest(NamedTuple):
-    """A request, whichever way it was read. Every endpoint gets the same bytes, but for its own name and key."""
+    """A request, from aiohttp or the fast lane. Every endpoint gets the same bytes, except for its own name and key."""
 
     method: str
     target: str
@@ -29,11 +29,11 @@ class ClientRequest(NamedTuple):
     fields: RequestFields
     body: bytes
     credentials: bytes = b""
-    """Field lines, each with its CRLF: the client's own for the endpoint. None where lbproxy itself asks for a key."""
+    """Field lines, each with its CRLF: the client's own for the endpoint. Empty where lbproxy itself requires a key."""
     http10: bool = False
-    """The client takes no chunks, and its connection ends with the response."""
+    """The client accepts no chunks, and its connection ends with the response."""
     trace: bytes = b""
-    """Field lines, each with its CRLF: which trace it belongs to. The client's own while lbproxy makes no traces."""
+    """Field lines, each with its CRLF: the trace that it belongs to. The client's own while lbproxy makes no traces."""
 
     def head_for(
         self,
@@ -44,9 +44,9 @@ class ClientRequest(NamedTuple):
         ask_load: bool = False,
         trace: Trace | None = None,
     ) -> bytes:
-        """The head that `endpoint` gets, with the fields of ours. `forwarded`: field lines that say of who asks.
-        `ask_load`: it shall say its load with the response, and how is not the client's choice. `trace`: if the request
-        is traced.
+        """The head for `endpoint`, with lbproxy's own fields. `forwarded`: field lines about the client. `ask_load`:
+        request a load report with the response, in a format that clients cannot choose. `trace`: if the request is
+        traced.
         """
         method, target, _, fields, body, credentials, _, traced = self
         host, named, key = _addressed(endpoint.base_url, endpoint.api_key, endpoint.tls)
@@ -62,7 +62,7 @@ class ClientRequest(NamedTuple):
 
 @lru_cache(maxsize=4096)  # once per request; URLs come from settings and discovery only
 def _addressed(base_url: str, api_key: ApiKey | None, tls: Tls | None) -> tuple[str, str, bytes | None]:
-    """What stands in Host, the field that names the endpoint, and the one with its own key."""
+    """The value of Host, the field that names the endpoint, and the one with its own key."""
     origin = Origin.parse(base_url, tls)
     named = f"x-gateway-destination-endpoint: {origin}\r\n"
     return origin.host_field, named, None if api_key is None else bearer(api_key)

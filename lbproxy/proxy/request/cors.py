@@ -1,7 +1,7 @@
-"""What browsers must be told before a page of another origin may read a response (Fetch standard, CORS). Pure.
+"""The CORS fields that let a page of another origin read a response (Fetch standard). Pure.
 
-Field lines are made once for each origin of the settings; a request costs a look into a table. Credentials that a
-browser adds by itself, such as cookies, are never allowed: API keys are sent by the page.
+Field lines are made once for each configured origin; a request costs a look-up. Credentials that a browser adds by
+itself, such as cookies, are never allowed: pages send API keys themselves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lbproxy.core.requests.openai import REASON_FIELD
 from lbproxy.proxy.request.headers import REPLACES_CORS
 
 MAX_AGE_S: Final = 600
-"""How long a browser may go by a preflight: about as long as an operator likes to wait for a change."""
+"""How long a browser may cache a preflight: about as long as an operator accepts to wait for a change."""
 _METHODS: Final = "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"
 _EXPOSED: Final = ", ".join(
     (
@@ -27,25 +27,24 @@ _FIELD_NAMES: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z, ]{1,4096}")
 
 
 class Cors:
-    """The origins of the settings, at least one."""
+    """The configured origins, at least one."""
 
     def __init__(self, origins: Sequence[str]) -> None:
         self._fields: dict[str | None, str] = {}
         """By origin."""
         self.for_others = REPLACES_CORS
-        """The field lines for an origin that may not, or is not known."""
+        """The field lines for an origin that is not allowed, or not known."""
         if ANY_ORIGIN in origins:
             self.for_others = _allowing(ANY_ORIGIN)
         else:
             self._fields = {origin: _allowing(origin) for origin in origins}
 
     def fields_for(self, origin: str | None) -> str:
-        """Field lines for a response to a page of `origin`, each with its CRLF; never none. None = it is no page's."""
+        """Field lines for a response to a page of `origin`, each with its CRLF; never empty. None = not from a page."""
         return self._fields.get(origin, self.for_others)
 
     def preflight(self, method: str, headers: Mapping[str, str]) -> str | None:
-        """Field lines of the response if a browser asks whether a page may send a request; None: it is no such
-        question.
+        """Field lines of the response to a preflight request; None: it is not one.
 
         `headers`: of the request, by names in any case.
         """
@@ -56,7 +55,7 @@ class Cors:
         if fields == REPLACES_CORS:
             return fields
         wanted_fields = headers.get("Access-Control-Request-Headers", "")
-        if wanted_fields and _FIELD_NAMES.fullmatch(wanted_fields):  # '*' would not stand for Authorization
+        if wanted_fields and _FIELD_NAMES.fullmatch(wanted_fields):  # '*' would not include Authorization
             fields += f"Access-Control-Allow-Headers: {wanted_fields}\r\n"
         return f"{fields}Access-Control-Allow-Methods: {_METHODS}\r\nAccess-Control-Max-Age: {MAX_AGE_S}\r\n"
 

@@ -1,10 +1,10 @@
-"""What an endpoint is told of who asks and how the request came: X-Forwarded-For, -Proto, -Host, and Via. Pure.
+"""What endpoints are told of the client and of the way of its request: X-Forwarded-For, -Proto, -Host, and Via. Pure.
 
-Anybody can write such fields, so what a client says of itself is believed only if its address is one of
-`trusted_proxies`. Everybody else's are dropped, and what we saw ourselves stands there instead.
+Any client can send such fields, so they are trusted only if its address is one of `trusted_proxies`. Otherwise they are
+dropped, and replaced by what lbproxy saw itself.
 
-Via also shows loops (RFC 9110, section 7.6.3): ours names this process in a comment, and a request that has it was here
-before. Comments may be dropped on the way, so that one that saw too many lbproxys is a loop as well.
+Via also detects loops (RFC 9110, section 7.6.3): ours names this process in a comment, and a request with that comment
+was here before. Proxies may drop comments, so a request that passed too many lbproxys is a loop as well.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ VIA_US: Final = "Via: 1.1 lbproxy\r\n"
 
 
 class Forwarding:
-    """By the settings."""
+    """The forwarding rules of the settings."""
 
     def __init__(self, mode: ForwardedMode, trusted: Sequence[Network], instance: str) -> None:
-        """`instance`: a word that no other process has."""
+        """`instance`: a word that is unique to this process."""
         self.mode = mode
         self.trusted = trusted
         self._mark = f"({instance})".encode("ascii")
@@ -42,17 +42,17 @@ class Forwarding:
         return self._mark in via or via.count(b"lbproxy") > MAX_HOPS
 
     def peer(self, address: str, *, encrypted: bool) -> Peer:
-        """Of one connection. `address`: its other end; UNIX, behind which only this machine is; empty = unknown."""
+        """The peer of one connection. `address`: its other end; UNIX: a process of this machine; empty = unknown."""
         return Peer(self, address, encrypted=encrypted)
 
 
 class Peer:
-    """What stands for one client's connection."""
+    """The forwarding fields of one client's connection."""
 
     def __init__(self, forwarding: Forwarding, address: str, *, encrypted: bool) -> None:
         self._via = forwarding.via
         ip = None if address in {"", UNIX} else ip_address(address.partition("%")[0])
-        if isinstance(ip, IPv6Address) and ip.ipv4_mapped is not None:  # of a socket for both families
+        if isinstance(ip, IPv6Address) and ip.ipv4_mapped is not None:  # from a socket for both families
             ip = ip.ipv4_mapped
         self._address = b"" if ip is None else str(ip).encode("ascii")
         self._proto = b"X-Forwarded-Proto: https\r\n" if encrypted else b"X-Forwarded-Proto: http\r\n"
@@ -62,7 +62,7 @@ class Peer:
         self._appends = forwarding.mode == "append" and trusted
 
     def lines(self, fields: RequestFields, *, http10: bool = False) -> bytes:
-        """The field lines of a request, each with its CRLF."""
+        """The field lines for a request, each with its CRLF."""
         via = self._via[1] if http10 else self._via[0]
         if self._passes:
             return fields.forwarded + via
@@ -73,7 +73,7 @@ class Peer:
         return b"%bX-Forwarded-Host: %b\r\n%b" % (self._seen, fields.host, via)
 
     def _appended(self, fields: RequestFields) -> bytes:
-        """After what a trusted proxy says; what it does not say is what we saw."""
+        """The fields of a trusted proxy, completed by what lbproxy saw."""
         chain, lines, names = [], [], set()
         for line in fields.forwarded.splitlines(keepends=True):
             name, _, value = line.partition(b":")
@@ -94,11 +94,11 @@ class Peer:
 
 
 def may_forward(method: str, fields: RequestFields) -> bool:
-    """What Max-Forwards says of the request that has these fields (RFC 9110, section 7.6.2); one less goes on. Raises
-    LbError.
+    """Whether Max-Forwards allows to forward the request with these fields (RFC 9110, section 7.6.2); it is decreased
+    by one. Raises LbError.
     """
     value = fields.max_forwards or b""
-    if method != "OPTIONS":  # or TRACE, which goes no further in any case
+    if method != "OPTIONS":  # or TRACE, which is not forwarded in any case
         fields.forward += b"Max-Forwards: %b\r\n" % value
         return True
     if not (value.isdigit() and len(value) <= MAX_FORWARDS_DIGITS):

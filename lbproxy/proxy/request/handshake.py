@@ -1,12 +1,12 @@
-"""A client's request to switch to WebSocket: what RFC 6455, section 4, demands of it, and what of it goes on. Pure.
+"""A client's request to switch to WebSocket: the requirements of RFC 6455, section 4, and what of it is forwarded.
+Pure.
 
 The handshake is end to end: the endpoint gets the client's key, version and subprotocols, and its Sec-WebSocket-Accept
-goes back. Extensions are not: they would change what a frame means, and frames are looked at here. What a client offers
-is dropped, so that none is agreed on.
+is returned. Extensions are not: they would change the meaning of frames, which are read here. A client's offers are
+dropped, so that none is agreed on.
 
-Browsers cannot set Authorization; OpenAI's way for them is an API key among the subprotocols. It stands with the
-client's other credentials from here on, so that an endpoint's own key replaces it, and a key of lbproxy's own goes no
-further.
+Browsers cannot set Authorization; OpenAI's way for them is an API key among the subprotocols. Here it becomes one of
+the client's credentials, so that an endpoint's own key replaces it, and a key for lbproxy is not forwarded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lbproxy.proxy.request.headers import RequestFields
 
 VERSION: Final = b"13"
 KEY_IN_PROTOCOL: Final = b"Sec-WebSocket-Protocol: openai-insecure-api-key."
-"""How the field line of an API key begins that came among the subprotocols."""
+"""How the field line begins for an API key that was sent among the subprotocols."""
 SWITCH: Final = "Connection: Upgrade\r\nUpgrade: websocket\r\n"
 MAX_PROTOCOLS: Final = 16
 _KEY: Final = re.compile(rb"[A-Za-z0-9+/]{22}==")
@@ -35,10 +35,10 @@ _GUID: Final = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 
 
 def read_handshake(method: str, fields: RequestFields, *, is_switching: bool) -> None:
-    """Check the fields of a request that has Upgrade, and make of them what an endpoint gets: `forward` as it is to be
-    sent, and an API key among the subprotocols moved to `credentials`. Raises LbError.
+    """Check the fields of a request with Upgrade, and convert them for an endpoint: `forward` as it is to be sent, and
+    an API key among the subprotocols moved to `credentials`. Raises LbError.
 
-    `is_switching`: its first Upgrade, which is that which aiohttp goes by, is one of `SWITCHES`.
+    `is_switching`: its first Upgrade, which aiohttp uses, is one of `SWITCHES`.
     """
     if not (is_switching and fields.upgrade == b"websocket"):
         raise LbError(Outcome.BAD_REQUEST, "The only upgrade here is to WebSocket.")
@@ -80,7 +80,7 @@ def _sorted(forward: bytes) -> tuple[bytes, list[bytes], list[bytes], list[bytes
 
 
 def switch_problem(head: ResponseHead, fields: RequestFields) -> str | None:
-    """What is wrong with a 101 (RFC 6455, section 4.1); None = it is as it must be."""
+    """What is wrong with a 101 (RFC 6455, section 4.1); None = nothing."""
     accepts = []
     for line in head.end_to_end.split(b"\r\n")[:-1]:
         name, value = split_field(line) or (b"", b"")
@@ -92,9 +92,7 @@ def switch_problem(head: ResponseHead, fields: RequestFields) -> str | None:
 
 
 def query_model(target: str) -> str | None:
-    """The `model` in the query of a request target; None: it is not there. Raises LbError if it is there twice, or no
-    name.
-    """
+    """The `model` in the query of a request target; None: none. Raises LbError if it occurs twice, or is not a name."""
     named = [one for one in map(_model_in, target.partition("?")[2].split("&")) if one is not None]
     if len(named) > 1:
         raise LbError(Outcome.MISSING_MODEL, "The query names more than one `model`.", param="model")
@@ -104,7 +102,7 @@ def query_model(target: str) -> str | None:
 
 
 def with_query_model(target: str, model: str) -> str:
-    """The same with this `model` in its query, in place of the one there or at the end; all else as it came."""
+    """The target with this `model` in its query, in place of the one there or at the end; unchanged otherwise."""
     path, _, query = target.partition("?")
     named = f"model={quote(model, safe='/:@')}"
     parts = query.split("&") if query else []

@@ -1,6 +1,6 @@
-"""Header fields across the proxy: what goes on, what ends here, what is ours. Pure.
+"""Header fields across the proxy: which are forwarded, which are hop-by-hop, which are lbproxy's own. Pure.
 
-Field values are relayed as bytes, as they came; the parsers on both sides let no CR, LF or NUL through.
+Field values are relayed as bytes, as they came; the parsers on both sides accept no CR, LF or NUL.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ NOT_FORWARDED: Final = _HOP_BY_HOP | {
     b"x-gateway-destination-endpoint",  # a header never chooses an address
 }
 CREDENTIALS: Final = frozenset({b"authorization", b"x-api-key"})
-"""What a client proves by who it is: OpenAI's way, and that of Anthropic's SDK."""
+"""A client's credentials: OpenAI's way, and that of Anthropic's SDK."""
 REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 SESSIONS: Final = frozenset({b"x-claude-code-session-id", b"session-id", b"thread-id"})
-"""By which coding agents name the conversation: Claude Code and Codex. `x-session-id` counts more."""
+"""By which coding agents name the conversation: Claude Code and Codex. `x-session-id` overrules them."""
 SWITCHES: Final = frozenset({"websocket", "tcp"})
-"""Values of Upgrade, in lower case, after which aiohttp reads no HTTP any more."""
+"""Values of Upgrade, in lower case, after which aiohttp reads no more HTTP."""
 HINTS: Final = frozenset(
     {
         b"x-lbproxy-priority",
@@ -56,18 +56,18 @@ HINTS: Final = frozenset(
         b"endpoint-load-metrics-format",
     }
 )
-"""What a client says about its request beside the body."""
+"""Hints of a client about its request, in addition to the body."""
 OURS: Final = b"x-lbproxy-"
-"""How the names of fields begin that are ours alone: no endpoint gets one from a client."""
+"""The prefix of fields that are lbproxy's own: no endpoint gets one from a client."""
 FORWARDED: Final = frozenset({b"forwarded", b"x-real-ip"})
-"""With all that begin with `X_FORWARDED`: what proxies say of who asked. See `proxy.request.forwarding`."""
+"""With all that begin with `X_FORWARDED`: what proxies say of the client. See `proxy.request.forwarding`."""
 X_FORWARDED: Final = b"x-forwarded-"
 MAX_NAME_BYTES: Final = 256
 MAX_SESSION_BYTES: Final = 128
 MAX_HEAD_BYTES: Final = 64 << 10
-"""All field lines together; each has its own bound before."""
+"""All field lines together; each has its own limit in addition."""
 HOST: Final = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9\-._~!$&'()*+;=]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?")
-"""RFC 3986, section 3.2.2, and a port. Without the comma, which makes one of two."""
+"""RFC 3986, section 3.2.2, and a port. Without the comma, which would make a list of it."""
 _MEANINGFUL: Final = (
     NOT_FORWARDED
     | (CREDENTIALS | HINTS | FORWARDED | TRACE_FIELDS)
@@ -79,63 +79,63 @@ _FLOW: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _TARGET: Final = re.compile(r"/[!\"$-~]*")  # ASCII without white space and fragments
 
 REPLACES_CORS: Final = "Vary: Origin\r\n"
-"""What our own field lines begin with where they take the place of an endpoint's about origins (proxy/request/cors.py):
-a browser refuses two of them."""
+"""The first of lbproxy's own field lines where they replace an endpoint's about origins (proxy/request/cors.py): a
+browser refuses two of them."""
 _CORS_LINES: Final = re.compile(rb"^access-control-[^\n]*\n", re.IGNORECASE | re.MULTILINE)
 
 _PHRASES: Final = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
 
 def status_line(status: int) -> bytes:
-    """With CRLF. A status that has no standard phrase gets none: clients must not read it."""
+    """The status line, with CRLF. A status without a standard phrase gets none: clients must not read it."""
     return _PHRASES.get(status) or b"HTTP/1.1 %d \r\n" % status
 
 
 @dataclass
 class RequestFields:
-    """A client's header fields, read once."""
+    """A client's header fields."""
 
     forward: bytes = b""
-    """The field lines that the endpoint gets, in order, each with its CRLF, but for the next three kinds."""
+    """The field lines for the endpoint, in order, each with its CRLF, without the next three kinds."""
     forwarded: bytes = b""
-    """Those that say of who asked, and how, likewise."""
+    """Those about the client and the way of its request, likewise."""
     credentials: bytes = b""
     """The field lines of `CREDENTIALS`, in order, each with its CRLF."""
     trace: bytes = b""
     """Those of `TRACE_FIELDS`, likewise."""
     request_id: str | None = None
-    """The client's own x-request-id, if it is harmless."""
+    """The client's own x-request-id, if it is valid."""
     host: bytes = b""
-    """As it came; empty if there is none, which only HTTP/1.0 may do."""
+    """As it came; empty if there is none, which only HTTP/1.0 allows."""
     via: bytes = b""
     """The values of Via, one after the other."""
     max_forwards: bytes | None = None
-    """Max-Forwards, as it came, which `forward` does not have."""
+    """Max-Forwards, as it came, which `forward` does not contain."""
     content_type: bytes = b""
     content_length: int | None = None
     chunked: bool = False
     expects_continue: bool = False
     priority: int | None = None
-    """x-lbproxy-priority, -999 to 999; None: it is not there, or no such number."""
+    """x-lbproxy-priority, -999 to 999; None: missing or invalid."""
     flow: str | None = None
-    """x-lbproxy-flow; None: it is not there, or no name that `core.queue.flows` takes."""
+    """x-lbproxy-flow; None: missing, or not a valid name of a flow."""
     slo_ttft_s: float | None = None
-    """x-lbproxy-slo-ttft-ms, but in seconds; None: it is not there, or no number of milliseconds."""
+    """x-lbproxy-slo-ttft-ms, in seconds; None: missing or invalid."""
     session: str | None = None
-    """x-session-id, or one of `SESSIONS`: what the client calls the conversation that this belongs to."""
+    """x-session-id, or one of `SESSIONS`: the client's name of the conversation."""
     wants_load_report: bool = False
-    """endpoint-load-metrics-format is there: the client itself asks the endpoint for its load."""
+    """endpoint-load-metrics-format is there: the client itself requests a load report."""
     origin: str | None = None
-    """Of the web page that sends it; None: no page does."""
+    """The origin of the web page that sends it; None: not from a page."""
     upgrade: bytes = b""
-    """The protocol that it asks to switch to, if that is one of `SWITCHES`."""
+    """The requested protocol, if it is one of `SWITCHES`."""
     accept: bytes = b""
-    """Of a request to switch to WebSocket: the Sec-WebSocket-Accept that its key asks for."""
+    """For a request to switch to WebSocket: the Sec-WebSocket-Accept that its key requires."""
     explain: bool = False
-    """x-lbproxy-explain: it would like to know why its request went where it went."""
+    """x-lbproxy-explain: the client asks for an explanation of the routing decision."""
 
     def read_hint(self, key: bytes, value: bytes) -> None:
-        """Take in a field of `HINTS`; `key` in lower case."""
+        """Read a field of `HINTS`; `key` in lower case."""
         if key == b"x-session-id" or (key in SESSIONS and self.session is None):
             self.session = value[:MAX_SESSION_BYTES].decode("latin-1") or None
         elif key in SESSIONS:
@@ -155,7 +155,7 @@ class RequestFields:
 
 
 def read_request_fields(raw: Iterable[tuple[bytes, bytes]], *, http10: bool = False) -> RequestFields:
-    """Sort a request's fields. Raises LbError where one asks for what we must not do."""
+    """Sort a request's fields. Raises LbError if one of them is not allowed."""
     fields = RequestFields()
     piles: tuple[list[bytes], ...] = ([], [], [], [], [])
     nominated: set[bytes] = set()
@@ -167,10 +167,10 @@ def read_request_fields(raw: Iterable[tuple[bytes, bytes]], *, http10: bool = Fa
             raise LbError(Outcome.HEAD_TOO_LARGE, "The name of a header field is too long.")
         hosts += key == b"host"
         if key in NOT_FORWARDED:
-            _read_our_own(fields, nominated, key, value)
+            _read_hop_by_hop(fields, nominated, key, value)
         elif not (b"_" in key and _has_meaning(key.replace(b"_", b"-"))):
             piles[_pile(key)].extend((name, b": ", value, b"\r\n"))
-            _read_passing(fields, key, value)
+            _read_forwarded(fields, key, value)
     if size > MAX_HEAD_BYTES:
         raise LbError(Outcome.HEAD_TOO_LARGE)
     if http10:
@@ -190,7 +190,7 @@ def read_request_fields(raw: Iterable[tuple[bytes, bytes]], *, http10: bool = Fa
 
 
 def _pile(key: bytes) -> int:
-    """With which fields of `RequestFields` one goes: forward, credentials, trace, forwarded, or none."""
+    """The kind of a field in `RequestFields`: forward, credentials, trace, forwarded, or none."""
     if key in CREDENTIALS:
         return 1
     if key in TRACE_FIELDS:
@@ -200,8 +200,8 @@ def _pile(key: bytes) -> int:
     return 4 if key == b"max-forwards" or key.startswith(OURS) else 0
 
 
-def _read_passing(fields: RequestFields, key: bytes, value: bytes) -> None:
-    """The fields that say something to us and, most of them, to the endpoint."""
+def _read_forwarded(fields: RequestFields, key: bytes, value: bytes) -> None:
+    """Read a field that is meant for lbproxy and, in most cases, the endpoint."""
     if key == b"content-type":
         fields.content_type = value.lower()
     elif key in HINTS:
@@ -215,25 +215,25 @@ def _read_passing(fields: RequestFields, key: bytes, value: bytes) -> None:
 
 
 def _has_meaning(key: bytes) -> bool:
-    """Whether a field of this name means something to us, or to a server behind us. Those that follow CGI's rules take
-    `_` for `-`, so that a client could say by `content_length` what it must not say.
+    """Whether a field of this name has a meaning for lbproxy, or a server behind it. Servers that follow CGI's rules
+    read `_` as `-`, so that a client could send forbidden fields as `content_length`.
     """
     return key in _MEANINGFUL or key.startswith((OURS, X_FORWARDED))
 
 
 def _without(nominated: set[bytes], parts: list[bytes]) -> list[bytes]:
-    """The fields that the client does not want to go further; each is four parts."""
+    """The field lines without those that the client nominated; each has four parts."""
     lines = zip(*[iter(parts)] * 4, strict=True)
     return [part for line in lines if line[0].lower() not in nominated for part in line]
 
 
-def _read_our_own(fields: RequestFields, nominated: set[bytes], key: bytes, value: bytes) -> None:
-    """The fields that end here."""
+def _read_hop_by_hop(fields: RequestFields, nominated: set[bytes], key: bytes, value: bytes) -> None:
+    """Read a field that is not forwarded."""
     match key:
         case b"connection":
             nominated.update(token.strip().lower() for token in value.split(b","))
         case b"content-length":
-            fields.content_length = int(value)  # the parser let only digits through
+            fields.content_length = int(value)  # the parser accepts only digits
         case b"host":
             fields.host = value.strip(b" \t")
             if HOST.fullmatch(fields.host) is None:
@@ -264,10 +264,11 @@ def origin_form(target: str) -> str:
 
 
 def client_head(head: ResponseHead, own: str, *, chunked: bool, keep_alive: bool) -> bytes:
-    """The head of an endpoint's response as the client gets it: end-to-end fields, then framing and `own` field lines,
-    which may begin with `REPLACES_CORS`.
+    """The head of an endpoint's response for the client: end-to-end fields, then framing and `own` field lines, which
+    may begin with `REPLACES_CORS`.
 
-    `chunked`: the client gets the body chunked. A body that the endpoint ends by closing is ended so for the client.
+    `chunked`: the client gets the body chunked. A body that the endpoint ends by closing ends in the same way for the
+    client.
     """
     status, announced = head.status, head.announced
     if chunked:

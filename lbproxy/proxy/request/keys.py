@@ -1,9 +1,10 @@
-"""The API keys that clients may have, and the check of a request's credentials. Pure.
+"""The API keys of clients, and the check of a request's credentials. Pure.
 
-A key is looked up by its SHA-256 digest, in a dict. How long that takes says nothing about any key: bytes are compared
-only where the hash of a guess's digest, under a seed of this process, meets that of a key's, and how far they agree is
-about digests: to use it is to invert SHA-256. To make the digest takes as long as the guess is long, which who guesses
-knows. So a lookup is as safe as comparing with every key in constant time, and takes as long for many as for one.
+A key is looked up by its SHA-256 digest, in a dict. The time of the look-up reveals nothing about any key: bytes are
+compared only if the hash of a guess's digest, with a random seed of this process, equals that of a key's. How many of
+them agree is about digests, and using that requires inverting SHA-256. The time to compute the digest depends on the
+length of the guess, which an attacker knows. So a look-up is as safe as comparing with every key in constant time, and
+takes as long for many keys as for one.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from lbproxy.proxy.request.handshake import KEY_IN_PROTOCOL
 _ONE_KEY = re.compile(
     rb"(?i:authorization:[ \t]*bearer +|x-api-key:[ \t]*|%b)([!-~]{1,512})[ \t]*\r\n" % re.escape(KEY_IN_PROTOCOL)
 )
-"""Exactly one field line: of two, lbproxy and a server behind it might each take another."""
+"""Exactly one field line: of two, lbproxy and a server behind it might each use another."""
 
 
 class KeyRing:
-    """Who may send requests. Immutable; a reload makes another."""
+    """The keys of all clients. Immutable; a reload makes another."""
 
     def __init__(self, names: Mapping[bytes, str]) -> None:
-        """`names`: what the key with each SHA-256 digest is called."""
+        """`names`: the name of the key with each SHA-256 digest."""
         self._names = dict(names)
 
     def __len__(self) -> int:
@@ -33,7 +34,7 @@ class KeyRing:
         return len(self._names)
 
     def name_of(self, credentials: bytes) -> str:
-        """What the key in a request's credentials (RequestFields) is called. Raises LbError UNAUTHORIZED."""
+        """The name of the key in a request's credentials (RequestFields). Raises LbError UNAUTHORIZED."""
         found = _ONE_KEY.fullmatch(credentials)
         name = None if found is None else self._names.get(sha256(found[1]).digest())
         if name is None:

@@ -1,11 +1,11 @@
-"""Plain requests: what nearly every request of an LLM client is, and can be read without aiohttp. Pure.
+"""Plain requests: nearly all requests of LLM clients, which are read without aiohttp. Pure.
 
-A plain request is a POST to one of the two main routes that came whole in one read, in HTTP/1.1, with one Host, one
-Content-Length, and no field that asks for anything but to be passed on. `read_plain` reads it or declines; it refuses
-nothing: what it declines goes to aiohttp, byte for byte, which answers it or says what is wrong. So it may only be
-stricter than aiohttp, never laxer; tests/proxy/request/test_plain.py holds the two against each other.
+A plain request is a POST to one of the two main routes that arrived complete in one read, in HTTP/1.1, with one Host,
+one Content-Length, and no field that asks for anything but to be forwarded. `read_plain` reads it or declines. It
+refuses nothing: what it declines goes to aiohttp, byte for byte, which serves it or reports the error. So it may only
+be stricter than aiohttp, never laxer; tests/proxy/request/test_plain.py compares the two.
 
-It buys about 12 us of proxy CPU per request: aiohttp's parser, body stream, request object and second task.
+It saves about 12 µs of proxy CPU per request: aiohttp's parser, body stream, request object and second task.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ MAX_PLAIN_HEAD_BYTES: Final = 8 << 10
 MAX_PLAIN_FIELDS: Final = 64
 _REQUEST_LINE: Final = re.compile(rb"POST (/v1/(?:chat/)?completions) HTTP/1\.1\r\n")
 _TEXT: Final = bytes({*range(0x20, 0x7F), 0x09})
-"""ASCII only: what else may stand in a head is left to aiohttp."""
+"""ASCII only: heads with other bytes are left to aiohttp."""
 _SPECIAL: Final = (
     NOT_FORWARDED | HINTS | CREDENTIALS | TRACE_FIELDS | {b"content-type", b"content-encoding", b"max-forwards"}
 )
 
 
 def read_plain(data: bytes, max_body_bytes: int) -> ClientRequest | None:
-    """The plain request that `data` is, exactly and wholly; None if it is anything else."""
+    """Read `data` as exactly one complete plain request; None if it is anything else."""
     end = data.find(b"\r\n\r\n", 0, MAX_PLAIN_HEAD_BYTES)
     length = LENGTH_LINE.search(data, 0, end + 2)
     if end < 0 or length is None:
@@ -53,7 +53,7 @@ def read_plain(data: bytes, max_body_bytes: int) -> ClientRequest | None:
     size = int(length[1])
     if len(body) != size or size > max_body_bytes:
         return None
-    # What is left is the same for each request of most clients, and read once.
+    # The rest is the same for each request of most clients, and cached.
     first, last = length.span()
     head = data[:first] + data[last:end]
     plain = _read_head_cached(head) if len(head) <= _CACHED_HEAD_BYTES else _read_head(head)
@@ -64,7 +64,7 @@ def read_plain(data: bytes, max_body_bytes: int) -> ClientRequest | None:
 
 
 class _Head(NamedTuple):
-    """A plain request's head, without its length. Shared by all requests that have it: nobody changes it."""
+    """A plain request's head, without its length. Shared by all requests with the same head: it must not be changed."""
 
     path: str
     route: Route
@@ -87,7 +87,7 @@ def _read_head(head: bytes) -> _Head | None:
 
 
 _CACHED_HEAD_BYTES: Final = 2 << 10
-"""Longer heads are not worth remembering, and would let a peer fill the cache with megabytes."""
+"""Longer heads are not worth caching, and would let a peer fill the cache with megabytes."""
 _read_head_cached: Final = lru_cache(maxsize=1024)(_read_head)
 
 
@@ -136,7 +136,7 @@ def _read_fields(lines: list[bytes]) -> RequestFields | None:  # noqa: PLR0912 -
                 return None
             fields.host = value
         elif name != b"x-gateway-destination-endpoint":
-            return None  # a second Content-Length among them
+            return None  # for example a second Content-Length
     if b"host" not in seen:
         return None
     forward.append(b"")

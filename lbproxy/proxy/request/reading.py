@@ -1,4 +1,4 @@
-"""What a request that was read whole asks for: how the balancer sees it, and the body to send."""
+"""What a complete request asks for: how the balancer sees it, and the body to send."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lbproxy.core.requests.forms import FormWalk, read_form_model, rename_form_m
 from lbproxy.core.requests.large_json import LargeJson
 from lbproxy.core.requests.models import Aliases, resolve
 from lbproxy.core.requests.openai import BodyFacts, ModelCard, Pieces, read_json_body, rename_model, with_model
-from lbproxy.core.requests.outline import bytes_left_out
+from lbproxy.core.requests.outline import omitted_bytes
 from lbproxy.core.requests.prompt_keys import BlockKey, hash_prompt
 from lbproxy.core.requests.prompts import Flattening, Prompt
 from lbproxy.core.requests.request import InferenceRequest
@@ -23,25 +23,25 @@ from lbproxy.proxy.request.routes import ANY_BODY, JSON_BODY, stored_response
 from lbproxy.runtime import Runtime
 
 Large: TypeAlias = LargeJson | FormWalk
-"""A body that was read in many turns of the loop."""
+"""A body that was read in many turns of the event loop."""
 
 
 class LargeFacts(NamedTuple):
-    """What was read of a large body, which is already as it is to be sent."""
+    """What was read of a large body, which is already in the form to be sent."""
 
     facts: BodyFacts
     prompt: Prompt | None
-    """None if nothing is to be known of it."""
+    """None if no prompt is needed."""
 
 
 MAX_ID_CHARS: Final = 160
-"""Of a stored response."""
+"""Of the id of a stored response."""
 SERVED_S: Final = 1.0
-"""How long what is served is taken for true: to ask all endpoints takes a while."""
+"""How long the set of served models is reused: asking all endpoints takes a while."""
 
 
 class Reading:
-    """Reads requests by the settings of models and flows and what the endpoints serve."""
+    """Reads requests by the configured models and flows, and by what the endpoints serve."""
 
     def __init__(self, settings: Settings, runtime: Runtime) -> None:
         self._aliases = Aliases(settings.models)
@@ -50,12 +50,12 @@ class Reading:
         self._served: frozenset[str] = frozenset()
         self._served_until = float("-inf")
 
-    def understand(
+    def interpret(
         self, request: ClientRequest, record: RequestRecord, large: LargeFacts | None = None
     ) -> tuple[ClientRequest, InferenceRequest]:
-        """The request as it is to be sent, and as the balancer sees it. Notes in `record` what is asked for.
+        """Return the request to send, and the request as the balancer sees it. Notes in `record` what is asked for.
 
-        `large`: of its body, if that was read in turns. Raises LbError.
+        `large`: the content of its body, if that was read in turns. Raises LbError.
         """
         if request.fields.upgrade:
             return self._socket(request, record)
@@ -73,8 +73,8 @@ class Reading:
     def read(
         self, request: ClientRequest, record: RequestRecord, large: Large | None = None
     ) -> tuple[BodyFacts, Pieces | None]:
-        """What the body says, with the model to place by (None: any endpoint); and the body to send, if that is
-        another. Notes in `record` what the client called the model, if it used a name of the settings.
+        """The content of the body, with the model to place by (None: any endpoint); and the body to send, if it
+        differs. Notes in `record` the client's name of the model, if that is an alias.
 
         `large`: the body, if that was read in turns. Raises LbError.
         """
@@ -97,7 +97,7 @@ class Reading:
         return facts._replace(model=model), pieces
 
     def flattening(self, request: ClientRequest, facts: BodyFacts) -> Flattening | None:
-        """Begins to flatten the prompt of a large body; None if nothing is to be known of it."""
+        """Begin to flatten the prompt of a large body; None if no prompt is needed."""
         flatten = request.route.flatten
         return None if flatten is None or self._runtime.block_bytes is None else flatten.begin(facts.fields)
 
@@ -124,7 +124,7 @@ class Reading:
             after = () if before is None else before.block_keys
             if prompt_bytes >= block_bytes or after:
                 if is_large:
-                    prompt_bytes += bytes_left_out(text, len(request.body))
+                    prompt_bytes += omitted_bytes(text, len(request.body))
                 keys = hash_prompt(text, model=model, salt=cache_salt, block_bytes=block_bytes, after=after)
             if before is not None:
                 prompt_bytes += before.prompt_bytes
@@ -151,8 +151,8 @@ class Reading:
         )
 
     def _socket(self, request: ClientRequest, record: RequestRecord) -> tuple[ClientRequest, InferenceRequest]:
-        """The same for a WebSocket, whose model stands in the query. It does not count as a stream in the record: its
-        first message says nothing of how soon a prompt is answered.
+        """The same for a WebSocket, whose model is in the query. It is not recorded as a stream: its first message does
+        not show how soon a prompt is processed.
         """
         named = query_model(request.target)
         model = named
@@ -168,11 +168,11 @@ class Reading:
         return request, placed._replace(open_ended=True)
 
     def model_cards(self) -> list[ModelCard]:
-        """What clients may name: what the endpoints that are up serve, and the settings' names for it."""
+        """The models that clients may name: those of the endpoints that are up, and aliases of them."""
         return self._aliases.listed(self._runtime.model_cards())
 
     def _read(self, request: ClientRequest, large: Large | None) -> tuple[BodyFacts, Pieces | None]:
-        """The same by the name that the client used."""
+        """The same, with the name that the client used."""
         body = request.body
         is_inference = request.route.is_inference
         if has_json(request):
@@ -190,7 +190,7 @@ class Reading:
         return BodyFacts(None), None
 
     def _served_now(self) -> frozenset[str]:
-        """By endpoints that are up, as of the last second."""
+        """The models of endpoints that are up, as of the last second."""
         now = self._runtime.now()
         if now >= self._served_until:
             self._served_until = now + SERVED_S
@@ -199,7 +199,7 @@ class Reading:
 
 
 def _storage(request: ClientRequest, fields: Mapping[str, object]) -> tuple[str | None, bool]:
-    """The stored response that a request is about or goes on with; and whether its own may be stored."""
+    """The stored response that a request continues or is about; and whether its own response may be stored."""
     named = stored_response(request.target.partition("?")[0])
     if named is None and "previous_response_id" in fields:
         before = fields["previous_response_id"]
@@ -210,20 +210,20 @@ def _storage(request: ClientRequest, fields: Mapping[str, object]) -> tuple[str 
 
 
 def _cache_key(fields: Mapping[str, object]) -> str | None:
-    """OpenAI's name of what shares a prompt: as good as a session, if the client names none."""
+    """OpenAI's name for requests that share a prompt: used like a session, if the client names none."""
     key = fields.get("prompt_cache_key")
     return key if isinstance(key, str) and 0 < len(key) <= MAX_SESSION_BYTES else None
 
 
 def has_json(request: ClientRequest) -> bool:
-    """Its body is JSON that must be read."""
+    """Whether its body is JSON that must be read."""
     if request.route.body is JSON_BODY:
         return request.method == "POST"
     return _is_read(request) and b"json" in request.fields.content_type
 
 
 def has_form(request: ClientRequest) -> bool:
-    """Its body is a form that must be read."""
+    """Whether its body is a form that must be read."""
     return _is_read(request) and b"multipart/form-data" in request.fields.content_type
 
 

@@ -1,7 +1,7 @@
 """What a method and path ask for, and how it is placed. Pure.
 
-Everything under /v1/ is passed on, so that what a model server offers tomorrow works today; outside it only the routes
-that model servers are known to have. Route names are few: they are metric labels.
+Everything under /v1/ is forwarded, so that future routes of model servers work today; outside it only known routes of
+model servers. Route names are few: they are metric labels.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from lbproxy.core.requests.prompts import (
 
 
 class Body(Enum):
-    """What the body is read as."""
+    """How the body is read."""
 
     JSON = "json"
     """Must be a JSON object; placed by its `model`."""
     BY_TYPE = "by type"
     """As its Content-Type says: JSON and multipart are placed by `model`, anything else on any endpoint."""
     ANY = "any"
-    """Not looked at; any endpoint."""
+    """Not read; any endpoint."""
 
 
 JSON_BODY: Final = Body.JSON
 ANY_BODY: Final = Body.ANY
-"""A member's look-up in its Enum costs more, and each request is asked."""
+"""A look-up in the Enum costs more, and each request needs it."""
 
 
 class Route(NamedTuple):
@@ -46,16 +46,16 @@ class Route(NamedTuple):
     body: Body
     methods: frozenset[str]
     ours: bool = False
-    """lbproxy answers it."""
+    """lbproxy responds itself."""
     flatten: PromptFormat | None = None
-    """Reads the prompt in its body, if that has one that the prefix cache knows."""
+    """Reads the prompt in its body, if it has one that the prefix cache knows."""
     is_common: bool = False
     """Every model server has it."""
-    skips_opening: bool = False
+    skips_preamble: bool = False
     """Its streams begin with events that stand for no token."""
     is_inference: bool = True
-    """Its POST requests name a model, which is demanded, or put in where only one is served; and they may be sent
-    again, as they change nothing. Of others neither is known: files and batches, or the cancelling of a response."""
+    """Its POST requests name a model, which is required, or inserted where only one is served; and they may be retried,
+    as they change nothing. For other routes neither is known: files and batches, or the cancelling of a response."""
 
 
 _PASSED_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -66,7 +66,7 @@ _MODELS = Route("models", Body.ANY, _GET, ours=True)
 _OTHER = Route("other", Body.BY_TYPE, _PASSED_METHODS, is_inference=False)
 _INFERENCE = _OTHER._replace(is_inference=True)
 ADAPTERS = Route("adapters", Body.JSON, frozenset({"POST"}), ours=True)
-"""lbproxy makes these calls at every endpoint of a base model, if it is allowed to: see
+"""lbproxy makes these calls at every endpoint of a base model, if the settings allow it: see
 proxy/exchange/adapter_calls.py."""
 _LORA_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _ROUTES = {
@@ -74,8 +74,8 @@ _ROUTES = {
     "/v1/chat/completions": Route("chat_completions", Body.JSON, _POST, flatten=chat_prompt, is_common=True),
     "/v1/models": _MODELS,
     "/v1/embeddings": Route("embeddings", Body.JSON, _POST),
-    "/v1/responses": Route("responses", Body.BY_TYPE, _PASSED_METHODS, flatten=responses_prompt, skips_opening=True),
-    "/v1/messages": Route("messages", Body.BY_TYPE, _PASSED_METHODS, flatten=messages_prompt, skips_opening=True),
+    "/v1/responses": Route("responses", Body.BY_TYPE, _PASSED_METHODS, flatten=responses_prompt, skips_preamble=True),
+    "/v1/messages": Route("messages", Body.BY_TYPE, _PASSED_METHODS, flatten=messages_prompt, skips_preamble=True),
     "/generate": Route("generate", Body.BY_TYPE, _PASSED_METHODS, flatten=generate_prompt),
     "/completion": Route("completion", Body.BY_TYPE, _PASSED_METHODS, flatten=completion_prompt),
     "/infill": Route("infill", Body.BY_TYPE, _PASSED_METHODS, flatten=infill_prompt),
@@ -97,7 +97,7 @@ _ROUTES = {
 
 
 def find_route(method: str, path: str, *, lora_management: bool = False) -> Route:
-    """The route of a request. `path` begins with a slash and has no query; `lora_management` as the settings say.
+    """Find the route of a request. `path` begins with a slash and has no query; `lora_management` as configured.
 
     Raises LbError BAD_REQUEST, UNKNOWN_URL, FORBIDDEN or METHOD_NOT_ALLOWED.
     """
@@ -129,8 +129,8 @@ def stored_response(path: str) -> str | None:
 
 
 def _canonical(path: str) -> str | None:
-    """What a server may make of a path: escapes decoded, parameters and empty segments dropped. None if that has dot
-    segments, which could lead to what was never meant to be reached, or characters that no path needs.
+    """The path as a server may read it: escapes decoded, parameters and empty segments dropped. None if it has dot
+    segments, which could lead to other paths, or characters that no path needs.
     """
     plain = unquote(path).replace("\\", "/")
     segments = [segment.partition(";")[0].strip() for segment in plain.split("/")]

@@ -1,9 +1,9 @@
-"""Where the heads and bodies of a client's requests end, for the requests that aiohttp reads. Sans-io.
+"""Where the heads and bodies of a client's requests end, for requests that aiohttp reads. Sans-io.
 
-aiohttp's parser reads them; the walk goes along beside it, and is stricter with chunk framing than a parser has to be:
-a line must end with CRLF, whichever parser aiohttp was built with, and chunk extensions, which nobody reads, may take
-`MAX_EXTENSION_BYTES` of a message and no more (RFC 9112, section 7.1.1). It judges nothing else: a head that is
-ambiguous is refused by aiohttp, and what the walk thinks of it does not matter then.
+aiohttp's parser reads them; the walk runs in parallel, and is stricter with chunk framing than a parser must be: a line
+must end with CRLF, whichever parser aiohttp was built with, and chunk extensions, which are not used, may take
+`MAX_EXTENSION_BYTES` of a message and no more (RFC 9112, section 7.1.1). It checks nothing else: aiohttp refuses
+ambiguous heads, and then the result of the walk does not matter.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _LENGTH: Final = re.compile(rb"\ncontent-length[ \t]*:[ \t]*([0-9]{1,15})[ \t]*\
 
 
 class RequestWalk:
-    """Walks the bytes of one connection, from the first of a head."""
+    """Walks the bytes of one connection, from the beginning of a head."""
 
     __slots__ = ("_body", "_head", "_lost", "head_ended")
 
     def __init__(self) -> None:
         self._head = b""
-        """Of a head that is not whole, as far as it came."""
+        """The received part of an incomplete head."""
         self._body: Framing | None = None
-        """The body that comes now."""
+        """The current body."""
         self._lost = False
-        """Nothing more is walked: what came is refused in any case."""
+        """Nothing more is walked: what follows is refused in any case."""
         self.head_ended = False
-        """The last step came to the end of a head."""
+        """The last step reached the end of a head."""
 
     def step(self, data: bytes, at: int) -> int:
-        """Where the head or the body ends that `data[at:]` is the beginning or the rest of; `len(data)` if not there.
+        """Return where the head or body that contains `data[at:]` ends; `len(data)` if it does not.
 
-        Raises ProtocolError for bad chunk framing, with the place where the wrong line begins or goes on, and walks
+        Raises ProtocolError for bad chunk framing, with the position of the wrong line or its continuation, and walks
         nothing more.
         """
         self.head_ended = False

@@ -1,8 +1,8 @@
 """WebSocket frames (RFC 6455, section 5): bytes into frames, and frames into bytes. Sans-io.
 
-The only module that knows the library `websockets`, whose frames are used and nothing else (decision 34). What a peer
-sends is not trusted: reserved bits, opcodes, masks and sizes are checked here. That the fragments of a message follow
-each other, and that text is UTF-8, is for the other peer to judge, which gets them as they are.
+The only module that imports the library `websockets`, of which only the frames are used (decision 34). Peers are not
+trusted: reserved bits, opcodes, masks and sizes are checked here. The order of a message's fragments, and UTF-8, are
+checked by the other peer, which gets them unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TRY_AGAIN_LATER: Final = 1013
 """Close codes: RFC 6455, section 7.4.1, and IANA's registry."""
 DATA: Final = frozenset({Opcode.CONT, Opcode.TEXT, Opcode.BINARY})
 MAX_REASON_BYTES: Final = 123
-"""What a control frame has room for beside the code."""
+"""The room in a control frame besides the code."""
 
 __all__ = [
     "DATA",
@@ -39,7 +39,7 @@ __all__ = [
 
 
 class FrameError(Exception):
-    """The peer's bytes are no frames, or one is too large. `code`: of the close frame that tells it so."""
+    """The peer's bytes are not frames, or one is too large. `code`: of the close frame that reports it."""
 
     def __init__(self, code: int, problem: str) -> None:
         super().__init__(problem)
@@ -47,16 +47,16 @@ class FrameError(Exception):
 
 
 class FrameReader:
-    """Cuts the bytes of one peer into frames. At most one frame is held, and no more of it than `max_bytes`."""
+    """Splits the bytes of one peer into frames. At most one frame is held, and at most `max_bytes` of it."""
 
     def __init__(self, *, masked: bool, max_bytes: int) -> None:
-        """`masked`: its frames must be, as those of a client; else they must not."""
+        """`masked`: its frames must be masked, as a client's; else they must not be."""
         self._bytes = StreamReader()
         self._frames = _frames(self._bytes, masked, max_bytes)
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """The frames that are complete with `data`, in order. Raises FrameError, after those before the bad one; then
-        nothing more may be fed.
+        """Yield the frames that are complete with `data`, in order. Raises FrameError, after the frames before the bad
+        one; then nothing more may be fed.
         """
         self._bytes.feed_data(data)
         while True:
@@ -72,12 +72,12 @@ class FrameReader:
 
     @property
     def held_bytes(self) -> int:
-        """Of a frame that is not complete."""
+        """Bytes of the incomplete frame."""
         return len(self._bytes.buffer)
 
 
 def _frames(source: StreamReader, masked: bool, max_bytes: int) -> Generator[Frame | None, None, None]:
-    """The next frame; None where bytes are missing."""
+    """Yield the next frame; None where bytes are missing."""
     while True:
         yield (yield from Frame.parse(source.read_exact, mask=masked, max_size=max_bytes))
 
@@ -88,12 +88,12 @@ def is_close(frame: Frame) -> bool:
 
 
 def is_pong(frame: Frame, payload: bytes) -> bool:
-    """Whether it answers a ping with this payload."""
+    """Whether it responds to a ping with this payload."""
     return frame.opcode is Opcode.PONG and frame.data == payload
 
 
 def close_code(frame: Frame) -> int | None:
-    """Of a close frame; None = it has none, or none that may stand there."""
+    """The code of a close frame; None = it has none, or an invalid one."""
     try:
         code = Close.parse(bytes(frame.data)).code
     except (ProtocolError, UnicodeDecodeError):
@@ -102,11 +102,11 @@ def close_code(frame: Frame) -> int | None:
 
 
 def close_frame(code: int, reason: str) -> Frame:
-    """One of ours. `reason`: ASCII, at most MAX_REASON_BYTES."""
+    """A close frame of lbproxy. `reason`: ASCII, at most MAX_REASON_BYTES."""
     assert len(reason) <= MAX_REASON_BYTES
     return Frame(Opcode.CLOSE, Close(code, reason).serialize())
 
 
 def ping_frame(payload: bytes) -> Frame:
-    """One of ours. `payload`: at most 125 bytes."""
+    """A ping of lbproxy. `payload`: at most 125 bytes."""
     return Frame(Opcode.PING, payload)

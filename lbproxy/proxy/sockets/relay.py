@@ -1,20 +1,20 @@
 """A WebSocket between a client and an endpoint: frames both ways, and one end for both.
 
-Theory of operation. Each frame goes on as soon as it is complete, with its opcode, its FIN bit and its payload as they
-came; only the mask is another. So fragments stay fragments, pings and pongs are the peers' own, and a message may be
-larger than what we hold. As no frame goes out by halves, a close frame of ours can stand anywhere.
+Theory of operation. Each frame is passed on as soon as it is complete, with its opcode, its FIN bit and its payload
+unchanged; only the mask differs. So fragments stay fragments, pings and pongs are the peers' own, and a message may be
+larger than what lbproxy holds. As no frame is sent in parts, a close frame of lbproxy can follow any frame.
 
     stage     event                                                             next stage
     OPEN      a close frame of one side was passed on                           CLOSING
-    CLOSING   that of the other too, or it did not come within `CLOSE_S`        OVER
-    any       a side is lost, sends what is no frame, answers no ping;          OVER
-              we stop, or have no memory
+    CLOSING   that of the other too, or it did not arrive within `CLOSE_S`      FINISHED
+    any       a side is lost, sends invalid frames, responds to no ping;        FINISHED
+              lbproxy stops, or has no memory
 
 Invariants:
 
-- A side is read only while the other one takes what it is sent.
+- A side is read only while the other one reads what it is sent.
 - Each side gets one close frame, unless its connection is lost; nothing follows it.
-- Nothing is retried: what was said on a WebSocket cannot be said again by us.
+- Nothing is retried: messages cannot be sent again by lbproxy.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from lbproxy.runtime import Runtime
 
 Arguments = TypeVarTuple("Arguments")
 FRAMES_AT_ONCE: Final = 128
-"""Of one side in a turn of the loop: about 2 ms of frames without payload."""
+"""Of one side in a turn of the event loop: about 2 ms of frames without payload."""
 CLOSE_S: Final = 10.0
-"""How long a side may take to answer a close frame with its own: the time-out of the library `websockets`."""
+"""How long a side may take to respond to a close frame with its own: the time-out of the library `websockets`."""
 PONG_S: Final = 20.0
-"""How long a side may take to answer our ping: likewise."""
+"""How long a side may take to respond to our ping: likewise."""
 _CUTS: Final = {
     Outcome.DRAINING: (Outcome.CUT, frames.GOING_AWAY, "the load balancer is stopping"),
     Outcome.OVERLOADED: (Outcome.OVERLOADED, frames.TRY_AGAIN_LATER, "the load balancer is out of resources"),
@@ -48,18 +48,18 @@ _CUTS: Final = {
 
 
 class Owner(Protocol):
-    """Who has a WebSocket relayed."""
+    """The owner of a WebSocket relay."""
 
     def guarded(self, step: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
-        """Do a step that nothing above answers for; if it raises, that is a defect, and ends everything."""
+        """Run a step; nothing above handles its exceptions. If it raises, that is a defect, and ends everything."""
         ...
 
     def progress(self, messages: int) -> None:
-        """So many more messages came from the endpoint; at most every `PROGRESS_S`."""
+        """Report more messages of the endpoint; at most every `PROGRESS_S`."""
         ...
 
     def hold(self, size: int) -> None:
-        """So much is held of frames that are not complete. Raises LbError if there is no room for it."""
+        """Report the held bytes of incomplete frames. Raises LbError if there is no room for them."""
         ...
 
     def end_server(self, *, at_once: bool) -> None:
@@ -67,7 +67,7 @@ class Owner(Protocol):
         ...
 
     def socket_ended(self, outcome: Outcome, *, timed_out: bool) -> None:
-        """Once: it is over, and the client has its close frame. Not after `let_go`."""
+        """Called once: it has ended, and the client has its close frame. Not called after `release`."""
         ...
 
 
@@ -76,7 +76,7 @@ class Stage(Enum):
 
     OPEN = "open"
     CLOSING = "closing"
-    OVER = "over"
+    FINISHED = "over"
 
 
 class SocketRelay:
@@ -85,7 +85,7 @@ class SocketRelay:
     def __init__(
         self, client: Side, server: Side, runtime: Runtime, record: RequestRecord, idle_s: float, owner: Owner
     ) -> None:
-        """`idle_s`: after so long without a byte from either side both are asked whether they are there."""
+        """`idle_s`: after this time without a byte from either side, both are pinged."""
         self.client = client
         self.server = server
         self.stage = Stage.OPEN
@@ -96,17 +96,17 @@ class SocketRelay:
         self._ping = b""
         """The payload of our ping, while it is out."""
         self._messages = 0
-        """Those that were not reported as progress yet."""
+        """Messages that were not reported as progress yet."""
         self._progress_at = 0.0
         client.heard_at = server.heard_at = self._armed_at = runtime.now()
         self._timer = runtime.loop.call_later(idle_s, self._on_timer)
 
     @property
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         """It has ended; nothing is passed on any more."""
-        return self.stage is Stage.OVER
+        return self.stage is Stage.FINISHED
 
-    # What comes from the two sides
+    # Received from the two sides
 
     def from_client(self, data: bytes) -> None:
         """The next bytes of the client."""
@@ -121,53 +121,53 @@ class SocketRelay:
             self._progress_at = now + PROGRESS_S
             self._report_progress()
 
-    def filled(self, side: Side) -> None:
-        """This side takes nothing more for now."""
+    def write_paused(self, side: Side) -> None:
+        """The buffer of this side is full."""
         side.is_full = True
         self._read(self._other(side))
 
-    def emptied(self, side: Side) -> None:
-        """It takes more again."""
+    def write_resumed(self, side: Side) -> None:
+        """The buffer of this side has room again."""
         side.is_full = False
         other = self._other(side)
-        if other.is_behind:
-            self._catch_up(other)
+        if other.has_backlog:
+            self._resume_deferred(other)
         self._read(other)
 
     def server_lost(self, problem: str) -> None:
         """The endpoint's connection is closed or broken."""
-        while self.server.is_behind and not self.is_over:
-            self.server.is_behind = False
+        while self.server.has_backlog and not self.is_finished:
+            self.server.has_backlog = False
             self._take(self.server, b"")
-        if self.is_over:
+        if self.is_finished:
             return
-        if self.server.said_close or self.client.said_close:
-            self._tell(self.client, frames.NORMAL, "")
+        if self.server.close_received or self.client.close_received:
+            self._send_close(self.client, frames.NORMAL, "")
             self._end(Outcome.COMPLETED)
         else:
             self._record.error = problem
-            self._tell(self.client, frames.INTERNAL_ERROR, "the connection to the model server was lost")
+            self._send_close(self.client, frames.INTERNAL_ERROR, "the connection to the model server was lost")
             self._end(Outcome.UPSTREAM_BROKE)
 
     def cut(self, why: Outcome) -> None:
-        """We stop (DRAINING) or have no memory (OVERLOADED)."""
-        if not self.is_over:
+        """lbproxy stops (DRAINING) or has no memory (OVERLOADED)."""
+        if not self.is_finished:
             outcome, code, reason = _CUTS[why]
-            self._tell(self.client, code, reason)
-            self._tell(self.server, frames.GOING_AWAY, reason)
+            self._send_close(self.client, code, reason)
+            self._send_close(self.server, frames.GOING_AWAY, reason)
             self._end(outcome)
 
-    def let_go(self) -> None:
-        """The client is lost, or a defect of ours ends everything. `socket_ended` is not called."""
-        if not self.is_over:
-            self._tell(self.client, frames.INTERNAL_ERROR, "the load balancer failed")
-            self._tell(self.server, frames.GOING_AWAY, "the client left")
+    def release(self) -> None:
+        """The client is lost, or a defect ends everything. `socket_ended` is not called."""
+        if not self.is_finished:
+            self._send_close(self.client, frames.INTERNAL_ERROR, "the load balancer failed")
+            self._send_close(self.server, frames.GOING_AWAY, "the client left")
             self._close()
 
     # Frames
 
     def _take(self, side: Side, data: bytes) -> None:
-        if self.is_over or side.said_close:
+        if self.is_finished or side.close_received:
             return  # RFC 6455, section 5.5.1: nothing follows a close frame
         side.heard_at = self._runtime.now()
         try:
@@ -175,7 +175,7 @@ class SocketRelay:
                 if not self._pass(side, frame):
                     return
                 if count == FRAMES_AT_ONCE:
-                    self._fall_behind(side)
+                    self._defer(side)
                     break
         except FrameError as error:
             self._malformed(side, error)
@@ -187,7 +187,7 @@ class SocketRelay:
             self.cut(Outcome.OVERLOADED)
 
     def _pass(self, side: Side, frame: Frame) -> bool:
-        """One frame, to the other side. Returns whether more may follow from this one."""
+        """Pass one frame to the other side. Returns whether more may follow from this one."""
         if self._ping and is_pong(frame, self._ping):
             return True
         if side is self.server:
@@ -198,8 +198,8 @@ class SocketRelay:
             self.server.send(frame)
         if not is_close(frame):
             return True
-        side.said_close = self._other(side).was_told = True
-        if self._other(side).said_close:
+        side.close_received = self._other(side).close_sent = True
+        if self._other(side).close_received:
             self._end(Outcome.COMPLETED)
         else:
             self._note_close(side, frame)
@@ -213,33 +213,35 @@ class SocketRelay:
         self._messages += frame.fin
 
     def _note_close(self, side: Side, frame: Frame) -> None:
-        """For the log: an endpoint that closes for a reason of its own. The reason's text may be of the prompt."""
+        """Log an endpoint that closes for a reason of its own. The text of the reason may contain parts of the
+        prompt.
+        """
         code = frames.close_code(frame)
         if side is self.server and code not in {None, frames.NORMAL, frames.GOING_AWAY}:
             self._record.error = f"the endpoint closed the WebSocket with code {code}"
 
-    def _fall_behind(self, side: Side) -> None:
-        """More frames are there than should be passed on in one turn of the loop."""
-        side.is_behind = True
+    def _defer(self, side: Side) -> None:
+        """There are more frames than should be passed on in one turn of the event loop."""
+        side.has_backlog = True
         self._read(side)
-        self._runtime.loop.call_soon(self._owner.guarded, self._catch_up, side)
+        self._runtime.loop.call_soon(self._owner.guarded, self._resume_deferred, side)
 
-    def _catch_up(self, side: Side) -> None:
-        if side.is_behind and not (self._other(side).is_full and self.stage is Stage.OPEN):
-            side.is_behind = False
+    def _resume_deferred(self, side: Side) -> None:
+        if side.has_backlog and not (self._other(side).is_full and self.stage is Stage.OPEN):
+            side.has_backlog = False
             self._take(side, b"")
             self._read(side)
 
     def _malformed(self, side: Side, error: FrameError) -> None:
         if side is self.client:
             self._record.error = f"the client broke the protocol: {error}"
-            self._tell(self.client, error.code, str(error))
-            self._tell(self.server, frames.GOING_AWAY, "the client broke the protocol")
+            self._send_close(self.client, error.code, str(error))
+            self._send_close(self.server, frames.GOING_AWAY, "the client broke the protocol")
             self._end(Outcome.BAD_REQUEST)
         else:
             self._record.error = f"the endpoint broke the protocol: {error}"
-            self._tell(self.client, frames.INTERNAL_ERROR, "the model server broke the protocol")
-            self._tell(self.server, error.code, str(error))
+            self._send_close(self.client, frames.INTERNAL_ERROR, "the model server broke the protocol")
+            self._send_close(self.server, error.code, str(error))
             self._end(Outcome.UPSTREAM_BROKE)
 
     # Back-pressure
@@ -248,7 +250,7 @@ class SocketRelay:
         return self.server if side is self.client else self.client
 
     def _read(self, side: Side) -> None:
-        side.read(not (self._other(side).is_full or side.is_behind))
+        side.read(not (self._other(side).is_full or side.has_backlog))
 
     # Time
 
@@ -263,10 +265,10 @@ class SocketRelay:
     def _timer_fired(self) -> None:
         now = self._runtime.now()
         if self.stage is Stage.CLOSING:
-            self._tell(self.client, frames.NORMAL, "")
+            self._send_close(self.client, frames.NORMAL, "")
             self._end(Outcome.COMPLETED)
         elif self._runtime.pulse.stood_still_since(self._armed_at):
-            self._arm(PONG_S)  # what they sent may lie unread
+            self._arm(PONG_S)  # received frames may be unread
         elif self._ping:
             self._judge_silence()
         elif (left_s := max(self.client.heard_at, self.server.heard_at) + self._idle_s - now) > 0.0:
@@ -278,26 +280,26 @@ class SocketRelay:
             self._arm(PONG_S)
 
     def _judge_silence(self) -> None:
-        """Both were asked: who said nothing since is taken for dead. One that we do not read is not."""
+        """Both were pinged: a side that sent nothing since is considered dead. One that is not read is not."""
         self._ping = b""
         silent = [one for one in (self.server, self.client) if one.heard_at < self._armed_at and not one.is_paused]
         if not silent:
             self._arm(self._idle_s)
         elif silent[0] is self.server:
             self._record.error = f"silent for {self._idle_s:g} s, and no answer to a ping within {PONG_S:g} s"
-            self._tell(self.client, frames.INTERNAL_ERROR, "the model server does not answer")
+            self._send_close(self.client, frames.INTERNAL_ERROR, "the model server does not answer")
             self._end(Outcome.UPSTREAM_BROKE, timed_out=True)
         else:
             self._record.error = "the client did not answer a ping"
-            self._tell(self.server, frames.GOING_AWAY, "the client does not answer")
+            self._send_close(self.server, frames.GOING_AWAY, "the client does not answer")
             self._end(Outcome.CLIENT_CLOSED)
 
     # The end
 
-    def _tell(self, side: Side, code: int, reason: str) -> None:
-        """A close frame of ours, unless one went there before."""
-        if not side.was_told:
-            side.was_told = True
+    def _send_close(self, side: Side, code: int, reason: str) -> None:
+        """Send a close frame of lbproxy, unless one was sent there before."""
+        if not side.close_sent:
+            side.close_sent = True
             sent = side.send(close_frame(code, reason))
             if side is self.client:
                 self._record.response_bytes += sent
@@ -307,7 +309,7 @@ class SocketRelay:
         self._owner.socket_ended(outcome, timed_out=timed_out)
 
     def _close(self) -> None:
-        self.stage = Stage.OVER
+        self.stage = Stage.FINISHED
         self._timer.cancel()
         self._report_progress()
         self._owner.end_server(at_once=self.server.is_full)

@@ -10,10 +10,10 @@ from lbproxy.proxy.sockets.relay import CLOSE_S, Owner, SocketRelay
 
 
 class ServerEnd(asyncio.Protocol):
-    """Takes a connection over from the pool, which goes on to count it until it is lost."""
+    """Takes a connection over from the pool, which continues to count it until it is lost."""
 
     relay: SocketRelay
-    """Set before anything comes."""
+    """Set before anything is received."""
 
     def __init__(self, connection: Connection, owner: Owner) -> None:
         self._connection = connection
@@ -28,7 +28,7 @@ class ServerEnd(asyncio.Protocol):
         if transport is None or at_once:
             self._connection.abort()
         elif not transport.is_closing():
-            transport.resume_reading()  # else its end would not be seen
+            transport.resume_reading()  # else its end would not be noticed
             transport.close()
             asyncio.get_running_loop().call_later(CLOSE_S, self._connection.abort)
 
@@ -40,11 +40,11 @@ class ServerEnd(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """See asyncio.Protocol."""
-        self._owner.guarded(self.relay.filled, self.relay.server)
+        self._owner.guarded(self.relay.write_paused, self.relay.server)
 
     def resume_writing(self) -> None:
         """See asyncio.Protocol."""
-        self._owner.guarded(self.relay.emptied, self.relay.server)
+        self._owner.guarded(self.relay.write_resumed, self.relay.server)
 
     def eof_received(self) -> None:
         """See asyncio.Protocol: None closes our side too."""

@@ -1,4 +1,4 @@
-"""One of the two peers of a WebSocket that is relayed: what it sends, and whether it is read."""
+"""One of the two peers of a relayed WebSocket: what it sends, and whether it is read."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from lbproxy.proxy.sockets.frames import Frame, FrameReader
 
 
 class Side:
-    """A client or an endpoint. Bytes that it sends are read only as long as the other side takes them."""
+    """A client or an endpoint. It is read only as long as the other side reads what it is sent."""
 
     def __init__(self, transport: Callable[[], asyncio.Transport | None], *, masked: bool, max_bytes: int) -> None:
-        """`transport`: None once it is lost. `masked`: what it sends is; so it is a client. `max_bytes`: of a frame."""
+        """`transport`: None once it is lost. `masked`: its frames are, so it is a client. `max_bytes`: of a frame."""
         self.reader = FrameReader(masked=masked, max_bytes=max_bytes)
         self.heard_at = 0.0
         """When something last arrived from it."""
         self.is_full = False
-        """It takes nothing more for now."""
-        self.is_behind = False
+        """Its buffer is full."""
+        self.has_backlog = False
         """Frames of it arrived that were not passed on yet."""
-        self.said_close = False
+        self.close_received = False
         """Its close frame was passed on."""
-        self.was_told = False
-        """A close frame went to it, ours or the other side's."""
+        self.close_sent = False
+        """A close frame was sent to it, ours or the other side's."""
         self.is_paused = False
-        """We do not read from it."""
+        """It is not read."""
         self._transport = transport
         self._masks = not masked
 
     def send(self, frame: Frame) -> int:
-        """Write a frame, if the connection stands. Returns how many bytes it has."""
+        """Write a frame, if the connection is open. Returns its size in bytes."""
         data = frame.serialize(mask=self._masks)
         transport = self._transport()
         if transport is None or transport.is_closing():

@@ -212,7 +212,7 @@ class Fleet:
             return  # its client left between two attempts
         flight.served.attempts += 1
         balancer = front.balancer
-        flight.ticket = ticket = balancer.submit(flight.request, now=self.now, avoid=avoid, accused=flight.accused)
+        flight.ticket = ticket = balancer.submit(flight.request, now=self.now, avoid=avoid, suspect=flight.suspect)
         if ticket.state is TicketState.WAITING:
             front.waiting[id(ticket)] = flight
         else:
@@ -382,9 +382,9 @@ class Fleet:
         flight.failed += (kind,)
         uid = _server(flight).uids[front.number]
         if kind is FailureKind.ERROR:
-            flight.accused = uid
+            flight.suspect = uid
         self._close(flight, verdict.outcome)
-        if verdict.again:
+        if verdict.retry:
             self._again(flight, uid, verdict.delay_s)
         else:
             self._end(flight, Outcome.INTERNAL_ERROR if kind is FailureKind.ERROR else verdict.outcome)
@@ -413,7 +413,7 @@ class Fleet:
         if not front.balancer.is_stranded(_ticket(flight), now=self.now):
             return
         verdict = front.balancer.after_failure(_ticket(flight), FailureKind.STRANDED, flight.failed, now=self.now)
-        if verdict.again:
+        if verdict.retry:
             server.engine.abort(flight.served.job.id, now=self.now)
             del server.flights[flight.served.job.id]
             self._arm(server)

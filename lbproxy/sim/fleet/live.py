@@ -31,7 +31,7 @@ class Flight:
     """Tokens reported as progress."""
     failed: tuple[FailureKind, ...] = ()
     """Why its attempts failed."""
-    accused: EndpointUid | None = None
+    suspect: EndpointUid | None = None
     """Who answered it 500."""
     echo: Echo | None = None
     """What the other balancers hear of the attempt."""

@@ -139,7 +139,7 @@ class Oracle(Policy):
         least = work.prompt_tokens - max(cached.values())
         for state in candidates:
             name = state.endpoint.name
-            reserved = state.load.room.line.before(least)[1] if self.holds else 0.0
+            reserved = state.load.room.reservations.ahead_of(least)[1] if self.holds else 0.0
             found = self._sights[name].foresee(work, cached[name], reserved, now)
             costs.append(1000.0 * (found.first_at - now))
             waits.append(1000.0 * max(0.0, found.begins_at - now))
@@ -191,7 +191,7 @@ class OracleBalancer(Replica):
         self._oracle = oracle
         if oracle.holds:
             self._pool = _TruePool(oracle)
-            self._endpoints.use(self._pool)
+            self._endpoints.adopt_pool(self._pool)
 
     def _place(self, ticket: Ticket, state: EndpointState, now: float) -> None:
         super()._place(ticket, state, now)

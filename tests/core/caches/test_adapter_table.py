@@ -16,7 +16,7 @@ from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.requests.request import InferenceRequest
 from tests.support.pool import MODEL, card, pool_of
 
-LOADED, LOADS, FIRST, WAITS = Arrival.LOADED, Arrival.LOADS, Arrival.FIRST, Arrival.WAITS
+LOADED, RELOAD, FIRST_LOAD, NO_SLOT = Arrival.LOADED, Arrival.RELOAD, Arrival.FIRST_LOAD, Arrival.NO_SLOT
 TIMES = LoadTimes(again=20.0, first=60.0)
 
 
@@ -43,13 +43,13 @@ def prices(
     tables: list[AdapterTable], adapter: str, in_flight: float = 0.0, now: float = 0.0, times: LoadTimes = TIMES
 ) -> list[float]:
     count = len(tables)
-    return prices_ms(adapter, tables, times=times, in_flight=[in_flight] * count, answer_ms=[1000.0] * count, now=now)
+    return prices_ms(adapter, tables, times=times, in_flight=[in_flight] * count, response_ms=[1000.0] * count, now=now)
 
 
 def test_an_adapter_costs_its_load_once() -> None:
     table = AdapterTable()
     assert price(table, "a", in_flight=10) == 60.0 * 4
-    assert table.placed("a", 0.0) is FIRST
+    assert table.placed("a", 0.0) is FIRST_LOAD
     assert price(table, "a") == 0.0
     table.closed("a", 0.0)
     assert price(table, "a") == 0.0, "idle, but nobody needed its slot"
@@ -58,17 +58,17 @@ def test_an_adapter_costs_its_load_once() -> None:
 
 def test_an_idle_adapter_stays_until_its_slot_is_needed_the_least_recently_used_first() -> None:
     table = table_of(2)
-    assert use(table, "a", "b", "a", "c") == [FIRST, FIRST, LOADED, FIRST]
+    assert use(table, "a", "b", "a", "c") == [FIRST_LOAD, FIRST_LOAD, LOADED, FIRST_LOAD]
     assert [table.is_loaded(name, 0.0) for name in "abc"] == [True, False, True]
     later = 1e6
     assert (price(table, "b", now=later), price(table, "d", now=later)) == (20.0, 60.0), "from memory, and from disk"
-    assert use(table, "b") == [LOADS]
+    assert use(table, "b") == [RELOAD]
 
 
 def test_what_is_in_use_keeps_its_slot() -> None:
     table = table_of(2)
     table.placed("old", 0.0)
-    assert use(table, "b", "c") == [FIRST, FIRST]
+    assert use(table, "b", "c") == [FIRST_LOAD, FIRST_LOAD]
     assert [table.is_loaded(name, 0.0) for name in ("old", "b", "c")] == [True, False, True]
 
 
@@ -84,7 +84,7 @@ def test_its_last_use_ends_with_its_last_request() -> None:
 def test_who_finds_no_slot_waits_for_the_first_that_becomes_free() -> None:
     table = table_of(2)
     arrivals = [table.placed(name, 0.0) for name in ("a", "b", "x", "y", "x")]
-    assert arrivals == [FIRST, FIRST, WAITS, WAITS, WAITS]
+    assert arrivals == [FIRST_LOAD, FIRST_LOAD, NO_SLOT, NO_SLOT, NO_SLOT]
     assert not table.has_room(0.0)
     assert table.is_waiting("x")
     table.closed("b", 0.0)
@@ -225,14 +225,14 @@ def test_a_restart_loses_all_and_what_ran_still_ends() -> None:
     table.forget()
     assert [table.is_loaded(name, 0.0) for name in "ab"] == [False, False]
     table.closed("a", 0.0)
-    assert use(table, "a") == [FIRST]
+    assert use(table, "a") == [FIRST_LOAD]
 
 
 def test_an_adapter_that_is_not_listed_any_more_is_not_loaded() -> None:
     table = table_of(4)
     use(table, "a", "b")
     table.placed("busy", 0.0)
-    table.keep({"a"})
+    table.retain({"a"})
     assert [table.is_loaded(name, 0.0) for name in ("a", "b", "busy")] == [True, False, True]
 
 
@@ -255,7 +255,7 @@ def test_memory_is_bounded_whatever_comes() -> None:
         assert not table._loaded.keys() & table._waiting.keys()
         assert not table._waiting.keys() - in_use
     assert len(table._known) <= MAX_REMEMBERED
-    assert len(table._asked) <= MAX_REMEMBERED
+    assert len(table._demand) <= MAX_REMEMBERED
     for adapter in running:
         table.closed(adapter, 4000.0)
     assert not table._active

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.caches.cache_loss import IN_A_ROW
+from lbproxy.core.caches.cache_loss import LOST_IN_ROW
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.queue.ticket import Ticket
@@ -97,7 +97,7 @@ def test_prompts_in_a_row_that_are_not_cached_though_they_should_be() -> None:
     """And the size of the cache that they seemed to show is not believed."""
     balancer, endpoint = warm()
     size = balancer.learned(now=15.0)
-    for n in range(IN_A_ROW):
+    for n in range(LOST_IN_ROW):
         assert ask(balancer, TEXTS[-1 - n], 20.0 + n, cached=0) > 0.0
     assert ask(balancer, TEXTS[0], 30.0, cached=0) == 0.0
     after = balancer.learned(now=31.0)
@@ -108,8 +108,8 @@ def test_prompts_in_a_row_that_are_not_cached_though_they_should_be() -> None:
 
 def test_one_that_is_cached_between_them_speaks_against_it() -> None:
     balancer, _ = warm()
-    for n in range(4 * IN_A_ROW):
-        hit = n % (IN_A_ROW - 1) == 0
+    for n in range(4 * LOST_IN_ROW):
+        hit = n % (LOST_IN_ROW - 1) == 0
         assert ask(balancer, TEXTS[n % len(TEXTS)], 20.0 + n, cached=9900 if hit else 0) > 0.0
 
 
@@ -123,7 +123,7 @@ def test_what_an_engine_never_reports_is_no_loss() -> None:
 def test_prefixes_that_requests_in_flight_share_are_no_loss() -> None:
     """A burst with one long system prompt: an engine that starts several in one step computes it for each."""
     balancer, _ = warm()
-    burst = [balancer.submit(request("new"), now=20.0) for _ in range(3 * IN_A_ROW)]
+    burst = [balancer.submit(request("new"), now=20.0) for _ in range(3 * LOST_IN_ROW)]
     for ticket in burst:
         finish(balancer, ticket, 20.0, cached=0)
     assert ask(balancer, "a", 30.0, cached=0) > 9000.0

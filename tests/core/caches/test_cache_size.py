@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lbproxy.core.caches.cache_size import (
-    DOUBT,
     FEW_SEGMENTS,
     GUESSED_TOKENS,
+    HIT_DISCOUNT,
     SEGMENT_BLOCKS,
     SMALLEST_TOKENS,
     CapacityLearner,
-    Size,
+    SizeEstimate,
     Step,
-    between,
+    expected_size,
 )
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.knowledge.load_model import LoadModel
@@ -39,7 +39,7 @@ def look_up(learner: CapacityLearner, keys: range, *, beside: float = 0.0) -> tu
 
 def believing(tokens: float) -> CapacityLearner:
     """One that saw two misses so far away."""
-    learner = CapacityLearner(Size())
+    learner = CapacityLearner(SizeEstimate())
     for _ in range(2):
         learner.learn((Step(0, 16, tokens),), 0.0)
     return learner
@@ -49,7 +49,7 @@ def believing(tokens: float) -> CapacityLearner:
 
 
 def test_a_block_is_as_far_as_what_was_used_since_and_what_is_in_use() -> None:
-    learner = CapacityLearner(Size())
+    learner = CapacityLearner(SizeEstimate())
     used(learner, range(16))
     used(learner, range(100, 116))
     used(learner, range(200, 216), rest=300.0)
@@ -58,7 +58,7 @@ def test_a_block_is_as_far_as_what_was_used_since_and_what_is_in_use() -> None:
 
 
 def test_what_is_used_again_comes_nearer_and_is_counted_once() -> None:
-    learner = CapacityLearner(Size())
+    learner = CapacityLearner(SizeEstimate())
     used(learner, range(16))
     for _ in range(5):
         used(learner, range(100, 116))
@@ -67,7 +67,7 @@ def test_what_is_used_again_comes_nearer_and_is_counted_once() -> None:
 
 
 def test_a_prompt_has_a_step_for_each_time_that_its_parts_were_used_last() -> None:
-    learner = CapacityLearner(Size())
+    learner = CapacityLearner(SizeEstimate())
     used(learner, range(32))
     used(learner, range(16))  # the beginning again: its end is older
     steps = look_up(learner, range(40))
@@ -75,7 +75,7 @@ def test_a_prompt_has_a_step_for_each_time_that_its_parts_were_used_last() -> No
 
 
 def test_blocks_in_use_are_passed_and_the_first_unknown_one_ends_it() -> None:
-    learner = CapacityLearner(Size())
+    learner = CapacityLearner(SizeEstimate())
     learner.remember(range(4, 20), 0, rest_tokens=0.0, max_blocks=math.inf)
     keys = [0, 1, 2, 3, *range(4, 8), 99, *range(8, 20)]
     steps = learner.look_up(keys, 4, used_tokens=400.0, block_tokens=BLOCK)
@@ -84,14 +84,14 @@ def test_blocks_in_use_are_passed_and_the_first_unknown_one_ends_it() -> None:
 
 
 def test_what_a_running_request_uses_is_remembered_when_it_ends() -> None:
-    learner = CapacityLearner(Size())
+    learner = CapacityLearner(SizeEstimate())
     learner.remember(range(8), 3, rest_tokens=0.0, max_blocks=math.inf)
     assert look_up(learner, range(3, 8)) == (Step(0, 5, 250.0),)
     assert look_up(learner, range(3)) == ()
 
 
 def test_no_more_is_remembered_than_asked_for() -> None:
-    learner = CapacityLearner(Size())
+    learner = CapacityLearner(SizeEstimate())
     for first in range(0, 20_000, 100):
         used(learner, range(first, first + 10), most=64)
     kept = [first for first in range(0, 20_000, 100) if look_up(learner, range(first, first + 10))]
@@ -106,7 +106,7 @@ def test_no_more_is_remembered_than_asked_for() -> None:
 
 
 def test_two_misses_bring_the_belief_down_to_the_farther_one() -> None:
-    learner = CapacityLearner(Size())
+    learner = CapacityLearner(SizeEstimate())
     learner.learn((Step(0, 16, 400_000.0),), 0.0)
     assert learner.size.tokens == GUESSED_TOKENS, "one may be anything"
     learner.learn((Step(0, 16, 350_000.0),), 0.0)
@@ -127,7 +127,7 @@ def test_a_miss_nearer_than_hits_is_not_believed_but_raises_doubt() -> None:
     learner.learn((Step(0, 16, 280_000.0),), 16.0)
     for n in range(1, 71):
         learner.learn((Step(0, 16, 1000.0),), 0.0)
-        assert learner.size.tokens == pytest.approx(300_000 if n == 1 else 280_000 * DOUBT**n)
+        assert learner.size.tokens == pytest.approx(300_000 if n == 1 else 280_000 * HIT_DISCOUNT**n)
     assert learner.size.tokens == pytest.approx(140_000, rel=0.02)
     learner.learn((Step(0, 16, 290_000.0),), 16.0)
     assert learner.size.tokens == 290_000.0
@@ -136,19 +136,19 @@ def test_a_miss_nearer_than_hits_is_not_believed_but_raises_doubt() -> None:
 def test_a_prompt_that_was_there_in_part_says_both() -> None:
     """An engine gives up the end of a prompt first."""
     steps = (Step(0, 10, 100_000.0), Step(10, 20, 300_000.0))
-    learner = CapacityLearner(Size())
+    learner = CapacityLearner(SizeEstimate())
     for _ in range(2):
         learner.learn(steps, 10.0)
-    assert (learner.size.tokens, learner.size.space_tokens) == (300_000.0, between(100_000, 300_000))
+    assert (learner.size.tokens, learner.size.space_tokens) == (300_000.0, expected_size(100_000, 300_000))
 
 
 def test_a_block_more_or_less_says_nothing() -> None:
     """How many tokens a block has is known on average only."""
-    learner = CapacityLearner(Size())
+    learner = CapacityLearner(SizeEstimate())
     for _ in range(2):
         learner.learn((Step(0, 16, 100_000.0), Step(16, 17, 300_000.0)), 15.6)
     assert learner.size.tokens == GUESSED_TOKENS
-    assert learner.size.space_tokens == between(100_000, GUESSED_TOKENS), "nor that the 17th was there"
+    assert learner.size.space_tokens == expected_size(100_000, GUESSED_TOKENS), "nor that the 17th was there"
 
 
 def test_the_price_of_space_is_right_on_average_while_the_size_is_unknown() -> None:
@@ -156,21 +156,21 @@ def test_the_price_of_space_is_right_on_average_while_the_size_is_unknown() -> N
     least, most = 150_000.0, 900_000.0
     steps = 100_000
     sizes = [least * (most / least) ** ((n + 0.5) / steps) for n in range(steps)]
-    assert 1 / between(least, most) == pytest.approx(sum(1 / size for size in sizes) / steps)
-    assert Size().space_tokens == pytest.approx(315_300, rel=0.001)
-    assert between(0, SMALLEST_TOKENS / 2) == SMALLEST_TOKENS / 2
-    assert between(299_000, 300_000) == 300_000
+    assert 1 / expected_size(least, most) == pytest.approx(sum(1 / size for size in sizes) / steps)
+    assert SizeEstimate().space_tokens == pytest.approx(315_300, rel=0.001)
+    assert expected_size(0, SMALLEST_TOKENS / 2) == SMALLEST_TOKENS / 2
+    assert expected_size(299_000, 300_000) == 300_000
 
 
 def test_the_price_of_space_is_the_same_for_all_that_do_not_say_their_size() -> None:
-    shared = Size()
+    shared = SizeEstimate()
     one, other = CapacityLearner(shared), CapacityLearner(shared)
     one.learn((Step(0, 16, 400_000.0),), 16.0)
-    assert (one.size.tokens, shared.space_tokens) == (GUESSED_TOKENS, between(400_000, GUESSED_TOKENS))
+    assert (one.size.tokens, shared.space_tokens) == (GUESSED_TOKENS, expected_size(400_000, GUESSED_TOKENS))
     for _ in range(2):
         other.learn((Step(0, 16, 500_000.0),), 0.0)
     assert (one.size.tokens, other.size.tokens) == (GUESSED_TOKENS, 500_000.0)
-    assert shared.space_tokens == between(400_000, 500_000)
+    assert shared.space_tokens == expected_size(400_000, 500_000)
 
 
 # --- In the model of an endpoint --------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def answer(load: LoadModel, keys: range, cached: int | None, *, started: bool = 
 
 
 def thrash(load: LoadModel, cached: int | None = 0) -> None:
-    """64 prompts of 64 blocks, each twice and never cached: in between a million tokens."""
+    """64 prompts of 64 blocks, each twice and never cached: in expected_size a million tokens."""
     for _ in range(2):
         for first in range(0, 6400, 100):
             answer(load, range(first, first + 64), cached)
@@ -214,7 +214,7 @@ def test_a_size_that_the_engine_says_is_never_overruled() -> None:
         LoadMetrics(scraped_at=0.0, kv_blocks=200_000, block_size_tokens=16), others=None, queued=0.0, fresh_until=1.0
     )
     thrash(load)
-    assert load.kv.capacity_tokens == load.kv.told_tokens == 3_200_000
+    assert load.kv.capacity_tokens == load.kv.known_tokens == 3_200_000
     assert load.kv.learner is None
 
 
@@ -222,9 +222,9 @@ def test_answers_that_do_not_say_what_was_cached_cost_and_teach_nothing() -> Non
     load = LoadModel(PoolModel(1024))
     thrash(load, None)
     assert load.kv.capacity_tokens == GUESSED_TOKENS
-    assert load.pool.size.space_tokens == Size().space_tokens
+    assert load.pool.size.space_tokens == SizeEstimate().space_tokens
     assert load.kv.learner is not None
-    assert not load.kv.learner.listens
+    assert not load.kv.learner.reports_cached
 
 
 def test_what_was_never_prefilled_cannot_be_missed() -> None:
@@ -256,12 +256,12 @@ def test_segments_are_small_beside_a_cache() -> None:
 
 def test_an_upper_bound_that_answers_contradict_is_not_believed() -> None:
     """What was there was there, whatever an engine says."""
-    size = Size()
-    size.limit(200_000.0)
+    size = SizeEstimate()
+    size.cap(200_000.0)
     assert size.tokens == 200_000
     assert SMALLEST_TOKENS < size.space_tokens < 200_000
     size.learn(300_000.0, None)
-    size.limit(200_000.0)
+    size.cap(200_000.0)
     assert size.tokens == size.space_tokens == 300_000
 
 
@@ -271,7 +271,7 @@ def test_an_upper_bound_that_answers_contradict_is_not_believed() -> None:
 )
 @settings(max_examples=60, deadline=None)
 def test_what_is_given_up_changes_no_distance(requests: list[tuple[int, int, int]], most: int) -> None:
-    bounded, unbounded = CapacityLearner(Size()), CapacityLearner(Size())
+    bounded, unbounded = CapacityLearner(SizeEstimate()), CapacityLearner(SizeEstimate())
     unbounded._compact_at = 1 << 30  # as before: it keeps them all
     for first, count, rest in requests:
         keys = range(first * 20, first * 20 + count)
@@ -285,7 +285,7 @@ def test_what_is_given_up_changes_no_distance(requests: list[tuple[int, int, int
 
 def test_a_long_conversation_leaves_no_segment_for_each_of_its_requests() -> None:
     """It kept one for ever: 40 bytes each, and milliseconds to add them up."""
-    learner = CapacityLearner(Size())
+    learner = CapacityLearner(SizeEstimate())
     for length in range(20, 3000):
         look_up(learner, range(length))
         learner.remember(range(length), 0, rest_tokens=10.0, max_blocks=math.inf)

@@ -129,7 +129,7 @@ def test_answers_teach_nothing_about_it() -> None:
         placement = load.place(InferenceRequest("r", "m", True, 65_536, 65_536, keys), 1.0)
         load.first_byte(placement, 1.1)
         load.end(placement, Usage(256 * 64, 0, 0), 1.2)
-    assert load.kv.capacity_tokens == load.kv.told_tokens == SAID
+    assert load.kv.capacity_tokens == load.kv.known_tokens == SAID
     assert load.kv.cache.size * 256 <= SAID
 
 
@@ -215,7 +215,7 @@ def test_an_upper_bound_makes_space_no_cheaper_than_saying_nothing() -> None:
     """Of four times the size it would be four times too cheap; of a small cache it is what is known best."""
     shared = PoolModel(1024)
     small, large = LoadModel(shared), LoadModel(shared)
-    small.kv.told(50_000.0, at_most=True)
-    large.kv.told(1_500_000.0, at_most=True)
-    assert small.kv.told_tokens == 50_000
-    assert large.kv.told_tokens == shared.size.space_tokens < 400_000
+    small.kv.size_reported(50_000.0, at_most=True)
+    large.kv.size_reported(1_500_000.0, at_most=True)
+    assert small.kv.known_tokens == 50_000
+    assert large.kv.known_tokens == shared.size.space_tokens < 400_000

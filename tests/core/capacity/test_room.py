@@ -7,30 +7,29 @@ from math import inf
 
 import pytest
 
-from lbproxy.core.capacity.lanes import LATE_S, SURE, SURE_REPORTS, Lanes
-from lbproxy.core.capacity.line import Line
-from lbproxy.core.capacity.others import Mean, Others
-from lbproxy.core.capacity.response_times import LEAST, ResponseTimes
+from lbproxy.core.capacity.lanes import LATE_S, MIN_EVIDENCE, MIN_REPORTS, Lanes
+from lbproxy.core.capacity.opaque import FIRST_MS, PRIOR_COUNT, OpaqueTimes
+from lbproxy.core.capacity.others import MeanOthers, Others
+from lbproxy.core.capacity.reservations import Reservations
+from lbproxy.core.capacity.response_times import MIN_RESPONSES, ResponseTimes
 from lbproxy.core.capacity.room import Room
-from lbproxy.core.capacity.slots import BLIND, FULL_CACHE, SPACE_S, Slots
-from lbproxy.core.capacity.unread import FIRST_MS, Unread
-from lbproxy.core.capacity.unread import SURE as SURE_OF_UNREAD
+from lbproxy.core.capacity.slots import FULL_CACHE, INITIAL_LIMIT, SPACE_S, Slots
 
 # --- Requests that run at once ----------------------------------------------------------------------------------------
 
 
 def report(slots: Slots, waiting: float, running: float, *, explained: float = 0.0, cache: float = 0.1) -> None:
-    slots.reported(waiting, running, explained, cache=cache, until=100.0)
+    slots.queue_reported(waiting, running, explained, cache=cache, until=100.0)
 
 
 def test_nothing_is_full_before_anything_showed_it_but_a_blind_beginning() -> None:
     slots = Slots()
-    assert not slots.is_full(BLIND - 1, 0.0)
-    assert slots.is_full(BLIND, 0.0), "no report, no first byte, no response"
+    assert not slots.is_full(INITIAL_LIMIT - 1, 0.0)
+    assert slots.is_full(INITIAL_LIMIT, 0.0), "no report, no first byte, no response"
     for _ in range(10):
         slots.finished(1.0)
-    assert not slots.is_full(BLIND + 9, 0.0)
-    slots.on_time(0.0, 0.0)
+    assert not slots.is_full(INITIAL_LIMIT + 9, 0.0)
+    slots.first_byte_in_time(0.0, 0.0)
     assert not slots.is_full(10_000, 0.0), "first bytes come in time"
 
 
@@ -68,15 +67,15 @@ def test_a_limit_grows_while_it_is_used_and_nothing_waits() -> None:
 
 def test_late_first_bytes_show_it_where_nothing_is_reported() -> None:
     slots = Slots()
-    slots.late(8.0, 10.0, 1.0, 1.0)
+    slots.first_byte_late(8.0, 10.0, 1.0, 1.0)
     assert slots.limit == inf, "one is chance"
     slots.started(1.0)
-    slots.late(8.0, 10.0, 1.0, 1.0)
+    slots.first_byte_late(8.0, 10.0, 1.0, 1.0)
     assert slots.limit == pytest.approx(8.0, abs=1.0)
     before = slots.limit
-    slots.on_time(before, 1.1)
+    slots.first_byte_in_time(before, 1.1)
     assert slots.limit == before, "it was not used as far as it may"
-    slots.on_time(before + 1.0, 1.2)
+    slots.first_byte_in_time(before + 1.0, 1.2)
     assert slots.limit == before + 1.0
 
 
@@ -84,8 +83,8 @@ def test_no_first_byte_is_late_while_reports_come() -> None:
     slots = Slots()
     report(slots, 0.0, 40.0)
     for _ in range(10):
-        slots.late(1.0, 40.0, 5.0, 1.0)
-    slots.overdue(0.5, 1.0, 1.0)
+        slots.first_byte_late(1.0, 40.0, 5.0, 1.0)
+    slots.first_byte_overdue(0.5, 1.0, 1.0)
     assert slots.limit == inf
 
 
@@ -93,7 +92,7 @@ def test_a_cache_gauge_that_stands_at_full_does_not_starve_an_engine() -> None:
     """It may count what is merely cached: so many as ran when it was full may run, whatever it says."""
     slots = Slots()
     report(slots, 2.0, 40.0, cache=1.0)
-    assert slots.by_space
+    assert slots.limited_by_space
     assert slots.lacks_space(35.0, 0.2, 1.0, overloaded=True)
     assert not slots.lacks_space(29.0, 0.2, 1.0, overloaded=True)
     report(slots, 0.0, 35.0, cache=0.85)
@@ -122,7 +121,7 @@ def whole(slots: int, *, load: float, spread: float, seconds: float = 400.0) -> 
     """Whole responses of an engine with so many slots and no metrics, offered `load` times what it can do: the room
     that was learned, and how many waited in the engine over the last half.
     """
-    rng, room = random.Random(7), Room(Mean())
+    rng, room = random.Random(7), Room(MeanOthers())
     gap_s, tokens_mean = 0.02, 300.0
     flying: list[tuple[float, float, int, int]] = []
     waited: list[int] = []
@@ -163,7 +162,7 @@ def test_without_overload_no_limit_is_found_and_nothing_held() -> None:
 
 def test_a_few_responses_show_nothing() -> None:
     times = ResponseTimes()
-    for n in range(LEAST - 1):
+    for n in range(MIN_RESPONSES - 1):
         times.learn(1.0 + n, 100 + n)
     assert times.unexplained_s() is None
 
@@ -173,73 +172,73 @@ def test_a_few_responses_show_nothing() -> None:
 
 def test_a_first_byte_is_late_beyond_what_is_usual() -> None:
     lanes = Lanes()
-    assert not lanes.seen
+    assert not lanes.delay_known
     for _ in range(50):
-        lanes.alone(3.0)
-    assert lanes.patience_s(0.1) == pytest.approx(0.1 + 3.0 + LATE_S, abs=0.01), "an engine that always takes 3 s"
-    steady = lanes.patience_s(0.1)
+        lanes.learn_delay(3.0)
+    assert lanes.late_after_s(0.1) == pytest.approx(0.1 + 3.0 + LATE_S, abs=0.01), "an engine that always takes 3 s"
+    steady = lanes.late_after_s(0.1)
     for n in range(200):
-        lanes.alone(2.5 if n % 2 else 3.5)
-    assert lanes.patience_s(0.1) > steady + 1.0, "and one that varies gets longer"
-    assert lanes.patience_s(5.0) > 10.0, "a long prefill may take twice as long as predicted"
+        lanes.learn_delay(2.5 if n % 2 else 3.5)
+    assert lanes.late_after_s(0.1) > steady + 1.0, "and one that varies gets longer"
+    assert lanes.late_after_s(5.0) > 10.0, "a long prefill may take twice as long as predicted"
 
 
 def test_prefills_side_by_side_are_found_by_their_first_bytes() -> None:
     lanes = Lanes()
-    for _ in range(SURE - 1):
-        lanes.behind(0.5, 0.0, 2)
+    for _ in range(MIN_EVIDENCE - 1):
+        lanes.learn_wait(0.5, 0.0, 2)
     assert lanes.lanes == 1.0
     for _ in range(3):
-        lanes.behind(0.5, 0.0, 2)
+        lanes.learn_wait(0.5, 0.0, 2)
     assert lanes.lanes == 3.0, "two before it and itself"
     for _ in range(3):
-        lanes.behind(0.5, 1.0, 2)
+        lanes.learn_wait(0.5, 1.0, 2)
     assert lanes.lanes == 1.0
-    lanes.behind(0.01, 0.0, 2)
+    lanes.learn_wait(0.01, 0.0, 2)
     assert lanes.lanes == 1.0, "too short to tell"
 
 
 def test_reports_that_contradict_the_prediction_count_unless_first_bytes_confirm_it() -> None:
     lanes = Lanes()
-    lanes.alone(0.0)
-    for n in range(SURE_REPORTS):
-        lanes.reported(0.0, 3, full=True, at=float(n))
+    lanes.learn_delay(0.0)
+    for n in range(MIN_REPORTS):
+        lanes.queue_reported(0.0, 3, full=True, at=float(n))
     assert lanes.lanes == 6.0
-    lanes.reported(2.0, 6, full=True, at=9.0)
+    lanes.queue_reported(2.0, 6, full=True, at=9.0)
     assert lanes.lanes == 4.0, "so many are computed while two wait"
     serial = Lanes()
-    serial.alone(0.0)
-    serial.behind(0.5, 0.5, 2)
+    serial.learn_delay(0.0)
+    serial.learn_wait(0.5, 0.5, 2)
     for n in range(20):
-        serial.reported(0.0, 3, full=True, at=float(n))
+        serial.queue_reported(0.0, 3, full=True, at=float(n))
     assert serial.lanes == 1.0, "prefills that share a step do not wait either"
 
 
 def test_one_more_is_let_through_to_see_unless_that_was_seen() -> None:
     lanes = Lanes()
-    assert not lanes.may_try(1, 0.0)
-    lanes.alone(0.0)
-    assert lanes.may_try(1, 0.0)
-    assert not lanes.may_try(2, 0.0)
-    lanes.reported(1.0, 2, full=True, at=1.0)
-    assert not lanes.may_try(1, 2.0)
+    assert not lanes.may_test(1, 0.0)
+    lanes.learn_delay(0.0)
+    assert lanes.may_test(1, 0.0)
+    assert not lanes.may_test(2, 0.0)
+    lanes.queue_reported(1.0, 2, full=True, at=1.0)
+    assert not lanes.may_test(1, 2.0)
 
 
 def test_slots_that_the_engine_says_bound_the_limit_from_the_first_request() -> None:
     slots = Slots()
-    slots.told(4)
+    slots.limit_reported(4)
     assert (slots.limit, slots.is_full(5.0, 0.0), slots.is_full(6.0, 0.0)) == (4.0, False, True), "and a short queue"
     for n in range(20):
-        slots.on_time(8.0, float(n))
-    slots.estimated(9.0)
+        slots.first_byte_in_time(8.0, float(n))
+    slots.limit_estimated(9.0)
     assert slots.limit == 4.0, "it cannot run more"
     for n in range(4):
-        slots.late(2.0, 5.0, 1.0, 30.0 + n)
+        slots.first_byte_late(2.0, 5.0, 1.0, 30.0 + n)
     assert slots.limit < 3.0, "memory lets it run less"
     limit = slots.limit
-    slots.told(4)
+    slots.limit_reported(4)
     assert slots.limit == limit, "it says so again and again"
-    slots.told(8)
+    slots.limit_reported(8)
     assert slots.limit == 8.0, "it was started with more"
 
 
@@ -247,23 +246,23 @@ def test_slots_that_the_engine_says_bound_the_limit_from_the_first_request() -> 
 
 
 def test_what_has_less_work_goes_before() -> None:
-    line = Line()
+    line = Reservations()
     for work in (100.0, 1000.0, 10_000.0):
         line.add(work, work)
-    assert line.before(10.0) == (0.0, 0.0)
-    assert line.before(5000.0) == (2.0, 1100.0)
-    assert line.before(5000.0, 0.5) == (1.5, 5550.0), "by flow"
-    assert line.before(5000.0, newest_first=True) == (1.0, 600.0), "of 1,000 tokens half"
+    assert line.ahead_of(10.0) == (0.0, 0.0)
+    assert line.ahead_of(5000.0) == (2.0, 1100.0)
+    assert line.ahead_of(5000.0, 0.5) == (1.5, 5550.0), "by flow"
+    assert line.ahead_of(5000.0, newest_first=True) == (1.0, 600.0), "of 1,000 tokens half"
     for work in (100.0, 1000.0, 10_000.0):
         line.remove(work, work)
-    assert (line.count, line.tokens, line.before(1e9)) == (0, 0.0, (0.0, 0.0))
+    assert (line.count, line.tokens, line.ahead_of(1e9)) == (0, 0.0, (0.0, 0.0))
 
 
 # --- Others, and work that cannot be read -----------------------------------------------------------------------------
 
 
 def test_an_endpoint_that_does_not_report_has_the_mean_of_those_that_do() -> None:
-    mean = Mean()
+    mean = MeanOthers()
     loud, silent = Others(mean), Others(mean)
     for _ in range(200):
         loud.learn(12.0, 0.0, 0, until=10.0, reported=False)
@@ -274,7 +273,7 @@ def test_an_endpoint_that_does_not_report_has_the_mean_of_those_that_do() -> Non
 
 
 def test_a_little_cache_in_use_beside_ours_is_a_wrong_estimate_and_much_is_others() -> None:
-    others = Others(Mean())
+    others = Others(MeanOthers())
     others.until = 10.0
     others.learn_space(10_500.0, 10_000.0, 100_000.0)
     assert others.space(5.0) == 0.0
@@ -284,7 +283,7 @@ def test_a_little_cache_in_use_beside_ours_is_a_wrong_estimate_and_much_is_other
 
 
 def test_work_that_cannot_be_read_is_what_it_took() -> None:
-    unread = Unread()
+    unread = OpaqueTimes()
     assert unread.ms("embed", FIRST_MS) == FIRST_MS
     for _ in range(30):
         unread.learn("embed", 100.0, 5.0)
@@ -292,4 +291,4 @@ def test_work_that_cannot_be_read_is_what_it_took() -> None:
     assert unread.ms("audio", FIRST_MS) == FIRST_MS
     for n in range(200):
         unread.learn(f"model {n}", 50.0, 1.0)
-    assert unread.ms("one more", FIRST_MS) == pytest.approx(50.0, abs=2 * SURE_OF_UNREAD * 2)
+    assert unread.ms("one more", FIRST_MS) == pytest.approx(50.0, abs=2 * PRIOR_COUNT * 2)

@@ -187,8 +187,8 @@ def ask_twice(balancer: Balancer, bad: set[str], now: float) -> None:
     uid = first.placed_on.endpoint.uid
     verdict = balancer.after_failure(first, K.ERROR, (), now=now)
     balancer.close(first, verdict.outcome, now=now)
-    if verdict.again:
-        second = balancer.submit(request(), now=now, avoid=frozenset({uid}), accused=uid)
+    if verdict.retry:
+        second = balancer.submit(request(), now=now, avoid=frozenset({uid}), suspect=uid)
         if second.placed_on is None or name(second) in bad:
             if second.placed_on is not None:
                 balancer.after_failure(second, K.ERROR, (K.ERROR,), now=now)

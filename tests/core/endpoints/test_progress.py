@@ -8,11 +8,11 @@ from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.breaker import Cause
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
-from lbproxy.core.endpoints.hang import CHECK_S, SILENCE_S, UNSTREAMED
+from lbproxy.core.endpoints.hang import CHECK_S, NON_STREAMING_FACTOR, SILENCE_S
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.queue.ticket import Ticket
-from lbproxy.core.requests.openai import made_up_card
+from lbproxy.core.requests.openai import synthetic_card
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.core.requests.retry import FailureKind
@@ -187,10 +187,10 @@ def test_who_waits_there_is_sent_elsewhere_within_the_budget() -> None:
     it = Play()
     tickets = [it.place("e1") for _ in range(3)]
     assert it.go(12.0)
-    left = sum(it.balancer.after_failure(ticket, K.STRANDED, (), now=it.now).again for ticket in tickets)
+    left = sum(it.balancer.after_failure(ticket, K.STRANDED, (), now=it.now).retry for ticket in tickets)
     assert left == 3
     verdict = it.balancer.after_failure(tickets[0], K.STRANDED, (K.STRANDED, K.RESET), now=it.now)
-    assert not verdict.again, "attempts are bounded all the same"
+    assert not verdict.retry, "attempts are bounded all the same"
     assert [change.after for change in taken(it.balancer)] == [Health.EJECTED], "and nobody is blamed for it"
 
 
@@ -201,7 +201,7 @@ def test_without_anybody_else_they_stay() -> None:
         it.balancer.report_health(it.endpoints[0].uid, False, "503", now=it.now)
     it.now += SILENCE_S
     assert it.balancer.check(now=it.now) == [it.endpoints[0].uid]
-    assert not it.balancer.after_failure(ticket, K.STRANDED, (), now=it.now).again
+    assert not it.balancer.after_failure(ticket, K.STRANDED, (), now=it.now).retry
 
 
 def ejected_for_silence(stream: bool) -> tuple[Play, Ticket]:
@@ -223,10 +223,10 @@ def ejected_for_silence(stream: bool) -> tuple[Play, Ticket]:
 def test_a_trial_that_hangs_too_is_over_in_time(stream: bool) -> None:
     it, trial = ejected_for_silence(stream)
     assert it.balancer.check(now=it.now) == [it.endpoints[0].uid]
-    assert not it.balancer.after_failure(trial, K.STRANDED, (), now=it.now).again, "it was sent to find out"
-    assert it.go(12.0 if stream else 12.0 * UNSTREAMED)
+    assert not it.balancer.after_failure(trial, K.STRANDED, (), now=it.now).retry, "it was sent to find out"
+    assert it.go(12.0 if stream else 12.0 * NON_STREAMING_FACTOR)
     assert it.stranding == [it.endpoints[0].uid]
-    assert it.balancer.after_failure(trial, K.STRANDED, (), now=it.now).again
+    assert it.balancer.after_failure(trial, K.STRANDED, (), now=it.now).retry
 
 
 def test_probes_do_not_bring_back_who_hangs() -> None:
@@ -311,7 +311,7 @@ def test_an_endpoint_of_another_model_is_no_measure() -> None:
         it = Play()
         for _ in range(3):
             it.place("e1")
-        it.balancer.report_models(it.endpoints[1].uid, [made_up_card(model)])
+        it.balancer.report_models(it.endpoints[1].uid, [synthetic_card(model)])
         assert it.go(30.0) is is_ejected
 
 
@@ -399,7 +399,7 @@ def test_time_outs_count_against_an_endpoint_on_which_nothing_moves(moves: bool)
         it.work += moves
         it.go(10.0, moving=False)
     for ticket in tickets:
-        assert not it.balancer.after_failure(ticket, K.TIMEOUT, (), now=it.now).again
+        assert not it.balancer.after_failure(ticket, K.TIMEOUT, (), now=it.now).retry
         it.balancer.close(ticket, Outcome.UPSTREAM_TIMEOUT, now=it.now)
     assert seen(it.balancer, it.now)["e1"].health is (Health.UP if moves else Health.EJECTED)
 

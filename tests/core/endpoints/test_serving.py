@@ -214,7 +214,7 @@ class ServingMachine(RuleBasedStateMachine):
         snapshots = seen(self.balancer, self.now)
         for state in wanted.states:
             assert snapshots[state.endpoint.name].readmitted == wanted.readmitted(state)
-        assert [(endpoint.name, why) for endpoint, why in endpoints.absent()] == wanted.absent()
+        assert [(endpoint.name, why) for endpoint, why in endpoints.unavailable()] == wanted.absent()
         assert self.balancer.model_cards() == wanted.cards()
         assert self.balancer.any_up() == bool(wanted.candidates(None))
         assert endpoints.serving.adapters == wanted.adapters()

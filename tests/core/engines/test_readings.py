@@ -36,7 +36,7 @@ TABLE = EngineTable(
     kv_utilization=signal("kv"),
     block_size_tokens=signal("cfg", label="size"),
     kv_blocks=signal("cfg", label="blocks"),
-    each_says_all_blocks=True,
+    each_series_is_total=True,
     lora=signal("lora"),
 )
 KEEP_S = 2.0
@@ -354,7 +354,7 @@ def test_utilisation_is_averaged_plainly_when_blocks_are_not_known_for_all(block
 def test_blocks_are_summed_unless_each_series_says_all() -> None:
     page = BLOCKS + "kv 0.5\n"
     assert metrics(page).kv_blocks == 300
-    assert metrics(page, dataclasses.replace(TABLE, each_says_all_blocks=False)).kv_blocks == 400
+    assert metrics(page, dataclasses.replace(TABLE, each_series_is_total=False)).kv_blocks == 400
 
 
 RATIO = changed(

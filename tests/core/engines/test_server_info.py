@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lbproxy.core.engines.server_info import SERVER_INFO, owner, read_description
+from lbproxy.core.engines.server_info import SERVER_INFO, engine_of, read_description
 from lbproxy.core.requests.openai import read_model_list
 
 RECORDED = Path(__file__).parents[2] / "fixtures" / "http"
@@ -125,7 +125,7 @@ def test_a_server_names_its_engine_with_its_models(server: str, engine: str) -> 
     name = "models-two-names" if engine == "vllm" else "models"
     cards = read_model_list(body(f"{server}/{name}"))
     assert cards
-    assert owner(cards) == engine
+    assert engine_of(cards) == engine
     assert (engine in SERVER_INFO) is (engine != "vllm")
 
 
@@ -135,4 +135,4 @@ def test_a_server_names_its_engine_with_its_models(server: str, engine: str) -> 
 def test_a_server_that_names_no_engine_may_be_any(entries: str) -> None:
     cards = read_model_list(f'{{"data":[{entries}]}}'.encode())
     assert cards is not None
-    assert owner(cards) is None
+    assert engine_of(cards) is None

@@ -8,7 +8,7 @@ import pytest
 
 from lbproxy.config.parse import parse
 from lbproxy.config.sections.engines import MetricRatio, MetricSpec
-from lbproxy.core.engines.dialects import ENGINES, SIGNALS, Engines, EngineTable, Place
+from lbproxy.core.engines.dialects import ENGINES, SIGNALS, Engines, EngineTable, MetricsLocation
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.readings import PageReader, Reading
 
@@ -58,40 +58,44 @@ def test_on_the_endpoint_s_own_port_every_engine_is_recognised_whatever_the_path
         "trtllm-serve": b"trtllm_request_success_total 1\n",
     }
     for name, page in pages.items():
-        assert BUILT_IN.detect(page, Place()) == name
-        assert BUILT_IN.detect(page, Place("/prometheus/metrics")) == name
+        assert BUILT_IN.detect(page, MetricsLocation()) == name
+        assert BUILT_IN.detect(page, MetricsLocation("/prometheus/metrics")) == name
 
 
 def test_an_engine_whose_place_the_settings_say_is_recognised_only_there() -> None:
     own = engines("  mine: {queued: q, metrics_port: 99}\n  vllm: {metrics_path: /m}")
-    assert own.detect(b"q 1\n", Place()) is None
-    assert own.detect(b"q 1\n", Place(port=99)) == "mine"
-    assert own.detect(b"vllm:num_requests_waiting 1\n", Place()) is None
-    assert own.detect(b"vllm:num_requests_waiting 1\n", Place("/m")) == "vllm"
+    assert own.detect(b"q 1\n", MetricsLocation()) is None
+    assert own.detect(b"q 1\n", MetricsLocation(port=99)) == "mine"
+    assert own.detect(b"vllm:num_requests_waiting 1\n", MetricsLocation()) is None
+    assert own.detect(b"vllm:num_requests_waiting 1\n", MetricsLocation("/m")) == "vllm"
 
 
 def test_on_another_port_only_the_engine_is_recognised_that_usually_stands_there() -> None:
     """On port 8002 of the same host there may be another endpoint, whose load is not this one's."""
     vllm, triton = b"vllm:num_requests_waiting 1\n", b"nv_trt_llm_request_metrics 1\n"
-    neighbour = Place(port=8002)
-    assert BUILT_IN.detect(vllm, Place()) == "vllm"
+    neighbour = MetricsLocation(port=8002)
+    assert BUILT_IN.detect(vllm, MetricsLocation()) == "vllm"
     assert BUILT_IN.detect(vllm, neighbour) is None
     assert BUILT_IN.detect(triton, neighbour) == "triton-tensorrt-llm"
     assert BUILT_IN.detect(triton, None) == "triton-tensorrt-llm", "the settings say that it is here"
 
 
 def test_usual_places() -> None:
-    assert BUILT_IN.places("auto") == [Place(), Place("/prometheus/metrics"), Place(port=8002)]
-    assert BUILT_IN.places("trtllm-serve") == [Place("/prometheus/metrics")]
-    own = engines("  mine: {queued: q, metrics_path: /load, metrics_port: 99}\n  vllm: {metrics_port: 98}")
-    assert own.places("auto") == [
-        Place(),
-        Place("/load", 99),
-        Place(port=98),
-        Place("/prometheus/metrics"),
-        Place(port=8002),
+    assert BUILT_IN.locations("auto") == [
+        MetricsLocation(),
+        MetricsLocation("/prometheus/metrics"),
+        MetricsLocation(port=8002),
     ]
-    assert own.places("vllm") == [Place(port=98)]
+    assert BUILT_IN.locations("trtllm-serve") == [MetricsLocation("/prometheus/metrics")]
+    own = engines("  mine: {queued: q, metrics_path: /load, metrics_port: 99}\n  vllm: {metrics_port: 98}")
+    assert own.locations("auto") == [
+        MetricsLocation(),
+        MetricsLocation("/load", 99),
+        MetricsLocation(port=98),
+        MetricsLocation("/prometheus/metrics"),
+        MetricsLocation(port=8002),
+    ]
+    assert own.locations("vllm") == [MetricsLocation(port=98)]
 
 
 def test_own_engine_wins_a_tie_but_not_against_a_better_fit() -> None:
@@ -123,7 +127,7 @@ def test_a_built_in_engine_keeps_what_the_settings_do_not_say() -> None:
     own = engines("  vllm: {kv_utilization: [new_name, vllm:kv_cache_usage_perc], kv_blocks: ''}").tables["vllm"]
     assert own.waiting == ENGINES["vllm"].waiting
     assert own.lora == ENGINES["vllm"].lora
-    assert own.place == Place()
+    assert own.location == MetricsLocation()
     got = read("vllm:num_requests_waiting 1\nvllm:num_requests_running 1\nnew_name 0.25\n", own)
     assert got.metrics is not None
     assert got.metrics.kv_utilization == 0.25
@@ -145,12 +149,12 @@ def test_tables_want_the_families_of_ratios_and_adapters_too() -> None:
 
 def test_vllm_is_asked_for_load_reports_where_one_rank_says_it_all() -> None:
     vllm = ENGINES["vllm"]
-    assert vllm.asks_load(is_single=True)
-    assert not vllm.asks_load(is_single=False)
-    assert not any(table.asks_load(is_single=True) for name, table in ENGINES.items() if name != "vllm")
+    assert vllm.wants_load_reports(is_single=True)
+    assert not vllm.wants_load_reports(is_single=False)
+    assert not any(table.wants_load_reports(is_single=True) for name, table in ENGINES.items() if name != "vllm")
     for said in (True, False):
         table = engines(f"  vllm: {{load_reports: {str(said).lower()}}}").tables["vllm"]
-        assert table.asks_load(is_single=False) is table.asks_load(is_single=True) is said
+        assert table.wants_load_reports(is_single=False) is table.wants_load_reports(is_single=True) is said
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)

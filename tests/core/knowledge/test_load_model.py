@@ -14,7 +14,7 @@ from lbproxy.core.knowledge.load_model import LoadModel
 from lbproxy.core.knowledge.placement import FREED_S, Placement, freed_per_ms
 from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.observed.learned import PoolLearned, of_endpoint, of_pool
-from lbproxy.core.requests.outline import KEPT_BYTES
+from lbproxy.core.requests.outline import UNCUT_STRING_BYTES
 from lbproxy.core.requests.request import InferenceRequest, Usage
 
 KIB = 1024
@@ -41,11 +41,11 @@ def test_a_request_is_counted_from_placement_to_end() -> None:
     load = LoadModel(PoolModel(KIB))
     one = load.place(prompt(1024, [1, 2, 3, 4]), 1.0)
     two = load.place(prompt(1536, [1, 2, 3, 4, 5, 6]), 1.0)
-    assert (one.uncached, two.uncached) == (1024.0, 512.0), "the second finds the first's blocks"
+    assert (one.uncached_tokens, two.uncached_tokens) == (1024.0, 512.0), "the second finds the first's blocks"
     assert (load.work.in_flight, load.work.pending_tokens, load.work.head_tokens) == (2, 1536.0, 1024.0)
     assert (load.work.context_tokens, load.kv.cache.pinned) == (2560.0, 6)
     load.first_byte(one, 1.1)
-    assert (load.work.pending_tokens, load.work.head_tokens, load.work.since_at) == (512.0, 512.0, 1.1)
+    assert (load.work.pending_tokens, load.work.head_tokens, load.work.prefill_since) == (512.0, 512.0, 1.1)
     load.progress(one, 20, 1.5)
     assert (load.work.context_tokens, load.work.live_tokens) == (2580.0, 20.0)
     load.end(one, None, 2.0)
@@ -152,9 +152,9 @@ def test_a_request_that_is_given_up_leaves_the_queue_and_the_clock() -> None:
     load = LoadModel(PoolModel(KIB))
     one, two, three = (load.place(prompt(1000), 0.0) for _ in range(3))
     load.end(two, None, 0.05)
-    assert (load.work.pending_tokens, load.work.since_at) == (2000.0, 0.0)
+    assert (load.work.pending_tokens, load.work.prefill_since) == (2000.0, 0.0)
     load.end(one, None, 0.06)
-    assert (load.work.pending_tokens, load.work.since_at, load.work.head_tokens) == (1000.0, 0.06, 1000.0)
+    assert (load.work.pending_tokens, load.work.prefill_since, load.work.head_tokens) == (1000.0, 0.06, 1000.0)
     load.first_byte(one, 0.07)
     load.progress(one, 5, 0.08)
     assert load.work.context_tokens == 1000.0, "what comes late counts no more"
@@ -451,7 +451,7 @@ def test_bytes_per_token_come_from_usage() -> None:
     assert pool.bytes_per_token == pytest.approx(3.0, rel=0.02), "impossible counts are not believed"
 
 
-@pytest.mark.parametrize(("body_bytes", "teaches"), [(KEPT_BYTES, True), (KEPT_BYTES + 1, False)])
+@pytest.mark.parametrize(("body_bytes", "teaches"), [(UNCUT_STRING_BYTES, True), (UNCUT_STRING_BYTES + 1, False)])
 def test_a_prompt_of_which_parts_were_left_out_teaches_nothing_of_bytes_per_token(
     body_bytes: int, teaches: bool
 ) -> None:

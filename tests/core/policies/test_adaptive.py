@@ -94,8 +94,8 @@ def test_queued_prefills_are_waited_for() -> None:
     assert prices.waits_ms == [300.0, 0.0]
     assert price(prompt(10), [busy, idle], now=0.01).waits_ms == [300.0, 0.0], "its step has to end"
     assert price(prompt(10), [busy, idle], now=0.13).waits_ms == pytest.approx([200.0, 0.0])
-    busy.load.room.line.add(5.0, 50.0)
-    idle.load.room.line.add(5.0, 7000.0)
+    busy.load.room.reservations.add(5.0, 50.0)
+    idle.load.room.reservations.add(5.0, 7000.0)
     busy.load.pool.held = 2
     assert price(prompt(10), [busy, idle]).waits_ms == pytest.approx([305.0, 700.0])
     assert price(prompt(2), [busy, idle]).waits_ms == [300.0, 0.0], "less work goes before more"
@@ -125,7 +125,7 @@ def test_space_is_dearer_where_the_cache_is_full() -> None:
     """20 * .3 * fill * prefill * (1 + .3 * mean in flight)."""
     pool, (empty, full) = pool_of(2)
     for state in (empty, full):
-        state.load.kv.capacity_tokens = state.load.kv.told_tokens = 102_400.0
+        state.load.kv.capacity_tokens = state.load.kv.known_tokens = 102_400.0
     full.load.end(full.load.place(prompt(51_200, list(range(200))), 0.0), None, 0.0)
     pool.hit_ratio = 0.3
     prices = price(prompt(1000), [empty, full])
@@ -140,7 +140,7 @@ def test_a_request_that_does_not_fit_waits_for_space() -> None:
     """Over by 1,000 pinned + 200 still to come + 1,024 new + 200 - 2,000 tokens, at .2 * 1 / 15 a millisecond."""
     pool, (full,) = pool_of(1)
     pool.hit_ratio = 0.0
-    full.load.kv.capacity_tokens = full.load.kv.told_tokens = 2000.0
+    full.load.kv.capacity_tokens = full.load.kv.known_tokens = 2000.0
     full.load.first_byte(full.load.place(prompt(1024, [1, 2, 3, 4]), 0.0), 0.0)
     pool.hit_ratio = 0.0
     request = prompt(1024, [5, 6, 7, 8])
@@ -155,7 +155,7 @@ def test_a_request_that_does_not_fit_waits_for_space() -> None:
 def test_the_wait_for_space_is_a_minute_at_most() -> None:
     pool, (full,) = pool_of(1)
     pool.hit_ratio = 0.0
-    full.load.kv.capacity_tokens = full.load.kv.told_tokens = 16.0
+    full.load.kv.capacity_tokens = full.load.kv.known_tokens = 16.0
     assert price(prompt(100_000, list(range(390))), [full]).costs == pytest.approx(
         [BASE + 10_000 * (1 + 42_000 / 30_000) + DECODES + 60_000]
     )
@@ -207,7 +207,7 @@ def test_the_price_of_a_random_state_is_the_formula() -> None:
     rng = random.Random(7)
     pool, states = pool_of(6)
     for state in states:
-        state.load.kv.capacity_tokens = state.load.kv.told_tokens = 40_000.0
+        state.load.kv.capacity_tokens = state.load.kv.known_tokens = 40_000.0
         state.load.speed.gap_per_token_ms = rng.uniform(0, 1e-3)
         state.load.speed.factor = rng.choice([1.0, 2.0, 0.5])
         for n in range(rng.randrange(9)):
@@ -225,9 +225,9 @@ def test_the_price_of_a_random_state_is_the_formula() -> None:
         rate = pool.token_ms * e.speed.factor
         prefill = max(1.0, 2000 - matched) * rate
         backlog = e.work.pending_tokens - min(
-            max(0.0, 1000 * (now - e.work.since_at) - STEPS * e.speed.mean_gap_ms) / rate, e.work.head_tokens
+            max(0.0, 1000 * (now - e.work.prefill_since) - STEPS * e.speed.mean_gap_ms) / rate, e.work.head_tokens
         )
-        fill = (e.kv.cache.size * block + e.work.live_tokens) / e.kv.told_tokens
+        fill = (e.kv.cache.size * block + e.work.live_tokens) / e.kv.known_tokens
         context = e.work.context_tokens
         g = e.work.live_tokens / max(1, d)
         over = e.kv.cache.pinned * block + d * max(g, output - g) + 7 * block - matched + output - e.kv.capacity_tokens

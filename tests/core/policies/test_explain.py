@@ -131,7 +131,7 @@ def test_every_request_is_explained_but_of_very_many_in_a_large_fleet_in_brief(c
         return ticket.decision
 
     def full(made: Decision) -> bool:
-        return "prefill" in made.breakdown()[made.place]
+        return "prefill" in made.breakdown()[made.chosen_index]
 
     first = placed(10.0)
     for _ in range(IN_FULL_PER_S - 1):
@@ -141,7 +141,7 @@ def test_every_request_is_explained_but_of_very_many_in_a_large_fleet_in_brief(c
     assert full(late) is small
     assert late.candidates == count
     assert len(late.shown) == len(late.costs) == (count if small else 2)
-    assert late.cost == sum(late.breakdown()[late.place].values()) or small
+    assert late.cost == sum(late.breakdown()[late.chosen_index].values()) or small
     assert (late.first_byte_ms() is not None) is small
     assert full(placed(10.9, explain=True)), "its client asks"
     assert full(placed(10.9, avoid=[first.chosen])), "it is tried again"
@@ -190,12 +190,12 @@ def test_it_says_who_was_left_out_and_why() -> None:
     decision = balancer.submit(request(), now=40.4).decision
     assert decision is not None
     assert decision.chosen.uid == free
-    assert {one.uid: why for one, why in decision.left_out} == {
+    assert {one.uid: why for one, why in decision.excluded} == {
         full: "full",
         refusing: "backing off",
         new: "slow start",
     }
-    assert {one.uid: why for one, why in decision.absent} == {draining: "draining", down: "down"}
+    assert {one.uid: why for one, why in decision.unavailable} == {draining: "draining", down: "down"}
 
 
 def test_a_ticket_says_why_it_waits() -> None:
@@ -214,14 +214,14 @@ def test_a_ticket_says_why_it_waits() -> None:
     ticket = balancer.submit(long, now=0.0)
     assert ticket.wait is Wait.BUSY
     record = RequestRecord("r", "POST", "/v1/completions", "127.0.0.1", 0.0)
-    record.waits(ticket)
+    record.note_wait(ticket)
     assert (record.wait, record.held_for, record.full_by) == (Wait.BUSY, "e1", "prefill")
 
     balancer, _ = pool_of(1, policy="adaptive")
-    balancer.submit(request(), now=0.0).where.load.room.line.add(1.0, 1.0)
+    balancer.submit(request(), now=0.0).placed_state.load.room.reservations.add(1.0, 1.0)
     assert balancer.submit(long, now=0.0).wait is Wait.BEHIND, "it has room, and one that waits goes first"
 
-    record.waits(parked)
+    record.note_wait(parked)
     assert (record.wait, record.held_for, record.full_by) == (Wait.FULL, None, None), (
         "of the wait before, nothing stays"
     )

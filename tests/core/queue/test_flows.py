@@ -127,7 +127,7 @@ def test_what_was_not_done_is_given_back() -> None:
     ticket = balancer.submit(ask("one"), now=0.0)
     balancer.close(ticket, Outcome.CONNECT_FAILED, now=0.1)
     assert ticket.flow is not None
-    assert (ticket.flow.served_tokens, ticket.flow.paid_until, ticket.flow.active, ticket.flow.in_flight) == (
+    assert (ticket.flow.served_tokens, ticket.flow.virtual_finish, ticket.flow.active, ticket.flow.in_flight) == (
         0,
         0,
         0,
@@ -157,10 +157,10 @@ def test_who_was_away_saved_nothing_up() -> None:
 def test_what_is_owed_halves() -> None:
     flows = Flows(rules(half_life="10s"))
     flow = flows.of("one", 0.0)
-    flow.paid_until = 1000.0
-    assert flows.start_of(flow, 0.0) == 1000.0
-    assert flows.start_of(flow, 10.0) == 500.0
-    assert flows.start_of(flow, 30.0) == 125.0
+    flow.virtual_finish = 1000.0
+    assert flows.virtual_start(flow, 0.0) == 1000.0
+    assert flows.virtual_start(flow, 10.0) == 500.0
+    assert flows.virtual_start(flow, 30.0) == 125.0
 
 
 def test_priority_goes_before_all_fairness() -> None:
@@ -418,7 +418,7 @@ def test_an_endpoint_that_is_in_time_is_taken_though_another_is_cheaper() -> Non
     first = balancer.submit(prompt, now=0.0)
     balancer.first_byte(first, now=0.24)
     balancer.close(first, Outcome.COMPLETED, now=0.6, usage=Usage(2000, 0, 10))
-    cached = first.where.endpoint.uid
+    cached = first.placed_state.endpoint.uid
     (other,) = {endpoint.uid for endpoint in endpoints} - {cached}
     for n in range(8):
         ticket = balancer.submit(ask("one", name=str(n)), now=0.6, avoid=frozenset({cached}))
@@ -427,7 +427,7 @@ def test_an_endpoint_that_is_in_time_is_taken_though_another_is_cheaper() -> Non
 
     def chosen(deadline: float | None) -> int:
         ticket = balancer.submit(prompt._replace(deadline=deadline), now=1.0)
-        uid = ticket.where.endpoint.uid
+        uid = ticket.placed_state.endpoint.uid
         balancer.close(ticket, Outcome.CLIENT_CLOSED, now=1.0)
         return uid
 
@@ -478,7 +478,7 @@ def test_the_table_is_bounded_and_forgets_who_is_idle() -> None:
 def test_a_flow_that_is_forgotten_with_something_owed_is_not_one() -> None:
     flows = Flows(rules())
     for n in range(MAX_FLOWS):
-        flows.of(f"f{n}", 0.0).paid_until = 1.0
+        flows.of(f"f{n}", 0.0).virtual_finish = 1.0
     assert flows.of("new", 100.0).name == OTHERS
 
 
@@ -523,6 +523,6 @@ def test_audio_counts_as_endpoints_count_it_and_not_by_its_bytes() -> None:
         balancer.close(ticket, Outcome.COMPLETED, now=0.0, usage=Usage(tokens, 0, 0))
     third = balancer.submit(audio, now=0.0)
     assert third.outcome is None, "2,800 of 6,000 are left"
-    assert third.billed == pytest.approx(1520.0)
+    assert third.billed_tokens == pytest.approx(1520.0)
     unknown = balancer.submit(audio._replace(model="unheard-of"), now=0.0)
     assert unknown.outcome is not Outcome.RATE_LIMITED

@@ -122,7 +122,7 @@ def test_what_waits_is_counted_in_lines_and_nothing_stays_behind() -> None:
         assert learned is not None
         held = sum(one.held for one in learned[1].values())
         waiting = [one for one in tickets if one.state is TicketState.WAITING]
-        assert held == sum(one.reserved is not None for one in waiting) <= len(waiting)
+        assert held == sum(one.reservation is not None for one in waiting) <= len(waiting)
     for ticket in tickets:
         balancer.close(ticket, Outcome.CLIENT_CLOSED, now=now)
     learned = balancer.learned(now=now)
@@ -148,9 +148,9 @@ def test_embeddings_go_round_a_slow_server() -> None:
                 balancer.close(ticket, Outcome.COMPLETED, now=end, usage=Usage(10, None, None))
                 took.append(end - placed)
             ticket = balancer.submit(InferenceRequest(str(n), MODEL, False, 1000, 0), now=now)
-            workers = free[ticket.where.endpoint.uid]
+            workers = free[ticket.placed_state.endpoint.uid]
             worker = min(range(4), key=workers.__getitem__)
-            slower = 5.0 if ticket.where.endpoint.uid == endpoints[0].uid else 1.0
+            slower = 5.0 if ticket.placed_state.endpoint.uid == endpoints[0].uid else 1.0
             workers[worker] = max(now, workers[worker]) + 0.05 * slower * rng.uniform(0.5, 1.5)
             running.append((workers[worker], now, ticket))
         return sum(took[300:]) / len(took[300:])
@@ -181,7 +181,7 @@ class Engines:
         """They were placed: in the engine's queue first."""
         for ticket in tickets:
             if ticket.state is TicketState.PLACED:
-                uid = ticket.where.endpoint.uid
+                uid = ticket.placed_state.endpoint.uid
                 self.queues[uid].append(ticket)
                 self.begin(uid, now)
 
@@ -213,7 +213,7 @@ class Engines:
             elif number > 0:
                 self.balancer.first_byte(ticket, now=now)
             else:
-                uid = ticket.where.endpoint.uid
+                uid = ticket.placed_state.endpoint.uid
                 self.balancer.close(ticket, Outcome.COMPLETED, now=now, usage=Usage(10, 0, 30))
                 took.append(now - ticket.submitted_at)
                 self.served[uid] += 1
@@ -238,10 +238,10 @@ def test_an_adapter_whose_home_is_full_is_loaded_elsewhere() -> None:
     home = engines.balancer.submit(lora(), now=0.0)
     engines.go([home], 0.0)
     engines.events.clear()
-    engines.running[home.where.endpoint.uid] = 0
+    engines.running[home.placed_state.endpoint.uid] = 0
     engines.balancer.first_byte(home, now=0.0)
     engines.balancer.close(home, Outcome.COMPLETED, now=0.0, usage=Usage(10, 0, 30))
-    engines.loaded_at[home.where.endpoint.uid] = 0.0
+    engines.loaded_at[home.placed_state.endpoint.uid] = 0.0
     took = engines.clients(48, 800)
     assert fmean(took[:200]) < 2.0
     assert fmean(took[400:]) < 1.1
@@ -257,7 +257,7 @@ def test_an_endpoint_that_was_slow_at_its_first_stream_is_not_left_alone_for_it(
     for n in range(60):
         now += 0.5
         ticket = balancer.submit(ask(100, name=str(n)), now=now)
-        uid = ticket.where.endpoint.uid
+        uid = ticket.placed_state.endpoint.uid
         given[uid] += 1
         balancer.first_byte(ticket, now=now + 0.05)
         gap = 0.3 if uid == slow and first else 0.02

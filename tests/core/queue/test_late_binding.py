@@ -14,10 +14,10 @@ from lbproxy.core.capacity.room import HOLD_MS
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.policies.policy import Prices
+from lbproxy.core.queue.dispatcher import MAX_MOVES, MAX_PRICED, PRICE_AGAIN_S
 from lbproxy.core.queue.flows import Flows
-from lbproxy.core.queue.held import MOVED, PRICE_AGAIN_S, PRICED
 from lbproxy.core.queue.ticket import Ticket, TicketState
-from lbproxy.core.queue.waiting_queue import LOOKUPS, WaitingQueue, least_work
+from lbproxy.core.queue.waiting_queue import MAX_LOOKUPS, WaitingQueue, least_work
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from tests.support.compiled import interpreted
@@ -89,14 +89,14 @@ def test_a_newcomer_goes_at_once_where_nobody_waits() -> None:
     home = balancer.submit(ask(102_400, keys=keys), now=0.0)
     balancer.first_byte(home, now=0.5)
     balancer.close(home, Outcome.COMPLETED, now=0.6, usage=Usage(102_400, 0, 10))
-    elsewhere = frozenset(endpoint.uid for endpoint in endpoints) - {home.where.endpoint.uid}
+    elsewhere = frozenset(endpoint.uid for endpoint in endpoints) - {home.placed_state.endpoint.uid}
     busy = balancer.submit(ask(3000), now=0.6, avoid=elsewhere)
-    assert busy.where is home.where
+    assert busy.placed_state is home.placed_state
     held = [balancer.submit(ask(102_400, keys=keys), now=0.6) for _ in range(6)]
     assert states(held) == "w" * 6
     others = [balancer.submit(ask(10, name=str(n)), now=0.6) for n in range(50)]
     assert states(others) == "p" * 50
-    assert home.where.endpoint.name not in on(others)
+    assert home.placed_state.endpoint.name not in on(others)
 
 
 def test_shortest_work_first_counting_what_is_cached() -> None:
@@ -146,7 +146,7 @@ def test_a_reservation_lets_those_behind_see_what_is_spoken_for() -> None:
     assert {ticket.best for ticket in waiting} == {one.placed_on, two.placed_on}
     learned = balancer.learned(now=0.0)
     assert learned is not None
-    held = [learned[1][ticket.where.endpoint.uid].held for ticket in (one, two)]
+    held = [learned[1][ticket.placed_state.endpoint.uid].held for ticket in (one, two)]
     assert sum(held) == 60
     assert held[0] > held[1] > 0
     for ticket in waiting:
@@ -244,7 +244,7 @@ def test_one_saturated_model_does_not_hold_up_another() -> None:
     stuck = [balancer.submit(ask(100, model="a"), now=0.0) for _ in range(100)]
     assert balancer.poll(now=0.1) == []
     other = balancer.submit(ask(5000, model="b"), now=0.1)
-    assert other.where.endpoint.uid == two.uid
+    assert other.placed_state.endpoint.uid == two.uid
     assert states(stuck) == "w" * 100
 
 
@@ -267,15 +267,15 @@ def test_so_many_are_priced_at_a_time_and_no_more(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(balancer._choice.policy, "price", counting)
     balancer.first_byte(two, now=0.1)
     assert balancer.poll(now=0.1) == []
-    assert len(asked) == MOVED
+    assert len(asked) == MAX_MOVES
     assert states(waiting) == "w" * 100
     balancer.progress(two, 1, now=0.101)
     assert balancer.poll(now=0.101) == []
-    assert len(asked) == MOVED, "nothing happened"
+    assert len(asked) == MAX_MOVES, "nothing happened"
     balancer.close(two, Outcome.COMPLETED, now=0.102)
     balancer.poll(now=0.102)
-    assert len(asked) == 2 * MOVED, "others: the first were priced just now"
-    assert 2 * MOVED < PRICED
+    assert len(asked) == 2 * MAX_MOVES, "others: the first were priced just now"
+    assert 2 * MAX_MOVES < MAX_PRICED
     assert PRICE_AGAIN_S > 0.002
 
 
@@ -405,14 +405,14 @@ def test_few_of_many_are_looked_up_and_the_oldest_first() -> None:
         return 1.0
 
     queue, flows = WaitingQueue(AdmissionSettings(queue_requests=100_000)), Flows(FlowsSettings())
-    for number in range(LOOKUPS + 100):
+    for number in range(MAX_LOOKUPS + 100):
         ticket = Ticket(InferenceRequest(str(number), None), 0.0, 60.0, frozenset())
         ticket.flow = flows.of("one", 0.0)
         queue.push(ticket)
     list(queue.in_order(least_work(uncached, 0.0), flows, 0.0))
-    assert len(asked) == LOOKUPS + 100
+    assert len(asked) == MAX_LOOKUPS + 100
     asked.clear()
     list(queue.in_order(least_work(uncached, 1.0), flows, 1.0))
-    assert asked == [str(number) for number in range(LOOKUPS)]
+    assert asked == [str(number) for number in range(MAX_LOOKUPS)]
     list(queue.in_order(least_work(uncached, 1.01), flows, 1.01))
-    assert asked[LOOKUPS:] == [str(LOOKUPS + number) for number in range(100)]
+    assert asked[MAX_LOOKUPS:] == [str(MAX_LOOKUPS + number) for number in range(100)]

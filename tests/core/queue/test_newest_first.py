@@ -8,7 +8,7 @@ from lbproxy.config.sections.flows import FlowsSettings
 from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.queue.flow import Flow
 from lbproxy.core.queue.flows import Flows
-from lbproxy.core.queue.overload import FEW, STANDS_S, Overload
+from lbproxy.core.queue.overload import LASTING_S, MIN_PACE_SAMPLES, Overload
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.queue.waiting_queue import WaitingQueue
 from lbproxy.core.requests.request import InferenceRequest
@@ -17,10 +17,10 @@ from tests.support.pool import MODEL
 
 def of_one_a_second() -> Overload:
     overload = Overload()
-    for n in range(FEW):
+    for n in range(MIN_PACE_SAMPLES):
         overload.observe(1, 5.0, float(n))
-        overload.left()
-    overload.observe(0, 5.0, float(FEW))
+        overload.request_left()
+    overload.observe(0, 5.0, float(MIN_PACE_SAMPLES))
     return overload
 
 
@@ -29,7 +29,7 @@ def test_the_wait_is_told_by_the_pace_at_which_requests_leave() -> None:
     assert overload.wait_s(100) == pytest.approx(100.0)
     overload.observe(1, 5.0, 3600.0)
     assert overload.wait_s(100) == pytest.approx(100.0), "an hour in which nobody waited"
-    overload.observe(1, 5.0, 3600.0 + FEW)
+    overload.observe(1, 5.0, 3600.0 + MIN_PACE_SAMPLES)
     assert overload.wait_s(100) == pytest.approx(200.0), "as long again in which nobody left"
     assert Overload().wait_s(100) == 0.0, "nobody knows"
 
@@ -42,15 +42,15 @@ def test_a_queue_that_stays_long_is_overload_until_it_is_short() -> None:
         nonlocal now
         now += after
         for _ in range(round(after)):
-            overload.left()
+            overload.request_left()
         overload.observe(waiting, 5.0, now)
-        return overload.stands
+        return overload.is_lasting
 
     assert not observe(8, 0.0)
-    assert not observe(8, STANDS_S - 1)
+    assert not observe(8, LASTING_S - 1)
     assert not observe(4, 2.0)
     assert not observe(8, 1.0), "it was short once"
-    assert not observe(8, STANDS_S - 1)
+    assert not observe(8, LASTING_S - 1)
     assert observe(8, 1.0)
     assert observe(4, 1.0), "those that waited in vain are no reason to end it"
     assert not observe(1, 1.0)

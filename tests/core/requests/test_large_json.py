@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lbproxy.core.requests import outline as outline_module
 from lbproxy.core.requests.large_json import LargeJson, load_json
 from lbproxy.core.requests.outcome import LbError
-from lbproxy.core.requests.outline import bytes_left_out, outline
+from lbproxy.core.requests.outline import omitted_bytes, outline
 from lbproxy.core.requests.prompts import completion_prompt
 
 MIB = 1 << 20
@@ -101,7 +101,7 @@ def test_long_texts_are_told_apart_and_counted_by_all_of_their_bytes() -> None:
     assert prompts[0] == prompts[2] != prompts[1]
     assert len(prompts[0]) < 5 * MIB
     for prompt in prompts:
-        assert len(prompt) + bytes_left_out(prompt, 10**9) == pytest.approx(len(text), rel=0.01)
+        assert len(prompt) + omitted_bytes(prompt, 10**9) == pytest.approx(len(text), rel=0.01)
     assert prompts[0][: 3 * MIB] == prompts[1][: 3 * MIB]
 
 
@@ -119,4 +119,4 @@ def test_text_of_any_language_can_be_shortened(text: str, escaped: bool) -> None
 
 def test_who_writes_marks_himself_adds_no_more_than_his_body() -> None:
     mark = "\ufdd099999999:0123456789abcdef\ufdd1"
-    assert bytes_left_out((mark * 50).encode(), 1000) == 1000
+    assert omitted_bytes((mark * 50).encode(), 1000) == 1000

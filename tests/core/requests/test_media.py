@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from lbproxy.core.requests.media import (
     IMAGE_TOKENS,
-    LEAST_IMAGE_TOKENS,
     LOW_DETAIL_TOKENS,
-    MOST_IMAGE_TOKENS,
+    MAX_IMAGE_TOKENS,
+    MIN_IMAGE_TOKENS,
     PIXELS_PER_TOKEN,
     blob_tokens,
     image_tokens,
@@ -63,10 +63,10 @@ def test_the_size_of_a_picture_is_read(kind: str) -> None:
 
 def test_tokens_are_bounded() -> None:
     small, large = (base64.b64encode(_png(*size)).decode() for size in ((8, 8), (60_000, 60_000)))
-    assert image_tokens(small) == LEAST_IMAGE_TOKENS
-    assert image_tokens(large) == MOST_IMAGE_TOKENS
+    assert image_tokens(small) == MIN_IMAGE_TOKENS
+    assert image_tokens(large) == MAX_IMAGE_TOKENS
     assert image_tokens(large, "low") == LOW_DETAIL_TOKENS
-    assert blob_tokens("A" * 10**8) == MOST_IMAGE_TOKENS
+    assert blob_tokens("A" * 10**8) == MAX_IMAGE_TOKENS
 
 
 def test_what_has_no_size_counts_as_a_usual_picture() -> None:
@@ -85,10 +85,10 @@ def test_no_picture_is_too_strange(kind: str, cut: int, change: bytes, at: int) 
     """Headers come from outside."""
     data = PICTURES[kind]
     data = (data[:at] + change + data[at + len(change) :])[: len(data) - cut]
-    assert LEAST_IMAGE_TOKENS <= image_tokens(base64.b64encode(data).decode()) <= MOST_IMAGE_TOKENS
+    assert MIN_IMAGE_TOKENS <= image_tokens(base64.b64encode(data).decode()) <= MAX_IMAGE_TOKENS
 
 
 @given(payload=st.text(max_size=200), prefix=st.sampled_from(["", "data:", "data:a;base64,", "data:;base64"]))
 def test_no_payload_is_too_strange(payload: str, prefix: str) -> None:
-    assert LEAST_IMAGE_TOKENS <= image_tokens(prefix + payload) <= MOST_IMAGE_TOKENS
-    assert blob_tokens(prefix + payload) == LEAST_IMAGE_TOKENS
+    assert MIN_IMAGE_TOKENS <= image_tokens(prefix + payload) <= MAX_IMAGE_TOKENS
+    assert blob_tokens(prefix + payload) == MIN_IMAGE_TOKENS

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lbproxy.core.requests import outline as outline_module
 from lbproxy.core.requests.openai import read_json_body
 from lbproxy.core.requests.outcome import LbError
-from lbproxy.core.requests.outline import Outline, bytes_left_out, outline
+from lbproxy.core.requests.outline import Outline, omitted_bytes, outline
 
 MIB = 1 << 20
 HEAD = 16
@@ -30,15 +30,15 @@ VALUES = st.recursive(
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of a few bytes, so that every cut there is happens."""
     monkeypatch.setattr(outline_module, "SLICE_BYTES", 48)
-    monkeypatch.setattr(outline_module, "KEPT_BYTES", 0)
+    monkeypatch.setattr(outline_module, "UNCUT_STRING_BYTES", 0)
     monkeypatch.setattr(outline_module, "KEPT_HEAD_BYTES", HEAD)
-    monkeypatch.setattr(outline_module, "LEFT_OUT_BYTES", 8)
+    monkeypatch.setattr(outline_module, "MIN_OMITTED_BYTES", 8)
 
 
 def assert_outlines(short: object, whole: object) -> None:
     """The same keys and values; a text may lack its middle."""
     if isinstance(whole, str) and isinstance(short, str):
-        assert short == whole or bytes_left_out(short.encode("utf-8", "surrogatepass"), 10**6)
+        assert short == whole or omitted_bytes(short.encode("utf-8", "surrogatepass"), 10**6)
     elif isinstance(whole, list) and isinstance(short, list):
         assert len(short) == len(whole)
         for one, other in zip(short, whole, strict=True):
@@ -69,7 +69,7 @@ def test_large_texts_are_left_out_and_small_ones_stay() -> None:
     value = {"model": "m", "messages": messages, "stream": True}
     text = outline(json.dumps(value).encode()).text()
     assert len(text) < 5 * MIB
-    assert bytes_left_out(text, 10**9) + len(text) == pytest.approx(len(json.dumps(value)), rel=0.02)
+    assert omitted_bytes(text, 10**9) + len(text) == pytest.approx(len(json.dumps(value)), rel=0.02)
     assert read_json_body(json.dumps(value).encode())[:2] == ("m", True)
     assert orjson.loads(text)["messages"][0]["content"][0]["image_url"]["url"].startswith("A" * MIB)
 

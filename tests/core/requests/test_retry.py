@@ -44,38 +44,38 @@ def retries(**settings: float) -> Retries:
     ],
 )
 def test_the_rules(kind: FailureKind, earlier: tuple[FailureKind, ...], again: bool) -> None:
-    assert retries().decide(kind, earlier, elsewhere=True, now=0.0).again is again
+    assert retries().decide(kind, earlier, others_available=True, now=0.0).retry is again
 
 
 @pytest.mark.parametrize("kind", [K.RESET, K.BUSY, K.LIMITED, K.ERROR, K.GATEWAY])
 def test_nobody_else_means_no_retry(kind: FailureKind) -> None:
     it = retries()
     before = it.budget(now=0.0)
-    assert not it.decide(kind, (), elsewhere=False, now=0.0).again
+    assert not it.decide(kind, (), others_available=False, now=0.0).retry
     assert it.budget(now=0.0) == before
 
 
 def test_only_a_failed_connect_is_tried_again_at_once_and_for_free() -> None:
     it = retries(budget_ratio=0, budget_per_second=0)
-    verdict = it.decide(K.CONNECT, (), elsewhere=False, now=0.0)
-    assert (verdict.again, verdict.delay_s) == (True, 0.0)
-    verdict = it.decide(K.RESET, (), elsewhere=True, now=0.0)
-    assert (verdict.again, verdict.outcome) == (False, Outcome.UPSTREAM_RESET)
+    verdict = it.decide(K.CONNECT, (), others_available=False, now=0.0)
+    assert (verdict.retry, verdict.delay_s) == (True, 0.0)
+    verdict = it.decide(K.RESET, (), others_available=True, now=0.0)
+    assert (verdict.retry, verdict.outcome) == (False, Outcome.UPSTREAM_RESET)
 
 
 def test_who_can_connect_to_nobody_is_told_that_there_is_nobody() -> None:
     """503 with Retry-After, as when there was nobody to try; that it had attempts left, or not, is chance."""
     it, tried = retries(), (K.CONNECT, K.CONNECT)
-    assert it.decide(K.CONNECT, tried, elsewhere=False, now=0.0).outcome is Outcome.NO_ENDPOINTS
-    assert it.decide(K.CONNECT, tried, elsewhere=True, now=0.0).outcome is Outcome.CONNECT_FAILED
+    assert it.decide(K.CONNECT, tried, others_available=False, now=0.0).outcome is Outcome.NO_ENDPOINTS
+    assert it.decide(K.CONNECT, tried, others_available=True, now=0.0).outcome is Outcome.CONNECT_FAILED
 
 
 def test_the_budget_is_a_share_of_recent_requests_and_a_rate() -> None:
     it = retries(budget_ratio=0.2, budget_per_second=1)
     for _ in range(100):
-        it.requested(now=5.0)
+        it.count_request(now=5.0)
     assert it.budget(now=5.0) == 20 + WINDOW_S
-    granted = sum(it.decide(K.BUSY, (), elsewhere=True, now=6.0).again for _ in range(100))
+    granted = sum(it.decide(K.BUSY, (), others_available=True, now=6.0).retry for _ in range(100))
     assert granted == 20 + WINDOW_S
     assert it.budget(now=5.0 + WINDOW_S) == pytest.approx(-20.0), "the requests are too old, the retries are not"
     assert it.budget(now=6.0 + WINDOW_S) == WINDOW_S
@@ -84,15 +84,16 @@ def test_the_budget_is_a_share_of_recent_requests_and_a_rate() -> None:
 
 def test_time_that_stands_still_or_seems_to_go_back_loses_nothing() -> None:
     it = retries(budget_ratio=1, budget_per_second=0)
-    it.requested(now=100.9)
-    it.requested(now=100.9)
+    it.count_request(now=100.9)
+    it.count_request(now=100.9)
     assert it.budget(now=99.0) == 2
 
 
 def test_waiting_grows_and_stays_bounded() -> None:
     it = retries(attempts=10, budget_per_second=100_000)
     longest = [
-        max(it.decide(K.BUSY, (K.BUSY,) * n, elsewhere=True, now=0.0).delay_s for _ in range(200)) for n in range(8)
+        max(it.decide(K.BUSY, (K.BUSY,) * n, others_available=True, now=0.0).delay_s for _ in range(200))
+        for n in range(8)
     ]
     assert longest == sorted(longest)[: len(longest)] or max(longest) <= BACKOFF_MAX_S
     assert 0.02 < longest[0] <= 0.025

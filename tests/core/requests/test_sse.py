@@ -50,7 +50,7 @@ def test_half_an_event_is_no_boundary(data: st.DataObject, half: bytes) -> None:
     for piece in pieces(stream, data.draw(st.lists(st.integers(0, len(stream)), max_size=6))):
         scanner.feed(piece, 0, len(piece))
     assert not scanner.at_boundary
-    assert not scanner.whole
+    assert not scanner.is_complete
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_an_end_is_believed_only_after_a_finish(stream: bytes, whole: bool) -> N
         for at in range(0, len(stream), step):
             piece = stream[at : at + step]
             scanner.feed(piece, 0, len(piece))
-        assert scanner.whole is whole, step
+        assert scanner.is_complete is whole, step
 
 
 def test_json_is_whole_when_it_parses_or_is_too_large_to_tell() -> None:
@@ -78,9 +78,9 @@ def test_json_is_whole_when_it_parses_or_is_too_large_to_tell() -> None:
     for piece, whole in ((b'xx{"a":', False), (b"1}", True), (b"}", False)):
         start = 2 if piece.startswith(b"xx") else 0
         watcher.feed(piece, start, len(piece))
-        assert watcher.whole is whole
+        assert watcher.is_complete is whole
     watcher.feed(b"x" * MAX_JSON_BYTES, 0, MAX_JSON_BYTES)
-    assert watcher.whole
+    assert watcher.is_complete
 
 
 VLLM = b'{"prompt_tokens":14,"total_tokens":22,"completion_tokens":8,"prompt_tokens_details":{"cached_tokens":5}}'
@@ -149,22 +149,22 @@ BLOCK = b'event: content_block_delta\ndata: {"delta":{}}\n\n'
 @given(data=st.data(), opening=st.sampled_from([OPENING, STARTED, b": x\n\n" + CREATED, CREATED * 3]))
 def test_events_that_stand_for_no_token_begin_nothing(data: st.DataObject, opening: bytes) -> None:
     """vLLM sends them before the prompt is computed: taken for the first token they made it look free."""
-    scanner = EventScanner(skip_opening=True)
+    scanner = EventScanner(skip_preamble=True)
     for piece in pieces(opening, data.draw(st.lists(st.integers(0, len(opening)), max_size=6))):
         scanner.feed(piece, 0, len(piece))
-        assert not scanner.begun
-    assert scanner.opening == scanner.events > 0
+        assert not scanner.has_content
+    assert scanner.preamble_events == scanner.events > 0
     for piece in pieces(DELTA + BLOCK, data.draw(st.lists(st.integers(0, len(DELTA + BLOCK)), max_size=6))):
         scanner.feed(piece, 0, len(piece))
-    assert scanner.begun
-    assert scanner.events - scanner.opening == 2
+    assert scanner.has_content
+    assert scanner.events - scanner.preamble_events == 2
 
 
 def test_a_first_event_in_one_piece_with_a_token_begins_at_once() -> None:
     for skip, opening in ((True, 2), (False, 0)):
-        scanner = EventScanner(skip_opening=skip)
+        scanner = EventScanner(skip_preamble=skip)
         scanner.feed(OPENING + DELTA, 0, len(OPENING + DELTA))
-        assert (scanner.begun, scanner.opening, scanner.events) == (True, opening, 3)
+        assert (scanner.has_content, scanner.preamble_events, scanner.events) == (True, opening, 3)
 
 
 @given(data=st.data())

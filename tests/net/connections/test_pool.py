@@ -184,7 +184,7 @@ class Receiver:
         self.data = b""
         self.end: str | UpstreamError | None = None
 
-    def whole(self, head: ResponseHead, body: bytes) -> None:
+    def complete_response(self, head: ResponseHead, body: bytes) -> None:
         self.data = body
         self.end = "ended"
 

@@ -61,7 +61,7 @@ class Asker:
         self.ends = 0
         self.payload = b""
 
-    def whole(self, head: ResponseHead, body: bytes) -> None:
+    def complete_response(self, head: ResponseHead, body: bytes) -> None:
         assert self.ends == 0
         self.payload, self.ends = body, 1
 
@@ -180,7 +180,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.busy)
     @rule(data=st.data())
-    def let_go(self, data: st.DataObject) -> None:
+    def release(self, data: st.DataObject) -> None:
         connection = data.draw(st.sampled_from(list(self.busy)))
         asker = self.busy.pop(connection)
         connection.abort()

@@ -72,7 +72,7 @@ def test_a_known_name_is_asked_for_beside_those_who_need_it_and_seldom() -> None
         await asyncio.sleep(0)
         assert len(server.asked) == 2
         server.goes.set()
-        await until(lambda: names._known["a", 1].asking is None)
+        await until(lambda: names._known["a", 1].resolving is None)
         assert await names.addresses("a", 1) == at(2)
 
     run(main())
@@ -90,7 +90,7 @@ def test_a_nameserver_that_is_gone_changes_nothing(how: str) -> None:
             clock.now += FRESH_S
             assert await names.addresses("a", 1) == at(1)
             await asyncio.sleep(0)
-            await until(lambda: how == "is silent" or names._known["a", 1].asking is None)
+            await until(lambda: how == "is silent" or names._known["a", 1].resolving is None)
         assert len(server.asked) == (2 if how == "is silent" else 21)
         names.close()
 
@@ -122,10 +122,10 @@ def test_when_nobody_answers_at_its_addresses_they_are_asked_for_at_once() -> No
         names, server, _ = made(at(1))
         await names.addresses("a", 1)
         server.found = at(2)
-        names.doubt("a", 1)
-        await until(lambda: names._known["a", 1].asking is None)
+        names.refresh("a", 1)
+        await until(lambda: names._known["a", 1].resolving is None)
         assert await names.addresses("a", 1) == at(2)
-        names.doubt("never heard of", 1)
+        names.refresh("never heard of", 1)
         assert server.asked == ["a", "a"]
 
     run(main())
@@ -136,7 +136,7 @@ def test_an_address_is_no_name_and_there_is_a_bound() -> None:
         names, server, clock = made(at(1))
         for _ in range(3):
             await names.addresses("::1", 1)
-            names.doubt("::1", 1)
+            names.refresh("::1", 1)
             clock.now += 2 * FRESH_S
         assert server.asked == ["::1"]
         for n in range(MAX_NAMES + 10):

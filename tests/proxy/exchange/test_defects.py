@@ -23,7 +23,7 @@ POINTS = [
     *((Relay, name) for name in ("body", "feed", "_write", "_report_progress", "ended", "_finish", "_count")),
     *((Relay, name) for name in ("pause", "_first_byte", "_is_refusal", "_release_head")),
     *((EventScanner, "feed"), (UsageScanner, "feed"), (ChunkedFraming, "feed"), (ConnectionPool, "keep")),
-    *((Exchange, name) for name in ("relayed", "committed", "_used", "_enter", "over")),
+    *((Exchange, name) for name in ("relayed", "committed", "_note_usage", "_enter", "finish")),
     *((Runtime, name) for name in ("progress", "first_byte", "close", "emit")),
 ]
 
@@ -77,9 +77,9 @@ def test_a_defect_after_the_first_byte_never_makes_a_second_answer(
         assert not got.endswith(LAST), "a broken answer looks whole"
 
 
-BROKEN = [(Runtime, "after_failure"), (Runtime, "close"), (Exchange, "_note")]
+BROKEN = [(Runtime, "after_failure"), (Runtime, "close"), (Exchange, "_note_failure")]
 USED = b'{"usage":{"prompt_tokens":1,"completion_tokens":1}}'
-WHOLE = [(Exchange, "_own_fields"), (Exchange, "_used"), (Runtime, "answered")]
+WHOLE = [(Exchange, "_own_fields"), (Exchange, "_note_usage"), (Runtime, "answered")]
 
 
 @interpreted

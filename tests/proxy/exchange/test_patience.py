@@ -83,7 +83,7 @@ def test_after_the_first_event_silence_counts_and_is_said_to_be_a_time_out() -> 
             assert record.outcome is Outcome.UPSTREAM_BROKE
             state = it.balancer._endpoints.get(it.endpoints[0].uid)
             assert state is not None
-            assert state.progress.at < it.runtime.now() - 0.5, "that it was cut is no sign of life"
+            assert state.progress.last_at < it.runtime.now() - 0.5, "that it was cut is no sign of life"
             assert str(record.error).endswith("silent for 0.6 s in the middle of its response")
 
     run(main())
@@ -204,6 +204,6 @@ def test_every_step_of_the_table_is_taken_by_something(steps: Steps) -> None:
 
     run(main())
     possible = {(before, after) for before, nexts in NEXT_STEPS.items() for after in nexts}
-    brief = {(Step.LOOKING, Step.OVER), (Step.DIALLING, Step.BACKING_OFF), (Step.BACKING_OFF, Step.OVER)}
-    socket = {(Step.SENT, Step.SWITCHED), (Step.SWITCHED, Step.OVER)}  # tests/proxy/sockets
+    brief = {(Step.LOOKING, Step.FINISHED), (Step.DIALLING, Step.BACKING_OFF), (Step.BACKING_OFF, Step.FINISHED)}
+    socket = {(Step.SENT, Step.SWITCHED), (Step.SWITCHED, Step.FINISHED)}  # tests/proxy/sockets
     assert possible - steps.taken <= brief | socket, "nothing here takes these steps"

@@ -271,7 +271,7 @@ def test_a_stop_does_not_wait_for_a_handshake() -> None:
 
 def test_a_stop_does_not_wait_for_a_goodbye_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that keeps its connection for later reads nothing from it until then."""
-    monkeypatch.setattr(linger, "GOODBYE_S", 3600.0)
+    monkeypatch.setattr(linger, "TLS_LINGER_S", 3600.0)
 
     async def main() -> None:
         async with ScriptedEndpoint(OK) as endpoint, rig(endpoint.url) as it:
@@ -299,7 +299,7 @@ LAST_RESPONSE = post(more="Connection: close\r\n")
 @pytest.mark.parametrize("plain", [False, True], ids=["uvloop", "asyncio"])
 def test_a_slow_reader_gets_the_last_response_whole(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes. What TLS wrote when we closed was thrown away 10 s later, and logged as completed."""
-    monkeypatch.setattr(linger, "GOODBYE_S", 0.1)
+    monkeypatch.setattr(linger, "TLS_LINGER_S", 0.1)
     monkeypatch.setattr(linger, "LOOK_S", 0.02)
     size = 3 << 20
 
@@ -331,7 +331,7 @@ def test_a_slow_reader_gets_the_last_response_whole(plain: bool, monkeypatch: py
 def test_who_has_everything_and_says_no_goodbye_keeps_no_descriptor(
     plain: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linger, "GOODBYE_S", 0.1)
+    monkeypatch.setattr(linger, "TLS_LINGER_S", 0.1)
     monkeypatch.setattr(linger, "LOOK_S", 0.02)
 
     async def main() -> None:

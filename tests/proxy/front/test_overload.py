@@ -54,7 +54,7 @@ def test_memory_has_three_marks_and_each_ends_below_where_it_began() -> None:
     def at(percent: int) -> tuple[bool, str | None, int]:
         meter.rss = percent * 10 * MIB
         overload.judge_memory(now=0.0)
-        return overload.tight, overload.refuses, len(ended)
+        return overload.memory_is_short, overload.refuses, len(ended)
 
     assert at(84) == (False, None, 0)
     assert at(86) == (True, None, 0)
@@ -122,8 +122,8 @@ def test_bodies_take_their_room_and_give_it_back() -> None:
         overload.hold(two, MIB // 2)
     assert refused.value.outcome is Outcome.OVERLOADED
     assert overload.refused[BODIES] == 1
-    overload.let_go(one)
-    overload.let_go(one)
+    overload.release(one)
+    overload.release(one)
     overload.hold(two, MIB)
     assert overload.held_bytes == MIB
 

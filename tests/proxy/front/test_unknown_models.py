@@ -15,7 +15,7 @@ from lbproxy.config.sections.health import HealthSettings
 from lbproxy.control.probing.prober import Prober
 from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.health import Health
-from lbproxy.core.requests.openai import made_up_card
+from lbproxy.core.requests.openai import synthetic_card
 from lbproxy.runtime import LOOK_AGAIN_S, LOOK_S
 from tests.support.aio import run, until
 from tests.support.endpoint import OK, Script, ScriptedEndpoint, answer
@@ -32,7 +32,7 @@ class Reader:
     async def refresh_models(self) -> None:
         self.asked += 1
         if self.says:
-            self.it.runtime.report_models(self.uid, [made_up_card(name) for name in self.names])
+            self.it.runtime.report_models(self.uid, [synthetic_card(name) for name in self.names])
 
     def doubt_models(self) -> None:
         self.it.runtime.loop.call_later(0.05, lambda: asyncio.ensure_future(self.refresh_models()))
@@ -42,7 +42,7 @@ def asking(it: Rig, *readers: Reader) -> AsyncExitStack:
     stack = AsyncExitStack()
     for reader in readers:
         stack.enter_context(it.runtime.reads_models(reader.uid, reader))
-        it.runtime.report_models(reader.uid, [made_up_card(name) for name in reader.names])
+        it.runtime.report_models(reader.uid, [synthetic_card(name) for name in reader.names])
     return stack
 
 

@@ -255,7 +255,7 @@ def test_a_flood_behind_a_running_request_is_not_read(way: str) -> None:
             await until(lambda: client.writer.transport.get_write_buffer_size() > 0, "it backs up to the client")
             (one,) = it.front.connections
             assert isinstance(one, connection.ClientConnection)
-            assert len(one._held) < 1 << 20
+            assert len(one._buffered) < 1 << 20
             release.set()
             replies = [await client.reply() for _ in range(301)]
             assert {reply.status for reply in replies} == {200}
@@ -359,7 +359,7 @@ def test_every_line_of_the_table_of_states_is_taken(way: str, states: States) ->
             client.send(post(b'{"model":"m","slow":1}'))
             await until(lambda: endpoint.requests[1:], "running")
             client.send(post())
-            await until(lambda: connected._held, "it waits behind")
+            await until(lambda: connected._buffered, "it waits behind")
             slow.set()
             assert [(await client.reply()).status for _ in range(2)] == [200, 200]
             client.send(b"GET /v1/models HTTP/1.1\r\nHost: lb\r\n\r\n")

@@ -143,11 +143,11 @@ def test_jobs_arrive_alike_whatever_the_policy() -> None:
                 *,
                 now: float,
                 avoid: frozenset[EndpointUid] = frozenset(),
-                accused: EndpointUid | None = None,
-                again: bool = False,
+                suspect: EndpointUid | None = None,
+                resubmitted: bool = False,
             ) -> Ticket:
                 requests.append((now, request.id, request.prompt_bytes, request.stream))
-                return super().submit(request, now=now, avoid=avoid, accused=accused, again=again)
+                return super().submit(request, now=now, avoid=avoid, suspect=suspect, resubmitted=resubmitted)
 
         options = dataclasses.replace(STREAMS, stream_share=0.5, balancers=2)
         run(policy, shared(), options, kind=Watched)

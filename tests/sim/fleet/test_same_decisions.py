@@ -79,11 +79,11 @@ class Recorder(Replica):
         *,
         now: float,
         avoid: frozenset[EndpointUid] = frozenset(),
-        accused: EndpointUid | None = None,
-        again: bool = False,
+        suspect: EndpointUid | None = None,
+        resubmitted: bool = False,
     ) -> Ticket:
         self.events.append(Event(now, lambda it: it.submit(request, avoid)))
-        ticket = super().submit(request, now=now, avoid=avoid, accused=accused, again=again)
+        ticket = super().submit(request, now=now, avoid=avoid, suspect=suspect, resubmitted=resubmitted)
         self._decided(ticket, now)
         return ticket
 

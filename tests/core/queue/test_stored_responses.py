@@ -6,8 +6,8 @@ import pytest
 
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
-from lbproxy.core.queue import owners
-from lbproxy.core.queue.owners import KEPT_S, Owners
+from lbproxy.core.queue import stored_responses
+from lbproxy.core.queue.stored_responses import KEPT_S, StoredResponses
 from lbproxy.core.queue.ticket import TicketState
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest
@@ -20,7 +20,7 @@ def about(response_id: str, model: str | None = MODEL) -> InferenceRequest:
 
 
 def stored_at(balancer: Balancer, endpoint: Endpoint, response_id: str = "resp_1") -> None:
-    balancer.owners.remember(response_id, endpoint.uid, request(), now=0.0)
+    balancer.stored_responses.remember(response_id, endpoint.uid, request(), now=0.0)
 
 
 def test_what_is_about_a_response_goes_to_its_owner_however_busy_that_is() -> None:
@@ -28,17 +28,17 @@ def test_what_is_about_a_response_goes_to_its_owner_however_busy_that_is() -> No
     stored_at(balancer, endpoints[2])
     for _ in range(20):
         ticket = balancer.submit(about("resp_1"), now=1.0)
-        assert ticket.where.endpoint == endpoints[2]
-    assert balancer.submit(about("resp_1", None), now=1.0).where.endpoint == endpoints[2], "a GET names no model"
-    assert balancer.submit(request(), now=1.0).where.endpoint != endpoints[2]
+        assert ticket.placed_state.endpoint == endpoints[2]
+    assert balancer.submit(about("resp_1", None), now=1.0).placed_state.endpoint == endpoints[2], "a GET names no model"
+    assert balancer.submit(request(), now=1.0).placed_state.endpoint != endpoints[2]
 
 
 def test_an_owner_that_drains_still_has_its_responses() -> None:
     balancer, endpoints = pool_of(2)
     stored_at(balancer, endpoints[0])
     balancer.drain(endpoints[0].uid)
-    assert balancer.submit(about("resp_1"), now=1.0).where.endpoint == endpoints[0]
-    assert balancer.submit(request(), now=1.0).where.endpoint == endpoints[1]
+    assert balancer.submit(about("resp_1"), now=1.0).placed_state.endpoint == endpoints[0]
+    assert balancer.submit(request(), now=1.0).placed_state.endpoint == endpoints[1]
 
 
 def test_a_response_whose_owner_is_gone_is_not_found() -> None:
@@ -58,10 +58,10 @@ def test_the_first_request_that_finds_its_owner_dead_hears_so_and_goes_nowhere_e
     stored_at(balancer, endpoints[0])
     ticket = balancer.submit(about("resp_1"), now=1.0)
     verdict = balancer.after_failure(ticket, FailureKind.CONNECT, (), now=1.1, refused=True)
-    assert (verdict.again, verdict.outcome) == (False, Outcome.RESPONSE_NOT_FOUND)
+    assert (verdict.retry, verdict.outcome) == (False, Outcome.RESPONSE_NOT_FOUND)
     busy = balancer.submit(about("resp_1"), now=1.0)
     if busy.state is TicketState.PLACED:
-        assert not balancer.after_failure(busy, FailureKind.BUSY, (), now=1.1).again
+        assert not balancer.after_failure(busy, FailureKind.BUSY, (), now=1.1).retry
 
 
 def test_an_owner_that_is_ejected_may_come_back_with_its_responses() -> None:
@@ -83,13 +83,13 @@ def test_a_response_that_nobody_remembers_is_placed_like_any_request() -> None:
     balancer, _ = pool_of(2)
     ticket = balancer.submit(about("resp_unknown"), now=1.0)
     assert ticket.state is TicketState.PLACED
-    assert balancer.after_failure(ticket, FailureKind.MISSING, (), now=1.0).again, "another may have it"
+    assert balancer.after_failure(ticket, FailureKind.MISSING, (), now=1.0).retry, "another may have it"
 
 
 def test_what_is_remembered_is_bounded_in_number_keys_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owners, "MAX_RESPONSES", 10)
-    monkeypatch.setattr(owners, "MAX_KEYS", 100)
-    book, uid = Owners(), EndpointUid(1)
+    monkeypatch.setattr(stored_responses, "MAX_RESPONSES", 10)
+    monkeypatch.setattr(stored_responses, "MAX_KEYS", 100)
+    book, uid = StoredResponses(), EndpointUid(1)
     for n in range(20):
         book.remember(f"r{n}", uid, request(), now=0.0)
     assert len(book) == 10

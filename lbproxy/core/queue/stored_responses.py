@@ -1,11 +1,11 @@
 """Which endpoint has which stored response.
 
-A server that stores a response (`/v1/responses`, or a chat with `store`) has it alone: what goes on with it
-(`previous_response_id`) or is about it (GET, cancel, DELETE) must go there, also while that server drains. Nothing else
-is ever pinned. Here is remembered which one it is, with the keys of the prompt, which the next prompt begins with.
+Only the server that stored a response (`/v1/responses`, or a chat with `store`) has it. Requests that continue it
+(`previous_response_id`) or are about it (GET, cancel, DELETE) must go there, even while that server drains. No other
+requests are pinned. This remembers the endpoint, with the keys of the prompt, with which the next prompt begins.
 
-Bounded: the response that was used longest ago is forgotten first, and each after `KEPT_S`. What is not remembered here
-is placed like any other request, and asked for elsewhere if an endpoint does not have it.
+Bounded: the least recently used response is forgotten first, and each after `KEPT_S`. Requests about other responses
+are placed like any other, and retried elsewhere if an endpoint does not have the response.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from lbproxy.core.requests.request import InferenceRequest
 MAX_RESPONSES = 100_000
 """Some 300 bytes each, without the keys."""
 MAX_KEYS = 2_000_000
-"""Of all of them together, 8 bytes each: they are those of the index of prefixes."""
+"""Of all of them together, 8 bytes each: the key objects are those of the prefix index."""
 KEPT_S: Final = 24 * 3600.0
 """After its last use. Servers keep responses in memory until they are stopped."""
 
 
-class Stored(NamedTuple):
+class StoredResponse(NamedTuple):
     """One stored response."""
 
     uid: EndpointUid
     until: float
     prompt_bytes: int
-    """Of the prompt that it answered, with all that went before."""
+    """Of the prompt of that response, with the conversation before it."""
     block_keys: tuple[BlockKey, ...]
 
 
-class Owners:
+class StoredResponses:
     """The stored responses that were used last."""
 
     def __init__(self) -> None:
-        self._stored: OrderedDict[str, Stored] = OrderedDict()
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self._keys = 0
 
     def __len__(self) -> int:
@@ -47,17 +47,17 @@ class Owners:
         return len(self._stored)
 
     def remember(self, response_id: str, uid: EndpointUid, request: InferenceRequest, *, now: float) -> None:
-        """This endpoint stores the response with this id to `request`."""
+        """Note that this endpoint stores the response to `request` under this id."""
         self.forget(response_id)
         keys = request.block_keys
-        self._stored[response_id] = Stored(uid, now + KEPT_S, request.prompt_bytes, keys)
+        self._stored[response_id] = StoredResponse(uid, now + KEPT_S, request.prompt_bytes, keys)
         self._keys += len(keys)
         while len(self._stored) > MAX_RESPONSES or self._keys > MAX_KEYS:
             _, oldest = self._stored.popitem(last=False)
             self._keys -= len(oldest.block_keys)
 
-    def find(self, response_id: str, *, now: float) -> Stored | None:
-        """Who has it; None: that is not known, or not any more. To be asked for is to be used."""
+    def find(self, response_id: str, *, now: float) -> StoredResponse | None:
+        """The stored response; None: not known, or not any more. A look-up counts as a use."""
         found = self._stored.get(response_id)
         if found is None:
             return None
@@ -69,7 +69,7 @@ class Owners:
         return found
 
     def forget(self, response_id: str) -> None:
-        """It is not there any more."""
+        """Forget a response."""
         gone = self._stored.pop(response_id, None)
         if gone is not None:
             self._keys -= len(gone.block_keys)

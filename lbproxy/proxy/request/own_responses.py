@@ -1,4 +1,4 @@
-"""What lbproxy itself answers: errors in OpenAI's shape, and the model list. Bytes, ready to write."""
+"""Responses of lbproxy itself: errors in OpenAI's format, and the model list. Bytes, ready to write."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lbproxy.core.requests.openai import REASON_FIELD, ModelCard, error_body, mo
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.proxy.request.headers import status_line
 
-# The names that users of llm-d's endpoint picker look for.
+# The names that users of llm-d's endpoint picker know.
 _DROPPED_REASONS = {
     Outcome.SATURATED: "rejected-saturated",
     Outcome.NO_ENDPOINTS: "rejected-no-endpoints",
@@ -23,14 +23,14 @@ _DROPPED_REASONS = {
     Outcome.DRAINING: "rejected-shutting-down",
 }
 RETRY_AFTER_S = (1, 5)
-"""Spread, so that refused clients do not come back together; far below the 120 s above which SDKs give up."""
+"""Random, so that refused clients do not come back together; far below the 120 s above which SDKs give up."""
 
 
-def error_answer(
+def error_response(
     error: LbError, record: RequestRecord, *, keep_alive: bool, rng: random.Random, more: str = ""
 ) -> bytes:
-    """An error as a complete response, in the form of the API that the request's path belongs to. `more`: further field
-    lines, each with its CRLF.
+    """An error as a complete response, in the format of the API of the request's path. `more`: further field lines,
+    each with its CRLF.
     """
     facts = error.outcome.value
     fields = {"x-request-id": record.id}
@@ -51,11 +51,11 @@ def error_answer(
         fields |= {"sec-websocket-version": "13", "upgrade": "websocket", "connection": "upgrade"}
     if error.allow is not None:
         fields["allow"] = error.allow
-    return json_answer(facts.status, error_body(error, record.path), fields, keep_alive=keep_alive, more=more)
+    return json_response(facts.status, error_body(error, record.path), fields, keep_alive=keep_alive, more=more)
 
 
-def json_answer(status: int, body: bytes, fields: dict[str, str], *, keep_alive: bool, more: str = "") -> bytes:
-    """A JSON body as a whole response. `fields` are ASCII and without line breaks, `more` are lines with their CRLF."""
+def json_response(status: int, body: bytes, fields: dict[str, str], *, keep_alive: bool, more: str = "") -> bytes:
+    """A JSON body as a complete response. `fields` are ASCII without line breaks, `more` are lines with their CRLF."""
     lines = [f"{name}: {value}\r\n" for name, value in fields.items()]
     if not keep_alive:
         lines.append("connection: close\r\n")
@@ -64,7 +64,7 @@ def json_answer(status: int, body: bytes, fields: dict[str, str], *, keep_alive:
     return status_line(status) + head.encode("ascii") + body
 
 
-def empty_answer(fields: str, *, keep_alive: bool) -> bytes:
+def no_content_response(fields: str, *, keep_alive: bool) -> bytes:
     """A 204. `fields`: lines with their CRLF."""
     return status_line(204) + fields.encode("ascii") + (b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
 
@@ -81,7 +81,7 @@ def models_body(cards: list[ModelCard], path: str) -> bytes:
 
 
 def model_not_found(model: str | None) -> LbError:
-    """Nobody serves `model`."""
+    """The error when no endpoint serves `model`."""
     return LbError(
         Outcome.MODEL_NOT_FOUND,
         f"The model `{model}` does not exist; GET /v1/models lists those that do.",
@@ -90,7 +90,7 @@ def model_not_found(model: str | None) -> LbError:
 
 
 def refusal(ticket: Ticket, model: str | None) -> LbError:
-    """Of a request for `model` that got no place."""
+    """The error for a request for `model` that got no place."""
     outcome = ticket.outcome
     assert outcome is not None
     if outcome is Outcome.MODEL_NOT_FOUND:

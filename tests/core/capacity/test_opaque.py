@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lbproxy.core.capacity.unread import MODELS, MOST_FACTOR, Sizes
+from lbproxy.core.capacity.opaque import MAX_FACTOR, MODELS, BodySizes
 from lbproxy.core.policies.adaptive import Adaptive
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from tests.core.policies.test_adaptive import pool_of
@@ -17,7 +17,7 @@ def embed(size: int) -> InferenceRequest:
 
 
 def test_until_size_is_seen_to_matter_all_count_alike() -> None:
-    sizes = Sizes()
+    sizes = BodySizes()
     rng = random.Random(1)
     for _ in range(200):
         sizes.learn("e", rng.randint(100, 100_000), 5.0)
@@ -26,18 +26,18 @@ def test_until_size_is_seen_to_matter_all_count_alike() -> None:
 
 
 def test_work_in_proportion_to_size_is_found() -> None:
-    sizes = Sizes()
+    sizes = BodySizes()
     rng = random.Random(1)
     for _ in range(200):
         size = rng.randint(1_000, 9_000)
         sizes.learn("e", size, size / 1000.0 * rng.uniform(0.9, 1.1))
     assert sizes.factor("e", 20_000) == pytest.approx(4.0, rel=0.2)
     assert sizes.factor("e", 1_000) == pytest.approx(0.2, abs=0.1)
-    assert sizes.factor("e", 10**9) == MOST_FACTOR
+    assert sizes.factor("e", 10**9) == MAX_FACTOR
 
 
 def test_a_fixed_time_and_a_share_by_size_are_told_apart() -> None:
-    sizes = Sizes()
+    sizes = BodySizes()
     rng = random.Random(1)
     for _ in range(300):
         size = rng.randint(0, 10_000)
@@ -46,10 +46,10 @@ def test_a_fixed_time_and_a_share_by_size_are_told_apart() -> None:
 
 
 def test_the_models_told_apart_are_bounded() -> None:
-    sizes = Sizes()
+    sizes = BodySizes()
     for n in range(2 * MODELS):
         sizes.learn(f"m{n}", 100, 1.0)
-    assert len(sizes._lines) == MODELS
+    assert len(sizes._regressions) == MODELS
 
 
 def test_a_large_one_ahead_counts_for_many_small_ones() -> None:
@@ -66,5 +66,5 @@ def test_a_large_one_ahead_counts_for_many_small_ones() -> None:
     first, second = Adaptive().price(embed(500), states, now=100.0).costs
     assert first > second
     states[0].load.end(large, None, 100.2)
-    assert states[0].load.room.unread.in_flight == pytest.approx(0.0, abs=1e-9)
-    assert pool.sizes.factor("e", 10_000) > 0.5
+    assert states[0].load.room.opaque.in_flight == pytest.approx(0.0, abs=1e-9)
+    assert pool.body_sizes.factor("e", 10_000) > 0.5

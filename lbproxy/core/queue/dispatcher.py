@@ -1,0 +1,266 @@
+"""Which waiting requests are considered, and when.
+
+A waiting request is held for the endpoint that is best for it, with a reservation there (`core.capacity.reservations`),
+or waits for any endpoint (`Ticket.best`). An event at an endpoint wakes it (`wake`); an endpoint that works off a
+prefill queue is woken when that is short enough (`_wake_later`); without events nothing is computed. `serve` considers
+waiting requests in the order of service, as long as a woken endpoint has room: all that are held for it, and a few
+others that may do better there. The Balancer decides whether a request is placed.
+
+Invariants: a ticket has a reservation only while it is in the queue; `PoolModel.held` is the number of reservations;
+`_wake_times` has at most one valid entry for each endpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from math import inf
+from typing import Final
+
+from lbproxy.config.sections.routing import AdmissionSettings
+from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.endpoints.endpoint_set import EndpointSet
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.knowledge.pool_model import PoolModel
+from lbproxy.core.queue.choice import Choice
+from lbproxy.core.queue.flows import Flows
+from lbproxy.core.queue.overload import Overload
+from lbproxy.core.queue.ticket import Ticket, TicketState
+from lbproxy.core.queue.waiting_queue import WORK_S, WaitingQueue, least_work
+
+MAX_PRICED: Final = 32
+"""Waiting requests that are priced at a time; if there are more, other work of the event loop gets a turn between."""
+MAX_MOVES: Final = 6
+"""Of these, requests held for other endpoints that may do better at an endpoint with room."""
+LATE_SHARE: Final = 0.8
+"""Under overload, requests that have waited for this share of what is too long will be late when they are served."""
+PRICE_AGAIN_S: Final = 0.05
+"""How long after its last price a request that is held for another endpoint is priced again at the earliest."""
+TIMEOUT_PARTS: Final = 6.0
+"""The queue is too long if its last request would wait for a sixth of the queue timeout: 5 s by default. Where longer
+waits are configured, late responses are preferred to refusals."""
+ROUNDING_S: Final = 1e-6
+"""So that rounding does not wake an endpoint just before it has room."""
+
+
+class Dispatcher:
+    """Wakes the waiting requests in the Balancer's queue."""
+
+    def __init__(self, endpoints: EndpointSet, choice: Choice, queue: WaitingQueue, flows: Flows) -> None:
+        self._endpoints, self._choice, self._queue, self._flows = endpoints, choice, queue, flows
+        self._pool: PoolModel | None = None
+        self._by_work = False
+        self._too_long_s = 0.0
+        self._woken: dict[EndpointUid, EndpointState] = {}
+        """Endpoints with an event since the queue was last considered."""
+        self._all_woken = False
+        """The same for the set of endpoints, or the settings."""
+        self._wake_times: list[tuple[float, EndpointUid]] = []
+        """A heap: when endpoints may have room again without an event."""
+        self._next_wake: dict[EndpointUid, float] = {}
+        """The valid entries."""
+        self._overload = Overload()
+
+    def reconfigure(self, admission: AdmissionSettings, pool: PoolModel | None) -> None:
+        """Apply other settings, and perhaps other models of the endpoints: waiting requests are considered again."""
+        if pool is not self._pool:
+            for ticket in self._queue:
+                self.release(ticket)
+                ticket.best = None
+        self._pool = pool
+        self._by_work = admission.order == "shortest" and pool is not None
+        self._queue_timeout_s = admission.queue_timeout
+        self._too_long_s = admission.queue_timeout / TIMEOUT_PARTS
+        self._all_woken = True
+
+    # Events
+
+    def wake(self, state: EndpointState | None) -> None:
+        """Wake an endpoint; None: it left the set."""
+        if state is not None and self._queue:
+            self._woken[state.endpoint.uid] = state
+
+    def wake_all(self) -> None:
+        """Wake all endpoints: the set changed."""
+        self._all_woken = True
+
+    def wake_at(self, uid: EndpointUid, at: float) -> None:
+        """Wake an endpoint at this time."""
+        if at < self._next_wake.get(uid, inf):
+            self._next_wake[uid] = at
+            heappush(self._wake_times, (at, uid))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `serve` has something to do."""
+        return bool(self._queue.ready and (self._woken or self._all_woken))
+
+    @property
+    def next_wake_at(self) -> float:
+        """When it will have, if no event comes."""
+        return self._wake_times[0][0] if self._wake_times and self._queue.ready else inf
+
+    # Waiting requests
+
+    def start_waiting(self, ticket: Ticket, now: float) -> None:
+        """Prepare a ticket that will wait, before it is put into the queue."""
+        if not self._queue.ready:  # without waiting requests no wake times were kept
+            self._woken.clear()
+            self._all_woken = False
+            for state in self._endpoints.candidates(None, now=now):
+                self._wake_later(state, now)
+        self._observe(self._queue.ready + 1, now)
+        self._reserve(ticket, now)
+        if ticket.best is not None and self._choice.has_room(ticket.best, now):
+            self._woken[ticket.best.endpoint.uid] = ticket.best
+
+    def release(self, ticket: Ticket) -> None:
+        """Release a ticket's reservation, if it has one."""
+        if ticket.reservation is not None and self._pool is not None:
+            reservations, work, tokens = ticket.reservation
+            reservations.remove(work, tokens)
+            ticket.reservation = None
+            self._pool.held -= 1
+
+    def predicted_wait_s(self, ticket: Ticket) -> float:
+        """How long a new request waits for any endpoint, at the pace of those before it. 0 = unknown."""
+        if not self._queue.ready:
+            return 0.0
+        share = self._queue.share_before(ticket)
+        return self._overload.wait_s(self._queue.ready if share < 0.0 else round(share * self._queue.ready))
+
+    def misses_deadline(self, ticket: Ticket, now: float) -> bool:
+        """Whether a new request that waits for any endpoint will miss its deadline, at the current pace."""
+        deadline = ticket.request.deadline
+        if deadline is None or ticket.best is not None:
+            return False
+        ticket.retry_after_s = self.predicted_wait_s(ticket)
+        return now + ticket.retry_after_s > deadline
+
+    def exceeds_timeout(self, ticket: Ticket, now: float) -> bool:
+        """Whether a new request would wait longer than the timeout for the endpoint that is best for it, by learned
+        speeds.
+        """
+        if ticket.best is None:
+            return False
+        load = ticket.best.load
+        is_known = load.pool.samples.prefill_ms_per_token or load.room.slots.limit < inf
+        if not is_known or not load.room.reservations.count:
+            return False
+        return now + ticket.best_wait_s > ticket.submitted_at + self._queue_timeout_s
+
+    def clear(self, now: float) -> None:
+        """Forget everything: no request waits."""
+        self._observe(0, now)
+        self._woken.clear()
+        self._wake_times.clear()
+        self._next_wake.clear()
+        self._all_woken = False
+
+    def _reserve(self, ticket: Ticket, now: float) -> None:
+        """Reserve a ticket's work at the endpoint that it is held for."""
+        state, pool = ticket.best, self._pool
+        if state is None or pool is None:
+            return
+        reservations = state.load.room.reservations
+        if self._by_work and now - ticket.work_at >= WORK_S:
+            ticket.work_tokens, ticket.work_at = pool.least_work(ticket.request), now
+        reservations.add(ticket.work_tokens, ticket.best_tokens)
+        ticket.reservation = reservations, ticket.work_tokens, ticket.best_tokens
+        pool.held += 1
+        self._wake_later(state, now)
+
+    def _observe(self, waiting: int, now: float) -> None:
+        """Update the overload state: while there is overload, the newest requests are served first."""
+        overload = self._overload
+        overload.observe(waiting, self._too_long_s, now)
+        self._queue.late_s = LATE_SHARE * self._too_long_s if overload.is_lasting else inf
+        if self._pool is not None:
+            self._pool.overloaded = overload.is_lasting
+
+    def _wake_later(self, state: EndpointState, now: float) -> None:
+        """Wake an endpoint when it has worked off enough."""
+        if self._pool is not None and self._choice.holds:
+            has_room_in_s = state.load.has_room_in_s(now)
+            if 0.0 < has_room_in_s < inf:
+                self.wake_at(state.endpoint.uid, now + has_room_in_s + ROUNDING_S)
+
+    # Service
+
+    def wake_due(self, now: float) -> None:
+        """Wake the endpoints whose time has come."""
+        while self._wake_times and self._wake_times[0][0] <= now:
+            at, uid = heappop(self._wake_times)
+            if self._next_wake.get(uid) == at:
+                del self._next_wake[uid]
+                self.wake(self._endpoints.get(uid))
+
+    def serve(self, now: float, consider: Callable[[Ticket, float], None], changed: list[Ticket]) -> None:
+        """Have waiting requests considered for what was woken, in the order of service. Those that stop waiting are
+        appended to `changed`.
+        """
+        self._observe(self._queue.ready, now)
+        everything, self._all_woken = self._all_woken, False
+        woken, self._woken = self._woken, {}
+        has_room = self._choice.has_room
+        with_room = {uid: state for uid, state in woken.items() if has_room(state, now)}
+        if everything:
+            for state in self._endpoints.candidates(None, now=now):
+                if has_room(state, now):
+                    with_room[state.endpoint.uid] = state
+        if with_room or everything:
+            self._serve_by_turn(with_room, everything, now, consider, changed)
+        for state in woken.values():
+            self._wake_later(state, now)
+
+    def _serve_by_turn(
+        self,
+        with_room: dict[EndpointUid, EndpointState],
+        everything: bool,
+        now: float,
+        consider: Callable[[Ticket, float], None],
+        changed: list[Ticket],
+    ) -> None:
+        left, moves, moved = MAX_PRICED, MAX_MOVES, False
+        stuck: set[tuple[str | None, frozenset[EndpointUid]]] = set()
+        work = least_work(self._pool.least_work, now) if self._by_work and self._pool is not None else None
+        for ticket in self._queue.in_order(work, self._flows, now):
+            key, best = (ticket.request.model, ticket.avoid), ticket.best
+            if best is None or (everything and self._is_unavailable(best, key[0])):
+                if key in stuck:
+                    continue
+            elif best.endpoint.uid not in with_room:
+                if moves <= 0 or now - ticket.priced_at < PRICE_AGAIN_S:
+                    continue
+                moves -= 1
+            left -= 1
+            if left < 0:  # the rest in another turn, if that may place any
+                if moved:
+                    self._woken.update(with_room)
+                    self._all_woken = self._all_woken or everything
+                return
+            self.release(ticket)
+            consider(ticket, now)
+            moved = moved or ticket.best is not best
+            if ticket.state is TicketState.WAITING:
+                self._reserve(ticket, now)
+                if ticket.best is None:
+                    stuck.add(key)
+                continue
+            moved = True
+            self._queue.remove(ticket)
+            self._overload.request_left()
+            changed.append(ticket)
+            stuck.discard(key)
+            placed_on = ticket.placed_on
+            if placed_on is not None and not self._choice.has_room(placed_on, now):
+                with_room.pop(placed_on.endpoint.uid, None)
+            if not with_room and not everything:
+                return
+
+    def _is_unavailable(self, state: EndpointState, model: str | None) -> bool:
+        """Whether an endpoint takes no requests for `model` any more."""
+        if state.removed or state.draining:
+            return True
+        return state.health is not Health.UP and not self._endpoints.serving.is_readmitted_for(state, model)
