@@ -6,32 +6,36 @@ VENV := .venv
 BENCH := .bench
 BIN := $(VENV)/bin
 BUILT := build/compiled
-THROUGH_SOCKETS := tests/net tests/proxy tests/e2e tests/chaos
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: run test test-units test-sockets test-tools chaos soak test-real test-clients check format lint types lock clean compiled bench-dashboard bench-overhead profile bench-routing \
+.PHONY: run test test-tools chaos soak test-real test-clients check format lint types lock clean compiled bench-dashboard bench-overhead profile bench-routing \
         bench-routing-http recording night
 
 run: $(VENV)/.run
 	$(BIN)/lbproxy demo
 
-# Of those through sockets, files with tests that replace methods, which compiled classes do not allow.
-REPLACING := tests/net/connections/test_pool.py tests/proxy/exchange/test_defects.py tests/proxy/exchange/test_opened.py tests/proxy/front/test_server.py
+# Users run lbproxy compiled, so all tests through sockets run compiled, and so do those of the balancer before a simulated
+# fleet: they take longest, and see only what it decides. Everything else runs as Python: control, config and sim/engine
+# are not compiled. tests/core runs both ways: it is where compiled code may differ from Python, in types, bounds and
+# replaced attributes.
+FLEETS := tests/sim/fleet tests/sim/mock/test_faults.py
+SOCKETS := tests/chaos tests/e2e tests/net tests/proxy
+OTHERS := tests/benchmarks tests/real tests/clients tests/fixtures tests/support tests/__pycache__
+AS_PYTHON := $(filter-out $(SOCKETS) $(OTHERS),$(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py))
+# Of those that run compiled, the files with tests that replace methods, which compiled classes do not allow.
+REPLACING := tests/net/connections/test_pool.py \
+    $(addprefix tests/proxy/,$(addprefix exchange/test_,defects.py opened.py patience.py stages.py) front/test_server.py)
+# Tests mostly wait, so there are more workers than cores. LBPROXY_WORKERS=2 for a machine with little memory.
+LBPROXY_WORKERS ?= 4
+PYTEST := $(BIN)/python -m pytest --numprocesses $(LBPROXY_WORKERS) --dist worksteal
+# Workers and the processes that tests start import from cached bytecode, also where the environment forbids to write it.
+unexport PYTHONDONTWRITEBYTECODE
 
-# What users run, they run compiled; so that is what is tested through sockets. All else is tested as it is written, and
-# core and the simulator both ways. Two at a time, as tests through sockets wait more than they compute; but nothing runs
-# beside those of the benchmarks, of which one measures.
+# The benchmarks' tests run by themselves: one of them measures.
 test: $(VENV)/.dev lint types $(BUILT)/.made
-	$(MAKE) --jobs=2 --output-sync=target test-units test-sockets
+	$(PYTEST) $(addprefix --ignore=,$(FLEETS)) $(AS_PYTHON) $(REPLACING)
+	cd $(BUILT) && ../../$(PYTEST) -p no:cacheprovider $(SOCKETS) tests/core $(FLEETS)
 	cd $(BUILT) && ../../$(BIN)/python -m pytest -p no:cacheprovider tests/benchmarks
-
-test-units:
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(THROUGH_SOCKETS) tests/benchmarks)
-	$(BIN)/python -m pytest $(REPLACING)
-	cd $(BUILT) && ../../$(BIN)/python -m pytest -p no:cacheprovider tests/core tests/sim
-
-test-sockets:
-	cd $(BUILT) && ../../$(BIN)/python -m pytest -p no:cacheprovider $(THROUGH_SOCKETS)
 
 test-tools:
 	command -v chromium > /dev/null && command -v promtool > /dev/null && command -v nginx > /dev/null && \
@@ -39,8 +43,10 @@ test-tools:
 	    apt-get update -qq; DEBIAN_FRONTEND=noninteractive \
 	    apt-get install -qq -y --no-install-recommends chromium prometheus nginx-light docker-compose gcc libc6-dev > /dev/null
 
+# Without the tests of random inputs (hypothesis) and those that measure memory: about half of the CPU time of these folders.
 check: $(VENV)/.dev format lint types
-	$(BIN)/python -m pytest -q tests/test_architecture.py tests/config/test_config.py tests/config/test_config_text.py tests/core tests/sim tests/net
+	$(PYTEST) --numprocesses 2 -q -m "not hypothesis" -k "not memory and not costs" tests/test_architecture.py \
+	    tests/config/test_config.py tests/config/test_config_text.py tests/core tests/sim/engine tests/net
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format --quiet .

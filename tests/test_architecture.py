@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,9 @@ def place(file: Path) -> str:
     return file.relative_to(ROOT).as_posix()
 
 
+@cache
 def tree(file: Path) -> ast.Module:
+    """Its syntax, parsed once for all tests."""
     return ast.parse(file.read_text(), str(file))
 
 
@@ -223,6 +226,7 @@ def dotted(file: Path) -> str:
     return ".".join(("lbproxy", *file.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
 
 
+@cache
 def graph() -> dict[str, set[str]]:
     """Module -> the modules of ours that it imports, for their types alone too."""
     names = {dotted(file): file for file in FILES}
@@ -233,7 +237,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    left = graph()
+    left = dict(graph())
     while free := [name for name, others in left.items() if not others & left.keys()]:
         for name in free:
             del left[name]

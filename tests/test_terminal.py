@@ -360,7 +360,7 @@ def terminal(*arguments: str) -> Iterator[Callable[[str], None]]:
             if select.select([ours], [], [], 0.05)[0]:  # it restores its terminal once we took what it showed
                 with suppress(OSError):
                     os.read(ours, 1 << 16)
-        assert process.wait(1) == 0
+        assert process.wait(30) == 0
     finally:
         process.kill()
         process.wait()

@@ -12,7 +12,16 @@ from typing import TypedDict
 from tests.support.docs import table
 
 RESULTS = Path(__file__).parent / "results"
-HIDDEN = ("`", "descriptors too", "tasks too", "lag, ms", "lag of our own", "internal errors", "left in flight")
+HIDDEN = (
+    "`",
+    "descriptors too",
+    "tasks too",
+    "lag, ms",
+    "lag of our own",
+    "CPU of the busiest",
+    "internal errors",
+    "left in flight",
+)
 """Figures that are the same row after row: they have a table of their own."""
 
 

@@ -4,7 +4,8 @@ The servers live as long as the test session and are given back as they were: fa
 their old address. The proxy is each test's own, with the settings that it needs.
 
 What every test asserts of lbproxy (ACC, LAG) is checked when its `with` block ends: nothing in flight or waiting, every
-descriptor and task accounted for, no traceback, the event loop never late by more than its bound.
+descriptor and task accounted for, no traceback, the event loop never late by more than its bound, and no turn of it
+with more CPU time than that.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import httpx
 from tests.chaos import peers
 from tests.chaos.client import Plan
 from tests.chaos.load import Load
-from tests.chaos.verdict import PROXY, Case
+from tests.chaos.verdict import FORM, PROXY, Case
 from tests.support.docs import ROOT
 from tests.support.process import LBPROXY, Process, Program
 
@@ -195,6 +196,8 @@ class Sight(NamedTuple):
     at: float
     lag_s: float
     own_lag_s: float
+    cpu_s: float
+    """Of the busiest turn of its event loop."""
     tasks: int
 
 
@@ -239,7 +242,7 @@ class Proxy:
         if self._watch is None or not self._watch.exists():
             return []
         lines = [line.split() for line in self._watch.read_text().splitlines()]
-        sights = [Sight(float(a), float(b), float(c), int(d)) for a, b, c, d in lines]
+        sights = [Sight(float(a), float(b), float(c), float(d), int(e)) for a, b, c, d, e in lines]
         return [one for one in sights if one.at >= since]
 
     def block(self, seconds: float) -> None:
@@ -356,8 +359,11 @@ class Rig:
             case.expect("tasks too many", max(0, proxy.sights()[-1].tasks - tasks), at_most=2)
             served = proxy.sights(proxy.ready_at)  # to start takes 17 ms in one go
             case.figure("lag, ms", round(1000 * max(sight.lag_s for sight in served), 1))
-            own = max(sight.own_lag_s for sight in served)
-            case.expect("lag of our own, ms", round(1000 * own, 1), at_most=lag_ms)
+            own_ms = round(1000 * max(sight.own_lag_s for sight in served), 1)
+            # What a hypervisor takes is in it: beside other tests the bound on CPU time is the one that holds.
+            case.expect("lag of our own, ms", own_ms, at_most=float("inf") if FORM == "short" else lag_ms)
+            busiest = max(sight.cpu_s for sight in served)
+            case.expect("CPU of the busiest turn, ms", round(1000 * busiest, 1), at_most=lag_ms)
         case.expect("internal errors", proxy.total("lbproxy_internal_errors_total"), at_most=0)
         self.no_traceback(proxy.process)
 

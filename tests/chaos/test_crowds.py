@@ -80,12 +80,12 @@ def test_t31_overload(rig: Rig) -> None:
         good = how_many(results, "ok") / (ended - began)
         refused = [one.seconds for one in results if (one.status, one.code) == (429, "rejected_saturated")]
         case.figure("capacity, requests/s", round(capacity, 1))
-        case.expect("of it in overload, %", round(100 * good / capacity), at_least=pick(80, 90, 90))
+        case.expect("of it in overload, %", round(100 * good / capacity), at_least=pick(50, 90, 90))
         case.figure("refused", len(refused))
-        case.time("refusal p99 in", quantile(refused, 0.99), at_most=0.05)
+        case.time("refusal p99 in", quantile(refused, 0.99), at_most=pick(500, 50, 50) / 1000)
         waits = [one.seconds for one in results if one.how == "ok"]
         case.time("admitted, longest", max(waits), at_most=5.0 + 1.0)
-        case.time("/healthz and /metrics, longest", max(asked), at_most=0.1)
+        case.time("/healthz and /metrics, longest", max(asked), at_most=pick(500, 100, 100) / 1000)
         case.expect("memory grown, MiB", round(proxy.rss_mib() - before, 1), at_most=8)
         other = len(results) - how_many(results, "ok") - len(refused)
         case.expect("neither good nor refused", other, at_most=0)

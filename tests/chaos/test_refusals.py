@@ -49,7 +49,9 @@ def test_t11_one_answers_503(rig: Rig) -> None:
             case.expect("attempts", made, at_most=allowed)
             # Left alone for 1, 2, 4, 8 s: so many looks, each with what was already under way.
             then = sum(began + 1.0 < one.at < began + SECONDS for one in results)
-            case.expect("share of the bad one after 1 s, %", round(100 * (late - early) / then, 2), at_most=1.0)
+            case.expect(
+                "share of the bad one after 1 s, %", round(100 * (late - early) / then, 2), at_most=pick(3, 1, 1)
+            )
             case.expect("still up", proxy.up(bad), at_least=1)
         print(told(results))
 

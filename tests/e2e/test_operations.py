@@ -22,8 +22,22 @@ import pytest
 
 from tests.e2e.test_product import client_of, gauge
 from tests.support.aio import run, until
+from tests.support.endpoint import (
+    LAST,
+    NOT_FOUND,
+    OK,
+    STREAM_HEAD,
+    Received,
+    Script,
+    ScriptedEndpoint,
+    Wire,
+    answer,
+    event,
+)
 from tests.support.load import load
 from tests.support.process import LBPROXY, Process, lbproxy, mock
+
+MODELS = answer(b'{"object":"list","data":[{"id":"m","object":"model"}]}')
 
 
 @pytest.fixture(scope="module")
@@ -219,22 +233,24 @@ def test_restarts_are_not_noticed(fleet: list[str], tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("then", ["nothing", "SIGTERM"])
-def test_who_handed_over_waits_for_its_streams_until_it_is_told_to_stop(
-    fleet: list[str], tmp_path: Path, then: str
-) -> None:
-    """`drain.deadline` is how long a supervisor waits, and it does not wait for this process."""
+DEADLINE_S = 0.5
 
-    async def main(process: Process, url: str) -> None:
+
+@pytest.mark.parametrize("then", ["nothing", "SIGTERM"])
+def test_who_handed_over_waits_for_its_streams_until_it_is_told_to_stop(tmp_path: Path, then: str) -> None:
+    """`drain.deadline` is how long a supervisor waits, and it does not wait for this process."""
+    finish = asyncio.Event()
+
+    async def script(wire: Wire, _: Received) -> None:
+        await wire.send(STREAM_HEAD, event('{"choices":[{"index":0,"text":"x","finish_reason":null}]}'))
+        await finish.wait()
+        await wire.send(event('{"choices":[{"index":0,"text":"","finish_reason":"length"}]}'), event("[DONE]"), LAST)
+
+    async def handed_over(process: Process, url: str) -> None:
         with client_of(url) as client:
-            stream = client.completions.create(
-                model="sim",
-                prompt="x",
-                max_tokens=15_000 if then == "nothing" else 30_000,
-                stream=True,
-                extra_body={"ignore_eos": True},
-            )
-            received = [next(stream)]
+            create = client.completions.create
+            stream = await asyncio.to_thread(lambda: create(model="m", prompt="x", stream=True))
+            received = [await asyncio.to_thread(next, stream)]
             process.process.send_signal(signal.SIGUSR2)
             await until(lambda: successors(process), "it accepts", within_s=30)
             if then == "SIGTERM":
@@ -242,6 +258,9 @@ def test_who_handed_over_waits_for_its_streams_until_it_is_told_to_stop(
                 with pytest.raises(openai.APIError, match="was stopped after"):
                     await asyncio.to_thread(list, stream)
             else:
+                await until(lambda: events(process, "stop"), "it waits")
+                await asyncio.sleep(DEADLINE_S + 0.2)
+                finish.set()
                 received += await asyncio.to_thread(list, stream)
                 assert received[-1].choices[0].finish_reason == "length"
         assert await asyncio.to_thread(process.process.wait, 30) == 0
@@ -249,8 +268,19 @@ def test_who_handed_over_waits_for_its_streams_until_it_is_told_to_stop(
         assert began == "stopping: 1 running requests have up to 3600 s"
         assert cut == f"stopped: {int(then == 'SIGTERM')} requests were ended before they were complete"
 
-    with lbproxy(tmp_path, fleet, "drain: {deadline: 500ms, lame_duck: 0s}") as (process, url, _), ended(process):
-        run(main(process, url))
+    async def main() -> None:
+        scripts: dict[str, Script] = {
+            "/health": OK,
+            "/v1/models": MODELS,
+            "/metrics": NOT_FOUND,
+            "/v1/completions": script,
+        }
+        settings = f"drain: {{deadline: {DEADLINE_S}s, lame_duck: 0s}}"
+        async with ScriptedEndpoint(scripts) as endpoint:
+            with lbproxy(tmp_path, [endpoint.url], settings) as (process, url, _), ended(process):
+                await handed_over(process, url)
+
+    run(main())
 
 
 @pytest.mark.parametrize("wrong", ["routing: {polcy: x}", "limits: ["])

@@ -23,7 +23,7 @@ REQUESTS = 8
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["frozen", "killed"])
 def test_who_had_no_byte_is_answered_by_another(number: signal.Signals, tmp_path: Path) -> None:
     """With the endpoint frozen, connections stay open and nothing comes: only probes tell."""
-    body = {"model": "sim", "prompt": "x", "max_tokens": 150, "ignore_eos": True}
+    body = {"model": "sim", "prompt": "x", "max_tokens": 300, "ignore_eos": True}
     with (
         mock("--model", "sim") as (victim, one),
         mock("--model", "sim") as (_, two),
@@ -31,10 +31,10 @@ def test_who_had_no_byte_is_answered_by_another(number: signal.Signals, tmp_path
         ThreadPoolExecutor(REQUESTS) as clients,
         httpx.Client(timeout=60) as http,
     ):
-        run(until(lambda: httpx.get(f"{admin}/readyz").json()["endpoints"]["up"] == 2))
+        run(until(lambda: http.get(f"{admin}/readyz").json()["endpoints"]["up"] == 2))
         asked = [clients.submit(http.post, f"{url}/v1/completions", json=body) for _ in range(REQUESTS)]
         in_flight = f'lbproxy_endpoint_in_flight{{endpoint="{one.removeprefix("http://")}"}} 4.0'
-        run(until(lambda: in_flight in httpx.get(f"{admin}/metrics").text, "half of them are there"))
+        run(until(lambda: in_flight in http.get(f"{admin}/metrics").text, "half of them are there"))
         victim.process.send_signal(number)
         answers = [one.result() for one in asked]
         assert {answer.status_code for answer in answers} == {200}

@@ -33,7 +33,7 @@ class Authority:
 
     def client(self) -> ssl.SSLContext:
         """One that trusts this authority alone."""
-        context = ssl.create_default_context()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         self.ca.configure_trust(context)
         return context
 

@@ -86,7 +86,9 @@ def test_an_answer_that_is_nested_deep_is_passed_on_all_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "status"), [(TWICE, 400), (reset, 502), (hang, 504), (answer(status=500), 500)], ids=str
+    ("script", "status"),
+    [(TWICE, 400), (reset, 502), (hang, 504), (answer(status=500), 500)],
+    ids=["400", "reset", "hang", "500"],
 )
 def test_the_answer_is_the_worst_of_all(script: Script, status: int) -> None:
     async def main() -> None:
