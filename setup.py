@@ -23,7 +23,7 @@ COMPILED = {
     "lbproxy/core/requests": "large_json media openai outcome outline prompt_keys prompts request retry sse",
     "lbproxy/core/engines": "load_metrics",
     "lbproxy/core/caches": "adapters cache_loss cache_size prefix_index sessions",
-    "lbproxy/core/capacity": "lanes opaque others reservations response_times room slots",
+    "lbproxy/core/capacity": "lanes opaque others reservations response_times room slots space",
     "lbproxy/core/knowledge": "gaps kv_model learning load_model placement pool_model prefill_work speed work",
     "lbproxy/core/endpoints": (
         "backpressure breaker endpoint endpoint_set hang health judge progress serving slow_start state"

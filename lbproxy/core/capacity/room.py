@@ -1,9 +1,11 @@
 """How much more may be sent to one endpoint now, and how long a request waits there: one result for prices, deadlines,
 overload and explanations.
 
-An endpoint is full for one of three reasons, each in a module of its own:
+An endpoint is full for one of four reasons, each in a module of its own:
 
-- requests: it runs only so many at once (`core.capacity.slots`); a lack of KV cache space shows there as well;
+- requests: it runs only so many at once (`core.capacity.slots`); a lack of KV cache space that the engine reports is
+  there as well;
+- space, where an engine reports nothing: streams that stall show it (`core.capacity.space`);
 - prefill: what is queued before a request takes longer than `HOLD_MS`, at the measured speed and with the parallel
   prefills of the endpoint (`core.capacity.lanes`);
 - settings: `max_in_flight_per_endpoint`, which `core.queue.choice` applies, as it holds under every policy.
@@ -23,6 +25,7 @@ from lbproxy.core.capacity.others import MeanOthers, Others
 from lbproxy.core.capacity.reservations import Reservations
 from lbproxy.core.capacity.response_times import ResponseTimes
 from lbproxy.core.capacity.slots import QUEUE_S, Slots
+from lbproxy.core.capacity.space import Space
 
 HOLD_MS: Final = 250.0
 """An endpoint with more prefill work than this gets no more. A lower limit starves the engines; a higher one decides
@@ -41,10 +44,11 @@ LIMIT_STEP: Final = 0.15
 class Room:
     """The room of one endpoint."""
 
-    __slots__ = ("lanes", "opaque", "others", "reservations", "response_times", "slots")
+    __slots__ = ("lanes", "opaque", "others", "reservations", "response_times", "slots", "space")
 
     def __init__(self, mean: MeanOthers) -> None:
         self.slots = Slots()
+        self.space = Space()
         self.lanes = Lanes()
         self.reservations = Reservations()
         self.others = Others(mean)
@@ -92,16 +96,30 @@ class Room:
             return True
         return self.slots.is_idle(now) and self.lanes.may_test(pending, now)
 
-    def shortage(self, in_flight: int, now: float, *, growth: float, overloaded: bool) -> str | None:
+    def shortage(
+        self,
+        in_flight: int,
+        now: float,
+        *,
+        context_tokens: float,
+        growth_tokens: float,
+        cache_tokens: float,
+        overloaded: bool,
+    ) -> str | None:
         """What the endpoint lacks for another request, if time alone does not provide it; None: nothing.
 
-        `in_flight`: our requests. `growth`: the share of the cache that these will use in addition.
+        `in_flight`: our requests, `context_tokens`: of all of these, `growth_tokens`: what they are expected to add.
+        `cache_tokens`: the size of the KV cache.
         """
         if in_flight < MIN_OWN_REQUESTS:
             return None
         slots, requests = self.slots, in_flight + self.others.requests(now)
         if slots.is_full(requests, now):
             return "space" if slots.limited_by_space else "requests"
-        if not slots.limited_by_space:
+        if now > slots.reported_until:
+            lacks_space = self.space.is_full(context_tokens, growth_tokens)
+        elif slots.limited_by_space:
+            lacks_space = slots.lacks_space(requests, growth_tokens / cache_tokens, now, overloaded=overloaded)
+        else:
             return None
-        return "space" if slots.lacks_space(requests, growth, now, overloaded=overloaded) else None
+        return "space" if lacks_space else None

@@ -202,6 +202,11 @@ class Slots:
         else:
             self._step = 1.0
 
+    def space_used_up(self, running: float, now: float) -> None:
+        """Without reports: so many requests use all of the space that there is (`core.capacity.space`)."""
+        if now > self.reported_until:
+            self.limit = min(self.limit, max(1.0, running))
+
     def limit_estimated(self, limit: float) -> None:
         """Note a limit that was estimated from the durations of non-streaming responses."""
         self._initial_limit = inf

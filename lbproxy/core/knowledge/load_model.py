@@ -64,12 +64,12 @@ class LoadModel:
             return 0.0
         return self.speed.prefill_ms(self.backlog_tokens(now)) / self.room.lanes.lanes
 
-    def growth(self) -> float:
-        """The share of the cache by which responses in flight are expected to grow. Non-streaming responses are assumed
-        to be half done.
+    def growth_tokens(self) -> float:
+        """The tokens by which responses in flight are expected to grow. Non-streaming responses are assumed to be half
+        done.
         """
         expected = self.work.in_flight * self.pool.output_tokens
-        return max(0.0, expected - (self.work.live_tokens or 0.5 * expected)) / self.kv.capacity_tokens
+        return max(0.0, expected - (self.work.live_tokens or 0.5 * expected))
 
     def next_first_byte_s(self, now: float) -> float:
         """Seconds that the first pending request, after the queue of others, should take in all to its first byte."""
@@ -91,7 +91,11 @@ class LoadModel:
             non_streaming = not head.request.stream
             if head.late_at <= now:
                 room.slots.first_byte_overdue(head.late_at, self.work.in_flight - len(pending), now)
-        if self._shortage(now) is not None:
+                self._learn_space(now)
+        shortage = self._shortage(now)
+        if shortage is not None:
+            if shortage == "space":
+                room.slots.space_used_up(self.work.in_flight, now)
             return True
         prefill_ms = self.prefill_ms(now)
         return prefill_ms > HOLD_MS and not room.may_start(len(pending), now, non_streaming=non_streaming)
@@ -105,8 +109,15 @@ class LoadModel:
         return inf if self._shortage(now) is not None else max(0.0, self.prefill_ms(now) - HOLD_MS) / 1000.0
 
     def _shortage(self, now: float) -> str | None:
-        growth, overloaded = self.growth(), self.pool.overloaded
-        return self.room.shortage(self.work.in_flight, now, growth=growth, overloaded=overloaded)
+        work = self.work
+        return self.room.shortage(
+            work.in_flight,
+            now,
+            context_tokens=work.context_tokens,
+            growth_tokens=self.growth_tokens(),
+            cache_tokens=self.kv.capacity_tokens,
+            overloaded=self.pool.overloaded,
+        )
 
     # Bookkeeping
 
@@ -171,7 +182,7 @@ class LoadModel:
         if tokens <= 0 or placement.ended:
             return
         work, speed = self.work, self.speed
-        work.streamed(placement, tokens)
+        work.streamed(placement, tokens, now)
         since, placement.reported_at = placement.reported_at, now
         prefilled_ms, placement.prefilled_ms = work.prefilled_ms - placement.prefilled_ms, work.prefilled_ms
         speed.close_group(now)
@@ -239,8 +250,15 @@ class LoadModel:
             running = self.work.in_flight - len(self.work.pending)
             before = placement.in_flight + room.others.requests(now)
             room.slots.first_byte_late(running, before, beyond_s - room.lanes.delay_s, now)
+            self._learn_space(now)
         else:
+            room.space.sufficed(self.work.context_tokens)
             room.slots.first_byte_in_time(placement.in_flight + room.others.requests(now), now)
+
+    def _learn_space(self, now: float) -> None:
+        """Learn from a first byte that is late, if streams stall meanwhile."""
+        work = self.work
+        self.room.space.lacked(work.context_tokens, work.in_flight, work.stalled(), now)
 
     def _finished(self, placement: Placement, output: float, now: float) -> None:
         """Learn from a complete response."""

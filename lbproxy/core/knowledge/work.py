@@ -18,6 +18,8 @@ from typing import Final
 from lbproxy.core.knowledge.placement import FREED_S, NEVER, Placement
 from lbproxy.core.knowledge.speed import Speed
 
+STALLED_S: Final = 0.6
+"""More than twice the time between two reports of progress, and many times that between two tokens."""
 RECENT_S: Final = 180.0
 """The time constant of `Work.recent_tokens`."""
 
@@ -28,6 +30,8 @@ class Work:
     __slots__ = (
         "_recent",
         "_recent_at",
+        "_streamed_at",
+        "_streams",
         "context_tokens",
         "due_at",
         "freed",
@@ -61,6 +65,10 @@ class Work:
         self.freed = (0.0, 0.0)
         """Cache space that became free recently, in tokens, and as of when."""
         self._recent = self._recent_at = 0.0
+        self._streams: dict[Placement, None] = {}
+        """Streams with progress, in the order of their latest progress."""
+        self._streamed_at = 0.0
+        """The latest progress of all."""
 
     # Reading
 
@@ -76,6 +84,16 @@ class Work:
         """Non-streaming requests that are pending before `placement`."""
         before = takewhile(lambda one: one is not placement, self.pending)
         return [one for one in before if one.due_at < NEVER]
+
+    def stalled(self) -> int:
+        """Streams without progress for `STALLED_S` while others had some. O(their number)."""
+        before = self._streamed_at - STALLED_S
+        stalled = 0
+        for stream in self._streams:
+            if stream.reported_at >= before:
+                break
+            stalled += 1
+        return stalled
 
     # Changes
 
@@ -93,14 +111,18 @@ class Work:
         self.in_flight += 1
         self.context_tokens += placement.prompt_tokens
 
-    def streamed(self, placement: Placement, tokens: int) -> None:
+    def streamed(self, placement: Placement, tokens: int, now: float) -> None:
         """Count `tokens` more of its response."""
+        self._streams.pop(placement, None)
+        self._streams[placement] = None
+        self._streamed_at = now
         self.context_tokens += tokens
         self.live_tokens += tokens
         placement.streamed_tokens += tokens
 
     def end(self, placement: Placement) -> None:
         """Count one request fewer. It must not be pending any more."""
+        self._streams.pop(placement, None)
         self.in_flight -= 1
         self.context_tokens -= placement.prompt_tokens + placement.streamed_tokens
         self.live_tokens -= placement.streamed_tokens

@@ -567,3 +567,72 @@ def test_what_engines_count_for_images_is_learned_and_bytes_of_text_are_not_spoi
     assert pool.prompt_tokens(request) == pytest.approx(4000.0, rel=0.05)
     assert pool.bytes_per_token == pytest.approx(4.0)
     assert pool.block_tokens(request) == pytest.approx(pool.prompt_tokens(request) / 8000 * 1024)
+
+
+# --- Space without gauges ---------------------------------------------------------------------------------------------
+
+
+def with_streams(count: int) -> tuple[LoadModel, list[Placement]]:
+    """An endpoint that has shown how soon it answers, and so many streams with one report of progress each at 10.0."""
+    load = LoadModel(PoolModel(KIB))
+    for at in (1.0, 2.0, 3.0, 4.0):
+        first = load.place(prompt(100), at)
+        load.first_byte(first, at + 0.05)
+        load.end(first, Usage(100, 10, 0), at + 0.5)
+    streams = []
+    for n in range(count):
+        streams.append(load.place(prompt(1000), 5.0 + n))
+        load.first_byte(streams[-1], 5.1 + n)
+    for stream in streams:
+        load.progress(stream, 10, 30.0)
+    return load, streams
+
+
+def stall(load: LoadModel, streams: list[Placement], until: float) -> None:
+    """The last three streams are silent, the others go on."""
+    at = 30.25
+    while at <= until:
+        for stream in streams[:-3]:
+            load.progress(stream, 10, at)
+        at += 0.25
+
+
+def test_streams_that_stall_while_a_first_byte_is_late_show_what_the_cache_holds() -> None:
+    load, streams = with_streams(10)
+    waiting = load.place(prompt(1000), 30.0)
+    stall(load, streams, 40.0)
+    assert load.work.stalled() == 3
+    assert waiting.late_at < 40.0
+    assert load.is_full(40.0)
+    assert load.room.space.limit_tokens == pytest.approx(load.work.context_tokens * 8 / 11)
+    assert load.room.slots.limit <= 11.0, "so that waits are predicted from it"
+
+
+def test_silent_streams_alone_show_nothing() -> None:
+    """The engine's parser keeps a tool call back until it is complete; first bytes come in time."""
+    load, streams = with_streams(10)
+    stall(load, streams, 40.0)
+    prompt_answer = load.place(prompt(100), 40.0)
+    load.first_byte(prompt_answer, 40.05)
+    assert load.work.stalled() == 3
+    assert load.room.space.limit_tokens == math.inf
+    assert not load.is_full(40.1)
+
+
+def test_a_pause_of_all_streams_is_no_stall() -> None:
+    load, streams = with_streams(10)
+    for stream in streams:
+        load.progress(stream, 10, 50.0)
+    assert load.work.stalled() == 0
+    load.end(streams[0], None, 51.0)
+    load.progress(streams[1], 10, 60.0)
+    assert load.work.stalled() == 8, "one that has ended does not count"
+
+
+def test_reports_of_the_engine_count_more_than_stalls() -> None:
+    load, streams = with_streams(10)
+    load.place(prompt(1000), 30.0)
+    stall(load, streams, 40.0)
+    assert load.is_full(40.0)
+    scrape(load, others=0.0, waiting=0, running=11, kv_utilization=0.2)
+    assert not load.is_full(40.1)
