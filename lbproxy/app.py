@@ -31,6 +31,7 @@ from lbproxy.control.admin.key_files import Files
 from lbproxy.control.admin.server import Admin
 from lbproxy.control.admin.state import State
 from lbproxy.control.discovery.discovery import Discovery, warn_of_unverified
+from lbproxy.control.discovery.membership import Membership
 from lbproxy.control.discovery.overlay import Overlay
 from lbproxy.control.discovery.watch import Loops, Watches
 from lbproxy.control.probing.prober import Prober
@@ -40,7 +41,7 @@ from lbproxy.control.telemetry.memory import Memory
 from lbproxy.control.telemetry.recent import Recent
 from lbproxy.control.telemetry.telemetry import Telemetry
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec
+from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.engines.dialects import Engines
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.registry import make_policy
@@ -179,8 +180,8 @@ class Proxy:
         sockets = await self._sockets(inherited)
         async with asyncio.TaskGroup() as tasks:
             self.tasks = tasks
-            self.watches = Watches(tasks, self._loops, self.rng)
-            self.watches.follow(first)
+            self.members = Membership(self.runtime, Watches(tasks, self._loops, self.rng))
+            self.members.watches.follow(first)
             self._start_sources()
             if inherited.has_predecessor:
                 await self._endpoint_comes_up(SUCCESSOR_WAITS_S)
@@ -205,7 +206,7 @@ class Proxy:
             await self._stop(orders, tasks)
             for loop in (*ends, *loops, *self.sources):
                 loop.cancel()
-            self.watches.close()
+            self.members.watches.close()
 
     async def close(self) -> None:
         """Let go of everything, at once."""
@@ -260,11 +261,8 @@ class Proxy:
     def _start_sources(self) -> None:
         self.sources = [
             self.tasks.create_task(supervise(name, run, self.rng))
-            for name, run in self.discovery.loops(self.runtime, self._publish)
+            for name, run in self.discovery.loops(self.runtime, self.members.adopt)
         ]
-
-    def _publish(self, specs: list[EndpointSpec]) -> None:
-        self.watches.follow(self.runtime.set_endpoints(specs))
 
     def _relieve(self) -> None:
         self.tasks.create_task(asyncio.to_thread(self.memory.relieve))
@@ -352,9 +350,9 @@ class Proxy:
         self.discovery.replaced_by(discovery)
         self.discovery = discovery
         self.telemetry.watch_sources(discovery)
-        self._publish(discovery.endpoints())
+        self.members.adopt(discovery.endpoints())
         if (settings.health, settings.scrape, settings.engines) != (old.health, old.scrape, old.engines):
-            self.watches.restart()
+            self.members.watches.restart()
         self._start_sources()
 
     # Steering: see control.admin.api

@@ -212,6 +212,10 @@ class Runtime:
         self._pump_soon()
         return changes
 
+    def base_urls(self) -> set[str]:
+        """Of all endpoints in the set."""
+        return {one.base_url for one in self._members.values()}
+
     def reconfigure(self, policy: Policy | None, settings: Settings) -> None:
         """Other settings, from now on. `policy`: None = the one there is, with what it learned."""
         self._balancer.reconfigure(
