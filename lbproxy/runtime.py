@@ -134,6 +134,8 @@ class Runtime:
         verdict = self._balancer.after_failure(
             ticket, error.kind, earlier, now=self.now(), detail=error.detail, refused=error.refused
         )
+        if verdict.outcome is Outcome.NO_ENDPOINTS and self.any_up():
+            verdict = Verdict(False, Outcome.CONNECT_FAILED)  # a pool that is up failed this request
         if self._transitions:
             self._tell()
         self._pump_soon()

@@ -362,7 +362,7 @@ class Balancer:
 
     def report_slots(self, uid: EndpointUid, slots: int) -> None:
         """Report how many requests an endpoint states that it runs at once."""
-        self._endpoints.report_slots(uid, slots)
+        self._dispatcher.wake(self._endpoints.report_slots(uid, slots))
 
     def drain(self, uid: EndpointUid, *, draining: bool = True) -> None:
         """Drain an endpoint: it gets no new requests. `draining=False` ends that."""

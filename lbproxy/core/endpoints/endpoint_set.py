@@ -332,13 +332,16 @@ class EndpointSet:
             if self._pool is not None:
                 state.load.kv.size_reported(float(tokens), at_most=at_most)
 
-    def report_slots(self, uid: EndpointUid, slots: int) -> None:
-        """Note how many requests an endpoint reports to run at once. Kept like the size of its cache."""
+    def report_slots(self, uid: EndpointUid, slots: int) -> EndpointState | None:
+        """Note how many requests an endpoint reports to run at once; returns its state, if it is in the set. Kept like
+        the size of its cache.
+        """
         state = self._states.get(uid)
         if state is not None:
             state.reported_slots = slots
             if self._pool is not None:
                 state.load.room.slots.limit_reported(slots)
+        return state
 
     def report_restart(self, uid: EndpointUid) -> None:
         """Note that an endpoint is a new process."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from lbproxy.control.discovery.membership import JOINED_AT_ONCE, Membership
-from lbproxy.control.discovery.watch import Watches
+from lbproxy.control.discovery.watch import APART_S, Watches
 from lbproxy.core.endpoints.endpoint_set import EndpointChanges
 from lbproxy.runtime import Runtime
-from tests.support.aio import run
+from tests.support.aio import run, until
 from tests.support.pool import make_balancer, spec
 
 MANY = [spec(n) for n in range(1, 3 * JOINED_AT_ONCE)]
@@ -39,8 +39,7 @@ def test_of_many_new_endpoints_the_last_join_later() -> None:
         await asyncio.sleep(0)
         assert len(names(runtime)) == 2 + JOINED_AT_ONCE, "those that were there stay"
         assert [len(one.removed) for one in changes] == [0, 1]
-        for _ in range(3):
-            await asyncio.sleep(0)
+        await until(lambda: len(names(runtime)) == len(MANY) - 1)
         assert names(runtime) == [one.name for one in MANY[1:]], "in their order"
         assert max(len(one.added) for one in changes) == JOINED_AT_ONCE
         assert sum(len(one.added) for one in changes) == len(MANY)
@@ -57,8 +56,7 @@ def test_what_comes_meanwhile_counts_instead() -> None:
         assert len(names(runtime)) == JOINED_AT_ONCE
         members.adopt(MANY[-2:])
         assert len(names(runtime)) == 2
-        for _ in range(4):
-            await asyncio.sleep(0)
+        await asyncio.sleep(3 * APART_S)
         assert names(runtime) == [one.name for one in MANY[-2:]]
 
     run(main())

@@ -416,3 +416,15 @@ def test_few_of_many_are_looked_up_and_the_oldest_first() -> None:
     assert asked == [str(number) for number in range(MAX_LOOKUPS)]
     list(queue.in_order(least_work(uncached, 1.01), flows, 1.01))
     assert asked[MAX_LOOKUPS:] == [str(MAX_LOOKUPS + number) for number in range(100)]
+
+
+def test_an_endpoint_that_reports_more_slots_gets_what_waits_for_it() -> None:
+    """An engine that was started anew with more of them; no other event need come."""
+    balancer, (one,) = adaptive(1)
+    balancer.report_slots(one.uid, 4)
+    tickets = [balancer.submit(ask(10), now=0.0) for _ in range(12)]
+    waiting = states(tickets).count("w")
+    assert waiting
+    balancer.report_slots(one.uid, 64)
+    balancer.poll(now=0.0)
+    assert states(tickets) == "p" * 12

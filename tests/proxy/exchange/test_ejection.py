@@ -261,6 +261,20 @@ def test_a_dead_pool_is_said_at_once_and_dialled_seldom() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_a_pool_that_counts_as_up_and_refuses_connections_is_502(count: int) -> None:
+    """Whether it had attempts left or endpoints left does not matter."""
+
+    async def main() -> None:
+        urls = [f"http://127.0.0.{n + 2}:9" for n in range(count)]  # nothing listens there
+        async with rig(*urls, more=f"{LEAST_REQUEST}\nbreaker: {{consecutive_failures: 50}}") as it:
+            reply = await it.ask(post())
+            assert {one.health for one in it.runtime.snapshot().endpoints} == {Health.UP}
+            assert (reply.status, json.loads(reply.body)["error"]["code"]) == (502, "upstream_connect_failed")
+
+    run(main())
+
+
 def test_a_request_may_bring_back_who_is_down() -> None:
     """Good answers count like good probes: nobody waits for a prober that is refused."""
 
