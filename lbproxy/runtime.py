@@ -1,8 +1,8 @@
-"""The asyncio driver of the Balancer: it holds the clock, who waits for a ticket, and the one timer.
+"""The asyncio driver of the Balancer: it holds the clock, the callbacks of requests that wait, and the one timer.
 
-It does the four steps of the driver's contract (see core/balancer.py) and nothing else: every event is passed on with
-the time, and what changed is handed out once per turn of the loop. It also passes finished records and endpoint
-transitions to their sinks. All of it runs on one event loop; nothing awaits.
+It does the five steps of the driver's contract (see core/balancer.py) and nothing else: it passes every event on with
+the time, and calls back the requests that were placed or refused, once per turn of the loop. It also passes finished
+records and endpoint transitions to their sinks. All of it runs on one event loop; nothing awaits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger("lbproxy")
 LOOK_S: Final = 2.0
 """What a request waits at most for endpoints to say whether they have its model."""
 LOOK_AGAIN_S: Final = 5.0
-"""Between two such looks, whoever wants whatever."""
+"""Between two such looks, whichever models are asked for."""
 
 
 class Sink(Protocol):
@@ -79,21 +79,21 @@ class Runtime:
         # Not loop.time: uvloop's has a resolution of 1 ms, and stands still while the loop is busy.
         self.now: Callable[[], float] = time.monotonic
         self.pulse = Pulse()
-        """Whether our own loop stood still. Ticks once somebody starts it: the composition root."""
+        """Whether our own loop was blocked. The composition root starts it."""
         self._waiters: dict[int, Callable[[Ticket], None]] = {}
-        """Who is told when a ticket stops waiting, by the ticket's id()."""
+        """The callbacks of requests that wait, by the id() of their tickets."""
         self._pump_due = False
         self._timer: asyncio.TimerHandle | None = None
         self._armed_for = 0.0
         self.move_stranded: Callable[[], None] | None = None
-        """Told, now and then, on which endpoints requests wait in vain: whoever has such should send them elsewhere."""
+        """Called when endpoints have stranded requests, so that their exchanges send them elsewhere."""
         self._check_due = False
         self._members: dict[EndpointUid, Endpoint] = {}
         self._drained: set[str] = set()
         """URLs of endpoints that an operator drained, members or not: names of the settings come and go with DNS."""
         self._model_readers: dict[EndpointUid, ModelReader] = {}
         self._look_ends: asyncio.TimerHandle | None = None
-        """All endpoints are being asked for their models, since somebody wants one that none listed."""
+        """All endpoints are being asked for their models, as a request names a model that none listed."""
         self._looked_at = -inf
         self._unheard: set[EndpointUid] = set()
         """Those of them that did not say yet."""
@@ -130,7 +130,7 @@ class Runtime:
         return self._balancer.is_stranded(ticket, now=self.now())
 
     def after_failure(self, ticket: Ticket, error: UpstreamError, earlier: Sequence[FailureKind]) -> Verdict:
-        """What follows a failed attempt. The caller closes the ticket, unless it passes the endpoint's answer on."""
+        """Decide what follows a failed attempt. The caller closes the ticket, unless it relays the response."""
         verdict = self._balancer.after_failure(
             ticket, error.kind, earlier, now=self.now(), detail=error.detail, refused=error.refused
         )
@@ -142,7 +142,7 @@ class Runtime:
         return verdict
 
     def first_byte(self, ticket: Ticket) -> None:
-        """The first byte of the answer's body came."""
+        """Report the first byte of the response's body."""
         self._balancer.first_byte(ticket, now=self.now())
         if self._transitions:
             self._tell()
@@ -154,7 +154,7 @@ class Runtime:
         self._balancer.progress(ticket, tokens, now=self.now())
 
     def close(self, ticket: Ticket, outcome: Outcome, usage: Usage | None = None, *, timed_out: bool = False) -> None:
-        """The attempt is over. The first call counts. Nobody is told: the caller knows. `timed_out`: see Balancer."""
+        """Report the end of the attempt. The first call counts; there is no callback. `timed_out`: see Balancer."""
         self._balancer.close(ticket, outcome, now=self.now(), usage=usage, timed_out=timed_out)
         if self._transitions:
             self._tell()
@@ -163,7 +163,7 @@ class Runtime:
             self._pump_soon()
 
     def answered(self, ticket: Ticket, outcome: Outcome, usage: Usage | None, *, began: bool, now: float) -> None:
-        """A whole answer came at once: its first byte, if it `began` well, and its end, in one step."""
+        """Report a complete response in one step: its first byte, if it `began` well, and its end."""
         balancer = self._balancer
         if began:
             balancer.first_byte(ticket, now=now)
@@ -185,7 +185,7 @@ class Runtime:
 
     def emit(self, record: RequestRecord) -> None:
         """A request is over: once per request. The sinks hear of all of a turn of the loop together, at its end: after
-        the answers went out, and each sink's code and data come into the processor's caches once.
+        the responses were sent, and each sink's code and data come into the processor's caches once.
         """
         ended = self._ended
         ended.append(record)
@@ -244,7 +244,7 @@ class Runtime:
         return self._balancer.may_probe_in(uid, now=self.now())
 
     def check(self) -> None:
-        """What time alone brings to endpoints, and to who waits there in vain."""
+        """Apply what the time alone changes: states of endpoints, and stranded requests."""
         self._check_due = False
         stranding = self._balancer.check(now=self.now())
         self._tell()
@@ -259,7 +259,7 @@ class Runtime:
             self.check()
 
     def _tell(self) -> None:
-        """Hand out what endpoints became. Who waits on one that is out is looked at in the next turn of the loop."""
+        """Pass transitions to the sinks. Requests at an endpoint that went down are checked in the next turn."""
         for transition in self._transitions:
             for sink in self._sinks:
                 sink.transition(transition)
@@ -308,7 +308,7 @@ class Runtime:
                 del self._model_readers[uid]
 
     async def refresh_models(self, uid: EndpointUid) -> None:
-        """Ask an endpoint for its models now. Returns when it has answered, or failed to."""
+        """Ask an endpoint for its models now. Returns when it has responded, or failed."""
         reader = self._model_readers.get(uid)
         if reader is not None:
             await reader.refresh_models()
@@ -324,7 +324,7 @@ class Runtime:
         return any(card.id == model and card.parent is not None for card in self.model_cards())
 
     def look_for_models(self, looked: Callable[[], None]) -> bool:
-        """Somebody wants a model that no endpoint listed: ask all of them anew, once in `LOOK_AGAIN_S` at most.
+        """A request names a model that no endpoint listed: ask all of them again, at most once in `LOOK_AGAIN_S`.
 
         Returns whether that goes on; then `looked` is called when it is over, within `LOOK_S`. Many random names cost
         no more than one.
@@ -368,11 +368,11 @@ class Runtime:
         self._pump_soon()
 
     def ask_load(self, uid: EndpointUid, ask: bool) -> None:
-        """Whether an endpoint's answers shall bring load reports."""
+        """Set whether requests to an endpoint ask for load reports in its responses."""
         self._balancer.ask_load(uid, ask)
 
     def report_load(self, ticket: Ticket, report: LoadReport | None) -> None:
-        """A load report came with the answer; None = it was malformed. The ticket's end, which follows, pumps."""
+        """Report a load report from a response; None = it was malformed. The ticket's end, which follows, pumps."""
         self._balancer.report_load(ticket, report, now=self.now())
 
     def wants_scrape(self, uid: EndpointUid) -> bool:
@@ -415,13 +415,13 @@ class Runtime:
         return self._balancer.learned(now=self.now())
 
     def queue(self) -> QueueSnapshot:
-        """Who waits."""
+        """The requests that wait."""
         return self._balancer.queue(now=self.now())
 
     # The contract's steps 2 and 3
 
     def _pump_soon(self) -> None:
-        """Once per turn, however much happens in it; and whoever reported something is not called back meanwhile."""
+        """Once per turn, however many events come in it; a caller is never called back within its own call."""
         if self._waiters and not self._pump_due:
             self._pump_due = True
             self.loop.call_soon(self._pump)

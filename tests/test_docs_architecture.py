@@ -19,7 +19,7 @@ def about(folder: Path) -> str:
 
 
 def folders() -> list[Path]:
-    """Layers, each followed by its rooms in the order in which they may import each other."""
+    """Layers, each followed by its folders in the order in which they may import each other."""
     found = []
     for layer in LAYERS:
         found.append(PACKAGE / layer)
@@ -36,4 +36,4 @@ def test_every_room_is_on_the_page() -> None:
         modules = sorted(one.stem for one in folder.glob("*.py") if one.stem != "__init__")
         name = folder.relative_to(PACKAGE).as_posix()
         rows.append([f"**{name}/**" if "/" not in name else f"{name}/", about(folder), ", ".join(modules)])
-    expect_generated(DOCS / "architecture.md", "rooms", table(["room", "what it is for", "modules"], rows))
+    expect_generated(DOCS / "architecture.md", "rooms", table(["folder", "what it is for", "modules"], rows))
