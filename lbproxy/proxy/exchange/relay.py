@@ -471,7 +471,8 @@ def end_after_head(client: Client, record: RequestRecord, error: LbError) -> Non
         record.outcome, text = _CUTS[error.outcome]
         client_error = LbError(record.outcome, f"{text} after 0 events")
     else:
-        ours = error.outcome is Outcome.INTERNAL_ERROR
+        # A retry that lbproxy refuses (queue full, waited too long) says so; its client may try again later.
+        ours = error.outcome is Outcome.INTERNAL_ERROR or error.outcome.value.status == 429
         record.outcome = error.outcome if ours else Outcome.UPSTREAM_BROKE
         client_error = error if ours else _broken(error.outcome is Outcome.UPSTREAM_TIMEOUT, 0)
     event = error_event(client_error, record.path)

@@ -10,14 +10,17 @@ import json
 import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.trace import Sampling
-from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES
-from lbproxy.proxy.exchange.relay import HOLD_HEAD_S
+from lbproxy.proxy.exchange.relay import HOLD_HEAD_S, end_after_head
 from tests.support.aio import run, until
 from tests.support.compiled import interpreted
 from tests.support.endpoint import (
@@ -216,6 +219,40 @@ def test_without_budget_it_is_told() -> None:
             assert await it.record() == (Outcome.UPSTREAM_BROKE, "e1", 1, 200)
 
     run(main())
+
+
+class Sent:
+    """A transport that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self.closed = False
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    ("outcome", "recorded", "code"),
+    [
+        (Outcome.EXPIRED, Outcome.EXPIRED, "rejected_ttl_expired"),
+        (Outcome.SATURATED, Outcome.SATURATED, "rejected_saturated"),
+        (Outcome.UPSTREAM_RESET, Outcome.UPSTREAM_BROKE, "upstream_reset"),
+    ],
+)
+def test_a_retry_that_lbproxy_refuses_keeps_its_code(outcome: Outcome, recorded: Outcome, code: str) -> None:
+    """Not that of the connection that was lost before: nothing is wrong with the endpoints any more."""
+    record, transport = RequestRecord("id", "POST", "/v1/chat/completions", "client", 0.0), Sent()
+    end_after_head(cast("Any", SimpleNamespace(transport=transport)), record, LbError(outcome))
+    assert record.outcome is recorded
+    assert code.encode() in transport.data
+    assert transport.closed
 
 
 def test_a_large_body_is_kept_as_long_as_it_may_be_needed() -> None:
