@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from string import Template
 import httpx
 
 from tests.support.docs import ROOT
+from tests.support.ports import free_port
 from tests.support.process import Process, Program
 
 FOLDER = os.environ.get("LBPROXY_CHAOS_PEERS", str(ROOT / ".bench/venv/bin"))
@@ -47,12 +47,6 @@ http {
 """
 
 
-def free_ports() -> tuple[int, int]:
-    """Two that are free."""
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        return one.getsockname()[1], other.getsockname()[1]
-
-
 @dataclass(frozen=True)
 class Peer:
     """A proxy that is none of ours."""
@@ -68,7 +62,7 @@ class Peer:
     @contextmanager
     def start(self, urls: list[str], folder: Path) -> Iterator[tuple[Process, str]]:
         """A running one, once it answers."""
-        port, spare = free_ports()
+        port, spare = free_port(), free_port()
         servers = " ".join(f"server {url.removeprefix('http://')} max_fails=3 fail_timeout=2s;" for url in urls)
         values = {"port": port, "spare": spare, "folder": folder, "servers": servers, "idle": "3s"}
         (folder / "nginx.conf").write_text(Template(NGINX).substitute(values))

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -32,6 +31,7 @@ from tests.chaos.client import Plan
 from tests.chaos.load import Load
 from tests.chaos.verdict import FORM, PROXY, Case
 from tests.support.docs import ROOT
+from tests.support.ports import free_port
 from tests.support.process import LBPROXY, Process, Program
 
 SPEED = 0.4
@@ -78,8 +78,7 @@ class Server:
     """One simulated model server, on a port that stays its own."""
 
     def __init__(self, log: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as sock:
-            self.port = sock.getsockname()[1]
+        self.port = free_port()
         self.log = log
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
@@ -329,7 +328,7 @@ class Rig:
         listing = "".join(f"  - {url}\n" for url in urls)
         config = self.config
         # Said, not 0: so that a restarted one is found again.
-        listen, admin = (f"127.0.0.1:{port}" for port in peers.free_ports())
+        listen, admin = (f"127.0.0.1:{free_port()}" for _ in range(2))
         config.write_text(f"listen: {listen}\nadmin: {admin}\n{settings}\nendpoints:\n{listing}")
         with Program([*wrap, *command, "--config", str(config)], env=env) as running:
             match = running.wait_for(r"listens on (http://[\w.:]+), admin on (http://[\w.:]+)")

@@ -16,6 +16,7 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
 from tests.support.aio import run, until
+from tests.support.ports import free_port
 from tests.support.process import Process, lbproxy, mock
 
 
@@ -165,8 +166,7 @@ def test_a_dead_server_is_not_noticed_by_clients(tmp_path: Path) -> None:
 
 
 def test_it_starts_before_its_servers_and_finds_them(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = sock.getsockname()[1]
+    port = free_port()
     with lbproxy(tmp_path, [f"http://127.0.0.1:{port}"]) as (_, url, admin):
         run(until(lambda: httpx.get(f"{admin}/readyz").status_code == 503, "not ready"))
         refused = httpx.post(f"{url}/v1/completions", json={"model": "sim", "prompt": "x"})

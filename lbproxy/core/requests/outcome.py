@@ -86,9 +86,7 @@ class Outcome(Enum):
         "loop_detected", 508, "server_error", "The request came back to this load balancer.", client_retry=False
     )
 
-    SATURATED = _busy(
-        "rejected_saturated", 429, "All model servers are busy, and the queue is full or too long to wait in."
-    )
+    SATURATED = _busy("rejected_saturated", 429, "All model servers are busy, and the queue is full or too long.")
     EXPIRED = _busy("rejected_ttl_expired", 429, "No model server had room in time.")
     RATE_LIMITED = _busy("rate_limit_exceeded", 429, "The limit of requests or tokens per minute is reached.")
     TOO_LATE = _busy("rejected_slo", 429, "The first token would arrive after the request's deadline.")
