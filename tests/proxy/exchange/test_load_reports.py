@@ -60,7 +60,7 @@ def test_with_scrapes_every_5_s_a_change_is_acted_on_at_the_next_response(routin
             while len(set(names)) < 2 or len(names) < 10:
                 names.append((await it.ask(post())).field("x-lbproxy-endpoint"))
                 assert len(names) < 100, "both are idle"
-            one.queue = 40
+            one.queue = 8
             while (await it.ask(post())).field("x-lbproxy-endpoint") != "e1":
                 pass
             assert [(await it.ask(post())).field("x-lbproxy-endpoint") for _ in range(20)] == ["e2"] * 20
