@@ -206,6 +206,7 @@ class Slots:
         """Without reports: so many requests use all of the space that there is (`core.capacity.space`)."""
         if now > self.reported_until:
             self.limit = min(self.limit, max(1.0, running))
+            self.limited_by_space = True
 
     def limit_estimated(self, limit: float) -> None:
         """Note a limit that was estimated from the durations of non-streaming responses."""

@@ -46,7 +46,7 @@ def load_json(text: bytes) -> object:
 
 
 class LargeJson:
-    """One large body. Call `step` until it returns False; then `value` and `text` are complete."""
+    """One large body. Call `step` until it returns False; then `value` and `outline` are complete."""
 
     def __init__(self, body: bytes) -> None:
         self.value: object = None

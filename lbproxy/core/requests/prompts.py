@@ -113,14 +113,17 @@ class PromptFormat:
     """How to find the prompt in the bodies of one API."""
 
     def __init__(
-        self, plan: Callable[[Mapping[str, object]], _Plan], quick: Callable[[Mapping[str, object]], Prompt | None]
+        self,
+        plan: Callable[[Mapping[str, object]], _Plan],
+        quick: Callable[[Mapping[str, object]], Prompt | None] | None = None,
     ) -> None:
+        """`quick` flattens simple bodies faster, and returns None for others."""
         self._plan = plan
         self._quick = quick
 
     def __call__(self, body: Mapping[str, object]) -> Prompt:
         """Flatten the prompt of a body at once."""
-        prompt = self._quick(body)
+        prompt = None if self._quick is None else self._quick(body)
         if prompt is None:
             whole = Flattening(self._plan(body))
             whole.step(MAX_PIECES)
@@ -185,23 +188,18 @@ def _generate(body: Mapping[str, object]) -> _Plan:
     return _texts(body.get("text") or body.get("input_ids"))
 
 
-def _not_quick(body: Mapping[str, object]) -> Prompt | None:
-    del body
-    return None
-
-
 chat_prompt: Final = PromptFormat(_chat, _quick_chat)
 """/v1/chat/completions: `tools`, then each message's role, contents and tool calls, in order."""
-messages_prompt: Final = PromptFormat(_messages, _not_quick)
+messages_prompt: Final = PromptFormat(_messages)
 """Anthropic's /v1/messages and /v1/messages/count_tokens: `tools`, `system`, `messages`."""
-responses_prompt: Final = PromptFormat(_responses, _not_quick)
+responses_prompt: Final = PromptFormat(_responses)
 """/v1/responses: `tools`, `instructions`, then `input`, a text or items. The conversation of `previous_response_id` is
 not in it."""
-completion_prompt: Final = PromptFormat(_completion, _not_quick)
+completion_prompt: Final = PromptFormat(_completion)
 """/v1/completions, and llama.cpp's /completion: a text, texts, token ids, or lists of token ids."""
-infill_prompt: Final = PromptFormat(_infill, _not_quick)
+infill_prompt: Final = PromptFormat(_infill)
 """llama.cpp's /infill: the other files, then the text before the gap, then the text after it."""
-generate_prompt: Final = PromptFormat(_generate, _not_quick)
+generate_prompt: Final = PromptFormat(_generate)
 """SGLang's /generate: `text` or `input_ids`, one or several."""
 
 

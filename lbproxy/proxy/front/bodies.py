@@ -7,7 +7,7 @@ as they are announced, so that a client that announces much and sends nothing ta
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from io import BytesIO
 from typing import Final, Protocol, cast
 
@@ -18,7 +18,6 @@ from lbproxy.config.tree import Settings
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.forms import FormWalk
 from lbproxy.core.requests.large_json import LargeJson
-from lbproxy.core.requests.openai import Pieces
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.proxy.front.connection import ClientConnection
 from lbproxy.proxy.front.overload import Holder, Overload
@@ -29,8 +28,6 @@ from lbproxy.proxy.request.routes import Body, Route
 
 COPIES = 2
 """How often a body is in memory while it is read: in pieces, and joined. It counts as often until then."""
-JOINED_BYTES = 4 << 20
-"""A larger body is joined in a thread: 64 MiB take 50 ms."""
 STEP_BYTES: Final = 1 << 20
 """Copied in one turn of the event loop: less than 1 ms."""
 GRACE_S = 10.0
@@ -103,9 +100,7 @@ async def _read_up_to(limit: int, content: StreamReader, reader: Reader, overloa
             overload.hold(reader, COPIES * len(piece))
             pieces.append(piece)
             timeout.reschedule(began + min(timeout_s, GRACE_S + size / rate))
-    if size <= JOINED_BYTES:
-        return b"".join(pieces)
-    return await loop.run_in_executor(None, b"".join, pieces)  # releases Python's lock
+    return await _joined(pieces)
 
 
 async def read_large(
@@ -136,13 +131,18 @@ async def _in_turns(step: Callable[[], bool]) -> None:
     await asyncio.sleep(0)  # what comes next takes long enough
 
 
-async def _joined(pieces: Pieces) -> bytes:
-    """Join in many short turns: `bytes.join` keeps Python's lock, even in a thread, if one of the pieces is a view."""
+async def _joined(pieces: Iterable[bytes | memoryview]) -> bytes:
+    """Join in short turns of the loop: 64 MiB take 50 ms, and `bytes.join` keeps Python's lock, even in a thread, if a
+    piece is a view.
+    """
     joined = BytesIO()
+    left = STEP_BYTES
     for piece in pieces:
         for at in range(0, len(piece), STEP_BYTES):
-            joined.write(piece[at : at + STEP_BYTES])
-            await asyncio.sleep(0)
+            left -= joined.write(piece[at : at + STEP_BYTES])
+            if left <= 0:
+                left = STEP_BYTES
+                await asyncio.sleep(0)
     return joined.getvalue()  # makes no copy
 
 

@@ -606,6 +606,7 @@ def test_streams_that_stall_while_a_first_byte_is_late_show_what_the_cache_holds
     assert load.is_full(40.0)
     assert load.room.space.limit_tokens == pytest.approx(load.work.context_tokens * 8 / 11)
     assert load.room.slots.limit <= 11.0, "so that waits are predicted from it"
+    assert load.full_by(40.0) == "space", "as the dashboard shows it"
 
 
 def test_silent_streams_alone_show_nothing() -> None:
