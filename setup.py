@@ -18,7 +18,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 COMPILED = {
-    "lbproxy": "runtime",
+    "lbproxy": "request_runtime runtime",
     "lbproxy/core": "balancer",
     "lbproxy/core/requests": "large_json media openai outcome outline prompt_keys prompts request retry sse",
     "lbproxy/core/engines": "load_metrics",

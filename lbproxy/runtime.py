@@ -36,6 +36,7 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind, UpstreamError, Verdict
 from lbproxy.pulse import Pulse
+from lbproxy.request_runtime import RequestRuntime
 
 logger = logging.getLogger("lbproxy")
 LOOK_S: Final = 2.0
@@ -68,8 +69,8 @@ class ModelReader(Protocol):
         ...
 
 
-class Runtime:
-    """One pool of endpoints on the running loop."""
+class Runtime(RequestRuntime):
+    """One pool of endpoints on the running loop, with its Balancer in this process."""
 
     def __init__(self, balancer: Balancer, sinks: Sequence[Sink] = ()) -> None:
         self._balancer = balancer
@@ -78,15 +79,13 @@ class Runtime:
         self.loop = asyncio.get_running_loop()
         # Not loop.time: uvloop's has a resolution of 1 ms, and stands still while the loop is busy.
         self.now: Callable[[], float] = time.monotonic
-        self.pulse = Pulse()
-        """Whether our own loop was blocked. The composition root starts it."""
+        self.pulse = Pulse()  # the composition root starts it
         self._waiters: dict[int, Callable[[Ticket], None]] = {}
         """The callbacks of requests that wait, by the id() of their tickets."""
         self._pump_due = False
         self._timer: asyncio.TimerHandle | None = None
         self._armed_for = 0.0
         self.move_stranded: Callable[[], None] | None = None
-        """Called when endpoints have stranded requests, so that their exchanges send them elsewhere."""
         self._check_due = False
         self._members: dict[EndpointUid, Endpoint] = {}
         self._drained: set[str] = set()
@@ -109,14 +108,13 @@ class Runtime:
     def submit(
         self,
         request: InferenceRequest,
+        record: RequestRecord,
         avoid: frozenset[EndpointUid],
         settled: Callable[[Ticket], None],
         suspect: EndpointUid | None = None,
         again: bool = False,
     ) -> Ticket:
-        """A ticket: placed or refused at once, as nearly always, or waiting: then `settled` is called when it is one or
-        the other, in a later turn of the loop. The caller must `close` it. Of the others see the Balancer.
-        """
+        """See RequestRuntime. Placed or refused at once, as nearly always, or waiting."""
         ticket = self._balancer.submit(request, now=self.now(), avoid=avoid, suspect=suspect, resubmitted=again)
         if self._transitions:
             self._tell()
@@ -126,11 +124,11 @@ class Runtime:
         return ticket
 
     def is_stranded(self, ticket: Ticket) -> bool:
-        """Whether it waits in vain for a first byte."""
+        """See RequestRuntime."""
         return self._balancer.is_stranded(ticket, now=self.now())
 
     def after_failure(self, ticket: Ticket, error: UpstreamError, earlier: Sequence[FailureKind]) -> Verdict:
-        """Decide what follows a failed attempt. The caller closes the ticket, unless it relays the response."""
+        """See RequestRuntime."""
         verdict = self._balancer.after_failure(
             ticket, error.kind, earlier, now=self.now(), detail=error.detail, refused=error.refused
         )
@@ -142,7 +140,7 @@ class Runtime:
         return verdict
 
     def first_byte(self, ticket: Ticket) -> None:
-        """Report the first byte of the response's body."""
+        """See RequestRuntime."""
         self._balancer.first_byte(ticket, now=self.now())
         if self._transitions:
             self._tell()
@@ -150,11 +148,11 @@ class Runtime:
             self._pump_soon()
 
     def progress(self, ticket: Ticket, tokens: int) -> None:
-        """More came, `tokens` as far as is known; at most every 250 ms per stream."""
+        """See RequestRuntime."""
         self._balancer.progress(ticket, tokens, now=self.now())
 
     def close(self, ticket: Ticket, outcome: Outcome, usage: Usage | None = None, *, timed_out: bool = False) -> None:
-        """Report the end of the attempt. The first call counts; there is no callback. `timed_out`: see Balancer."""
+        """See RequestRuntime."""
         self._balancer.close(ticket, outcome, now=self.now(), usage=usage, timed_out=timed_out)
         if self._transitions:
             self._tell()
@@ -163,7 +161,7 @@ class Runtime:
             self._pump_soon()
 
     def answered(self, ticket: Ticket, outcome: Outcome, usage: Usage | None, *, began: bool, now: float) -> None:
-        """Report a complete response in one step: its first byte, if it `began` well, and its end."""
+        """See RequestRuntime."""
         balancer = self._balancer
         if began:
             balancer.first_byte(ticket, now=now)
@@ -174,18 +172,18 @@ class Runtime:
             self._pump_soon()
 
     def stores(self, ticket: Ticket, response_id: str) -> None:
-        """The endpoint of a placed request stores its response, and gave it this id."""
+        """See RequestRuntime."""
         self._balancer.stored_responses.remember(
             response_id, ticket.placed_state.endpoint.uid, ticket.request, now=self.now()
         )
 
     def stored(self, response_id: str) -> StoredResponse | None:
-        """Which endpoint has a response, and after which prompt; None: nobody knows."""
+        """See RequestRuntime."""
         return self._balancer.stored_responses.find(response_id, now=self.now())
 
     def emit(self, record: RequestRecord) -> None:
-        """A request is over: once per request. The sinks hear of all of a turn of the loop together, at its end: after
-        the responses were sent, and each sink's code and data come into the processor's caches once.
+        """See RequestRuntime. The sinks hear of all of a turn of the loop together, at its end: after the responses
+        were sent, and each sink's code and data come into the processor's caches once.
         """
         ended = self._ended
         ended.append(record)
@@ -308,26 +306,20 @@ class Runtime:
                 del self._model_readers[uid]
 
     async def refresh_models(self, uid: EndpointUid) -> None:
-        """Ask an endpoint for its models now. Returns when it has responded, or failed."""
+        """See RequestRuntime."""
         reader = self._model_readers.get(uid)
         if reader is not None:
             await reader.refresh_models()
 
     def doubt_models(self, uid: EndpointUid) -> None:
-        """An endpoint does not serve what it listed: have it asked soon."""
+        """See RequestRuntime."""
         reader = self._model_readers.get(uid)
         if reader is not None:
             reader.doubt_models()
 
-    def lists_adapter(self, model: str | None) -> bool:
-        """Whether an endpoint lists `model`, and as an adapter."""
-        return any(card.id == model and card.parent is not None for card in self.model_cards())
-
     def look_for_models(self, looked: Callable[[], None]) -> bool:
-        """A request names a model that no endpoint listed: ask all of them again, at most once in `LOOK_AGAIN_S`.
-
-        Returns whether that goes on; then `looked` is called when it is over, within `LOOK_S`. Many random names cost
-        no more than one.
+        """See RequestRuntime. At most once in `LOOK_AGAIN_S`, for `LOOK_S` at most. Many random names cost no more than
+        one.
         """
         if self._look_ends is None:
             if self.now() < self._looked_at + LOOK_AGAIN_S:
@@ -372,7 +364,7 @@ class Runtime:
         self._balancer.ask_load(uid, ask)
 
     def report_load(self, ticket: Ticket, report: LoadReport | None) -> None:
-        """Report a load report from a response; None = it was malformed. The ticket's end, which follows, pumps."""
+        """See RequestRuntime. The ticket's end, which follows, pumps."""
         self._balancer.report_load(ticket, report, now=self.now())
 
     def wants_scrape(self, uid: EndpointUid) -> bool:
@@ -390,21 +382,26 @@ class Runtime:
         return self._balancer.health(uid)
 
     def any_up(self) -> bool:
-        """Whether an endpoint takes requests."""
+        """See RequestRuntime."""
         return self._balancer.any_up()
 
     @property
     def block_bytes(self) -> int | None:
-        """Into blocks of how many bytes prompts have to be hashed; None = they need not be read at all."""
+        """See RequestRuntime."""
         return self._balancer.block_bytes
 
     def base_models(self) -> list[str]:
-        """The distinct base models that the endpoints serve."""
+        """See RequestRuntime."""
         return self._balancer.base_models()
 
     def model_cards(self) -> list[ModelCard]:
-        """One card for each model that is served."""
+        """See RequestRuntime."""
         return self._balancer.model_cards()
+
+    def endpoints_of(self, model: str) -> list[tuple[Endpoint, Health]]:
+        """See RequestRuntime."""
+        found = (one for one in self.snapshot().endpoints if one.models and model in one.models)
+        return [(one.endpoint, one.health) for one in found if not one.draining]
 
     def snapshot(self) -> PoolSnapshot:
         """Everything, now."""

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent / "lbproxy"
 FILES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = [
-    *("config", "core", "pulse process", "runtime", "net", "proxy control extras", "app"),
+    *("config", "core", "pulse process", "request_runtime", "runtime", "workers", "net", "proxy control extras", "app"),
     *("check demo sim_cli terminal", "cli", "__main__"),
 ]
 """Left to right: a module imports its own layer and what stands left of it; neighbours in one place not each other."""

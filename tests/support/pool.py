@@ -17,6 +17,7 @@ from lbproxy.core.endpoints.state import EndpointSnapshot
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.registry import make_policy
+from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
@@ -36,6 +37,12 @@ def card(model: str, parent: str | None = None) -> ModelCard:
 
 def request(model: str | None = MODEL, *, size: int = 100) -> InferenceRequest:
     return InferenceRequest("r", model, False, size)
+
+
+def submit(runtime: Runtime, request: InferenceRequest, avoid: frozenset[EndpointUid] = frozenset()) -> Ticket:
+    """Without a callback: for tests that read the ticket."""
+    record = RequestRecord(request.id, "POST", "/v1/completions", "127.0.0.1", runtime.now())
+    return runtime.submit(request, record, avoid, lambda _: None)
 
 
 def make_balancer(

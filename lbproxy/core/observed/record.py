@@ -63,6 +63,10 @@ class RequestRecord:
     """The endpoint for which it was held when that wait began; None = any."""
     full_by: str | None = None
     """Why that endpoint was full: see `core.observed.learned.FULL_BY`. None = it was not full."""
+    number: int = 0
+    """In a worker process: see `Ticket.number`."""
+    explanation: str | None = None
+    """In a worker process: of the last decision, for the client that asks for it; the decision is not there."""
     trace: Trace | None = None
     """Its ids and its attempts, if it is traced."""
 

@@ -90,6 +90,10 @@ class Ticket:
     """Why it began to wait; None = it did not."""
     decision: Decision | None = None
     """Why it was placed where it is; None = not recorded."""
+    number: int = 0
+    """In a worker process: of its request. The balancer process has the ticket with the models (`workers.remote`)."""
+    predicted_prompt_tokens: float = 0.0
+    """In a worker process: of its `placement` there; 0 = there is none."""
 
     def __init__(
         self, request: InferenceRequest, submitted_at: float, deadline: float, avoid: frozenset[EndpointUid]

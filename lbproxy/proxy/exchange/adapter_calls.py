@@ -20,7 +20,6 @@ import orjson
 
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.endpoints.health import Health
-from lbproxy.core.endpoints.state import EndpointSnapshot
 from lbproxy.core.requests.openai import read_json_body
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
@@ -28,7 +27,7 @@ from lbproxy.net.connections.fetch import send
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.net.dialing.origin import Origin
 from lbproxy.proxy.request.client_request import ClientRequest
-from lbproxy.runtime import Runtime
+from lbproxy.request_runtime import RequestRuntime
 
 logger = logging.getLogger("lbproxy")
 
@@ -55,7 +54,7 @@ class CallResult(NamedTuple):
 class AdapterCalls:
     """Makes the calls."""
 
-    def __init__(self, runtime: Runtime, connections: ConnectionPool) -> None:
+    def __init__(self, runtime: RequestRuntime, connections: ConnectionPool) -> None:
         self._runtime = runtime
         self._connections = connections
         self._calls = 0
@@ -71,7 +70,8 @@ class AdapterCalls:
         adapter = _name(fields, "lora_name")
         if adapter is None:
             raise LbError(Outcome.MISSING_MODEL, "The request names no `lora_name`.", param="lora_name")
-        endpoints = self._endpoints_of(self._base_model(_name(fields, "base_model_name"), adapter, request))
+        base = self._base_model(_name(fields, "base_model_name"), adapter, request)
+        endpoints = self._runtime.endpoints_of(base)
         if self._calls >= MAX_CALLS:
             raise LbError(Outcome.SATURATED, "Too many adapters are being loaded or unloaded.")
         self._calls += 1
@@ -106,16 +106,16 @@ class AdapterCalls:
             raise LbError(Outcome.MISSING_MODEL, message, param="base_model_name")
         return bases[0]
 
-    def _endpoints_of(self, base: str) -> list[EndpointSnapshot]:
-        """All endpoints that list the base model, whatever their health, except those that are draining."""
-        endpoints = self._runtime.snapshot().endpoints
-        return [one for one in endpoints if one.models and base in one.models and not one.draining]
-
     async def _ask(
-        self, one: EndpointSnapshot, request: ClientRequest, request_id: str, timeout_s: float, slots: asyncio.Semaphore
+        self,
+        one: tuple[Endpoint, Health],
+        request: ClientRequest,
+        request_id: str,
+        timeout_s: float,
+        slots: asyncio.Semaphore,
     ) -> CallResult:
-        endpoint = one.endpoint
-        if one.health is Health.DOWN:
+        endpoint, health = one
+        if health is Health.DOWN:
             return CallResult(endpoint.name, 503, _MESSAGES[503])
         async with slots:
             try:

@@ -191,14 +191,14 @@ class Exchange(ABC):
         """Begin an attempt: request a place."""
         self._enter(PLACING)
         settled = lambda ticket: self._guarded(self._settled, ticket)  # noqa: E731
-        runtime, failed, again = self._shared.runtime, self._failed, self._ticket is not None
-        self._ticket = ticket = runtime.submit(self.placed, failed.endpoints, settled, failed.suspect, again)
+        runtime, record, failed, again = self._shared.runtime, self.record, self._failed, self._ticket is not None
+        self._ticket = ticket = runtime.submit(self.placed, record, failed.endpoints, settled, failed.suspect, again)
         if ticket.wait is not None:
-            self.record.note_wait(ticket)
+            record.note_wait(ticket)
         if ticket.state is not TicketState.WAITING:
             self._settled(ticket)
-        elif self.record.trace is not None:
-            self.record.trace.waiting_since = ticket.submitted_at
+        elif record.trace is not None:
+            record.trace.waiting_since = ticket.submitted_at
 
     def _settled(self, ticket: Ticket) -> None:
         """The ticket was placed, or closed without a place."""
@@ -395,7 +395,7 @@ class Exchange(ABC):
 
     def _note_usage(self, ticket: Ticket, usage: Usage) -> Usage:
         """Record the usage that the endpoint reported, with the complete prompt in it."""
-        expected = ticket.request.body_bytes / 4.0
+        expected = ticket.predicted_prompt_tokens or ticket.request.body_bytes / 4.0
         if ticket.placement is not None:
             self.record.predicted_cached_tokens = ticket.placement.cached_tokens
             expected = ticket.placement.prompt_tokens

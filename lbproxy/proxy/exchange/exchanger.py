@@ -10,7 +10,7 @@ from lbproxy.core.policies.explain import compact
 from lbproxy.net.connections.patience import Limits
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.proxy.request.forwarding import VIA_US
-from lbproxy.runtime import Runtime
+from lbproxy.request_runtime import RequestRuntime
 
 LARGE_BODY_BYTES: Final = 16 << 10
 """A smaller body is neither counted nor released before its request ends: the other objects of a request cost as much,
@@ -20,7 +20,7 @@ and all of them are bounded by the number of connections."""
 class Exchanger:
     """What exchanges under the same settings share. A request is served under one settings tree to its end."""
 
-    def __init__(self, settings: Settings, runtime: Runtime, connections: ConnectionPool) -> None:
+    def __init__(self, settings: Settings, runtime: RequestRuntime, connections: ConnectionPool) -> None:
         self.runtime = runtime
         self.connections = connections
         self.settings = settings
@@ -43,6 +43,9 @@ class Exchanger:
         if not self.expose_endpoint:
             return always
         fields = f"{always}x-lbproxy-endpoint: {record.endpoint}\r\n"
-        if not explain or record.decision is None or not self.explain_header:
+        if not explain or not self.explain_header:
             return fields
-        return f"{fields}x-lbproxy-explain: {compact(record.decision)}; queue_ms={1000.0 * record.queue_s:.1f}\r\n"
+        explanation = record.explanation if record.decision is None else compact(record.decision)
+        if explanation is None:
+            return fields
+        return f"{fields}x-lbproxy-explain: {explanation}; queue_ms={1000.0 * record.queue_s:.1f}\r\n"

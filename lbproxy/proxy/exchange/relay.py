@@ -46,7 +46,7 @@ from lbproxy.net.connections.pool import Connection
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.forwarding import Peer
 from lbproxy.proxy.request.headers import client_head
-from lbproxy.runtime import Runtime
+from lbproxy.request_runtime import RequestRuntime
 
 HOLD_HEAD_S: Final = 0.25
 """How long the head of a stream waits for a first event. Clients would notice a longer delay."""
@@ -165,7 +165,7 @@ class Relay:
         connection: Connection,
         ticket: Ticket,
         record: RequestRecord,
-        runtime: Runtime,
+        runtime: RequestRuntime,
         owner: Owner,
     ) -> None:
         self._head = head

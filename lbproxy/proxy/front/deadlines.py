@@ -12,7 +12,7 @@ import time
 from typing import Protocol
 
 from lbproxy.config.sections.clients import TimeoutSettings
-from lbproxy.runtime import Runtime
+from lbproxy.request_runtime import RequestRuntime
 
 SWEEP_S = 1.0
 
@@ -30,7 +30,7 @@ class WatchedClient(Protocol):
 class Deadlines:
     """The deadlines of all clients. Every method is O(1) except the sweep, which is linear in the watched clients."""
 
-    def __init__(self, runtime: Runtime, timeouts: TimeoutSettings) -> None:
+    def __init__(self, runtime: RequestRuntime, timeouts: TimeoutSettings) -> None:
         self._loop = runtime.loop
         self._pulse = runtime.pulse
         self._armed_at = 0.0

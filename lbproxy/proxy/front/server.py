@@ -44,7 +44,7 @@ from lbproxy.proxy.request.keys import KeyRing
 from lbproxy.proxy.request.own_responses import error_response, models_body
 from lbproxy.proxy.request.reading import LargeFacts, Reading, has_form, has_json
 from lbproxy.proxy.request.routes import ADAPTERS, find_route
-from lbproxy.runtime import Runtime
+from lbproxy.request_runtime import RequestRuntime
 
 logger = logging.getLogger("lbproxy")
 
@@ -67,7 +67,7 @@ class FrontEnd(web.Server):
     def __init__(
         self,
         settings: Settings,
-        runtime: Runtime,
+        runtime: RequestRuntime,
         exchanger: Exchanger,
         rng: random.Random,
         overload: Overload | None = None,

@@ -20,7 +20,7 @@ from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.handshake import query_model, with_query_model
 from lbproxy.proxy.request.headers import MAX_SESSION_BYTES
 from lbproxy.proxy.request.routes import ANY_BODY, JSON_BODY, stored_response
-from lbproxy.runtime import Runtime
+from lbproxy.request_runtime import RequestRuntime
 
 Large: TypeAlias = LargeJson | FormWalk
 """A body that was read in many turns of the event loop."""
@@ -43,7 +43,7 @@ SERVED_S: Final = 1.0
 class Reading:
     """Reads requests by the configured models and flows, and by what the endpoints serve."""
 
-    def __init__(self, settings: Settings, runtime: Runtime) -> None:
+    def __init__(self, settings: Settings, runtime: RequestRuntime) -> None:
         self._aliases = Aliases(settings.models)
         self._flow_rules = FlowRules(settings.flows)
         self._runtime = runtime

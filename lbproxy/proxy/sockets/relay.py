@@ -31,7 +31,7 @@ from lbproxy.proxy.exchange.relay import PROGRESS_S
 from lbproxy.proxy.sockets import frames
 from lbproxy.proxy.sockets.frames import DATA, Frame, FrameError, close_frame, is_close, is_pong, ping_frame
 from lbproxy.proxy.sockets.side import Side
-from lbproxy.runtime import Runtime
+from lbproxy.request_runtime import RequestRuntime
 
 Arguments = TypeVarTuple("Arguments")
 FRAMES_AT_ONCE: Final = 128
@@ -83,7 +83,7 @@ class SocketRelay:
     """One WebSocket, from the 101 on."""
 
     def __init__(
-        self, client: Side, server: Side, runtime: Runtime, record: RequestRecord, idle_s: float, owner: Owner
+        self, client: Side, server: Side, runtime: RequestRuntime, record: RequestRecord, idle_s: float, owner: Owner
     ) -> None:
         """`idle_s`: after this time without a byte from either side, both are pinged."""
         self.client = client

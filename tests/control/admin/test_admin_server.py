@@ -16,6 +16,7 @@ from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.requests.request import InferenceRequest
 from tests.control.rig import Rig, rig
 from tests.support.aio import run
+from tests.support.pool import submit
 
 
 class FakeFront:
@@ -132,7 +133,7 @@ def test_an_endpoint_that_is_leaving_makes_nobody_ready() -> None:
         async with site() as (made, client):
             pool = made.rig
             pool.bring_up()
-            pool.runtime.submit(InferenceRequest("r", None), frozenset(), lambda _: None)
+            submit(pool.runtime, InferenceRequest("r", None))
             pool.runtime.set_endpoints([])
             answer = await client.get("/readyz")
             assert answer.status_code == 503

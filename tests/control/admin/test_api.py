@@ -37,6 +37,7 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from tests.control.rig import Rig, rig
 from tests.support.aio import run, until
+from tests.support.pool import submit
 
 JSON = {"content-type": "application/json"}
 SETTINGS = "endpoints: [{url: http://10.0.0.1:8000, name: e1}, {url: http://10.0.0.2:8000, name: e2}]"
@@ -227,7 +228,7 @@ def test_draining_what_was_removed_says_how_far_it_is() -> None:
     async def main() -> None:
         async with site() as (made, client):
             made.rig.bring_up()
-            ticket = made.rig.runtime.submit(InferenceRequest("r", None), frozenset(), lambda _: None)
+            ticket = submit(made.rig.runtime, InferenceRequest("r", None))
             assert ticket.placed_on is not None
             name = ticket.placed_on.endpoint.name
             made.rig.runtime.set_endpoints([])
@@ -498,10 +499,7 @@ def test_a_waiting_request_is_part_of_the_queue_that_is_shown() -> None:
     async def main() -> None:
         async with site() as (made, client):
             runtime = made.rig.runtime
-            tickets = [
-                runtime.submit(InferenceRequest(str(n), "m", priority=n), frozenset(), lambda _: None)
-                for n in (0, 0, 5)
-            ]
+            tickets = [submit(runtime, InferenceRequest(str(n), "m", priority=n)) for n in (0, 0, 5)]
             assert all(one.state is TicketState.WAITING for one in tickets)
             queue = (await client.get("/admin/state")).json()["queue"]
             assert (queue["waiting"], queue["by_priority"], queue["by_model"]) == (3, {"0": 2, "5": 1}, {"m": 3})

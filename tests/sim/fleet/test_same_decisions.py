@@ -33,6 +33,7 @@ from lbproxy.sim.fleet.cluster import Fleet
 from lbproxy.sim.fleet.fleet import FleetOptions, Server
 from lbproxy.sim.fleet.replicas import Replica
 from lbproxy.sim.workloads.catalogue import make_workload
+from tests.support.pool import submit
 
 BUSY = {"prompt_tokens": 6000, "shared_tokens": 3000, "groups": 4, "output_tokens": 60, "rate": 20, "duration_s": 12}
 
@@ -140,7 +141,7 @@ class Replay:
         self.tickets: dict[str, Ticket] = {}
 
     def submit(self, request: InferenceRequest, avoid: frozenset[EndpointUid]) -> None:
-        self.tickets[request.id] = self.runtime.submit(request, avoid, lambda _: None)
+        self.tickets[request.id] = submit(self.runtime, request, avoid)
 
 
 class JumpingSelector(selectors.SelectSelector):

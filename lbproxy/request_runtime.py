@@ -1,0 +1,142 @@
+"""What the data plane needs of the balancer, wherever that runs.
+
+`proxy/` knows this class only. There are two implementations: `runtime.Runtime`, with the Balancer in this process,
+and `workers.remote.RemoteRuntime`, which speaks to the balancer process. So a request that was submitted may always
+have to wait for `settled`; everything else is decided at once, by what is known here.
+
+An abstract class and not a Protocol: compiled, a call of its methods is one indirect jump, where one of a Protocol's is
+a look-up by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.engines.orca import LoadReport
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.queue.stored_responses import StoredResponse
+from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.requests.openai import ModelCard
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.core.requests.retry import FailureKind, UpstreamError, Verdict
+from lbproxy.pulse import Pulse
+
+
+class RequestRuntime(ABC):
+    """The balancer, as exchanges see it. All of it runs on one event loop; only `refresh_models` awaits."""
+
+    loop: asyncio.AbstractEventLoop
+    now: Callable[[], float]
+    """Monotonic seconds."""
+    pulse: Pulse
+    """Whether our own loop was blocked."""
+    move_stranded: Callable[[], None] | None
+    """Called when requests may be stranded (`is_stranded`), so that their exchanges send them elsewhere."""
+
+    # A request
+
+    @abstractmethod
+    def submit(
+        self,
+        request: InferenceRequest,
+        record: RequestRecord,
+        avoid: frozenset[EndpointUid],
+        settled: Callable[[Ticket], None],
+        suspect: EndpointUid | None = None,
+        again: bool = False,
+    ) -> Ticket:
+        """A ticket: placed, refused, or waiting; then `settled` is called when it is one of the others, in a later turn
+        of the loop. The caller must `close` it.
+
+        `record`: of the request, the same in each attempt. Of the others see `Balancer.submit`; `again` is its
+        `resubmitted`.
+        """
+
+    @abstractmethod
+    def after_failure(self, ticket: Ticket, error: UpstreamError, earlier: Sequence[FailureKind]) -> Verdict:
+        """Decide what follows a failed attempt. The caller closes the ticket, unless it relays the response."""
+
+    @abstractmethod
+    def is_stranded(self, ticket: Ticket) -> bool:
+        """Whether it waits in vain for a first byte."""
+
+    @abstractmethod
+    def first_byte(self, ticket: Ticket) -> None:
+        """Report the first byte of the response's body."""
+
+    @abstractmethod
+    def progress(self, ticket: Ticket, tokens: int) -> None:
+        """Report `tokens` more of the response, as far as known; at most every 250 ms per stream."""
+
+    @abstractmethod
+    def answered(self, ticket: Ticket, outcome: Outcome, usage: Usage | None, *, began: bool, now: float) -> None:
+        """Report a complete response in one step: its first byte, if it `began` well, and its end."""
+
+    @abstractmethod
+    def close(self, ticket: Ticket, outcome: Outcome, usage: Usage | None = None, *, timed_out: bool = False) -> None:
+        """Report the end of the attempt. The first call counts; there is no callback. `timed_out`: see Balancer."""
+
+    @abstractmethod
+    def emit(self, record: RequestRecord) -> None:
+        """A request is over: once per request, whether or not it was submitted."""
+
+    # What its response shows
+
+    @abstractmethod
+    def report_load(self, ticket: Ticket, report: LoadReport | None) -> None:
+        """Report a load report from a response; None = it was malformed."""
+
+    @abstractmethod
+    def stores(self, ticket: Ticket, response_id: str) -> None:
+        """The endpoint of a placed request stores its response, and gave it this id."""
+
+    @abstractmethod
+    def stored(self, response_id: str) -> StoredResponse | None:
+        """Which endpoint has a response, and after which prompt; None: nobody knows."""
+
+    # Endpoints and models
+
+    @abstractmethod
+    def any_up(self) -> bool:
+        """Whether an endpoint takes requests."""
+
+    @abstractmethod
+    def base_models(self) -> list[str]:
+        """The distinct base models that the endpoints serve."""
+
+    @abstractmethod
+    def model_cards(self) -> list[ModelCard]:
+        """One card for each model that is served."""
+
+    @abstractmethod
+    def endpoints_of(self, model: str) -> list[tuple[Endpoint, Health]]:
+        """All endpoints that list a model, whatever their health, except those that are draining."""
+
+    @property
+    @abstractmethod
+    def block_bytes(self) -> int | None:
+        """Into blocks of how many bytes prompts have to be hashed; None = they need not be read at all."""
+
+    def lists_adapter(self, model: str | None) -> bool:
+        """Whether an endpoint lists `model`, and as an adapter."""
+        return any(card.id == model and card.parent is not None for card in self.model_cards())
+
+    @abstractmethod
+    def look_for_models(self, looked: Callable[[], None]) -> bool:
+        """A request names a model that no endpoint listed: ask all of them again, unless that was done of late.
+
+        Returns whether that goes on; then `looked` is called when it is over.
+        """
+
+    @abstractmethod
+    def doubt_models(self, uid: EndpointUid) -> None:
+        """An endpoint does not serve what it listed: have it asked soon."""
+
+    @abstractmethod
+    async def refresh_models(self, uid: EndpointUid) -> None:
+        """Ask an endpoint for its models now. Returns when it has responded, or failed."""
