@@ -23,9 +23,8 @@ from pathlib import Path
 
 from benchmarks.growth import Series, growth_rows, statement
 from lbproxy import __version__
-from lbproxy.config.sections.endpoints import ScrapeSettings
-from lbproxy.config.sections.health import HealthSettings
-from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings, RoutingSettings
+from lbproxy.config.balancing import BalancingSettings
+from lbproxy.config.sections.routing import AdmissionSettings, RoutingSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.caches.prefix_index import EndpointCache, PrefixIndex
 from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
@@ -90,12 +89,7 @@ def micros(call: Callable[[], object], rounds: int, calls: int = 5) -> float:
 
 def fleet(policy: str, count: int, rng: random.Random, blocks: int = BLOCKS) -> Balancer:
     balancer = Balancer(
-        make_policy(RoutingSettings.model_validate({"policy": policy}), rng),
-        admission=AdmissionSettings(),
-        health=HealthSettings(),
-        scrape=ScrapeSettings(),
-        retry=RetrySettings(),
-        rng=rng,
+        make_policy(RoutingSettings.model_validate({"policy": policy}), rng), BalancingSettings(), rng=rng
     )
     specs = [EndpointSpec(name=f"e{n}", base_url=f"http://10.0.{n >> 8}.{n & 255}:8000") for n in range(count)]
     for endpoint in balancer.set_endpoints(specs, now=0.0).added:

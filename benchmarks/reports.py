@@ -78,15 +78,7 @@ class DataPath:
         urls = "\n".join(f"  - http://127.0.0.1:{port}" for port in (9, 10))
         settings = parse(f"routing: {{policy: {policy}}}\nendpoints:\n{urls}", environ={})
         rng = random.Random(1)
-        balancer = Balancer(
-            make_policy(settings.routing, rng),
-            admission=settings.admission,
-            health=settings.health,
-            scrape=settings.scrape,
-            retry=settings.retry,
-            rng=rng,
-            breaker=settings.breaker,
-        )
+        balancer = Balancer(make_policy(settings.routing, rng), settings.balancing, rng=rng)
         self.runtime = runtime = Runtime(balancer)
         self.pool = ConnectionPool(runtime.pulse)
         specs = [EndpointSpec(name=one.name, base_url=one.url) for one in settings.endpoints]

@@ -109,16 +109,7 @@ class Proxy:
         """Those that hold now."""
         self.rng = rng = random.Random()  # noqa: S311 - spreads load and retries; nothing secret hangs on it
         self.telemetry = Telemetry(settings.log)
-        balancer = Balancer(
-            make_policy(settings.routing, rng),
-            admission=settings.admission,
-            health=settings.health,
-            scrape=settings.scrape,
-            retry=settings.retry,
-            rng=rng,
-            breaker=settings.breaker,
-            flows=settings.flows,
-        )
+        balancer = Balancer(make_policy(settings.routing, rng), settings.balancing, rng=rng)
         balancer.explain(settings.explain.wanted)
         self.recent = Recent(settings.explain.requests, self._now, self._running_records)
         sinks: list[Sink] = [self.telemetry, self.recent]

@@ -127,10 +127,12 @@ class Runtime(RequestRuntime):
         """See RequestRuntime."""
         return self._balancer.is_stranded(ticket, now=self.now())
 
-    def after_failure(self, ticket: Ticket, error: UpstreamError, earlier: Sequence[FailureKind]) -> Verdict:
-        """See RequestRuntime."""
+    def after_failure(
+        self, ticket: Ticket, error: UpstreamError, earlier: Sequence[FailureKind], decided: Verdict | None = None
+    ) -> Verdict:
+        """See RequestRuntime. `decided`: the verdict of the worker process in which the attempt failed."""
         verdict = self._balancer.after_failure(
-            ticket, error.kind, earlier, now=self.now(), detail=error.detail, refused=error.refused
+            ticket, error.kind, earlier, now=self.now(), detail=error.detail, refused=error.refused, decided=decided
         )
         if verdict.outcome is Outcome.NO_ENDPOINTS and self.any_up():
             verdict = Verdict(False, Outcome.CONNECT_FAILED)  # a pool that is up failed this request
@@ -170,6 +172,20 @@ class Runtime(RequestRuntime):
             self._tell()
         if self._waiters:
             self._pump_soon()
+
+    def adopt(self, request: InferenceRequest, base_url: str, *, began: bool) -> Ticket | None:
+        """See Balancer; None if the endpoint left. The caller must `close` the ticket."""
+        uid = self._uid_of(base_url)
+        return None if uid is None else self._balancer.adopt(request, uid, began=began, now=self.now())
+
+    def owns_response(self, base_url: str, response_id: str, request: InferenceRequest) -> None:
+        """An endpoint has a stored response, unless another one is known to have it."""
+        uid, stored, now = self._uid_of(base_url), self._balancer.stored_responses, self.now()
+        if uid is not None and stored.find(response_id, now=now) is None:
+            stored.remember(response_id, uid, request, now=now)
+
+    def _uid_of(self, base_url: str) -> EndpointUid | None:
+        return next((one.uid for one in self._members.values() if one.base_url == base_url), None)
 
     def stores(self, ticket: Ticket, response_id: str) -> None:
         """See RequestRuntime."""
@@ -218,16 +234,7 @@ class Runtime(RequestRuntime):
 
     def reconfigure(self, policy: Policy | None, settings: Settings) -> None:
         """Other settings, from now on. `policy`: None = the one there is, with what it learned."""
-        self._balancer.reconfigure(
-            policy,
-            admission=settings.admission,
-            health=settings.health,
-            breaker=settings.breaker,
-            scrape=settings.scrape,
-            retry=settings.retry,
-            flows=settings.flows,
-            now=self.now(),
-        )
+        self._balancer.reconfigure(policy, settings.balancing, now=self.now())
         self._balancer.explain(settings.explain.wanted)
         self._pump_soon()
 
@@ -406,6 +413,15 @@ class Runtime(RequestRuntime):
     def snapshot(self) -> PoolSnapshot:
         """Everything, now."""
         return self._balancer.snapshot(now=self.now())
+
+    @property
+    def endpoints_version(self) -> int:
+        """See Balancer."""
+        return self._balancer.endpoints_version
+
+    def models_of(self, uid: EndpointUid) -> dict[str, ModelCard] | None:
+        """See Balancer."""
+        return self._balancer.models_of(uid)
 
     def learned(self) -> tuple[PoolLearned, dict[EndpointUid, EndpointLearned]] | None:
         """What was learned of speeds and caches; None under policies that learn nothing."""

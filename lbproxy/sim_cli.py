@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from lbproxy.config.balancing import BalancingSettings
 from lbproxy.config.scenario import Scenario, WorkloadSettings
 from lbproxy.config.sections.endpoints import ScrapeSettings
-from lbproxy.config.sections.health import HealthSettings
-from lbproxy.config.sections.routing import RetrySettings, RoutingSettings
+from lbproxy.config.sections.routing import RoutingSettings
 from lbproxy.config.text import ConfigError
 from lbproxy.core.policies.policy import Policy
 from lbproxy.core.policies.registry import make_policy
@@ -235,15 +235,8 @@ def fleet_of(run: Run, workload: Workload, read: Read | None = None) -> Fleet:
     scenario = run.scenario
 
     def make(policy: Policy, kind: type[AnyReplica], rng: random.Random) -> AnyReplica:
-        return kind(
-            policy,
-            admission=scenario.admission,
-            health=HealthSettings(),
-            scrape=_scraping(scenario.scrape_interval),
-            retry=RetrySettings(),
-            rng=rng,
-            flows=scenario.flows,
-        )
+        scrape = _scraping(scenario.scrape_interval)
+        return kind(policy, BalancingSettings(scenario.admission, scenario.flows, scrape=scrape), rng=rng)
 
     if run.oracle is not None:
         # Keys as for adaptive, for the balancer's own bookkeeping; the oracle reads none of them.

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, RootModel, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import InitErrorDetails
 
+from lbproxy.config.balancing import BalancingSettings
 from lbproxy.config.section import Section
 from lbproxy.config.sections.access import AdminSettings, AuthSettings, ListenSettings
 from lbproxy.config.sections.clients import Address, LimitSettings, TimeoutSettings
@@ -109,6 +110,11 @@ class Settings(Section):
     """Why requests went where they went."""
     traces: TraceSettings = TraceSettings()
     """Spans of each request, sent to an OpenTelemetry collector."""
+
+    @property
+    def balancing(self) -> BalancingSettings:
+        """Those that the Balancer reads."""
+        return BalancingSettings(self.admission, self.flows, self.retry, self.health, self.breaker, self.scrape)
 
     @field_validator("forwarded", mode="before")
     @classmethod

@@ -1,7 +1,7 @@
 """The Balancer: a driver reports events with the current time, and the Balancer decides where each request goes.
 
-It does no I/O. It owns the endpoint set, the tickets and the waiting queue; `core.queue.choice` chooses endpoints. The
-asyncio runtime, the simulation and the tests drive it in the same way, in five steps:
+It does no I/O. It owns the endpoint set, tickets and the waiting queue; `core.queue.choice` chooses. The asyncio
+runtime, the simulation and the tests drive it in the same way, in five steps:
 
 1. It reports every event as it happens (`submit`, `first_byte`, `progress`, `close`, `report_*`, `set_endpoints`).
 2. After any event it calls `poll`, and acts on the returned tickets: each of them was placed or closed just now.
@@ -27,10 +27,8 @@ from math import inf
 
 from mypy_extensions import mypyc_attr
 
-from lbproxy.config.sections.endpoints import ScrapeSettings
-from lbproxy.config.sections.flows import FlowsSettings
-from lbproxy.config.sections.health import BreakerSettings, HealthSettings
-from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings
+from lbproxy.config.balancing import BalancingSettings
+from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.endpoints.backpressure import Backpressure
 from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.endpoint_set import EndpointChanges, EndpointSet
@@ -53,35 +51,25 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import NO_USAGE, InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind, Retries, Verdict
 
-DEFAULT_BREAKER, DEFAULT_FLOWS = BreakerSettings(), FlowsSettings()
-
 
 @mypyc_attr(allow_interpreted_subclasses=True)  # the simulation has some
 class Balancer:
     """Places requests on endpoints. The module describes what a driver must do."""
 
-    def __init__(  # noqa: PLR0913 - each is a section of the settings
-        self,
-        policy: Policy,
-        *,
-        admission: AdmissionSettings,
-        health: HealthSettings,
-        scrape: ScrapeSettings,
-        retry: RetrySettings,
-        rng: random.Random,
-        breaker: BreakerSettings = DEFAULT_BREAKER,
-        flows: FlowsSettings = DEFAULT_FLOWS,
-    ) -> None:
-        self._retries, self._backpressure = Retries(retry, rng), Backpressure()
+    def __init__(self, policy: Policy, settings: BalancingSettings, *, rng: random.Random, first_uid: int = 0) -> None:
+        """Uids of endpoints are larger than `first_uid`: a balancer after another uses none of its uids."""
+        self._retries, self._backpressure = Retries(settings.retry, rng), Backpressure()
         self._pool = model_for(policy)
-        self._endpoints = EndpointSet(health, scrape, breaker, self._pool, rng)
+        self._endpoints = EndpointSet(settings, self._pool, rng, first_uid)
         self._judge = self._endpoints.judge
-        self._flows, self._queue = Flows(flows), WaitingQueue(admission)
+        self._flows, self._queue = Flows(settings.flows), WaitingQueue(settings.admission)
         self.stored_responses = StoredResponses()
         """The driver notes here which endpoint stores which response."""
-        self._choice = Choice(policy, admission, self._endpoints, self._backpressure, self.stored_responses, rng)
+        self._choice = Choice(
+            policy, settings.admission, self._endpoints, self._backpressure, self.stored_responses, rng
+        )
         self._dispatcher = Dispatcher(self._endpoints, self._choice, self._queue, self._flows)
-        self._reconfigure_queue(admission)
+        self._reconfigure_queue(settings.admission)
         self._placements = 0
         self._changed: list[Ticket] = []
         """Tickets that were closed because another ticket arrived; `poll` returns them."""
@@ -90,18 +78,7 @@ class Balancer:
         self._queue_timeout_s = admission.queue_timeout
         self._dispatcher.reconfigure(admission, self._pool)
 
-    def reconfigure(  # noqa: PLR0913 - each is a section of the settings
-        self,
-        policy: Policy | None,
-        *,
-        admission: AdmissionSettings,
-        health: HealthSettings,
-        breaker: BreakerSettings,
-        scrape: ScrapeSettings,
-        retry: RetrySettings,
-        flows: FlowsSettings,
-        now: float,
-    ) -> None:
+    def reconfigure(self, policy: Policy | None, settings: BalancingSettings, *, now: float) -> None:
         """Replace the settings. What was learned of endpoints stays, and placed requests keep their places.
 
         `policy`: None keeps the policy and what it has learned. Another policy keeps learned work and caches, unless it
@@ -112,14 +89,14 @@ class Balancer:
             self._pool = model_for(policy)
             self._endpoints.adopt_pool(self._pool)
         self._endpoints.limit_index(policy.index_entries)
-        self._retries.reconfigure(retry)
-        self._endpoints.reconfigure(health, scrape, breaker)
-        self._queue.reconfigure(admission, now=now)
-        self._flows.reconfigure(flows, now)
+        self._retries.reconfigure(settings.retry)
+        self._endpoints.reconfigure(settings)
+        self._queue.reconfigure(settings.admission, now=now)
+        self._flows.reconfigure(settings.flows, now)
         for flow in self._flows:
             self._unpark(flow)
-        self._choice.reconfigure(policy, admission)
-        self._reconfigure_queue(admission)
+        self._choice.reconfigure(policy, settings.admission)
+        self._reconfigure_queue(settings.admission)
 
     # Requests
 
@@ -139,8 +116,7 @@ class Balancer:
         """
         ticket = Ticket(request, now, now + self._queue_timeout_s, avoid)
         ticket.flow = flow = self._flows.of(request.flow, now)
-        if suspect is not None:
-            ticket.suspect = suspect
+        ticket.suspect = suspect
         if request.deadline is not None:
             ticket.deadline = min(ticket.deadline, request.deadline)
         if not (avoid or resubmitted):
@@ -170,6 +146,21 @@ class Balancer:
             self._end(ticket, Outcome.TOO_LATE)
         if ticket.state is TicketState.WAITING:
             self._wait(ticket, now)
+        return ticket
+
+    def adopt(self, request: InferenceRequest, uid: EndpointUid, *, began: bool, now: float) -> Ticket:
+        """Return the ticket of a request that another balancer placed at this member, where it runs.
+
+        `began`: its response has begun. It counts as in flight, but teaches nothing; the engine's gauges show its work.
+        """
+        state = self._endpoints.get(uid)
+        assert state is not None
+        ticket = Ticket(request._replace(open_ended=True), now, now, frozenset())
+        ticket.flow = flow = self._flows.of(request.flow, now)
+        flow.active, ticket.counts_in_flow = flow.active + 1, True
+        self._place(ticket, state, now)
+        if began:
+            self.first_byte(ticket, now=now)
         return ticket
 
     def poll(self, *, now: float) -> list[Ticket]:
@@ -248,7 +239,7 @@ class Balancer:
             self._dispatcher.wake(state)
         self._end(ticket, outcome)
 
-    def after_failure(
+    def after_failure(  # noqa: PLR0913 - what is known of a failure
         self,
         ticket: Ticket,
         kind: FailureKind,
@@ -257,10 +248,12 @@ class Balancer:
         now: float,
         detail: str = "",
         refused: bool = False,
+        decided: Verdict | None = None,
     ) -> Verdict:
         """Decide what follows an attempt that failed before any of a response's body went to the client.
 
-        `earlier`: why earlier attempts failed. `detail`: for the log. `refused`: nothing listens there. Does not close.
+        `earlier`: why earlier attempts failed. `detail`: for the log. `refused`: nothing listens there. `decided`: by a
+        worker process, by its own budget. Does not close.
         """
         state = ticket.placed_state
         stranded = kind is FailureKind.STRANDED
@@ -270,7 +263,7 @@ class Balancer:
         others_available = self._choice.others_available(ticket, now)
         if stranded and ticket.is_trial and state.health is Health.HALF_OPEN:
             others_available = False
-        verdict = self._retries.decide(
+        verdict = decided or self._retries.decide(
             kind, earlier, others_available=others_available, now=now, repeatable=ticket.request.repeatable
         )
         if refused and self._choice.response_owner(ticket.request, now) is not None:
@@ -289,9 +282,7 @@ class Balancer:
         if self._changed or self._dispatcher.has_work:
             return -inf
         first = self._queue.first_deadline()
-        if first is None:
-            return None
-        return min(first, self._dispatcher.next_wake_at)
+        return None if first is None else min(first, self._dispatcher.next_wake_at)
 
     # Endpoints
 
@@ -380,6 +371,16 @@ class Balancer:
         """The block size in which prompts must be hashed; None = prompts need not be read."""
         return self._choice.policy.block_bytes
 
+    @property
+    def endpoints_version(self) -> int:
+        """Changes whenever an endpoint's health, models or membership may have changed."""
+        return self._endpoints.version
+
+    def models_of(self, uid: EndpointUid) -> dict[str, ModelCard] | None:
+        """What an endpoint lists, by id; None if it has no such list, or left. Another object after each change."""
+        state = self._endpoints.get(uid)
+        return None if state is None else state.models
+
     def health(self, uid: EndpointUid) -> Health | None:
         """An endpoint's health; None if it left the set."""
         state = self._endpoints.get(uid)
@@ -408,16 +409,14 @@ class Balancer:
 
     def snapshot(self, *, now: float) -> PoolSnapshot:
         """A snapshot of the pool."""
-        queue = self._queue
-        flows = self._flows.snapshot(queue.by_flow())
-        return PoolSnapshot(self._endpoints.snapshot(now=now), len(queue), queue.bytes, flows)
+        flows = self._flows.snapshot(self._queue.by_flow())
+        return PoolSnapshot(self._endpoints.snapshot(now=now), len(self._queue), self._queue.bytes, flows)
 
     def learned(self, *, now: float) -> tuple[PoolLearned, dict[EndpointUid, EndpointLearned]] | None:
         """What was learned of speeds and caches; None under policies that learn nothing."""
         if self._pool is None:
             return None
-        states = self._endpoints.members()
-        return of_pool(self._pool), {state.endpoint.uid: of_endpoint(state.load, now=now) for state in states}
+        return of_pool(self._pool), {s.endpoint.uid: of_endpoint(s.load, now=now) for s in self._endpoints.members()}
 
     def queue(self, *, now: float) -> QueueSnapshot:
         """A summary of the waiting requests. O(n)."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from lbproxy.config.balancing import BalancingSettings
 from lbproxy.config.sections.endpoints import ScrapeSettings
 from lbproxy.config.sections.flows import FlowsSettings
 from lbproxy.config.sections.health import BreakerSettings, HealthSettings
@@ -27,12 +28,14 @@ def reconfigure(
     """Settings at their defaults but for those that are given."""
     balancer.reconfigure(
         make_policy(RoutingSettings.model_validate({"policy": policy})) if isinstance(policy, str) else policy,
-        admission=AdmissionSettings.model_validate(sections.get("admission", {})),
-        health=HealthSettings.model_validate(sections.get("health", {})),
-        breaker=BreakerSettings.model_validate(sections.get("breaker", {})),
-        scrape=ScrapeSettings.model_validate(sections.get("scrape", {})),
-        retry=RetrySettings.model_validate(sections.get("retry", {})),
-        flows=FlowsSettings.model_validate(sections.get("flows", {})),
+        BalancingSettings(
+            admission=AdmissionSettings.model_validate(sections.get("admission", {})),
+            health=HealthSettings.model_validate(sections.get("health", {})),
+            breaker=BreakerSettings.model_validate(sections.get("breaker", {})),
+            scrape=ScrapeSettings.model_validate(sections.get("scrape", {})),
+            retry=RetrySettings.model_validate(sections.get("retry", {})),
+            flows=FlowsSettings.model_validate(sections.get("flows", {})),
+        ),
         now=now,
     )
 

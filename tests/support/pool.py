@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Sequence
 
+from lbproxy.config.balancing import BalancingSettings
 from lbproxy.config.sections.endpoints import ScrapeSettings
 from lbproxy.config.sections.flows import FlowsSettings
 from lbproxy.config.sections.health import BreakerSettings, HealthSettings
@@ -22,7 +23,7 @@ from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.net.connections.pool import ConnectionPool
-from lbproxy.runtime import Runtime
+from lbproxy.runtime import Runtime, Sink
 
 MODEL = "m"
 
@@ -60,13 +61,15 @@ def make_balancer(
     routing = RoutingSettings.model_validate({"policy": policy, "scorers": scorers})
     return Balancer(
         make_policy(routing),
-        admission=admission or AdmissionSettings(),
-        health=health or HealthSettings(),
-        scrape=scrape or ScrapeSettings(),
-        retry=retry or RetrySettings(),
+        BalancingSettings(
+            admission=admission or AdmissionSettings(),
+            health=health or HealthSettings(),
+            scrape=scrape or ScrapeSettings(),
+            retry=retry or RetrySettings(),
+            breaker=breaker or BreakerSettings(),
+            flows=flows or FlowsSettings(),
+        ),
         rng=random.Random(seed),
-        breaker=breaker or BreakerSettings(),
-        flows=flows or FlowsSettings(),
     )
 
 
@@ -154,7 +157,8 @@ class Pool:
     def __init__(self, balancer: Balancer, specs: Sequence[EndpointSpec]) -> None:
         self.balancer = balancer
         self.records = Records(balancer)
-        self.runtime = Runtime(balancer, [self.records])
+        self.sinks: list[Sink] = [self.records]
+        self.runtime = Runtime(balancer, self.sinks)
         self.runtime.pulse.start()
         self.connections = ConnectionPool(self.runtime.pulse)
         self.endpoints = self.runtime.set_endpoints(specs).added

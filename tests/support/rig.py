@@ -5,9 +5,11 @@ declared up and serve MODEL, so that each test decides everything that happens.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from lbproxy.config.parse import parse
@@ -18,8 +20,16 @@ from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.proxy.exchange.exchanger import Exchanger
 from lbproxy.proxy.front.server import FrontEnd
+from lbproxy.workers import messages as m
+from lbproxy.workers.link import Link
+from lbproxy.workers.remote import RemoteRuntime
+from lbproxy.workers.server import Session, WorkerServer
+from tests.support.aio import until
 from tests.support.endpoint import Message
 from tests.support.pool import Pool
+
+IN_WORKER = bool(os.environ.get("LBPROXY_TEST_WORKERS"))
+"""The data path is that of a worker process, linked to the balancer by sockets (both in this loop)."""
 
 
 class Rig(Pool):
@@ -30,22 +40,44 @@ class Rig(Pool):
 
     def __init__(self, settings: Settings) -> None:
         rng = random.Random(1)
-        balancer = Balancer(
-            make_policy(settings.routing, rng),
-            admission=settings.admission,
-            health=settings.health,
-            scrape=settings.scrape,
-            retry=settings.retry,
-            rng=rng,
-            breaker=settings.breaker,
-            flows=settings.flows,
-        )
+        balancer = Balancer(make_policy(settings.routing, rng), settings.balancing, rng=rng)
         super().__init__(balancer, [EndpointSpec(name=e.name, base_url=e.url) for e in settings.endpoints])
-        self.front = FrontEnd(settings, self.runtime, Exchanger(settings, self.runtime, self.connections), rng)
-        self.runtime.move_stranded = self.front.move_stranded
+        self.remote = RemoteRuntime(settings, rng) if IN_WORKER else None
+        """The runtime of the data path, if that is a worker's; `runtime` is then the balancer process's."""
+        seen = self.remote or self.runtime
+        self.front = FrontEnd(settings, seen, Exchanger(settings, seen, self.connections), rng)
+        seen.move_stranded = self.front.move_stranded
+        self.links: tuple[Link[m.ToWorker], Link[m.FromWorker]] | None = None
+        self.server = None if self.remote is None else WorkerServer(self.runtime)
+        if self.server is not None:
+            self.sinks.append(self.server)
         self.port = 0
         self.clients: list[RawClient] = []
         """All that were connected: closed at the end."""
+
+    async def link(self) -> None:
+        """Connect the data path with the balancer, if they are apart."""
+        if self.remote is None or self.server is None:
+            return
+        ours, theirs = socket.socketpair()
+        session, loop = Session(self.server), asyncio.get_running_loop()
+        await loop.connect_accepted_socket(lambda: session.link, theirs)
+        mine: Link[m.ToWorker] = Link(m.ToWorker, self.remote.received, self.remote.detach)
+        await loop.connect_accepted_socket(lambda: mine, ours)
+        self.remote.attach(mine)
+        self.links = mine, session.link
+        mine.send(m.Hello(0, 1))
+        self.server.ready()
+        await until(lambda: self.remote is not None and not self.remote.alone)
+
+    async def settle(self) -> None:
+        """Wait until both sides know the same."""
+        if self.links is not None:
+            here, there = self.links
+            for _ in range(3):  # what is sent at the end of a turn, and what that leads to
+                await asyncio.sleep(0)
+            await until(lambda: here.sent == there.arrived and there.sent == here.arrived)
+            await asyncio.sleep(0)  # sinks hear at the end of a turn
 
     def in_flight(self) -> int:
         return sum(one.in_flight for one in self.snapshots())
@@ -60,7 +92,7 @@ class Rig(Pool):
     async def connect(self) -> RawClient:
         tls = None if self.tls is None else self.tls[1]
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 26, ssl=tls)
-        self.clients.append(RawClient(reader, writer))
+        self.clients.append(RawClient(reader, writer, self.settle))
         return self.clients[-1]
 
     async def ask(self, data: bytes) -> Reply:
@@ -84,9 +116,15 @@ class Reply(Message):
 class RawClient:
     """A client of which a test writes and reads every byte."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        settle: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self.reader = reader
         self.writer = writer
+        self._settle = settle
 
     def send(self, data: bytes) -> None:
         self.writer.write(data)
@@ -96,7 +134,17 @@ class RawClient:
         return await self.reader.readuntil(b"\r\n\r\n")
 
     async def reply(self, *, bodiless: bool = False) -> Reply:
-        """The next whole response, an informational one too; IncompleteReadError or ConnectionError if it broke."""
+        """The next whole response, an informational one too; IncompleteReadError or ConnectionError if it broke.
+
+        What lbproxy knows of it is known to all of its processes then.
+        """
+        try:
+            return await self._reply(bodiless=bodiless)
+        finally:
+            if self._settle is not None:
+                await self._settle()
+
+    async def _reply(self, *, bodiless: bool) -> Reply:
         reply = Reply(await self.head(), b"")
         if bodiless or reply.status < 200:
             return reply
@@ -140,6 +188,7 @@ async def rig(*urls: str, more: str = "", up: bool = True) -> AsyncIterator[Rig]
     if up:
         it.bring_up()
     it.front.listener.use_tls(it.tls and it.tls[0])
+    await it.link()
     it.port = await it.front.listen("127.0.0.1", 0)
     try:
         yield it
@@ -147,6 +196,9 @@ async def rig(*urls: str, more: str = "", up: bool = True) -> AsyncIterator[Rig]
         for client in it.clients:
             client.writer.transport.abort()
         await it.front.stop(2.0)
+        await it.settle()
+        if it.server is not None:
+            it.server.close()
         it.connections.close()
     assert it.in_flight() == 0
     assert all(one.awaiting_first_byte == 0 for one in it.snapshots())

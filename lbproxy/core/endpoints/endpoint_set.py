@@ -22,8 +22,7 @@ from math import inf
 from operator import attrgetter
 from typing import Final
 
-from lbproxy.config.sections.endpoints import ScrapeSettings
-from lbproxy.config.sections.health import BreakerSettings, HealthSettings
+from lbproxy.config.balancing import BalancingSettings
 from lbproxy.core.endpoints.breaker import Cause
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.health import Health
@@ -66,18 +65,15 @@ class EndpointSet:
     """All endpoints and their states."""
 
     def __init__(
-        self,
-        settings: HealthSettings,
-        scrape: ScrapeSettings,
-        breaker: BreakerSettings,
-        pool: PoolModel | None,
-        rng: random.Random,
+        self, settings: BalancingSettings, pool: PoolModel | None, rng: random.Random, first_uid: int = 0
     ) -> None:
+        """Uids are larger than `first_uid`."""
+        breaker = settings.breaker
         self._pool = pool
         self.serving = Serving(panic=breaker.panic)
         """The index of models."""
         self.judge = Judge(
-            settings,
+            settings.health,
             breaker,
             self.serving,
             has_loads=pool is not None,
@@ -85,14 +81,14 @@ class EndpointSet:
             new_process=self._new_process,
         )
         """Moves endpoints from state to state."""
-        self._stale_after_s = scrape.stale_after
+        self._stale_after_s = settings.scrape.stale_after
         self._trial_at = -inf
         """Until then no endpoint can be tried, unless something changes."""
         self._trials_version = self._unavailable_version = -1
         """The versions of `serving` for which `_trial_at` and `_unavailable` are valid."""
         self._states: dict[EndpointUid, EndpointState] = {}
         self._leaving: list[EndpointState] = []
-        self._last_uid = 0
+        self._last_uid = first_uid
         self._unavailable: tuple[tuple[Endpoint, str], ...] = ()
         if pool is not None:
             pool.adapters = self.serving.adapters
@@ -102,11 +98,11 @@ class EndpointSet:
         """Changes whenever `candidates` may change."""
         return self.serving.version
 
-    def reconfigure(self, settings: HealthSettings, scrape: ScrapeSettings, breaker: BreakerSettings) -> None:
+    def reconfigure(self, settings: BalancingSettings) -> None:
         """Apply other settings to what is reported from now on."""
-        self.judge.reconfigure(settings, breaker, self._states.values())
-        self.serving.reconfigure(panic=breaker.panic)
-        self._stale_after_s = scrape.stale_after
+        self.judge.reconfigure(settings.health, settings.breaker, self._states.values())
+        self.serving.reconfigure(panic=settings.breaker.panic)
+        self._stale_after_s = settings.scrape.stale_after
 
     def adopt_pool(self, pool: PoolModel | None) -> None:
         """Use another policy's models, or none. What is placed still ends against the model that it began with."""

@@ -11,6 +11,7 @@ are placed like any other, and retried elsewhere if an endpoint does not have th
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from lbproxy.core.endpoints.endpoint import EndpointUid
@@ -67,6 +68,11 @@ class StoredResponses:
         self._stored[response_id] = found._replace(until=now + KEPT_S)
         self._stored.move_to_end(response_id)
         return found
+
+    def move(self, uids: Mapping[EndpointUid, EndpointUid]) -> None:
+        """Note that endpoints have other uids now: old to new. O(stored responses)."""
+        for response_id, one in self._stored.items():
+            self._stored[response_id] = one._replace(uid=uids.get(one.uid, one.uid))
 
     def forget(self, response_id: str) -> None:
         """Forget a response."""

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lbproxy.config.sections.endpoints import ScrapeSettings
-from lbproxy.config.sections.flows import FlowsSettings
-from lbproxy.config.sections.health import BreakerSettings, HealthSettings
-from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings, RoutingSettings
+from lbproxy.config.balancing import BalancingSettings
+from lbproxy.config.sections.routing import RoutingSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.caches.cache_size import GUESSED_TOKENS
 from lbproxy.core.endpoints.endpoint import EndpointUid
@@ -71,12 +69,7 @@ def become_adaptive(balancer: Balancer) -> None:
     """As by a reload."""
     balancer.reconfigure(
         make_policy(RoutingSettings()),
-        admission=AdmissionSettings(),
-        health=HealthSettings(),
-        scrape=ScrapeSettings(),
-        breaker=BreakerSettings(),
-        retry=RetrySettings(),
-        flows=FlowsSettings(),
+        BalancingSettings(),
         now=0.0,
     )
 

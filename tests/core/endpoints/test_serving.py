@@ -10,10 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lbproxy.config.sections.endpoints import ScrapeSettings
-from lbproxy.config.sections.flows import FlowsSettings
-from lbproxy.config.sections.health import BreakerSettings, HealthSettings
-from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings
+from lbproxy.config.balancing import BalancingSettings
+from lbproxy.config.sections.health import BreakerSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.breaker import Cause
 from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
@@ -180,12 +178,7 @@ class ServingMachine(RuleBasedStateMachine):
         self.breaker = self.breaker.model_copy(update={"panic": panic})
         self.balancer.reconfigure(
             make_balancer(policy=policy)._choice.policy,
-            admission=AdmissionSettings(),
-            health=HealthSettings(),
-            breaker=self.breaker,
-            scrape=ScrapeSettings(),
-            retry=RetrySettings(),
-            flows=FlowsSettings(),
+            BalancingSettings(breaker=self.breaker),
             now=self.now,
         )
 

@@ -7,11 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from lbproxy.config.balancing import BalancingSettings
 from lbproxy.config.parse import parse_scenario
-from lbproxy.config.sections.endpoints import ScrapeSettings
-from lbproxy.config.sections.flows import FlowsSettings
-from lbproxy.config.sections.health import BreakerSettings, HealthSettings
-from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings, RoutingSettings
+from lbproxy.config.sections.routing import RoutingSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.requests.outcome import Outcome
@@ -98,12 +96,7 @@ def test_another_policy_begins_with_the_guess_too() -> None:
     balancer = pool(1, 4, policy="least-request")
     balancer.reconfigure(
         make_policy(RoutingSettings(policy="adaptive")),
-        admission=AdmissionSettings(),
-        health=HealthSettings(),
-        breaker=BreakerSettings(),
-        scrape=ScrapeSettings(),
-        retry=RetrySettings(),
-        flows=FlowsSettings(),
+        BalancingSettings(),
         now=1.0,
     )
     assert speeds(balancer) == pytest.approx([2.0, 0.5])

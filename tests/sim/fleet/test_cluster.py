@@ -10,9 +10,8 @@ from itertools import pairwise
 
 import pytest
 
-from lbproxy.config.sections.endpoints import ScrapeSettings
-from lbproxy.config.sections.health import HealthSettings
-from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings, RoutingSettings
+from lbproxy.config.balancing import BalancingSettings
+from lbproxy.config.sections.routing import AdmissionSettings, RoutingSettings
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.policies.registry import POLICIES, make_policy
@@ -39,14 +38,7 @@ def replicas(policy: str, kind: type[Replica] = Replica) -> Callable[[random.Ran
 
     def make(rng: random.Random) -> Replica:
         routing = RoutingSettings.model_validate({"policy": policy})
-        return kind(
-            make_policy(routing, rng),
-            admission=ROOMY,
-            health=HealthSettings(),
-            scrape=ScrapeSettings(),
-            retry=RetrySettings(),
-            rng=rng,
-        )
+        return kind(make_policy(routing, rng), BalancingSettings(admission=ROOMY), rng=rng)
 
     return make
 

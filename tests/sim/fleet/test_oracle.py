@@ -8,9 +8,8 @@ import random
 import pytest
 from pydantic import ValidationError
 
-from lbproxy.config.sections.endpoints import ScrapeSettings
-from lbproxy.config.sections.health import HealthSettings
-from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings, RoutingSettings
+from lbproxy.config.balancing import BalancingSettings
+from lbproxy.config.sections.routing import AdmissionSettings, RoutingSettings
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.engine.engine import Engine
 from lbproxy.sim.engine.foresight import Work, foresee, slot_free_at
@@ -105,9 +104,7 @@ def run(form: str, workload: Workload, servers: tuple[Server, ...], adapters: tu
     options = FleetOptions(servers=servers, adapters=adapters, jitter=False)
 
     def make(oracle: Oracle, rng: random.Random) -> OracleBalancer:
-        return OracleBalancer(
-            oracle, admission=ROOMY, health=HealthSettings(), scrape=ScrapeSettings(), retry=RetrySettings(), rng=rng
-        )
+        return OracleBalancer(oracle, BalancingSettings(admission=ROOMY), rng=rng)
 
     return OracleFleet(options, workload, make, form=form, seed=1).run()
 

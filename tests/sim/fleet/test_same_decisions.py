@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 import pytest
 
-from lbproxy.config.sections.endpoints import ScrapeSettings
-from lbproxy.config.sections.health import HealthSettings
-from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings, RoutingSettings
+from lbproxy.config.balancing import BalancingSettings
+from lbproxy.config.sections.routing import AdmissionSettings, RoutingSettings
 from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.endpoint_set import EndpointChanges
 from lbproxy.core.engines.load_metrics import LoadMetrics
@@ -58,10 +57,9 @@ class Recorder(Replica):
         rng = random.Random(seed)
         super().__init__(
             make_policy(RoutingSettings.model_validate({"policy": policy}), rng),
-            admission=AdmissionSettings(max_in_flight_per_endpoint=None if policy == "adaptive" else 6),
-            health=HealthSettings(),
-            scrape=ScrapeSettings(),
-            retry=RetrySettings(),
+            BalancingSettings(
+                admission=AdmissionSettings(max_in_flight_per_endpoint=None if policy == "adaptive" else 6)
+            ),
             rng=rng,
         )
         self.clock: Callable[[], float] = lambda: 0.0

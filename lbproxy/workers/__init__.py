@@ -1,0 +1,9 @@
+"""Worker processes: several processes that relay bytes, and one balancer process that decides for all of them.
+
+A worker has connections (`proxy/`) and a `RemoteRuntime`; the balancer process has the Balancer,
+the control plane and a `WorkerServer`. They exchange `messages` over a Unix socket, many in one write (`link`). While
+there is no balancer process, each worker places requests by what it was told last (`known`). Which process dies and
+starts when is decided in `lbproxy.processes`.
+
+Imported by: app, processes. Never: HTTP, settings files, processes; a decision while the balancer process can make it.
+"""

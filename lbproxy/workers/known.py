@@ -1,0 +1,122 @@
+"""The endpoints as a worker knows them: as the balancer process told last, with the worker's own requests in flight.
+
+While there is no balancer process, requests are placed by this alone (`choose`): the endpoint with the fewest of our
+own requests in flight, relative to its weight, of those that may be asked for the model. An endpoint that fails one
+then gets no other for `AVOID_S`, as nobody else watches it. It is not a balancer: it holds nothing, predicts nothing,
+and knows nothing of the requests of other workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from lbproxy.config.sections.health import BreakerSettings
+from lbproxy.core.endpoints.breaker import Breaker
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.endpoints.serving import Serving
+from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.queue.stored_responses import StoredResponses
+from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.requests.openai import ModelCard
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest
+
+AVOID_S: Final = 2.0
+"""About what two failed probes take."""
+
+
+class Known:
+    """What a worker knows of the endpoints. Changed by what the balancer process tells, and by our own requests."""
+
+    def __init__(self) -> None:
+        self._states: dict[EndpointUid, EndpointState] = {}
+        self._serving = Serving(panic=True)
+        self.stored_responses = StoredResponses()
+        """Those of all workers."""
+
+    # What the balancer process tells
+
+    def replace(self, members: Iterable[tuple[Endpoint, Health, bool]]) -> None:
+        """The complete set, in order: each with its health, and whether it drains. A new balancer process gives other
+        uids to the same endpoints.
+        """
+        before = {one.endpoint.base_url: one for one in self._states.values()}
+        self._states = {}
+        moved: dict[EndpointUid, EndpointUid] = {}
+        for endpoint, health, draining in members:
+            state = before.get(endpoint.base_url)
+            if state is not None and state.endpoint.uid != endpoint.uid:
+                moved[state.endpoint.uid] = endpoint.uid
+            if state is None:
+                state = EndpointState(endpoint)
+                state.breaker = Breaker(BreakerSettings())
+            state.endpoint = endpoint
+            state.health = health
+            state.draining = draining
+            state.backing_off_until = float("-inf")
+            self._states[endpoint.uid] = state
+        if moved:
+            self.stored_responses.move(moved)
+        self._serving.replace_all(self._states.values())
+        for state in self._states.values():
+            self._serving.changed(state)
+
+    def list_models(self, uid: EndpointUid, cards: list[ModelCard] | None) -> None:
+        """What an endpoint lists; None = it has no such list."""
+        state = self._states.get(uid)
+        if state is not None:
+            state.models = None if cards is None else {card.id: card for card in cards}
+            self._serving.changed(state)
+
+    # Reading
+
+    def get(self, uid: EndpointUid) -> EndpointState | None:
+        """A member; None if it is none (any more)."""
+        return self._states.get(uid)
+
+    def members(self) -> Iterable[EndpointState]:
+        """All of them, in the order of the settings."""
+        return self._states.values()
+
+    def any_up(self) -> bool:
+        """Whether a member takes requests."""
+        return bool(self._serving.candidates(None))
+
+    def model_cards(self) -> list[ModelCard]:
+        """See RequestRuntime."""
+        return self._serving.model_cards()
+
+    def owner(self, request: InferenceRequest, now: float) -> EndpointUid | None:
+        """The endpoint that has the stored response of a request; None: there is none, or it is not known."""
+        if request.response_id is None:
+            return None
+        stored = self.stored_responses.find(request.response_id, now=now)
+        return None if stored is None else stored.uid
+
+    def others_available(self, ticket: Ticket, now: float) -> bool:
+        """Whether an endpoint that has not failed a placed request could take it."""
+        if self.owner(ticket.request, now) is not None:
+            return False
+        tried = {ticket.placed_state.endpoint.uid, *ticket.avoid}
+        return any(one.endpoint.uid not in tried for one in self._serving.candidates(ticket.request.model))
+
+    # Placing without the balancer process
+
+    def choose(self, request: InferenceRequest, avoid: frozenset[EndpointUid], now: float) -> EndpointState | Outcome:
+        """The endpoint that has the fewest of our own requests; or why there is none."""
+        owner = self.owner(request, now)
+        if owner is not None:
+            state = self._states.get(owner)
+            return Outcome.RESPONSE_NOT_FOUND if state is None else state
+        members = [one for one in self._serving.candidates(request.model) if one.endpoint.uid not in avoid]
+        if not members:
+            unknown = not avoid and self.any_up() and not self._serving.candidates(request.model)
+            return Outcome.MODEL_NOT_FOUND if unknown else Outcome.NO_ENDPOINTS
+        usable = [one for one in members if now >= one.backing_off_until] or members
+        return min(usable, key=lambda one: ((one.in_flight + 1) / one.endpoint.weight, one.placed))
+
+    def failed(self, state: EndpointState, now: float) -> None:
+        """It failed a request: it gets no other for a while if there are others."""
+        state.backing_off_until = now + AVOID_S

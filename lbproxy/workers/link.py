@@ -1,0 +1,113 @@
+"""One connection between two of lbproxy's processes: messages both ways, many in one write.
+
+Theory of operation. What is sent in one turn of the event loop goes out together, at its end: a write wakes a process
+that sleeps, which costs more than everything else about a message. A frame is its length in four bytes, then a msgpack
+array of messages. Invariants:
+
+- Messages arrive in the order in which they were sent, or the link is lost; `lost` is called once, unless we closed it.
+- Memory is bounded: a frame over `MAX_FRAME_BYTES`, or as much unsent because the peer does not read, ends the link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Final, Generic, TypeVar, cast
+
+import msgspec
+
+logger = logging.getLogger("lbproxy")
+
+MAX_FRAME_BYTES: Final = 64 << 20
+_SIZE: Final = 4
+
+Received = TypeVar("Received")
+
+
+class Link(asyncio.Protocol, Generic[Received]):
+    """An asyncio protocol. `kinds`: the union of the messages that arrive."""
+
+    def __init__(self, kinds: Any, received: Callable[[list[Received]], None], lost: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._decode: Callable[[memoryview], list[Received]] = msgspec.msgpack.Decoder(list[kinds]).decode
+        self._encode_into = msgspec.msgpack.Encoder().encode_into
+        self._received = received
+        self._lost = lost
+        self._transport: asyncio.Transport | None = None
+        self._buffer = bytearray()
+        self._unsent: list[msgspec.Struct] = []
+        self.sent = self.arrived = 0
+        """Messages."""
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send at the end of this turn of the loop; not at all if the link is lost."""
+        unsent = self._unsent
+        if not unsent:
+            self._loop.call_soon(self.flush)
+        unsent.append(message)
+
+    def flush(self) -> None:
+        """Send now what is to be sent."""
+        unsent, self._unsent = self._unsent, []
+        transport = self._transport
+        if not unsent or transport is None or transport.is_closing():
+            return
+        frame = bytearray(_SIZE)
+        self._encode_into(unsent, frame, _SIZE)
+        size = len(frame) - _SIZE
+        frame[:_SIZE] = size.to_bytes(_SIZE, "little")
+        transport.write(frame)
+        self.sent += len(unsent)
+        if max(size, transport.get_write_buffer_size()) > MAX_FRAME_BYTES:
+            self._fail("the other process does not read")
+
+    def close(self) -> None:
+        """Send what is to be sent, and end. `lost` is not called."""
+        self.flush()
+        self._lost = lambda: None
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """End at once; `lost` is called in a later turn."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio."""
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        while len(buffer) - start >= _SIZE:
+            size = int.from_bytes(buffer[start : start + _SIZE], "little")
+            if size > MAX_FRAME_BYTES:
+                self._fail("a message is too large")
+                return
+            if len(buffer) - start - _SIZE < size:
+                break
+            try:
+                with memoryview(buffer) as view:
+                    messages = self._decode(view[start + _SIZE : start + _SIZE + size])
+            except msgspec.MsgspecError as error:
+                self._fail(str(error))
+                return
+            start += _SIZE + size
+            self._received(messages)
+            self.arrived += len(messages)
+        del buffer[:start]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """See asyncio."""
+        self._transport = None
+        self._lost()
+
+    def _fail(self, why: str) -> None:
+        logger.error("a link between two processes of lbproxy ends: %s", why, extra={"event": "workers"})
+        self.abort()

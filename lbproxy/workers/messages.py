@@ -1,0 +1,426 @@
+"""What worker processes and the balancer process tell each other, and its form as bytes.
+
+Each message is a msgspec Struct that is encoded as a msgpack array: its tag, then its fields in order. Both ends are
+the same version of lbproxy on one machine, started by one supervisor, so a message has no version and is not validated
+beyond its types. Requests, usages and load reports travel as the tuples that they are. `number` is the number of a
+request in its worker: the same for all of its attempts and its record.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest, Usage
+
+Fields: TypeAlias = tuple[Any, ...]
+"""The fields of a NamedTuple."""
+OUTCOMES: Final = tuple(Outcome)
+OUTCOME_NUMBERS: Final = {outcome: number for number, outcome in enumerate(OUTCOMES)}
+
+
+class Message(msgspec.Struct, array_like=True, gc=False):
+    """What all messages are."""
+
+
+# --- From a worker ----------------------------------------------------------------------------------------------------
+
+
+class Hello(Message, tag=1):
+    """The first message on a link."""
+
+    index: int
+    """0 to the number of workers less 1; a worker that is started again has the same."""
+    pid: int
+
+
+class Submit(Message, tag=2):
+    """An attempt begins: see RequestRuntime.submit."""
+
+    number: int
+    request: Fields
+    avoid: tuple[int, ...]
+    suspect: int | None
+    again: bool
+    owner: str | None
+    """The base URL of the endpoint that has the stored response `request.response_id`; None = not known."""
+    method: str
+    path: str
+    client: str
+    route: str
+    key: str | None
+    started_at: float
+
+
+class FirstByte(Message, tag=3):
+    """See RequestRuntime.first_byte."""
+
+    number: int
+
+
+class Progress(Message, tag=4):
+    """See RequestRuntime.progress."""
+
+    number: int
+    tokens: int
+
+
+class Close(Message, tag=5):
+    """The attempt ended: see RequestRuntime.close."""
+
+    number: int
+    outcome: int
+    usage: Fields | None
+    timed_out: bool
+
+
+class Answered(Message, tag=6):
+    """See RequestRuntime.answered."""
+
+    number: int
+    outcome: int
+    usage: Fields | None
+    began: bool
+
+
+class Failed(Message, tag=7):
+    """An attempt failed, and the worker decided what follows: see RequestRuntime.after_failure."""
+
+    number: int
+    kind: str
+    detail: str
+    refused: bool
+    earlier: tuple[str, ...]
+    retry: bool
+    outcome: int
+
+
+class Stores(Message, tag=8):
+    """See RequestRuntime.stores."""
+
+    number: int
+    response_id: str
+
+
+class Load(Message, tag=9):
+    """See RequestRuntime.report_load."""
+
+    number: int
+    report: Fields | None
+
+
+class Ended(Message, tag=10):
+    """A request is over, with its record. `number` is 0 if it was never submitted."""
+
+    number: int
+    id: str
+    method: str
+    path: str
+    client: str
+    started_at: float
+    route: str
+    model: str | None
+    alias: str | None
+    stream: bool
+    endpoint: str | None
+    attempts: int
+    status: int
+    outcome: int
+    failed: tuple[tuple[str, str], ...]
+    error: str | None
+    request_bytes: int
+    response_bytes: int
+    events: int
+    usage: Fields | None
+    key: str | None
+    flow: str | None
+    queue_s: float
+    placed_at: float | None
+    first_byte_at: float | None
+    ended_at: float
+
+
+class Running(Message, tag=11):
+    """A request that runs already, for a balancer process that is new: where, and whether its response has begun."""
+
+    submit: Submit
+    url: str
+    began: bool
+
+
+class DoubtModels(Message, tag=12):
+    """See RequestRuntime.doubt_models."""
+
+    uid: int
+
+
+class RefreshModels(Message, tag=13):
+    """See RequestRuntime.refresh_models; `Refreshed` is the reply."""
+
+    uid: int
+    call: int
+
+
+class Beat(Message, tag=14):
+    """A worker's figures, twice a second; `Pong` is the reply. Counts are since its start."""
+
+    connections: int
+    """Of clients."""
+    running: int
+    """Requests."""
+    upstreams: int
+    """Connections to endpoints."""
+    cpu_s: float
+    lags_s: tuple[float, ...]
+    """Of its event loop: each tick since the last beat."""
+    rss_bytes: int | None
+    limit_bytes: int | None
+    held_bytes: int
+    max_held_bytes: int
+    refuses: str | None
+    """See proxy.front.overload, like the next two."""
+    refused: dict[str, int]
+    ended: int
+    refused_connections: dict[str, int]
+    """See net.listening.listener, like the next."""
+    failed_handshakes: int
+    internal_errors: int
+    dropped_lines: int
+    placed_alone: int
+    """Requests that it placed while there was no balancer process."""
+    stale: tuple[str, ...]
+    """Files that it cannot read again: see control.admin.key_files."""
+    accepts: bool
+    """False while it drains."""
+
+
+# --- To a worker ------------------------------------------------------------------------------------------------------
+
+
+class Welcome(Message, tag=32):
+    """The balancer process is ready: from now on it decides. `Members` and `Models` precede it."""
+
+    block_bytes: int | None
+
+
+class Placed(Message, tag=33):
+    """A request has its place."""
+
+    number: int
+    uid: int
+    placed_at: float
+    asks_load: bool
+    prompt_tokens: float
+    """Of the prompt, as predicted; 0 = not predicted."""
+    explanation: str | None
+    """If the client asked for one: see core.policies.explain.compact."""
+
+
+class Refused(Message, tag=34):
+    """A request gets no place."""
+
+    number: int
+    outcome: int
+    retry_after_s: float | None
+    refusal: Fields | None
+    """See core.queue.flow.Refusal."""
+
+
+class Stranded(Message, tag=35):
+    """See RequestRuntime.is_stranded."""
+
+    number: int
+
+
+class Member(Message):
+    """One endpoint of the set: what a worker needs of it."""
+
+    uid: int
+    name: str
+    base_url: str
+    weight: float
+    api_key: str | None
+    tls: Fields | None
+    proxy: Fields | None
+    health: str
+    draining: bool
+
+
+class Members(Message, tag=36):
+    """The complete set, in the order of the settings."""
+
+    members: list[Member]
+
+
+class Card(Message):
+    """See core.requests.openai.ModelCard."""
+
+    id: str
+    raw: bytes
+    parent: str | None
+
+
+class Models(Message, tag=37):
+    """What an endpoint lists; None = it has no such list."""
+
+    uid: int
+    cards: list[Card] | None
+
+
+class Remember(Message, tag=38):
+    """Another worker's request made an endpoint store a response: see core.queue.stored_responses."""
+
+    response_id: str
+    uid: int
+    request: Fields
+
+
+class Refreshed(Message, tag=39):
+    """An endpoint was asked for its models."""
+
+    call: int
+
+
+class Settle(Message, tag=40):
+    """Other settings, as the text of a settings file, from now on; and the block size of their policy."""
+
+    text: str
+    block_bytes: int | None
+
+
+class Pong(Message, tag=41):
+    """The balancer process lives."""
+
+
+FromWorker: TypeAlias = (
+    Hello
+    | Submit
+    | FirstByte
+    | Progress
+    | Close
+    | Answered
+    | Failed
+    | Stores
+    | Load
+    | Ended
+    | Running
+    | DoubtModels
+    | RefreshModels
+    | Beat
+)
+ToWorker: TypeAlias = Welcome | Placed | Refused | Stranded | Members | Models | Remember | Refreshed | Settle | Pong
+
+
+# --- Parts ------------------------------------------------------------------------------------------------------------
+
+
+def read_request(fields: Fields) -> InferenceRequest:
+    """The request that travelled as its tuple."""
+    request = InferenceRequest._make(fields)
+    return request._replace(block_keys=tuple(request.block_keys)) if request.block_keys else request
+
+
+def read_usage(fields: Fields | None) -> Usage | None:
+    """The usage that travelled as its tuple."""
+    return None if fields is None else Usage._make(fields)
+
+
+def ended(record: RequestRecord) -> Ended:
+    """The message about a record that is complete."""
+    return Ended(
+        record.number,
+        record.id,
+        record.method,
+        record.path,
+        record.client,
+        record.started_at,
+        record.route,
+        record.model,
+        record.alias,
+        record.stream,
+        record.endpoint,
+        record.attempts,
+        record.status,
+        OUTCOME_NUMBERS[record.outcome],
+        record.failed,
+        record.error,
+        record.request_bytes,
+        record.response_bytes,
+        record.events,
+        record.usage,
+        record.key,
+        record.flow,
+        record.queue_s,
+        record.placed_at,
+        record.first_byte_at,
+        record.ended_at,
+    )
+
+
+def fill(record: RequestRecord, end: Ended) -> RequestRecord:
+    """Write what a worker noted into a record that the balancer process began, and return it.
+
+    What only the balancer process knows stays as it is: why the request waited, the decisions, the predicted hits.
+    """
+    record.id = end.id
+    record.path = end.path
+    record.route = end.route
+    record.model = end.model
+    record.alias = end.alias
+    record.stream = end.stream
+    record.endpoint = end.endpoint
+    record.attempts = end.attempts
+    record.status = end.status
+    record.outcome = OUTCOMES[end.outcome]
+    record.failed = end.failed
+    record.error = end.error
+    record.request_bytes = end.request_bytes
+    record.response_bytes = end.response_bytes
+    record.events = end.events
+    record.usage = read_usage(end.usage)
+    record.key = end.key
+    record.flow = end.flow
+    record.queue_s = end.queue_s
+    record.placed_at = end.placed_at
+    record.first_byte_at = end.first_byte_at
+    record.ended_at = end.ended_at
+    return record
+
+
+def member(endpoint: Endpoint, health: str, *, draining: bool) -> Member:
+    """What a worker is told of an endpoint. Secrets are in it: it goes to our own processes only."""
+    proxy = endpoint.proxy
+    credentials = None if proxy is None or proxy.credentials is None else proxy.credentials.reveal()
+    return Member(
+        endpoint.uid,
+        endpoint.name,
+        endpoint.base_url,
+        endpoint.weight,
+        None if endpoint.api_key is None else endpoint.api_key.reveal(),
+        endpoint.tls,
+        None if proxy is None else (proxy.host, proxy.port, credentials),
+        health,
+        draining,
+    )
+
+
+def read_endpoint(told: Member) -> Endpoint:
+    """The endpoint, as far as a worker needs it."""
+    proxy = None
+    if told.proxy is not None:
+        host, port, credentials = told.proxy
+        proxy = Proxy(host, port, None if credentials is None else ApiKey(credentials))
+    return Endpoint(
+        uid=EndpointUid(told.uid),
+        name=told.name,
+        base_url=told.base_url,
+        weight=told.weight,
+        api_key=None if told.api_key is None else ApiKey(told.api_key),
+        tls=None if told.tls is None else Tls._make(told.tls),
+        proxy=proxy,
+    )

@@ -1,0 +1,434 @@
+"""The runtime of a worker process: it reports every event to the balancer process, which decides where requests go.
+
+Theory of operation. `submit` sends a message and returns a ticket that waits; `Placed` or `Refused` settles it. Ticket
+and endpoint are objects of the core, so that nothing in `proxy/` sees a difference, but only what exchanges read of
+them is kept up. Failures are judged here, at once and by the same rules (`core.requests.retry`): each worker has the
+budget for retries that its own requests earn, which together is the budget of all. The balancer process is told.
+
+Without a balancer process (`alone`) requests are placed by `known`; so are those that wait for a place when it is lost.
+A new balancer process is told of all requests that run, and decides again from then on. Invariants:
+
+- A request is settled once, whichever process decides; what arrives for a closed ticket is dropped.
+- No record is lost while there is no balancer process, up to `MAX_UNSENT`: they are sent when there is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import Any, Final
+
+from lbproxy.config.tree import Settings
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.engines.orca import LoadReport
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.queue.flow import Refusal
+from lbproxy.core.queue.stored_responses import StoredResponse
+from lbproxy.core.queue.ticket import Ticket, TicketState
+from lbproxy.core.requests.openai import ModelCard
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.core.requests.retry import FailureKind, Retries, UpstreamError, Verdict
+from lbproxy.pulse import Pulse
+from lbproxy.request_runtime import RequestRuntime
+from lbproxy.runtime import Sink
+from lbproxy.workers import messages as m
+from lbproxy.workers.known import Known
+from lbproxy.workers.link import Link
+
+logger = logging.getLogger("lbproxy")
+
+MAX_UNSENT: Final = 50_000
+"""Records that wait for a balancer process: 10 s of 5,000 requests a second, in about 30 MB."""
+REFRESH_S: Final = 10.0
+"""The longest wait for an endpoint that is asked for its models."""
+
+
+class _Open:
+    """A request with an open ticket."""
+
+    __slots__ = ("record", "settled", "submit", "ticket")
+
+    def __init__(
+        self, ticket: Ticket, record: RequestRecord, submit: m.Submit, settled: Callable[[Ticket], None]
+    ) -> None:
+        self.ticket = ticket
+        self.record = record
+        self.submit = submit
+        self.settled = settled
+
+
+class RemoteRuntime(RequestRuntime):
+    """The balancer process, as a worker sees it. `attach` and `detach` are the link's life; the rest is the data
+    plane's.
+    """
+
+    def __init__(self, settings: Settings, rng: random.Random, sinks: Sequence[Sink] = ()) -> None:
+        """`sinks`: of this process's own records, besides the balancer process."""
+        self.loop = asyncio.get_running_loop()
+        self.now = time.monotonic
+        self.pulse = Pulse()
+        self.move_stranded: Callable[[], None] | None = None
+        self.placed_alone = 0
+        """Requests that were placed without a balancer process."""
+        self.settle: Callable[[str], None] = lambda _: None
+        """Called with the text of other settings."""
+        self.pong: Callable[[], None] = lambda: None
+        """Called when the balancer process shows that it lives."""
+        self.known = Known()
+        self._sinks = sinks
+        self._retries = Retries(settings.retry, rng)
+        self._link: Link[m.ToWorker] | None = None
+        self._welcomed = False
+        """The balancer process decides."""
+        self._block_bytes: int | None = None
+        self._last_number = 0
+        self._open: dict[int, _Open] = {}
+        self._stranded: set[int] = set()
+        self._unsent: deque[m.Ended] = deque(maxlen=MAX_UNSENT)
+        self._ended: list[RequestRecord] = []
+        self._calls: dict[int, asyncio.Future[None]] = {}
+        self._handlers: dict[type[Any], Callable[[Any], None]] = {
+            m.Placed: self._on_placed,
+            m.Refused: self._on_refused,
+            m.Stranded: self._on_stranded,
+            m.Members: self._on_members,
+            m.Models: self._on_models,
+            m.Remember: self._on_remember,
+            m.Refreshed: self._on_refreshed,
+            m.Settle: self._on_settle,
+            m.Welcome: self._on_welcome,
+            m.Pong: lambda _: self.pong(),
+        }
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Use other settings from now on."""
+        self._retries.reconfigure(settings.retry)
+
+    # The link
+
+    @property
+    def alone(self) -> bool:
+        """There is no balancer process that decides."""
+        return not self._welcomed
+
+    def attach(self, link: Link[m.ToWorker]) -> None:
+        """There is a link to a balancer process, which has not said yet that it is ready."""
+        self._link = link
+
+    def detach(self) -> None:
+        """The link is lost: decide alone, about requests that wait as well."""
+        self._link = None
+        self._welcomed = False
+        self._stranded.clear()
+        for call in self._calls.values():
+            if not call.done():
+                call.set_result(None)
+        for one in list(self._open.values()):
+            if one.ticket.state is TicketState.WAITING:
+                self.loop.call_soon(self._settle_alone, one)
+
+    def received(self, arrived: list[m.ToWorker]) -> None:
+        """Messages of the balancer process."""
+        handlers = self._handlers
+        for message in arrived:
+            try:
+                handlers[type(message)](message)
+            except Exception:  # one bad message must not cost the others
+                logger.exception("a message of the balancer process failed: %s", type(message).__name__)
+
+    # A request
+
+    def submit(
+        self,
+        request: InferenceRequest,
+        record: RequestRecord,
+        avoid: frozenset[EndpointUid],
+        settled: Callable[[Ticket], None],
+        suspect: EndpointUid | None = None,
+        again: bool = False,
+    ) -> Ticket:
+        """See RequestRuntime. It waits, unless there is no balancer process."""
+        now = self.now()
+        ticket = Ticket(request, now, inf, avoid)
+        if not record.number:
+            self._last_number += 1
+            record.number = self._last_number
+        ticket.number = number = record.number
+        if not (avoid or again):
+            self._retries.count_request(now=now)
+        owner = self.known.owner(request, now) if request.response_id is not None else None
+        state = None if owner is None else self.known.get(owner)
+        message = m.Submit(
+            number,
+            request,
+            tuple(avoid),
+            suspect,
+            again,
+            None if state is None else state.endpoint.base_url,
+            record.method,
+            record.path,
+            record.client,
+            record.route,
+            record.key,
+            record.started_at,
+        )
+        self._open[number] = _Open(ticket, record, message, settled)
+        if self._welcomed and self._link is not None:
+            self._link.send(message)
+        else:
+            self._place_alone(ticket)
+        return ticket
+
+    def close(self, ticket: Ticket, outcome: Outcome, usage: Usage | None = None, *, timed_out: bool = False) -> None:
+        """See RequestRuntime."""
+        if self._end(ticket, outcome) and self._link is not None:
+            self._link.send(m.Close(ticket.number, m.OUTCOME_NUMBERS[outcome], usage, timed_out))
+
+    def answered(self, ticket: Ticket, outcome: Outcome, usage: Usage | None, *, began: bool, now: float) -> None:
+        """See RequestRuntime."""
+        if self._end(ticket, outcome) and self._link is not None:
+            self._link.send(m.Answered(ticket.number, m.OUTCOME_NUMBERS[outcome], usage, began))
+
+    def _end(self, ticket: Ticket, outcome: Outcome) -> bool:
+        """Whether the ticket was open."""
+        if ticket.state is TicketState.CLOSED:
+            return False
+        if ticket.placed_on is not None:
+            ticket.placed_on.in_flight -= 1
+        ticket.state = TicketState.CLOSED
+        ticket.outcome = outcome
+        self._open.pop(ticket.number, None)
+        self._stranded.discard(ticket.number)
+        return True
+
+    def first_byte(self, ticket: Ticket) -> None:
+        """See RequestRuntime."""
+        if ticket.first_byte_at is None:
+            ticket.first_byte_at = self.now()
+            if self._link is not None:
+                self._link.send(m.FirstByte(ticket.number))
+
+    def progress(self, ticket: Ticket, tokens: int) -> None:
+        """See RequestRuntime."""
+        if self._link is not None:
+            self._link.send(m.Progress(ticket.number, tokens))
+
+    def after_failure(self, ticket: Ticket, error: UpstreamError, earlier: Sequence[FailureKind]) -> Verdict:
+        """See RequestRuntime."""
+        now, request = self.now(), ticket.request
+        verdict = self._retries.decide(
+            error.kind,
+            earlier,
+            others_available=self.known.others_available(ticket, now),
+            now=now,
+            repeatable=request.repeatable,
+        )
+        if error.refused and self.known.owner(request, now) is not None:
+            verdict = Verdict(False, Outcome.RESPONSE_NOT_FOUND)  # the process that stored it is gone
+        elif verdict.outcome is Outcome.NO_ENDPOINTS and self.any_up():
+            verdict = Verdict(False, Outcome.CONNECT_FAILED)  # a pool that is up failed this request
+        if self._link is None:
+            self.known.failed(ticket.placed_state, now)
+        else:
+            kinds = tuple(one.value for one in earlier)
+            outcome = m.OUTCOME_NUMBERS[verdict.outcome]
+            self._link.send(
+                m.Failed(ticket.number, error.kind.value, error.detail, error.refused, kinds, verdict.retry, outcome)
+            )
+        return verdict
+
+    def is_stranded(self, ticket: Ticket) -> bool:
+        """See RequestRuntime."""
+        return ticket.number in self._stranded and ticket.first_byte_at is None
+
+    def emit(self, record: RequestRecord) -> None:
+        """See RequestRuntime."""
+        message = m.ended(record)
+        if self._link is not None and self._welcomed:
+            self._link.send(message)
+        else:
+            self._unsent.append(message)
+        if self._sinks:
+            self._ended.append(record)
+            if len(self._ended) == 1:
+                self.loop.call_soon(self._hand_out)
+
+    def _hand_out(self) -> None:
+        ended, self._ended = self._ended, []
+        for sink in self._sinks:
+            sink.ended(ended)
+
+    # What its response shows
+
+    def report_load(self, ticket: Ticket, report: LoadReport | None) -> None:
+        """See RequestRuntime."""
+        if self._link is not None:
+            self._link.send(m.Load(ticket.number, report))
+
+    def stores(self, ticket: Ticket, response_id: str) -> None:
+        """See RequestRuntime. All workers learn it."""
+        uid = ticket.placed_state.endpoint.uid
+        self.known.stored_responses.remember(response_id, uid, ticket.request, now=self.now())
+        if self._link is not None:
+            self._link.send(m.Stores(ticket.number, response_id))
+
+    def stored(self, response_id: str) -> StoredResponse | None:
+        """See RequestRuntime."""
+        return self.known.stored_responses.find(response_id, now=self.now())
+
+    # Endpoints and models
+
+    def any_up(self) -> bool:
+        """See RequestRuntime."""
+        return self.known.any_up()
+
+    def base_models(self) -> list[str]:
+        """See RequestRuntime."""
+        return list({card.id: None for card in self.known.model_cards() if card.parent is None})
+
+    def model_cards(self) -> list[ModelCard]:
+        """See RequestRuntime."""
+        return self.known.model_cards()
+
+    def endpoints_of(self, model: str) -> list[tuple[Endpoint, Health]]:
+        """See RequestRuntime."""
+        found = (one for one in self.known.members() if one.models and model in one.models and not one.draining)
+        return [(one.endpoint, one.health) for one in found]
+
+    @property
+    def block_bytes(self) -> int | None:
+        """See RequestRuntime."""
+        return self._block_bytes
+
+    def look_for_models(self, looked: Callable[[], None]) -> bool:
+        """See RequestRuntime. The balancer process did so before it refused."""
+        return False
+
+    def doubt_models(self, uid: EndpointUid) -> None:
+        """See RequestRuntime."""
+        if self._link is not None:
+            self._link.send(m.DoubtModels(uid))
+
+    async def refresh_models(self, uid: EndpointUid) -> None:
+        """See RequestRuntime."""
+        if self._link is None:
+            return
+        self._last_number += 1
+        call, done = self._last_number, self.loop.create_future()
+        self._calls[call] = done
+        self._link.send(m.RefreshModels(uid, call))
+        try:
+            async with asyncio.timeout(REFRESH_S):
+                await done
+        except TimeoutError:
+            logger.warning("the balancer process did not say whether the models were read", extra={"event": "workers"})
+        finally:
+            del self._calls[call]
+
+    # Without a balancer process
+
+    def _settle_alone(self, one: _Open) -> None:
+        ticket = one.ticket
+        if ticket.state is TicketState.WAITING and self.alone:
+            self._place_alone(ticket)
+            one.settled(ticket)
+
+    def _place_alone(self, ticket: Ticket) -> None:
+        """Place it, or close it."""
+        now = self.now()
+        chosen = self.known.choose(ticket.request, ticket.avoid, now)
+        if isinstance(chosen, EndpointState):
+            self.placed_alone += 1
+            self._place(ticket, chosen, now)
+        else:
+            ticket.state, ticket.outcome = TicketState.CLOSED, chosen
+            del self._open[ticket.number]
+
+    @staticmethod
+    def _place(ticket: Ticket, state: EndpointState, now: float) -> None:
+        state.in_flight += 1
+        state.placed += 1
+        ticket.state = TicketState.PLACED
+        ticket.placed_on = state
+        ticket.placed_at = now
+
+    # Messages
+
+    def _on_placed(self, message: m.Placed) -> None:
+        one = self._open.get(message.number)
+        if one is None or one.ticket.state is not TicketState.WAITING:
+            return  # closed meanwhile; the balancer process is told, or was
+        ticket, state = one.ticket, self.known.get(EndpointUid(message.uid))
+        if state is None:
+            raise LookupError(f"endpoint {message.uid} was not told")
+        state.asks_load = message.asks_load
+        ticket.predicted_prompt_tokens = message.prompt_tokens
+        one.record.explanation = message.explanation
+        self._place(ticket, state, message.placed_at)
+        one.settled(ticket)
+
+    def _on_refused(self, message: m.Refused) -> None:
+        one = self._open.get(message.number)
+        if one is None or one.ticket.state is not TicketState.WAITING:
+            return
+        ticket = one.ticket
+        ticket.retry_after_s = message.retry_after_s
+        ticket.refusal = None if message.refusal is None else Refusal._make(message.refusal)
+        self._end(ticket, m.OUTCOMES[message.outcome])
+        one.settled(ticket)
+
+    def _on_stranded(self, message: m.Stranded) -> None:
+        if message.number in self._open:
+            self._stranded.add(message.number)
+            if len(self._stranded) == 1:
+                self.loop.call_soon(self._move_stranded)
+
+    def _move_stranded(self) -> None:
+        if self.move_stranded is not None:
+            self.move_stranded()
+        self._stranded.clear()
+
+    def _on_members(self, message: m.Members) -> None:
+        self.known.replace((m.read_endpoint(one), Health(one.health), one.draining) for one in message.members)
+
+    def _on_models(self, message: m.Models) -> None:
+        cards = message.cards
+        read = None if cards is None else [ModelCard(one.id, one.raw, one.parent) for one in cards]
+        self.known.list_models(EndpointUid(message.uid), read)
+
+    def _on_remember(self, message: m.Remember) -> None:
+        request = m.read_request(message.request)
+        self.known.stored_responses.remember(message.response_id, EndpointUid(message.uid), request, now=self.now())
+
+    def _on_refreshed(self, message: m.Refreshed) -> None:
+        call = self._calls.get(message.call)
+        if call is not None and not call.done():
+            call.set_result(None)
+
+    def _on_settle(self, message: m.Settle) -> None:
+        self._block_bytes = message.block_bytes
+        self.settle(message.text)
+
+    def _on_welcome(self, message: m.Welcome) -> None:
+        """Tell it what runs, and what ended without it; it decides from now on."""
+        assert self._link is not None
+        self._block_bytes = message.block_bytes
+        self._welcomed = True
+        for one in self._open.values():
+            ticket = one.ticket
+            if ticket.placed_on is None:
+                self._link.send(one.submit)
+            else:
+                url = ticket.placed_on.endpoint.base_url
+                self._link.send(m.Running(one.submit, url, ticket.first_byte_at is not None))
+        unsent, self._unsent = self._unsent, deque(maxlen=MAX_UNSENT)
+        for record in unsent:
+            self._link.send(record)

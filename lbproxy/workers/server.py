@@ -1,0 +1,396 @@
+"""The balancer process's end of the links: it does for every worker what exchanges do with a runtime in their process.
+
+One `_Session` for each link. A request of a worker has a `_Job` from its first `Submit` (or `Running`) to its `Ended`:
+its record, begun here so that those who look see what runs, and the ticket of its current attempt. Invariants:
+
+- A link that is lost, for whatever reason, closes all tickets of its worker at once, and leaves a record of each job.
+- A worker is told of an endpoint before any request is placed there.
+- What arrives for a number that is not known is dropped: it belongs to a request that another balancer process placed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.endpoints.health import Transition
+from lbproxy.core.engines.orca import LoadReport
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.policies.explain import compact
+from lbproxy.core.queue.ticket import Ticket, TicketState
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.retry import FailureKind, UpstreamError, Verdict
+from lbproxy.runtime import Runtime
+from lbproxy.workers import messages as m
+from lbproxy.workers.link import Link
+
+logger = logging.getLogger("lbproxy")
+
+TELL_EVERY_S: Final = 0.05
+"""How soon workers learn that an endpoint changed, unless a request is placed there before."""
+NO_BEAT: Final = m.Beat(0, 0, 0, 0.0, (), None, None, 0, 0, None, {}, 0, {}, 0, 0, 0, 0, (), True)
+"""Of a worker that has not sent one yet."""
+
+
+class _Job:
+    """A request of a worker."""
+
+    __slots__ = ("looked", "number", "record", "submit", "ticket")
+
+    def __init__(self, number: int, record: RequestRecord, submit: m.Submit) -> None:
+        self.number = number
+        self.record = record
+        self.submit = submit
+        self.ticket: Ticket | None = None
+        self.looked = False
+        """All endpoints were asked for their models because of it."""
+
+
+class Session:
+    """One worker that is connected."""
+
+    def __init__(self, server: WorkerServer) -> None:
+        self._server = server
+        self._runtime = server.runtime
+        self.link: Link[m.FromWorker] = Link(m.FromWorker, self._received, self._lost)
+        self.index = -1
+        """-1: it has not said yet which worker it is."""
+        self.pid = 0
+        self.beat = NO_BEAT
+        self.cpu_share = 0.0
+        """Of one core, between its last two beats."""
+        self._beat_at = 0.0
+        self.jobs: dict[int, _Job] = {}
+        self._handlers: dict[type[Any], Callable[[Any], None]] = {
+            m.Hello: self._on_hello,
+            m.Submit: self._on_submit,
+            m.FirstByte: self._on_first_byte,
+            m.Progress: self._on_progress,
+            m.Close: self._on_close,
+            m.Answered: self._on_answered,
+            m.Failed: self._on_failed,
+            m.Stores: self._on_stores,
+            m.Load: self._on_load,
+            m.Ended: self._on_ended,
+            m.Running: self._on_running,
+            m.DoubtModels: self._on_doubt_models,
+            m.RefreshModels: self._on_refresh_models,
+            m.Beat: self._on_beat,
+        }
+
+    # The link
+
+    def _received(self, arrived: list[m.FromWorker]) -> None:
+        handlers = self._handlers
+        for message in arrived:
+            try:
+                handlers[type(message)](message)
+            except Exception:  # one bad message must not cost the others
+                logger.exception("a message of a worker process failed: %s", type(message).__name__)
+
+    def _lost(self) -> None:
+        jobs, self.jobs = self.jobs, {}
+        for job in jobs.values():
+            if job.ticket is not None:
+                self._runtime.close(job.ticket, Outcome.INTERNAL_ERROR)
+            record = job.record
+            record.outcome = Outcome.INTERNAL_ERROR
+            record.error = "its worker process ended"
+            record.ended_at = self._runtime.now()
+            self._runtime.emit(record)
+        self._server.left(self)
+
+    def _on_hello(self, message: m.Hello) -> None:
+        self.index, self.pid = message.index, message.pid
+        self._server.joined(self)
+
+    # Requests
+
+    def _on_submit(self, message: m.Submit) -> None:
+        job = self.jobs.get(message.number)
+        if job is None:
+            job = self._begin(message)
+        self._submit(job, message)
+
+    def _begin(self, message: m.Submit) -> _Job:
+        request = message.request
+        record = RequestRecord(request[0], message.method, message.path, message.client, message.started_at)
+        record.route, record.key = message.route, message.key
+        record.model, record.stream = request[1], request[2]
+        job = self.jobs[message.number] = _Job(message.number, record, message)
+        return job
+
+    def _submit(self, job: _Job, message: m.Submit) -> None:
+        runtime, job.submit = self._runtime, message
+        request = m.read_request(message.request)
+        if message.owner is not None and request.response_id is not None:
+            runtime.owns_response(message.owner, request.response_id, request)
+        job.record.flow = request.flow
+        ticket = runtime.submit(
+            request,
+            job.record,
+            frozenset(EndpointUid(uid) for uid in message.avoid),
+            lambda ticket: self._settled(job, ticket),
+            None if message.suspect is None else EndpointUid(message.suspect),
+            message.again,
+        )
+        job.ticket = ticket
+        if ticket.wait is not None:
+            job.record.note_wait(ticket)
+        if ticket.state is not TicketState.WAITING:
+            self._settled(job, ticket)
+
+    def _settled(self, job: _Job, ticket: Ticket) -> None:
+        """The ticket was placed, or closed without a place."""
+        if ticket.placed_on is None:
+            self._refused(job, ticket)
+            return
+        state, record, explanation, prompt_tokens = ticket.placed_on, job.record, None, 0.0
+        assert ticket.placed_at is not None
+        record.placed_at, record.endpoint = ticket.placed_at, state.endpoint.name
+        record.attempts += 1
+        if ticket.decision is not None:
+            record.note_decision(ticket.decision)
+            if ticket.request.explain:
+                explanation = compact(ticket.decision)
+        if ticket.placement is not None:
+            record.predicted_cached_tokens = ticket.placement.cached_tokens
+            prompt_tokens = ticket.placement.prompt_tokens
+        uid = state.endpoint.uid
+        if uid not in self._server.told:
+            self._server.tell()
+        self.link.send(m.Placed(job.number, uid, ticket.placed_at, state.asks_load, prompt_tokens, explanation))
+
+    def _refused(self, job: _Job, ticket: Ticket) -> None:
+        assert ticket.outcome is not None
+        if ticket.outcome is Outcome.MODEL_NOT_FOUND and not job.looked:
+            job.looked = True
+            if self._runtime.look_for_models(lambda: self._after_look(job)):
+                return
+        outcome = m.OUTCOME_NUMBERS[ticket.outcome]
+        self.link.send(m.Refused(job.number, outcome, ticket.retry_after_s, ticket.refusal))
+
+    def _after_look(self, job: _Job) -> None:
+        if job.number in self.jobs:
+            job.submit.again = True
+            self._server.tell()  # the models that were found
+            self._submit(job, job.submit)
+
+    def _ticket(self, number: int) -> Ticket | None:
+        job = self.jobs.get(number)
+        return None if job is None else job.ticket
+
+    def _placed(self, number: int) -> Ticket | None:
+        """The ticket of a request that is placed; None: an earlier one, or none."""
+        ticket = self._ticket(number)
+        return ticket if ticket is not None and ticket.state is TicketState.PLACED else None
+
+    def _on_first_byte(self, message: m.FirstByte) -> None:
+        if (ticket := self._placed(message.number)) is not None:
+            self._runtime.first_byte(ticket)
+
+    def _on_progress(self, message: m.Progress) -> None:
+        if (ticket := self._placed(message.number)) is not None:
+            self._runtime.progress(ticket, message.tokens)
+
+    def _on_close(self, message: m.Close) -> None:
+        job = self.jobs.get(message.number)
+        if job is not None and job.ticket is not None:
+            usage = m.read_usage(message.usage)
+            self._runtime.close(job.ticket, m.OUTCOMES[message.outcome], usage, timed_out=message.timed_out)
+
+    def _on_answered(self, message: m.Answered) -> None:
+        if (ticket := self._placed(message.number)) is not None:
+            runtime, usage = self._runtime, m.read_usage(message.usage)
+            runtime.answered(ticket, m.OUTCOMES[message.outcome], usage, began=message.began, now=runtime.now())
+
+    def _on_failed(self, message: m.Failed) -> None:
+        if (ticket := self._placed(message.number)) is not None:
+            error = UpstreamError(FailureKind(message.kind), message.detail, refused=message.refused)
+            earlier = [FailureKind(one) for one in message.earlier]
+            self._runtime.after_failure(ticket, error, earlier, Verdict(message.retry, m.OUTCOMES[message.outcome]))
+
+    def _on_stores(self, message: m.Stores) -> None:
+        if (ticket := self._placed(message.number)) is not None:
+            self._runtime.stores(ticket, message.response_id)
+            note = m.Remember(message.response_id, ticket.placed_state.endpoint.uid, ticket.request)
+            for other in self._server.sessions:
+                if other is not self:
+                    other.link.send(note)
+
+    def _on_load(self, message: m.Load) -> None:
+        if (ticket := self._placed(message.number)) is not None:
+            report = None if message.report is None else LoadReport._make(message.report)
+            self._runtime.report_load(ticket, report)
+
+    def _on_ended(self, message: m.Ended) -> None:
+        job = self.jobs.pop(message.number, None)
+        if job is None:
+            record = RequestRecord(message.id, message.method, message.path, message.client, message.started_at)
+        else:
+            record = job.record
+        self._runtime.emit(m.fill(record, message))
+
+    def _on_running(self, message: m.Running) -> None:
+        """A request that was placed by another balancer process, or by the worker alone."""
+        job = self._begin(message.submit)
+        job.ticket = self._runtime.adopt(m.read_request(message.submit.request), message.url, began=message.began)
+
+    def strand(self) -> None:
+        """Tell the worker which of its requests are stranded."""
+        for job in self.jobs.values():
+            ticket = job.ticket
+            if ticket is not None and ticket.state is TicketState.PLACED and self._runtime.is_stranded(ticket):
+                self.link.send(m.Stranded(job.number))
+
+    # Models and figures
+
+    def _on_doubt_models(self, message: m.DoubtModels) -> None:
+        self._runtime.doubt_models(EndpointUid(message.uid))
+
+    def _on_refresh_models(self, message: m.RefreshModels) -> None:
+        self._server.spawn(self._refresh(message))
+
+    async def _refresh(self, message: m.RefreshModels) -> None:
+        await self._runtime.refresh_models(EndpointUid(message.uid))
+        self._server.tell()
+        self.link.send(m.Refreshed(message.call))
+
+    def _on_beat(self, message: m.Beat) -> None:
+        now = self._runtime.now()
+        if self.beat is not NO_BEAT:
+            self.cpu_share = (message.cpu_s - self.beat.cpu_s) / max(0.001, now - self._beat_at)
+        self.beat, self._beat_at = message, now
+        self._server.beaten(self)
+        self.link.send(m.Pong())
+
+
+class WorkerServer:
+    """All workers, as the balancer process sees them. `listen`, then `close`. A sink of the Runtime's."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        runtime.move_stranded = self._strand
+        self.sessions: list[Session] = []
+        self.told: dict[EndpointUid, tuple[object, ...]] = {}
+        """The endpoints that workers know, each with what they were told of it."""
+        self.on_beat: Callable[[Session], None] = lambda _: None
+        self._models: dict[EndpointUid, object] = {}
+        self._version = -1
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ready = False
+        self._server: asyncio.Server | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def listen(self, path: str) -> None:
+        """Accept links on a Unix socket that is made now. Raises OSError."""
+        self._server = await self.runtime.loop.create_unix_server(lambda: Session(self).link, path)
+        self._tick()
+
+    def close(self) -> None:
+        """End all links."""
+        if self._server is not None:
+            self._server.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        for session in list(self.sessions):
+            session.link.close()
+
+    def ready(self) -> None:
+        """Decide from now on, for the workers that are there and those that come."""
+        self._ready = True
+        for session in self.sessions:
+            self._welcome(session)
+
+    def joined(self, session: Session) -> None:
+        """A worker said which one it is."""
+        self.sessions.append(session)
+        self.sessions.sort(key=lambda one: one.index)
+        if self._ready:
+            self._welcome(session)
+
+    def left(self, session: Session) -> None:
+        """Its link is lost."""
+        if session in self.sessions:
+            self.sessions.remove(session)
+
+    def beaten(self, session: Session) -> None:
+        """Its figures arrived."""
+        self.on_beat(session)
+
+    def settle(self, text: str) -> None:
+        """Have all workers use other settings."""
+        self.tell()
+        for session in self.sessions:
+            session.link.send(m.Settle(text, self.runtime.block_bytes))
+
+    def running_records(self) -> Iterable[RequestRecord]:
+        """The records of requests that run."""
+        return [job.record for session in self.sessions for job in session.jobs.values()]
+
+    def spawn(self, work: Any) -> None:
+        """Run a coroutine that ends by itself."""
+        task = self.runtime.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _welcome(self, session: Session) -> None:
+        self.tell()
+        snapshots = self.runtime.snapshot().endpoints
+        for message in (self._members(snapshots), *(self._models_of(one) for one in self.told)):
+            session.link.send(message)
+        session.link.send(m.Welcome(self.runtime.block_bytes))
+
+    # What workers know of endpoints
+
+    def ended(self, records: list[RequestRecord]) -> None:
+        """See runtime.Sink. Nothing follows."""
+
+    def transition(self, transition: Transition) -> None:
+        """See runtime.Sink. Workers learn it at once."""
+        if self.sessions:
+            self.runtime.loop.call_soon(self.tell)
+
+    def tell(self) -> None:
+        """Tell the workers what changed of the endpoints since they were told last. O(endpoints) if anything did."""
+        version = self.runtime.endpoints_version
+        if version == self._version:
+            return
+        self._version = version
+        snapshots = [one for one in self.runtime.snapshot().endpoints if not one.removed]
+        told: dict[EndpointUid, tuple[object, ...]] = {
+            one.endpoint.uid: (one.endpoint, one.health, one.draining) for one in snapshots
+        }
+        messages: list[m.ToWorker] = []
+        if list(told.items()) != list(self.told.items()):
+            messages.append(self._members(snapshots))
+        self.told = told
+        before, self._models = self._models, {uid: self.runtime.models_of(uid) for uid in told}
+        for uid, models in self._models.items():
+            if uid not in before or before[uid] is not models:
+                messages.append(self._models_of(uid))
+        for session in self.sessions:
+            for message in messages:
+                session.link.send(message)
+
+    @staticmethod
+    def _members(snapshots: Iterable[Any]) -> m.Members:
+        return m.Members(
+            [m.member(one.endpoint, one.health.value, draining=one.draining) for one in snapshots if not one.removed]
+        )
+
+    def _models_of(self, uid: EndpointUid) -> m.Models:
+        models = self.runtime.models_of(uid)
+        cards = None if models is None else [m.Card(one.id, one.raw, one.parent) for one in models.values()]
+        return m.Models(uid, cards)
+
+    def _tick(self) -> None:
+        self.tell()
+        self._timer = self.runtime.loop.call_later(TELL_EVERY_S, self._tick)
+
+    def _strand(self) -> None:
+        for session in self.sessions:
+            session.strand()
