@@ -358,7 +358,7 @@ class Balancer:
 
     def report_cache_size(self, uid: EndpointUid, tokens: int, *, at_most: bool = False) -> None:
         """Report the KV cache size that an endpoint states of itself. `at_most`: an upper bound."""
-        self._endpoints.report_cache_size(uid, tokens, at_most)
+        self._dispatcher.wake(self._endpoints.report_cache_size(uid, tokens, at_most))
 
     def report_slots(self, uid: EndpointUid, slots: int) -> None:
         """Report how many requests an endpoint states that it runs at once."""
