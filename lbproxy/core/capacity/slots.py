@@ -24,9 +24,9 @@ from math import exp, inf
 from typing import Final
 
 QUEUE_S: Final = 0.25
-"""An engine may have as many requests waiting as it starts in this time,"""
+"""An engine may have as many requests waiting as it starts in this time; or `MIN_QUEUE`, if that is more."""
 MIN_QUEUE: Final = 2.0
-"""or this many, whichever is more: it must not run idle."""
+"""An engine may have this many requests waiting at any rate of starts: it must not run idle."""
 RATE_S: Final = 5.0
 """Time constant for the rate of starts."""
 LATE_IN_ROW: Final = 2
@@ -37,9 +37,10 @@ allows one more, so that the number doubles in the time of one response."""
 FULL_CACHE: Final = 0.93
 """With requests waiting and more than this share of its KV cache in use, an engine lacks space. It accepts requests as
 long as their prompts fit, and returns running ones to its queue as the responses grow. So it gets no more requests than
-will fit once half of the expected growth has happened,"""
+will fit once half of the expected growth has happened; see also `MIN_SHARE_WITHOUT_SPACE`."""
 MIN_SHARE_WITHOUT_SPACE: Final = 0.75
-"""but at least this share of what it ran when it was full: an engine may count merely cached blocks as in use."""
+"""An engine that lacks space still gets requests up to this share of its limit: it may count merely cached blocks as in
+use."""
 SPACE_S: Final = 30.0
 """How long a lack of space counts, without overload."""
 MAX_STEP: Final = 64.0

@@ -6,7 +6,8 @@ space that it takes from prefixes that may be needed again; the wait for cache s
 There is no threshold or filter: the endpoint with the lowest price is chosen.
 
 It reads `EndpointState.load` (see `core.knowledge.load_model`) and keeps no state. The constants were found by some
-5,000 runs of a step-level simulation of vLLM; docs/routing.md says what each of them gains.
+5,000 runs of a step-level simulation of vLLM: docs/decisions/0031 has the measurements of `STALL`, `STEPS` and
+`DECODE`. docs/routing.md says which function learns each of the other values.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ STEPS: Final = 2.0
 DECODE: Final = 0.07
 """What a millisecond of decode is worth, relative to one of waiting for the first token."""
 SPACE: Final = 20.0
-"""What a full cache is worth, in prefills of the same prompt,"""
+"""What the space in a full cache costs, in prefills of the same prompt, with no requests in flight."""
 CROWDED: Final = 0.3
-"""and the share of that to add for each request that endpoints have in flight."""
+"""The share of `SPACE` that is added for each request in flight at a candidate, on average."""
 MAX_SPACE_WAIT_MS: Final = 60_000.0
 MIN_FREED_PER_MS: Final = 0.05
 

@@ -55,7 +55,7 @@ class Dispatcher:
         self._woken: dict[EndpointUid, EndpointState] = {}
         """Endpoints with an event since the queue was last considered."""
         self._all_woken = False
-        """The same for the set of endpoints, or the settings."""
+        """Since then there was an event that concerns all endpoints: see `wake_all`."""
         self._wake_times: list[tuple[float, EndpointUid]] = []
         """A heap: when endpoints may have room again without an event."""
         self._next_wake: dict[EndpointUid, float] = {}
@@ -82,7 +82,10 @@ class Dispatcher:
             self._woken[state.endpoint.uid] = state
 
     def wake_all(self) -> None:
-        """Wake all endpoints: the set changed."""
+        """Wake all endpoints, after what may change more than one endpoint's room, or which endpoints may be asked: a
+        change of the set, of a health, of a model list or of the settings, a failure that counts against an endpoint,
+        draining, or a flow below its limit again.
+        """
         self._all_woken = True
 
     def wake_at(self, uid: EndpointUid, at: float) -> None:

@@ -29,8 +29,8 @@ AGEING_S: Final = 10.0
 WORK_S: Final = 0.5
 """How long the least work of a waiting request is valid: caches change."""
 MAX_LOOKUPS: Final = 512
-"""And how many are computed again at a time, the oldest first, so that 10,000 waiting requests do not block the event
-loop."""
+"""How many of these are computed again at a time, for the requests that waited longest, so that 10,000 waiting requests
+do not block the event loop."""
 NEWEST_FIRST_S: Final = 1.0
 """Under overload (`core.queue.overload`) a request that has waited this long counts as twice its work: the newest can
 still be served in time."""

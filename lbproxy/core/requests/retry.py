@@ -1,7 +1,7 @@
 """Why an attempt fails, and what follows: another attempt elsewhere, or the end.
 
-This is only about failures before the first byte of a body went to the client; after that nothing is retried. The rules
-are the rows of docs/failures.md. They follow two principles:
+This is only about failures before the commit (docs/architecture.md): once the first byte of a body went to the client,
+nothing is retried. The rules are the rows of docs/failures.md. They follow two principles:
 
 - A request that was not sent, or was refused with "not now", may be tried elsewhere. A request that may have *caused*
   the failure is tried once more and no further: a request that breaks each server must not be sent to all of them.
@@ -38,11 +38,14 @@ class FailureKind(Enum):
     """A kept connection was already closed when a request was sent on it: the keep-alive race. The request is sent
     again on a new connection to the same endpoint, and no attempt has failed."""
     RESET = "reset"
-    """Reset or closed before the head of the response was complete, on a new connection."""
+    """The connection was reset or closed before the response was complete, and it is not STALE. Or the response ended
+    with its connection, as it has no length, and its body is incomplete. Retried only before the commit."""
     PROTOCOL = "protocol"
     """The response is not HTTP, or is ambiguous."""
     TIMEOUT = "timeout"
-    """No response in time."""
+    """Silence for too long (`net.connections.patience`): no first event, or byte of any other body, in time, with or
+    without a head; or, after the commit, a pause in the middle. Also a probe or scrape that took too long. A connection
+    that was not made in time is CONNECT."""
     EXHAUSTED = "exhausted"
     """lbproxy has no file descriptor or buffer left: not the endpoint's fault."""
     BUSY = "busy"
