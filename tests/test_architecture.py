@@ -268,6 +268,28 @@ def test_folders_are_rooms_and_not_heaps() -> None:
         assert not list(imports(folder / "__init__.py")), "an __init__ exports nothing"
 
 
+def importers(folder: Path) -> set[str]:
+    """What imports modules of a folder: folders and modules of the same layer, and other layers, by name."""
+    layer = folder.relative_to(ROOT).parts[0]
+    names = {dotted(file) for file in folder.glob("*.py")}
+    found = set()
+    for file in FILES:
+        if file.parent != folder and graph()[dotted(file)] & names:
+            other, *inside = file.relative_to(ROOT).with_suffix("").parts
+            found.add(other if other != layer else "/".join(inside[:-1]) or inside[0])
+    return found
+
+
+@pytest.mark.parametrize(
+    "folder", sorted({file.parent for file in FILES} - {ROOT} - {ROOT / one for one in ROOMS}), ids=place
+)
+def test_each_room_says_who_imports_it(folder: Path) -> None:
+    """The layers that consist of rooms are left out: the diagram of the layers has them."""
+    said = " ".join((ast.get_docstring(tree(folder / "__init__.py")) or "").split())
+    line = "Imported by: " + ", ".join(f"`{name}`" for name in sorted(importers(folder))) + "."
+    assert line in said, f"{folder.relative_to(ROOT)}/__init__.py must say: {line}"
+
+
 @each(FILES)
 def test_no_class_has_too_many_attributes(file: Path) -> None:
     for node in ast.walk(tree(file)):
