@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from lbproxy.core.requests.request import InferenceRequest
 from tests.support.docs import DOCS, ROOT, cells, expect_generated, table
+from tests.support.pool import MODEL, pool_of
 from tests.test_architecture import ROOMS
 
 PACKAGE = ROOT / "lbproxy"
@@ -127,3 +129,22 @@ def test_every_file_in_the_tables_exists() -> None:
     for heading in ("The life of a request", "Where do I change ...?", "State: one owner each"):
         for row in section_rows(heading):
             assert all(file.exists() for cell in row for file in files_in(cell)), row
+
+
+def test_the_terms_of_the_price_are_those_of_explain_with_what_learns_them() -> None:
+    """docs/routing.md, the table of the terms in the code."""
+    rows = cells((DOCS / "routing.md").read_text().split("\n### Terms in the code\n")[1].partition("\n### ")[0])
+    assert [row[0].strip("`") for row in rows if row[0]] == [*terms_of_explain(), "adapter"]
+    for row in rows:
+        for name, path in re.findall(r"`([\w.]+)`(?:, `[\w.]+`)* in `([\w/]+\.py)`", row[3]):
+            assert name in defined(PACKAGE / "core" / path), row
+        assert all(name in everything_defined() for name in names_in(row[3])), row
+
+
+def terms_of_explain() -> list[str]:
+    """The names of the parts of a cost, in their order, for a model that is no adapter."""
+    balancer, _ = pool_of(2, policy="adaptive")
+    balancer.explain(True)
+    decision = balancer.submit(InferenceRequest("r", MODEL, True, 400, 400), now=0.0).decision
+    assert decision is not None
+    return [*decision.breakdown()[0]]
