@@ -142,7 +142,7 @@ class Balancer:
         if suspect is not None:
             ticket.suspect = suspect
         if request.deadline is not None:
-            ticket.deadline = min(ticket.deadline, request.deadline)
+            ticket.expires_at = min(ticket.expires_at, request.deadline)
         if not (avoid or resubmitted):
             self._retries.count_request(now=now)
             if flow.limited:

@@ -3,7 +3,7 @@
 SGLang and llama.cpp report the number (`limit_reported`, `core.engines.server_info`); it is an upper bound then, as
 memory may allow less. Otherwise it shows in three ways, and each sets the limit to what was running at that moment:
 
-- The engine reports waiting requests, more than the prefills before them explain (`queue_reported`). While there are
+- The engine reports waiting requests, more than the prefills before them explain (`learn_limit`). While there are
   fresh reports they alone count, whatever the first bytes show.
 - Without reports: first bytes that are much later than the prefills before them explain (`first_byte_late`, twice in a
   row).
@@ -180,7 +180,7 @@ class Slots:
         if now > self.reported_until and self._in_time_at < since:
             self.limit = min(self.limit, max(1.0, running))
 
-    def queue_reported(
+    def learn_limit(
         self, waiting: float, running: float | None, explained: float, *, cache: float, until: float
     ) -> None:
         """Note the reported queue: how many requests wait and run, and the share of the KV cache in use. `explained`:

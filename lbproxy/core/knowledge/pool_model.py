@@ -60,7 +60,7 @@ class PoolModel:
         self.held = 0
         """Requests that are held for any endpoint."""
         self.overloaded = False
-        """The newest held requests are served first (`core.queue.overload`)."""
+        """The newest held requests are served first (`core.queue.queue_overload`)."""
         self.opaque, self.body_sizes = OpaqueTimes(), BodySizes()
         """How long opaque requests take, and how that depends on their size."""
         self.sessions = Sessions()

@@ -25,7 +25,7 @@ from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.queue.choice import Choice
 from lbproxy.core.queue.flows import Flows
-from lbproxy.core.queue.overload import Overload
+from lbproxy.core.queue.queue_overload import QueueOverload
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.queue.waiting_queue import WORK_S, WaitingQueue, least_work
 
@@ -60,7 +60,7 @@ class Dispatcher:
         """A heap: when endpoints may have room again without an event."""
         self._next_wake: dict[EndpointUid, float] = {}
         """The valid entries."""
-        self._overload = Overload()
+        self._overload = QueueOverload()
 
     def reconfigure(self, admission: AdmissionSettings, pool: PoolModel | None) -> None:
         """Apply other settings, and perhaps other models of the endpoints: waiting requests are considered again."""

@@ -104,18 +104,18 @@ class _Rule:
     outcome: Outcome
     max_retries: int = 0
     """How often one request may be retried for this reason; `attempts` limits it as well."""
-    unless_suspect: bool = False
-    """No retry if an endpoint that accepted this request failed on it before."""
+    unless_started_before: bool = False
+    """No retry if an endpoint that had started on this request failed before."""
     free: bool = False
     """The retry costs no budget, and is made at once."""
 
 
 _ANY_NUMBER: Final = 1000
-_NOT_SUSPECT: Final = frozenset(
+_NOT_STARTED: Final = frozenset(
     {FailureKind.CONNECT, FailureKind.STALE, FailureKind.BUSY, FailureKind.LIMITED, FailureKind.MISSING}
 )
-"""After these failures the endpoint did not accept the request, so the request is not suspected of breaking servers."""
-_NOT_ACCEPTED: Final = _NOT_SUSPECT - {FailureKind.STALE}
+"""After these failures the endpoint had not started on the request, so the request cannot be their cause."""
+_SAFE_TO_REPEAT: Final = _NOT_STARTED - {FailureKind.STALE}
 """After these failures even a request that must not be executed twice may be sent again."""
 _RULES: Final = {
     FailureKind.CONNECT: _Rule(Outcome.CONNECT_FAILED, max_retries=_ANY_NUMBER, free=True),
@@ -125,7 +125,7 @@ _RULES: Final = {
     FailureKind.EXHAUSTED: _Rule(Outcome.OVERLOADED),
     FailureKind.BUSY: _Rule(Outcome.COMPLETED, max_retries=_ANY_NUMBER),
     FailureKind.LIMITED: _Rule(Outcome.COMPLETED, max_retries=1),
-    FailureKind.ERROR: _Rule(Outcome.COMPLETED, max_retries=1, unless_suspect=True),
+    FailureKind.ERROR: _Rule(Outcome.COMPLETED, max_retries=1, unless_started_before=True),
     FailureKind.GATEWAY: _Rule(Outcome.COMPLETED, max_retries=_ANY_NUMBER),
     FailureKind.MISSING: _Rule(Outcome.COMPLETED, max_retries=_ANY_NUMBER),
     FailureKind.STRANDED: _Rule(Outcome.UPSTREAM_TIMEOUT, max_retries=_ANY_NUMBER),
@@ -179,9 +179,9 @@ class Retries:
         retry = (
             len(earlier) + 1 < self._attempts
             and earlier.count(kind) < rule.max_retries
-            and not (rule.unless_suspect and any(one not in _NOT_SUSPECT for one in earlier))
+            and not (rule.unless_started_before and any(one not in _NOT_STARTED for one in earlier))
             and (rule.free or others_available)
-            and (repeatable or kind in _NOT_ACCEPTED)
+            and (repeatable or kind in _SAFE_TO_REPEAT)
         )
         if not retry and rule.free and not others_available:
             return Verdict(False, Outcome.NO_ENDPOINTS)  # no attempts are left, or no endpoints

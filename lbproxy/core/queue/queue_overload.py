@@ -22,7 +22,7 @@ MIN_PACE_SAMPLES: Final = 8
 """The pace is unknown until this many requests have left the queue."""
 
 
-class Overload:
+class QueueOverload:
     """The overload state of one queue."""
 
     __slots__ = ("_at", "_busy_s", "_left", "_long_since", "_waiting", "is_lasting")
