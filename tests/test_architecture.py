@@ -6,11 +6,16 @@ docs/architecture.md says them in words; this file is what keeps them true.
 from __future__ import annotations
 
 import ast
+import os
+import re
+import textwrap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.support.docs import WRITE
 
 ROOT = Path(__file__).parent.parent / "lbproxy"
 FILES = sorted(ROOT.rglob("*.py"))
@@ -285,9 +290,23 @@ def importers(folder: Path) -> set[str]:
 )
 def test_each_room_says_who_imports_it(folder: Path) -> None:
     """The layers that consist of rooms are left out: the diagram of the layers has them."""
-    said = " ".join((ast.get_docstring(tree(folder / "__init__.py")) or "").split())
+    init = folder / "__init__.py"
     line = "Imported by: " + ", ".join(f"`{name}`" for name in sorted(importers(folder))) + "."
-    assert line in said, f"{folder.relative_to(ROOT)}/__init__.py must say: {line}"
+    if os.environ.get(WRITE):
+        init.write_text(with_importers(init.read_text(), line))
+        return
+    said = " ".join((ast.get_docstring(tree(init)) or "").split())
+    assert line in said, f"{place(init)} must say: {line}\nWith {WRITE}=1 in the environment this test writes it."
+
+
+def with_importers(text: str, line: str) -> str:
+    """The text of an `__init__` with another line of importers; its paragraph is wrapped again."""
+    head, found, rest = text.partition("\nImported by: ")
+    assert found, f"a paragraph must begin with: {line}"
+    paragraph, end, more = re.split(r"(\n\n|\n?\"\"\")", rest, maxsplit=1)
+    words = f"{line} {' '.join(paragraph.partition('.')[2].split())}".strip()
+    wrapped = textwrap.fill(words, 120, break_long_words=False, break_on_hyphens=False)
+    return f"{head}\n{wrapped}{end}{more}"
 
 
 @each(FILES)

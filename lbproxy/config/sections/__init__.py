@@ -3,6 +3,6 @@
 A class is a section, its fields are keys with their defaults, and the docstring below a field is its documentation.
 
 Imported by: `app`, `control`, `core`, `extras`, `net`, `parse`, `proxy`, `scenario`, `sim_cli`, `tree`. Never: what the
-settings do.
-A new key is a field here, a line in config.example.yaml and a row that the tests write into docs/configuration.md.
+settings do. A new key is a field here, a line in config.example.yaml and a row that the tests write into
+docs/configuration.md.
 """
