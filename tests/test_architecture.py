@@ -69,16 +69,16 @@ READS_FILES = {
     ),
     "control/telemetry/memory.py",
 }
-ROOMS = {
+PACKAGES = {
     "core": "requests engines caches capacity knowledge endpoints policies queue observed",
     "control": "probing discovery telemetry admin",
     "net": "dialing connections",
     "proxy": "request exchange sockets front",
     "sim": "engine workloads fleet",
 }
-"""The rooms of a layer: a module imports its own room and those that stand left of it."""
+"""The packages of a layer: a module imports its own package and those that stand left of it."""
 ALONE = {"net/listening", "sim/mock", "sim/engine"}
-"""Rooms that stand beside the others. What they have in common is `sim/engine`."""
+"""Packages that stand beside the others. What they have in common is `sim/engine`."""
 MAX_MODULES = 12
 """In a folder, besides its `__init__`."""
 MAX_ATTRIBUTES = 15
@@ -124,7 +124,7 @@ def imports(file: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def room(dotted: str) -> str | None:
+def layer_of(dotted: str) -> str | None:
     """The layer that a dotted lbproxy name belongs to; None for the package itself (its version)."""
     parts = dotted.split(".")
     return parts[1] if parts[0] == "lbproxy" and len(parts) > 1 and parts[1] != "__version__" else None
@@ -145,7 +145,7 @@ def test_imports_point_left(file: Path) -> None:
     if mine in {"__init__", "sim"}:
         return
     for name in imports(file):
-        other = room(name)
+        other = layer_of(name)
         if other is None or other == mine:
             continue
         if other == "sim":
@@ -157,7 +157,7 @@ def test_imports_point_left(file: Path) -> None:
 @each([file for file in FILES if place(file).startswith("sim/")])
 def test_the_simulation_stands_on_core_alone(file: Path) -> None:
     for name in imports(file):
-        assert room(name) in {None, "core", "sim"}, name
+        assert layer_of(name) in {None, "core", "sim"}, name
 
 
 @each([file for file in FILES if is_pure(file)])
@@ -249,21 +249,21 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     assert not left, "these are in a circle, or import one"
 
 
-@each([file for file in FILES if place(file).split("/")[0] in ROOMS])
-def test_rooms_import_to_the_left(file: Path) -> None:
-    layer, *rooms = place(file).split("/")
-    order = ROOMS[layer].split()
+@each([file for file in FILES if place(file).split("/")[0] in PACKAGES])
+def test_packages_import_to_the_left(file: Path) -> None:
+    layer, *inner = place(file).split("/")
+    order = PACKAGES[layer].split()
     for other in graph()[dotted(file)]:
         parts = other.split(".")[1:]
-        if parts[:1] != [layer] or len(parts) < 3 or len(rooms) < 2 or parts[1] == rooms[0]:
+        if parts[:1] != [layer] or len(parts) < 3 or len(inner) < 2 or parts[1] == inner[0]:
             continue
-        if rooms[0] in order:
-            assert parts[1] in order[: order.index(rooms[0])], f"{other} stands right of {rooms[0]}"
+        if inner[0] in order:
+            assert parts[1] in order[: order.index(inner[0])], f"{other} stands right of {inner[0]}"
         else:
-            assert f"{layer}/{parts[1]}" in ALONE, f"{rooms[0]} stands alone"
+            assert f"{layer}/{parts[1]}" in ALONE, f"{inner[0]} stands alone"
 
 
-def test_folders_are_rooms_and_not_heaps() -> None:
+def test_folders_are_packages_and_not_heaps() -> None:
     folders = {file.parent for file in FILES} - {ROOT}
     for folder in folders:
         modules = [file.name for file in folder.glob("*.py") if file.name != "__init__.py"]
@@ -286,10 +286,10 @@ def importers(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "folder", sorted({file.parent for file in FILES} - {ROOT} - {ROOT / one for one in ROOMS}), ids=place
+    "folder", sorted({file.parent for file in FILES} - {ROOT} - {ROOT / one for one in PACKAGES}), ids=place
 )
-def test_each_room_says_who_imports_it(folder: Path) -> None:
-    """The layers that consist of rooms are left out: the diagram of the layers has them."""
+def test_each_package_says_who_imports_it(folder: Path) -> None:
+    """The layers that consist of packages are left out: the diagram of the layers has them."""
     init = folder / "__init__.py"
     line = "Imported by: " + ", ".join(f"`{name}`" for name in sorted(importers(folder))) + "."
     if os.environ.get(WRITE):

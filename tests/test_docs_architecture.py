@@ -1,4 +1,4 @@
-"""docs/architecture.md names every room, with what its `__init__` says of it and the modules that it has."""
+"""docs/architecture.md names every package, with what its `__init__` says of it and the modules that it has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from lbproxy.core.requests.request import InferenceRequest
 from tests.support.docs import DOCS, ROOT, cells, expect_generated, table
 from tests.support.pool import MODEL, pool_of
-from tests.test_architecture import ROOMS
+from tests.test_architecture import PACKAGES
 
 PACKAGE = ROOT / "lbproxy"
 LAYERS = ("config", "core", "net", "proxy", "control", "extras", "sim", "demo", "terminal")
@@ -31,20 +31,20 @@ def folders() -> list[Path]:
     found = []
     for layer in LAYERS:
         found.append(PACKAGE / layer)
-        order = ROOMS.get(layer, "").split()
+        order = PACKAGES.get(layer, "").split()
         inside = {one.parent.relative_to(PACKAGE / layer) for one in (PACKAGE / layer).glob("*/**/__init__.py")}
         ranks = {one: order.index(one.parts[0]) if one.parts[0] in order else len(order) for one in inside}
         found += [PACKAGE / layer / one for one in sorted(inside, key=lambda one: (ranks[one], one))]
     return found
 
 
-def test_every_room_is_on_the_page() -> None:
+def test_every_package_is_on_the_page() -> None:
     rows = []
     for folder in folders():
         modules = sorted(one.stem for one in folder.glob("*.py") if one.stem != "__init__")
         name = folder.relative_to(PACKAGE).as_posix()
         rows.append([f"**{name}/**" if "/" not in name else f"{name}/", about(folder), ", ".join(modules)])
-    expect_generated(DOCS / "architecture.md", "rooms", table(["folder", "what it is for", "modules"], rows))
+    expect_generated(DOCS / "architecture.md", "packages", table(["folder", "what it is for", "modules"], rows))
 
 
 def defined(file: Path) -> set[str]:

@@ -110,7 +110,7 @@ class Adaptive(Policy):
         space = SPACE * token_ms * pool.hit_ratio * (1.0 + CROWDED * mean_load)
         space_tokens, per_gap, pool_gap = pool.size.space_tokens, DECODE * output, (pool.gap_ms, pool.gap_per_token_ms)
         costs, waits, works, any_held, reports = [], [], [], pool.held > 0, pool.others.until >= now
-        least = _least_work(prompt, max([depths[load.kv.slot] for load in loads]) * block) if any_held else 0.0
+        least = _least_work(prompt, max([depths[load.kv.member_id] for load in loads]) * block) if any_held else 0.0
         notes: _Parts | None = None
         for load in loads:
             there, speed, kv, room = load.work, load.speed, load.kv, load.room
@@ -118,7 +118,7 @@ class Adaptive(Policy):
                 there.expire(now, speed)
             rate = token_ms * speed.factor
             # Prefill: of what is not cached here, after what is queued here, less what is done of the first of that.
-            cached = depths[kv.slot] * block
+            cached = depths[kv.member_id] * block
             if home is not None and home.cache is kv.cache:
                 cached += pool.sessions.trust * home.unmatched_tokens(prompt, cached)
             uncached = prompt - cached

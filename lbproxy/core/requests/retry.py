@@ -138,7 +138,7 @@ class Retries:
     def __init__(self, settings: RetrySettings, rng: random.Random) -> None:
         self._rng = rng
         self.reconfigure(settings)
-        # One slot a second. The slot of the current second is counted up; those of the window are added up when needed.
+        # One counter a second. That of the current second is counted up; those of the window are added up when needed.
         self._requests = [0] * WINDOW_S
         self._spent = [0] * WINDOW_S
         self._second = 0
@@ -194,7 +194,7 @@ class Retries:
         return Verdict(True, rule.outcome, self._rng.uniform(0.0, most_s))
 
     def _advance_to(self, second: int) -> None:
-        """Clear the slots of the seconds that have passed."""
+        """Clear the counters of the seconds that have passed."""
         for passed in range(max(self._second + 1, second - WINDOW_S + 1), second + 1):
             self._requests[passed % WINDOW_S] = self._spent[passed % WINDOW_S] = 0
         self._second = max(self._second, second)
