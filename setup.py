@@ -29,7 +29,7 @@ COMPILED = {
         "backpressure breaker endpoint endpoint_set hang health judge progress serving slow_start state"
     ),
     "lbproxy/core/policies": "adaptive baselines explain policy registry scorers",
-    "lbproxy/core/queue": "choice dispatcher flow flows overload stored_responses ticket waiting_queue",
+    "lbproxy/core/queue": "choice dispatcher flow flows queue_overload stored_responses ticket waiting_queue",
     "lbproxy/core/observed": "record snapshot",
     "lbproxy/net/connections": "corked h1 patience pool",
     "lbproxy/proxy/request": "client_request forwarding handshake headers plain reading",

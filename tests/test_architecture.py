@@ -6,11 +6,16 @@ docs/architecture.md says them in words; this file is what keeps them true.
 from __future__ import annotations
 
 import ast
+import os
+import re
+import textwrap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.support.docs import WRITE
 
 ROOT = Path(__file__).parent.parent / "lbproxy"
 FILES = sorted(ROOT.rglob("*.py"))
@@ -64,16 +69,16 @@ READS_FILES = {
     ),
     "control/telemetry/memory.py",
 }
-ROOMS = {
+PACKAGES = {
     "core": "requests engines caches capacity knowledge endpoints policies queue observed",
     "control": "probing discovery telemetry admin",
     "net": "dialing connections",
     "proxy": "request exchange sockets front",
     "sim": "engine workloads fleet",
 }
-"""The rooms of a layer: a module imports its own room and those that stand left of it."""
+"""The packages of a layer: a module imports its own package and those that stand left of it."""
 ALONE = {"net/listening", "sim/mock", "sim/engine"}
-"""Rooms that stand beside the others. What they have in common is `sim/engine`."""
+"""Packages that stand beside the others. What they have in common is `sim/engine`."""
 MAX_MODULES = 12
 """In a folder, besides its `__init__`."""
 MAX_ATTRIBUTES = 15
@@ -119,7 +124,7 @@ def imports(file: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def room(dotted: str) -> str | None:
+def layer_of(dotted: str) -> str | None:
     """The layer that a dotted lbproxy name belongs to; None for the package itself (its version)."""
     parts = dotted.split(".")
     return parts[1] if parts[0] == "lbproxy" and len(parts) > 1 and parts[1] != "__version__" else None
@@ -140,7 +145,7 @@ def test_imports_point_left(file: Path) -> None:
     if mine in {"__init__", "sim"}:
         return
     for name in imports(file):
-        other = room(name)
+        other = layer_of(name)
         if other is None or other == mine:
             continue
         if other == "sim":
@@ -152,7 +157,7 @@ def test_imports_point_left(file: Path) -> None:
 @each([file for file in FILES if place(file).startswith("sim/")])
 def test_the_simulation_stands_on_core_alone(file: Path) -> None:
     for name in imports(file):
-        assert room(name) in {None, "core", "sim"}, name
+        assert layer_of(name) in {None, "core", "sim"}, name
 
 
 @each([file for file in FILES if is_pure(file)])
@@ -244,21 +249,21 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     assert not left, "these are in a circle, or import one"
 
 
-@each([file for file in FILES if place(file).split("/")[0] in ROOMS])
-def test_rooms_import_to_the_left(file: Path) -> None:
-    layer, *rooms = place(file).split("/")
-    order = ROOMS[layer].split()
+@each([file for file in FILES if place(file).split("/")[0] in PACKAGES])
+def test_packages_import_to_the_left(file: Path) -> None:
+    layer, *inner = place(file).split("/")
+    order = PACKAGES[layer].split()
     for other in graph()[dotted(file)]:
         parts = other.split(".")[1:]
-        if parts[:1] != [layer] or len(parts) < 3 or len(rooms) < 2 or parts[1] == rooms[0]:
+        if parts[:1] != [layer] or len(parts) < 3 or len(inner) < 2 or parts[1] == inner[0]:
             continue
-        if rooms[0] in order:
-            assert parts[1] in order[: order.index(rooms[0])], f"{other} stands right of {rooms[0]}"
+        if inner[0] in order:
+            assert parts[1] in order[: order.index(inner[0])], f"{other} stands right of {inner[0]}"
         else:
-            assert f"{layer}/{parts[1]}" in ALONE, f"{rooms[0]} stands alone"
+            assert f"{layer}/{parts[1]}" in ALONE, f"{inner[0]} stands alone"
 
 
-def test_folders_are_rooms_and_not_heaps() -> None:
+def test_folders_are_packages_and_not_heaps() -> None:
     folders = {file.parent for file in FILES} - {ROOT}
     for folder in folders:
         modules = [file.name for file in folder.glob("*.py") if file.name != "__init__.py"]
@@ -266,6 +271,42 @@ def test_folders_are_rooms_and_not_heaps() -> None:
         said = ast.get_docstring(tree(folder / "__init__.py"))
         assert said, f"{folder.relative_to(ROOT)} does not say what it is for"
         assert not list(imports(folder / "__init__.py")), "an __init__ exports nothing"
+
+
+def importers(folder: Path) -> set[str]:
+    """What imports modules of a folder: folders and modules of the same layer, and other layers, by name."""
+    layer = folder.relative_to(ROOT).parts[0]
+    names = {dotted(file) for file in folder.glob("*.py")}
+    found = set()
+    for file in FILES:
+        if file.parent != folder and graph()[dotted(file)] & names:
+            other, *inside = file.relative_to(ROOT).with_suffix("").parts
+            found.add(other if other != layer else "/".join(inside[:-1]) or inside[0])
+    return found
+
+
+@pytest.mark.parametrize(
+    "folder", sorted({file.parent for file in FILES} - {ROOT} - {ROOT / one for one in PACKAGES}), ids=place
+)
+def test_each_package_says_who_imports_it(folder: Path) -> None:
+    """The layers that consist of packages are left out: the diagram of the layers has them."""
+    init = folder / "__init__.py"
+    line = "Imported by: " + ", ".join(f"`{name}`" for name in sorted(importers(folder))) + "."
+    if os.environ.get(WRITE):
+        init.write_text(with_importers(init.read_text(), line))
+        return
+    said = " ".join((ast.get_docstring(tree(init)) or "").split())
+    assert line in said, f"{place(init)} must say: {line}\nWith {WRITE}=1 in the environment this test writes it."
+
+
+def with_importers(text: str, line: str) -> str:
+    """The text of an `__init__` with another line of importers; its paragraph is wrapped again."""
+    head, found, rest = text.partition("\nImported by: ")
+    assert found, f"a paragraph must begin with: {line}"
+    paragraph, end, more = re.split(r"(\n\n|\n?\"\"\")", rest, maxsplit=1)
+    words = f"{line} {' '.join(paragraph.partition('.')[2].split())}".strip()
+    wrapped = textwrap.fill(words, 120, break_long_words=False, break_on_hyphens=False)
+    return f"{head}\n{wrapped}{end}{more}"
 
 
 @each(FILES)

@@ -118,7 +118,7 @@ class Balancer:
         ticket.flow = flow = self._flows.of(request.flow, now)
         ticket.suspect = suspect
         if request.deadline is not None:
-            ticket.deadline = min(ticket.deadline, request.deadline)
+            ticket.expires_at = min(ticket.expires_at, request.deadline)
         if not (avoid or resubmitted):
             self._retries.count_request(now=now)
             if flow.limited:
@@ -349,7 +349,7 @@ class Balancer:
 
     def report_cache_size(self, uid: EndpointUid, tokens: int, *, at_most: bool = False) -> None:
         """Report the KV cache size that an endpoint states of itself. `at_most`: an upper bound."""
-        self._endpoints.report_cache_size(uid, tokens, at_most)
+        self._dispatcher.wake(self._endpoints.report_cache_size(uid, tokens, at_most))
 
     def report_slots(self, uid: EndpointUid, slots: int) -> None:
         """Report how many requests an endpoint states that it runs at once."""

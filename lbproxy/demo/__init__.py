@@ -1,1 +1,4 @@
-"""`lbproxy demo`: simulated servers and lbproxy before them; with `--traffic` also clients, and a bad night."""
+"""`lbproxy demo`: simulated servers and lbproxy before them; with `--traffic` also clients, and a bad night.
+
+Imported by: `cli`.
+"""

@@ -1,5 +1,7 @@
 """What needs packages that lbproxy itself does without: imported only once the settings ask for it.
 
 `tracing` decides whether requests are traced; `traces` sends them to a collector, `spans` makes OpenTelemetry spans of
-their records. In: `app`. Never: anything that a request waits for.
+their records.
+
+Imported by: `app`, `check`. Never: anything that a request waits for.
 """

@@ -1,1 +1,4 @@
-"""The commands that speak to a running lbproxy: status, top, drain, undrain, explain."""
+"""The commands that speak to a running lbproxy: status, top, drain, undrain, explain.
+
+Imported by: `cli`.
+"""

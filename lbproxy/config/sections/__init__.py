@@ -2,6 +2,7 @@
 
 A class is a section, its fields are keys with their defaults, and the docstring below a field is its documentation.
 
-In: `config.tree` joins them; whoever is configured by one imports it. Never: what the settings do.
-A new key is a field here, a line in config.example.yaml and a row that the tests write into docs/configuration.md.
+Imported by: `app`, `control`, `core`, `extras`, `net`, `parse`, `proxy`, `scenario`, `sim_cli`, `tree`. Never: what the
+settings do. A new key is a field here, a line in config.example.yaml and a row that the tests write into
+docs/configuration.md.
 """

@@ -9,7 +9,7 @@ from pydantic import ValidationInfo, field_validator
 from lbproxy.config.section import Section
 from lbproxy.config.values import Quantity, Timeout, count, expected, size
 
-Policy: TypeAlias = Literal[
+PolicyName: TypeAlias = Literal[
     "adaptive",
     "least-request",
     "round-robin",
@@ -33,7 +33,7 @@ Weight: TypeAlias = Annotated[float, Quantity("0.000001", "1000000", "a weight",
 class RoutingSettings(Section):
     """How an endpoint is chosen for a request."""
 
-    policy: Policy = "adaptive"
+    policy: PolicyName = "adaptive"
     """The routing policy. adaptive predicts the cost of a request on each endpoint; least-request counts requests."""
     scorers: dict[ScorerName, Weight] | None = None
     """Only with policy `weighted`: scorer -> weight above 0. Only the proportions of the weights matter."""

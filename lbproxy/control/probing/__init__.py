@@ -2,5 +2,6 @@
 
 What comes back is handed to the Balancer as it is; `inspect` is the same, once, for `lbproxy check`.
 
-In: `discovery.watch` starts and ends the loops. Never: verdicts, which are the Balancer's.
+Imported by: `app`, `check`, `discovery`, `telemetry`. `discovery.watch` starts and ends the loops. Never: verdicts,
+which are the Balancer's.
 """

@@ -63,7 +63,7 @@ class _Use:
 
 
 class PrefixIndex:
-    """Which endpoint has which blocks. Endpoints take part by `join`, and are identified by their slot, a small
+    """Which endpoint has which blocks. Endpoints take part by `join`, and are identified by their `member_id`, a small
     number.
     """
 
@@ -73,7 +73,7 @@ class PrefixIndex:
         self.entries = 0
         """Blocks in all caches together."""
         self.width = 0
-        """Larger than every slot in use."""
+        """Larger than every `member_id` in use."""
         self.members = 0
         self.root = Node(None, (), 0, 0)
         self._starts: dict[BlockKey, Node] = {}
@@ -87,29 +87,29 @@ class PrefixIndex:
         return len(self._starts)
 
     def join(self) -> EndpointCache:
-        """Return an empty cache in a free slot."""
+        """Return an empty cache with a free `member_id`."""
         if self._free:
-            slot = heapq.heappop(self._free)  # the lowest, so that masks stay short
+            member_id = heapq.heappop(self._free)  # the lowest, so that masks stay short
         else:
-            slot = self.width
+            member_id = self.width
             self.width += 1
         self.members += 1
-        return self._cache(slot)
+        return self._cache(member_id)
 
     def leave(self, cache: EndpointCache) -> None:
-        """Remove a cache; its slot can be reused. Later calls of its methods have no effect."""
+        """Remove a cache; its `member_id` can be reused. Later calls of its methods have no effect."""
         cache.detach()
-        del self._caches[1 << cache.slot]
+        del self._caches[1 << cache.member_id]
         self.members -= 1
-        heapq.heappush(self._free, cache.slot)
+        heapq.heappush(self._free, cache.member_id)
 
     def renew(self, cache: EndpointCache) -> EndpointCache:
         """Return an empty cache that replaces one whose endpoint lost everything."""
         cache.detach()
-        return self._cache(cache.slot)
+        return self._cache(cache.member_id)
 
-    def _cache(self, slot: int) -> EndpointCache:
-        self._caches[1 << slot] = cache = EndpointCache(self, slot)
+    def _cache(self, member_id: int) -> EndpointCache:
+        self._caches[1 << member_id] = cache = EndpointCache(self, member_id)
         return cache
 
     @property
@@ -118,7 +118,9 @@ class PrefixIndex:
         return self.max_entries // max(1, self.members)
 
     def match(self, keys: tuple[BlockKey, ...]) -> list[int]:
-        """Return by slot how many of the first keys are cached. One look-up for each node, up to the longest match."""
+        """Return, by `member_id`, how many of the first keys are cached. One look-up for each node, up to the longest
+        match.
+        """
         depths = [0] * self.width
         node, depth, alive = self.root, 0, 0
         while depth < len(keys):
@@ -213,18 +215,18 @@ def _assign(depths: list[int], mask: int, depth: int) -> None:
 class EndpointCache:
     """The blocks that one endpoint is predicted to have."""
 
-    __slots__ = ("_bit", "_idle", "_index", "_now", "_uses", "attached", "pinned", "size", "slot")
+    __slots__ = ("_bit", "_idle", "_index", "_now", "_uses", "attached", "member_id", "pinned", "size")
 
-    def __init__(self, index: PrefixIndex, slot: int) -> None:
+    def __init__(self, index: PrefixIndex, member_id: int) -> None:
         self._index = index
-        self._bit = 1 << slot
+        self._bit = 1 << member_id
         self._uses: dict[Node, _Use] = {}
         """For every node that is in this cache."""
         self._idle: deque[tuple[Node, int]] = deque()
         """The ends of prompts, and since when they are idle, the oldest first. An entry is outdated if the node is idle
         since another time by now."""
         self._now = 0
-        self.slot = slot
+        self.member_id = member_id
         self.attached = True
         self.size = 0
         """Blocks, pinned and idle."""

@@ -1,8 +1,10 @@
 """How much more an endpoint can take now, and how long a request waits there (`room`).
 
-A `Room` consists of what limits an engine: `slots` (requests that run at once), `lanes` (parallel prefills), the load
-of other clients (`others`), and the requests that are held for it (`reservations`). Reported values overrule predicted
+A `Room` consists of what limits an engine: `slots` (requests that run at once), `space` (its KV cache, where it reports
+nothing), `lanes` (parallel prefills), the load of other clients (`others`), and the requests that are held for it
+(`reservations`). Reported values overrule predicted
 ones. `response_times` is for non-streaming responses, `opaque` for requests whose work cannot be read.
 
-Imported by: `knowledge.load_model`, which owns a Room for each endpoint. Never: which request gets the room.
+Imported by: `knowledge`, `queue`, `sim`. `knowledge.load_model` owns a Room for each endpoint. Never: which request
+gets the room.
 """

@@ -10,7 +10,7 @@ Each first byte, whose request was placed with a prediction, teaches two things:
   are more lanes; where they wait longer, fewer.
 
 A reported queue shows more. If repeatedly no request waits while the model says that ours must, the model is wrong
-(`queue_reported`), unless first bytes arrive as predicted: prefills that share a step do not wait either. As an engine
+(`learn_lanes`), unless first bytes arrive as predicted: prefills that share a step do not wait either. As an engine
 that computes one long prompt reports the same whether it would take another one or not, one more request is placed to
 find out, unless that was observed recently.
 
@@ -56,7 +56,7 @@ class Lanes:
         """
         return self.delay_known and self._evidence >= 0 and pending < 2 and now > self._serial_until
 
-    def queue_reported(self, waiting: float, pending: int, *, full: bool, at: float) -> None:
+    def learn_lanes(self, waiting: float, pending: int, *, full: bool, at: float) -> None:
         """Note the reported queue, while `pending` requests of ours have no first byte. `full`: the model predicts a
         long wait for the last of these.
         """

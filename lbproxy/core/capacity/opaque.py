@@ -27,13 +27,13 @@ MAX_FACTOR: Final = 50.0
 class OpaqueTimes:
     """Milliseconds per request in flight, by model. There is one for each endpoint, and one for all together."""
 
-    __slots__ = ("_counts", "_ms", "in_flight")
+    __slots__ = ("_counts", "_ms", "extra_weight")
 
     def __init__(self) -> None:
         self._ms: dict[str, float] = {}
         self._counts: dict[str, float] = {}
-        self.in_flight = 0.0
-        """By how much the requests in flight weigh more than their number, by their sizes; below 0: less."""
+        self.extra_weight = 0.0
+        """By how much the requests in flight there weigh more than their number, by their sizes; below 0: less."""
 
     def learn(self, model: str | None, took_ms: float, units: float) -> None:
         """Learn from a complete response, while `units` requests of mean size were in flight, itself included."""

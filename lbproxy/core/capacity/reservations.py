@@ -58,7 +58,7 @@ class Reservations:
         """How many requests precede a new one with `work_tokens`, and their tokens.
 
         `share`: the share that precedes it by priority and flow; below 0: there is only one flow. `newest_first`: see
-        `core.queue.overload`.
+        `core.queue.queue_overload`.
         """
         if share >= 0.0:
             return share * self.count, share * self.tokens

@@ -3,7 +3,7 @@
 SGLang and llama.cpp report the number (`limit_reported`, `core.engines.server_info`); it is an upper bound then, as
 memory may allow less. Otherwise it shows in three ways, and each sets the limit to what was running at that moment:
 
-- The engine reports waiting requests, more than the prefills before them explain (`queue_reported`). While there are
+- The engine reports waiting requests, more than the prefills before them explain (`learn_limit`). While there are
   fresh reports they alone count, whatever the first bytes show.
 - Without reports: first bytes that are much later than the prefills before them explain (`first_byte_late`, twice in a
   row).
@@ -24,9 +24,9 @@ from math import exp, inf
 from typing import Final
 
 QUEUE_S: Final = 0.25
-"""An engine may have as many requests waiting as it starts in this time,"""
+"""An engine may have as many requests waiting as it starts in this time; or `MIN_QUEUE`, if that is more."""
 MIN_QUEUE: Final = 2.0
-"""or this many, whichever is more: it must not run idle."""
+"""An engine may have this many requests waiting at any rate of starts: it must not run idle."""
 RATE_S: Final = 5.0
 """Time constant for the rate of starts."""
 LATE_IN_ROW: Final = 2
@@ -37,9 +37,10 @@ allows one more, so that the number doubles in the time of one response."""
 FULL_CACHE: Final = 0.93
 """With requests waiting and more than this share of its KV cache in use, an engine lacks space. It accepts requests as
 long as their prompts fit, and returns running ones to its queue as the responses grow. So it gets no more requests than
-will fit once half of the expected growth has happened,"""
+will fit once half of the expected growth has happened; see also `MIN_SHARE_WITHOUT_SPACE`."""
 MIN_SHARE_WITHOUT_SPACE: Final = 0.75
-"""but at least this share of what it ran when it was full: an engine may count merely cached blocks as in use."""
+"""An engine that lacks space still gets requests up to this share of its limit: it may count merely cached blocks as in
+use."""
 SPACE_S: Final = 30.0
 """How long a lack of space counts, without overload."""
 MAX_STEP: Final = 64.0
@@ -179,7 +180,7 @@ class Slots:
         if now > self.reported_until and self._in_time_at < since:
             self.limit = min(self.limit, max(1.0, running))
 
-    def queue_reported(
+    def learn_limit(
         self, waiting: float, running: float | None, explained: float, *, cache: float, until: float
     ) -> None:
         """Note the reported queue: how many requests wait and run, and the share of the KV cache in use. `explained`:

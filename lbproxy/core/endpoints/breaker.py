@@ -25,9 +25,9 @@ from typing import Final
 from lbproxy.config.sections.health import BreakerSettings
 from lbproxy.core.requests.retry import FailureKind
 
-WINDOW_SLOTS: Final = 6
-SLOT_S: Final = 5.0
-"""The window of the success rate: 30 s, of which the oldest slot is dropped at a time."""
+WINDOW_INTERVALS: Final = 6
+INTERVAL_S: Final = 5.0
+"""The window of the success rate: 30 s, of which the oldest interval is dropped at a time."""
 MIN_SAMPLES: Final = 5
 JITTER: Final = 0.5
 FAULTS: Final = frozenset(
@@ -65,15 +65,15 @@ class Breaker:
     def __init__(self, settings: BreakerSettings) -> None:
         self.settings = settings
         self.successes = 0
-        """Successful responses in the current slot of the window."""
+        """Successful responses in the current interval of the window."""
         self.failures = 0
         self.faults_in_row = 0
         """Faults since the last successful response."""
-        self._past_successes = [0] * (WINDOW_SLOTS - 1)
-        self._past_failures = [0] * (WINDOW_SLOTS - 1)
-        """The earlier slots."""
+        self._past_successes = [0] * (WINDOW_INTERVALS - 1)
+        self._past_failures = [0] * (WINDOW_INTERVALS - 1)
+        """The earlier intervals."""
         self._rotated_at = 0.0
-        """When the current slot began."""
+        """When the current interval began."""
         self.cause = Cause.FAULTS
         """The cause of the last ejection."""
         self.ejections = 0
@@ -83,13 +83,13 @@ class Breaker:
 
     def rotate(self, now: float) -> None:
         """Drop what is older than the window. Call it at least once a second, else responses are assigned to later
-        slots.
+        intervals.
         """
-        turns = int((now - self._rotated_at) / SLOT_S)
-        if turns <= 0:
+        passed = int((now - self._rotated_at) / INTERVAL_S)
+        if passed <= 0:
             return
-        self._rotated_at += turns * SLOT_S
-        for _ in range(min(turns, WINDOW_SLOTS)):
+        self._rotated_at += passed * INTERVAL_S
+        for _ in range(min(passed, WINDOW_INTERVALS)):
             self._past_successes = [self.successes, *self._past_successes[:-1]]
             self._past_failures = [self.failures, *self._past_failures[:-1]]
             self.successes = self.failures = 0
@@ -108,7 +108,10 @@ class Breaker:
                 return cause, f"{self.faults_in_row} failures in a row"
         good, bad = self.successes + sum(self._past_successes), self.failures + sum(self._past_failures)
         if good + bad >= MIN_SAMPLES and good < settings.success_rate * (good + bad):
-            return Cause.SUCCESS_RATE, f"{good} successful responses of {good + bad} in {WINDOW_SLOTS * SLOT_S:g} s"
+            return (
+                Cause.SUCCESS_RATE,
+                f"{good} successful responses of {good + bad} in {WINDOW_INTERVALS * INTERVAL_S:g} s",
+            )
         return None
 
     def eject(self, cause: Cause, now: float, rng: random.Random) -> float:
@@ -127,5 +130,5 @@ class Breaker:
     def reset(self) -> None:
         """Clear the counts."""
         self.successes = self.failures = self.faults_in_row = 0
-        self._past_successes = [0] * (WINDOW_SLOTS - 1)
-        self._past_failures = [0] * (WINDOW_SLOTS - 1)
+        self._past_successes = [0] * (WINDOW_INTERVALS - 1)
+        self._past_failures = [0] * (WINDOW_INTERVALS - 1)

@@ -320,13 +320,16 @@ class EndpointSet:
         state = self._states.get(uid)
         return -inf if state is None else state.reported_at
 
-    def report_cache_size(self, uid: EndpointUid, tokens: int, at_most: bool) -> None:
-        """Note the KV cache size that an endpoint reports. It is kept for later policies."""
+    def report_cache_size(self, uid: EndpointUid, tokens: int, at_most: bool) -> EndpointState | None:
+        """Note the KV cache size that an endpoint reports; returns its state, if it is in the set. The size is kept for
+        later policies.
+        """
         state = self._states.get(uid)
         if state is not None:
             state.reported_cache_tokens, state.cache_tokens_at_most = tokens, at_most
             if self._pool is not None:
                 state.load.kv.size_reported(float(tokens), at_most=at_most)
+        return state
 
     def report_slots(self, uid: EndpointUid, slots: int) -> EndpointState | None:
         """Note how many requests an endpoint reports to run at once; returns its state, if it is in the set. Kept like

@@ -94,9 +94,9 @@ class EndpointState:
     refused_connection: bool = False
     """It refused a connection since it was last up, so that another process may listen there now."""
     progress: Progress
-    """What it showed of its work. Set by the endpoint set, like the next:"""
+    """What it showed of its work. Set by the endpoint set."""
     breaker: Breaker
-    """The results of its requests."""
+    """The results of its requests. Set by the endpoint set."""
     load: LoadModel
     """Its work and speed. Set only under policies that need it (`Policy.block_bytes`)."""
 

@@ -24,7 +24,7 @@ class KvModel:
         "known_tokens",
         "learner",
         "loss",
-        "slot",
+        "member_id",
         "started_at",
     )
 
@@ -32,7 +32,7 @@ class KvModel:
         self._pool = pool
         self.cache = pool.index.join()
         """The endpoint in the prefix index, until it is known to have lost its cache."""
-        self.slot = self.cache.slot
+        self.member_id = self.cache.member_id
         self.learner: CapacityLearner | None = None
         """Learns the size, unless the exact size is known."""
         self.capacity_tokens, self.known_tokens, self.is_configured = 0.0, 0.0, False

@@ -143,7 +143,7 @@ class LoadModel:
             pool.samples.hit_ratio += 1
         else:
             placement.work = pool.body_sizes.factor(request.model, request.body_bytes)
-            self.room.opaque.in_flight += placement.work - 1.0
+            self.room.opaque.extra_weight += placement.work - 1.0
         lanes = self.room.lanes
         placement.pending_before = len(work.pending)
         placement.in_flight = work.in_flight
@@ -207,7 +207,7 @@ class LoadModel:
         speed.close_group(now)
         work.end(placement)
         if not placement.request.prompt_bytes:
-            self.room.opaque.in_flight += 1.0 - placement.work
+            self.room.opaque.extra_weight += 1.0 - placement.work
         output = placement.streamed_tokens
         if usage is not None:
             output = max(output, usage.completion_tokens or 0)
@@ -309,10 +309,10 @@ class LoadModel:
         if metrics.waiting is None:
             return
         at, pending = metrics.scraped_at, self.work.pending
-        self.room.lanes.queue_reported(metrics.waiting, len(pending), full=self.prefill_ms(at) > HOLD_MS, at=at)
+        self.room.lanes.learn_lanes(metrics.waiting, len(pending), full=self.prefill_ms(at) > HOLD_MS, at=at)
         explained = sum(one.late_at > at for one in pending) + self.adapters.waiting_requests()
         cache, slots = metrics.kv_utilization or 0.0, self.room.slots
-        slots.queue_reported(metrics.waiting, metrics.running, explained, cache=cache, until=fresh_until)
+        slots.learn_limit(metrics.waiting, metrics.running, explained, cache=cache, until=fresh_until)
 
     def restarted(self, *, inferred: bool = False) -> None:
         """The endpoint lost what it had cached and loaded. `inferred`: only missing cached tokens showed it."""

@@ -67,9 +67,9 @@ class Placement:
         self.in_flight = 0
         """Our requests in flight when it was placed."""
         self.predicted_s = 0.0
-        """Predicted seconds until its first byte, as of its placement,"""
+        """Predicted seconds until its first byte, as of its placement."""
         self.prefill_wait_s = 0.0
-        """of which it waits this long for other prefills."""
+        """The part of `predicted_s` for which it waits for other prefills."""
         self.streamed_tokens = 0
         self.reported_at = NEVER
         """The time of its last progress; NEVER = none yet."""

@@ -38,19 +38,19 @@ class PoolModel:
         self.adapters: Set[str] = frozenset()
         """The models that are LoRA adapters. `core.endpoints.serving` owns and updates the set."""
         self.token_ms = 0.1
-        """Prefill time per uncached token (rG)."""
+        """Prefill time per uncached token."""
         self.output_tokens = 200.0
-        """Mean length of a response (O)."""
+        """Mean length of a response."""
         self.hit_ratio = 0.3
-        """The share of prompt tokens that was predicted to be cached (hr)."""
+        """The share of prompt tokens that was predicted to be cached."""
         self.bytes_per_token = 4.0
-        """For flattened prompts (f)."""
+        """Bytes of a flattened prompt that make one token."""
         self.work_tokens = 500.0
         """Mean prefill work of a request."""
         self.load_times = LoadTimes()
         """Of adapters."""
         self.base_ms = 40.0
-        """Time to the first token that does not depend on the prompt (T0), of endpoints that served recently."""
+        """Time to the first token that does not depend on the prompt, of endpoints that served recently."""
         self.gaps = PoolGaps(15.0, 1e-4)
         self.gap_ms, self.gap_per_token_ms = self.gaps.gap_ms, self.gaps.gap_per_token_ms
         """The inter-token gap of all endpoints together: assumed for endpoints without samples."""
@@ -60,7 +60,7 @@ class PoolModel:
         self.held = 0
         """Requests that are held for any endpoint."""
         self.overloaded = False
-        """The newest held requests are served first (`core.queue.overload`)."""
+        """The newest held requests are served first (`core.queue.queue_overload`)."""
         self.opaque, self.body_sizes = OpaqueTimes(), BodySizes()
         """How long opaque requests take, and how that depends on their size."""
         self.sessions = Sessions()

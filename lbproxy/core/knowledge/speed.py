@@ -54,10 +54,11 @@ class Speed:
     def __init__(self, pool: PoolModel) -> None:
         self._pool = pool
         self.factor = 1.0
-        """Prefill time relative to the pool's; 1 unless it clearly differs (phi)."""
+        """Prefill time relative to the pool's; 1 unless it clearly differs."""
         self.ln_factor = 0.0
         self.base_ms = pool.base_ms
-        """The endpoint's own T0. The pool's applies after `base_until`, and until it clearly differs."""
+        """The endpoint's own time to the first token that does not depend on the prompt. The pool's applies after
+        `base_until`, and until it clearly differs."""
         self.base_until = -NEVER
         self._group: list[Placement] = []
         self._group_at, self._group_since = -NEVER, 0.0

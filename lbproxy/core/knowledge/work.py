@@ -48,18 +48,18 @@ class Work:
         self.pending: dict[Placement, None] = {}
         """Placed and not prefilled, in order."""
         self.pending_tokens = 0.0
-        """Their prefill work (Upend)."""
+        """Their prefill work."""
         self.head_tokens = 0.0
         """The prefill work of the first of them."""
         self.prefill_since = 0.0
-        """Since when the first of them is being prefilled (tref)."""
+        """Since when the first of them is being prefilled."""
         self.due_at = NEVER
         """The earliest `due_at` in `pending`."""
         self.prefilled_ms = 0.0
         """The total time of finished prefills, as predicted when they were done."""
         self.in_flight = 0
         self.context_tokens = 0.0
-        """Prompts and streamed tokens of all requests in flight (C)."""
+        """Prompts and streamed tokens of all requests in flight."""
         self.live_tokens = 0.0
         """Streamed tokens of all requests in flight."""
         self.freed = (0.0, 0.0)

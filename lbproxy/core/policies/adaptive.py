@@ -6,7 +6,8 @@ space that it takes from prefixes that may be needed again; the wait for cache s
 There is no threshold or filter: the endpoint with the lowest price is chosen.
 
 It reads `EndpointState.load` (see `core.knowledge.load_model`) and keeps no state. The constants were found by some
-5,000 runs of a step-level simulation of vLLM; docs/routing.md says what each of them gains.
+5,000 runs of a step-level simulation of vLLM: docs/decisions/0031 has the measurements of `STALL`, `STEPS` and
+`DECODE`. docs/routing.md says which function learns each of the other values.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ STEPS: Final = 2.0
 DECODE: Final = 0.07
 """What a millisecond of decode is worth, relative to one of waiting for the first token."""
 SPACE: Final = 20.0
-"""What a full cache is worth, in prefills of the same prompt,"""
+"""What the space in a full cache costs, in prefills of the same prompt, with no requests in flight."""
 CROWDED: Final = 0.3
-"""and the share of that to add for each request that endpoints have in flight."""
+"""The share of `SPACE` that is added for each request in flight at a candidate, on average."""
 MAX_SPACE_WAIT_MS: Final = 60_000.0
 MIN_FREED_PER_MS: Final = 0.05
 
@@ -101,15 +102,15 @@ class Adaptive(Policy):
         if not request.prompt_bytes:
             return self._price_opaque(request, loads, now)
         pool = loads[0].pool
-        token_ms, output, base, block = pool.token_ms, pool.output_tokens, pool.base_ms, pool.block_tokens(request)
+        token_ms, output, pool_base, block = pool.token_ms, pool.output_tokens, pool.base_ms, pool.block_tokens(request)
         prompt = pool.prompt_tokens(request)
         blocks, depths = len(request.block_keys) * block, pool.index.match(request.block_keys)
         home = None if request.session is None else _home(pool, request.session, prompt, block * max(depths, default=0))
         mean_load = sum([load.work.in_flight for load in loads]) / len(loads)
         space = SPACE * token_ms * pool.hit_ratio * (1.0 + CROWDED * mean_load)
-        space_tokens, decode, pool_gap = pool.size.space_tokens, DECODE * output, (pool.gap_ms, pool.gap_per_token_ms)
-        costs, waits, works, held, reports = [], [], [], pool.held > 0, pool.others.until >= now
-        least = _least_work(prompt, max([depths[load.kv.slot] for load in loads]) * block) if held else 0.0
+        space_tokens, per_gap, pool_gap = pool.size.space_tokens, DECODE * output, (pool.gap_ms, pool.gap_per_token_ms)
+        costs, waits, works, any_held, reports = [], [], [], pool.held > 0, pool.others.until >= now
+        least = _least_work(prompt, max([depths[load.kv.member_id] for load in loads]) * block) if any_held else 0.0
         notes: _Parts | None = None
         for load in loads:
             there, speed, kv, room = load.work, load.speed, load.kv, load.room
@@ -117,7 +118,7 @@ class Adaptive(Policy):
                 there.expire(now, speed)
             rate = token_ms * speed.factor
             # Prefill: of what is not cached here, after what is queued here, less what is done of the first of that.
-            cached = depths[kv.slot] * block
+            cached = depths[kv.member_id] * block
             if home is not None and home.cache is kv.cache:
                 cached += pool.sessions.trust * home.unmatched_tokens(prompt, cached)
             uncached = prompt - cached
@@ -137,7 +138,7 @@ class Adaptive(Policy):
                 streams += others.requests(now)
                 backlog += others.queued(now) * pool.work_tokens
             wait = backlog * rate if backlog > 0.0 else 0.0  # may be below 0 by rounding
-            if streams >= room.slots.limit or (held and room.reservations.count) or room.lanes.lanes > 1.0:
+            if streams >= room.slots.limit or (any_held and room.reservations.count) or room.lanes.lanes > 1.0:
                 wait = _wait_ms(load, backlog, streams, least, now)
             # Decode: a gap grows with the context that the batch reads in each step.
             own_gap, slope = (speed.gap_ms, speed.gap_per_token_ms) if speed.gap_until > now else pool_gap
@@ -146,19 +147,19 @@ class Adaptive(Policy):
             # may be computed again on any endpoint, so this is at the pool's speed: at its own speed, slow endpoints
             # looked far too expensive (half the servers at half speed: goodput .46 instead of .75).
             cache, live, foreign = kv.cache, there.live_tokens, others.space(now) if others.cache_tokens else 0.0
-            first = speed.base_ms if speed.base_until > now else base
+            base = speed.base_ms if speed.base_until > now else pool_base
             used = (cache.size * block + live + foreign) / (kv.known_tokens or space_tokens)
-            cost = first + wait + prefill * (1.0 + STALL * streams) + decode * (gap + streams * slope * prompt)
-            space_cost = space * used * uncached
-            # Space for this request and for the rest of the responses in flight, as far as it is not there.
+            cost = base + wait + prefill * (1.0 + STALL * streams) + per_gap * (gap + streams * slope * prompt)
+            cache_space = space * used * uncached
+            # Space for all prompts and responses: what these have or may add, whichever is more (docs/decisions/0031).
             growth = in_flight * output - live
             over = blocks - cached + output + foreign - kv.capacity_tokens
             over += cache.pinned * block + (growth if growth > live else live)
-            late = space_wait_ms(load, over, now) if over > 0.0 else 0.0
-            cost += space_cost + late
+            space_wait = space_wait_ms(load, over, now) if over > 0.0 else 0.0
+            cost += cache_space + space_wait
             if self.explains:
-                stall, slow_down = prefill * STALL * streams, decode * streams * slope * prompt
-                notes = _Parts(notes, cost, first, wait, prefill, stall, decode * gap, slow_down, space_cost, late)
+                stall, decode, slow_down = prefill * STALL * streams, per_gap * gap, per_gap * streams * slope * prompt
+                notes = _Parts(notes, cost, base, wait, prefill, stall, decode, slow_down, cache_space, space_wait)
             costs.append(cost)
             waits.append(wait)
             works.append(own)
@@ -179,7 +180,7 @@ class Adaptive(Policy):
             own = each * size
             if home is not None and home.cache is load.kv.cache:
                 own *= 1.0 - pool.sessions.trust
-            ahead = in_flight + load.room.opaque.in_flight
+            ahead = in_flight + load.room.opaque.extra_weight
             cost = max(ahead * each, wait) + own
             if self.explains:
                 notes = _Parts(notes, cost, 0.0, cost - own, own, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -187,7 +188,7 @@ class Adaptive(Policy):
             waits.append(wait)
         return Prices(_with_adapters(costs, notes, loads, model, now), waits, [1.0] * len(loads), notes)
 
-    def is_full(self, state: EndpointState, wait_ms: float, now: float) -> bool:
+    def is_full(self, state: EndpointState, now: float) -> bool:
         """See Policy. Decided by the endpoint's room."""
         return state.load.is_full(now)
 

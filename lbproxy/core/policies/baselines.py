@@ -109,7 +109,7 @@ class LlmD(Policy):
         blocks = len(request.block_keys)
         depths = candidates[0].load.pool.index.match(request.block_keys)
         tokens = [state.load.work.pending_uncached() for state in candidates]
-        warm = [blocks > 0 and depths[state.load.kv.slot] >= 0.8 * blocks for state in candidates]
+        warm = [blocks > 0 and depths[state.load.kv.member_id] >= 0.8 * blocks for state in candidates]
         costs = [queued + own for queued, own in zip(tokens, uncached, strict=True)]
         best_warm = min((t for t, is_warm in zip(tokens, warm, strict=True) if is_warm), default=inf)
         best_cold = min((t for t, is_warm in zip(tokens, warm, strict=True) if not is_warm), default=inf)
@@ -133,7 +133,7 @@ class CacheAware(Policy):
         if max(loads) - min(loads) > 64 and max(loads) > 1.5 * min(loads):
             return Prices([float(load) for load in loads])
         depths = candidates[0].load.pool.index.match(request.block_keys)
-        matches = [depths[state.load.kv.slot] for state in candidates]
+        matches = [depths[state.load.kv.member_id] for state in candidates]
         if max(matches) * BASELINE_BLOCK_BYTES > 0.3 * request.prompt_bytes:
             return Prices([-float(match) for match in matches])
         return Prices([float(state.load.kv.cache.size) for state in candidates])
@@ -254,7 +254,7 @@ def _uncached(request: InferenceRequest, candidates: Sequence[EndpointState]) ->
     depths = pool.index.match(request.block_keys)
     prompt = request.prompt_bytes / pool.bytes_per_token
     block = pool.index.block_bytes / pool.bytes_per_token
-    return [max(1.0, prompt - depths[state.load.kv.slot] * block) for state in candidates]
+    return [max(1.0, prompt - depths[state.load.kv.member_id] * block) for state in candidates]
 
 
 def _queue(state: EndpointState, now: float) -> float:

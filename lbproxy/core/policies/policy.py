@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from mypy_extensions import mypyc_attr
 
 from lbproxy.core.caches.prefix_index import MAX_ENTRIES
-from lbproxy.core.capacity.room import HOLD_MS
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.requests.request import InferenceRequest
 
@@ -77,11 +76,9 @@ class Policy(ABC):
         """The cost of placing `request` on each candidate (at least one)."""
         ...
 
-    def is_full(self, state: EndpointState, wait_ms: float, now: float) -> bool:
-        """Whether a request whose best endpoint this is, with this wait, is held until there is room. Only called for a
-        policy that `holds`.
-        """
-        return wait_ms > HOLD_MS
+    def is_full(self, state: EndpointState, now: float) -> bool:
+        """Whether a request whose best endpoint this is is held until there is room, under a policy that `holds`."""
+        raise NotImplementedError
 
     def explain(self, notes: object, *, shown: Sequence[int]) -> list[dict[str, float]]:
         """The parts of costs, from the notes of their price, at any later time.

@@ -58,7 +58,7 @@ def prefix(request: InferenceRequest, candidates: Sequence[EndpointState], *, no
     if not keys:
         return [0.0] * len(candidates)
     depths = candidates[0].load.pool.index.match(keys)
-    return [depths[state.load.kv.slot] / len(keys) for state in candidates]
+    return [depths[state.load.kv.member_id] / len(keys) for state in candidates]
 
 
 def lora(request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> list[float]:

@@ -2,7 +2,8 @@
 
 `ticket` is a request's place in the balancer; `choice` decides where it goes now, or why it waits or ends;
 `waiting_queue` keeps waiting requests, and `dispatcher` wakes them; `flow` and `flows` share capacity between clients;
-`overload` measures the pace; `stored_responses` knows which endpoint stores which response.
+`queue_overload` measures the pace; `stored_responses` knows which endpoint stores which response.
 
-Imported by: the Balancer. Never: the properties of endpoints (`policies` and `endpoints` have them).
+Imported by: `balancer`, `control`, `extras`, `observed`, `proxy`, `request_runtime`, `runtime`, `sim`, `sim_cli`.
+Never: the properties of endpoints (`policies` and `endpoints` have them).
 """

@@ -124,7 +124,7 @@ class Choice:
         """Whether a waiting request may go to `state` now."""
         if now < state.backing_off_until or not self.below_limit(state):
             return False
-        return not (self.holds and self.policy.is_full(state, 0.0, now))
+        return not (self.holds and self.policy.is_full(state, now))
 
     # Endpoints that may be asked
 
@@ -200,7 +200,7 @@ class Choice:
                 index = self._lowest_cost_of(in_time, candidates, prices)
         if self.holds and prices.waits_ms is not None:
             best, wait_ms = candidates[index], prices.waits_ms[index]
-            is_full = self.policy.is_full(best, wait_ms, now)
+            is_full = self.policy.is_full(best, now)
             if best.health is Health.DOWN:  # a trial: what was queued there is lost
                 is_full = False
             if is_full or (best.load.room.reservations.count and not in_turn):

@@ -25,7 +25,7 @@ from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.queue.choice import Choice
 from lbproxy.core.queue.flows import Flows
-from lbproxy.core.queue.overload import Overload
+from lbproxy.core.queue.queue_overload import QueueOverload
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.queue.waiting_queue import WORK_S, WaitingQueue, least_work
 
@@ -55,12 +55,12 @@ class Dispatcher:
         self._woken: dict[EndpointUid, EndpointState] = {}
         """Endpoints with an event since the queue was last considered."""
         self._all_woken = False
-        """The same for the set of endpoints, or the settings."""
+        """Since then there was an event that concerns all endpoints: see `wake_all`."""
         self._wake_times: list[tuple[float, EndpointUid]] = []
         """A heap: when endpoints may have room again without an event."""
         self._next_wake: dict[EndpointUid, float] = {}
         """The valid entries."""
-        self._overload = Overload()
+        self._overload = QueueOverload()
 
     def reconfigure(self, admission: AdmissionSettings, pool: PoolModel | None) -> None:
         """Apply other settings, and perhaps other models of the endpoints: waiting requests are considered again."""
@@ -82,7 +82,10 @@ class Dispatcher:
             self._woken[state.endpoint.uid] = state
 
     def wake_all(self) -> None:
-        """Wake all endpoints: the set changed."""
+        """Wake all endpoints, after what may change more than one endpoint's room, or which endpoints may be asked: a
+        change of the set, of a health, of a model list or of the settings, a failure that counts against an endpoint,
+        draining, or a flow below its limit again.
+        """
         self._all_woken = True
 
     def wake_at(self, uid: EndpointUid, at: float) -> None:

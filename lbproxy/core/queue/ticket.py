@@ -96,12 +96,12 @@ class Ticket:
     """In a worker process: of its `placement` there; 0 = there is none."""
 
     def __init__(
-        self, request: InferenceRequest, submitted_at: float, deadline: float, avoid: frozenset[EndpointUid]
+        self, request: InferenceRequest, submitted_at: float, expires_at: float, avoid: frozenset[EndpointUid]
     ) -> None:
         self.request = request
         self.submitted_at = submitted_at
-        self.deadline = deadline
-        """When waiting ends with `Outcome.EXPIRED`."""
+        self.expires_at = expires_at
+        """When waiting ends, with `Outcome.EXPIRED` or, at the request's own deadline, `TOO_LATE`."""
         self.avoid = avoid
         """Endpoints that already failed this request."""
 

@@ -29,11 +29,11 @@ AGEING_S: Final = 10.0
 WORK_S: Final = 0.5
 """How long the least work of a waiting request is valid: caches change."""
 MAX_LOOKUPS: Final = 512
-"""And how many are computed again at a time, the oldest first, so that 10,000 waiting requests do not block the event
-loop."""
+"""How many of these are computed again at a time, for the requests that waited longest, so that 10,000 waiting requests
+do not block the event loop."""
 NEWEST_FIRST_S: Final = 1.0
-"""Under overload (`core.queue.overload`) a request that has waited this long counts as twice its work: the newest can
-still be served in time."""
+"""Under overload (`core.queue.queue_overload`) a request that has waited this long counts as twice its work: the newest
+can still be served in time."""
 HEAVY_SHARE: Final = 0.5
 """As a share of its fair share of waiting requests: a flow with at least this many is one that overloads the queue."""
 FAIR_TICKETS: Final = 256
@@ -87,8 +87,8 @@ class WaitingQueue:
         """
         self._take_limits(settings)
         for ticket in self._tickets.values():
-            ticket.deadline = min(ticket.deadline, now + settings.queue_timeout)
-        self._own_deadlines = [(ticket.deadline, key, ticket) for _, key, ticket in self._own_deadlines]
+            ticket.expires_at = min(ticket.expires_at, now + settings.queue_timeout)
+        self._own_deadlines = [(ticket.expires_at, key, ticket) for _, key, ticket in self._own_deadlines]
         heapify(self._own_deadlines)
 
     def __len__(self) -> int:
@@ -145,7 +145,7 @@ class WaitingQueue:
             self._ready += 1
         self._bytes += request.body_bytes
         if request.deadline is not None:
-            heappush(self._own_deadlines, (ticket.deadline, key, ticket))
+            heappush(self._own_deadlines, (ticket.expires_at, key, ticket))
         return shed
 
     def _fits(self, others: int, size: int) -> bool:
@@ -279,7 +279,7 @@ class WaitingQueue:
                 expired.append(ticket)
         for ticket in self._tickets.values():
             if ticket.request.deadline is None:
-                if ticket.deadline > now:
+                if ticket.expires_at > now:
                     break
                 expired.append(ticket)
         return expired
@@ -288,7 +288,7 @@ class WaitingQueue:
         """When the first wait ends."""
         while self._own_deadlines and id(self._own_deadlines[0][2]) not in self._tickets:
             heappop(self._own_deadlines)
-        first = next((ticket.deadline for ticket in self._tickets.values()), None)
+        first = next((ticket.expires_at for ticket in self._tickets.values()), None)
         return first if first is None or not self._own_deadlines else min(first, self._own_deadlines[0][0])
 
 

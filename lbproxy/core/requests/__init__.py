@@ -3,6 +3,7 @@
 Everything here is bytes from outside, or a value made of them, and independent of endpoints. Untrusted input is
 validated here and nowhere else: an `LbError` says what is wrong with a request.
 
-Imported by: all others. Never: state that outlives a request, except the retry budget (`retry`). A new API (another
-wire format) starts here, with a module like `openai`.
+Imported by: `balancer`, `caches`, `control`, `endpoints`, `engines`, `extras`, `knowledge`, `net`, `observed`,
+`policies`, `proxy`, `queue`, `request_runtime`, `runtime`, `sim`, `sim_cli`. Never: state that outlives a request,
+except the retry budget (`retry`). A new API (another wire format) starts here, with a module like `openai`.
 """

@@ -1,7 +1,7 @@
 """Why an attempt fails, and what follows: another attempt elsewhere, or the end.
 
-This is only about failures before the first byte of a body went to the client; after that nothing is retried. The rules
-are the rows of docs/failures.md. They follow two principles:
+This is only about failures before the commit (docs/architecture.md): once the first byte of a body went to the client,
+nothing is retried. The rules are the rows of docs/failures.md. They follow two principles:
 
 - A request that was not sent, or was refused with "not now", may be tried elsewhere. A request that may have *caused*
   the failure is tried once more and no further: a request that breaks each server must not be sent to all of them.
@@ -38,11 +38,14 @@ class FailureKind(Enum):
     """A kept connection was already closed when a request was sent on it: the keep-alive race. The request is sent
     again on a new connection to the same endpoint, and no attempt has failed."""
     RESET = "reset"
-    """Reset or closed before the head of the response was complete, on a new connection."""
+    """The connection was reset or closed before the response was complete, and it is not STALE. Or the response ended
+    with its connection, as it has no length, and its body is incomplete. Retried only before the commit."""
     PROTOCOL = "protocol"
     """The response is not HTTP, or is ambiguous."""
     TIMEOUT = "timeout"
-    """No response in time."""
+    """Silence for too long (`net.connections.patience`): no first event, or byte of any other body, in time, with or
+    without a head; or, after the commit, a pause in the middle. Also a probe or scrape that took too long. A connection
+    that was not made in time is CONNECT."""
     EXHAUSTED = "exhausted"
     """lbproxy has no file descriptor or buffer left: not the endpoint's fault."""
     BUSY = "busy"
@@ -101,18 +104,18 @@ class _Rule:
     outcome: Outcome
     max_retries: int = 0
     """How often one request may be retried for this reason; `attempts` limits it as well."""
-    unless_suspect: bool = False
-    """No retry if an endpoint that accepted this request failed on it before."""
+    unless_started_before: bool = False
+    """No retry if an endpoint that had started on this request failed before."""
     free: bool = False
     """The retry costs no budget, and is made at once."""
 
 
 _ANY_NUMBER: Final = 1000
-_NOT_SUSPECT: Final = frozenset(
+_NOT_STARTED: Final = frozenset(
     {FailureKind.CONNECT, FailureKind.STALE, FailureKind.BUSY, FailureKind.LIMITED, FailureKind.MISSING}
 )
-"""After these failures the endpoint did not accept the request, so the request is not suspected of breaking servers."""
-_NOT_ACCEPTED: Final = _NOT_SUSPECT - {FailureKind.STALE}
+"""After these failures the endpoint had not started on the request, so the request cannot be their cause."""
+_SAFE_TO_REPEAT: Final = _NOT_STARTED - {FailureKind.STALE}
 """After these failures even a request that must not be executed twice may be sent again."""
 _RULES: Final = {
     FailureKind.CONNECT: _Rule(Outcome.CONNECT_FAILED, max_retries=_ANY_NUMBER, free=True),
@@ -122,7 +125,7 @@ _RULES: Final = {
     FailureKind.EXHAUSTED: _Rule(Outcome.OVERLOADED),
     FailureKind.BUSY: _Rule(Outcome.COMPLETED, max_retries=_ANY_NUMBER),
     FailureKind.LIMITED: _Rule(Outcome.COMPLETED, max_retries=1),
-    FailureKind.ERROR: _Rule(Outcome.COMPLETED, max_retries=1, unless_suspect=True),
+    FailureKind.ERROR: _Rule(Outcome.COMPLETED, max_retries=1, unless_started_before=True),
     FailureKind.GATEWAY: _Rule(Outcome.COMPLETED, max_retries=_ANY_NUMBER),
     FailureKind.MISSING: _Rule(Outcome.COMPLETED, max_retries=_ANY_NUMBER),
     FailureKind.STRANDED: _Rule(Outcome.UPSTREAM_TIMEOUT, max_retries=_ANY_NUMBER),
@@ -135,7 +138,7 @@ class Retries:
     def __init__(self, settings: RetrySettings, rng: random.Random) -> None:
         self._rng = rng
         self.reconfigure(settings)
-        # One slot a second. The slot of the current second is counted up; those of the window are added up when needed.
+        # One counter a second. That of the current second is counted up; those of the window are added up when needed.
         self._requests = [0] * WINDOW_S
         self._spent = [0] * WINDOW_S
         self._second = 0
@@ -176,9 +179,9 @@ class Retries:
         retry = (
             len(earlier) + 1 < self._attempts
             and earlier.count(kind) < rule.max_retries
-            and not (rule.unless_suspect and any(one not in _NOT_SUSPECT for one in earlier))
+            and not (rule.unless_started_before and any(one not in _NOT_STARTED for one in earlier))
             and (rule.free or others_available)
-            and (repeatable or kind in _NOT_ACCEPTED)
+            and (repeatable or kind in _SAFE_TO_REPEAT)
         )
         if not retry and rule.free and not others_available:
             return Verdict(False, Outcome.NO_ENDPOINTS)  # no attempts are left, or no endpoints
@@ -191,7 +194,7 @@ class Retries:
         return Verdict(True, rule.outcome, self._rng.uniform(0.0, most_s))
 
     def _advance_to(self, second: int) -> None:
-        """Clear the slots of the seconds that have passed."""
+        """Clear the counters of the seconds that have passed."""
         for passed in range(max(self._second + 1, second - WINDOW_S + 1), second + 1):
             self._requests[passed % WINDOW_S] = self._spent[passed % WINDOW_S] = 0
         self._second = max(self._second, second)

@@ -10,12 +10,15 @@ The head of a response stops no clock: vLLM and others send it when they accept 
 queue like any other request. Neither do comments, which only show that the server is alive. Time in which the client
 does not read is not the endpoint's silence, and neither is time in which lbproxy itself was stopped (`prolong`).
 
-All three clocks end the attempt as a time-out. Before the first bytes went to the client it gets a status, or an event
-if it has the head of a stream; later it gets an event. `core.endpoints.hang` (`makes_progress`) decides whether the
-endpoint is blamed: not if it makes progress with other work. It also finds endpoints that hang or are dead, from
-outside and sooner. A host that vanished is found by the kernel's keep-alive (`net.dialing.vanished`), which has no
-other limit: a busy endpoint may read nothing of a large body for as long as `response` runs. `connect` runs in the
-dial, which has no connection yet.
+An expired `connect` is a failed connection (FailureKind.CONNECT): the request was not sent, and is retried at once.
+The other two end the attempt as a TIMEOUT, which is not retried: the endpoint may still compute the response. Before
+any body bytes went to the client it gets a status, or an event if it has the head of a stream; later it gets an event.
+docs/failures.md has a table of all timers of an attempt, with their outcomes.
+
+After a TIMEOUT `core.endpoints.hang` (`makes_progress`) decides whether the endpoint is blamed: not if it makes
+progress with other work. It also finds endpoints that hang or are dead, from outside and sooner. A host that vanished
+is found by the kernel's keep-alive (`net.dialing.vanished`), which has no other limit: a busy endpoint may read nothing
+of a large body for as long as `response` runs. `connect` runs in the dial (`net.dialing`), which has no connection yet.
 """
 
 from __future__ import annotations

@@ -3,5 +3,5 @@
 `dial` tries the addresses of `names` one after the other, within a time limit; `origin` is the destination; `tls`
 verifies certificates; `tunnel` sends CONNECT; `vanished` sets the TCP options that detect vanished peers.
 
-Imported by: `connections.pool`. Never: HTTP, except for CONNECT.
+Imported by: `connections`, `control`, `proxy`. Never: HTTP, except for CONNECT.
 """

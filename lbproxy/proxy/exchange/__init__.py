@@ -3,5 +3,7 @@
 `exchange` is driven by callbacks, `steps` is its table of states, `relay` transfers the response, `exchanger` is what
 all exchanges share, `adapter_calls` sends one call to every endpoint.
 
-Imported by: `front.turn`. Never: which endpoint is next (the Balancer decides), or a client's connection.
+It writes to a client's transport, and pauses with it; reading from a client, and its connection's life, are `front`'s.
+
+Imported by: `app`, `front`, `sockets`. Never: which endpoint is next (the Balancer decides).
 """

@@ -9,8 +9,8 @@ does now; `proxy.exchange.steps` has the table. Invariants:
 
 - It ends exactly once, in `finish`, whatever happens; every ticket is closed by then.
 - What is in progress in a step (`_work`: a dial, a connection, a relay, a timer) is released when the step ends.
-- Each attempt sends the same bytes. If the head was sent (`_head_sent_by`), only the body of an event stream may
-  follow.
+- Each attempt sends the same body; the head differs by endpoint. If a response's head was sent (`_head_sent_by`), only
+  the body of an event stream may follow.
 """
 
 from __future__ import annotations
@@ -336,7 +336,7 @@ class Exchange(ABC):
         raise AssertionError("an end before its head")
 
     def broke(self, error: UpstreamError) -> None:
-        """The attempt failed before any of a response arrived."""
+        """The attempt failed before a response was committed; its head may have arrived, or gone to the client."""
         self._guarded(self._fail, error)
 
     def _fail(self, error: UpstreamError) -> None:

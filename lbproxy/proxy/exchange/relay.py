@@ -5,8 +5,9 @@ chunk framing included; scanners watch it. Only a client that does not accept ch
 how far the response is:
 
     stage        event                                                          next stage
-    HELD         the first of the body; or `HOLD_HEAD_S` passed, and only       COMMITTED
-                 this body could follow this head; or complete
+    HELD         the first of the body; or none arrived with the head of        COMMITTED
+                 a response that is not a stream; or `HOLD_HEAD_S` passed,
+                 and only this body could follow this head; or complete
                  `HOLD_HEAD_S` passed, and another stream could follow; or      HEAD_SENT
                  the client has the head of an earlier attempt
     HEAD_SENT    the first of the body, or complete                             COMMITTED
@@ -15,9 +16,9 @@ how far the response is:
 
 Invariants:
 
-- The head goes out with the first body bytes, in one write; the head of a stream alone after `HOLD_HEAD_S`. There is
-  never a second status line.
-- Until bytes of its body went out a response can be replaced: vLLM sends 200 before it begins with the prompt, refuses
+- The head goes out with the first body bytes, in one write; without any the head of a stream after `HOLD_HEAD_S`, any
+  other head at once, which commits. There is never a second status line.
+- Until it is committed a response can be replaced: vLLM sends 200 before it begins with the prompt, refuses
   some requests of a burst a moment later, and may fail in the seconds until the first token. A stream whose head is out
   continues with the body of another endpoint's stream; after the first bytes of a body nothing is retried.
 - A broken response never looks complete: it gets no terminator, and a reset where a close would look like an end (the

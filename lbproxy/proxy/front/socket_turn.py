@@ -16,9 +16,9 @@ from lbproxy.proxy.front.connection import ClientConnection
 from lbproxy.proxy.front.turn import Front, Turn
 from lbproxy.proxy.request.handshake import SWITCH, switch_problem
 from lbproxy.proxy.request.headers import client_head
-from lbproxy.proxy.sockets.relay import SocketRelay
 from lbproxy.proxy.sockets.server_end import ServerEnd
 from lbproxy.proxy.sockets.side import Side
+from lbproxy.proxy.sockets.socket_relay import SocketRelay
 
 Arguments = TypeVarTuple("Arguments")
 
@@ -39,7 +39,7 @@ class _EarlyData:
 
 
 class SocketTurn(Turn):
-    """One request for a WebSocket, until that is closed; the sockets.relay.Owner of it. Any response other than a 101
+    """One request for a WebSocket, until that is closed; the socket_relay.Owner of it. Any response other than a 101
     is relayed like the response to any request; the client's connection ends with it.
     """
 
@@ -142,30 +142,30 @@ class SocketTurn(Turn):
         else:
             Turn._release_work(self)
 
-    # sockets.relay.Owner
+    # socket_relay.Owner
 
     def guarded(self, step: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
-        """See sockets.relay.Owner."""
+        """See socket_relay.Owner."""
         self._guarded(step, *arguments)
 
     def progress(self, messages: int) -> None:
-        """See sockets.relay.Owner."""
+        """See socket_relay.Owner."""
         assert self._ticket is not None
         self._shared.runtime.progress(self._ticket, messages)
 
     def hold(self, size: int) -> None:
-        """See sockets.relay.Owner."""
+        """See socket_relay.Owner."""
         if size or self.held_bytes:
             self._front.overload.release(self)
             self._front.overload.hold(self, size)
 
     def end_server(self, *, at_once: bool) -> None:
-        """See sockets.relay.Owner."""
+        """See socket_relay.Owner."""
         if self._server_end is not None:
             self._server_end.close(at_once=at_once)
 
     def socket_ended(self, outcome: Outcome, *, timed_out: bool) -> None:
-        """See sockets.relay.Owner."""
+        """See socket_relay.Owner."""
         assert self._ticket is not None
         if self.step is not FINISHED:
             self.record.outcome = outcome

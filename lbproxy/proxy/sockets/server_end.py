@@ -6,7 +6,7 @@ import asyncio
 
 from lbproxy.net.connections.corked import Corked
 from lbproxy.net.connections.pool import Connection
-from lbproxy.proxy.sockets.relay import CLOSE_S, Owner, SocketRelay
+from lbproxy.proxy.sockets.socket_relay import CLOSE_S, Owner, SocketRelay
 
 
 class ServerEnd(asyncio.Protocol):

@@ -3,5 +3,5 @@
 `engine` behaves like vLLM V1 where routing can tell; `fixed` takes so long whatever it gets; `presets` has the
 hardware.
 
-In: `fleet` and `mock` drive it. Never: clocks, HTTP, balancers.
+Imported by: `fleet`, `mock`, `mock/apis`, `mock/serving`, `sim_cli`, `workloads`. Never: clocks, HTTP, balancers.
 """

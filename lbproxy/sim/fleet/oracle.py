@@ -146,7 +146,7 @@ class Oracle(Policy):
             uncached.append(float(work.prompt_tokens - cached[name]))
         return Prices(costs, waits, uncached)
 
-    def is_full(self, state: EndpointState, wait_ms: float, now: float) -> bool:
+    def is_full(self, state: EndpointState, now: float) -> bool:
         """Whether even the smallest of requests would wait too long for its prefill to begin."""
         found = self._sights[state.endpoint.name].foresee(SimRequest("", 1, 1), 0, 0.0, now)
         return 1000.0 * (found.begins_at - now) > HOLD_MS

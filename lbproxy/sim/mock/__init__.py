@@ -3,5 +3,5 @@
 `apis/`, `adapters`, `text`, `exposition` and `description` are its words (pure), `http` and `serving/` serve them,
 `faults` says what goes wrong and `sabotage` does it to the connections.
 
-In: the command line, the demo, the tests. Never: a balancer.
+Imported by: `cli`, `demo`, `mock/apis`, `mock/serving`. Never: a balancer.
 """

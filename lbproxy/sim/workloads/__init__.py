@@ -2,5 +2,5 @@
 
 `catalogue` has the workloads that can be named. A new one is a function there.
 
-In: `fleet`, the demo. Never: servers.
+Imported by: `demo`, `fleet`, `sim_cli`. Never: servers.
 """

@@ -114,12 +114,12 @@ def test_slots_are_used_again_and_old_caches_cannot_speak() -> None:
     index.leave(one)
     assert index.match((1, 2)) == [0, 1]
     new = index.join()
-    assert (new.slot, index.width) == (one.slot, 2)
+    assert (new.member_id, index.width) == (one.member_id, 2)
     assert one.unpin(end) == 0
     assert one.pin((5,)) == (0, index.root)
     assert index.match((5,)) == [0, 0]
     again = index.renew(two)
-    assert again.slot == two.slot
+    assert again.member_id == two.member_id
     assert len(index) == 0
     assert index.entries == 0
 
@@ -130,7 +130,7 @@ def test_free_slots_are_filled_from_the_bottom() -> None:
     caches = [index.join() for _ in range(6)]
     for slot in (4, 1, 3):
         index.leave(caches[slot])
-    assert [index.join().slot for _ in range(4)] == [1, 3, 4, 6]
+    assert [index.join().member_id for _ in range(4)] == [1, 3, 4, 6]
 
 
 def test_a_prompt_that_comes_again_and_again_leaves_nothing_behind() -> None:
@@ -269,7 +269,7 @@ class IndexMachine(RuleBasedStateMachine):
         expected = [0] * self.index.width
         for n, cache in enumerate(self.caches):
             here = self.pinned(n) | set(self.idle[n])
-            expected[cache.slot] = next((d for d, key in enumerate(keys) if key not in here), len(keys))
+            expected[cache.member_id] = next((d for d, key in enumerate(keys) if key not in here), len(keys))
             in_use = next((d for d, key in enumerate(keys) if key not in self.pinned(n)), len(keys))
             assert cache.pinned_depth(keys) == in_use
         assert depths == expected

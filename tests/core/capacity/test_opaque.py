@@ -66,5 +66,5 @@ def test_a_large_one_ahead_counts_for_many_small_ones() -> None:
     first, second = Adaptive().price(embed(500), states, now=100.0).costs
     assert first > second
     states[0].load.end(large, None, 100.2)
-    assert states[0].load.room.opaque.in_flight == pytest.approx(0.0, abs=1e-9)
+    assert states[0].load.room.opaque.extra_weight == pytest.approx(0.0, abs=1e-9)
     assert pool.body_sizes.factor("e", 10_000) > 0.5

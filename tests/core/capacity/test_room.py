@@ -19,7 +19,7 @@ from lbproxy.core.capacity.slots import FULL_CACHE, INITIAL_LIMIT, SPACE_S, Slot
 
 
 def report(slots: Slots, waiting: float, running: float, *, explained: float = 0.0, cache: float = 0.1) -> None:
-    slots.queue_reported(waiting, running, explained, cache=cache, until=100.0)
+    slots.learn_limit(waiting, running, explained, cache=cache, until=100.0)
 
 
 def test_nothing_is_full_before_anything_showed_it_but_a_blind_beginning() -> None:
@@ -202,15 +202,15 @@ def test_reports_that_contradict_the_prediction_count_unless_first_bytes_confirm
     lanes = Lanes()
     lanes.learn_delay(0.0)
     for n in range(MIN_REPORTS):
-        lanes.queue_reported(0.0, 3, full=True, at=float(n))
+        lanes.learn_lanes(0.0, 3, full=True, at=float(n))
     assert lanes.lanes == 6.0
-    lanes.queue_reported(2.0, 6, full=True, at=9.0)
+    lanes.learn_lanes(2.0, 6, full=True, at=9.0)
     assert lanes.lanes == 4.0, "so many are computed while two wait"
     serial = Lanes()
     serial.learn_delay(0.0)
     serial.learn_wait(0.5, 0.5, 2)
     for n in range(20):
-        serial.queue_reported(0.0, 3, full=True, at=float(n))
+        serial.learn_lanes(0.0, 3, full=True, at=float(n))
     assert serial.lanes == 1.0, "prefills that share a step do not wait either"
 
 
@@ -220,7 +220,7 @@ def test_one_more_is_let_through_to_see_unless_that_was_seen() -> None:
     lanes.learn_delay(0.0)
     assert lanes.may_test(1, 0.0)
     assert not lanes.may_test(2, 0.0)
-    lanes.queue_reported(1.0, 2, full=True, at=1.0)
+    lanes.learn_lanes(1.0, 2, full=True, at=1.0)
     assert not lanes.may_test(1, 2.0)
 
 

@@ -187,7 +187,7 @@ def test_an_endpoint_that_left_or_restarted_takes_its_cache_along() -> None:
     assert pool.index.match((1, 2)) == [2, 2]
     assert one.kv.cache.pinned == 2, "the old request's pins are not the new one's"
     pool.index.leave(two.kv.cache)
-    assert pool.index.match((1, 2))[one.kv.slot] == 2
+    assert pool.index.match((1, 2))[one.kv.member_id] == 2
     two.end(kept, None, 3.0)
     one.end(fresh, None, 3.0)
     assert pool.index.entries == 2

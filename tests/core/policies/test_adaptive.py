@@ -221,7 +221,7 @@ def test_the_price_of_a_random_state_is_the_formula() -> None:
     prices = price(request, states, now=now)
     for state, cost in zip(states, prices.costs, strict=True):
         e, output, d = state.load, pool.output_tokens, state.load.work.in_flight
-        matched = pool.index.match(request.block_keys)[e.kv.slot] * block
+        matched = pool.index.match(request.block_keys)[e.kv.member_id] * block
         rate = pool.token_ms * e.speed.factor
         prefill = max(1.0, 2000 - matched) * rate
         backlog = e.work.pending_tokens - min(

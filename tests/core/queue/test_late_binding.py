@@ -428,3 +428,20 @@ def test_an_endpoint_that_reports_more_slots_gets_what_waits_for_it() -> None:
     balancer.report_slots(one.uid, 64)
     balancer.poll(now=0.0)
     assert states(tickets) == "p" * 12
+
+
+def test_an_endpoint_that_reports_a_larger_cache_gets_what_waits_for_its_space() -> None:
+    """Responses that will not fit into the reported cache fit into a larger one; no other event need come."""
+    balancer, (one,) = adaptive(1)
+    balancer.report_cache_size(one.uid, 900)
+    for ticket in [balancer.submit(ask(1), now=0.0) for _ in range(10)]:
+        balancer.first_byte(ticket, now=0.0)
+    balancer.scrape_sent(one.uid)
+    balancer.report_scrape(one.uid, LoadMetrics(scraped_at=0.0, waiting=2.0, running=10.0, kv_utilization=1.0))
+    balancer.report_scrape(one.uid, LoadMetrics(scraped_at=0.1, waiting=0.0, running=8.0, kv_utilization=0.5))
+    waiting = balancer.submit(ask(1), now=0.1)
+    assert balancer.poll(now=0.1) == []
+    assert states([waiting]) == "w", "ten responses of 200 tokens, half done, will need more than the other half"
+    balancer.report_cache_size(one.uid, 100_000)
+    assert balancer.poll(now=0.1) == [waiting]
+    assert states([waiting]) == "p"

@@ -8,15 +8,15 @@ from lbproxy.config.sections.flows import FlowsSettings
 from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.queue.flow import Flow
 from lbproxy.core.queue.flows import Flows
-from lbproxy.core.queue.overload import LASTING_S, MIN_PACE_SAMPLES, Overload
+from lbproxy.core.queue.queue_overload import LASTING_S, MIN_PACE_SAMPLES, QueueOverload
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.queue.waiting_queue import WaitingQueue
 from lbproxy.core.requests.request import InferenceRequest
 from tests.support.pool import MODEL
 
 
-def of_one_a_second() -> Overload:
-    overload = Overload()
+def of_one_a_second() -> QueueOverload:
+    overload = QueueOverload()
     for n in range(MIN_PACE_SAMPLES):
         overload.observe(1, 5.0, float(n))
         overload.request_left()
@@ -31,7 +31,7 @@ def test_the_wait_is_told_by_the_pace_at_which_requests_leave() -> None:
     assert overload.wait_s(100) == pytest.approx(100.0), "an hour in which nobody waited"
     overload.observe(1, 5.0, 3600.0 + MIN_PACE_SAMPLES)
     assert overload.wait_s(100) == pytest.approx(200.0), "as long again in which nobody left"
-    assert Overload().wait_s(100) == 0.0, "nobody knows"
+    assert QueueOverload().wait_s(100) == 0.0, "nobody knows"
 
 
 def test_a_queue_that_stays_long_is_overload_until_it_is_short() -> None:

@@ -37,7 +37,7 @@ from tests.proxy.front.test_deadlines import (
 )
 from tests.proxy.front.test_stop import test_an_answer_that_is_written_reaches_a_slow_client_though_we_stop
 from tests.proxy.request.test_keys import test_nothing_of_a_body_is_waited_for
-from tests.proxy.sockets.test_relay import (
+from tests.proxy.sockets.test_socket_relay import (
     test_a_client_that_dies_ends_the_servers_work,
     test_a_close_that_is_not_answered_is_not_waited_for_for_ever,
     test_a_peer_that_reads_nothing_pauses_the_other_one,

@@ -17,12 +17,12 @@ END_SHARE: Final = 0.5
 """Overload lasts until the queue is shorter than this share of what is too long: it contains requests that waited in
 vain, which would be next in order of age."""
 PACE_SAMPLES: Final = 128
-"""The pace is that of this many requests that left the queue,"""
+"""The pace is that of the last requests that left the queue, at most this many."""
 MIN_PACE_SAMPLES: Final = 8
-"""if at least this many left it."""
+"""The pace is unknown until this many requests have left the queue."""
 
 
-class Overload:
+class QueueOverload:
     """The overload state of one queue."""
 
     __slots__ = ("_at", "_busy_s", "_left", "_long_since", "_waiting", "is_lasting")

@@ -16,7 +16,7 @@ from websockets.exceptions import ConnectionClosed
 from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.proxy.sockets import relay as relay_module
+from lbproxy.proxy.sockets import socket_relay as relay_module
 from tests.support.aio import run, until
 from tests.support.certificates import CA, server_context
 from tests.support.connect_proxy import ConnectProxy
