@@ -36,9 +36,11 @@ from lbproxy.config.parse import parse
 from lbproxy.control.telemetry import access_line as line
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.requests.openai import ModelCard
+from lbproxy.data_plane import DataPlane
 from lbproxy.net.connections.pool import Connection
 from lbproxy.net.dialing.origin import Origin
 from lbproxy.net.listening.notify import Notifier
+from lbproxy.proxy.front.server import FrontEnd
 
 ROOT = Path(__file__).parents[1]
 LOADS = ("1k", "32k", "sse", "stream")
@@ -102,6 +104,12 @@ class Nowhere(asyncio.Transport):
         pass
 
 
+def _front(proxy: Proxy) -> FrontEnd:
+    plane = proxy.plane
+    assert isinstance(plane, DataPlane)
+    return plane.front
+
+
 class Wiring:
     """A client's connection, so many endpoints, and all of lbproxy between them."""
 
@@ -126,7 +134,7 @@ class Wiring:
         runtime.now = lambda: next(self.clock)
         wall = itertools.count(time.time(), 10.0 / READS_A_SECOND)
         vars(line)["time"] = SimpleNamespace(**{**vars(time), "time": lambda: next(wall)})
-        self.client, self.transport = proxy.front(), Nowhere()
+        self.client, self.transport = _front(proxy)(), Nowhere()
         self.client.connection_made(self.transport)
         self.client.address = "127.0.0.1"
 

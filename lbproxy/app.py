@@ -1,5 +1,6 @@
 """The composition root: settings in, a running proxy out. Everything is made here, and nothing is decided.
 
+A `Proxy` is the Balancer with the control plane; clients are served by its `Plane`, in this process or in others.
 `serve` runs until it is told to stop. The start: sockets first, so that a bad address fails at once and a proxy with
 dead endpoints is there and says so. The stop: no new requests, those that run up to the deadline, then all else.
 
@@ -10,13 +11,12 @@ step without an await. What can take other settings has a `reconfigure`, what ca
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import random
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -27,7 +27,6 @@ from lbproxy.config.sections.clients import Address
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin.api import Api
-from lbproxy.control.admin.key_files import Files
 from lbproxy.control.admin.server import Admin
 from lbproxy.control.admin.state import State
 from lbproxy.control.discovery.discovery import Discovery, warn_of_unverified
@@ -45,15 +44,11 @@ from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.engines.dialects import Engines
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.registry import make_policy
-from lbproxy.extras.tracing import Tracing
+from lbproxy.data_plane import DataPlane, Loop, Parts, Plane, listening_url
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.net.listening.bind import open_sockets
 from lbproxy.net.listening.inherit import Inherited, start_successor
 from lbproxy.net.listening.notify import Notifier
-from lbproxy.proxy.exchange.exchanger import Exchanger
-from lbproxy.proxy.front.overload import Overload
-from lbproxy.proxy.front.server import FrontEnd
-from lbproxy.proxy.request.keys import KeyRing
 from lbproxy.runtime import Runtime, Sink, logger, supervise
 
 SUCCESSOR_WAITS_S = 3.0
@@ -103,30 +98,31 @@ async def serve(settings: Settings, *, orders: Orders, on_ready: Callable[[Liste
 class Proxy:
     """Everything that runs. `run`, then `close`."""
 
-    def __init__(self, settings: Settings, notifier: Notifier) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        notifier: Notifier,
+        make_plane: Callable[[Parts], Plane] | None = None,
+        first_uid: int = 0,
+    ) -> None:
+        """`make_plane`: clients are served in this process unless it is given. `first_uid`: see Balancer."""
         self.notifier = notifier
         self.settings = settings
         """Those that hold now."""
         self.rng = rng = random.Random()  # noqa: S311 - spreads load and retries; nothing secret hangs on it
         self.telemetry = Telemetry(settings.log)
-        balancer = Balancer(make_policy(settings.routing, rng), settings.balancing, rng=rng)
+        balancer = Balancer(make_policy(settings.routing, rng), settings.balancing, rng=rng, first_uid=first_uid)
         balancer.explain(settings.explain.wanted)
         self.recent = Recent(settings.explain.requests, self._now, self._running_records)
         sinks: list[Sink] = [self.telemetry, self.recent]
         self.runtime = runtime = Runtime(balancer, sinks)
         self.connections = ConnectionPool(runtime.pulse)
-        self.memory = Memory()
-        overload = Overload(settings.limits, self.memory)
-        overload.relieve = self._relieve
-        runtime.pulse.listen(overload.tick)
         runtime.pulse.listen(notifier.beat)
-        exchanger = Exchanger(settings, runtime, self.connections)
-        self.front = FrontEnd(settings, runtime, exchanger, rng, overload)
-        runtime.move_stranded = self.front.move_stranded
-        self.tracing = Tracing(self.front, sinks, rng)
-        self.telemetry.watch(runtime, self.front, self.connections)
-        self.telemetry.watch_traces(self.tracing)
-        self.telemetry.watch_load(overload, self.front.listener, runtime.pulse)
+        parts = Parts(settings, runtime, self.connections, rng, sinks, self.telemetry.loads)
+        self.plane: Plane = DataPlane(*parts) if make_plane is None else make_plane(parts)
+        self.telemetry.watch(runtime, self.plane.front, self.plane.upstreams)
+        self.telemetry.watch_traces(self.plane.tracing)
+        self.telemetry.watch_load(self.plane.load, self.plane.door, self.plane.pulse)
         self.scraping = Scraping(self.connections, settings.scrape, Engines(settings.engines), rng)
         self.discovery = Discovery(settings, rng)
         self.telemetry.watch_sources(self.discovery)
@@ -140,11 +136,10 @@ class Proxy:
         self.admin = None if settings.admin is None else self._make_admin(settings.admin)
         self.sources: list[asyncio.Task[None]] = []
         """The loops of `discovery`."""
-        self.files = Files(self.telemetry.loads, self._take_keys, self.front.listener.use_tls)
 
     def _make_admin(self, admin: AdminSettings) -> Admin:
         """The listener, with all that it shows."""
-        runtime, front, telemetry = self.runtime, self.front, self.telemetry
+        runtime, front, telemetry = self.runtime, self.plane.front, self.telemetry
         state = State(
             runtime,
             front,
@@ -158,13 +153,12 @@ class Proxy:
     def _now(self) -> float:
         return self.runtime.now()
 
-    def _running_records(self) -> list[RequestRecord]:
-        return self.front.running_records()
+    def _running_records(self) -> Iterable[RequestRecord]:
+        return self.plane.front.running_records()
 
     async def run(self, inherited: Inherited, orders: Orders, on_ready: Callable[[Listening], None]) -> None:
         """Until it is told to stop, and has."""
-        self.files.adopt(await self.files.read(self.settings))
-        self.tracing.adopt(self.settings, await self.tracing.under(self.settings))
+        self.plane.adopt(self.settings, await self.plane.prepare(self.settings))
         self.runtime.pulse.start()
         self._read_settings = orders.read_settings
         first = self.runtime.set_endpoints(self.discovery.endpoints())
@@ -177,21 +171,22 @@ class Proxy:
             if inherited.has_predecessor:
                 await self._endpoint_comes_up(SUCCESSOR_WAITS_S)
             listening = await self._listen(sockets)
-            logger.info(_banner(self.settings, listening, self.front.keys), extra={"event": "start"})
-            self._warn_if_open()
+            logger.info(_banner(self.settings, listening, self.plane.keys), extra={"event": "start"})
+            self.plane.warn_if_open()
             warn_of_unverified(self.settings.endpoints)
             process.settle()
             on_ready(listening)
             self.notifier.ready(self._status())
             inherited.ready()
             inherited.close()
-            loops = [
-                tasks.create_task(supervise("the watch over endpoints", self.runtime.keep_checking, self.rng)),
-                tasks.create_task(supervise("the history", self.history.run, self.rng)),
-                tasks.create_task(supervise("reloading", partial(self._follow_reloads, orders), self.rng)),
-                tasks.create_task(supervise("restarting", partial(self._follow_restarts, orders), self.rng)),
-                tasks.create_task(supervise("the watch over files", self.files.follow, self.rng)),
+            running: list[Loop] = [
+                ("the watch over endpoints", self.runtime.keep_checking),
+                ("the history", self.history.run),
+                ("reloading", partial(self._follow_reloads, orders)),
+                ("restarting", partial(self._follow_restarts, orders)),
+                *self.plane.loops(),
             ]
+            loops = [tasks.create_task(supervise(name, run, self.rng)) for name, run in running]
             ends = [tasks.create_task(one.wait()) for one in (orders.stop, self._handed_over)]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             await self._stop(orders, tasks)
@@ -202,13 +197,11 @@ class Proxy:
     async def close(self) -> None:
         """Let go of everything, at once."""
         self.runtime.pulse.close()
-        self.front.listener.close()
         self.discovery.close()
         if self.admin is not None:
             await self.admin.close()
+        await self.plane.close()
         self.connections.close()
-        self.memory.close()
-        await self.tracing.close()
         self.telemetry.close()
 
     # Listening
@@ -218,7 +211,7 @@ class Proxy:
         sockets: dict[str, list[socket.socket]] = {}
         try:
             for key, address in (("listen", self.settings.listen), ("admin", self.settings.admin)):
-                if address is not None:
+                if address is not None and (key != "listen" or self.plane.sockets is not None):
                     sockets[key] = await inherited.take(key, address) or await open_sockets(address, key)
         except OSError:
             for sock in sockets.get("listen", []):
@@ -228,12 +221,11 @@ class Proxy:
 
     async def _listen(self, sockets: dict[str, list[socket.socket]]) -> Listening:
         """Accept on both."""
-        listen, admin = self.settings.listen, self.settings.admin
-        url = _url(listen, await self.front.listen(listen.host, listen.port, sockets["listen"]))
-        self.front.url = url
+        url, admin = await self.plane.accept(sockets.get("listen", [])), self.settings.admin
         if self.admin is None or admin is None:
             return Listening(url, None)
-        return Listening(url, _url(admin, await self.admin.start(admin.host, admin.port, sockets["admin"])))
+        port = await self.admin.start(admin.host, admin.port, sockets["admin"])
+        return Listening(url, listening_url(admin, port))
 
     async def _endpoint_comes_up(self, within_s: float) -> None:
         deadline = self.runtime.now() + within_s
@@ -254,9 +246,6 @@ class Proxy:
             self.tasks.create_task(supervise(name, run, self.rng))
             for name, run in self.discovery.loops(self.runtime, self.members.adopt)
         ]
-
-    def _relieve(self) -> None:
-        self.tasks.create_task(asyncio.to_thread(self.memory.relieve))
 
     # Reloading
 
@@ -315,13 +304,11 @@ class Proxy:
         if problems:
             raise ConfigError("settings", problems)
         settings = settings.model_copy(update=kept)
-        files = await self.files.read(settings)
+        prepared = await self.plane.prepare(settings)
         discovery = await self.discovery.under(settings)
-        traces = await self.tracing.under(settings)
         self._adopt(settings, discovery)
-        self.tracing.adopt(settings, traces)
-        self.files.adopt(files)
-        self._warn_if_open()
+        self.plane.adopt(settings, prepared)
+        self.plane.warn_if_open()
         warn_of_unverified(settings.endpoints)
         return settings, list(kept)
 
@@ -332,7 +319,6 @@ class Proxy:
         self.scraping = Scraping(self.connections, settings.scrape, Engines(settings.engines), self.rng)
         self.telemetry.reconfigure(settings.log)
         self.recent.reconfigure(settings.explain.requests)
-        self.front.reconfigure(settings)
         if self.admin is not None and settings.admin is not None:
             self.admin.access.token = settings.admin.token
         self.runtime.reconfigure(policy, settings)
@@ -378,17 +364,6 @@ class Proxy:
             return "added, kept by a reload" if keep else "added"
         return "settings" if any(one.name == name for one in self.settings.endpoints) else "discovery"
 
-    # Who may send requests
-
-    def _take_keys(self, keys: dict[bytes, str]) -> None:
-        self.front.keys = KeyRing(keys) if keys else None
-
-    def _warn_if_open(self) -> None:
-        beyond = [sock.getsockname()[0] for sock in self.front.listener.sockets if not _is_local(sock)]
-        if beyond and self.front.keys is None:
-            text = "%s can be reached from other machines, and no API key is required: set auth.keys or auth.file"
-            logger.warning(text, beyond[0], extra={"event": "start"})
-
     # Stopping
 
     async def _follow_restarts(self, orders: Orders) -> None:
@@ -402,7 +377,7 @@ class Proxy:
     async def _hand_over(self, command: list[str]) -> bool:
         """Start a successor on our sockets. Once it accepts, we do no more."""
         logger.info("restarting: the new process is %s", " ".join(command), extra={"event": "restart"})
-        sockets: dict[str, Sequence[socket.socket]] = {"listen": self.front.listener.sockets}
+        sockets: dict[str, Sequence[socket.socket]] = {"listen": self.plane.sockets or ()}
         if self.admin is not None and self.admin.listener is not None:
             sockets["admin"] = self.admin.listener.sockets
         try:
@@ -415,28 +390,26 @@ class Proxy:
             return False
         logger.info("the new process accepts connections: process %d", pid, extra={"event": "restart", "pid": pid})
         self.notifier.succeeded_by(pid)
-        self.front.listener.close()
+        self.plane.stop_accepting()
         if self.admin is not None:
             self.admin.stop_accepting()
         return True
 
     async def _stop(self, orders: Orders, tasks: asyncio.TaskGroup) -> None:
         """SIGTERM's supervisor waits for us, so `drain.deadline` counts from it; nobody waits for who handed over."""
-        front, drain = self.front, self.settings.drain
+        drain, running = self.settings.drain, self.plane.front.running
         deadline_s = drain.deadline if orders.stop.is_set() else drain.restart_deadline
-        ends_at = self.runtime.now() + deadline_s
-        logger.info("stopping: %d running requests have up to %g s", front.running, deadline_s, extra={"event": "stop"})
-        self.notifier.stopping(f"{front.running} running requests")
-        if not orders.hurry.is_set():
-            await front.lame_duck(min(drain.lame_duck, drain.deadline), accepting=bool(front.listener.sockets))
+        logger.info("stopping: %d running requests have up to %g s", running, deadline_s, extra={"event": "stop"})
+        self.notifier.stopping(f"{running} running requests")
         sooner = tasks.create_task(self._stop_sooner(orders))
-        cut = await front.stop(max(0.0, ends_at - self.runtime.now()))
+        lame_duck_s = 0.0 if orders.hurry.is_set() else min(drain.lame_duck, drain.deadline)
+        cut = await self.plane.stop(deadline_s=deadline_s, lame_duck_s=lame_duck_s)
         sooner.cancel()
         logger.info("stopped: %d requests were ended before they were complete", cut, extra={"event": "stop"})
 
     async def _stop_sooner(self, orders: Orders) -> None:
         await orders.stop.wait()
-        self.front.end_within(self.settings.drain.deadline)
+        self.plane.end_within(self.settings.drain.deadline)
 
 
 def _log_reload(settings: Settings, endpoints: int, fixed: Sequence[str]) -> None:
@@ -453,27 +426,12 @@ def _place(address: Address | None) -> tuple[object, ...] | None:
     return None if address is None else (str(address), address.mode, encrypted)
 
 
-def _is_local(sock: socket.socket) -> bool:
-    """Whether only this machine reaches it."""
-    if sock.family == socket.AF_UNIX:
-        return True
-    return ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
-
-
 def own_command() -> list[str]:
     """What started this process."""
     return [sys.executable, *sys.orig_argv[1:]]
 
 
-def _url(address: Address, port: int) -> str:
-    if address.unix is not None:
-        return str(address)
-    host = f"[{address.host}]" if ":" in address.host else address.host
-    scheme = "https" if isinstance(address, ListenSettings) and address.tls is not None else "http"
-    return f"{scheme}://{host}:{port}"
-
-
-def _banner(settings: Settings, listening: Listening, keys: KeyRing | None) -> str:
+def _banner(settings: Settings, listening: Listening, keys: int | None) -> str:
     names = [endpoint.name for endpoint in settings.endpoints]
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     resolved = sum(endpoint.is_name for endpoint in settings.endpoints)
@@ -483,5 +441,5 @@ def _banner(settings: Settings, listening: Listening, keys: KeyRing | None) -> s
     return (
         f"lbproxy {__version__} listens on {listening.url}, admin on {listening.admin_url or 'nothing'}; "
         f"balances {len(names) - resolved - files} endpoints{dns} ({shown}) by {settings.routing.policy}; "
-        + ("no API keys: open to every client" if keys is None else f"requires one of {len(keys)} API keys")
+        + ("no API keys: open to every client" if keys is None else f"requires one of {keys} API keys")
     )

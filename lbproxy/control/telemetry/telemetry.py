@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import Final, Protocol
 
@@ -61,7 +61,6 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.snapshot import PoolSnapshot
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import Usage
-from lbproxy.pulse import Pulse
 
 logger = logging.getLogger("lbproxy")
 
@@ -96,6 +95,14 @@ class Snapshots(Protocol):
 
     def learned(self) -> tuple[PoolLearned, dict[EndpointUid, EndpointLearned]] | None:
         """What was learned; None under policies that learn nothing."""
+        ...
+
+
+class Ticker(Protocol):
+    """Something that tells how late an event loop is: a `Pulse`."""
+
+    def listen(self, listener: Callable[[float], None]) -> None:
+        """Have `listener` called with the lag, in seconds, at each tick."""
         ...
 
 
@@ -169,7 +176,7 @@ class Telemetry:
         """Show how this scraper gets on, until its endpoint leaves the pool."""
         self._scrapers[scraper.endpoint.uid] = scraper
 
-    def watch_load(self, load: Load, door: Door, pulse: Pulse) -> None:
+    def watch_load(self, load: Load, door: Door, pulse: Ticker) -> None:
         """Show what is refused and why, and how late the event loop is."""
         self._load, self._door = load, door
         pulse.listen(self._lag.observe)
