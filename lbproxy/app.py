@@ -74,6 +74,8 @@ class Orders:
     restart: asyncio.Event = field(default_factory=asyncio.Event)
     read_settings: Callable[[], Settings] | None = None
     """The settings again. Raises ConfigError, OSError. None = there is nothing to reload."""
+    reloaded: Callable[[], None] = lambda: None
+    """Called when settings that were read again are in force."""
     command: list[str] | None = None
     """What starts the same program again. None = it cannot be restarted."""
 
@@ -161,6 +163,7 @@ class Proxy:
         self.plane.adopt(self.settings, await self.plane.prepare(self.settings))
         self.runtime.pulse.start()
         self._read_settings = orders.read_settings
+        self._reloaded = orders.reloaded
         first = self.runtime.set_endpoints(self.discovery.endpoints())
         sockets = await self._sockets(inherited)
         async with asyncio.TaskGroup() as tasks:
@@ -169,14 +172,14 @@ class Proxy:
             self.members.watches.follow(first)
             self._start_sources()
             if inherited.has_predecessor:
-                await self._endpoint_comes_up(SUCCESSOR_WAITS_S)
+                await self.endpoint_comes_up(SUCCESSOR_WAITS_S)
             listening = await self._listen(sockets)
             logger.info(_banner(self.settings, listening, self.plane.keys), extra={"event": "start"})
             self.plane.warn_if_open()
             warn_of_unverified(self.settings.endpoints)
             process.settle()
             on_ready(listening)
-            self.notifier.ready(self._status())
+            self.notifier.ready(self.status())
             inherited.ready()
             inherited.close()
             running: list[Loop] = [
@@ -227,7 +230,8 @@ class Proxy:
         port = await self.admin.start(admin.host, admin.port, sockets["admin"])
         return Listening(url, listening_url(admin, port))
 
-    async def _endpoint_comes_up(self, within_s: float) -> None:
+    async def endpoint_comes_up(self, within_s: float) -> None:
+        """Wait until an endpoint takes requests, or so long."""
         deadline = self.runtime.now() + within_s
         while not self.runtime.any_up() and self.runtime.now() < deadline:  # noqa: ASYNC110 - once per restart
             await asyncio.sleep(0.01)
@@ -255,7 +259,8 @@ class Proxy:
             orders.reload.clear()
             await self.reload()
 
-    def _status(self) -> str:
+    def status(self) -> str:
+        """One line for the service manager."""
         return f"{len(self.discovery.endpoints())} endpoints by {self.settings.routing.policy}"
 
     async def reload(self) -> list[str] | None:
@@ -265,7 +270,7 @@ class Proxy:
         async with self._changing:
             self.notifier.reloading()
             problems = await self._reload(self._read_settings)
-            self.notifier.ready(self._status())
+            self.notifier.ready(self.status())
             return problems
 
     async def _reload(self, read: Callable[[], Settings]) -> list[str]:
@@ -288,6 +293,7 @@ class Proxy:
         else:
             loads.succeeded_at = time.time()
             _log_reload(settings, len(self.discovery.endpoints()), fixed)
+            self._reloaded()
         loads.succeeded = not problems
         return problems
 

@@ -19,11 +19,11 @@ from typing import TypeAlias, TypeVar
 
 from lbproxy import __version__, process
 from lbproxy.config import addresses
-from lbproxy.config.parse import json_schema, parse, parse_scenario
+from lbproxy.config.parse import json_schema, parse_scenario
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
+from lbproxy.settings_file import parse_text, read_text
 
-MAX_SETTINGS_BYTES = 1 << 20
 T = TypeVar("T")
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -151,10 +151,13 @@ def _add_admin_commands(commands: Subparsers) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    settings = _read_settings(args.config)
+    text = read_text(args.config)
+    settings = parse_text(text, args.config)
     # What a start makes stays: to look through it for garbage again and again takes a twentieth of the start.
     gc.disable()
     from lbproxy import app  # noqa: PLC0415 - heavy, and `--help` or a bad file need not wait for it
+    from lbproxy.processes.control import Text  # noqa: PLC0415
+    from lbproxy.processes.supervisor import supervise, worker_count  # noqa: PLC0415
 
     def start(stop: asyncio.Event, hurry: asyncio.Event) -> Coroutine[object, object, None]:
         read = partial(_read_settings, args.config)
@@ -162,6 +165,8 @@ def _run(args: argparse.Namespace) -> int:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, orders.reload.set)
         loop.add_signal_handler(signal.SIGUSR2, orders.restart.set)
+        if worker_count(settings) > 1:
+            return supervise(settings, Text(text, args.config), orders=orders, on_ready=lambda _: None)
         return app.serve(settings, orders=orders, on_ready=lambda _: None)
 
     _run_until_signal(start)
@@ -267,7 +272,7 @@ def _sim(args: argparse.Namespace) -> int:
     if problem is not None:
         print(f"lbproxy sim: {problem}", file=sys.stderr)
         return 2
-    scenario = parse_scenario(_read_text(args.scenario), environ=os.environ, source=args.scenario)
+    scenario = parse_scenario(read_text(args.scenario), environ=os.environ, source=args.scenario)
     trace = next((one.trace for one in scenario.sources if one.trace), None)
     lines = None if trace is None else Path(trace).read_text("utf-8").splitlines()
     runs = sim_cli.runs_of(scenario, source=args.scenario, trace=lines)
@@ -324,18 +329,7 @@ _COMMANDS: dict[str | None, Callable[[argparse.Namespace], int]] = {
 
 def _read_settings(path: str) -> Settings:
     """The settings in a file. Raises ConfigError, OSError."""
-    return parse(_read_text(path), environ=os.environ, source=path, folder=os.path.dirname(path))
-
-
-def _read_text(path: str) -> str:
-    """A file of settings. Raises ConfigError, OSError."""
-    try:
-        with Path(path).open("rb") as file:
-            return file.read(MAX_SETTINGS_BYTES + 1).decode("utf-8")
-    except FileNotFoundError:
-        raise ConfigError(path, ["there is no such file"]) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(path, [f"not UTF-8: {error.reason} at byte {error.start}"]) from None
+    return parse_text(read_text(path), path)
 
 
 def _run_until_signal(start: Callable[[asyncio.Event, asyncio.Event], Coroutine[object, object, None]]) -> None:

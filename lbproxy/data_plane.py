@@ -11,7 +11,7 @@ import logging
 import random
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lbproxy.config.sections.access import ListenSettings
 from lbproxy.config.sections.clients import Address
@@ -87,11 +87,11 @@ class Plane(Protocol):
         """Those that listen; None = they are another process's."""
         ...
 
-    async def prepare(self, settings: Settings) -> Prepared:
-        """See DataPlane."""
+    async def prepare(self, settings: Settings) -> Any:
+        """See DataPlane. What it returns is for `adopt` alone."""
         ...
 
-    def adopt(self, settings: Settings, prepared: Prepared) -> None:
+    def adopt(self, settings: Settings, prepared: Any) -> None:
         """See DataPlane."""
         ...
 

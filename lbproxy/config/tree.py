@@ -26,7 +26,7 @@ from lbproxy.config.sections.health import BreakerSettings, HealthSettings
 from lbproxy.config.sections.models import MAX_ALIASES, ModelSettings, check_aliases
 from lbproxy.config.sections.observing import ExplainSettings, TraceSettings
 from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings, RoutingSettings
-from lbproxy.config.values import Timeout, duration, expected, hosts_overlap
+from lbproxy.config.values import Timeout, Workers, duration, expected, hosts_overlap
 
 MAX_ENDPOINTS = 1024
 """Also of all addresses that names lead to, together."""
@@ -63,6 +63,9 @@ class Settings(Section):
     admin: AdminSettings | None = AdminSettings(host="127.0.0.1", port=9901)
     """The listener of /healthz, /readyz, /metrics and the admin API: a separate port, so that it responds under load.
     null = off."""
+    workers: Workers = 1
+    """Processes that relay requests, for more of them than one core can: docs/scale.md. 1 = everything in one process;
+    0 or auto = the number of cores less 1."""
     endpoints: tuple[EndpointSettings, ...] = Field(json_schema_extra={"minItems": 1, "maxItems": MAX_ENDPOINTS})
     """The model servers, at least one. Names and addresses are unique."""
     engines: dict[str, EngineSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_ENGINES})

@@ -106,6 +106,21 @@ def count(at_least: str, at_most: str) -> Quantity:
     return Quantity(at_least, at_most, "a whole number")
 
 
+class _Workers(Quantity):
+    """A count, or `auto` for 0."""
+
+    def read(self, value: object) -> float | int:
+        """See Quantity."""
+        return 0 if value == "auto" else Quantity.read(self, value)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, object]:
+        forms = Quantity.__get_pydantic_json_schema__(self, schema, handler)
+        assert isinstance(forms["anyOf"], list)
+        return {"anyOf": [{"const": "auto"}, *forms["anyOf"]]}
+
+
+Workers: TypeAlias = Annotated[int, _Workers("0", "64", "auto, or a whole number")]
+"""Worker processes; 0 = auto."""
 Interval: TypeAlias = Annotated[float, duration("10ms", "1h")]
 """Seconds between two turns of something periodic."""
 Timeout: TypeAlias = Annotated[float, duration("1ms", "24h")]

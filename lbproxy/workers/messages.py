@@ -197,6 +197,8 @@ class Beat(Message, tag=14):
     """Files that it cannot read again: see control.admin.key_files."""
     accepts: bool
     """False while it drains."""
+    traces: dict[str, int]
+    """How many requests' traces became what."""
 
 
 # --- To a worker ------------------------------------------------------------------------------------------------------

@@ -249,6 +249,11 @@ class RemoteRuntime(RequestRuntime):
         """See RequestRuntime."""
         return ticket.number in self._stranded and ticket.first_byte_at is None
 
+    @property
+    def link(self) -> Link[m.ToWorker] | None:
+        """To the balancer process; None: there is none."""
+        return self._link
+
     def emit(self, record: RequestRecord) -> None:
         """See RequestRuntime."""
         message = m.ended(record)
@@ -259,9 +264,10 @@ class RemoteRuntime(RequestRuntime):
         if self._sinks:
             self._ended.append(record)
             if len(self._ended) == 1:
-                self.loop.call_soon(self._hand_out)
+                self.loop.call_soon(self.hand_out)
 
-    def _hand_out(self) -> None:
+    def hand_out(self) -> None:
+        """Tell the sinks now what ended."""
         ended, self._ended = self._ended, []
         for sink in self._sinks:
             sink.ended(ended)

@@ -31,7 +31,7 @@ logger = logging.getLogger("lbproxy")
 
 TELL_EVERY_S: Final = 0.05
 """How soon workers learn that an endpoint changed, unless a request is placed there before."""
-NO_BEAT: Final = m.Beat(0, 0, 0, 0.0, (), None, None, 0, 0, None, {}, 0, {}, 0, 0, 0, 0, (), True)
+NO_BEAT: Final = m.Beat(0, 0, 0, 0.0, (), None, None, 0, 0, None, {}, 0, {}, 0, 0, 0, 0, (), True, {})
 """Of a worker that has not sent one yet."""
 
 
@@ -264,7 +264,7 @@ class Session:
         if self.beat is not NO_BEAT:
             self.cpu_share = (message.cpu_s - self.beat.cpu_s) / max(0.001, now - self._beat_at)
         self.beat, self._beat_at = message, now
-        self._server.beaten(self)
+        self._server.on_beat(self)
         self.link.send(m.Pong())
 
 
@@ -278,6 +278,9 @@ class WorkerServer:
         self.told: dict[EndpointUid, tuple[object, ...]] = {}
         """The endpoints that workers know, each with what they were told of it."""
         self.on_beat: Callable[[Session], None] = lambda _: None
+        """Called with each worker whose figures arrived."""
+        self.on_left: Callable[[Session], None] = lambda _: None
+        """Called with each worker whose link is lost."""
         self._models: dict[EndpointUid, object] = {}
         self._version = -1
         self._tasks: set[asyncio.Task[None]] = set()
@@ -316,10 +319,7 @@ class WorkerServer:
         """Its link is lost."""
         if session in self.sessions:
             self.sessions.remove(session)
-
-    def beaten(self, session: Session) -> None:
-        """Its figures arrived."""
-        self.on_beat(session)
+            self.on_left(session)
 
     def settle(self, text: str) -> None:
         """Have all workers use other settings."""

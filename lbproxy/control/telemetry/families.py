@@ -116,24 +116,54 @@ class Totals:
 class Load(Protocol):
     """What is refused because we ourselves are the bottleneck: proxy.front.overload.Overload."""
 
-    refuses: str | None
-    """Why new requests are."""
-    refused: dict[str, int]
-    """How many were, by why."""
-    ended: int
-    held_bytes: int
-    max_held_bytes: int
-    rss_bytes: int | None
-    limit_bytes: int | None
+    @property
+    def refuses(self) -> str | None:
+        """Why new requests are refused now."""
+        ...
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """How many requests were refused, by reason."""
+        ...
+
+    @property
+    def ended(self) -> int:
+        """How many requests were ended for their memory."""
+        ...
+
+    @property
+    def held_bytes(self) -> int:
+        """Of bodies in memory."""
+        ...
+
+    @property
+    def max_held_bytes(self) -> int:
+        """The limit of that."""
+        ...
+
+    @property
+    def rss_bytes(self) -> int | None:
+        """Memory in use."""
+        ...
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """Memory that may be used."""
+        ...
 
 
 class Door(Protocol):
     """The clients' listener."""
 
-    refused: dict[str, int]
-    """Connections, by why."""
-    failed_handshakes: int
-    """Connections that no TLS came of."""
+    @property
+    def refused(self) -> dict[str, int]:
+        """Connections, by reason."""
+        ...
+
+    @property
+    def failed_handshakes(self) -> int:
+        """Connections that no TLS came of."""
+        ...
 
 
 class Loads:

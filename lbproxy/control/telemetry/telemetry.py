@@ -195,6 +195,16 @@ class Telemetry:
         """Show what becomes of traces, while there are any."""
         self._tracing = tracing
 
+    @property
+    def internal_errors(self) -> int:
+        """Logged with a traceback, in this process."""
+        return self._log_handler.internal_errors
+
+    @property
+    def dropped_lines(self) -> int:
+        """Of the log, in this process."""
+        return self._writer.dropped
+
     def close(self) -> None:
         """Write what is left of the log, and let go of the process's logging."""
         logging.getLogger().removeHandler(self._log_handler)

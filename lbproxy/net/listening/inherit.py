@@ -64,6 +64,12 @@ class Inherited:
         os.set_inheritable(int(ready_fd), False)
         return cls(sockets, int(ready_fd))
 
+    @classmethod
+    def of_descriptors(cls, descriptors: Mapping[str, Sequence[int]]) -> Inherited:
+        """Sockets of the process that started this one, by the setting that they are for."""
+        found = [(name, _listening(fd)) for name, group in descriptors.items() for fd in group]
+        return cls([(name, sock) for name, sock in found if sock is not None])
+
     @property
     def has_predecessor(self) -> bool:
         """Another process serves until this one reports that it is ready."""

@@ -105,8 +105,7 @@ class Overload:
         """Apply other limits from now on."""
         self.limit_bytes = limits.memory or self._meter.limit_bytes()
         """Of memory."""
-        share = MAX_BODIES_BYTES if self.limit_bytes is None else self.limit_bytes // BODIES_SHARE
-        self.max_held_bytes = limits.buffered_bodies or min(MAX_BODIES_BYTES, share)
+        self.max_held_bytes = limits.buffered_bodies or default_bodies(self.limit_bytes)
 
     # Requests
 
@@ -183,6 +182,11 @@ class Overload:
         self.memory_is_short = self._level > 0
         self.refuses = MEMORY if self._level > 1 else LAG if self._lagging else None
         logger.log(logging.WARNING if began else logging.INFO, text, *arguments, extra={"event": "overload"})
+
+
+def default_bodies(memory: int | None) -> int:
+    """The limit of the bytes of held bodies with this limit of memory, unless the settings have one."""
+    return MAX_BODIES_BYTES if memory is None else min(MAX_BODIES_BYTES, memory // BODIES_SHARE)
 
 
 _CONSEQUENCES = (

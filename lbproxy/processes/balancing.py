@@ -1,0 +1,121 @@
+"""The balancer process: the Balancer and the control plane for all workers, an `app.Proxy` without own clients."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from lbproxy import app, process
+from lbproxy.config.tree import Settings
+from lbproxy.control.telemetry.memory import Memory
+from lbproxy.data_plane import Parts
+from lbproxy.net.listening.inherit import Inherited
+from lbproxy.net.listening.notify import Notifier
+from lbproxy.processes.child import Supervisor, read
+from lbproxy.processes.control import Adopt, Draining, Ready, Reload, Reloading, Start, Stop, Text, ToChild
+from lbproxy.processes.plane import WorkersPlane
+from lbproxy.settings_file import parse_text, read_text
+
+logger = logging.getLogger("lbproxy")
+
+UIDS: int = 1 << 32
+"""Of endpoints, for each balancer process."""
+WELCOME_WITHIN_S = 3.0
+"""A balancer process after another decides once an endpoint is up, or after this long: until then workers do."""
+
+
+async def run_balancer(supervisor: Supervisor, start: Start) -> None:
+    """Decide until the supervisor says otherwise, or is gone with all workers. Raises ConfigError, OSError."""
+    process.prepare()
+    Memory.tune()
+    await Balancing(supervisor, start).run()
+
+
+class _Told(Notifier):
+    """Tells the supervisor what would be told systemd."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        super().__init__(None)
+        self._supervisor = supervisor
+
+    def reloading(self) -> None:
+        """See Notifier."""
+        self._supervisor.send(Reloading())
+
+    def beat(self, lag_s: float = 0.0) -> None:
+        """See Notifier."""
+        self._supervisor.beat(lag_s)
+
+
+class Balancing:
+    """One balancer process."""
+
+    def __init__(self, supervisor: Supervisor, start: Start) -> None:
+        self._supervisor = supervisor
+        self._start = start
+        self._text = ""
+        """Of the settings that were read last."""
+        self._orders = app.Orders(read_settings=self._read_again, reloaded=self._reloaded)
+        settings = read(start.settings)
+        first_uid = start.generation * UIDS
+        self._proxy = app.Proxy(settings, _Told(supervisor), self._make_plane, first_uid)
+
+    async def run(self) -> None:
+        """Until it is told to stop."""
+        supervisor = self._supervisor
+        supervisor.on_message = self._on_message
+        inherited = Inherited.of_descriptors(self._start.descriptors)
+        orphaned = asyncio.ensure_future(self._end_with_the_workers())
+        try:
+            await self._proxy.run(inherited, self._orders, self._on_ready)
+        finally:
+            orphaned.cancel()
+            inherited.close()
+            await self._proxy.close()
+
+    def _make_plane(self, parts: Parts) -> WorkersPlane:
+        self._plane = plane = WorkersPlane(parts, self._start.path, self._start.url)
+        return plane
+
+    def _on_ready(self, at: app.Listening) -> None:
+        welcome = asyncio.ensure_future(self._welcome())
+        welcome.add_done_callback(lambda done: done.exception())
+        self._supervisor.send(Ready(self._proxy.status(), at.admin_url))
+
+    async def _welcome(self) -> None:
+        """Take over from the workers."""
+        if self._start.generation:
+            await self._proxy.endpoint_comes_up(WELCOME_WITHIN_S)
+        self._plane.server.ready()
+
+    def _on_message(self, message: ToChild) -> None:
+        if isinstance(message, Reload):
+            self._orders.reload.set()
+        elif isinstance(message, Draining):
+            self._plane.front.draining = True
+            if message.handed_over and self._proxy.admin is not None:
+                self._proxy.admin.stop_accepting()
+        elif isinstance(message, Stop):
+            self._orders.hurry.set()
+            self._orders.stop.set()
+
+    async def _end_with_the_workers(self) -> None:
+        """Without a supervisor: end once no worker is left."""
+        await self._supervisor.gone.wait()
+        logger.error("the supervisor is gone: this process ends with the workers", extra={"event": "workers"})
+        self._plane.front.draining = True
+        while self._plane.server.sessions:  # noqa: ASYNC110 - once in a lifetime
+            await asyncio.sleep(0.1)
+        self._orders.stop.set()
+
+    # Settings
+
+    def _read_again(self) -> Settings:
+        """Called in a thread; `_reloaded` follows if the settings are in force then."""
+        source = self._start.settings.source
+        self._text = read_text(source)
+        return parse_text(self._text, source)
+
+    def _reloaded(self) -> None:
+        self._plane.server.settle(self._text)
+        self._supervisor.send(Adopt(Text(self._text, self._start.settings.source), self._proxy.status()))

@@ -1,0 +1,166 @@
+"""What the supervisor and its children tell each other, and how a child is started.
+
+A child is `python -m lbproxy.processes.child`. Its standard input is a socket, the control link; it inherits listening
+sockets by their descriptors. The first message on the link is `Start`. Invariants:
+
+- A link that ends means that the other process is gone: the supervisor starts a child again, and a child without a
+  supervisor finishes what runs, takes nothing new, and ends.
+- Children ignore the signals of a terminal or a service manager, which go to all processes of a group: the supervisor
+  says what is to be done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import lbproxy
+from lbproxy.workers.link import Link
+from lbproxy.workers.messages import Message
+
+BALANCER: Final = "balancer"
+WORKER: Final = "worker"
+
+
+class Text(Message):
+    """The text of the settings in force."""
+
+    text: str
+    source: str
+    """Where it was read: the path of a file."""
+
+
+class Start(Message, tag=1):
+    """To a child: what it is."""
+
+    role: str
+    index: int
+    """Of a worker: from 0."""
+    workers: int
+    generation: int
+    """Of a balancer process: how many there were before it."""
+    settings: Text
+    path: str
+    """Of the Unix socket on which the balancer process listens for workers."""
+    url: str
+    """Where clients connect."""
+    descriptors: dict[str, list[int]]
+    """Of listening sockets, by the setting that they are for."""
+
+
+class Stop(Message, tag=2):
+    """To a child: end. A worker may let requests finish; again, with less time, is possible."""
+
+    deadline_s: float
+    lame_duck_s: float
+    keep_listening: bool
+    """During the lame duck's time new connections are accepted."""
+
+
+class Reload(Message, tag=3):
+    """To the balancer process: read the settings again."""
+
+
+class Adopt(Message, tag=4):
+    """To the supervisor, from the balancer process: these settings are in force now."""
+
+    settings: Text
+    status: str
+
+
+class Ready(Message, tag=5):
+    """To the supervisor: the child does its work."""
+
+    status: str
+    url: str | None
+    """Of the admin listener."""
+
+
+class Unfit(Message, tag=6):
+    """To the supervisor: the child cannot start with what it was given; one line for each problem."""
+
+    problems: list[str]
+
+
+class Beat(Message, tag=7):
+    """To the supervisor: the child's event loop runs."""
+
+
+class Draining(Message, tag=8):
+    """To the balancer process: workers take no new requests. `handed_over`: another lbproxy has the sockets."""
+
+    handed_over: bool
+
+
+class Reloading(Message, tag=9):
+    """To the supervisor: a reload begins."""
+
+
+ToChild: TypeAlias = Start | Stop | Reload | Draining
+ToSupervisor: TypeAlias = Adopt | Ready | Unfit | Beat | Reloading
+
+
+class Child:
+    """A child process, as the supervisor sees it."""
+
+    def __init__(self, name: str, ready: asyncio.Event, received: Callable[[ToSupervisor], None]) -> None:
+        """`ready` is set when it does its work. `received` is called with each message."""
+        self.name = name
+        self._ready = ready
+        self.beat_at = asyncio.get_running_loop().time()
+        self.problems: list[str] = []
+        """Why it could not start."""
+        self.process: asyncio.subprocess.Process | None = None
+        self._received = received
+        self.link: Link[ToSupervisor] = Link(ToSupervisor, self._on_messages, lambda: None)
+
+    async def start(self, start: Start, sockets: Mapping[str, Sequence[socket.socket]]) -> None:
+        """Start the process. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        start.descriptors = {key: [one.fileno() for one in listening] for key, listening in sockets.items()}
+        folder = str(Path(lbproxy.__file__).parent.parent)
+        inherited = os.environ.get("PYTHONPATH")
+        environ = {**os.environ, "PYTHONPATH": folder if not inherited else f"{folder}{os.pathsep}{inherited}"}
+        with theirs:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-P",
+                "-m",
+                "lbproxy.processes.child",
+                stdin=theirs.fileno(),
+                pass_fds=[fd for group in start.descriptors.values() for fd in group],
+                env=environ,
+            )
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: self.link, ours)
+        self.link.send(start)
+
+    @property
+    def pid(self) -> int:
+        """Of the process; 0 before its start."""
+        return 0 if self.process is None else self.process.pid
+
+    async def ended(self) -> int:
+        """Wait for the end of the process; returns its exit code, or minus the number of the signal that ended it."""
+        assert self.process is not None
+        code = await self.process.wait()
+        self.link.close()
+        return code
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self.process is not None and self.process.returncode is None:
+            self.process.kill()
+
+    def _on_messages(self, arrived: list[ToSupervisor]) -> None:
+        self.beat_at = asyncio.get_running_loop().time()
+        for message in arrived:
+            if isinstance(message, Ready):
+                self._ready.set()
+            elif isinstance(message, Unfit):
+                self.problems = message.problems
+            self._received(message)

@@ -1,0 +1,233 @@
+"""The `Plane` of the balancer process: worker processes, added up."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from lbproxy.config.tree import Settings
+from lbproxy.control.admin.key_files import read_credentials
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.data_plane import Loop, Parts
+from lbproxy.extras.tracing import find_traces
+from lbproxy.workers.server import Session, WorkerServer
+
+
+class WorkersFront:
+    """What is shown of the workers' front ends: see control.admin.state.Front."""
+
+    def __init__(self, server: WorkerServer, url: str) -> None:
+        self._server = server
+        self.url: str | None = url
+        self.draining = False
+        """Workers take no more requests. Set by the owner, which the supervisor tells."""
+
+    @property
+    def running(self) -> int:
+        """Requests that run."""
+        return sum(len(one.jobs) for one in self._server.sessions)
+
+    @property
+    def open_connections(self) -> int:
+        """Of clients."""
+        return sum(one.beat.connections for one in self._server.sessions)
+
+    def running_records(self) -> Iterable[RequestRecord]:
+        """Of requests that run, as far as they are placed or wait."""
+        return self._server.running_records()
+
+
+class Upstreams:
+    """The workers' connections to endpoints."""
+
+    def __init__(self, server: WorkerServer) -> None:
+        self._server = server
+
+    @property
+    def open_connections(self) -> int:
+        """How many."""
+        return sum(one.beat.upstreams for one in self._server.sessions)
+
+
+class Totals:
+    """Counts of workers added up, those of ended workers included: see families.Load, families.Door, extras.tracing."""
+
+    def __init__(self, server: WorkerServer) -> None:
+        self._server = server
+        self._gone: Counter[str] = Counter()
+        """Counts of workers that are gone, by family and label."""
+        server.on_left = self._left
+
+    def _left(self, session: Session) -> None:
+        self._gone += _counts(session)
+
+    def _sum(self, family: str) -> dict[str, int]:
+        total = Counter(self._gone)
+        for session in self._server.sessions:
+            total.update(_counts(session))
+        return {name.partition("/")[2]: n for name, n in total.items() if name.partition("/")[0] == family}
+
+    @property
+    def refuses(self) -> str | None:
+        """Why a worker refuses requests now."""
+        return next((one.beat.refuses for one in self._server.sessions if one.beat.refuses), None)
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """Requests that were refused, by reason; as a Door: connections."""
+        return self._sum("refused")
+
+    @property
+    def ended(self) -> int:
+        """Requests that were ended for their memory."""
+        return self._sum("ended").get("", 0)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of bodies."""
+        return sum(one.beat.held_bytes for one in self._server.sessions)
+
+    @property
+    def max_held_bytes(self) -> int:
+        """The limit of that."""
+        return sum(one.beat.max_held_bytes for one in self._server.sessions)
+
+    @property
+    def rss_bytes(self) -> int | None:
+        """Memory in use by all workers."""
+        return sum(one.beat.rss_bytes or 0 for one in self._server.sessions) or None
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """Memory that all workers may use."""
+        return sum(one.beat.limit_bytes or 0 for one in self._server.sessions) or None
+
+    @property
+    def results(self) -> dict[str, int]:
+        """How many requests' traces became what."""
+        return self._sum("traces")
+
+    @property
+    def traces(self) -> Totals | None:
+        """See extras.tracing: None while no request was traced."""
+        return self if any(self._sum("traces")) else None
+
+    @property
+    def internal_errors(self) -> int:
+        """Of all workers."""
+        return self._sum("internal").get("", 0)
+
+    @property
+    def placed_alone(self) -> int:
+        """Requests that workers placed while there was no balancer process."""
+        return self._sum("alone").get("", 0)
+
+
+class Connecting:
+    """The workers' listeners: see families.Door."""
+
+    def __init__(self, totals: Totals) -> None:
+        self._totals = totals
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """Connections, by reason."""
+        return self._totals._sum("connections")
+
+    @property
+    def failed_handshakes(self) -> int:
+        """Connections that no TLS came of."""
+        return self._totals._sum("handshakes").get("", 0)
+
+
+class Lags:
+    """How late the workers' event loops are: see telemetry.Ticker."""
+
+    def __init__(self, server: WorkerServer) -> None:
+        self._listeners: list[Callable[[float], None]] = []
+        server.on_beat = self._on_beat
+
+    def listen(self, listener: Callable[[float], None]) -> None:
+        """See telemetry.Ticker."""
+        self._listeners.append(listener)
+
+    def _on_beat(self, session: Session) -> None:
+        for lag_s in session.beat.lags_s:
+            for listener in self._listeners:
+                listener(lag_s)
+
+
+class WorkersPlane:
+    """See data_plane.Plane."""
+
+    sockets: Sequence[socket.socket] | None = None
+
+    def __init__(self, parts: Parts, path: str, url: str) -> None:
+        """`path`: where workers find this process. `url`: where clients find workers."""
+        self.server = WorkerServer(parts.runtime)
+        parts.sinks.append(self.server)
+        self._loads = parts.loads
+        self._path = path
+        self.front = WorkersFront(self.server, url)
+        self.upstreams = Upstreams(self.server)
+        self.totals = self.load = self.tracing = Totals(self.server)
+        self.door = Connecting(self.totals)
+        self.pulse = Lags(self.server)
+        self.keys: int | None = None
+
+    async def prepare(self, settings: Settings) -> int:
+        """Read what workers will read, so that what is wrong is seen before; returns the number of API keys."""
+        credentials = await asyncio.to_thread(read_credentials, settings)
+        await asyncio.to_thread(find_traces, settings)
+        return len(credentials.keys)
+
+    def adopt(self, settings: Settings, prepared: int) -> None:
+        """The owner tells the workers: they read the settings' text."""
+        self.keys = prepared or None
+        self._loads.stale.clear()
+
+    async def accept(self, sockets: Sequence[socket.socket]) -> str:
+        """Workers accept; they find this process from now on."""
+        assert self.front.url is not None
+        await self.server.listen(self._path)
+        return self.front.url
+
+    def stop_accepting(self) -> None:
+        """Nothing: the supervisor tells the workers."""
+
+    def warn_if_open(self) -> None:
+        """Nothing: the first worker does."""
+
+    def loops(self) -> list[Loop]:
+        """Nothing."""
+        return []
+
+    async def stop(self, *, deadline_s: float, lame_duck_s: float) -> int:
+        """Workers have stopped before."""
+        return 0
+
+    def end_within(self, deadline_s: float) -> None:
+        """Workers have stopped before."""
+
+    async def close(self) -> None:
+        """End the links."""
+        self.server.close()
+
+
+def _counts(session: Session) -> Counter[str]:
+    beat = session.beat
+    counts: Counter[str] = Counter()
+    families = {"refused": beat.refused, "connections": beat.refused_connections, "traces": beat.traces}
+    for family, by_label in families.items():
+        counts.update({f"{family}/{label}": n for label, n in by_label.items()})
+    singles = {
+        "ended": beat.ended,
+        "handshakes": beat.failed_handshakes,
+        "internal": beat.internal_errors,
+        "dropped": beat.dropped_lines,
+        "alone": beat.placed_alone,
+    }
+    counts.update({f"{family}/": n for family, n in singles.items()})
+    return counts

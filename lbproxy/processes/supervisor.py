@@ -1,0 +1,328 @@
+"""The supervisor: it holds the listening sockets, starts the other processes, and starts again what dies.
+
+Theory of operation. The balancer process is started first, then all workers, each with a `_Post` that keeps one process
+in its place: when that ends without having been told to, the next one starts after a back-off, which grows while
+processes end soon. Stopping goes the other way: workers first, so that requests can end, then the balancer process.
+What cannot start with the settings of the start ends everything, as in a single process. Invariants:
+
+- The listening sockets are open as long as the supervisor lives, so that no connection is refused while another
+  process starts; the supervisor itself never accepts.
+- A child that shows no sign of life for `SILENT_S` is killed, and so replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from lbproxy import app, process
+from lbproxy.config.text import ConfigError
+from lbproxy.config.tree import Settings
+from lbproxy.control.telemetry.log import configure_logging
+from lbproxy.control.telemetry.writer import LineWriter
+from lbproxy.data_plane import listening_url
+from lbproxy.net.listening.bind import bound_port, open_sockets
+from lbproxy.net.listening.inherit import Inherited, start_successor
+from lbproxy.net.listening.notify import Notifier
+from lbproxy.processes.control import (
+    BALANCER,
+    WORKER,
+    Adopt,
+    Child,
+    Draining,
+    Ready,
+    Reload,
+    Reloading,
+    Start,
+    Stop,
+    Text,
+    ToSupervisor,
+)
+
+logger = logging.getLogger("lbproxy")
+
+READY_WITHIN_S: Final = 60.0
+"""Longer than a slow machine takes to start Python."""
+BACKOFF_FIRST_S: Final = 0.05
+BACKOFF_MAX_S: Final = 10.0
+STEADY_S: Final = 30.0
+"""A process that ran this long starts again without a back-off."""
+SILENT_S: Final = 15.0
+WATCH_S: Final = 0.5
+ENDS_WITHIN_S: Final = 10.0
+"""After the deadline of a drain: what is left is killed."""
+
+
+def worker_count(settings: Settings) -> int:
+    """How many worker processes the settings ask for; 1 = a single process does everything."""
+    return settings.workers or max(1, len(os.sched_getaffinity(0)) - 1)
+
+
+async def supervise(
+    settings: Settings, text: Text, *, orders: app.Orders, on_ready: Callable[[app.Listening], None]
+) -> None:
+    """Like `app.serve`, with several processes. `text`: what `settings` were read from."""
+    process.prepare()
+    inherited = Inherited.from_environment(os.environ)
+    writer = LineWriter()
+    handler = configure_logging(settings.log.level, writer)
+    supervisor = Supervisor(settings, text, Notifier.from_environment(os.environ))
+    try:
+        await supervisor.run(inherited, orders, on_ready)
+    finally:
+        inherited.close()
+        supervisor.close()
+        logging.getLogger().removeHandler(handler)
+        writer.close()
+
+
+class _Post:
+    """The place of one process: the process that is there now."""
+
+    def __init__(self, role: str, index: int) -> None:
+        self.role = role
+        self.index = index
+        self.name = "the balancer process" if role == BALANCER else f"worker {index}"
+        self.child: Child | None = None
+        self.ready = asyncio.Event()
+        """A process was ready here."""
+        self.generation = 0
+        self.ending = False
+        """It was told to end: it is not replaced."""
+        self.task: asyncio.Task[None] | None = None
+
+
+class Supervisor:
+    """All processes. `run`, then `close`."""
+
+    def __init__(self, settings: Settings, text: Text, notifier: Notifier) -> None:
+        self._settings = settings
+        self._text = text
+        self._notifier = notifier
+        self._loop = asyncio.get_running_loop()
+        self._sockets: dict[str, Sequence[socket.socket]] = {}
+        self._folder = tempfile.mkdtemp(prefix="lbproxy-")  # with mode 0700
+        self._url = ""
+        self._admin_url: str | None = None
+        self._status = ""
+        self._balancer = _Post(BALANCER, 0)
+        self._workers = [_Post(WORKER, index) for index in range(worker_count(settings))]
+        self._handed_over = asyncio.Event()
+        self._failed: asyncio.Future[None] = self._loop.create_future()
+
+    @property
+    def _posts(self) -> list[_Post]:
+        return [self._balancer, *self._workers]
+
+    async def run(self, inherited: Inherited, orders: app.Orders, on_ready: Callable[[app.Listening], None]) -> None:
+        """Until it is told to stop, and has. Raises ConfigError, OSError if the first processes cannot start."""
+        await self._listen(inherited)
+        self._man(self._balancer)
+        await self._ready([self._balancer])
+        for post in self._workers:
+            self._man(post)
+        await self._ready(self._workers)
+        logger.info("%d workers accept connections", len(self._workers), extra={"event": "start"})
+        on_ready(app.Listening(self._url, self._admin_url))
+        self._notifier.ready(self._status)
+        inherited.ready()
+        inherited.close()
+        tasks = [
+            asyncio.create_task(work)
+            for work in (self._watch(), self._follow_reloads(orders), self._follow_restarts(orders))
+        ]
+        ends = [asyncio.create_task(one.wait()) for one in (orders.stop, self._handed_over)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        await self._stop(orders)
+        for task in (*ends, *tasks):
+            task.cancel()
+
+    def close(self) -> None:
+        """End everything at once."""
+        for post in self._posts:
+            post.ending = True
+            if post.task is not None:
+                post.task.cancel()
+            if post.child is not None:
+                post.child.kill()
+        for listening in self._sockets.values():
+            for sock in listening:
+                sock.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _listen(self, inherited: Inherited) -> None:
+        """Open both listeners' sockets, or take those that are inherited. Raises OSError."""
+        settings = self._settings
+        for key, address in (("listen", settings.listen), ("admin", settings.admin)):
+            if address is not None:
+                self._sockets[key] = await inherited.take(key, address) or await open_sockets(address, key)
+        self._url = listening_url(settings.listen, bound_port(self._sockets["listen"]))
+
+    # Processes
+
+    def _man(self, post: _Post) -> None:
+        post.task = asyncio.create_task(self._keep(post))
+
+    async def _keep(self, post: _Post) -> None:
+        """Have a process in this place until it is told to end."""
+        backoff_s = BACKOFF_FIRST_S
+        while not post.ending:
+            began_at = self._loop.time()
+            post.child = child = Child(post.name, post.ready, self._received)
+            try:
+                await child.start(self._start_of(post), self._sockets_of(post))
+                code = await child.ended()
+            except OSError as error:
+                child.problems = [str(error)]
+                code = 1
+            if self._is_ending(post):
+                return
+            if not post.ready.is_set():
+                self._fail(child)
+                return
+            post.generation += 1
+            ran_s = self._loop.time() - began_at
+            backoff_s = BACKOFF_FIRST_S if ran_s >= STEADY_S else min(BACKOFF_MAX_S, 2.0 * backoff_s)
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            why = "".join(f": {one}" for one in child.problems[:3])
+            extra = {"event": "workers", "pid": child.pid, "code": code}
+            logger.error("%s %s%s; another one starts in %.2g s", post.name, how, why, backoff_s, extra=extra)
+            await asyncio.sleep(backoff_s)
+
+    @staticmethod
+    def _is_ending(post: _Post) -> bool:
+        return post.ending
+
+    def _start_of(self, post: _Post) -> Start:
+        path = os.path.join(self._folder, "balancer.sock")
+        return Start(post.role, post.index, len(self._workers), post.generation, self._text, path, self._url, {})
+
+    def _sockets_of(self, post: _Post) -> Mapping[str, Sequence[socket.socket]]:
+        key = "admin" if post.role == BALANCER else "listen"
+        return {key: self._sockets[key]} if key in self._sockets else {}
+
+    def _fail(self, child: Child) -> None:
+        if not self._failed.done():
+            problems = child.problems or [f"{child.name} cannot start"]
+            self._failed.set_exception(ConfigError("settings", problems))
+
+    async def _ready(self, posts: Sequence[_Post]) -> None:
+        """Wait until all of them work. Raises ConfigError if one cannot start."""
+
+        async def all_ready() -> None:
+            for post in posts:
+                await post.ready.wait()
+
+        waiting = asyncio.create_task(all_ready())
+        either = {waiting, self._failed}
+        done, _ = await asyncio.wait(either, timeout=READY_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
+        if self._failed in done:
+            waiting.cancel()
+            self._failed.result()
+        if not done:
+            waiting.cancel()
+            raise OSError(f"{posts[0].name} is not ready after {READY_WITHIN_S:g} s")
+
+    def _received(self, message: ToSupervisor) -> None:
+        if isinstance(message, Ready):
+            if message.url is not None:
+                self._admin_url = message.url
+            self._status = message.status or self._status
+        elif isinstance(message, Reloading):
+            self._notifier.reloading()
+        elif isinstance(message, Adopt):
+            self._text, self._status = message.settings, message.status
+            self._notifier.ready(self._status)
+
+    async def _watch(self) -> None:
+        """Beat for the service manager while all processes do, and kill those that do not."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            now = self._loop.time()
+            silent = [one.child for one in self._posts if one.child is not None and now - one.child.beat_at > SILENT_S]
+            for child in silent:
+                logger.error("%s shows no sign of life: it is killed", child.name, extra={"event": "workers"})
+                child.kill()
+            self._notifier.beat()
+
+    # Orders
+
+    async def _follow_reloads(self, orders: app.Orders) -> None:
+        while True:
+            await orders.reload.wait()
+            orders.reload.clear()
+            if self._balancer.child is not None:
+                self._balancer.child.link.send(Reload())
+
+    async def _follow_restarts(self, orders: app.Orders) -> None:
+        while True:
+            await orders.restart.wait()
+            orders.restart.clear()
+            if orders.command is not None and await self._hand_over(orders.command):
+                self._handed_over.set()
+                return
+
+    async def _hand_over(self, command: list[str]) -> bool:
+        """Start a successor on our sockets. Once it accepts, we do no more."""
+        logger.info("restarting: the new process is %s", " ".join(command), extra={"event": "restart"})
+        try:
+            pid = await start_successor(command, self._sockets)
+        except OSError as error:
+            logger.error("the new process cannot be started, so we continue: %s", error, extra={"event": "restart"})
+            return False
+        if pid is None:
+            logger.error("the new process accepts no connections, so we continue", extra={"event": "restart"})
+            return False
+        logger.info("the new process accepts connections: process %d", pid, extra={"event": "restart", "pid": pid})
+        self._notifier.succeeded_by(pid)
+        return True
+
+    async def _stop(self, orders: app.Orders) -> None:
+        """Workers first: see `app.Proxy`."""
+        drain, handed_over = self._settings.drain, self._handed_over.is_set()
+        deadline_s = drain.deadline if orders.stop.is_set() else drain.restart_deadline
+        lame_duck_s = 0.0 if orders.hurry.is_set() else min(drain.lame_duck, drain.deadline)
+        logger.info("stopping: running requests have up to %g s", deadline_s, extra={"event": "stop"})
+        self._notifier.stopping("running requests end")
+        for post in self._posts:
+            post.ending = True
+        if self._balancer.child is not None:
+            self._balancer.child.link.send(Draining(handed_over))
+        self._tell_workers(Stop(deadline_s, lame_duck_s, not handed_over))
+        sooner = asyncio.create_task(self._stop_sooner(orders)) if not orders.stop.is_set() else None
+        await self._end(self._workers, deadline_s + ENDS_WITHIN_S)
+        if sooner is not None:
+            sooner.cancel()
+        if self._balancer.child is not None:
+            self._balancer.child.link.send(Stop(0.0, 0.0, False))
+        await self._end([self._balancer], ENDS_WITHIN_S)
+        logger.info("stopped", extra={"event": "stop"})
+
+    async def _stop_sooner(self, orders: app.Orders) -> None:
+        await orders.stop.wait()
+        self._tell_workers(Stop(self._settings.drain.deadline, 0.0, False))
+
+    def _tell_workers(self, stop: Stop) -> None:
+        for post in self._workers:
+            if post.child is not None:
+                post.child.link.send(stop)
+
+    @staticmethod
+    async def _end(posts: Sequence[_Post], within_s: float) -> None:
+        """Wait for the ends of processes; kill what is left."""
+        tasks = [post.task for post in posts if post.task is not None]
+        _, left = await asyncio.wait(tasks, timeout=within_s)
+        for post in posts:
+            if post.task in left and post.child is not None:
+                post.child.kill()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ENDS_WITHIN_S):
+                await asyncio.gather(*left, return_exceptions=True)

@@ -1,0 +1,248 @@
+"""A worker process: a DataPlane whose runtime speaks to the balancer process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import resource
+import socket
+from collections.abc import Coroutine
+from functools import partial
+from math import ceil
+
+from lbproxy import process
+from lbproxy.config.text import ConfigError
+from lbproxy.config.tree import Settings
+from lbproxy.control.telemetry.families import Loads
+from lbproxy.control.telemetry.memory import Memory
+from lbproxy.control.telemetry.telemetry import Telemetry
+from lbproxy.data_plane import DataPlane
+from lbproxy.net.connections.pool import ConnectionPool
+from lbproxy.processes.child import Supervisor, read
+from lbproxy.processes.control import Ready, Start, Stop, Text, ToChild
+from lbproxy.proxy.front.overload import default_bodies
+from lbproxy.runtime import Sink, supervise
+from lbproxy.workers import messages as m
+from lbproxy.workers.link import Link
+from lbproxy.workers.remote import RemoteRuntime
+
+logger = logging.getLogger("lbproxy")
+
+BEAT_S = 0.5
+SILENT_S = 3.0
+"""A balancer process that says nothing for so long is as good as dead."""
+DIAL_S = 0.05
+MAX_LAGS = 64
+"""Observations of the event loop's lag in one beat."""
+
+
+async def run_worker(supervisor: Supervisor, start: Start) -> None:
+    """Serve clients until the supervisor says otherwise, or is gone. Raises ConfigError, OSError."""
+    process.prepare()
+    Memory.tune()
+    worker = Worker(supervisor, start)
+    try:
+        await worker.run()
+    finally:
+        await worker.close()
+
+
+class Worker:
+    """One worker process. `run`, then `close`."""
+
+    def __init__(self, supervisor: Supervisor, start: Start) -> None:
+        self._supervisor = supervisor
+        self._start = start
+        self._loop = asyncio.get_running_loop()
+        self._rng = rng = random.Random()  # noqa: S311 - spreads retries and samples
+        self._settings = settings = dealt(read(start.settings), start.workers)
+        self._telemetry = Telemetry(settings.log)  # for the log: records go to the balancer process
+        self._loads = Loads()
+        sinks: list[Sink] = []
+        self._runtime = runtime = RemoteRuntime(settings, rng, sinks)
+        runtime.settle = self._on_settings
+        runtime.pong = self._on_pong
+        connections = ConnectionPool(runtime.pulse)
+        self._plane = DataPlane(settings, runtime, connections, rng, sinks, self._loads)
+        self._lags: list[float] = []
+        self._heard_at = 0.0
+        self._stop: asyncio.Future[Stop] = self._loop.create_future()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Until it is told to stop, and has."""
+        supervisor, plane, runtime = self._supervisor, self._plane, self._runtime
+        supervisor.on_message = self._on_message
+        plane.adopt(self._settings, await plane.prepare(self._settings))
+        runtime.pulse.listen(self._note_lag)
+        runtime.pulse.listen(supervisor.beat)
+        runtime.pulse.start()
+        self._spawn(supervise("the link to the balancer process", self._keep_linked, self._rng))
+        while runtime.alone:
+            if supervisor.gone.is_set():
+                return
+            await asyncio.sleep(DIAL_S)
+        await plane.accept([socket.socket(fileno=fd) for fd in self._start.descriptors["listen"]])
+        plane.front.url = self._start.url
+        if not self._start.index:
+            plane.warn_if_open()
+        for name, run in plane.loops():
+            self._spawn(supervise(name, run, self._rng))
+        self._spawn(supervise("the heartbeat", self._keep_beating, self._rng))
+        process.settle()
+        supervisor.send(Ready("", None))
+        self._spawn(self._follow_supervisor())
+        stop = await self._stop
+        if not stop.keep_listening:
+            plane.stop_accepting()
+        await plane.stop(deadline_s=stop.deadline_s, lame_duck_s=stop.lame_duck_s)
+        runtime.hand_out()
+        await asyncio.sleep(0)  # the last records leave
+
+    async def close(self) -> None:
+        """Let go of everything."""
+        for task in self._tasks:
+            task.cancel()
+        self._runtime.pulse.close()
+        if self._runtime.link is not None:
+            self._runtime.link.close()
+        await self._plane.close()
+        self._telemetry.close()
+
+    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # The supervisor
+
+    def _on_message(self, message: ToChild) -> None:
+        if isinstance(message, Stop):
+            if self._stop.done():
+                self._plane.end_within(message.deadline_s)
+            else:
+                self._stop.set_result(message)
+
+    async def _follow_supervisor(self) -> None:
+        """Without a supervisor: finish what runs, and end."""
+        await self._supervisor.gone.wait()
+        logger.error("the supervisor is gone: this worker finishes its requests and ends", extra={"event": "workers"})
+        if not self._stop.done():
+            self._stop.set_result(Stop(self._settings.drain.restart_deadline, 0.0, False))
+
+    # The balancer process
+
+    async def _keep_linked(self) -> None:
+        """Have a link to the balancer process; when it is lost, another as soon as there is such a process again."""
+        while True:
+            lost = asyncio.Event()
+            link: Link[m.ToWorker] = Link(m.ToWorker, self._runtime.received, lost.set)
+            try:
+                await self._loop.create_unix_connection(partial(_same, link), self._start.path)
+            except OSError:
+                await asyncio.sleep(DIAL_S)
+                continue
+            self._heard_at = self._loop.time()
+            self._runtime.attach(link)
+            link.send(m.Hello(self._start.index, os.getpid()))
+            await lost.wait()
+            was_alone = self._runtime.alone
+            self._runtime.detach()
+            if not was_alone and not self._stop.done():
+                text = "the balancer process is gone: requests are placed by this worker alone until there is another"
+                logger.warning(text, extra={"event": "workers", "worker": self._start.index})
+            await asyncio.sleep(DIAL_S)
+
+    def _on_pong(self) -> None:
+        self._heard_at = self._loop.time()
+
+    def _on_settings(self, text: str) -> None:
+        self._spawn(self._adopt(Text(text, self._start.settings.source)))
+
+    async def _adopt(self, settings: Text) -> None:
+        try:
+            wanted, now = dealt(read(settings), self._start.workers), self._settings
+            wanted = wanted.model_copy(update={"listen": now.listen} if _moves(wanted, now) else {})
+            prepared = await self._plane.prepare(wanted)
+        except ConfigError as error:  # the balancer process could read it a moment ago
+            text = "this worker keeps its old settings: %s"
+            logger.error(text, "; ".join(error.problems[:3]), extra={"event": "reload", "worker": self._start.index})
+            return
+        self._settings = wanted
+        self._plane.adopt(wanted, prepared)
+        self._runtime.reconfigure(wanted)
+        self._telemetry.reconfigure(wanted.log)
+
+    # Figures
+
+    def _note_lag(self, lag_s: float) -> None:
+        if len(self._lags) < MAX_LAGS:
+            self._lags.append(lag_s)
+
+    async def _keep_beating(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            link = self._runtime.link
+            if link is None:
+                continue
+            if self._loop.time() - self._heard_at > SILENT_S and not self._runtime.pulse.stood_still_since(
+                self._heard_at
+            ):
+                text = "the balancer process says nothing for %g s: its link is closed"
+                logger.error(text, SILENT_S, extra={"event": "workers", "worker": self._start.index})
+                link.abort()
+                continue
+            link.send(self._beat())
+
+    def _beat(self) -> m.Beat:
+        plane, used = self._plane, resource.getrusage(resource.RUSAGE_SELF)
+        load, door, traces = plane.overload, plane.door, plane.tracing.traces
+        lags, self._lags = self._lags, []
+        return m.Beat(
+            connections=plane.front.open_connections,
+            running=plane.front.running,
+            upstreams=plane.upstreams.open_connections,
+            cpu_s=used.ru_utime + used.ru_stime,
+            lags_s=tuple(lags),
+            rss_bytes=load.rss_bytes,
+            limit_bytes=load.limit_bytes,
+            held_bytes=load.held_bytes,
+            max_held_bytes=load.max_held_bytes,
+            refuses=load.refuses,
+            refused=dict(load.refused),
+            ended=load.ended,
+            refused_connections=dict(door.refused),
+            failed_handshakes=door.failed_handshakes,
+            internal_errors=self._telemetry.internal_errors,
+            dropped_lines=self._telemetry.dropped_lines,
+            placed_alone=self._runtime.placed_alone,
+            stale=tuple(self._loads.stale),
+            accepts=not self._stop.done(),
+            traces={} if traces is None else traces.results,
+        )
+
+
+def dealt(settings: Settings, workers: int) -> Settings:
+    """The settings of one of so many workers: limits of the whole are dealt out evenly."""
+    limits = settings.limits
+    memory = limits.memory or Memory.limit_bytes()
+    bodies = limits.buffered_bodies or default_bodies(memory)
+    share = {
+        "connections": ceil(limits.connections / workers),
+        "buffered_bodies": max(bodies // workers, limits.body),  # else a large body could never be taken
+        # The balancer process needs some too: about as much as a worker.
+        "memory": None if memory is None else memory // (workers + 1),
+    }
+    return settings.model_copy(update={"limits": limits.model_copy(update=share)})
+
+
+def _same(link: Link[m.ToWorker]) -> Link[m.ToWorker]:
+    return link
+
+
+def _moves(wanted: Settings, now: Settings) -> bool:
+    """Whether a reload would change what cannot be changed: where clients connect, and whether by TLS."""
+    a, b = wanted.listen, now.listen
+    return (str(a), a.mode, a.tls is not None) != (str(b), b.mode, b.tls is not None)
