@@ -22,7 +22,7 @@ from benchmarks.overhead.plot import draw
 from benchmarks.overhead.process import CORES, LOAD_CORE
 from benchmarks.overhead.report import insert, render
 from benchmarks.overhead.results import OTHERS, Results
-from benchmarks.overhead.subjects import PEERS, Subject, lbproxy, least_request
+from benchmarks.overhead.subjects import PEERS, Subject, lbproxy, least_request, with_workers
 
 PAGE = ROOT / "benchmarks/RESULTS.md"
 RAW = ROOT / "benchmarks/results/overhead.json"
@@ -57,6 +57,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--sections", help=f"of {','.join(SECTIONS)}; default: all", metavar="A,B")
     names = ",".join(one.name for one in PEERS)
     parser.add_argument("--peers", help=f"of {names}; default: all that are installed", metavar="A,B")
+    what = "measure each lbproxy also as N worker processes (all on one core: what it costs, not how it scales)"
+    parser.add_argument("--workers", type=int, metavar="N", help=what)
     parser.add_argument(
         "--lbproxy",
         action="append",
@@ -91,8 +93,12 @@ def stages(args: argparse.Namespace, sections: list[str]) -> list[Stage]:
     return [replace(one, rounds=args.rounds or one.rounds, seconds=args.seconds or one.seconds) for one in some]
 
 
-def candidates(said: list[str] | None) -> list[Subject]:
-    """The lbproxys to measure, named lbproxy, or lbproxy (NAME) if there are several."""
+def candidates(said: list[str] | None, workers: int | None = None) -> list[Subject]:
+    """The lbproxys to measure, named lbproxy, or lbproxy (NAME) if there are several; `workers`: each as well as so
+    many worker processes.
+    """
+    if workers is not None:
+        return [one for subject in candidates(said or ["."]) for one in (subject, with_workers(subject, workers))]
     if not said:
         default = lbproxy("lbproxy", None)
         return [default, least_request(default)]
@@ -117,7 +123,7 @@ def prepare() -> None:
 def run(args: argparse.Namespace) -> None:
     there = [one.name for one in PEERS if not args.quick or one.name in QUICK_PEERS]
     peers = chosen(args.peers, [one.name for one in PEERS]) if args.peers else there
-    subjects = [*(one for one in PEERS if one.name in peers), *candidates(args.lbproxy)]
+    subjects = [*(one for one in PEERS if one.name in peers), *candidates(args.lbproxy, args.workers)]
     words = [word for word in sys.argv[1:] if word != "--resume"]
     command = shlex.join(["python", "-m", "benchmarks.overhead", *words]) if words else "make bench-overhead"
     sections = chosen(args.sections, SECTIONS)

@@ -231,6 +231,16 @@ def lbproxy(name: str, where: Path | None) -> Subject:
     )
 
 
+def with_workers(subject: Subject, count: int) -> Subject:
+    """The same lbproxy as several processes."""
+    return replace(
+        subject,
+        name=f"{subject.name}, {count} workers",
+        note=f"the same, workers: {count}",
+        files={"cfg.yaml": f"{LBPROXY}workers: {count}\n"},
+    )
+
+
 def least_request(subject: Subject) -> Subject:
     """The same lbproxy with a policy that looks at no prompt."""
     return replace(

@@ -33,7 +33,7 @@ class Supervisor:
     async def started(self) -> Start:
         """Connect; returns what this process is to be."""
         sock = socket.socket(fileno=os.dup(0))
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: self.link, sock)
+        await asyncio.get_running_loop().connect_accepted_socket(self.link.protocol, sock)
         with open(os.devnull, "rb") as nothing:  # noqa: ASYNC230 - no child of ours may have the link
             os.dup2(nothing.fileno(), 0)
         return await self._start

@@ -136,7 +136,7 @@ class Child:
                 pass_fds=[fd for group in start.descriptors.values() for fd in group],
                 env=environ,
             )
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: self.link, ours)
+        await asyncio.get_running_loop().connect_accepted_socket(self.link.protocol, ours)
         self.link.send(start)
 
     @property

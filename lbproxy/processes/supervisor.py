@@ -243,14 +243,19 @@ class Supervisor:
             self._notifier.ready(self._status)
 
     async def _watch(self) -> None:
-        """Beat for the service manager while all processes do, and kill those that do not."""
+        """Beat for the service manager while we live, and kill those that show no sign of life."""
+        looked_at = self._loop.time()
         while True:
             await asyncio.sleep(WATCH_S)
             now = self._loop.time()
-            silent = [one.child for one in self._posts if one.child is not None and now - one.child.beat_at > SILENT_S]
-            for child in silent:
-                logger.error("%s shows no sign of life: it is killed", child.name, extra={"event": "workers"})
-                child.kill()
+            stood_still, looked_at = now - looked_at > 2 * WATCH_S, now
+            for child in [post.child for post in self._posts if post.child is not None]:
+                if stood_still:  # all processes did, or what they said is not read yet
+                    child.beat_at = now
+                elif now - child.beat_at > SILENT_S:
+                    logger.error("%s shows no sign of life: it is killed", child.name, extra={"event": "workers"})
+                    child.kill()
+                    child.beat_at = now
             self._notifier.beat()
 
     # Orders

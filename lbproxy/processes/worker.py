@@ -9,7 +9,6 @@ import random
 import resource
 import socket
 from collections.abc import Coroutine
-from functools import partial
 from math import ceil
 
 from lbproxy import process
@@ -140,7 +139,7 @@ class Worker:
             lost = asyncio.Event()
             link: Link[m.ToWorker] = Link(m.ToWorker, self._runtime.received, lost.set)
             try:
-                await self._loop.create_unix_connection(partial(_same, link), self._start.path)
+                await self._loop.create_unix_connection(link.protocol, self._start.path)
             except OSError:
                 await asyncio.sleep(DIAL_S)
                 continue
@@ -236,10 +235,6 @@ def dealt(settings: Settings, workers: int) -> Settings:
         "memory": None if memory is None else memory // (workers + 1),
     }
     return settings.model_copy(update={"limits": limits.model_copy(update=share)})
-
-
-def _same(link: Link[m.ToWorker]) -> Link[m.ToWorker]:
-    return link
 
 
 def _moves(wanted: Settings, now: Settings) -> bool:

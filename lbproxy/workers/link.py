@@ -25,8 +25,8 @@ _SIZE: Final = 4
 Received = TypeVar("Received")
 
 
-class Link(asyncio.Protocol, Generic[Received]):
-    """An asyncio protocol. `kinds`: the union of the messages that arrive."""
+class Link(Generic[Received]):
+    """Has the methods of an asyncio.Protocol, but is compiled. `kinds`: the union of the messages that arrive."""
 
     def __init__(self, kinds: Any, received: Callable[[list[Received]], None], lost: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -39,6 +39,10 @@ class Link(asyncio.Protocol, Generic[Received]):
         self._unsent: list[msgspec.Struct] = []
         self.sent = self.arrived = 0
         """Messages."""
+
+    def protocol(self) -> asyncio.Protocol:
+        """The link, as asyncio's types want it."""
+        return cast(asyncio.Protocol, self)
 
     def send(self, message: msgspec.Struct) -> None:
         """Send at the end of this turn of the loop; not at all if the link is lost."""
@@ -102,6 +106,16 @@ class Link(asyncio.Protocol, Generic[Received]):
             self._received(messages)
             self.arrived += len(messages)
         del buffer[:start]
+
+    def pause_writing(self) -> None:
+        """See asyncio. `flush` bounds what is unsent."""
+
+    def resume_writing(self) -> None:
+        """See asyncio."""
+
+    def eof_received(self) -> bool | None:
+        """See asyncio: the link ends."""
+        return None
 
     def connection_lost(self, error: Exception | None) -> None:
         """See asyncio."""

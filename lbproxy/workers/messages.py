@@ -8,7 +8,7 @@ request in its worker: the same for all of its attempts and its record.
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 import msgspec
 
@@ -20,6 +20,11 @@ from lbproxy.core.requests.request import InferenceRequest, Usage
 
 Fields: TypeAlias = tuple[Any, ...]
 """The fields of a NamedTuple."""
+RequestFields: TypeAlias = tuple[
+    str, str | None, bool, int, int, tuple[int, ...], int | None, int, str | None, bool, str, float | None, int,
+    str | None, bool, bool, bool, bool,
+]  # fmt: skip
+"""The fields of an InferenceRequest."""
 OUTCOMES: Final = tuple(Outcome)
 OUTCOME_NUMBERS: Final = {outcome: number for number, outcome in enumerate(OUTCOMES)}
 
@@ -43,7 +48,7 @@ class Submit(Message, tag=2):
     """An attempt begins: see RequestRuntime.submit."""
 
     number: int
-    request: Fields
+    request: RequestFields
     avoid: tuple[int, ...]
     suspect: int | None
     again: bool
@@ -279,7 +284,7 @@ class Remember(Message, tag=38):
 
     response_id: str
     uid: int
-    request: Fields
+    request: RequestFields
 
 
 class Refreshed(Message, tag=39):
@@ -321,10 +326,14 @@ ToWorker: TypeAlias = Welcome | Placed | Refused | Stranded | Members | Models |
 # --- Parts ------------------------------------------------------------------------------------------------------------
 
 
-def read_request(fields: Fields) -> InferenceRequest:
+def request_fields(request: InferenceRequest) -> RequestFields:
+    """The request, as a message has it: the same object."""
+    return cast(RequestFields, request)
+
+
+def read_request(fields: RequestFields) -> InferenceRequest:
     """The request that travelled as its tuple."""
-    request = InferenceRequest._make(fields)
-    return request._replace(block_keys=tuple(request.block_keys)) if request.block_keys else request
+    return InferenceRequest._make(fields)
 
 
 def read_usage(fields: Fields | None) -> Usage | None:

@@ -168,7 +168,7 @@ class RemoteRuntime(RequestRuntime):
         state = None if owner is None else self.known.get(owner)
         message = m.Submit(
             number,
-            request,
+            m.request_fields(request),
             tuple(avoid),
             suspect,
             again,

@@ -216,7 +216,7 @@ class Session:
     def _on_stores(self, message: m.Stores) -> None:
         if (ticket := self._placed(message.number)) is not None:
             self._runtime.stores(ticket, message.response_id)
-            note = m.Remember(message.response_id, ticket.placed_state.endpoint.uid, ticket.request)
+            note = m.Remember(message.response_id, ticket.placed_state.endpoint.uid, m.request_fields(ticket.request))
             for other in self._server.sessions:
                 if other is not self:
                     other.link.send(note)
@@ -290,8 +290,11 @@ class WorkerServer:
 
     async def listen(self, path: str) -> None:
         """Accept links on a Unix socket that is made now. Raises OSError."""
-        self._server = await self.runtime.loop.create_unix_server(lambda: Session(self).link, path)
+        self._server = await self.runtime.loop.create_unix_server(self._accept, path)
         self._tick()
+
+    def _accept(self) -> asyncio.Protocol:
+        return Session(self).link.protocol()
 
     def close(self) -> None:
         """End all links."""

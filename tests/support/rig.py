@@ -61,9 +61,9 @@ class Rig(Pool):
             return
         ours, theirs = socket.socketpair()
         session, loop = Session(self.server), asyncio.get_running_loop()
-        await loop.connect_accepted_socket(lambda: session.link, theirs)
+        await loop.connect_accepted_socket(session.link.protocol, theirs)
         mine: Link[m.ToWorker] = Link(m.ToWorker, self.remote.received, self.remote.detach)
-        await loop.connect_accepted_socket(lambda: mine, ours)
+        await loop.connect_accepted_socket(mine.protocol, ours)
         self.remote.attach(mine)
         self.links = mine, session.link
         mine.send(m.Hello(0, 1))
