@@ -177,7 +177,7 @@ def _check(args: argparse.Namespace) -> int:
     settings = _read_settings(args.config)
     from lbproxy.check import check  # noqa: PLC0415
 
-    return _event_loop(check(settings))
+    return process.run(check(settings))
 
 
 def _schema(_: argparse.Namespace) -> int:
@@ -354,15 +354,7 @@ def _run_until_signal(start: Callable[[asyncio.Event, asyncio.Event], Coroutine[
             loop.add_signal_handler(number, on_signal, number)
         await start(stop, hurry)
 
-    _event_loop(run())
-
-
-def _event_loop(main_: Coroutine[object, object, T]) -> T:
-    try:
-        import uvloop  # noqa: PLC0415 - not on every platform
-    except ImportError:
-        return asyncio.run(main_)
-    return uvloop.run(main_)
+    process.run(run())
 
 
 if __name__ == "__main__":

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import importlib.util
 import resource
 import sys
+from collections.abc import Coroutine
+from typing import TypeVar
 
+T = TypeVar("T")
 SWITCH_S = 0.0005
 """How long another thread may run while the event loop has something to do. Python's 5 ms is paid at each call into
 the kernel: while the resolver read an answer of 1,000 addresses, requests stood still for up to 30 ms."""
+
+
+def run(main: Coroutine[object, object, T]) -> T:
+    """Run the event loop that is fastest here."""
+    try:
+        import uvloop  # noqa: PLC0415 - not on every platform
+    except ImportError:
+        return asyncio.run(main)
+    return uvloop.run(main)
 
 
 def prepare() -> None:

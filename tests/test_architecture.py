@@ -21,8 +21,8 @@ ROOT = Path(__file__).parent.parent / "lbproxy"
 FILES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = [
-    *("config", "core", "pulse process", "request_runtime", "runtime", "workers net", "proxy control extras"),
-    *("data_plane", "app", "processes"),
+    *("config", "settings_file", "core", "pulse process", "request_runtime", "runtime", "workers net"),
+    *("proxy control extras", "data_plane", "app", "processes"),
     *("check demo sim_cli terminal", "cli", "__main__"),
 ]
 """Left to right: a module imports its own layer and what stands left of it; neighbours in one place not each other."""
@@ -52,7 +52,7 @@ ONLY_IN = {
     "yaml": {"config/"},
     "pydantic": {"config/"},
     "pydantic_core": {"config/"},
-    "uvloop": {"cli.py"},
+    "uvloop": {"process.py"},
     "rich": {"check.py", "sim_cli.py", "cli.py", "terminal/", "demo/show.py"},
     "httpx": {"terminal/"},
     "matplotlib": {"sim/fleet/plots.py"},
@@ -61,14 +61,8 @@ ONLY_IN = {
     "opentelemetry": {"extras/spans.py", "extras/traces.py"},
 }
 READS_FILES = {
-    *(
-        "app.py",
-        "cli.py",
-        "control/admin/key_files.py",
-        "control/admin/dashboard/page.py",
-        "control/discovery/discovery.py",
-    ),
-    "control/telemetry/memory.py",
+    *("control/admin/key_files.py", "control/admin/dashboard/page.py", "control/discovery/discovery.py"),
+    *("cli.py", "control/telemetry/memory.py", "settings_file.py"),
 }
 PACKAGES = {
     "core": "requests engines caches capacity knowledge endpoints policies queue observed",

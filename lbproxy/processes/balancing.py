@@ -11,9 +11,9 @@ from lbproxy.control.telemetry.memory import Memory
 from lbproxy.data_plane import Parts
 from lbproxy.net.listening.inherit import Inherited
 from lbproxy.net.listening.notify import Notifier
-from lbproxy.processes.child import Supervisor, read
 from lbproxy.processes.control import Adopt, Draining, Ready, Reload, Reloading, Start, Stop, Text, ToChild
 from lbproxy.processes.plane import WorkersPlane
+from lbproxy.processes.supervised import Supervisor, read
 from lbproxy.settings_file import parse_text, read_text
 
 logger = logging.getLogger("lbproxy")
@@ -58,6 +58,7 @@ class Balancing:
         self._orders = app.Orders(read_settings=self._read_again, reloaded=self._reloaded)
         settings = read(start.settings)
         first_uid = start.generation * UIDS
+        self._running: list[asyncio.Task[None]] = []
         self._proxy = app.Proxy(settings, _Told(supervisor), self._make_plane, first_uid)
 
     async def run(self) -> None:
@@ -65,12 +66,9 @@ class Balancing:
         supervisor = self._supervisor
         supervisor.on_message = self._on_message
         inherited = Inherited.of_descriptors(self._start.descriptors)
-        orphaned = asyncio.ensure_future(self._end_with_the_workers())
         try:
             await self._proxy.run(inherited, self._orders, self._on_ready)
         finally:
-            orphaned.cancel()
-            inherited.close()
             await self._proxy.close()
 
     def _make_plane(self, parts: Parts) -> WorkersPlane:
@@ -78,8 +76,8 @@ class Balancing:
         return plane
 
     def _on_ready(self, at: app.Listening) -> None:
-        welcome = asyncio.ensure_future(self._welcome())
-        welcome.add_done_callback(lambda done: done.exception())
+        tasks = self._proxy.tasks
+        self._running = [tasks.create_task(work) for work in (self._welcome(), self._end_with_the_workers())]
         self._supervisor.send(Ready(self._proxy.status(), at.admin_url))
 
     async def _welcome(self) -> None:
@@ -96,6 +94,8 @@ class Balancing:
             if message.handed_over and self._proxy.admin is not None:
                 self._proxy.admin.stop_accepting()
         elif isinstance(message, Stop):
+            for task in self._running:
+                task.cancel()
             self._orders.hurry.set()
             self._orders.stop.set()
 

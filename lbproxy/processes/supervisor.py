@@ -125,34 +125,41 @@ class Supervisor:
     async def run(self, inherited: Inherited, orders: app.Orders, on_ready: Callable[[app.Listening], None]) -> None:
         """Until it is told to stop, and has. Raises ConfigError, OSError if the first processes cannot start."""
         await self._listen(inherited)
+        unfit: ConfigError | OSError | None = None
+        async with asyncio.TaskGroup() as self._group:
+            running: list[asyncio.Task[None]] = []
+            try:
+                await self._start_all()
+                on_ready(app.Listening(self._url, self._admin_url))
+                self._notifier.ready(self._status)
+                inherited.ready()
+                inherited.close()
+                works = (self._watch(), self._follow_reloads(orders), self._follow_restarts(orders))
+                running += [self._group.create_task(work) for work in works]
+                ends = [self._group.create_task(one.wait()) for one in (orders.stop, self._handed_over)]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                await self._stop(orders)
+                running += ends  # type: ignore[arg-type]
+            except (ConfigError, OSError) as error:
+                unfit = error  # not as a part of a group
+            finally:
+                for task in running:
+                    task.cancel()
+                self._kill_all()
+        if unfit is not None:
+            raise unfit
+
+    async def _start_all(self) -> None:
+        """The balancer process, then the workers. Raises ConfigError, OSError."""
         self._man(self._balancer)
         await self._ready([self._balancer])
         for post in self._workers:
             self._man(post)
         await self._ready(self._workers)
         logger.info("%d workers accept connections", len(self._workers), extra={"event": "start"})
-        on_ready(app.Listening(self._url, self._admin_url))
-        self._notifier.ready(self._status)
-        inherited.ready()
-        inherited.close()
-        tasks = [
-            asyncio.create_task(work)
-            for work in (self._watch(), self._follow_reloads(orders), self._follow_restarts(orders))
-        ]
-        ends = [asyncio.create_task(one.wait()) for one in (orders.stop, self._handed_over)]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        await self._stop(orders)
-        for task in (*ends, *tasks):
-            task.cancel()
 
     def close(self) -> None:
-        """End everything at once."""
-        for post in self._posts:
-            post.ending = True
-            if post.task is not None:
-                post.task.cancel()
-            if post.child is not None:
-                post.child.kill()
+        """Let go of everything."""
         for listening in self._sockets.values():
             for sock in listening:
                 sock.close()
@@ -168,8 +175,16 @@ class Supervisor:
 
     # Processes
 
+    def _kill_all(self) -> None:
+        for post in self._posts:
+            post.ending = True
+            if post.task is not None:
+                post.task.cancel()
+            if post.child is not None:
+                post.child.kill()
+
     def _man(self, post: _Post) -> None:
-        post.task = asyncio.create_task(self._keep(post))
+        post.task = self._group.create_task(self._keep(post))
 
     async def _keep(self, post: _Post) -> None:
         """Have a process in this place until it is told to end."""
@@ -221,7 +236,7 @@ class Supervisor:
             for post in posts:
                 await post.ready.wait()
 
-        waiting = asyncio.create_task(all_ready())
+        waiting = self._group.create_task(all_ready())
         either = {waiting, self._failed}
         done, _ = await asyncio.wait(either, timeout=READY_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
         if self._failed in done:
@@ -302,7 +317,7 @@ class Supervisor:
         if self._balancer.child is not None:
             self._balancer.child.link.send(Draining(handed_over))
         self._tell_workers(Stop(deadline_s, lame_duck_s, not handed_over))
-        sooner = asyncio.create_task(self._stop_sooner(orders)) if not orders.stop.is_set() else None
+        sooner = self._group.create_task(self._stop_sooner(orders)) if not orders.stop.is_set() else None
         await self._end(self._workers, deadline_s + ENDS_WITHIN_S)
         if sooner is not None:
             sooner.cancel()

@@ -8,7 +8,7 @@ import os
 import random
 import resource
 import socket
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable
 from math import ceil
 
 from lbproxy import process
@@ -19,8 +19,8 @@ from lbproxy.control.telemetry.memory import Memory
 from lbproxy.control.telemetry.telemetry import Telemetry
 from lbproxy.data_plane import DataPlane
 from lbproxy.net.connections.pool import ConnectionPool
-from lbproxy.processes.child import Supervisor, read
 from lbproxy.processes.control import Ready, Start, Stop, Text, ToChild
+from lbproxy.processes.supervised import Supervisor, read
 from lbproxy.proxy.front.overload import default_bodies
 from lbproxy.runtime import Sink, supervise
 from lbproxy.workers import messages as m
@@ -61,24 +61,36 @@ class Worker:
         self._loads = Loads()
         sinks: list[Sink] = []
         self._runtime = runtime = RemoteRuntime(settings, rng, sinks)
-        runtime.settle = self._on_settings
-        runtime.pong = self._on_pong
+        runtime.owner = self
         connections = ConnectionPool(runtime.pulse)
         self._plane = DataPlane(settings, runtime, connections, rng, sinks, self._loads)
         self._lags: list[float] = []
         self._heard_at = 0.0
         self._stop: asyncio.Future[Stop] = self._loop.create_future()
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Until it is told to stop, and has."""
+        async with asyncio.TaskGroup() as self._group:
+            running: list[asyncio.Task[None]] = []
+            try:
+                await self._serve(running)
+            finally:
+                for task in running:
+                    task.cancel()
+
+    async def _serve(self, running: list[asyncio.Task[None]]) -> None:
+        """The same; `running`: what must be cancelled at the end."""
+
+        def spawn(name: str, run: Callable[[], Awaitable[None]]) -> None:
+            running.append(self._group.create_task(supervise(name, run, self._rng)))
+
         supervisor, plane, runtime = self._supervisor, self._plane, self._runtime
         supervisor.on_message = self._on_message
         plane.adopt(self._settings, await plane.prepare(self._settings))
         runtime.pulse.listen(self._note_lag)
         runtime.pulse.listen(supervisor.beat)
         runtime.pulse.start()
-        self._spawn(supervise("the link to the balancer process", self._keep_linked, self._rng))
+        spawn("the link to the balancer process", self._keep_linked)
         while runtime.alone:
             if supervisor.gone.is_set():
                 return
@@ -88,11 +100,11 @@ class Worker:
         if not self._start.index:
             plane.warn_if_open()
         for name, run in plane.loops():
-            self._spawn(supervise(name, run, self._rng))
-        self._spawn(supervise("the heartbeat", self._keep_beating, self._rng))
+            spawn(name, run)
+        spawn("the heartbeat", self._keep_beating)
+        spawn("the watch over the supervisor", self._follow_supervisor)
         process.settle()
         supervisor.send(Ready("", None))
-        self._spawn(self._follow_supervisor())
         stop = await self._stop
         if not stop.keep_listening:
             plane.stop_accepting()
@@ -102,18 +114,11 @@ class Worker:
 
     async def close(self) -> None:
         """Let go of everything."""
-        for task in self._tasks:
-            task.cancel()
         self._runtime.pulse.close()
         if self._runtime.link is not None:
             self._runtime.link.close()
         await self._plane.close()
         self._telemetry.close()
-
-    def _spawn(self, work: Coroutine[object, object, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     # The supervisor
 
@@ -154,11 +159,13 @@ class Worker:
                 logger.warning(text, extra={"event": "workers", "worker": self._start.index})
             await asyncio.sleep(DIAL_S)
 
-    def _on_pong(self) -> None:
+    def pong(self) -> None:
+        """See workers.remote.Owner."""
         self._heard_at = self._loop.time()
 
-    def _on_settings(self, text: str) -> None:
-        self._spawn(self._adopt(Text(text, self._start.settings.source)))
+    def settle(self, text: str) -> None:
+        """See workers.remote.Owner."""
+        self._group.create_task(self._adopt(Text(text, self._start.settings.source)))
 
     async def _adopt(self, settings: Text) -> None:
         try:

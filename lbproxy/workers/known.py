@@ -33,6 +33,8 @@ class Known:
     def __init__(self) -> None:
         self._states: dict[EndpointUid, EndpointState] = {}
         self._serving = Serving(panic=True)
+        self.block_bytes: int | None = None
+        """See RequestRuntime."""
         self.stored_responses = StoredResponses()
         """Those of all workers."""
 

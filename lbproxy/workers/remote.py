@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from lbproxy.config.tree import Settings
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
@@ -54,7 +54,7 @@ REFRESH_S: Final = 10.0
 class _Open:
     """A request with an open ticket."""
 
-    __slots__ = ("record", "settled", "submit", "ticket")
+    __slots__ = ("record", "settled", "stranded", "submit", "ticket")
 
     def __init__(
         self, ticket: Ticket, record: RequestRecord, submit: m.Submit, settled: Callable[[Ticket], None]
@@ -63,6 +63,64 @@ class _Open:
         self.record = record
         self.submit = submit
         self.settled = settled
+        self.stranded = False
+        """It waits in vain for a first byte, says the balancer process."""
+
+
+class Owner(Protocol):
+    """The worker process: what concerns it of the balancer process's messages."""
+
+    def settle(self, text: str) -> None:
+        """There are other settings: this is their text."""
+        ...
+
+    def pong(self) -> None:
+        """The balancer process lives."""
+        ...
+
+
+class _Nobody:
+    """No owner."""
+
+    def settle(self, text: str) -> None:
+        """See Owner."""
+
+    def pong(self) -> None:
+        """See Owner."""
+
+
+class _Records:
+    """Records on their way to the balancer process and to this process's own sinks."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, sinks: Sequence[Sink]) -> None:
+        self._loop = loop
+        self._sinks = sinks
+        self._unsent: deque[m.Ended] = deque(maxlen=MAX_UNSENT)
+        self._ended: list[RequestRecord] = []
+
+    def emit(self, record: RequestRecord, link: Link[m.ToWorker] | None) -> None:
+        """A request is over. Without a link its record waits for one."""
+        message = m.ended(record)
+        if link is None:
+            self._unsent.append(message)
+        else:
+            link.send(message)
+        if self._sinks:
+            self._ended.append(record)
+            if len(self._ended) == 1:
+                self._loop.call_soon(self.hand_out)
+
+    def send(self, link: Link[m.ToWorker]) -> None:
+        """Send what waits."""
+        unsent, self._unsent = self._unsent, deque(maxlen=MAX_UNSENT)
+        for record in unsent:
+            link.send(record)
+
+    def hand_out(self) -> None:
+        """Tell this process's own sinks now what ended."""
+        ended, self._ended = self._ended, []
+        for sink in self._sinks:
+            sink.ended(ended)
 
 
 class RemoteRuntime(RequestRuntime):
@@ -78,22 +136,15 @@ class RemoteRuntime(RequestRuntime):
         self.move_stranded: Callable[[], None] | None = None
         self.placed_alone = 0
         """Requests that were placed without a balancer process."""
-        self.settle: Callable[[str], None] = lambda _: None
-        """Called with the text of other settings."""
-        self.pong: Callable[[], None] = lambda: None
-        """Called when the balancer process shows that it lives."""
+        self.owner: Owner = _Nobody()
         self.known = Known()
-        self._sinks = sinks
+        self._records = _Records(self.loop, sinks)
         self._retries = Retries(settings.retry, rng)
         self._link: Link[m.ToWorker] | None = None
         self._welcomed = False
         """The balancer process decides."""
-        self._block_bytes: int | None = None
         self._last_number = 0
         self._open: dict[int, _Open] = {}
-        self._stranded: set[int] = set()
-        self._unsent: deque[m.Ended] = deque(maxlen=MAX_UNSENT)
-        self._ended: list[RequestRecord] = []
         self._calls: dict[int, asyncio.Future[None]] = {}
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             m.Placed: self._on_placed,
@@ -105,7 +156,7 @@ class RemoteRuntime(RequestRuntime):
             m.Refreshed: self._on_refreshed,
             m.Settle: self._on_settle,
             m.Welcome: self._on_welcome,
-            m.Pong: lambda _: self.pong(),
+            m.Pong: lambda _: self.owner.pong(),
         }
 
     def reconfigure(self, settings: Settings) -> None:
@@ -127,7 +178,6 @@ class RemoteRuntime(RequestRuntime):
         """The link is lost: decide alone, about requests that wait as well."""
         self._link = None
         self._welcomed = False
-        self._stranded.clear()
         for call in self._calls.values():
             if not call.done():
                 call.set_result(None)
@@ -206,7 +256,6 @@ class RemoteRuntime(RequestRuntime):
         ticket.state = TicketState.CLOSED
         ticket.outcome = outcome
         self._open.pop(ticket.number, None)
-        self._stranded.discard(ticket.number)
         return True
 
     def first_byte(self, ticket: Ticket) -> None:
@@ -247,7 +296,8 @@ class RemoteRuntime(RequestRuntime):
 
     def is_stranded(self, ticket: Ticket) -> bool:
         """See RequestRuntime."""
-        return ticket.number in self._stranded and ticket.first_byte_at is None
+        one = self._open.get(ticket.number)
+        return one is not None and one.stranded and ticket.first_byte_at is None
 
     @property
     def link(self) -> Link[m.ToWorker] | None:
@@ -256,21 +306,11 @@ class RemoteRuntime(RequestRuntime):
 
     def emit(self, record: RequestRecord) -> None:
         """See RequestRuntime."""
-        message = m.ended(record)
-        if self._link is not None and self._welcomed:
-            self._link.send(message)
-        else:
-            self._unsent.append(message)
-        if self._sinks:
-            self._ended.append(record)
-            if len(self._ended) == 1:
-                self.loop.call_soon(self.hand_out)
+        self._records.emit(record, self._link if self._welcomed else None)
 
     def hand_out(self) -> None:
-        """Tell the sinks now what ended."""
-        ended, self._ended = self._ended, []
-        for sink in self._sinks:
-            sink.ended(ended)
+        """Tell this process's own sinks now what ended."""
+        self._records.hand_out()
 
     # What its response shows
 
@@ -312,7 +352,7 @@ class RemoteRuntime(RequestRuntime):
     @property
     def block_bytes(self) -> int | None:
         """See RequestRuntime."""
-        return self._block_bytes
+        return self.known.block_bytes
 
     def look_for_models(self, looked: Callable[[], None]) -> bool:
         """See RequestRuntime. The balancer process did so before it refused."""
@@ -392,15 +432,16 @@ class RemoteRuntime(RequestRuntime):
         one.settled(ticket)
 
     def _on_stranded(self, message: m.Stranded) -> None:
-        if message.number in self._open:
-            self._stranded.add(message.number)
-            if len(self._stranded) == 1:
-                self.loop.call_soon(self._move_stranded)
+        one = self._open.get(message.number)
+        if one is not None and not one.stranded:
+            one.stranded = True
+            self.loop.call_soon(self._move, one)
 
-    def _move_stranded(self) -> None:
-        if self.move_stranded is not None:
+    def _move(self, one: _Open) -> None:
+        """Have a stranded request sent elsewhere: once, as the others of the same message are not stranded any more."""
+        if one.stranded and self.move_stranded is not None:
             self.move_stranded()
-        self._stranded.clear()
+        one.stranded = False
 
     def _on_members(self, message: m.Members) -> None:
         self.known.replace((m.read_endpoint(one), Health(one.health), one.draining) for one in message.members)
@@ -420,13 +461,13 @@ class RemoteRuntime(RequestRuntime):
             call.set_result(None)
 
     def _on_settle(self, message: m.Settle) -> None:
-        self._block_bytes = message.block_bytes
-        self.settle(message.text)
+        self.known.block_bytes = message.block_bytes
+        self.owner.settle(message.text)
 
     def _on_welcome(self, message: m.Welcome) -> None:
         """Tell it what runs, and what ended without it; it decides from now on."""
         assert self._link is not None
-        self._block_bytes = message.block_bytes
+        self.known.block_bytes = message.block_bytes
         self._welcomed = True
         for one in self._open.values():
             ticket = one.ticket
@@ -435,6 +476,4 @@ class RemoteRuntime(RequestRuntime):
             else:
                 url = ticket.placed_on.endpoint.base_url
                 self._link.send(m.Running(one.submit, url, ticket.first_byte_at is not None))
-        unsent, self._unsent = self._unsent, deque(maxlen=MAX_UNSENT)
-        for record in unsent:
-            self._link.send(record)
+        self._records.send(self._link)

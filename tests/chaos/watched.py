@@ -20,7 +20,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import TypeVar
 
-from lbproxy import cli
+from lbproxy import cli, process
 
 T = TypeVar("T")
 TICK_S = 0.005
@@ -72,19 +72,19 @@ class Ticker:
 def main() -> int:
     """The command line's, on a watched loop."""
     path = os.environ["LBPROXY_CHAOS_WATCH"]
-    event_loop = cli._event_loop
+    event_loop = process.run
 
-    def watched(main_: Coroutine[object, object, T]) -> T:
+    def watched(main: Coroutine[object, object, T]) -> T:
         async def both() -> T:
             ticker = asyncio.ensure_future(Ticker(path).run())
             try:
-                return await main_
+                return await main
             finally:
                 ticker.cancel()
 
         return event_loop(both())
 
-    cli._event_loop = watched
+    process.run = watched
     return cli.main()
 
 
