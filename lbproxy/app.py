@@ -124,7 +124,7 @@ class Proxy:
         self.plane: Plane = DataPlane(*parts) if make_plane is None else make_plane(parts)
         self.telemetry.watch(runtime, self.plane.front, self.plane.upstreams)
         self.telemetry.watch_traces(self.plane.tracing)
-        self.telemetry.watch_load(self.plane.load, self.plane.door, self.plane.pulse)
+        self.telemetry.watch_load(self.plane.load, self.plane.door, self.plane.pulse, self.plane.workers)
         self.scraping = Scraping(self.connections, settings.scrape, Engines(settings.engines), rng)
         self.discovery = Discovery(settings, rng)
         self.telemetry.watch_sources(self.discovery)
@@ -150,6 +150,7 @@ class Proxy:
             origin=self.origin,
             loads=telemetry.loads,
         )
+        state.workers = self.plane.workers
         return Admin(runtime, front, telemetry, admin.token, Api(runtime, state, self.history, self))
 
     def _now(self) -> float:

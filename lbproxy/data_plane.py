@@ -18,7 +18,7 @@ from lbproxy.config.sections.clients import Address
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin.key_files import Credentials, Files, Watched
 from lbproxy.control.admin.state import Front
-from lbproxy.control.telemetry.families import Door, Load, Loads
+from lbproxy.control.telemetry.families import Door, Load, Loads, Workers
 from lbproxy.control.telemetry.families import Tracing as TraceResults
 from lbproxy.control.telemetry.memory import Memory
 from lbproxy.control.telemetry.telemetry import Connections, Ticker
@@ -83,6 +83,11 @@ class Plane(Protocol):
         ...
 
     @property
+    def workers(self) -> Workers | None:
+        """The worker processes; None = clients are served in this process."""
+        ...
+
+    @property
     def sockets(self) -> Sequence[socket.socket] | None:
         """Those that listen; None = they are another process's."""
         ...
@@ -142,6 +147,8 @@ class Parts(NamedTuple):
 
 class DataPlane:
     """Serves clients in this process. `prepare` and `adopt`, then `accept`; `stop`, then `close`."""
+
+    workers: Workers | None = None
 
     def __init__(
         self,

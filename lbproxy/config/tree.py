@@ -64,8 +64,8 @@ class Settings(Section):
     """The listener of /healthz, /readyz, /metrics and the admin API: a separate port, so that it responds under load.
     null = off."""
     workers: Workers = 1
-    """Processes that relay requests, for more of them than one core can: docs/scale.md. 1 = everything in one process;
-    0 or auto = the number of cores less 1."""
+    """Processes that relay requests, for more streams than one core can relay: docs/scale.md. 1 = everything in one
+    process; auto = the number of cores less 1."""
     endpoints: tuple[EndpointSettings, ...] = Field(json_schema_extra={"minItems": 1, "maxItems": MAX_ENDPOINTS})
     """The model servers, at least one. Names and addresses are unique."""
     engines: dict[str, EngineSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_ENGINES})

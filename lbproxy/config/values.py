@@ -119,7 +119,7 @@ class _Workers(Quantity):
         return {"anyOf": [{"const": "auto"}, *forms["anyOf"]]}
 
 
-Workers: TypeAlias = Annotated[int, _Workers("0", "64", "auto, or a whole number")]
+Workers: TypeAlias = Annotated[int, _Workers("1", "64", "auto, or a whole number")]
 """Worker processes; 0 = auto."""
 Interval: TypeAlias = Annotated[float, duration("10ms", "1h")]
 """Seconds between two turns of something periodic."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin.key_files import read_credentials
+from lbproxy.control.telemetry.families import WorkerFacts
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.data_plane import Loop, Parts
 from lbproxy.extras.tracing import find_traces
@@ -120,6 +121,29 @@ class Totals:
         return self._sum("internal").get("", 0)
 
     @property
+    def dropped_lines(self) -> int:
+        """Of the log, of all workers."""
+        return self._sum("dropped").get("", 0)
+
+    def facts(self) -> list[WorkerFacts]:
+        """See families.Workers."""
+        return [
+            WorkerFacts(
+                session.index,
+                session.pid,
+                beat.connections,
+                beat.running,
+                beat.upstreams,
+                beat.cpu_s,
+                session.cpu_share,
+                max(beat.lags_s, default=0.0),
+                beat.rss_bytes,
+            )
+            for session in self._server.sessions
+            for beat in (session.beat,)
+        ]
+
+    @property
     def placed_alone(self) -> int:
         """Requests that workers placed while there was no balancer process."""
         return self._sum("alone").get("", 0)
@@ -145,16 +169,16 @@ class Connecting:
 class Lags:
     """How late the workers' event loops are: see telemetry.Ticker."""
 
-    def __init__(self, server: WorkerServer) -> None:
+    def __init__(self) -> None:
         self._listeners: list[Callable[[float], None]] = []
-        server.on_beat = self._on_beat
 
     def listen(self, listener: Callable[[float], None]) -> None:
         """See telemetry.Ticker."""
         self._listeners.append(listener)
 
-    def _on_beat(self, session: Session) -> None:
-        for lag_s in session.beat.lags_s:
+    def observe(self, lags_s: Sequence[float]) -> None:
+        """A worker observed these."""
+        for lag_s in lags_s:
             for listener in self._listeners:
                 listener(lag_s)
 
@@ -172,10 +196,15 @@ class WorkersPlane:
         self._path = path
         self.front = WorkersFront(self.server, url)
         self.upstreams = Upstreams(self.server)
-        self.totals = self.load = self.tracing = Totals(self.server)
-        self.door = Connecting(self.totals)
-        self.pulse = Lags(self.server)
+        self.workers = self.load = self.tracing = Totals(self.server)
+        self.door = Connecting(self.workers)
+        self.pulse = Lags()
+        self.server.on_beat = self._on_beat
         self.keys: int | None = None
+
+    def _on_beat(self, session: Session) -> None:
+        self.pulse.observe(session.beat.lags_s)
+        self._loads.stale = {what for one in self.server.sessions for what in one.beat.stale}
 
     async def prepare(self, settings: Settings) -> int:
         """Read what workers will read, so that what is wrong is seen before; returns the number of API keys."""

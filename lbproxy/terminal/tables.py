@@ -54,6 +54,17 @@ def summary(state: Fields) -> Text:
     return text
 
 
+def workers(state: Fields) -> Text | None:
+    """A line for each worker process; None: there are none."""
+    rows = state.get("workers") or []
+    lines = [
+        f"worker {one['index']}  pid {one['pid']}  {one['client_connections']} connections  {one['running']} running  "
+        f"{100.0 * one['cpu_share']:.0f} % of a core  lag {one['loop_lag_ms']:.0f} ms"
+        for one in rows
+    ]
+    return Text("\n".join(lines), style="dim") if lines else None
+
+
 def offer(state: Fields) -> Text:
     """What clients find and where; of endpoints that take nothing, why. A line each, `MAX_AILING` at most of these."""
     models = dict.fromkeys(name for one in state["endpoints"] for name in one["models"] or ())

@@ -106,6 +106,18 @@ _STATE = record(
     stopping=FLAG,
     running=COUNT,
     client_connections=COUNT,
+    workers=_list(
+        record(
+            index=COUNT,
+            pid=COUNT,
+            client_connections=COUNT,
+            upstream_connections=COUNT,
+            running=COUNT,
+            cpu_share=NUMBER,
+            loop_lag_ms=NUMBER,
+            memory_bytes=_maybe(COUNT),
+        )
+    ),
     settings=record(accepted=FLAG, at=STAMP),
     endpoints=_list(ref("Endpoint")),
     queue=record(

@@ -14,7 +14,7 @@ from typing import Protocol
 from lbproxy import __version__
 from lbproxy.config.tree import Settings
 from lbproxy.control.telemetry.access_line import stamp
-from lbproxy.control.telemetry.families import Loads
+from lbproxy.control.telemetry.families import Loads, WorkerFacts, Workers
 from lbproxy.control.telemetry.recent import Fields, Recent
 from lbproxy.core.endpoints.state import EndpointSnapshot
 from lbproxy.core.observed.learned import EndpointLearned, QueueSnapshot
@@ -64,6 +64,8 @@ class State:
         loads: Loads,
     ) -> None:
         """`origin`: where an endpoint comes from, by its name."""
+        self.workers: Workers | None = None
+        """Set by the owner if there are worker processes."""
         self.recent = recent
         self._runtime = runtime
         self._front = front
@@ -85,6 +87,7 @@ class State:
             "stopping": self._front.draining,
             "running": self._front.running,
             "client_connections": self._front.open_connections,
+            "workers": [] if self.workers is None else [_worker(one) for one in self.workers.facts()],
             "settings": {"accepted": loads.succeeded, "at": stamp(loads.succeeded_at)},
             "endpoints": self.endpoints(),
             "queue": _queue(self._runtime.queue()),
@@ -159,6 +162,19 @@ def _queue(queue: QueueSnapshot) -> Fields:
         "by_model": {model or "": count for model, count in queue.by_model.items()},
         "by_flow": queue.by_flow,
         "by_reason": queue.by_reason,
+    }
+
+
+def _worker(one: WorkerFacts) -> Fields:
+    return {
+        "index": one.index,
+        "pid": one.pid,
+        "client_connections": one.connections,
+        "upstream_connections": one.upstream_connections,
+        "running": one.running,
+        "cpu_share": round(one.cpu_share, 3),
+        "loop_lag_ms": round(1000.0 * one.loop_lag_s, 3),
+        "memory_bytes": one.memory_bytes,
     }
 
 

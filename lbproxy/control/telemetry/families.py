@@ -166,6 +166,49 @@ class Door(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class WorkerFacts:
+    """One worker process, as it said half a second ago at most."""
+
+    index: int
+    pid: int
+    connections: int
+    """Of clients."""
+    running: int
+    """Requests."""
+    upstream_connections: int
+    cpu_s: float
+    """CPU time since its start."""
+    cpu_share: float
+    """Of one core, now."""
+    loop_lag_s: float
+    """The longest of the last half second."""
+    memory_bytes: int | None
+
+
+class Workers(Protocol):
+    """The worker processes, if there are any."""
+
+    def facts(self) -> list[WorkerFacts]:
+        """Of those that are connected, by index."""
+        ...
+
+    @property
+    def internal_errors(self) -> int:
+        """Of all that ever were, like the next two."""
+        ...
+
+    @property
+    def dropped_lines(self) -> int:
+        """Of the log."""
+        ...
+
+    @property
+    def placed_alone(self) -> int:
+        """Requests that they placed while there was no balancer process."""
+        ...
+
+
 class Loads:
     """How settings were loaded."""
 
@@ -176,6 +219,23 @@ class Loads:
         """The last time that it did; wall time."""
         self.stale: set[str] = set()
         """What else is read from files, and could not be when they changed last."""
+
+
+def worker_families(workers: Workers) -> Iterator[Metric]:
+    """What each worker process does."""
+    facts = workers.facts()
+    for name, text, values in (
+        ("connections", "Open connections from clients, by worker process", [one.connections for one in facts]),
+        ("running_requests", "Requests that run, by worker process", [one.running for one in facts]),
+        ("cpu_share", "Share of one core that a worker process uses", [one.cpu_share for one in facts]),
+        ("memory_bytes", "Memory in use, by worker process", [one.memory_bytes or 0 for one in facts]),
+    ):
+        rows = [((str(one.index),), float(value)) for one, value in zip(facts, values, strict=True)]
+        yield gauges(f"worker_{name}", text, ("worker",), rows)
+    rows = [((str(one.index),), one.cpu_s) for one in facts]
+    yield counters("worker_cpu_seconds", "CPU time since its start, by worker process", ("worker",), rows)
+    text = "Requests that worker processes placed by themselves, while there was no balancer process"
+    yield counter("requests_placed_alone", text, workers.placed_alone)
 
 
 def load_families(load: Load, door: Door) -> Iterator[Metric]:

@@ -38,6 +38,7 @@ from lbproxy.control.telemetry.families import (
     Loads,
     Totals,
     Tracing,
+    Workers,
     add_to,
     counter,
     counters,
@@ -50,6 +51,7 @@ from lbproxy.control.telemetry.families import (
     render,
     source_families,
     trace_family,
+    worker_families,
 )
 from lbproxy.control.telemetry.histogram import Histogram
 from lbproxy.control.telemetry.log import configure_logging
@@ -162,8 +164,8 @@ class Telemetry:
         self._models_due_at = float("-inf")
 
         self._lag = Histogram(LAG_BUCKETS)
-        self._load: Load | None = None
-        self._door: Door | None = None
+        self._own_load: tuple[Load, Door] | None = None
+        self._workers: Workers | None = None
         self.loads = Loads()
         """Of the settings. Kept by who loads them."""
         self._process = ProcessCollector(registry=None)
@@ -176,9 +178,9 @@ class Telemetry:
         """Show how this scraper gets on, until its endpoint leaves the pool."""
         self._scrapers[scraper.endpoint.uid] = scraper
 
-    def watch_load(self, load: Load, door: Door, pulse: Ticker) -> None:
+    def watch_load(self, load: Load, door: Door, pulse: Ticker, workers: Workers | None = None) -> None:
         """Show what is refused and why, and how late the event loop is."""
-        self._load, self._door = load, door
+        self._own_load, self._workers = (load, door), workers
         pulse.listen(self._lag.observe)
 
     def reconfigure(self, log: LogSettings) -> None:
@@ -327,8 +329,10 @@ class Telemetry:
         yield from self._process_families(snapshot)
         if self._tracing is not None and self._tracing.traces is not None:
             yield trace_family(self._tracing.traces)
-        if self._load is not None and self._door is not None:
-            yield from load_families(self._load, self._door)
+        if self._own_load is not None:
+            yield from load_families(*self._own_load)
+        if self._workers is not None:
+            yield from worker_families(self._workers)
         yield from self._process.collect()
 
     def _snapshot(self) -> PoolSnapshot:
@@ -417,9 +421,11 @@ class Telemetry:
             text = "Open connections to endpoints, including idle ones"
             yield gauge("upstream_connections", text, self._upstreams.open_connections)
         text = "Internal errors, logged with a traceback: please report them"
-        yield counter("internal_errors", text, self._log_handler.internal_errors)
+        workers = self._workers
+        more, dropped = (0, 0) if workers is None else (workers.internal_errors, workers.dropped_lines)
+        yield counter("internal_errors", text, self.internal_errors + more)
         text = "Log lines dropped because standard output was too slow or closed"
-        yield counter("log_lines_dropped", text, self._writer.dropped)
+        yield counter("log_lines_dropped", text, self.dropped_lines + dropped)
         lag = histogram("loop_lag_seconds", "Delay of the event loop, measured 20 times a second", ())
         add_to(lag, [], self._lag)
         yield lag

@@ -103,7 +103,7 @@ function drawUp(frame) {
 }
 function drawFacts(frame) {
   put(at("version"), plain(frame.version));
-  put(at("facts"), `${plain(frame.policy)} · up ${duration(frame.uptime_s)} · ${count(frame.running, "request")} running · ${count(frame.client_connections, "client connection")}`);
+  put(at("facts"), `${plain(frame.policy)} · up ${duration(frame.uptime_s)} · ${count(frame.running, "request")} running · ${count(frame.client_connections, "client connection")}${frame.workers.length ? ` · ${count(frame.workers.length, "worker")} at ${frame.workers.map((one) => `${Math.round(100 * one.cpu_share)} %`).join(", ")} of a core` : ""}`);
   const warnings = [];
   if (frame.stopping) warnings.push("Stopping: no new connections soon.");
   if (!frame.settings.accepted) warnings.push("The newest settings were refused; the old ones are in force.");
