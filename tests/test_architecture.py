@@ -69,10 +69,11 @@ READS_FILES = {
         "control/discovery/discovery.py",
     ),
     "control/telemetry/memory.py",
+    "control/saving/state_file.py",
 }
 PACKAGES = {
-    "core": "requests engines caches capacity knowledge endpoints policies queue observed",
-    "control": "probing discovery telemetry admin",
+    "core": "requests engines caches capacity knowledge saved endpoints policies queue observed",
+    "control": "probing discovery telemetry saving admin",
     "net": "dialing connections",
     "proxy": "request exchange sockets front",
     "sim": "engine workloads fleet",

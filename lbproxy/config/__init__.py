@@ -4,6 +4,6 @@ It reads no file, no environment but the mapping it is given, no clock and no ne
 and `${ENV}`, `tree` says which keys there are, `sections` has one module for each part of it, `values` the numbers with
 units, host names and URLs, `descriptions` what each key is for, `scenario` the keys of `lbproxy sim`.
 
-Imported by: `app`, `check`, `cli`, `control`, `core`, `demo`, `extras`, `proxy`, `runtime`, `sections`, `sim_cli`. It
-imports nothing of lbproxy. Never: state. Nothing else in lbproxy imports yaml or pydantic.
+Imported by: `app`, `check`, `cli`, `control`, `core`, `data_plane`, `demo`, `extras`, `proxy`, `runtime`, `sections`,
+`sim_cli`, `workers`. It imports nothing of lbproxy. Never: state. Nothing else in lbproxy imports yaml or pydantic.
 """

@@ -5,5 +5,5 @@ the control plane and a `WorkerServer`. They exchange `messages` over a Unix soc
 there is no balancer process, each worker places requests by what it was told last (`known`). Which process dies and
 starts when is decided in `lbproxy.processes`.
 
-Imported by: app, processes. Never: HTTP, settings files, processes; a decision while the balancer process can make it.
+Imported by: . Never: HTTP, settings files, processes; a decision while the balancer process can make it.
 """

@@ -3,5 +3,5 @@
 `server` serves, `api` has the routes, `state` makes the JSON, `openapi` and `schemas` describe it, `feed` sends it once
 a second, `access` says who may use what, `key_files` reads the files of keys and certificates.
 
-Imported by: `app`, `check`. Never: requests of the data plane; it has a port of its own.
+Imported by: `app`, `check`, `data_plane`. Never: requests of the data plane; it has a port of its own.
 """

@@ -6,5 +6,5 @@ requests (`breaker`, `progress`, `hang`). `slow_start` and `backpressure` limit 
 index of models.
 
 Imported by: `app`, `balancer`, `control`, `extras`, `net`, `observed`, `policies`, `proxy`, `queue`, `request_runtime`,
-`runtime`, `sim`. Never: which of the endpoints that may be asked is best.
+`runtime`, `sim`, `workers`. Never: which of the endpoints that may be asked is best.
 """

@@ -2,6 +2,6 @@
 
 Plain values that do not change: metrics, logs, traces, the dashboard and reports are made of these and of nothing else.
 
-Imported by: `app`, `balancer`, `control`, `extras`, `proxy`, `request_runtime`, `runtime`. Never: state that decides
-something.
+Imported by: `app`, `balancer`, `control`, `extras`, `proxy`, `request_runtime`, `runtime`, `workers`. Never: state that
+decides something.
 """

@@ -3,6 +3,6 @@
 `policy` is the interface: a list of candidates in, a list of costs out. `adaptive` is the default; `registry` has the
 names of all policies. A new policy is a class here and a line in `registry`.
 
-Imported by: `app`, `balancer`, `check`, `control`, `extras`, `observed`, `proxy`, `queue`, `runtime`, `sim`, `sim_cli`.
-Never: counting, placing, waiting; a policy keeps no state about a request.
+Imported by: `app`, `balancer`, `check`, `control`, `extras`, `observed`, `proxy`, `queue`, `runtime`, `sim`, `sim_cli`,
+`workers`. Never: counting, placing, waiting; a policy keeps no state about a request.
 """

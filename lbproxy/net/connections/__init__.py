@@ -4,5 +4,5 @@ writes that are sent together (`corked`).
 `patience` has the deadlines of an attempt: which clock runs, and what happens when it expires. `fetch` gets one small,
 bounded response, for probes and scrapes.
 
-Imported by: `app`, `check`, `control`, `proxy`. Never: retries, or a client.
+Imported by: `app`, `check`, `control`, `data_plane`, `proxy`. Never: retries, or a client.
 """

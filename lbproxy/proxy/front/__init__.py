@@ -4,5 +4,5 @@
 `socket_turn` one that asks for a WebSocket; `bodies` reads request bodies; `deadlines` and `linger` limit how long a
 client may keep something open; `overload` protects the process itself.
 
-Imported by: `app`. Never: endpoints.
+Imported by: `data_plane`. Never: endpoints.
 """
