@@ -91,7 +91,8 @@ class StateSettings(Section):
     """The file: read at the start, written regularly and at the end; its folder must be writable. If it is lost,
     lbproxy starts as new. null = nothing is kept."""
     prefixes: bool = True
-    """Keep which prompts each endpoint has cached too, as hashes; for 5 minutes. At most 60 MB."""
+    """Keep which prompts each endpoint has cached too, as hashes; for 5 minutes. Some 12 MB if `prefix_memory` is full
+    of long prompts, at most 100 MB."""
     interval: Annotated[float, duration("1s", "1h")] = 30.0
     """Seconds between two writes."""
 

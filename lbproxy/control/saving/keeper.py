@@ -75,10 +75,10 @@ class Keeper:
         except (SavedError, OSError) as error:
             self._warn(f"cannot be used, so lbproxy starts as new: {_why(error)}")
         else:
-            self._stats.age_at_start_s = age_s
             self._restoring = restoring = self._balancer.restore(saved, age_s=age_s, now=self._now())
             await self._restore_prefixes(pauses=0.0)
             if restoring is not None:
+                self._stats.age_at_start_s = age_s
                 text = "state: restored %d endpoints and %d prompts, saved %.1f s ago"
                 extra = {"event": "state", "age_s": round(age_s, 3)}
                 logger.info(text, restoring.endpoints, restoring.prompts, age_s, extra=extra)

@@ -30,6 +30,9 @@ MAX_NAME_CHARS: Final = 1024
 MAX_NODES: Final = 1_000_000
 MAX_KEYS: Final = 4_000_000
 """Blocks in all nodes together: 45 MB of text."""
+MAX_ENDS: Final = 4_000_000
+"""Prompts in all caches together."""
+MAX_STARTED_AT: Final = 1e18
 KEYS_IN_PIECE: Final = 2000
 SHARDS: Final = 64
 """One mapping of a million nodes takes 40 ms when it grows."""
@@ -58,10 +61,11 @@ def pieces(
 
 def _endpoint(url: str, load: LoadModel, now: float) -> Piece:
     loaded, known = load.adapters.save()
+    started_at = load.kv.started_at
     return {
         "kind": "endpoint",
         "url": url,
-        "started_at": load.kv.started_at,
+        "started_at": started_at if started_at is not None and abs(started_at) <= MAX_STARTED_AT else None,
         "learned": load.save(now),
         "loaded": _named(loaded),
         "known": _named(known),
@@ -88,14 +92,16 @@ class _Tree:
         """Those that are in no piece yet."""
         self._keys = self._all_keys = 0
         """In `_nodes`, and ever."""
+        self._ends = 0
 
     def prompts(self, endpoint: int, cache: EndpointCache) -> Iterator[Piece | None]:
         """Export the prompts in one cache."""
         ends: list[int] = []
         for seen, node in enumerate(cache.ends(), 1):
             number = None if node is None else self._number(node)
-            if number is not None:
+            if number is not None and self._ends < MAX_ENDS:
                 ends.append(number)
+                self._ends += 1
             if self._keys >= KEYS_IN_PIECE or len(self._nodes) >= ITEMS_IN_PIECE:
                 yield self._flush()
             if len(ends) >= ITEMS_IN_PIECE:

@@ -13,7 +13,16 @@ from dataclasses import dataclass, field, fields
 from typing import Final, TypeAlias
 
 from lbproxy.core.knowledge.learning import Samples
-from lbproxy.core.saved.pieces import FORMAT, MAX_KEYS, MAX_NAMES, MAX_NODES, VERSION, is_name
+from lbproxy.core.saved.pieces import (
+    FORMAT,
+    MAX_ENDS,
+    MAX_KEYS,
+    MAX_NAMES,
+    MAX_NODES,
+    MAX_STARTED_AT,
+    VERSION,
+    is_name,
+)
 
 Learned: TypeAlias = dict[str, dict[str, float]]
 """Numbers by group and name."""
@@ -21,7 +30,6 @@ Limits: TypeAlias = Mapping[str, tuple[float, float]]
 
 MAX_ENDPOINTS: Final = 4096
 MAX_URL_CHARS: Final = 2048
-MAX_ENDS: Final = 4_000_000
 MAX_DEPTH: Final = 1 << 16
 """Blocks of one prompt."""
 MAX_AGE_S: Final = 86_400.0
@@ -33,10 +41,10 @@ MAX_RESTORED_KEYS: Final = 20_000_000
 beyond are not restored."""
 KEY_BYTES: Final = 8
 
-MS, TOKENS, COUNT, SHARE, ANY = (0.0, 1e7), (0.0, 1e12), (0.0, 1e15), (0.0, 1.0), (-1e18, 1e18)
+MS, TOKENS, COUNT, SHARE, ANY = (0.0, 1e7), (0.0, 1e18), (0.0, 1e15), (0.0, 1.0), (-1e18, 1e18)
 _GAPS: Limits = {"count": COUNT, "context": TOKENS, "mean_ms": (0.0, 1e9)}
 _SAMPLES: Limits = {one.name: COUNT for one in fields(Samples)}
-_SIZE: Limits = {"tokens": (1.0, 1e12), "least": TOKENS}
+_SIZE: Limits = {"tokens": (1.0, 1e18), "least": TOKENS}
 POOL: Final[Mapping[str, Limits]] = {
     "pool": {
         "token_ms": (1e-5, 100.0),
@@ -59,7 +67,7 @@ ENDPOINT: Final[Mapping[str, Limits]] = {
     "speed": {"ln_factor": (-20.0, 20.0), "base_ms": (0.5, 10_000.0), "base_for_s": MS, "gap_for_s": MS},
     "gaps": {
         **_GAPS,
-        "mean_ms": (1e-6, 1e9),
+        "mean_ms": (1e-12, 1e9),
         "decode_ms": (0.0, 1e9),
         "blocks": COUNT,
         "off": (-50.0, 50.0),
@@ -67,8 +75,8 @@ ENDPOINT: Final[Mapping[str, Limits]] = {
     },
     "samples": _SAMPLES,
     "size": _SIZE,
-    "slots": {"limit": (1.0, 1e9), "initial_limit": (1.0, 1e15), "response_s": (1e-9, 1e7), "by_space": SHARE},
-    "space": {"limit_tokens": (1e-9, 1e12)},
+    "slots": {"limit": (1.0, 1e18), "initial_limit": (1.0, 1e18), "response_s": (1e-12, 1e7), "by_space": SHARE},
+    "space": {"limit_tokens": TOKENS},
     "lanes": {"lanes": (1.0, 1e6), "delay_s": (-1e5, 1e5), "spread_s": (0.0, 1e5)},
 }
 """The numbers of each group, with the lowest and the highest value."""
@@ -169,7 +177,7 @@ class Reader:
         _require(url not in saved.endpoints and len(saved.endpoints) < MAX_ENDPOINTS, "it has too many endpoints")
         started_at = piece.get("started_at")
         endpoint = SavedEndpoint(
-            None if started_at is None else _number(started_at, "started_at", ANY),
+            None if started_at is None else _number(started_at, "started_at", (-MAX_STARTED_AT, MAX_STARTED_AT)),
             _learned(piece.get("learned"), ENDPOINT, MAY_BE_EMPTY),
             _names(piece.get("loaded")),
             _names(piece.get("known")),

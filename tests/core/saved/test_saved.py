@@ -361,6 +361,19 @@ def test_no_step_does_much() -> None:
     assert restoring.prompts == ITEMS_IN_PIECE
 
 
+@pytest.mark.parametrize("started_at", [1e300, float("inf"), float("nan")])
+def test_what_an_engine_reports_cannot_make_the_data_unreadable(started_at: float) -> None:
+    old = experienced()
+    load = load_of(old)
+    load.kv.started_at = started_at
+    load.room.space.limit_tokens = 0.0
+    load.room.slots.limit = 1e17
+    load.adapters.placed("x" * 5000, 1.0)
+    load.adapters.placed("a\ud800", 1.0)
+    (endpoint,) = saved_by(old).endpoints.values()
+    assert (endpoint.started_at, endpoint.known) == (None, ())
+
+
 def test_two_endpoints_are_told_apart_by_their_urls() -> None:
     old = experienced(endpoints=2)
     new = make_balancer(policy="adaptive")
