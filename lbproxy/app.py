@@ -35,6 +35,7 @@ from lbproxy.control.discovery.overlay import Overlay
 from lbproxy.control.discovery.watch import Loops, Watches
 from lbproxy.control.probing.prober import Prober
 from lbproxy.control.probing.scraper import Scraper, Scraping
+from lbproxy.control.saving.keeper import Keeper
 from lbproxy.control.telemetry.history import History
 from lbproxy.control.telemetry.memory import Memory
 from lbproxy.control.telemetry.recent import Recent
@@ -126,6 +127,7 @@ class Proxy:
         self.telemetry.watch_traces(self.plane.tracing)
         self.telemetry.watch_load(self.plane.load, self.plane.door, self.plane.pulse, self.plane.workers)
         self.scraping = Scraping(self.connections, settings.scrape, Engines(settings.engines), rng)
+        self.keeper = Keeper(balancer, settings.state, self.telemetry.loads.state, self._now)
         self.discovery = Discovery(settings, rng)
         self.telemetry.watch_sources(self.discovery)
         self.history = History(self.telemetry.totals, runtime.snapshot)
@@ -143,12 +145,7 @@ class Proxy:
         """The listener, with all that it shows."""
         runtime, front, telemetry = self.runtime, self.plane.front, self.telemetry
         state = State(
-            runtime,
-            front,
-            self.recent,
-            settings=lambda: self.settings,
-            origin=self.origin,
-            loads=telemetry.loads,
+            runtime, front, self.recent, settings=lambda: self.settings, origin=self.origin, loads=telemetry.loads
         )
         state.workers = self.plane.workers
         return Admin(runtime, front, telemetry, admin.token, Api(runtime, state, self.history, self))
@@ -172,6 +169,7 @@ class Proxy:
             self.members = Membership(self.runtime, Watches(tasks, self._loops, self.rng))
             self.members.watches.follow(first)
             self._start_sources()
+            await self.keeper.restore()
             if inherited.has_predecessor:
                 await self.endpoint_comes_up(SUCCESSOR_WAITS_S)
             listening = await self._listen(sockets)
@@ -189,6 +187,7 @@ class Proxy:
                 ("reloading", partial(self._follow_reloads, orders)),
                 ("restarting", partial(self._follow_restarts, orders)),
                 *self.plane.loops(),
+                ("the state file", self.keeper.follow),
             ]
             loops = [tasks.create_task(supervise(name, run, self.rng)) for name, run in running]
             ends = [tasks.create_task(one.wait()) for one in (orders.stop, self._handed_over)]
@@ -329,6 +328,7 @@ class Proxy:
         if self.admin is not None and settings.admin is not None:
             self.admin.access.token = settings.admin.token
         self.runtime.reconfigure(policy, settings)
+        self.keeper.reconfigure(settings.state)
         for source in self.sources:
             source.cancel()
         self.discovery.replaced_by(discovery)
@@ -384,6 +384,7 @@ class Proxy:
     async def _hand_over(self, command: list[str]) -> bool:
         """Start a successor on our sockets. Once it accepts, we do no more."""
         logger.info("restarting: the new process is %s", " ".join(command), extra={"event": "restart"})
+        await self.keeper.write_now()
         sockets: dict[str, Sequence[socket.socket]] = {"listen": self.plane.sockets or ()}
         if self.admin is not None and self.admin.listener is not None:
             sockets["admin"] = self.admin.listener.sockets
@@ -396,6 +397,7 @@ class Proxy:
             logger.error("the new process accepts no connections, so we continue", extra={"event": "restart"})
             return False
         logger.info("the new process accepts connections: process %d", pid, extra={"event": "restart", "pid": pid})
+        self.keeper.release()
         self.notifier.succeeded_by(pid)
         self.plane.stop_accepting()
         if self.admin is not None:
@@ -412,6 +414,7 @@ class Proxy:
         lame_duck_s = 0.0 if orders.hurry.is_set() else min(drain.lame_duck, drain.deadline)
         cut = await self.plane.stop(deadline_s=deadline_s, lame_duck_s=lame_duck_s)
         sooner.cancel()
+        await self.keeper.stop()
         logger.info("stopped: %d requests were ended before they were complete", cut, extra={"event": "stop"})
 
     async def _stop_sooner(self, orders: Orders) -> None:

@@ -14,6 +14,7 @@ from lbproxy.config.tree import Settings
 from lbproxy.control.admin.key_files import Credentials, read_credentials
 from lbproxy.control.discovery.discovery import Discovery
 from lbproxy.control.probing.inspect import Inspection, inspect
+from lbproxy.control.saving import state_file
 from lbproxy.core.engines.dialects import Engines
 from lbproxy.core.engines.readings import MAX_LORA
 from lbproxy.core.engines.server_info import SERVER_INFO
@@ -67,7 +68,12 @@ async def check(settings: Settings, console: Console | None = None) -> int:
     for name in discovery.names:
         if name.problem is not None:
             console.print(Text(f"{name.entry.name}: cannot be resolved: {name.problem}", style="red"))
-    for warning in (*_ignored(settings, found), *_unverified(settings), *_unserved(settings, found)):
+    for warning in (
+        *_ignored(settings, found),
+        *_unverified(settings),
+        *_unserved(settings, found),
+        *_unkept(settings),
+    ):
         console.print(Text(f"\n{warning}", style="yellow"))
     usable = sum(one.usable for one in found)
     console.print(f"\n{usable} of {len(found)} endpoints can be used.")
@@ -102,6 +108,14 @@ def _unverified(settings: Settings) -> Iterator[str]:
     names = [one.name for one in settings.endpoints if not one.tls.verify]
     if names:
         yield f"The certificates of {_some(names)} are not verified (tls.verify: false)."
+
+
+def _unkept(settings: Settings) -> Iterator[str]:
+    """That what is learned will be lost."""
+    file = settings.state.file
+    problem = None if file is None else state_file.problem(file)
+    if problem is not None:
+        yield f"state.file: {file} cannot be written: {problem}. lbproxy will start as new each time."
 
 
 def _unserved(settings: Settings, found: Sequence[Inspection]) -> Iterator[str]:

@@ -62,11 +62,11 @@ ONLY_IN = {
 }
 READS_FILES = {
     *("control/admin/key_files.py", "control/admin/dashboard/page.py", "control/discovery/discovery.py"),
-    *("cli.py", "control/telemetry/memory.py", "settings_file.py"),
+    *("cli.py", "control/telemetry/memory.py", "control/saving/state_file.py", "settings_file.py"),
 }
 PACKAGES = {
-    "core": "requests engines caches capacity knowledge endpoints policies queue observed",
-    "control": "probing discovery telemetry admin",
+    "core": "requests engines caches capacity knowledge saved endpoints policies queue observed",
+    "control": "probing discovery telemetry saving admin",
     "net": "dialing connections",
     "proxy": "request exchange sockets front",
     "sim": "engine workloads fleet",

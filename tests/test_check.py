@@ -197,3 +197,9 @@ def test_every_line_fits_a_terminal_of_80_columns() -> None:
         }
         _, output = checked(scripts, width=80)
         assert max(map(len, output.splitlines())) <= 80
+
+
+def test_a_state_file_that_cannot_be_written() -> None:
+    _, output = checked({}, settings="state: {file: /proc/lbproxy/state}")
+    assert "state.file: /proc/lbproxy/state cannot be written: there is no folder /proc/lbproxy." in output
+    assert "state.file" not in checked({}, settings="state: {file: /tmp/state}")[1]

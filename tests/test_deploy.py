@@ -410,6 +410,10 @@ def test_the_manifests_fit_together_and_with_lbproxy() -> None:
     folder = container["volumeMounts"][0]["mountPath"]
     assert _parser().parse_args(container["args"]).config == f"{folder}/lbproxy.yaml"
     assert pod["spec"]["terminationGracePeriodSeconds"] > held.drain.deadline
+    state = next(mount for mount in container["volumeMounts"] if mount["name"] == "state")
+    assert held.state.file == f"{state['mountPath']}/state"
+    assert not state.get("readOnly")
+    assert {mount["name"] for mount in container["volumeMounts"]} == {one["name"] for one in pod["spec"]["volumes"]}
     servers = there["Service/vllm"]
     assert servers["spec"]["clusterIP"] == "None", "or its name has one address, the service's own"
     assert held.endpoints[0].url == f"dns+http://vllm:{servers['spec']['ports'][0]['port']}"

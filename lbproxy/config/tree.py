@@ -25,7 +25,7 @@ from lbproxy.config.sections.forwarded import LOOPBACK, MAX_TRUSTED, ForwardedMo
 from lbproxy.config.sections.health import BreakerSettings, HealthSettings
 from lbproxy.config.sections.models import MAX_ALIASES, ModelSettings, check_aliases
 from lbproxy.config.sections.observing import ExplainSettings, TraceSettings
-from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings, RoutingSettings
+from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings, RoutingSettings, StateSettings
 from lbproxy.config.values import Timeout, Workers, duration, expected, hosts_overlap
 
 MAX_ENDPOINTS = 1024
@@ -74,6 +74,8 @@ class Settings(Section):
     """Names of your own for the models that the endpoints serve."""
     routing: RoutingSettings = RoutingSettings()
     """How an endpoint is chosen for a request."""
+    state: StateSettings = StateSettings()
+    """What was learned, kept in a file over a restart of lbproxy."""
     admission: AdmissionSettings = AdmissionSettings()
     """The queue of requests that no endpoint has room for."""
     flows: FlowsSettings = FlowsSettings()

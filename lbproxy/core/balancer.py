@@ -22,7 +22,7 @@ has no effect); nothing here awaits, so no two requests are placed by the same o
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 
 from mypy_extensions import mypyc_attr
@@ -50,6 +50,9 @@ from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import NO_USAGE, InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind, Retries, Verdict
+from lbproxy.core.saved.pieces import Piece
+from lbproxy.core.saved.reading import Saved
+from lbproxy.core.saved.restoring import Restoring
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)  # the simulation has some
@@ -140,8 +143,8 @@ class Balancer:
         if self._queue.ready:
             self._dispatcher.wake_due(now)
             if self._dispatcher.has_work:
-                self._dispatcher.serve(now, self._in_turn, self._changed)  # waiting requests come first
-        self._consider(ticket, now)
+                self._dispatcher.serve(now, self._consider, self._changed)  # waiting requests come first
+        self._consider(ticket, now, in_turn=False)
         if ticket.state is TicketState.WAITING and self._dispatcher.misses_deadline(ticket, now):
             self._end(ticket, Outcome.TOO_LATE)
         if ticket.state is TicketState.WAITING:
@@ -169,7 +172,7 @@ class Balancer:
         if self._queue:
             self._dispatcher.wake_due(now)
             if self._dispatcher.has_work:
-                self._dispatcher.serve(now, self._in_turn, changed)
+                self._dispatcher.serve(now, self._consider, changed)
             for ticket in self._queue.expired(now):
                 deadline = ticket.request.deadline
                 too_late = Outcome.EXPIRED if deadline is None or now < deadline else Outcome.TOO_LATE
@@ -271,8 +274,7 @@ class Balancer:
         # A 500 that is retried counts only if the retry succeeds; a 500 from two endpoints is the request's own fault.
         open_question = kind is FailureKind.ERROR and not ticket.is_trial and (verdict.retry or kind in earlier)
         if not stranded and not open_question:
-            trial, placed_at = ticket.is_trial, ticket.placed_at or 0.0
-            why = detail or kind.value
+            trial, placed_at, why = ticket.is_trial, ticket.placed_at or 0.0, detail or kind.value
             self._judge.failed(state, kind, why, trial=trial, placed_at=placed_at, now=now, refused=refused)
             self._dispatcher.wake_all()
         return verdict
@@ -295,8 +297,7 @@ class Balancer:
         """Apply what time alone changes, every `CHECK_S`. Returns endpoints where requests may be stranded: for each
         ticket there that `is_stranded`, call `after_failure` with STRANDED.
         """
-        before = self._endpoints.version
-        stranding = self._endpoints.check(now=now)
+        before, stranding = self._endpoints.version, self._endpoints.check(now=now)
         if self._endpoints.version != before:
             self._dispatcher.wake_all()
         return stranding
@@ -378,13 +379,11 @@ class Balancer:
 
     def models_of(self, uid: EndpointUid) -> dict[str, ModelCard] | None:
         """What an endpoint lists, by id; None if it has no such list, or left. Another object after each change."""
-        state = self._endpoints.get(uid)
-        return None if state is None else state.models
+        return None if (state := self._endpoints.get(uid)) is None else state.models
 
     def health(self, uid: EndpointUid) -> Health | None:
         """An endpoint's health; None if it left the set."""
-        state = self._endpoints.get(uid)
-        return None if state is None else state.health
+        return None if (state := self._endpoints.get(uid)) is None else state.health
 
     def wants_scrape(self, uid: EndpointUid) -> bool:
         """Whether an endpoint's metrics are to be scraped: it is up, or has requests of ours."""
@@ -422,9 +421,17 @@ class Balancer:
         """A summary of the waiting requests. O(n)."""
         return of_queue(self._queue, self._queue.bytes, now=now)
 
+    def save(self, *, saved_at: float, prefixes: bool, now: float) -> Iterator[Piece | None]:
+        """Export what was learned, in steps between which events may come. See `EndpointSet.save`."""
+        return self._endpoints.save(saved_at=saved_at, prefixes=prefixes, now=now)
+
+    def restore(self, saved: Saved, *, age_s: float, now: float) -> Restoring | None:
+        """Start with what another Balancer saved; before the first request. See `EndpointSet.restore`."""
+        return self._endpoints.restore(saved, age_s=age_s, now=now)
+
     # Placing
 
-    def _consider(self, ticket: Ticket, now: float, *, in_turn: bool = False) -> None:
+    def _consider(self, ticket: Ticket, now: float, in_turn: bool = True) -> None:
         """Place the ticket, close it if waiting cannot help, or leave it waiting."""
         if self._pool is not None and self._pool.held:
             self._pool.share_ahead = self._queue.share_before(ticket)
@@ -441,18 +448,13 @@ class Balancer:
                     self._end(ticket, Outcome.SATURATED)
             ticket.priced_at = now
 
-    def _in_turn(self, ticket: Ticket, now: float) -> None:
-        self._consider(ticket, now, in_turn=True)
-
     def _place(self, ticket: Ticket, state: EndpointState, now: float) -> None:
         self._placements += 1
         state.in_flight += 1
         state.awaiting_first_byte += 1
         state.placed += 1
         state.placed_seq = self._placements
-        ticket.state = TicketState.PLACED
-        ticket.placed_on = state
-        ticket.placed_at = now
+        ticket.state, ticket.placed_on, ticket.placed_at = TicketState.PLACED, state, now
         if state.health is not Health.UP:
             ticket.trial = self._judge.begin_trial(state, stream=ticket.request.stream, now=now)
         state.progress.open_ended += ticket.request.open_ended
@@ -487,8 +489,7 @@ class Balancer:
         if ticket.state is TicketState.WAITING:
             self._queue.remove(ticket)
             self._dispatcher.release(ticket)
-        ticket.state = TicketState.CLOSED
-        ticket.outcome = outcome
+        ticket.state, ticket.outcome = TicketState.CLOSED, outcome
         flow = ticket.flow
         if ticket.counts_in_flow and flow is not None:
             ticket.counts_in_flow = False

@@ -38,6 +38,7 @@ from tests.support.aio import run, until
 from tests.support.docs import DOCS, PAGES, ROOT, Block, all_blocks, blocks, expect_generated, table
 from tests.support.otlp import Collector
 from tests.support.process import Process, lbproxy, mock
+from tests.support.saved import write_state
 
 LISTEN, ADMIN = "127.0.0.1:8080", "127.0.0.1:9901"
 """The addresses in the docs: the defaults."""
@@ -181,7 +182,9 @@ def live_page(folder: Path) -> str:
     """The metrics of an lbproxy to which everything happened that makes a series."""
     with mock("--model", "m", "--max-num-seqs", "1") as (_, url):
         endpoints = [f"'{url}'", "{url: 'http://127.0.0.1:9', name: dead, health: null}"]
-        with lbproxy(folder, endpoints, "traces: {endpoint: 'http://127.0.0.1:9'}") as (process, listen, admin):
+        state = write_state(folder / "state")
+        more = f"traces: {{endpoint: 'http://127.0.0.1:9'}}\nstate: {{file: {state}, interval: 1s}}"
+        with lbproxy(folder, endpoints, more) as (process, listen, admin):
             process.wait_for("serves m")
             for _ in range(4):
                 body = {"model": "m", "prompt": "x", "max_tokens": 1}
@@ -192,6 +195,8 @@ def live_page(folder: Path) -> str:
                     pool.submit(httpx.post, f"{listen}/v1/completions", json=body | {"max_tokens": 100}, timeout=60)
                 seen = "lbproxy_endpoint_request_limit{"
                 run(until(lambda: seen in httpx.get(f"{admin}/metrics").text, "it was scraped while some waited"))
+            seen = 'lbproxy_state_writes_total{result="written"} 0.0'
+            run(until(lambda: seen not in httpx.get(f"{admin}/metrics").text, "the state file was written"))
             return httpx.get(f"{admin}/metrics").text
 
 
@@ -230,7 +235,8 @@ def test_log_lines_have_the_keys_of_live_ones(tmp_path: Path) -> None:
     """One server that answers, one without metrics, one that is not there: between them every event."""
     with mock("--model", "m", "--lora-updates") as (_, url):
         endpoints = [f"{{url: '{url}', metrics: /nothing}}", "{url: 'http://127.0.0.1:9', health: null}"]
-        with lbproxy(tmp_path, endpoints, "lora_management: true") as (process, listen, admin):
+        state = f"state: {{file: {write_state(tmp_path / 'state')}}}"
+        with lbproxy(tmp_path, endpoints, f"lora_management: true\n{state}") as (process, listen, admin):
             process.wait_for('"event":"scrape"')
             process.wait_for('"event":"transition"')
             httpx.put(f"{admin}/admin/log-level", json={"level": "info"})
@@ -242,7 +248,7 @@ def test_log_lines_have_the_keys_of_live_ones(tmp_path: Path) -> None:
             keys.write_text("0123456789abcdef\n")
             traces = "traces: {endpoint: 'http://127.0.0.1:9', timeout: 100ms}"
             more = f"routing: {{policy: adaptive}}\nauth: {{file: {keys}}}\n{traces}\n"
-            config.write_text(config.read_text() + more)
+            config.write_text(config.read_text().replace(state, "state: {file: /nowhere/state}") + more)
             process.process.send_signal(signal.SIGHUP)
             process.wait_for("settings reloaded")
             httpx.get(f"{listen}/v1/models")
@@ -252,6 +258,7 @@ def test_log_lines_have_the_keys_of_live_ones(tmp_path: Path) -> None:
             config.write_text("endpoints: []\n")
             process.process.send_signal(signal.SIGHUP)
             process.wait_for("the settings are refused")
+            process.wait_for("/nowhere/state cannot be written")
             process.stop()
             live = [json.loads(line) for line in process.output.splitlines()]
     documented = [json.loads(line) for block in LOG for line in block.text.splitlines()]

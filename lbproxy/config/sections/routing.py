@@ -1,4 +1,5 @@
-"""Settings of where a request goes, how long it waits for that, and where it goes when that fails."""
+"""Settings of where a request goes, how long it waits for that, where it goes when that fails, and what is kept of what
+was learned."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import ValidationInfo, field_validator
 
 from lbproxy.config.section import Section
-from lbproxy.config.values import Quantity, Timeout, count, expected, size
+from lbproxy.config.values import Quantity, Timeout, count, duration, expected, size
 
 PolicyName: TypeAlias = Literal[
     "adaptive",
@@ -81,3 +82,23 @@ class RetrySettings(Section):
     free."""
     budget_per_second: Annotated[float, Quantity("0", "100000", "a rate", whole=False)] = 10.0
     """Additional retries per second, so that a pool with few requests can retry too."""
+
+
+class StateSettings(Section):
+    """What was learned, kept in a file over a restart of lbproxy. For policies that learn, such as adaptive."""
+
+    file: str | None = None
+    """The file: read at the start, written regularly and at the end; its folder must be writable. If it is lost,
+    lbproxy starts as new. null = nothing is kept."""
+    prefixes: bool = True
+    """Keep which prompts each endpoint has cached too, as hashes; for 5 minutes. Some 12 MB if `prefix_memory` is full
+    of long prompts, at most 100 MB."""
+    interval: Annotated[float, duration("1s", "1h")] = 30.0
+    """Seconds between two writes."""
+
+    @field_validator("file", mode="after")
+    @classmethod
+    def _check_path(cls, value: str | None) -> str | None:
+        if value is not None and (not value or "\0" in value or value.endswith("/")):
+            raise expected("the path of a file")
+        return value

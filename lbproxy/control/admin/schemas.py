@@ -119,6 +119,9 @@ _STATE = record(
         )
     ),
     settings=record(accepted=FLAG, at=STAMP),
+    state_file=record(
+        age_at_start_s=_maybe(NUMBER), bytes=_maybe(COUNT), written_at=_maybe(STAMP), writes=_each(COUNT)
+    ),
     endpoints=_list(ref("Endpoint")),
     queue=record(
         waiting=COUNT,

@@ -14,7 +14,7 @@ from typing import Protocol
 from lbproxy import __version__
 from lbproxy.config.tree import Settings
 from lbproxy.control.telemetry.access_line import stamp
-from lbproxy.control.telemetry.families import Loads, WorkerFacts, Workers
+from lbproxy.control.telemetry.families import Loads, StateStats, WorkerFacts, Workers
 from lbproxy.control.telemetry.recent import Fields, Recent
 from lbproxy.core.endpoints.state import EndpointSnapshot
 from lbproxy.core.observed.learned import EndpointLearned, QueueSnapshot
@@ -89,6 +89,7 @@ class State:
             "client_connections": self._front.open_connections,
             "workers": [] if self.workers is None else [_worker(one) for one in self.workers.facts()],
             "settings": {"accepted": loads.succeeded, "at": stamp(loads.succeeded_at)},
+            "state_file": _state_file(loads.state),
             "endpoints": self.endpoints(),
             "queue": _queue(self._runtime.queue()),
             "learned": None if learned is None else _rounded(asdict(learned[0])),
@@ -150,6 +151,15 @@ def drain_progress(one: EndpointSnapshot) -> Fields:
         "in_flight": one.in_flight,
         "awaiting_first_byte": one.awaiting_first_byte,
         "drained": one.draining and not one.in_flight,
+    }
+
+
+def _state_file(stats: StateStats) -> Fields:
+    return {
+        "age_at_start_s": None if stats.age_at_start_s is None else round(stats.age_at_start_s, 3),
+        "bytes": stats.bytes,
+        "written_at": None if stats.written_at is None else stamp(stats.written_at),
+        "writes": {**stats.writes},
     }
 
 

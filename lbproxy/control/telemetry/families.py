@@ -210,7 +210,7 @@ class Workers(Protocol):
 
 
 class Loads:
-    """How settings were loaded."""
+    """How settings and other files were loaded."""
 
     def __init__(self) -> None:
         self.succeeded = True
@@ -219,6 +219,32 @@ class Loads:
         """The last time that it did; wall time."""
         self.stale: set[str] = set()
         """What else is read from files, and could not be when they changed last."""
+        self.state = StateStats()
+        """How the state file is kept."""
+
+
+class StateStats:
+    """How the state file is read and written. Kept by control.saving."""
+
+    def __init__(self) -> None:
+        self.age_at_start_s: float | None = None
+        """None: nothing was restored."""
+        self.bytes: int | None = None
+        self.written_at: float | None = None
+        """The last time; wall time."""
+        self.writes = {"written": 0, "failed": 0, "locked": 0}
+        """Attempts by result; locked: another process writes the file."""
+
+
+def state_families(state: StateStats) -> Iterator[Metric]:
+    """How the state file is kept."""
+    text = "Age of the state file when it was restored at the start; no sample if none was"
+    yield gauges("state_age_at_start_seconds", text, (), [((), state.age_at_start_s)])
+    yield gauges("state_bytes", "Size of the state file when it was last written", (), [((), state.bytes)])
+    text = "Time when the state file was last written, in seconds since 1970"
+    yield gauges("state_last_write_timestamp_seconds", text, (), [((), state.written_at)])
+    text = "Writes of the state file, by result; locked: another process writes it"
+    yield counters("state_writes", text, ("result",), [((word,), count) for word, count in state.writes.items()])
 
 
 def worker_families(workers: Workers) -> Iterator[Metric]:

@@ -50,6 +50,7 @@ from lbproxy.control.telemetry.families import (
     load_families,
     render,
     source_families,
+    state_families,
     trace_family,
     worker_families,
 )
@@ -433,4 +434,5 @@ class Telemetry:
         yield gauge("config_reload_success", text, float(self.loads.succeeded and not self.loads.stale))
         text = "Time of the last successful load of settings, in seconds since 1970"
         yield gauge("config_last_reload_success_timestamp_seconds", text, self.loads.succeeded_at)
+        yield from state_families(self.loads.state)
         yield gauges("build_info", "Always 1", ("version",), [((__version__,), 1.0)])

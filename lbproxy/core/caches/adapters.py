@@ -192,6 +192,21 @@ class AdapterTable:
         self._known.clear()
         self._others = frozenset()
 
+    # Over a restart of lbproxy
+
+    def save(self) -> tuple[list[str], list[str]]:
+        """The adapters that have a slot, the least recently used first, and those that were loaded before."""
+        return list(self._loaded), list(self._known)
+
+    def restore(self, loaded: Sequence[str], known: Sequence[str]) -> None:
+        """Start with what `save` returned, as far as nothing newer is known. At most `slots` and `MAX_REMEMBERED` are
+        used.
+        """
+        if self._loaded or self._known or self._active:
+            return
+        self._loaded.update(dict.fromkeys(loaded[-self.slots :]))
+        self._known.update(dict.fromkeys(known[-MAX_REMEMBERED:]))
+
     # Reading
 
     def is_loaded(self, adapter: str, now: float) -> bool:

@@ -17,6 +17,9 @@ EXPECTED_TOKENS: Final = 1024.0
 LOST_SHARE: Final = 0.2
 """Less than this share of the expected tokens in the cache counts as lost."""
 LOST_IN_ROW: Final = 5
+DOUBTFUL_IN_ROW: Final = 2
+"""Of a cache whose content was restored after a restart of lbproxy, and of which nothing was found yet: usage comes
+with the end of a response only, and until then requests are sent there for nothing."""
 
 
 class LossDetector:
@@ -30,14 +33,16 @@ class LossDetector:
         self._reports_cached = False
         """The endpoint reports cached tokens. vLLM omits the field instead of reporting 0."""
 
-    def learn(self, expected_tokens: float, usage: Usage) -> bool:
-        """Note a prompt of which `expected_tokens` were expected in the cache. Returns whether the cache was lost."""
+    def learn(self, expected_tokens: float, usage: Usage, *, doubtful: bool = False) -> bool:
+        """Note a prompt of which `expected_tokens` were expected in the cache. Returns whether the cache was lost.
+        `doubtful`: see `DOUBTFUL_IN_ROW`.
+        """
         if usage.cached_tokens is not None:
             self._reports_cached = True
         if not self._reports_cached or expected_tokens < EXPECTED_TOKENS:
             return False
         self._lost_in_row = self._lost_in_row + 1 if (usage.cached_tokens or 0) < LOST_SHARE * expected_tokens else 0
-        if self._lost_in_row < LOST_IN_ROW:
+        if self._lost_in_row < (DOUBTFUL_IN_ROW if doubtful else LOST_IN_ROW):
             return False
         self._lost_in_row = 0
         return True

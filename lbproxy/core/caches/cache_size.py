@@ -19,7 +19,7 @@ responses. There are at most as many empty segments as others, and `FEW_SEGMENTS
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import inf, log
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -61,7 +61,7 @@ class Step(NamedTuple):
 class SizeEstimate:
     """The estimated size of a cache, by hits and misses."""
 
-    __slots__ = ("_before_misses", "_last_miss", "_least", "space_tokens", "tokens")
+    __slots__ = ("_before_misses", "_is_saved", "_last_miss", "_least", "space_tokens", "tokens")
 
     def __init__(self) -> None:
         self.tokens = float(GUESSED_TOKENS)
@@ -71,6 +71,8 @@ class SizeEstimate:
         self._last_miss = inf
         self._before_misses: tuple[float, float, float] | None = None
         """The estimate before the latest misses in a row."""
+        self._is_saved = False
+        """`_least` is from before a restart: the engine may be another one now."""
         self.space_tokens = expected_size(0.0, self.tokens)
         """The size that the price of cache space uses."""
 
@@ -85,7 +87,8 @@ class SizeEstimate:
             self.tokens = max(self.tokens, hit)
         if miss is not None:
             if miss < self._least:
-                self._least *= HIT_DISCOUNT
+                self._least = 0.0 if self._is_saved else self._least * HIT_DISCOUNT
+                self._is_saved = False
             self.tokens = min(self.tokens, max(miss, self._last_miss, self._least))
             self._last_miss = miss
         self.space_tokens = expected_size(self._least, self.tokens)
@@ -96,6 +99,16 @@ class SizeEstimate:
             self.tokens, self._least, self._last_miss = self._before_misses
             self._before_misses = None
             self.space_tokens = expected_size(self._least, self.tokens)
+
+    def save(self) -> dict[str, float]:
+        """The estimate, for `restore`."""
+        return {"tokens": self.tokens, "least": self._least}
+
+    def restore(self, saved: Mapping[str, float]) -> None:
+        """Start with a saved estimate. The first miss that contradicts its hits discards these."""
+        self.tokens, self._least = saved["tokens"], min(saved["least"], saved["tokens"])
+        self._is_saved = True
+        self.space_tokens = expected_size(self._least, self.tokens)
 
     def holds(self, distance: float) -> bool:
         """Whether blocks at this distance were hit before."""
@@ -234,6 +247,11 @@ class CapacityLearner:
             self._idle[key] = numbers[segment]
         self._first, self._blocks, self._rest, self._between = 0, blocks, rest, between
         self._compact_at = 2 * len(blocks) + FEW_SEGMENTS
+
+    def start_again(self) -> None:
+        """The endpoint is not the one whose size was restored: nothing is known of this one."""
+        self.size = SizeEstimate()
+        self.forget()
 
     def forget(self, *, undo_misses: bool = False) -> None:
         """The endpoint lost its cached blocks; the size is the same. `undo_misses`: the latest misses were due to

@@ -19,6 +19,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from collections.abc import Iterator
 from math import inf
 from typing import Final
 
@@ -335,6 +336,25 @@ class EndpointCache:
     def _is_idle(self, node: Node, since: int) -> bool:
         use = self._uses.get(node)
         return use is not None and not use.users and use.idle_since == since
+
+    def ends(self) -> Iterator[Node | None]:
+        """The ends of the prompts in this cache, the least recently used first, those in use last; None between them
+        where there is nothing. O(1) for each item after the first; the cache may change meanwhile.
+        """
+        idle, uses = list(self._idle), list(self._uses)
+        for node, since in idle:
+            yield node if self._is_idle(node, since) else None
+        inner: set[Node | None] = set()
+        for node in uses:
+            if self._is_pinned(node):
+                inner.add(node.parent)
+            yield None
+        for node in uses:
+            yield node if node not in inner and self._is_pinned(node) else None
+
+    def _is_pinned(self, node: Node) -> bool:
+        use = self._uses.get(node)
+        return use is not None and use.users > 0
 
     def trim(self, blocks: float) -> None:
         """Evict idle blocks, oldest first, until at most `blocks` are left or none is idle."""

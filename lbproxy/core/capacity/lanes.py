@@ -20,6 +20,7 @@ Invariant: `lanes` is at least 1. It stays 1 until the requests that showed more
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
 from typing import Final
 
@@ -49,6 +50,18 @@ class Lanes:
         """The delay was measured. Before that no first byte is late."""
         self._evidence = self._reports = 0
         self._serial_until = -inf
+
+    def save(self) -> dict[str, float]:
+        """What is known, for `restore`; empty before the delay is."""
+        if not self.delay_known:
+            return {}
+        return {"lanes": self.lanes, "delay_s": self.delay_s, "spread_s": self.spread_s}
+
+    def restore(self, saved: Mapping[str, float]) -> None:
+        """Start with what `save` returned."""
+        if saved:
+            self.lanes, self.delay_s, self.spread_s = saved["lanes"], saved["delay_s"], saved["spread_s"]
+            self.delay_known = True
 
     def may_test(self, pending: int, now: float) -> bool:
         """Whether one more request may be placed although prefills are queued, to test whether it is computed in

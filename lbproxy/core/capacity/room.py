@@ -16,6 +16,7 @@ Reported values overrule predictions. Requests that find an endpoint full wait f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
 from typing import Final
 
@@ -54,6 +55,21 @@ class Room:
         self.others = Others(mean)
         self.response_times = ResponseTimes()
         self.opaque = OpaqueTimes()
+
+    def save(self) -> dict[str, dict[str, float]]:
+        """What was learned of the limits, for `restore`."""
+        return {"slots": self.slots.save(), "space": self.space.save(), "lanes": self.lanes.save()}
+
+    def restore(self, saved: Mapping[str, Mapping[str, float]]) -> None:
+        """Start with what `save` returned."""
+        self.slots.restore(saved["slots"])
+        self.space.restore(saved["space"])
+        self.lanes.restore(saved["lanes"])
+
+    def forget(self) -> None:
+        """The engine is not the one whose limits were restored. Reservations stay."""
+        self.slots.forget()
+        self.space, self.lanes, self.response_times = Space(), Lanes(), ResponseTimes()
 
     def completed(self, took_s: float, base_s: float, tokens: int | None, before: int, now: float) -> None:
         """Learn from a non-streaming response that took `took_s`, of which its prefill explains `base_s`. `tokens`: its

@@ -20,6 +20,7 @@ one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import exp, inf
 from typing import Final
 
@@ -132,6 +133,32 @@ class Slots:
         """
         waiting = in_flight + 1.0 - self.limit
         return 1000.0 * waiting / self.rate(now) if waiting > 0.0 else 0.0
+
+    # Over a restart of lbproxy
+
+    def save(self) -> dict[str, float]:
+        """The limit and the duration of responses, for `restore`; empty before any response."""
+        if not self.response_s:
+            return {}
+        saved = {"response_s": self.response_s, "by_space": float(self.limited_by_space)}
+        if self.limit < inf:
+            saved["limit"] = self.limit
+        if self._initial_limit < inf:
+            saved["initial_limit"] = self._initial_limit
+        return saved
+
+    def restore(self, saved: Mapping[str, float]) -> None:
+        """Start with what `save` returned. A limit that the engine reports, before or later, is an upper bound."""
+        if saved:
+            self.response_s = saved["response_s"]
+            self.limit = min(self._reported_limit, saved.get("limit", inf))
+            self.limited_by_space = bool(saved["by_space"])
+            self._initial_limit = saved.get("initial_limit", inf)
+
+    def forget(self) -> None:
+        """The engine is not the one whose limit was restored: only what this one reported is known."""
+        self.limit, self.limited_by_space, self.response_s = self._reported_limit, False, 0.0
+        self._initial_limit = INITIAL_LIMIT if self.limit == inf else inf
 
     # What shows the limit
 

@@ -12,6 +12,7 @@ queue and the use of its cache, that counts instead (`core.capacity.slots`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
 from typing import Final
 
@@ -37,6 +38,14 @@ class Space:
         self.limit_tokens = inf
         """Tokens in flight; infinite: nothing showed it yet."""
         self._seen_at = -inf
+
+    def save(self) -> dict[str, float]:
+        """The limit, for `restore`; empty while there is none."""
+        return {} if self.limit_tokens == inf else {"limit_tokens": self.limit_tokens}
+
+    def restore(self, saved: Mapping[str, float]) -> None:
+        """Start with what `save` returned."""
+        self.limit_tokens = saved.get("limit_tokens", inf)
 
     def lacked(self, context_tokens: float, in_flight: int, stalled: int, now: float) -> None:
         """A first byte is late while `stalled` of the streams among `in_flight` requests, which have so many tokens in

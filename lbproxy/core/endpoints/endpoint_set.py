@@ -15,7 +15,7 @@ index of models. Invariants:
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from math import inf
@@ -35,6 +35,9 @@ from lbproxy.core.knowledge.load_model import LoadModel
 from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.knowledge.prior import assume_speeds
 from lbproxy.core.requests.openai import ModelCard, synthetic_card
+from lbproxy.core.saved.pieces import Piece, pieces
+from lbproxy.core.saved.reading import Saved
+from lbproxy.core.saved.restoring import Restoring
 
 TRIAL_S: Final = 0.5
 """Between two requests that try an endpoint that is down, when no endpoint is up."""
@@ -90,6 +93,8 @@ class EndpointSet:
         self._leaving: list[EndpointState] = []
         self._last_uid = first_uid
         self._unavailable: tuple[tuple[Endpoint, str], ...] = ()
+        self._restoring: Restoring | None = None
+        """What was saved before a restart, for endpoints that join later too."""
         if pool is not None:
             pool.adapters = self.serving.adapters
 
@@ -106,7 +111,7 @@ class EndpointSet:
 
     def adopt_pool(self, pool: PoolModel | None) -> None:
         """Use another policy's models, or none. What is placed still ends against the model that it began with."""
-        self._pool = pool
+        self._pool, self._restoring = pool, None
         self.judge.progress.has_loads = pool is not None
         for state in self._states.values():
             if pool is not None:
@@ -125,6 +130,27 @@ class EndpointSet:
             self._pool.index.max_entries = blocks
             for state in self._states.values():
                 state.load.kv.cache.trim(self._pool.index.fair_share)
+
+    # Over a restart
+
+    def save(self, *, saved_at: float, prefixes: bool, now: float) -> Iterator[Piece | None]:
+        """Export what was learned, for `restore` in another process: see `core.saved.pieces`. Empty under policies that
+        learn nothing. `saved_at`: the wall time.
+        """
+        if self._pool is None:
+            return iter(())
+        loads = [(state.endpoint.base_url, state.load) for state in self._states.values()]
+        return pieces(self._pool, loads, saved_at=saved_at, prefixes=prefixes, now=now)
+
+    def restore(self, saved: Saved, *, age_s: float, now: float) -> Restoring | None:
+        """Start with what was saved `age_s` ago. Call `step` of the result until it returns False, and again when
+        endpoints joined. None under policies that learn nothing.
+        """
+        if self._pool is not None:
+            self._restoring = Restoring(self._pool, saved, age_s, now)
+            for state in self._states.values():
+                self._restoring.joined(state.endpoint.base_url, state.load, now)
+        return self._restoring
 
     # Membership
 
@@ -170,6 +196,8 @@ class EndpointSet:
         state = EndpointState(_with_uid(spec, EndpointUid(self._last_uid)), models=_configured_models(spec))
         if self._pool is not None:
             state.load = LoadModel(self._pool, spec.kv_cache_tokens)
+            if self._restoring is not None:
+                self._restoring.joined(spec.base_url, state.load, now)
         self.judge.joined(state, now=now)
         return state
 

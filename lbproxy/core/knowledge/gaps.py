@@ -10,9 +10,10 @@ scatter of its blocks of samples is deducted, and few samples show nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Final
 
-from lbproxy.core.knowledge.learning import clip
+from lbproxy.core.knowledge.learning import SAVED_SAMPLES, clip
 
 MEMORY: Final = 1000.0
 """Samples of an endpoint over which means are taken."""
@@ -64,6 +65,25 @@ class PoolGaps:
         slope = self._cov / self._square if self._square > 0.0 else 0.0
         self.gap_per_token_ms = clip(slope, MIN_SLOPE_SHARE * ratio, MAX_SLOPE_SHARE * ratio)
         self.gap_ms = max(0.0, self._gap - self.gap_per_token_ms * self._context)
+
+    def save(self) -> dict[str, float]:
+        """The line and the means behind it, for `restore`."""
+        return {
+            "count": self.count,
+            "gap_ms": self.gap_ms,
+            "gap_per_token_ms": self.gap_per_token_ms,
+            "context": self._context,
+            "mean_ms": self._gap,
+            "square": self._square,
+            "cov": self._cov,
+        }
+
+    def restore(self, saved: Mapping[str, float], share: float) -> None:
+        """Start with what `save` returned. `share`: of the weight of its samples; 1 = it is new."""
+        self.count = int(min(SAVED_SAMPLES, saved["count"]) * share)
+        self.gap_ms, self.gap_per_token_ms = saved["gap_ms"], saved["gap_per_token_ms"]
+        self._context, self._gap = saved["context"], saved["mean_ms"]
+        self._square, self._cov = saved["square"], saved["cov"]
 
 
 class Gaps:
@@ -119,6 +139,33 @@ class Gaps:
         change = off - self._off
         self._off += weight * change
         self._scatter = (1.0 - weight) * (self._scatter + weight * change * change)
+
+    def save(self) -> dict[str, float]:
+        """The means and how they scatter, for `restore`; empty before there are any."""
+        if not self._count:
+            return {}
+        return {
+            "count": self._count,
+            "context": self._context,
+            "decode_ms": self._decode,
+            "mean_ms": self.mean_ms,
+            "blocks": self._blocks,
+            "off": self._off,
+            "scatter": self._scatter,
+        }
+
+    def restore(self, saved: Mapping[str, float], share: float) -> None:
+        """Start with what `save` returned, after the pool has. `share`: of the deviation from the pool's line, and of
+        the weight of the samples; 1 = it is new.
+        """
+        if not saved:
+            return
+        self._count = int(min(SAVED_SAMPLES, saved["count"]) * share)
+        self._context, self._decode = saved["context"], saved["decode_ms"]
+        expected_ms = max(0.1, self._expected_ms(self._context))
+        self.mean_ms = expected_ms * math.exp(share * math.log(saved["mean_ms"] / expected_ms))
+        self._blocks = min(MAX_BLOCKS, int(saved["blocks"] * share))
+        self._off, self._scatter = saved["off"] * share, saved["scatter"]
 
     def slowness(self) -> float:
         """Gaps here relative to the pool's line at the same context; closer to 1 the less significant the

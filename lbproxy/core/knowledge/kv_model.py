@@ -6,7 +6,9 @@ one.
 
 from __future__ import annotations
 
-from lbproxy.core.caches.cache_loss import LossDetector
+from collections.abc import Mapping
+
+from lbproxy.core.caches.cache_loss import LOST_SHARE, LossDetector
 from lbproxy.core.caches.cache_size import FEW_KEYS, GUESSED_TOKENS, REMEMBERED_FACTOR, CapacityLearner
 from lbproxy.core.knowledge.placement import Placement
 from lbproxy.core.knowledge.pool_model import PoolModel
@@ -21,6 +23,7 @@ class KvModel:
         "cache",
         "capacity_tokens",
         "is_configured",
+        "is_restored",
         "known_tokens",
         "learner",
         "loss",
@@ -40,6 +43,8 @@ class KvModel:
         is known, else 0; whether the size is configured."""
         self.started_at: float | None = None
         """The start of the engine process, as it reports it."""
+        self.is_restored = False
+        """What is known was saved before a restart of lbproxy, and nothing has shown that the process is the same."""
         self.loss = LossDetector()
         self.configure(kv_cache_tokens)
 
@@ -64,6 +69,27 @@ class KvModel:
             self.capacity_tokens = self.learner.size.tokens
             # The bound must not make its space cost less than where nothing is reported.
             self.known_tokens = min(tokens, self._pool.size.space_tokens)
+
+    def save(self) -> dict[str, float]:
+        """The learned size, for `restore`; empty if the size is configured or reported."""
+        return {} if self.learner is None else self.learner.size.save()
+
+    def restore(self, saved: Mapping[str, float], started_at: float | None) -> None:
+        """Start with what `save` returned of the process that started at `started_at`, as far as nothing newer is
+        known.
+        """
+        if self.started_at is None:
+            self.started_at, self.is_restored = started_at, True
+        if saved and self.learner is not None:
+            self.learner.size.restore(saved)
+            self.capacity_tokens = self.learner.size.tokens
+
+    def forget_size(self) -> None:
+        """The engine is not the one whose size was restored."""
+        self.is_restored = False
+        if self.learner is not None:
+            self.learner.start_again()
+            self.capacity_tokens = self.learner.size.tokens
 
     # What is in it
 
@@ -119,16 +145,21 @@ class KvModel:
 
     def is_lost(self, placement: Placement, usage: Usage) -> bool:
         """Whether the reported `cached_tokens` of this prompt and those before it show that the cache was lost."""
-        return self.loss.learn(self._surely_cached(placement), usage)
+        expected_tokens = self._surely_cached(placement)
+        if self.is_restored and expected_tokens and (usage.cached_tokens or 0) >= LOST_SHARE * expected_tokens:
+            self.is_restored = False
+        return self.loss.learn(expected_tokens, usage, doubtful=self.is_restored)
 
     def _surely_cached(self, placement: Placement) -> float:
         """Tokens of a prompt that are cached unless the cache was lost; 0 where the endpoint itself reports
         restarts.
         """
-        if self.started_at is not None or placement.cache is not self.cache:
+        reports_restarts = self.started_at is not None and not self.is_restored
+        if reports_restarts or placement.cache is not self.cache:
             return 0.0
         steps = placement.steps
-        if self.learner is not None and not (steps and self.learner.size.holds(steps[0].distance)):
+        is_known = not self.is_restored  # else nothing is known of when blocks were used
+        if is_known and self.learner is not None and not (steps and self.learner.size.holds(steps[0].distance)):
             return 0.0  # it may have been evicted
         return placement.idle_blocks * self._pool.index.block_bytes / self._pool.bytes_per_token
 

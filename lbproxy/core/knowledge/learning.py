@@ -6,7 +6,12 @@ Without samples a value is an assumption. Policies use it all the same; displays
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
+
+SAVED_SAMPLES: Final = 100.0
+"""What was saved before a restart counts as at most this many samples, so that new ones soon overrule it."""
 
 
 @dataclass
@@ -20,6 +25,11 @@ class Samples:
     answer_tokens: int = 0
     hit_ratio: int = 0
     adapter_load_ms: int = 0
+
+
+def saved_samples(counts: Mapping[str, float]) -> Samples:
+    """The sample counts that were saved, by the names in `Samples`."""
+    return Samples(**{name: int(count) for name, count in counts.items()})
 
 
 def clip(value: float, low: float, high: float) -> float:

@@ -11,6 +11,7 @@ driver's clock, durations are milliseconds, work is in tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
 from typing import Final
 
@@ -289,9 +290,10 @@ class LoadModel:
         if metrics.kv_blocks and metrics.block_size_tokens:
             kv.size_reported(float(metrics.kv_blocks * metrics.block_size_tokens))
         if metrics.started_at is not None:
-            if kv.started_at is not None and metrics.started_at != kv.started_at:
+            if metrics.started_at != kv.started_at and (kv.started_at is not None or kv.is_restored):
                 self.restarted()
             kv.started_at = metrics.started_at
+            kv.is_restored = False
         if metrics.lora is not None:
             used, slots = metrics.lora.running | metrics.lora.waiting, metrics.lora.max_lora
             self.adapters.report(used, slots, now=metrics.scraped_at, until=fresh_until)
@@ -318,3 +320,29 @@ class LoadModel:
         """The endpoint lost what it had cached and loaded. `inferred`: only missing cached tokens showed it."""
         self.kv.renew(inferred=inferred)
         self.adapters.forget()
+        if self.kv.is_restored:
+            self._discard_restored()
+
+    # Over a restart of lbproxy
+
+    def save(self, now: float) -> dict[str, dict[str, float]]:
+        """What was learned of the endpoint, for `restore`; without what is in its cache."""
+        return {**self.speed.save(now), **self.room.save(), "size": self.kv.save()}
+
+    def restore(
+        self, saved: Mapping[str, Mapping[str, float]], started_at: float | None, age_s: float, share: float, now: float
+    ) -> None:
+        """Start with what `save` returned `age_s` ago, of the engine process that started at `started_at`. To be called
+        before anything was learned, after the pool. `share`: of the deviation from the pool that is left.
+
+        As soon as the endpoint proves to be another process, all of it is discarded.
+        """
+        self.speed.restore(saved, age_s, share, now)
+        self.room.restore(saved)
+        self.kv.restore(saved["size"], started_at)
+
+    def _discard_restored(self) -> None:
+        """The engine is not the one of which things were saved, and nothing is known of its speed and limits."""
+        self.speed = Speed(self.pool)
+        self.room.forget()
+        self.kv.forget_size()

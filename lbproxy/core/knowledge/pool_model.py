@@ -6,7 +6,8 @@ What differs by endpoint is in `core.knowledge.load_model`, which also updates t
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Mapping, Set
+from dataclasses import asdict
 from typing import Final
 
 from mypy_extensions import mypyc_attr
@@ -18,7 +19,7 @@ from lbproxy.core.caches.sessions import Sessions
 from lbproxy.core.capacity.opaque import BodySizes, OpaqueTimes
 from lbproxy.core.capacity.others import MeanOthers
 from lbproxy.core.knowledge.gaps import PoolGaps
-from lbproxy.core.knowledge.learning import Samples, clip
+from lbproxy.core.knowledge.learning import Samples, clip, saved_samples
 from lbproxy.core.knowledge.prefill_work import work_tokens
 from lbproxy.core.requests.media import FILLER_BYTES
 from lbproxy.core.requests.outline import UNCUT_STRING_BYTES
@@ -107,6 +108,33 @@ class PoolModel:
             self._seen_tokens = 0.98 * self._seen_tokens + tokens
             self.bytes_per_token = self._seen_bytes / self._seen_tokens
             self.samples.bytes_per_token += 1
+
+    def save(self) -> dict[str, dict[str, float]]:
+        """What was learned of all endpoints together, for `restore`."""
+        rates = {"token_ms": self.token_ms, "base_ms": self.base_ms, "output_tokens": self.output_tokens}
+        text = {"seen_bytes": self._seen_bytes, "seen_tokens": self._seen_tokens, "media_scale": self.media_scale}
+        cached = {"hit_ratio": self.hit_ratio, "work_tokens": self.work_tokens, "session_trust": self.sessions.trust}
+        loads = {"load_again_ms": self.load_times.again, "load_first_ms": self.load_times.first}
+        return {
+            "pool": {**rates, **text, **cached, **loads},
+            "gaps": self.gaps.save(),
+            "size": self.size.save(),
+            "samples": asdict(self.samples),
+        }
+
+    def restore(self, saved: Mapping[str, Mapping[str, float]], share: float) -> None:
+        """Start with what `save` returned. `share`: of the weight of its samples; 1 = it is new."""
+        pool = saved["pool"]
+        self.token_ms, self.base_ms, self.output_tokens = pool["token_ms"], pool["base_ms"], pool["output_tokens"]
+        self._seen_bytes, self._seen_tokens = pool["seen_bytes"], pool["seen_tokens"]
+        self.bytes_per_token, self.media_scale = self._seen_bytes / self._seen_tokens, pool["media_scale"]
+        self.hit_ratio, self.work_tokens = pool["hit_ratio"], pool["work_tokens"]
+        self.sessions.trust = pool["session_trust"]
+        self.load_times = LoadTimes(pool["load_again_ms"], pool["load_first_ms"])
+        self.gaps.restore(saved["gaps"], share)
+        self.gap_ms, self.gap_per_token_ms = self.gaps.gap_ms, self.gaps.gap_per_token_ms
+        self.size.restore(saved["size"])
+        self.samples = saved_samples(saved["samples"])
 
     def _learn_media(self, request: InferenceRequest, tokens: int) -> None:
         """Learn from a prompt with media: the tokens that its text does not explain are those of the media."""

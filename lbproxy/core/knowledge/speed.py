@@ -9,11 +9,13 @@ assumed for endpoints without samples.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Final
 
 from lbproxy.core.caches.adapters import Arrival
 from lbproxy.core.knowledge.gaps import Gaps
-from lbproxy.core.knowledge.learning import Samples, clip, step
+from lbproxy.core.knowledge.learning import Samples, clip, saved_samples, step
 from lbproxy.core.knowledge.placement import NEVER, Placement
 from lbproxy.core.knowledge.pool_model import PoolModel
 
@@ -69,6 +71,27 @@ class Speed:
         """Until when these are the endpoint's own; then the pool's apply."""
         self._gaps = Gaps(pool.gaps)
         self.samples, self._reports = Samples(), 0
+
+    def save(self, now: float) -> dict[str, dict[str, float]]:
+        """What was learned, for `restore`."""
+        own = {"ln_factor": self.ln_factor, "base_ms": self.base_ms, "base_for_s": max(0.0, self.base_until - now)}
+        return {
+            "speed": {**own, "gap_for_s": max(0.0, self.gap_until - now)},
+            "gaps": self._gaps.save(),
+            "samples": asdict(self.samples),
+        }
+
+    def restore(self, saved: Mapping[str, Mapping[str, float]], age_s: float, share: float, now: float) -> None:
+        """Start with what `save` returned `age_s` ago, after the pool has. `share`: of the deviation from the pool."""
+        speed = saved["speed"]
+        self.samples = saved_samples(saved["samples"])
+        self._set_factor(speed["ln_factor"] * share)
+        self.base_ms, self.base_until = speed["base_ms"], now + min(OWN_S, speed["base_for_s"]) - age_s
+        self._gaps.restore(saved["gaps"], share)
+        slowness = self._gaps.slowness()
+        self.gap_ms, self.gap_per_token_ms = slowness * self._pool.gap_ms, slowness * self._pool.gap_per_token_ms
+        self.gap_until = now + min(OWN_S, speed["gap_for_s"]) - age_s
+        self.mean_gap_ms = self._gaps.mean_ms
 
     @property
     def token_ms(self) -> float:
@@ -146,8 +169,11 @@ class Speed:
         pool.token_ms = clip(pool.token_ms * math.exp(0.2 * off / max(1, pool.index.members)), 1e-5, 100.0)
         self.samples.prefill_ms_per_token += 1
         pool.samples.prefill_ms_per_token += 1
-        self.ln_factor = (self.ln_factor + 0.05 * off) * (1.0 - 0.005)
-        self.factor = math.exp(self.ln_factor) if abs(self.ln_factor) > 0.25 else 1.0
+        self._set_factor((self.ln_factor + 0.05 * off) * (1.0 - 0.005))
+
+    def _set_factor(self, ln_factor: float) -> None:
+        self.ln_factor = ln_factor
+        self.factor = math.exp(ln_factor) if abs(ln_factor) > 0.25 else 1.0
 
     def assume(self, ln_factor: float) -> None:
         """Assume a speed until one was measured."""

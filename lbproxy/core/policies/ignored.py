@@ -24,6 +24,8 @@ def ignored_settings(settings: Settings, endpoints: Iterable[EndpointSpec]) -> I
             yield "endpoints[].kv_cache_tokens", "it does not follow prefix caches"
         if "prefix_memory" in settings.routing.model_fields_set:
             yield "routing.prefix_memory", "it does not follow prefix caches"
+        if settings.state.file is not None:
+            yield "state.file", "it learns nothing"
         if settings.admission.order == "shortest" and "order" in settings.admission.model_fields_set:
             yield "admission.order", "it does not know how much work a request is, so they go in the order of arrival"
     if settings.admission.hold and not policy.holds:

@@ -160,7 +160,7 @@ class Fleet:
     def _arrive(self, job: Job) -> None:
         options = self._options
         rng = random.Random(f"{self._seed}:{job.id}")
-        front = self._fronts[rng.randrange(len(self._fronts))]
+        front = self._front(rng)
         streamed = rng.random() < options.stream_share
         prompt_tokens = job.prompt_tokens
         hashes = block_hashes((*job.prompt, job.answer), job.model)
@@ -188,6 +188,10 @@ class Fleet:
             self._heap.at(self.now + job.patience_s, self._lose_patience, flight)
         self._submit(front, flight, frozenset())
         self._poll(front)
+
+    def _front(self, rng: random.Random) -> Front:
+        """The balancer that a job arrives at."""
+        return self._fronts[rng.randrange(len(self._fronts))]
 
     def _lose_patience(self, flight: Flight) -> None:
         """The client leaves, unless it reads a response: a stream from its first token on, a whole one at its end."""

@@ -48,7 +48,8 @@ class LiveServer:
     """What each balancer calls it."""
     alive: bool = True
     failing: bool = False
-    started_at: float = 0.0
+    started_at: float | None = 0.0
+    """What its metrics say of that; None = nothing."""
     wakes_at: float = float("inf")
     """When the engine's next event is that an event of ours is asked for; it arrives a network delay later."""
     flights: dict[str, Flight] = field(default_factory=dict)

@@ -44,9 +44,10 @@ def test_weights_of_srv_records_are_weights() -> None:
 def test_what_is_for_policies_that_follow_caches_and_work(policy: str) -> None:
     text = (
         f"routing: {{policy: {policy}, prefix_memory: 100MiB}}\nadmission: {{order: shortest}}\n"
+        "state: {file: /tmp/state}\n"
         "endpoints: [{url: 'http://a', kv_cache_tokens: 100000}]\n"
     )
-    cached = ["endpoints[].kv_cache_tokens", "routing.prefix_memory", "admission.order"]
+    cached = ["endpoints[].kv_cache_tokens", "routing.prefix_memory", "state.file", "admission.order"]
     assert ignored(text) == (cached if policy in COUNTING else [])
 
 

@@ -1,0 +1,201 @@
+"""Keeps what was learned in the state file: reads it at the start, and writes it regularly and at the end.
+
+The export runs on the event loop, as what it reads changes there, in turns of at most `TURN_S` with pauses between; the
+file is written in a thread. Whatever goes wrong with the file is a warning: lbproxy then starts as new, or goes on
+without it. A warning is logged once until something else happens.
+
+Of two processes only one writes, the one with the lock (`control.saving.state_file`). At a hot restart the old process
+writes before it starts its successor, which reads that before it accepts; once it has handed over it writes no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Final
+
+from lbproxy.config.sections.routing import StateSettings
+from lbproxy.control.saving.state_file import LockedError, StateFile, read
+from lbproxy.control.telemetry.families import StateStats
+from lbproxy.core.balancer import Balancer
+from lbproxy.core.saved.lines import encode
+from lbproxy.core.saved.reading import SavedError
+from lbproxy.core.saved.restoring import Restoring
+
+logger = logging.getLogger("lbproxy")
+
+TURN_S: Final = 0.002
+"""How long an export or a restoration holds up the event loop at one time."""
+PAUSES: Final = 9.0
+"""Times that between two such turns: an export takes at most a tenth of the processor."""
+CHUNK_BYTES: Final = 1 << 18
+READ_WITHIN_S: Final = 10.0
+"""A start does not wait longer for the file."""
+WRITE_WITHIN_S: Final = 10.0
+"""A stop and a hot restart do not wait longer either."""
+LOOK_EVERY_S: Final = 1.0
+
+
+class Keeper:
+    """`restore` at the start, `follow` as a loop, `stop` at the end."""
+
+    def __init__(
+        self, balancer: Balancer, settings: StateSettings, stats: StateStats, now: Callable[[], float]
+    ) -> None:
+        self._balancer = balancer
+        self._settings = settings
+        self._stats = stats
+        self._now = now
+        self._file = None if settings.file is None else StateFile(settings.file)
+        self._restoring: Restoring | None = None
+        self._due_at = now() + settings.interval
+        self._busy = asyncio.Lock()
+        """Held while the file is written."""
+        self._complaint = ""
+        """The last warning, which is not repeated."""
+        self._pauses = PAUSES
+
+    # The start
+
+    async def restore(self) -> None:
+        """Read the file, if there is one, and give the balancer what is in it."""
+        path = self._settings.file
+        if path is None:
+            return
+        try:
+            async with asyncio.timeout(READ_WITHIN_S):
+                saved = await asyncio.to_thread(read, path)
+            age_s = saved.age_s(time.time())
+        except FileNotFoundError:
+            logger.info("state: there is no file %s yet", path, extra={"event": "state"})
+        except TimeoutError:
+            self._warn(f"cannot be read within {READ_WITHIN_S:g} s, so lbproxy starts as new")
+        except (SavedError, OSError) as error:
+            self._warn(f"cannot be used, so lbproxy starts as new: {_why(error)}")
+        else:
+            self._restoring = restoring = self._balancer.restore(saved, age_s=age_s, now=self._now())
+            await self._restore_prefixes(pauses=0.0)
+            if restoring is not None:
+                self._stats.age_at_start_s = age_s
+                text = "state: restored %d endpoints and %d prompts, saved %.1f s ago"
+                extra = {"event": "state", "age_s": round(age_s, 3)}
+                logger.info(text, restoring.endpoints, restoring.prompts, age_s, extra=extra)
+
+    async def _restore_prefixes(self, *, pauses: float) -> None:
+        """Also those of endpoints that joined since."""
+        restoring, began_at = self._restoring, time.monotonic()
+        if restoring is None:
+            return
+        while restoring.step():
+            if time.monotonic() - began_at > TURN_S:
+                await asyncio.sleep(pauses * TURN_S)
+                began_at = time.monotonic()
+        if restoring.is_over(self._now()):
+            self._restoring = None
+
+    # Between
+
+    async def follow(self) -> None:
+        """Until cancelled: a loop for `supervise`."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            await self._restore_prefixes(pauses=PAUSES)
+            if self._now() >= self._due_at:
+                await self.write()
+
+    def reconfigure(self, settings: StateSettings) -> None:
+        """Use other settings. What is in a new file is not read, as lbproxy knows more than that."""
+        before, self._settings = self._settings, settings
+        if settings.file != before.file:
+            if self._file is not None and not self._busy.locked():
+                self._file.release()
+            self._file = None if settings.file is None else StateFile(settings.file)
+            self._due_at = self._now()
+        self._due_at = min(self._due_at, self._now() + settings.interval)
+
+    async def write_now(self) -> None:
+        """Write the file without pauses, as somebody waits for it."""
+        self._pauses = 0.0
+        try:
+            async with asyncio.timeout(WRITE_WITHIN_S):
+                await self.write()
+        except TimeoutError:
+            self._warn(f"cannot be written within {WRITE_WITHIN_S:g} s")
+        finally:
+            self._pauses = PAUSES
+
+    async def write(self) -> None:
+        """Write the file. Problems are logged and counted."""
+        async with self._busy:
+            file = self._file
+            self._due_at = self._now() + self._settings.interval
+            if file is None:
+                return
+            try:
+                size = await self._export(file)
+            except LockedError as error:
+                self._count("locked")
+                self._warn(f"is written by {error}, so this one does not write it")
+            except OSError as error:
+                self._count("failed")
+                self._warn(f"cannot be written: {_why(error)}")
+            else:
+                if size:
+                    self._count("written")
+                    self._stats.bytes, self._stats.written_at, self._complaint = size, time.time(), ""
+                    logger.debug("state: %d bytes written", size, extra={"event": "state", "bytes": size})
+            finally:
+                await asyncio.shield(asyncio.to_thread(file.abort))
+                if file is not self._file:  # another one since
+                    file.release()
+
+    async def _export(self, file: StateFile) -> int:
+        """Returns the size; 0 = nothing is learned under this policy. Raises LockedError, OSError."""
+        lines: list[bytes] = []
+        size, began_at = 0, time.monotonic()
+        prefixes = self._settings.prefixes
+        for piece in self._balancer.save(saved_at=time.time(), prefixes=prefixes, now=self._now()):
+            if not size and not lines:
+                await asyncio.to_thread(file.begin)
+                began_at = time.monotonic()
+            if piece is not None:
+                lines.append(encode(piece))
+                size += len(lines[-1])
+            if time.monotonic() - began_at > TURN_S:
+                await asyncio.sleep(self._pauses * TURN_S)
+                if sum(map(len, lines)) > CHUNK_BYTES:
+                    data, lines = b"".join(lines), []
+                    await asyncio.to_thread(file.append, data)
+                began_at = time.monotonic()
+        if not size:
+            return 0
+        await asyncio.to_thread(file.append, b"".join(lines))
+        return await asyncio.to_thread(file.commit)
+
+    # The end
+
+    def release(self) -> None:
+        """A successor writes the file from now on."""
+        if self._file is not None and not self._busy.locked():
+            self._file.release()
+        self._file = None
+
+    async def stop(self) -> None:
+        """Write the file for the last time."""
+        await self.write_now()
+        self.release()
+
+    def _count(self, result: str) -> None:
+        self._stats.writes[result] += 1
+
+    def _warn(self, complaint: str) -> None:
+        if complaint != self._complaint:
+            self._complaint = complaint
+            logger.warning("state: %s %s", self._settings.file, complaint, extra={"event": "state"})
+
+
+def _why(error: Exception) -> str:
+    """In words, without the file's name."""
+    return (error.strerror or "unknown error").lower() if isinstance(error, OSError) else str(error)

@@ -1,0 +1,277 @@
+"""Validates saved data, which is not trusted: the one place that decides what of it may reach the balancer.
+
+A `Reader` takes the pieces of `core.saved.pieces` one by one and raises `SavedError` at the first that is wrong. What
+it returns at the end is complete: every number is finite and within its limits, every name and reference is valid, and
+nothing is larger than its bound. A value that is wrong but possible is not found; what engines report overrules it.
+"""
+
+from __future__ import annotations
+
+from binascii import Error, a2b_base64
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Final, TypeAlias
+
+from lbproxy.core.knowledge.learning import Samples
+from lbproxy.core.saved.pieces import (
+    FORMAT,
+    MAX_ENDS,
+    MAX_KEYS,
+    MAX_NAMES,
+    MAX_NODES,
+    MAX_STARTED_AT,
+    VERSION,
+    is_name,
+)
+
+Learned: TypeAlias = dict[str, dict[str, float]]
+"""Numbers by group and name."""
+Limits: TypeAlias = Mapping[str, tuple[float, float]]
+
+MAX_ENDPOINTS: Final = 4096
+MAX_URL_CHARS: Final = 2048
+MAX_DEPTH: Final = 1 << 16
+"""Blocks of one prompt."""
+MAX_AGE_S: Final = 86_400.0
+"""Older data is not used: fleets change."""
+FUTURE_S: Final = 5.0
+"""Clocks are set back by this much without notice."""
+MAX_RESTORED_KEYS: Final = 20_000_000
+"""Blocks of all prompts of one endpoint, shared ones as often as prompts have them: the least recently used prompts
+beyond are not restored."""
+KEY_BYTES: Final = 8
+
+MS, TOKENS, COUNT, SHARE, ANY = (0.0, 1e7), (0.0, 1e18), (0.0, 1e15), (0.0, 1.0), (-1e18, 1e18)
+_GAPS: Limits = {"count": COUNT, "context": TOKENS, "mean_ms": (0.0, 1e9)}
+_SAMPLES: Limits = {one.name: COUNT for one in fields(Samples)}
+_SIZE: Limits = {"tokens": (1.0, 1e18), "least": TOKENS}
+POOL: Final[Mapping[str, Limits]] = {
+    "pool": {
+        "token_ms": (1e-5, 100.0),
+        "base_ms": (0.5, 10_000.0),
+        "output_tokens": TOKENS,
+        "seen_bytes": (1e-3, 1e15),
+        "seen_tokens": (1e-3, 1e15),
+        "media_scale": (0.02, 20.0),
+        "hit_ratio": SHARE,
+        "work_tokens": TOKENS,
+        "session_trust": SHARE,
+        "load_again_ms": (1.0, 10_000.0),
+        "load_first_ms": (1.0, 10_000.0),
+    },
+    "gaps": {**_GAPS, "gap_ms": MS, "gap_per_token_ms": MS, "square": (0.0, 1e18), "cov": ANY},
+    "size": _SIZE,
+    "samples": _SAMPLES,
+}
+ENDPOINT: Final[Mapping[str, Limits]] = {
+    "speed": {"ln_factor": (-20.0, 20.0), "base_ms": (0.5, 10_000.0), "base_for_s": MS, "gap_for_s": MS},
+    "gaps": {
+        **_GAPS,
+        "mean_ms": (1e-12, 1e9),
+        "decode_ms": (0.0, 1e9),
+        "blocks": COUNT,
+        "off": (-50.0, 50.0),
+        "scatter": (0.0, 1e6),
+    },
+    "samples": _SAMPLES,
+    "size": _SIZE,
+    "slots": {"limit": (1.0, 1e18), "initial_limit": (1.0, 1e18), "response_s": (1e-12, 1e7), "by_space": SHARE},
+    "space": {"limit_tokens": TOKENS},
+    "lanes": {"lanes": (1.0, 1e6), "delay_s": (-1e5, 1e5), "spread_s": (0.0, 1e5)},
+}
+"""The numbers of each group, with the lowest and the highest value."""
+MAY_LACK: Final = frozenset({"slots.limit", "slots.initial_limit"})
+MAY_BE_EMPTY: Final = frozenset({"gaps", "size", "slots", "space", "lanes"})
+"""Of an endpoint of which that was not learned."""
+
+
+class SavedError(Exception):
+    """The data cannot be used. The text says why, without any of it."""
+
+
+@dataclass(slots=True)
+class SavedEndpoint:
+    """What was saved of one endpoint."""
+
+    started_at: float | None
+    """The start of its process, by its own clock."""
+    learned: Learned
+    loaded: tuple[str, ...]
+    known: tuple[str, ...]
+    ends: list[int] = field(default_factory=list)
+    """The last nodes of the prompts in its cache, the least recently used first."""
+
+
+@dataclass(slots=True)
+class Saved:
+    """Data that was validated."""
+
+    saved_at: float
+    """Wall time, in seconds since 1970."""
+    block_bytes: int
+    pool: Learned = field(default_factory=dict)
+    endpoints: dict[str, SavedEndpoint] = field(default_factory=dict)
+    """By URL."""
+    parents: list[int] = field(default_factory=list)
+    """By node: the one before it; -1 = none."""
+    keys: list[bytes] = field(default_factory=list)
+    """By node: 8 bytes for each key, little-endian."""
+    depths: list[int] = field(default_factory=list)
+    """By node: keys from the beginning of the prompt to its end."""
+
+    def age_s(self, wall_now: float) -> float:
+        """Seconds since it was saved. Raises SavedError if it is too old, or from the future."""
+        age_s = wall_now - self.saved_at
+        if age_s < -FUTURE_S:
+            raise SavedError("it was written in the future: was the clock set back?")
+        if age_s > MAX_AGE_S:
+            raise SavedError(f"it is {age_s / 3600.0:.0f} hours old, and at most {MAX_AGE_S / 3600.0:.0f} are allowed")
+        return max(0.0, age_s)
+
+
+class Reader:
+    """Takes the pieces in order, then `done`."""
+
+    def __init__(self) -> None:
+        self._saved: Saved | None = None
+        self._in_order: list[SavedEndpoint] = []
+        self._keys = self._ends = 0
+        self._is_complete = False
+
+    def take(self, piece: object) -> None:
+        """The next piece. Raises SavedError."""
+        _require(isinstance(piece, dict) and not self._is_complete, "it is not a state file of lbproxy")
+        assert isinstance(piece, dict)
+        saved = self._saved
+        if saved is None:
+            self._saved = _head(piece)
+            return
+        kind = piece.get("kind")
+        if kind == "pool":
+            _require(not saved.pool, "it has two pools")
+            saved.pool = _learned(piece.get("learned"), POOL, frozenset())
+        elif kind == "endpoint":
+            self._endpoint(saved, piece)
+        elif kind == "nodes":
+            for one in _list(piece.get("nodes")):
+                self._node(saved, one)
+        elif kind == "ends":
+            self._add_ends(saved, piece)
+        else:
+            _require(kind == "end", "it has a piece of an unknown kind")
+            self._is_complete = True
+
+    def done(self) -> Saved:
+        """All of it. Raises SavedError if the end is missing."""
+        _require(self._is_complete, "its end is missing")
+        assert self._saved is not None
+        _require(bool(self._saved.pool), "it has no pool")
+        for endpoint in self._in_order:
+            endpoint.ends = _newest(endpoint.ends, self._saved.depths)
+        return self._saved
+
+    def _endpoint(self, saved: Saved, piece: Mapping[str, object]) -> None:
+        url = piece.get("url")
+        _require(isinstance(url, str) and 0 < len(url) <= MAX_URL_CHARS, "an endpoint has no URL")
+        assert isinstance(url, str)
+        _require(url not in saved.endpoints and len(saved.endpoints) < MAX_ENDPOINTS, "it has too many endpoints")
+        started_at = piece.get("started_at")
+        endpoint = SavedEndpoint(
+            None if started_at is None else _number(started_at, "started_at", (-MAX_STARTED_AT, MAX_STARTED_AT)),
+            _learned(piece.get("learned"), ENDPOINT, MAY_BE_EMPTY),
+            _names(piece.get("loaded")),
+            _names(piece.get("known")),
+        )
+        saved.endpoints[url] = endpoint
+        self._in_order.append(endpoint)
+
+    def _node(self, saved: Saved, node: object) -> None:
+        match node:
+            case [int(parent), str(text)] if -1 <= parent < len(saved.depths):
+                pass
+            case _:
+                raise SavedError("a piece of a prompt is malformed")
+        try:
+            keys = a2b_base64(text, strict_mode=True)
+        except (Error, ValueError):  # ValueError: not ASCII
+            raise SavedError("a piece of a prompt is malformed") from None
+        _require(bool(keys) and not len(keys) % KEY_BYTES, "a piece of a prompt is malformed")
+        count = len(keys) // KEY_BYTES
+        depth = count + (0 if parent < 0 else saved.depths[parent])
+        self._keys += count
+        fits = depth <= MAX_DEPTH and self._keys <= MAX_KEYS and len(saved.depths) < MAX_NODES
+        _require(fits, "it has too many prompts, or too long ones")
+        saved.depths.append(depth)
+        saved.parents.append(parent)
+        saved.keys.append(keys)
+
+    def _add_ends(self, saved: Saved, piece: Mapping[str, object]) -> None:
+        number, nodes = piece.get("endpoint"), _list(piece.get("nodes"))
+        known = type(number) is int and 0 <= number < len(self._in_order)
+        _require(known, "a prompt is at no endpoint")
+        assert isinstance(number, int)
+        self._ends += len(nodes)
+        _require(self._ends <= MAX_ENDS, "it has too many prompts")
+        for node in nodes:
+            _require(type(node) is int and 0 <= node < len(saved.depths), "a prompt has no end")
+            assert isinstance(node, int)
+            self._in_order[number].ends.append(node)
+
+
+def _newest(ends: list[int], depths: list[int]) -> list[int]:
+    """The most recently used prompts, as many as may be restored."""
+    blocks = 0
+    for count, end in enumerate(reversed(ends)):
+        blocks += depths[end]
+        if blocks > MAX_RESTORED_KEYS:
+            return ends[len(ends) - count :]
+    return ends
+
+
+def _head(piece: Mapping[str, object]) -> Saved:
+    _require(piece.get("kind") == "head" and piece.get("format") == FORMAT, "it is not a state file of lbproxy")
+    version = piece.get("version")
+    _require(type(version) is int, "it has no version")
+    _require(version == VERSION, f"it has version {version}, and this lbproxy reads version {VERSION}")
+    saved_at = _number(piece.get("saved_at"), "saved_at", COUNT)
+    return Saved(saved_at, int(_number(piece.get("block_bytes"), "block_bytes", (1.0, 1e9))))
+
+
+def _learned(found: object, wanted: Mapping[str, Limits], may_be_empty: frozenset[str]) -> Learned:
+    _require(isinstance(found, dict) and found.keys() == wanted.keys(), "learned values are missing, or unknown")
+    assert isinstance(found, dict)
+    return {group: _group(found[group], group, limits, may_be_empty) for group, limits in wanted.items()}
+
+
+def _group(found: object, group: str, limits: Limits, may_be_empty: frozenset[str]) -> dict[str, float]:
+    _require(isinstance(found, dict), f"{group}: expected numbers by name")
+    assert isinstance(found, dict)
+    if not found and group in may_be_empty:
+        return {}
+    missing = {name for name in limits if f"{group}.{name}" not in MAY_LACK} - found.keys()
+    _require(not missing and found.keys() <= limits.keys(), f"{group}: values are missing, or unknown")
+    return {name: _number(value, f"{group}.{name}", limits[name]) for name, value in found.items()}
+
+
+def _number(found: object, name: str, limits: tuple[float, float]) -> float:
+    """A finite number within limits: comparisons with NaN are false."""
+    fits = type(found) in {int, float} and limits[0] <= found <= limits[1]  # type: ignore[operator]
+    _require(fits, f"{name}: expected a number from {limits[0]:g} to {limits[1]:g}")
+    return float(found)  # type: ignore[arg-type]
+
+
+def _names(found: object) -> tuple[str, ...]:
+    names = _list(found)
+    _require(len(names) <= MAX_NAMES and all(map(is_name, names)), "names of adapters are malformed")
+    return tuple(str(name) for name in names)
+
+
+def _list(found: object) -> list[object]:
+    _require(isinstance(found, list), "expected a list")
+    assert isinstance(found, list)
+    return found
+
+
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise SavedError(problem)
