@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import Callable
+from typing import Final
 
 from lbproxy.config.tree import Settings
 from lbproxy.processes.control import Beat, Start, Text, ToChild
 from lbproxy.settings_file import parse_text
 from lbproxy.workers.link import Link
 from lbproxy.workers.messages import Message
+
+BEAT_S: Final = 1.0
 
 
 class Supervisor:
@@ -23,6 +27,7 @@ class Supervisor:
         """Its process ended."""
         self.on_message: Callable[[ToChild], None] = lambda _: None
         """What follows `Start`."""
+        self._beat_at = 0.0
         self._start: asyncio.Future[Start] = asyncio.get_running_loop().create_future()
 
     async def started(self) -> Start:
@@ -37,8 +42,11 @@ class Supervisor:
         self.link.send(message)
 
     def beat(self, _: float = 0.0) -> None:
-        """Tell it that the event loop runs: for `Pulse.listen`, about once in 50 ms."""
-        self.link.send(Beat())
+        """Tell it that the event loop runs, once a second: for `Pulse.listen`."""
+        now = time.monotonic()
+        if now - self._beat_at >= BEAT_S:
+            self._beat_at = now
+            self.link.send(Beat())
 
     def _received(self, arrived: list[ToChild]) -> None:
         for message in arrived:

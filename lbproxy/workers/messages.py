@@ -8,15 +8,11 @@ request in its worker: the same for all of its attempts and its record.
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
-from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
-from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import InferenceRequest, Usage
 
 Fields: TypeAlias = tuple[Any, ...]
 """The fields of a NamedTuple."""
@@ -69,10 +65,10 @@ class FirstByte(Message, tag=3):
 
 
 class Progress(Message, tag=4):
-    """See RequestRuntime.progress."""
+    """See RequestRuntime.progress: of several requests, gathered for some milliseconds."""
 
-    number: int
-    tokens: int
+    tokens: dict[int, int]
+    """By number."""
 
 
 class Close(Message, tag=5):
@@ -321,117 +317,3 @@ FromWorker: TypeAlias = (
     | Beat
 )
 ToWorker: TypeAlias = Welcome | Placed | Refused | Stranded | Members | Models | Remember | Refreshed | Settle | Pong
-
-
-# --- Parts ------------------------------------------------------------------------------------------------------------
-
-
-def request_fields(request: InferenceRequest) -> RequestFields:
-    """The request, as a message has it: the same object."""
-    return cast(RequestFields, request)
-
-
-def read_request(fields: RequestFields) -> InferenceRequest:
-    """The request that travelled as its tuple."""
-    return InferenceRequest._make(fields)
-
-
-def read_usage(fields: Fields | None) -> Usage | None:
-    """The usage that travelled as its tuple."""
-    return None if fields is None else Usage._make(fields)
-
-
-def ended(record: RequestRecord) -> Ended:
-    """The message about a record that is complete."""
-    return Ended(
-        record.number,
-        record.id,
-        record.method,
-        record.path,
-        record.client,
-        record.started_at,
-        record.route,
-        record.model,
-        record.alias,
-        record.stream,
-        record.endpoint,
-        record.attempts,
-        record.status,
-        OUTCOME_NUMBERS[record.outcome],
-        record.failed,
-        record.error,
-        record.request_bytes,
-        record.response_bytes,
-        record.events,
-        record.usage,
-        record.key,
-        record.flow,
-        record.queue_s,
-        record.placed_at,
-        record.first_byte_at,
-        record.ended_at,
-    )
-
-
-def fill(record: RequestRecord, end: Ended) -> RequestRecord:
-    """Write what a worker noted into a record that the balancer process began, and return it.
-
-    What only the balancer process knows stays as it is: why the request waited, the decisions, the predicted hits.
-    """
-    record.id = end.id
-    record.path = end.path
-    record.route = end.route
-    record.model = end.model
-    record.alias = end.alias
-    record.stream = end.stream
-    record.endpoint = end.endpoint
-    record.attempts = end.attempts
-    record.status = end.status
-    record.outcome = OUTCOMES[end.outcome]
-    record.failed = end.failed
-    record.error = end.error
-    record.request_bytes = end.request_bytes
-    record.response_bytes = end.response_bytes
-    record.events = end.events
-    record.usage = read_usage(end.usage)
-    record.key = end.key
-    record.flow = end.flow
-    record.queue_s = end.queue_s
-    record.placed_at = end.placed_at
-    record.first_byte_at = end.first_byte_at
-    record.ended_at = end.ended_at
-    return record
-
-
-def member(endpoint: Endpoint, health: str, *, draining: bool) -> Member:
-    """What a worker is told of an endpoint. Secrets are in it: it goes to our own processes only."""
-    proxy = endpoint.proxy
-    credentials = None if proxy is None or proxy.credentials is None else proxy.credentials.reveal()
-    return Member(
-        endpoint.uid,
-        endpoint.name,
-        endpoint.base_url,
-        endpoint.weight,
-        None if endpoint.api_key is None else endpoint.api_key.reveal(),
-        endpoint.tls,
-        None if proxy is None else (proxy.host, proxy.port, credentials),
-        health,
-        draining,
-    )
-
-
-def read_endpoint(told: Member) -> Endpoint:
-    """The endpoint, as far as a worker needs it."""
-    proxy = None
-    if told.proxy is not None:
-        host, port, credentials = told.proxy
-        proxy = Proxy(host, port, None if credentials is None else ApiKey(credentials))
-    return Endpoint(
-        uid=EndpointUid(told.uid),
-        name=told.name,
-        base_url=told.base_url,
-        weight=told.weight,
-        api_key=None if told.api_key is None else ApiKey(told.api_key),
-        tls=None if told.tls is None else Tls._make(told.tls),
-        proxy=proxy,
-    )

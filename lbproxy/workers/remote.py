@@ -40,6 +40,7 @@ from lbproxy.pulse import Pulse
 from lbproxy.request_runtime import RequestRuntime
 from lbproxy.runtime import Sink
 from lbproxy.workers import messages as m
+from lbproxy.workers.contents import message_of, read_endpoint, read_request, request_fields
 from lbproxy.workers.known import Known
 from lbproxy.workers.link import Link
 
@@ -47,6 +48,8 @@ logger = logging.getLogger("lbproxy")
 
 MAX_UNSENT: Final = 50_000
 """Records that wait for a balancer process: 10 s of 5,000 requests a second, in about 30 MB."""
+PROGRESS_S: Final = 0.05
+"""Progress is gathered for so long: sent one by one, a write for each was 2 % of the CPU time of a stream's events."""
 REFRESH_S: Final = 10.0
 """The longest wait for an endpoint that is asked for its models."""
 
@@ -89,18 +92,22 @@ class _Nobody:
         """See Owner."""
 
 
-class _Records:
-    """Records on their way to the balancer process and to this process's own sinks."""
+class _Reports:
+    """Reports that need not leave at once: records, for the balancer process and for this process's own sinks, and
+    progress.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sinks: Sequence[Sink]) -> None:
         self._loop = loop
         self._sinks = sinks
         self._unsent: deque[m.Ended] = deque(maxlen=MAX_UNSENT)
         self._ended: list[RequestRecord] = []
+        self.progress: dict[int, int] = {}
+        """Tokens by number, to be sent soon."""
 
     def emit(self, record: RequestRecord, link: Link[m.ToWorker] | None) -> None:
         """A request is over. Without a link its record waits for one."""
-        message = m.ended(record)
+        message = message_of(record)
         if link is None:
             self._unsent.append(message)
         else:
@@ -138,7 +145,7 @@ class RemoteRuntime(RequestRuntime):
         """Requests that were placed without a balancer process."""
         self.owner: Owner = _Nobody()
         self.known = Known()
-        self._records = _Records(self.loop, sinks)
+        self._reports = _Reports(self.loop, sinks)
         self._retries = Retries(settings.retry, rng)
         self._link: Link[m.ToWorker] | None = None
         self._welcomed = False
@@ -218,7 +225,7 @@ class RemoteRuntime(RequestRuntime):
         state = None if owner is None else self.known.get(owner)
         message = m.Submit(
             number,
-            m.request_fields(request),
+            request_fields(request),
             tuple(avoid),
             suspect,
             again,
@@ -256,6 +263,8 @@ class RemoteRuntime(RequestRuntime):
         ticket.state = TicketState.CLOSED
         ticket.outcome = outcome
         self._open.pop(ticket.number, None)
+        if ticket.number in self._reports.progress:
+            self._send_progress()  # before the end
         return True
 
     def first_byte(self, ticket: Ticket) -> None:
@@ -267,8 +276,17 @@ class RemoteRuntime(RequestRuntime):
 
     def progress(self, ticket: Ticket, tokens: int) -> None:
         """See RequestRuntime."""
-        if self._link is not None:
-            self._link.send(m.Progress(ticket.number, tokens))
+        if self._link is None:
+            return
+        number, gathered = ticket.number, self._reports.progress
+        if not gathered:
+            self.loop.call_later(PROGRESS_S, self._send_progress)
+        gathered[number] = gathered.get(number, 0) + tokens
+
+    def _send_progress(self) -> None:
+        gathered, self._reports.progress = self._reports.progress, {}
+        if gathered and self._link is not None:
+            self._link.send(m.Progress(gathered))
 
     def after_failure(self, ticket: Ticket, error: UpstreamError, earlier: Sequence[FailureKind]) -> Verdict:
         """See RequestRuntime."""
@@ -306,11 +324,11 @@ class RemoteRuntime(RequestRuntime):
 
     def emit(self, record: RequestRecord) -> None:
         """See RequestRuntime."""
-        self._records.emit(record, self._link if self._welcomed else None)
+        self._reports.emit(record, self._link if self._welcomed else None)
 
     def hand_out(self) -> None:
         """Tell this process's own sinks now what ended."""
-        self._records.hand_out()
+        self._reports.hand_out()
 
     # What its response shows
 
@@ -444,7 +462,7 @@ class RemoteRuntime(RequestRuntime):
         one.stranded = False
 
     def _on_members(self, message: m.Members) -> None:
-        self.known.replace((m.read_endpoint(one), Health(one.health), one.draining) for one in message.members)
+        self.known.replace((read_endpoint(one), Health(one.health), one.draining) for one in message.members)
 
     def _on_models(self, message: m.Models) -> None:
         cards = message.cards
@@ -452,7 +470,7 @@ class RemoteRuntime(RequestRuntime):
         self.known.list_models(EndpointUid(message.uid), read)
 
     def _on_remember(self, message: m.Remember) -> None:
-        request = m.read_request(message.request)
+        request = read_request(message.request)
         self.known.stored_responses.remember(message.response_id, EndpointUid(message.uid), request, now=self.now())
 
     def _on_refreshed(self, message: m.Refreshed) -> None:
@@ -476,4 +494,4 @@ class RemoteRuntime(RequestRuntime):
             else:
                 url = ticket.placed_on.endpoint.base_url
                 self._link.send(m.Running(one.submit, url, ticket.first_byte_at is not None))
-        self._records.send(self._link)
+        self._reports.send(self._link)

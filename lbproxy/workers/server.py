@@ -25,6 +25,7 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.retry import FailureKind, UpstreamError, Verdict
 from lbproxy.runtime import Runtime
 from lbproxy.workers import messages as m
+from lbproxy.workers.contents import fill, member, read_request, read_usage, request_fields
 from lbproxy.workers.link import Link
 
 logger = logging.getLogger("lbproxy")
@@ -125,7 +126,7 @@ class Session:
 
     def _submit(self, job: _Job, message: m.Submit) -> None:
         runtime, job.submit = self._runtime, message
-        request = m.read_request(message.request)
+        request = read_request(message.request)
         if message.owner is not None and request.response_id is not None:
             runtime.owns_response(message.owner, request.response_id, request)
         job.record.flow = request.flow
@@ -193,18 +194,19 @@ class Session:
             self._runtime.first_byte(ticket)
 
     def _on_progress(self, message: m.Progress) -> None:
-        if (ticket := self._placed(message.number)) is not None:
-            self._runtime.progress(ticket, message.tokens)
+        for number, tokens in message.tokens.items():
+            if (ticket := self._placed(number)) is not None:
+                self._runtime.progress(ticket, tokens)
 
     def _on_close(self, message: m.Close) -> None:
         job = self.jobs.get(message.number)
         if job is not None and job.ticket is not None:
-            usage = m.read_usage(message.usage)
+            usage = read_usage(message.usage)
             self._runtime.close(job.ticket, m.OUTCOMES[message.outcome], usage, timed_out=message.timed_out)
 
     def _on_answered(self, message: m.Answered) -> None:
         if (ticket := self._placed(message.number)) is not None:
-            runtime, usage = self._runtime, m.read_usage(message.usage)
+            runtime, usage = self._runtime, read_usage(message.usage)
             runtime.answered(ticket, m.OUTCOMES[message.outcome], usage, began=message.began, now=runtime.now())
 
     def _on_failed(self, message: m.Failed) -> None:
@@ -216,7 +218,7 @@ class Session:
     def _on_stores(self, message: m.Stores) -> None:
         if (ticket := self._placed(message.number)) is not None:
             self._runtime.stores(ticket, message.response_id)
-            note = m.Remember(message.response_id, ticket.placed_state.endpoint.uid, m.request_fields(ticket.request))
+            note = m.Remember(message.response_id, ticket.placed_state.endpoint.uid, request_fields(ticket.request))
             for other in self._server.sessions:
                 if other is not self:
                     other.link.send(note)
@@ -232,12 +234,12 @@ class Session:
             record = RequestRecord(message.id, message.method, message.path, message.client, message.started_at)
         else:
             record = job.record
-        self._runtime.emit(m.fill(record, message))
+        self._runtime.emit(fill(record, message))
 
     def _on_running(self, message: m.Running) -> None:
         """A request that was placed by another balancer process, or by the worker alone."""
         job = self._begin(message.submit)
-        job.ticket = self._runtime.adopt(m.read_request(message.submit.request), message.url, began=message.began)
+        job.ticket = self._runtime.adopt(read_request(message.submit.request), message.url, began=message.began)
 
     def strand(self) -> None:
         """Tell the worker which of its requests are stranded."""
@@ -382,7 +384,7 @@ class WorkerServer:
     @staticmethod
     def _members(snapshots: Iterable[Any]) -> m.Members:
         return m.Members(
-            [m.member(one.endpoint, one.health.value, draining=one.draining) for one in snapshots if not one.removed]
+            [member(one.endpoint, one.health.value, draining=one.draining) for one in snapshots if not one.removed]
         )
 
     def _models_of(self, uid: EndpointUid) -> m.Models:

@@ -1,0 +1,156 @@
+"""What worker processes cost: `python -m benchmarks.overhead.workers`, side by side with one process, interleaved.
+
+For a 1 KB request and for an event of a stream: the CPU time of each process apart. Proxies run on one core
+(`--spread`: on both, beside the load), so that the sums are comparable; how it scales follows from them: N workers
+relay N times what one core can, until the balancer process is full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import urllib.request
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.overhead import process
+from benchmarks.overhead.load import BENCH, WORKLOADS, Workload, build, run_load, server
+from benchmarks.overhead.process import LOAD_CORE, Proxy, cpu_s, session
+from benchmarks.overhead.subjects import LBPROXY, Subject, lbproxy, with_workers
+
+KINDS = ("balancer", "worker", "supervisor")
+
+
+@dataclass
+class Window:
+    """One window of one subject."""
+
+    unit_us: dict[str, float]
+    """CPU per request or event, by kind of process; "all" is the sum."""
+    per_s: float
+    ttft_ms: float
+    latency_ms: float
+    shares: list[float]
+    """Of the clients' connections that each worker has."""
+
+
+def roles(proxy: Proxy, admin: int) -> dict[int, str]:
+    """What each process is, by its pid."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{admin}/admin/state", timeout=5) as reply:
+        workers = {one["pid"] for one in json.load(reply)["workers"]}
+    pids = session(proxy.process.pid)
+    if not workers:
+        return dict.fromkeys(pids, "process")
+    found = {pid: "worker" if pid in workers else "balancer" for pid in pids}
+    found[proxy.process.pid] = "supervisor"
+    return found
+
+
+def measure(proxy: Proxy, admin: int, load: Workload, seconds: float, server_pid: int) -> Window:
+    """One window."""
+    kinds = roles(proxy, admin)
+    usage = _Sampled(kinds)
+    figures = run_load(load, proxy.port, seconds, server_pid=server_pid, proxy=usage)
+    count = figures["events"] if load.unit == "event" else figures["requests"]
+    used: defaultdict[str, float] = defaultdict(float)
+    for pid, before in usage.first.items():
+        used[kinds[pid]] += usage.last[pid] - before
+    unit_us = {kind: 1e6 * spent / count for kind, spent in used.items()}
+    unit_us["all"] = sum(unit_us.values())
+    shares = usage.shares
+    return Window(unit_us, count / figures["seconds"], figures["ttft_ms"]["p50"], figures["latency_ms"]["p50"], shares)
+
+
+class _Sampled(process.Usage):
+    """Looks at each process apart: at the window's begin and its end."""
+
+    def __init__(self, kinds: dict[int, str]) -> None:
+        super().__init__(list(kinds))
+        self.first: dict[int, float] = {}
+        self.last: dict[int, float] = {}
+        self.shares: list[float] = []
+
+    def cpu_s(self) -> float:
+        seen = {pid: cpu_s([pid]) for pid in self.pids}
+        if not self.first:
+            self.first = seen
+        self.last = seen
+        return sum(seen.values())
+
+
+def connection_shares(admin: int) -> list[float]:
+    """Of each worker."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{admin}/admin/state", timeout=5) as reply:
+        counts = [one["client_connections"] for one in json.load(reply)["workers"]]
+    return [one / max(1, sum(counts)) for one in counts]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--spread", action="store_true", help="proxies on both cores, beside the load")
+    parser.add_argument("--loads", default="1k,sse,ttft")
+    args = parser.parse_args()
+    build()
+    if args.spread:
+        process.PROXY_CORE = f"0-{(os.cpu_count() or 2) - 1}"
+    os.sched_setaffinity(0, {int(LOAD_CORE)})
+    one = lbproxy("one process", Path())
+    subjects = [one, replace(with_workers(one, args.workers), name=f"{args.workers} workers")]
+    for load in (load for load in WORKLOADS if load.key in args.loads.split(",")):
+        run(load, subjects, rounds=args.rounds, seconds=args.seconds)
+
+
+def run(load: Workload, subjects: list[Subject], *, rounds: int, seconds: float) -> None:
+    """All rounds of one load; prints a line for each subject."""
+    folder = Path(tempfile.mkdtemp(dir=BENCH))
+    windows: defaultdict[str, list[Window]] = defaultdict(list)
+    try:
+        with server() as (port, server_pid):
+            proxies = {}
+            for number, subject in enumerate(subjects):
+                proxy = subject.start(port, folder / str(number))
+                proxies[subject.name] = proxy, _admin(folder / str(number))
+                proxy.warm_up(WORKLOADS[0].body())
+                proxy.pause()
+            for index in range(rounds):
+                for subject in subjects if index % 2 == 0 else subjects[::-1]:
+                    proxy, admin = proxies[subject.name]
+                    proxy.resume()
+                    windows[subject.name].append(measure(proxy, admin, load, seconds, server_pid))
+                    proxy.pause()
+            for proxy, _ in proxies.values():
+                proxy.__exit__(None, None, None)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(f"\n{load.title}: median of {rounds} rounds, us of CPU per {load.unit}")
+    base = statistics.median(one.unit_us["all"] for one in windows[subjects[0].name])
+    for subject in subjects:
+        seen = windows[subject.name]
+        parts = {kind: statistics.median(one.unit_us[kind] for one in seen) for kind in seen[0].unit_us}
+        text = ", ".join(f"{kind} {value:.1f}" for kind, value in parts.items())
+        print(
+            f"{subject.name}: {text}; {parts['all'] / base:.2f}x; "
+            f"{statistics.median(one.per_s for one in seen):,.0f} {load.unit}s/s, "
+            f"latency p50 {statistics.median(one.latency_ms for one in seen):.3f} ms, "
+            f"TTFT p50 {statistics.median(one.ttft_ms for one in seen):.3f} ms",
+            flush=True,
+        )
+
+
+def _admin(folder: Path) -> int:
+    """The admin port, from the settings that the proxy got."""
+    assert LBPROXY
+    line = next(one for one in (folder / "cfg.yaml").read_text().splitlines() if one.startswith("admin"))
+    return int(line.rpartition(":")[2])
+
+
+if __name__ == "__main__":
+    main()

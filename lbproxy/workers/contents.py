@@ -1,0 +1,122 @@
+"""Requests, usages, records and endpoints, into messages and out of them: not in `messages`, as this is compiled."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.workers import messages as m
+
+
+def request_fields(request: InferenceRequest) -> m.RequestFields:
+    """The request, as a message has it: the same object."""
+    return cast(m.RequestFields, request)
+
+
+def read_request(fields: m.RequestFields) -> InferenceRequest:
+    """The request that travelled as its tuple."""
+    return tuple.__new__(InferenceRequest, fields)  # `_make` is a function in Python
+
+
+def read_usage(fields: m.Fields | None) -> Usage | None:
+    """The usage that travelled as its tuple."""
+    return None if fields is None else tuple.__new__(Usage, fields)
+
+
+def message_of(record: RequestRecord) -> m.Ended:
+    """The message about a record that is complete."""
+    return m.Ended(
+        record.number,
+        record.id,
+        record.method,
+        record.path,
+        record.client,
+        record.started_at,
+        record.route,
+        record.model,
+        record.alias,
+        record.stream,
+        record.endpoint,
+        record.attempts,
+        record.status,
+        m.OUTCOME_NUMBERS[record.outcome],
+        record.failed,
+        record.error,
+        record.request_bytes,
+        record.response_bytes,
+        record.events,
+        record.usage,
+        record.key,
+        record.flow,
+        record.queue_s,
+        record.placed_at,
+        record.first_byte_at,
+        record.ended_at,
+    )
+
+
+def fill(record: RequestRecord, end: m.Ended) -> RequestRecord:
+    """Write what a worker noted into a record that the balancer process began, and return it.
+
+    What only the balancer process knows stays as it is: why the request waited, the decisions, the predicted hits.
+    """
+    record.id = end.id
+    record.path = end.path
+    record.route = end.route
+    record.model = end.model
+    record.alias = end.alias
+    record.stream = end.stream
+    record.endpoint = end.endpoint
+    record.attempts = end.attempts
+    record.status = end.status
+    record.outcome = m.OUTCOMES[end.outcome]
+    record.failed = end.failed
+    record.error = end.error
+    record.request_bytes = end.request_bytes
+    record.response_bytes = end.response_bytes
+    record.events = end.events
+    record.usage = read_usage(end.usage)
+    record.key = end.key
+    record.flow = end.flow
+    record.queue_s = end.queue_s
+    record.placed_at = end.placed_at
+    record.first_byte_at = end.first_byte_at
+    record.ended_at = end.ended_at
+    return record
+
+
+def member(endpoint: Endpoint, health: str, *, draining: bool) -> m.Member:
+    """What a worker is told of an endpoint. Secrets are in it: it goes to our own processes only."""
+    proxy = endpoint.proxy
+    credentials = None if proxy is None or proxy.credentials is None else proxy.credentials.reveal()
+    return m.Member(
+        endpoint.uid,
+        endpoint.name,
+        endpoint.base_url,
+        endpoint.weight,
+        None if endpoint.api_key is None else endpoint.api_key.reveal(),
+        endpoint.tls,
+        None if proxy is None else (proxy.host, proxy.port, credentials),
+        health,
+        draining,
+    )
+
+
+def read_endpoint(told: m.Member) -> Endpoint:
+    """The endpoint, as far as a worker needs it."""
+    proxy = None
+    if told.proxy is not None:
+        host, port, credentials = told.proxy
+        proxy = Proxy(host, port, None if credentials is None else ApiKey(credentials))
+    return Endpoint(
+        uid=EndpointUid(told.uid),
+        name=told.name,
+        base_url=told.base_url,
+        weight=told.weight,
+        api_key=None if told.api_key is None else ApiKey(told.api_key),
+        tls=None if told.tls is None else Tls._make(told.tls),
+        proxy=proxy,
+    )
