@@ -25,6 +25,8 @@ from lbproxy.workers.messages import Message
 
 BALANCER: Final = "balancer"
 WORKER: Final = "worker"
+SHARES: Final = "shares"
+"""The file of `workers.shares`, beside the Unix socket."""
 
 
 class Text(Message):

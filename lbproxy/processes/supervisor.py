@@ -21,6 +21,7 @@ import signal
 import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 from lbproxy import app, process
@@ -34,6 +35,7 @@ from lbproxy.net.listening.inherit import Inherited, start_successor
 from lbproxy.net.listening.notify import Notifier
 from lbproxy.processes.control import (
     BALANCER,
+    SHARES,
     WORKER,
     Adopt,
     Child,
@@ -46,6 +48,7 @@ from lbproxy.processes.control import (
     Text,
     ToSupervisor,
 )
+from lbproxy.workers.shares import Shares
 
 logger = logging.getLogger("lbproxy")
 
@@ -110,6 +113,7 @@ class Supervisor:
         self._loop = asyncio.get_running_loop()
         self._sockets: dict[str, Sequence[socket.socket]] = {}
         self._folder = tempfile.mkdtemp(prefix="lbproxy-")  # with mode 0700
+        self._shares = Shares(Path(self._folder) / SHARES)
         self._url = ""
         self._admin_url: str | None = None
         self._status = ""
@@ -204,6 +208,8 @@ class Supervisor:
                 self._fail(child)
                 return
             post.generation += 1
+            if post.role == WORKER:
+                self._shares.set(post.index, None)
             ran_s = self._loop.time() - began_at
             backoff_s = BACKOFF_FIRST_S if ran_s >= STEADY_S else min(BACKOFF_MAX_S, 2.0 * backoff_s)
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

@@ -10,6 +10,7 @@ import resource
 import socket
 from collections.abc import Awaitable, Callable
 from math import ceil
+from pathlib import Path
 
 from lbproxy import process
 from lbproxy.config.text import ConfigError
@@ -19,13 +20,14 @@ from lbproxy.control.telemetry.memory import Memory
 from lbproxy.control.telemetry.telemetry import Telemetry
 from lbproxy.data_plane import DataPlane
 from lbproxy.net.connections.pool import ConnectionPool
-from lbproxy.processes.control import Ready, Start, Stop, Text, ToChild
+from lbproxy.processes.control import SHARES, Ready, Start, Stop, Text, ToChild
 from lbproxy.processes.supervised import Supervisor, read
 from lbproxy.proxy.front.overload import default_bodies
 from lbproxy.runtime import Sink, supervise
 from lbproxy.workers import messages as m
 from lbproxy.workers.link import Link
 from lbproxy.workers.remote import RemoteRuntime
+from lbproxy.workers.shares import Shares
 
 logger = logging.getLogger("lbproxy")
 
@@ -64,6 +66,7 @@ class Worker:
         runtime.owner = self
         connections = ConnectionPool(runtime.pulse)
         self._plane = DataPlane(settings, runtime, connections, rng, sinks, self._loads)
+        self._shares = Shares(Path(start.path).parent / SHARES)
         self._lags: list[float] = []
         self._heard_at = 0.0
         self._stop: asyncio.Future[Stop] = self._loop.create_future()
@@ -85,6 +88,7 @@ class Worker:
             running.append(self._group.create_task(supervise(name, run, self._rng)))
 
         supervisor, plane, runtime = self._supervisor, self._plane, self._runtime
+        front, index = plane.front, self._start.index
         supervisor.on_message = self._on_message
         plane.adopt(self._settings, await plane.prepare(self._settings))
         runtime.pulse.listen(self._note_lag)
@@ -95,6 +99,9 @@ class Worker:
             if supervisor.gone.is_set():
                 return
             await asyncio.sleep(DIAL_S)
+        shares = self._shares
+        runtime.pulse.listen(lambda _: shares.set(index, None if self._stop.done() else front.open_connections))
+        front.listener.gives_way = self._gives_way
         await plane.accept([socket.socket(fileno=fd) for fd in self._start.descriptors["listen"]])
         plane.front.url = self._start.url
         if not self._start.index:
@@ -119,6 +126,11 @@ class Worker:
             self._runtime.link.close()
         await self._plane.close()
         self._telemetry.close()
+
+    def _gives_way(self) -> bool:
+        """See net.listening.listener."""
+        self._shares.set(self._start.index, self._plane.front.open_connections)
+        return self._shares.is_ahead(self._start.index)
 
     # The supervisor
 

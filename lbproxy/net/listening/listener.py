@@ -31,6 +31,8 @@ BATCH = 64
 """Connections accepted in one turn: a burst must not delay running streams for more than some milliseconds."""
 DESCRIPTOR_SHARE = 0.45
 PAUSE_S = 0.1
+GIVE_WAY_S = 0.002
+"""How long a connection is left to other processes. The delay that it gets if they are all busy."""
 LOG_EVERY_S = 10.0
 HANDSHAKE_S = 10.0
 """For a TLS handshake, from the connection on: as long as a request's head may take (timeouts.client_head)."""
@@ -91,6 +93,9 @@ class Listener:
         self._log_at = float("-inf")
         self._accepting: set[asyncio.Task[None]] = set()
         self._tls: ssl.SSLContext | None = None
+        self.gives_way: Callable[[], bool] | None = None
+        """If other processes accept from the same sockets: whether they should accept first. Then one connection is
+        accepted in a turn, as the process that wakes up first would take them all."""
         self.sockets: Sequence[socket.socket] = ()
         self.refused = {CONNECTIONS: 0, DESCRIPTORS: 0}
         """Connections closed here, by what was lacking."""
@@ -127,7 +132,24 @@ class Listener:
         self.sockets, self._spares, self._resume = (), [], None
 
     def _accept(self, sock: socket.socket) -> None:
-        for _ in range(BATCH):
+        batch = BATCH
+        if self.gives_way is not None:
+            if self.gives_way():
+                self._stop_accepting()
+                self._resume = self._loop.call_later(GIVE_WAY_S, self._accept_after_others)
+                return
+            batch = 1
+        self._accept_some(sock, batch)
+
+    def _accept_after_others(self) -> None:
+        """They had the time to. What is left is ours."""
+        self._resume = None
+        for sock in self.sockets:
+            self._loop.add_reader(sock, self._accept, sock)
+            self._accept_some(sock, 1)
+
+    def _accept_some(self, sock: socket.socket, batch: int) -> None:
+        for _ in range(batch):
             try:
                 client, _ = sock.accept()
             except (BlockingIOError, InterruptedError):
