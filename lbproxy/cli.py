@@ -66,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--listen", type=addresses.listener, default=addresses.LISTEN, metavar=at, help=own.format("it"))
     what = own.format("its admin")
     demo.add_argument("--admin", type=addresses.listener, default=addresses.ADMIN, metavar=at, help=what)
+    what = "worker processes that relay, as with `workers` in the settings (default: 1, all in one process)"
+    demo.add_argument("--workers", type=int, choices=range(1, 65), metavar="N", default=1, help=what)
     what = "six servers with everyday traffic, of which one slows down, one is killed, and two are drained"
     demo.add_argument("--traffic", action="store_true", help=what)
     demo.add_argument(
@@ -200,7 +202,7 @@ def _demo(args: argparse.Namespace) -> int:
         return _demo_traffic(args)
     from lbproxy.demo.first import run_demo  # noqa: PLC0415
 
-    _run_until_signal(lambda stop, _: run_demo(args.listen, args.admin, stop))
+    _run_until_signal(lambda stop, _: run_demo(args.listen, args.admin, stop, workers=args.workers))
     return 0
 
 

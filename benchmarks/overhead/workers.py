@@ -19,11 +19,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.overhead import process
-from benchmarks.overhead.load import BENCH, WORKLOADS, Workload, build, run_load, server
+from benchmarks.overhead.load import BENCH, ROOT, WORKLOADS, Workload, build, run_load, server
+from benchmarks.overhead.plan import machine, today
 from benchmarks.overhead.process import LOAD_CORE, Proxy, cpu_s, session
+from benchmarks.overhead.report import insert, table
 from benchmarks.overhead.subjects import LBPROXY, Subject, lbproxy, with_workers
 
-KINDS = ("balancer", "worker", "supervisor")
+PAGE = ROOT / "docs/scale.md"
 
 
 @dataclass
@@ -35,8 +37,6 @@ class Window:
     per_s: float
     ttft_ms: float
     latency_ms: float
-    shares: list[float]
-    """Of the clients' connections that each worker has."""
 
 
 def roles(proxy: Proxy, admin: int) -> dict[int, str]:
@@ -62,8 +62,7 @@ def measure(proxy: Proxy, admin: int, load: Workload, seconds: float, server_pid
         used[kinds[pid]] += usage.last[pid] - before
     unit_us = {kind: 1e6 * spent / count for kind, spent in used.items()}
     unit_us["all"] = sum(unit_us.values())
-    shares = usage.shares
-    return Window(unit_us, count / figures["seconds"], figures["ttft_ms"]["p50"], figures["latency_ms"]["p50"], shares)
+    return Window(unit_us, count / figures["seconds"], figures["ttft_ms"]["p50"], figures["latency_ms"]["p50"])
 
 
 class _Sampled(process.Usage):
@@ -73,7 +72,6 @@ class _Sampled(process.Usage):
         super().__init__(list(kinds))
         self.first: dict[int, float] = {}
         self.last: dict[int, float] = {}
-        self.shares: list[float] = []
 
     def cpu_s(self) -> float:
         seen = {pid: cpu_s([pid]) for pid in self.pids}
@@ -83,13 +81,6 @@ class _Sampled(process.Usage):
         return sum(seen.values())
 
 
-def connection_shares(admin: int) -> list[float]:
-    """Of each worker."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{admin}/admin/state", timeout=5) as reply:
-        counts = [one["client_connections"] for one in json.load(reply)["workers"]]
-    return [one / max(1, sum(counts)) for one in counts]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
@@ -97,6 +88,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--spread", action="store_true", help="proxies on both cores, beside the load")
     parser.add_argument("--loads", default="1k,sse,ttft")
+    parser.add_argument("--write", action="store_true", help="write the tables of docs/scale.md")
     args = parser.parse_args()
     build()
     if args.spread:
@@ -104,11 +96,60 @@ def main() -> None:
     os.sched_setaffinity(0, {int(LOAD_CORE)})
     one = lbproxy("one process", Path())
     subjects = [one, replace(with_workers(one, args.workers), name=f"{args.workers} workers")]
-    for load in (load for load in WORKLOADS if load.key in args.loads.split(",")):
-        run(load, subjects, rounds=args.rounds, seconds=args.seconds)
+    measured = {
+        load.key: (load, run(load, subjects, rounds=args.rounds, seconds=args.seconds))
+        for load in WORKLOADS
+        if load.key in args.loads.split(",")
+    }
+    if args.write:
+        text = PAGE.read_text("utf-8")
+        text = insert(text, costs(measured, args.rounds), "<!-- generated: workers -->")
+        PAGE.write_text(insert(text, saturation(measured), "<!-- generated: saturation -->"), "utf-8")
 
 
-def run(load: Workload, subjects: list[Subject], *, rounds: int, seconds: float) -> None:
+Seen = dict[str, list[Window]]
+"""The windows of each subject: one process first."""
+
+
+def middle(windows: list[Window], kind: str) -> float:
+    """The median CPU time of a kind of process."""
+    return statistics.median(one.unit_us.get(kind, 0.0) for one in windows)
+
+
+def costs(measured: dict[str, tuple[Workload, Seen]], rounds: int) -> str:
+    """The table of what it costs."""
+    heads = ["us of CPU per", "one process", "workers", "balancer process", "sum", "x one process", "p50 later by"]
+    rows = []
+    for load, seen in measured.values():
+        (_, one), (_, many) = seen.items()
+        if load.kind == "ttft":
+            later = statistics.median(w.ttft_ms for w in many) - statistics.median(w.ttft_ms for w in one)
+        else:
+            later = statistics.median(w.latency_ms for w in many) - statistics.median(w.latency_ms for w in one)
+        parts = [middle(one, "all"), middle(many, "worker"), middle(many, "balancer"), middle(many, "all")]
+        ratio = f"{parts[3] / parts[0]:.2f}"
+        delay = "" if load.unit == "event" else f"{later:.2f} ms"
+        rows.append([f"{load.unit}: {load.title}", *(f"{one:.1f}" for one in parts), ratio, delay])
+    note = f"\nMedians of {rounds} rounds, interleaved; {today()}, {machine()}.\n"
+    return table(heads, rows) + "\n" + note
+
+
+def saturation(measured: dict[str, tuple[Workload, Seen]]) -> str:
+    """What N workers can do, by arithmetic."""
+    request, event = measured["1k"][1], measured["sse"][1]
+    (_, one), (_, many) = request.items()
+    (_, one_event), (_, many_events) = event.items()
+    decides = 1e6 / middle(many, "balancer")
+    rows = [["one process", f"{1e6 / middle(one, 'all'):,.0f}", f"{1e6 / middle(one_event, 'all'):,.0f}"]]
+    for count in (2, 4, 8, 16, 32):
+        relayed = count * 1e6 / middle(many, "worker")
+        what = "" if relayed <= decides else " (the balancer process is full)"
+        progressed = min(count * 1e6 / middle(many_events, "worker"), 1e6 / max(0.01, middle(many_events, "balancer")))
+        rows.append([f"{count} workers", f"{min(relayed, decides):,.0f}{what}", f"{progressed:,.0f}"])
+    return table(["cores for lbproxy", "1 KB requests/s", "events/s"], rows) + "\n"
+
+
+def run(load: Workload, subjects: list[Subject], *, rounds: int, seconds: float) -> Seen:
     """All rounds of one load; prints a line for each subject."""
     folder = Path(tempfile.mkdtemp(dir=BENCH))
     windows: defaultdict[str, list[Window]] = defaultdict(list)
@@ -143,6 +184,7 @@ def run(load: Workload, subjects: list[Subject], *, rounds: int, seconds: float)
             f"TTFT p50 {statistics.median(one.ttft_ms for one in seen):.3f} ms",
             flush=True,
         )
+    return dict(windows)
 
 
 def _admin(folder: Path) -> int:

@@ -7,14 +7,19 @@ import asyncio
 from lbproxy import app
 from lbproxy.config.parse import parse
 from lbproxy.demo.taken import in_options
+from lbproxy.processes.control import Text
+from lbproxy.processes.supervisor import supervise, worker_count
 from lbproxy.sim.mock.http import MockOptions, MockServer
 
 SERVERS = 3
 MODEL = "demo"
 
 
-async def run_demo(listen: str, admin: str, stop: asyncio.Event) -> None:
-    """Run until `stop` is set; prints what to paste. Raises OSError if an address is taken."""
+async def run_demo(listen: str, admin: str, stop: asyncio.Event, *, workers: int = 1) -> None:
+    """Run until `stop` is set; prints what to paste. Raises OSError if an address is taken.
+
+    `workers`: how many worker processes relay; 1 = everything in this process.
+    """
     servers = [MockServer(MockOptions(model=MODEL)) for _ in range(SERVERS)]
     try:
         for server in servers:
@@ -22,11 +27,14 @@ async def run_demo(listen: str, admin: str, stop: asyncio.Event) -> None:
         endpoints = "\n".join(f"  - {{url: '{s.url}', name: sim-{n}}}" for n, s in enumerate(servers, 1))
         text = (
             f"listen: '{listen}'\nadmin: '{admin}'\nlog: {{access: false, level: warning}}\n"
-            f"drain: {{lame_duck: 0s}}\nendpoints:\n{endpoints}\n"
+            f"drain: {{lame_duck: 0s}}\nworkers: {workers}\nendpoints:\n{endpoints}\n"
         )
         settings = parse(text, environ={}, source="demo")
         try:
-            await app.serve(settings, orders=app.Orders(stop), on_ready=_invite)
+            if worker_count(settings) > 1:
+                await supervise(settings, Text(text, "demo"), orders=app.Orders(stop), on_ready=_invite)
+            else:
+                await app.serve(settings, orders=app.Orders(stop), on_ready=_invite)
         except OSError as error:
             raise OSError(in_options(str(error))) from error
     finally:

@@ -5,5 +5,5 @@ signals. `child` is what it starts: the balancer process (`balancing`), an `app.
 workers; or a worker (`worker`), a `DataPlane` with a RemoteRuntime. Each has a control link to the supervisor
 (`control`).
 
-Imported by: `cli`. Never: a decision about a request, or bytes of one.
+Imported by: `cli`, `demo`. Never: a decision about a request, or bytes of one.
 """

@@ -1,0 +1,149 @@
+"""Two workers decide as one: what only a single balancer can know holds over them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.support.aio import run, until
+from tests.support.process import lbproxy, mock
+
+WORKERS = "workers: 2\nexplain: {header: true}\n"
+BODY = {"model": "m", "max_tokens": 2, "messages": [{"role": "user", "content": "Hello"}]}
+
+
+def state(admin: str) -> dict[str, Any]:
+    found: dict[str, Any] = httpx.get(f"{admin}/admin/state").json()
+    return found
+
+
+async def connect(listen: str, count: int) -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """So many clients."""
+    host, port = listen.removeprefix("http://").split(":")
+    return [await asyncio.open_connection(host, int(port)) for _ in range(count)]
+
+
+def request(body: dict[str, object], more: str = "") -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: lb\r\nContent-Type: application/json\r\n{more}"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+async def reply(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    """The status and the fields; the body is read."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    lines = head.split("\r\n")
+    fields = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:])}
+    await reader.readexactly(int(fields["content-length"]))
+    return int(lines[0].split()[1]), fields
+
+
+def test_keep_alive_clients_are_shared_evenly_and_shown(tmp_path: Path) -> None:
+    with mock("--model", "m") as (_, url), lbproxy(tmp_path, [url], WORKERS) as (process, listen, admin):
+        process.wait_for("2 workers accept connections")
+
+        async def main() -> None:
+            for count in (24, 60):  # at once
+                clients = await connect(listen, count)
+                await until(lambda n=count: state(admin)["client_connections"] == n)  # type: ignore[misc]
+                shares = [one["client_connections"] for one in state(admin)["workers"]]
+                assert all(0.4 * count <= share <= 0.6 * count for share in shares), shares
+                for _, writer in clients:
+                    writer.close()
+                await until(lambda: not state(admin)["client_connections"])
+
+        run(main())
+        shown = state(admin)
+        assert [one["index"] for one in shown["workers"]] == [0, 1]
+        page = httpx.get(f"{admin}/metrics").text
+        assert 'lbproxy_worker_memory_bytes{worker="1"}' in page
+        assert "lbproxy_requests_placed_alone_total 0.0" in page
+
+
+def test_a_burst_over_idle_servers_is_spread_evenly(tmp_path: Path) -> None:
+    """64 requests at once over 4 idle servers: 16 +- 1 each, though each worker sees half of them."""
+    with ExitStack() as stack:
+        slow = ("--model", "m", "--ttft", "1.0", "--token-time", "0.02")
+        urls = [stack.enter_context(mock(*slow))[1] for _ in range(4)]
+        process, listen, admin = stack.enter_context(lbproxy(tmp_path, urls, WORKERS))
+        process.wait_for("2 workers accept connections")
+        for url in urls:
+            process.wait_for(f"{url.removeprefix('http://')} is up")
+
+        async def main() -> list[str]:
+            clients = await connect(listen, 64)
+            await until(lambda: state(admin)["client_connections"] == 64)
+            for _, writer in clients:
+                writer.write(request(BODY))
+            replies = [await reply(reader) for reader, _ in clients]
+            for _, writer in clients:
+                writer.close()
+            assert {status for status, _ in replies} == {200}
+            return [fields["x-lbproxy-endpoint"] for _, fields in replies]
+
+        counts = Counter(run(main(), timeout_s=90))
+        assert sorted(counts.values())[0] >= 15, counts
+        assert sorted(counts.values())[-1] <= 17, counts
+        assert all(one["running"] == 0 for one in state(admin)["workers"]) or state(admin)["running"] == 0
+
+
+def test_a_limit_of_a_key_holds_over_all_workers(tmp_path: Path) -> None:
+    settings = f"""{WORKERS}
+auth: {{keys: [{{name: team, key: sk-aaaaaaaaaaaaaaaaaaaa}}]}}
+flows: {{named: {{team: {{requests_per_minute: 20}}}}}}
+"""
+    with mock("--model", "m") as (_, url), lbproxy(tmp_path, [url], settings) as (process, listen, admin):
+        process.wait_for("serves m")
+        process.wait_for("2 workers accept connections")
+
+        async def main() -> list[int]:
+            clients = await connect(listen, 10)
+            await until(lambda: state(admin)["client_connections"] == 10)
+            assert [one["client_connections"] for one in state(admin)["workers"]] == [5, 5]
+            key = "Authorization: Bearer sk-aaaaaaaaaaaaaaaaaaaa\r\n"
+            statuses = []
+            for _ in range(4):
+                for _, writer in clients:
+                    writer.write(request(BODY, key))
+                statuses += [(await reply(reader))[0] for reader, _ in clients]
+            for _, writer in clients:
+                writer.close()
+            return statuses
+
+        counts = Counter(run(main()))
+        assert 20 <= counts[200] <= 22, counts  # what a minute refills meanwhile
+        assert counts[429] == 40 - counts[200]
+
+
+def test_a_conversation_finds_its_prompt_whichever_worker_it_comes_through(tmp_path: Path) -> None:
+    """Prompts are hashed in the worker and looked up in the balancer process: each conversation stays where it was."""
+    with ExitStack() as stack:
+        urls = [stack.enter_context(mock("--model", "m", "--speed", "20"))[1] for _ in range(3)]
+        process, listen, _ = stack.enter_context(lbproxy(tmp_path, urls, WORKERS))
+        process.wait_for("2 workers accept connections")
+        for url in urls:
+            process.wait_for(f"{url.removeprefix('http://')} is up")
+
+        async def main() -> None:
+            homes: dict[int, set[str]] = {n: set() for n in range(6)}
+            for turn in range(4):
+                clients = await connect(listen, 6)  # new connections: any worker may get them
+                for n, (reader, writer) in enumerate(clients):
+                    text = f"conversation {n}: " + "some words of it " * 500 + "more " * 100 * turn
+                    body = BODY | {"messages": [{"role": "user", "content": text}]}
+                    writer.write(request(body, "x-lbproxy-explain: 1\r\n"))
+                    status, fields = await reply(reader)
+                    assert status == 200
+                    assert "endpoint=" in fields["x-lbproxy-explain"]
+                    homes[n].add(fields["x-lbproxy-endpoint"])
+                for _, writer in clients:
+                    writer.close()
+            assert all(len(found) == 1 for found in homes.values()), homes
+
+        run(main())
