@@ -35,7 +35,7 @@ COMPILED = {
     "lbproxy/net/connections": "corked h1 patience pool",
     "lbproxy/proxy/request": "client_request forwarding handshake headers plain reading",
     "lbproxy/proxy/exchange": "exchange exchanger failures relay steps",
-    "lbproxy/proxy/front": "socket_turn turn",
+    "lbproxy/proxy/front": "requests socket_turn turn",
     "lbproxy/control/telemetry": "access_line histogram recent telemetry writer",
 }
 """By folder, what each request goes through."""

@@ -170,7 +170,7 @@ class DataPlane:
         runtime.pulse.listen(self.overload.tick)
         self.front = FrontEnd(settings, runtime, Exchanger(settings, runtime, connections), rng, self.overload)
         runtime.move_stranded = self.front.move_stranded
-        self.tracing = Tracing(self.front, sinks, rng)
+        self.tracing = Tracing(self.front.requests, sinks, rng)
         self.files = Files(loads, self._take_keys, self.front.listener.use_tls)
 
     async def prepare(self, settings: Settings) -> Prepared:
@@ -223,12 +223,12 @@ class DataPlane:
     @property
     def keys(self) -> int | None:
         """How many API keys there are; None = clients need none."""
-        return None if self.front.keys is None else len(self.front.keys)
+        return None if self.front.requests.keys is None else len(self.front.requests.keys)
 
     def warn_if_open(self) -> None:
         """Say in the log that anyone may use this proxy, if that is so."""
         beyond = [sock.getsockname()[0] for sock in self.front.listener.sockets if not _is_local(sock)]
-        if beyond and self.front.keys is None:
+        if beyond and self.front.requests.keys is None:
             text = "%s can be reached from other machines, and no API key is required: set auth.keys or auth.file"
             logger.warning(text, beyond[0], extra={"event": "start"})
 
@@ -258,7 +258,7 @@ class DataPlane:
         await self.tracing.close()
 
     def _take_keys(self, keys: dict[bytes, str]) -> None:
-        self.front.keys = KeyRing(keys) if keys else None
+        self.front.requests.keys = KeyRing(keys) if keys else None
 
     def _relieve(self) -> None:
         task = self._runtime.loop.create_task(asyncio.to_thread(self.memory.relieve))

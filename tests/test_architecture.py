@@ -89,7 +89,7 @@ LARGE = {
     "Relay": 22,
     "ClientConnection": 21,
     "Overload": 19,
-    "FrontEnd": 25,
+    "FrontEnd": 16,
     "Runtime": 21,
     "Engine": 28,
     "FixedEngine": 19,

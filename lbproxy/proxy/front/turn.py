@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
 
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.outcome import LbError, Outcome
@@ -15,21 +15,25 @@ from lbproxy.proxy.front.overload import Overload
 from lbproxy.proxy.request.own_responses import json_response, no_content_response
 
 
-class Front(Protocol):
-    """The front end (`proxy.front.server`), as a turn needs it."""
+class Front(ABC):
+    """What requests share (`proxy.front.requests`), as a turn needs it."""
 
     exchanger: Exchanger
     overload: Overload
 
+    @abstractmethod
     def turn_began(self) -> None:
         """Count one more running request."""
 
+    @abstractmethod
     def turn_ended(self, record: RequestRecord) -> None:
         """Count one running request less, and emit its record."""
 
+    @abstractmethod
     def write(self, client: ClientConnection, record: RequestRecord, response: bytes) -> None:
-        """Write a response of lbproxy itself."""
+        """Write a complete response of lbproxy itself."""
 
+    @abstractmethod
     def refuse(
         self, client: ClientConnection, record: RequestRecord, error: LbError, *, keep_alive: bool, cors: str
     ) -> bool:

@@ -416,7 +416,7 @@ def test_a_third_goes_on_when_the_second_breaks_after_its_head() -> None:
         async with AsyncExitStack() as stack:
             ends = [await stack.enter_async_context(ScriptedEndpoint(one)) for one in (silent, silent, stream)]
             it = await stack.enter_async_context(rig(*(one.url for one in ends), more="routing: {policy: round-robin}"))
-            it.front.sampling = Sampling(1.0, follow_clients=True, rng=random.Random(1))
+            it.front.requests.sampling = Sampling(1.0, follow_clients=True, rng=random.Random(1))
             client = await it.connect()
             client.send(post(STREAM))
             assert b"200 OK" in await client.head()

@@ -84,7 +84,7 @@ def test_the_page_about_settings_shows_a_preflight_as_it_is() -> None:
 def test_with_keys_only_the_preflight_goes_without_and_a_refusal_can_be_read() -> None:
     async def main() -> None:
         async with ScriptedEndpoint(OK) as endpoint, rig(endpoint.url, more=ONE) as it:
-            it.front.keys = KeyRing({})
+            it.front.requests.keys = KeyRing({})
             client = await it.connect()
             client.send(preflight())
             assert (await client.reply(bodiless=True)).status == 204

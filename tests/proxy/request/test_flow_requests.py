@@ -28,7 +28,7 @@ def keyed(name: str, more: str = "") -> bytes:
 
 
 def guard(it: Rig) -> None:
-    it.front.keys = KeyRing({sha256(key.encode()).digest(): name for name, key in KEYS.items()})
+    it.front.requests.keys = KeyRing({sha256(key.encode()).digest(): name for name, key in KEYS.items()})
 
 
 class Held:

@@ -84,7 +84,7 @@ async def asked(more: str, path: str = "/v1/realtime?model=m", settings: str = "
     """The head that the endpoint got."""
     async with ScriptedEndpoint(after_switch(hello)) as server, rig(server.url, more=settings) as it:
         if keyed:
-            it.front.keys = KeyRing({sha256(b"secret").digest(): "team"})
+            it.front.requests.keys = KeyRing({sha256(b"secret").digest(): "team"})
         client = await raw_socket(it, upgrade(path, more))
         await read_frame(client.reader)
         client.writer.transport.abort()
@@ -146,7 +146,7 @@ def test_a_browsers_key_counts_and_goes_no_further() -> None:
 def test_without_one_good_key_there_is_no_websocket(more: str) -> None:
     async def main() -> None:
         async with ScriptedEndpoint(after_switch(hello)) as server, rig(server.url) as it:
-            it.front.keys = KeyRing({sha256(b"secret").digest(): "team"})
+            it.front.requests.keys = KeyRing({sha256(b"secret").digest(): "team"})
             assert (await it.ask(upgrade(more=more))).status == 401
             assert not server.requests
 
@@ -156,7 +156,7 @@ def test_without_one_good_key_there_is_no_websocket(more: str) -> None:
 def test_a_key_among_subprotocols_is_no_credential_of_an_ordinary_request() -> None:
     async def main() -> None:
         async with ScriptedEndpoint() as server, rig(server.url) as it:
-            it.front.keys = KeyRing({sha256(b"secret").digest(): "team"})
+            it.front.requests.keys = KeyRing({sha256(b"secret").digest(): "team"})
             more = "Sec-WebSocket-Protocol: openai-insecure-api-key.secret\r\n"
             assert (await it.ask(f"GET /v1/files HTTP/1.1\r\nHost: lb\r\n{more}\r\n".encode())).status == 401
 

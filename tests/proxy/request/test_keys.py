@@ -31,7 +31,7 @@ RING = ring(KEY, OTHER)
 @asynccontextmanager
 async def guarded() -> AsyncIterator[tuple[ScriptedEndpoint, Rig]]:
     async with ScriptedEndpoint(OK) as endpoint, rig(endpoint.url) as it:
-        it.front.keys = RING
+        it.front.requests.keys = RING
         yield endpoint, it
 
 
@@ -200,7 +200,7 @@ def test_other_keys_hold_for_the_next_request_of_a_connection_too() -> None:
             asks = post(more=f"Authorization: Bearer {KEY}\r\n")
             client.send(asks)
             assert (await client.reply()).status == 200
-            it.front.keys = ring(OTHER)
+            it.front.requests.keys = ring(OTHER)
             client.send(asks)
             assert refused(await client.reply())
 

@@ -20,7 +20,7 @@ CLIENTS = f"traceparent: {PARENT}\r\ntracestate: a=1,b=2\r\n"
 
 
 def sample(it: Rig, ratio: float = 1.0) -> None:
-    it.front.sampling = Sampling(ratio, follow_clients=True, rng=random.Random(1))
+    it.front.requests.sampling = Sampling(ratio, follow_clients=True, rng=random.Random(1))
 
 
 def last(it: Rig) -> tuple[RequestRecord, Trace]:

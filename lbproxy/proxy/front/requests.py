@@ -1,0 +1,169 @@
+"""Requests of all clients' connections: what they share, how one begins, and how it is counted at its end.
+
+Apart from the front end, as this is compiled: a request passes through it five times, which cost as much as interpreted
+code as the decision where it goes. Invariant: every turn that began ends once, and leaves one record.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import secrets
+from collections.abc import Callable
+
+from lbproxy.config.tree import Settings
+from lbproxy.core.observed.record import MAX_PATH_CHARS, RequestRecord
+from lbproxy.core.observed.trace import Sampling
+from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, Exchanger
+from lbproxy.proxy.front.connection import ClientConnection
+from lbproxy.proxy.front.overload import Overload
+from lbproxy.proxy.front.turn import Front, Turn
+from lbproxy.proxy.request.client_request import ClientRequest
+from lbproxy.proxy.request.cors import Cors
+from lbproxy.proxy.request.forwarding import Forwarding
+from lbproxy.proxy.request.keys import KeyRing
+from lbproxy.proxy.request.own_responses import error_response
+from lbproxy.proxy.request.reading import LargeFacts, Reading
+from lbproxy.request_runtime import RequestRuntime
+
+
+class Requests(Front):
+    """What requests share. One for each FrontEnd, which owns it."""
+
+    def __init__(
+        self, settings: Settings, runtime: RequestRuntime, exchanger: Exchanger, rng: random.Random, overload: Overload
+    ) -> None:
+        self.overload = overload
+        self.keys: KeyRing | None = None
+        """Each request must carry one of these; None = not required."""
+        self.sampling: Sampling | None = None
+        """Which requests are traced; None = none, and clients' trace fields are passed on."""
+        self.last = False
+        """Connections are not kept alive any more."""
+        self.draining = False
+        """New requests are refused."""
+        self.running = 0
+        """Requests that were read and have no complete response yet."""
+        self.on_idle: Callable[[], None] | None = None
+        """Called when the last running request ended; None: nobody waits for that."""
+        self._runtime = runtime
+        self._rng = rng
+        self._ids = itertools.count(1)
+        self._id_prefix = secrets.token_hex(6)
+        self.reconfigure(settings, exchanger)
+
+    def reconfigure(self, settings: Settings, exchanger: Exchanger) -> None:
+        """Apply other settings to requests that begin from now on."""
+        self.exchanger = exchanger
+        self.reading = Reading(settings, self._runtime)
+        self.cors: Cors | None = Cors(settings.cors.origins) if settings.cors.origins else None
+        """None = the settings allow no origins."""
+        self.forwarding = Forwarding(settings.forwarded, settings.trusted_proxies, self._id_prefix)
+
+    # A request
+
+    def serve_plain(self, plain: ClientRequest, client: ClientConnection) -> None:
+        """Serve a request of the fast lane: see connection.Front."""
+        record = self.new_record("POST", plain.target, client)
+        record.id = plain.fields.request_id or record.id
+        turn = Turn(
+            self, client, record, client.lane_ended, keep_alive=not (self.last or self.overload.memory_is_short)
+        )
+        try:
+            if self.cors is not None:
+                turn.cors = self.cors.fields_for(plain.fields.origin)
+            if self.sampling is not None:
+                record.trace, trace = self.sampling.begin(plain.trace)
+                plain = plain._replace(trace=trace)
+            if self.keys is not None:
+                record.key = self.keys.name_of(plain.credentials)
+                plain = plain._replace(credentials=b"")
+            self.start_exchange(plain, turn)
+        except LbError as error:
+            turn.refuse(error)
+        except Exception:  # noqa: BLE001 - logged there, with its traceback
+            turn.defect()
+
+    def start_exchange(self, request: ClientRequest, turn: Turn, large: LargeFacts | None = None) -> None:
+        """Begin the exchange of a complete request. `large`: the content of its body, if that was read in turns.
+
+        Raises LbError if nothing was sent.
+        """
+        record = turn.record
+        record.route = request.route.name
+        record.request_bytes = size = len(request.body)
+        if request.fields.via:
+            self.refuse_loop(request.fields.via)
+        if self.draining or self.overload.refuses is not None:
+            raise self.refusal()
+        if size > LARGE_BODY_BYTES and not turn.held_bytes:
+            self.overload.hold(turn, size)
+        read, placed = self.reading.interpret(request, record, large)
+        turn.start(read, placed)
+
+    def refuse_loop(self, via: bytes) -> None:
+        """Raise LbError if a request came from us."""
+        if self.forwarding.is_loop(via):
+            raise LbError(Outcome.LOOP)
+
+    def refusal(self) -> LbError:
+        """The error while no new requests are accepted."""
+        return LbError(Outcome.DRAINING) if self.draining else self.overload.refusal()
+
+    # turn.Front
+
+    def turn_began(self) -> None:
+        """See turn.Front."""
+        self.running += 1
+
+    def turn_ended(self, record: RequestRecord) -> None:
+        """See turn.Front."""
+        self.running -= 1
+        if not self.running and self.on_idle is not None:
+            self.on_idle()
+        self.end(record)
+
+    def end(self, record: RequestRecord) -> None:
+        """Emit a record."""
+        record.ended_at = self._runtime.now()
+        if len(record.path) > MAX_PATH_CHARS:
+            record.path = record.path[:MAX_PATH_CHARS]
+        self._runtime.emit(record)
+
+    def refuse(
+        self, client: ClientConnection, record: RequestRecord, error: LbError, *, keep_alive: bool, cors: str
+    ) -> bool:
+        """See turn.Front."""
+        # A body that was not read would be read as the next request, or the next request as the body.
+        keep_alive = keep_alive and not error.outcome.value.close and client.request_is_read
+        record.outcome, record.status = error.outcome, error.outcome.value.status
+        self.write(client, record, error_response(error, record, keep_alive=keep_alive, rng=self._rng, more=cors))
+        return keep_alive
+
+    def write(self, client: ClientConnection, record: RequestRecord, response: bytes) -> None:
+        """See turn.Front. Nothing if the client is gone."""
+        if record.method == "HEAD":
+            response = response[: response.index(b"\r\n\r\n") + 4]
+        record.response_bytes += len(response)
+        transport = client.transport
+        if transport is not None and not transport.is_closing():
+            transport.write(response)
+
+    # Records
+
+    def new_record(self, method: str, path: str, client: ClientConnection) -> RequestRecord:
+        """A record that begins now, with a new id."""
+        return RequestRecord(self._new_id(), method, path, client.address, self._runtime.now())
+
+    def unread_response(self, error: LbError) -> bytes:
+        """The response to a connection on which nothing was read."""
+        record = RequestRecord(self._new_id(), "", "", "", self._runtime.now())
+        return error_response(error, record, keep_alive=False, rng=self._rng, more=self.cors_without_head())
+
+    def cors_without_head(self) -> str:
+        """Field lines for a response without a request head, so without a known origin."""
+        return "" if self.cors is None else self.cors.for_others
+
+    def _new_id(self) -> str:
+        return f"{self._id_prefix}-{next(self._ids):x}"
