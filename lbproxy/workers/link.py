@@ -21,8 +21,25 @@ logger = logging.getLogger("lbproxy")
 
 MAX_FRAME_BYTES: Final = 64 << 20
 _SIZE: Final = 4
+_MIN_INTEGER: Final = -(1 << 63)
+_MAX_INTEGER: Final = (1 << 64) - 1
 
 Received = TypeVar("Received")
+
+
+def encodable(value: Any) -> Any:
+    """The same, as msgpack can have it: lone surrogates in texts as escapes, integers within 64 bits."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, int) and not isinstance(value, bool):
+        return max(_MIN_INTEGER, min(value, _MAX_INTEGER))
+    if isinstance(value, msgspec.Struct):
+        return type(value)(*(encodable(getattr(value, field)) for field in value.__struct_fields__))
+    if isinstance(value, (tuple, list)):
+        return [encodable(one) for one in value]
+    if isinstance(value, dict):
+        return {encodable(key): encodable(one) for key, one in value.items()}
+    return value
 
 
 class Link(Generic[Received]):
@@ -58,7 +75,11 @@ class Link(Generic[Received]):
         if not unsent or transport is None or transport.is_closing():
             return
         frame = bytearray(_SIZE)
-        self._encode_into(unsent, frame, _SIZE)
+        try:
+            self._encode_into(unsent, frame, _SIZE)
+        except (UnicodeError, OverflowError):  # one of them has what a client or an endpoint sent
+            frame = bytearray(_SIZE)
+            self._encode_into([encodable(one) for one in unsent], frame, _SIZE)
         size = len(frame) - _SIZE
         frame[:_SIZE] = size.to_bytes(_SIZE, "little")
         transport.write(frame)

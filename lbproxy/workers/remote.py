@@ -456,10 +456,14 @@ class RemoteRuntime(RequestRuntime):
             self.loop.call_soon(self._move, one)
 
     def _move(self, one: _Open) -> None:
-        """Have a stranded request sent elsewhere: once, as the others of the same message are not stranded any more."""
-        if one.stranded and self.move_stranded is not None:
+        """Have all stranded requests sent elsewhere, in one go: for the others it is done then."""
+        if not one.stranded:
+            return
+        stranded = [other for other in self._open.values() if other.stranded]
+        if self.move_stranded is not None:
             self.move_stranded()
-        one.stranded = False
+        for other in (one, *stranded):
+            other.stranded = False
 
     def _on_members(self, message: m.Members) -> None:
         self.known.replace((read_endpoint(one), Health(one.health), one.draining) for one in message.members)

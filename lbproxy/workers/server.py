@@ -91,6 +91,9 @@ class Session:
                 handlers[type(message)](message)
             except Exception:  # one bad message must not cost the others
                 logger.exception("a message of a worker process failed: %s", type(message).__name__)
+                if isinstance(message, m.Submit):  # else its client would wait for ever
+                    refused = m.OUTCOME_NUMBERS[Outcome.INTERNAL_ERROR]
+                    self.link.send(m.Refused(message.number, refused, None, None))
 
     def _lost(self) -> None:
         jobs, self.jobs = self.jobs, {}
@@ -171,6 +174,7 @@ class Session:
             job.looked = True
             if self._runtime.look_for_models(lambda: self._after_look(job)):
                 return
+        self._server.tell()  # what is said to the client depends on whether any endpoint is up
         outcome = m.OUTCOME_NUMBERS[ticket.outcome]
         self.link.send(m.Refused(job.number, outcome, ticket.retry_after_s, ticket.refusal))
 
@@ -234,6 +238,8 @@ class Session:
             record = RequestRecord(message.id, message.method, message.path, message.client, message.started_at)
         else:
             record = job.record
+            if job.ticket is not None:  # still open only after a defect
+                self._runtime.close(job.ticket, m.OUTCOMES[message.outcome])
         self._runtime.emit(fill(record, message))
 
     def _on_running(self, message: m.Running) -> None:

@@ -32,7 +32,8 @@ from tests.chaos.load import Load
 from tests.chaos.verdict import FORM, PROXY, Case
 from tests.support.docs import ROOT
 from tests.support.ports import free_port
-from tests.support.process import LBPROXY, Process, Program
+from tests.support.process import LBPROXY, Process, Program, children_of
+from tests.support.workers import WORKERS, with_workers
 
 SPEED = 0.4
 """Of the servers: a token each 20 ms, nearly."""
@@ -190,7 +191,7 @@ class Server:
 
 
 class Sight(NamedTuple):
-    """One look of the ticker in `watched.py`."""
+    """One look of a ticker (`ticker.py`)."""
 
     at: float
     lag_s: float
@@ -208,8 +209,8 @@ class Proxy:
         self.url = url
         self.admin = admin
         self._watch = watch
+        self._blocked = 0
         self.began = self.ready_at = time.monotonic()
-
         self.pid = running.process.pid
 
     @property
@@ -236,42 +237,66 @@ class Proxy:
         """Requests that this endpoint had last."""
         return self.total("lbproxy_endpoint_requests_total", f'"{server.name}"')
 
-    def sights(self, since: float = 0.0) -> list[Sight]:
-        """What the ticker saw."""
-        if self._watch is None or not self._watch.exists():
+    @property
+    def pids(self) -> list[int]:
+        """Of all its processes: the supervisor, the balancer process and the workers; or the only one."""
+        return [self.pid, *children_of(self.pid)]
+
+    def _watches(self) -> list[Path]:
+        """What the tickers of its processes write to."""
+        if self._watch is None:
             return []
-        lines = [line.split() for line in self._watch.read_text().splitlines()]
-        sights = [Sight(float(a), float(b), float(c), float(d), int(e)) for a, b, c, d, e in lines]
-        return [one for one in sights if one.at >= since]
+        files = [self._watch, *(Path(f"{self._watch}.{pid}") for pid in children_of(self.pid))]
+        return [one for one in files if one.exists()]
+
+    def sights(self, since: float = 0.0) -> list[Sight]:
+        """What the tickers saw."""
+        return [one for file in self._watches() for one in _sights(file) if one.at >= since]
+
+    def tasks(self) -> int:
+        """How many tasks there are in all event loops."""
+        return sum(seen[-1].tasks for seen in map(_sights, self._watches()) if seen)
+
+    def most_tasks(self) -> int:
+        """How many there were at most in each."""
+        return sum(max(one.tasks for one in seen) for seen in map(_sights, self._watches()) if seen)
 
     def block(self, seconds: float) -> None:
-        """Block its event loop once, soon."""
-        assert self._watch is not None
-        Path(f"{self._watch}.block").write_text(str(seconds))
+        """Block an event loop once, soon: each time another process's."""
+        served = self._watches()[-WORKERS - 1 :]
+        Path(f"{served[self._blocked % len(served)]}.block").write_text(str(seconds))
+        self._blocked += 1
 
     def jump(self, seconds: float) -> None:
         """Set its wall clock forward, or back, soon."""
-        assert self._watch is not None
-        order = Path(f"{self._watch}.jump")
-        order.write_text(str(seconds))
-        wait(lambda: not order.exists(), "its clock jumped")
+        orders = [Path(f"{one}.jump") for one in self._watches()]
+        for order in orders:
+            order.write_text(str(seconds))
+        wait(lambda: not any(order.exists() for order in orders), "its clock jumped")
 
-    def fds(self) -> int:
-        return len(os.listdir(f"/proc/{self.pid}/fd"))
+    def fds(self) -> list[int]:
+        """How many descriptors each process has."""
+        return [len(os.listdir(f"/proc/{pid}/fd")) for pid in self.pids]
 
     def unaccounted_fds(self) -> float:
         """Descriptors that are neither a client's connection nor one to an endpoint."""
         gauges = self.total("lbproxy_client_connections") + self.total("lbproxy_upstream_connections")
-        return self.fds() - gauges
+        return sum(self.fds()) - gauges
 
     def rss_mib(self) -> float:
-        status = Path(f"/proc/{self.pid}/status").read_text()
-        return int(re.findall(r"VmRSS:\s+(\d+)", status)[0]) / 1024
+        """Memory of all its processes."""
+        pages = [Path(f"/proc/{pid}/status").read_text() for pid in self.pids]
+        return sum(int(re.findall(r"VmRSS:\s+(\d+)", page)[0]) for page in pages) / 1024
 
     def cpu_s(self) -> float:
-        """CPU time used so far."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """CPU time used so far, of all its processes."""
+        stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split() for pid in self.pids]
+        return sum(int(one[11]) + int(one[12]) for one in stats) / os.sysconf("SC_CLK_TCK")
+
+
+def _sights(file: Path) -> list[Sight]:
+    lines = [line.split() for line in file.read_text().splitlines()]
+    return [Sight(float(a), float(b), float(c), float(d), int(e)) for a, b, c, d, e in lines]
 
 
 class Rig:
@@ -313,7 +338,7 @@ class Rig:
             baseline = proxy.unaccounted_fds()
             proxy.ready_at = time.monotonic()
             wait(lambda: not proxy.sights() or proxy.sights(proxy.ready_at), "the ticker looked at it")
-            tasks = max((sight.tasks for sight in proxy.sights()), default=0)
+            tasks = proxy.most_tasks()
             yield proxy
             if settle:
                 self._settle(proxy, baseline, tasks, lag_ms)
@@ -323,20 +348,23 @@ class Rig:
     def _lbproxy(self, urls: list[str], settings: str, wrap: list[str]) -> Iterator[Proxy]:
         watch = self.folder / "watch"
         watched = "LBPROXY_COMMAND" not in os.environ
-        env = {"LBPROXY_CHAOS_WATCH": str(watch), "PYTHONPATH": str(ROOT)} if watched else {}
+        path = os.pathsep.join(str(one) for one in (Path(__file__).parent / "children", ROOT))
+        env = {"LBPROXY_CHAOS_WATCH": str(watch), "PYTHONPATH": path} if watched else {}
         command = [sys.executable, "-m", "tests.chaos.watched"] if watched else LBPROXY
         listing = "".join(f"  - {url}\n" for url in urls)
         config = self.config
         # Said, not 0: so that a restarted one is found again.
         listen, admin = (f"127.0.0.1:{free_port()}" for _ in range(2))
-        config.write_text(f"listen: {listen}\nadmin: {admin}\n{settings}\nendpoints:\n{listing}")
+        config.write_text(with_workers(f"listen: {listen}\nadmin: {admin}\n{settings}\nendpoints:\n{listing}"))
         with Program([*wrap, *command, "--config", str(config)], env=env) as running:
             match = running.wait_for(r"listens on (http://[\w.:]+), admin on (http://[\w.:]+)")
             try:
                 yield Proxy(running, match[1], match[2], watch if watched else None)
             finally:
                 for pid in of_config(config):
-                    os.kill(pid, signal.SIGKILL)
+                    for one in (*children_of(pid), pid):
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(one, signal.SIGKILL)
 
     def _settle(self, proxy: Proxy, baseline: float, tasks: int, lag_ms: float) -> None:
         """ACC and LAG."""
@@ -354,8 +382,8 @@ class Rig:
         case.expect("descriptors too many", proxy.unaccounted_fds() - baseline, at_most=2)
         if proxy.sights():
             with contextlib.suppress(AssertionError):
-                wait(lambda: proxy.sights()[-1].tasks - tasks <= 2, "tasks are back", 8)
-            case.expect("tasks too many", max(0, proxy.sights()[-1].tasks - tasks), at_most=2)
+                wait(lambda: proxy.tasks() - tasks <= 2, "tasks are back", 8)
+            case.expect("tasks too many", max(0, proxy.tasks() - tasks), at_most=2)
             served = proxy.sights(proxy.ready_at)  # to start takes 17 ms in one go
             case.figure("lag, ms", round(1000 * max(sight.lag_s for sight in served), 1))
             own_ms = round(1000 * max(sight.own_lag_s for sight in served), 1)

@@ -33,9 +33,11 @@ def test_t28_stopped(rig: Rig) -> None:
         with rig.load(proxy, workers=16, tokens=20, streams=0.5, deadline_s=seconds + 12.0) as load:
             load.until(good=40)
             before = downs(proxy)
-            os.kill(proxy.pid, signal.SIGSTOP)
-            time.sleep(seconds)
-            os.kill(proxy.pid, signal.SIGCONT)
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                for pid in proxy.pids:
+                    os.kill(pid, number)
+                if number == signal.SIGSTOP:
+                    time.sleep(seconds)
             went_on = time.monotonic()
             time.sleep(2.5)
             case.expect("endpoints taken out", downs(proxy) - before, at_most=0)

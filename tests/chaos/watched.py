@@ -1,92 +1,19 @@
-"""lbproxy by its own command line, with a ticker on its event loop: how late the loop is, how many tasks it has.
+"""lbproxy by its own command line, with a ticker on the event loop of each of its processes.
 
     LBPROXY_CHAOS_WATCH=FILE python -m tests.chaos.watched --config cfg.yaml
 
-Every 100 ms a line is added to FILE: time, the worst lag since the last line, the worst that is our own, the most CPU
-time that the thread used between two ticks, tasks. The ticker fires every 5 ms. A lag is our own where the process was
-not merely waiting for a CPU that others had, which Linux tells in /proc (schedstat); without it both are the same. What
-a hypervisor takes counts as our own; CPU time does not depend on it. If FILE.block exists the loop is blocked for the
-seconds in it, once; if FILE.jump does, the wall clock, as Python tells it, jumps by the seconds in it.
+What tickers see is written to FILE, those of child processes (`workers`) to FILE.PID: see `ticker.py`. Children are
+watched by `children/sitecustomize.py`, if its folder is in PYTHONPATH.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import sys
-import time
-from collections.abc import Coroutine
-from pathlib import Path
-from typing import TypeVar
 
-from lbproxy import cli, process
-
-T = TypeVar("T")
-TICK_S = 0.005
-
-
-class Ticker:
-    """Writes what it sees until cancelled."""
-
-    def __init__(self, path: str) -> None:
-        self._block_order, self._jump_order = Path(f"{path}.block"), Path(f"{path}.jump")
-        self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - as long as the process
-        self._schedstat: int | None = None
-        with contextlib.suppress(OSError):
-            self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-
-    async def run(self) -> None:
-        worst = own = most_cpu = 0.0
-        last, waited, cpu, written = time.monotonic(), self._waited_s(), time.thread_time(), 0.0
-        while True:
-            await asyncio.sleep(TICK_S)
-            now, waited_now, cpu_now = time.monotonic(), self._waited_s(), time.thread_time()
-            lag = now - last - TICK_S
-            worst, own = max(worst, lag), max(own, lag - (waited_now - waited))
-            most_cpu = max(most_cpu, cpu_now - cpu)
-            if now - written > 0.1:
-                self._file.write(b"%.3f %.4f %.4f %.4f %d\n" % (now, worst, own, most_cpu, len(asyncio.all_tasks())))
-                worst = own = most_cpu = 0.0
-                written = now
-                self._obey()
-                # A lag that was ordered is none.
-                now, waited_now, cpu_now = time.monotonic(), self._waited_s(), time.thread_time()
-            last, waited, cpu = now, waited_now, cpu_now
-
-    def _waited_s(self) -> float:
-        """How long this thread was ready to run, and did not, so far."""
-        return 0.0 if self._schedstat is None else int(os.pread(self._schedstat, 100, 0).split()[1]) / 1e9
-
-    def _obey(self) -> None:
-        if self._block_order.exists():
-            seconds = float(self._block_order.read_text())
-            self._block_order.unlink()
-            time.sleep(seconds)
-        if self._jump_order.exists():
-            told, ahead = time.time, float(self._jump_order.read_text())
-            time.time = lambda: told() + ahead
-            self._jump_order.unlink()
-
-
-def main() -> int:
-    """The command line's, on a watched loop."""
-    path = os.environ["LBPROXY_CHAOS_WATCH"]
-    event_loop = process.run
-
-    def watched(main: Coroutine[object, object, T]) -> T:
-        async def both() -> T:
-            ticker = asyncio.ensure_future(Ticker(path).run())
-            try:
-                return await main
-            finally:
-                ticker.cancel()
-
-        return event_loop(both())
-
-    process.run = watched
-    return cli.main()
-
+from lbproxy import cli
+from tests.chaos.ticker import watch
 
 if __name__ == "__main__":
-    sys.exit(main())
+    watch(os.environ["LBPROXY_CHAOS_WATCH"])
+    sys.exit(cli.main())

@@ -137,6 +137,7 @@ def test_a_recorded_answer_passes_read_by_read(path: Path) -> None:
                 assert await client.reader.readexactly(len(body)) == body
                 sent += len(piece)
                 arrived.release()
+            await it.settle()
             (record,) = it.records.requests
             assert record.outcome is Outcome.COMPLETED
 

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from tests.support.workers import WORKERS, with_workers
+
 LBPROXY = shlex.split(os.environ.get("LBPROXY_COMMAND", "")) or [sys.executable, "-m", "lbproxy"]
 """What is tested. LBPROXY_COMMAND names another: an installed release, or a build from another folder."""
 
@@ -24,6 +26,8 @@ class Process:
     """A running command whose output is read as it comes. Ended with the `with` block."""
 
     def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
+        if WORKERS and arguments[:1] == ("--config",) and (config := Path(arguments[1])).exists():
+            config.write_text(with_workers(config.read_text()))
         self._start([*LBPROXY, *arguments], env)
 
     def _start(self, command: list[str], env: dict[str, str] | None) -> None:
@@ -38,8 +42,12 @@ class Process:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, t: TracebackType | None) -> None:
+        children = children_of(self.process.pid)
         self.process.kill()
         self.process.wait()
+        for child in children:  # they would finish what runs
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
         assert self.process.stdout is not None
         self.process.stdout.close()
 
@@ -53,8 +61,10 @@ class Process:
         return self.output
 
     def wait_for(self, pattern: str, *, within_s: float = 30.0) -> re.Match[str]:
-        """Wait until the output matches."""
+        """Wait until the output matches; after `listens on`, until its workers accept connections too."""
         end = time.monotonic() + within_s
+        if WORKERS > 1 and "listens on" in pattern:
+            self.wait_for(r"workers accept connections|\"stop\"", within_s=within_s)
         while (match := re.search(pattern, self.read())) is None:
             assert self.process.poll() is None, f"it ended:\n{self.read()}"
             assert time.monotonic() < end, f"no {pattern!r} in:\n{self.output}"
@@ -80,6 +90,13 @@ class Program(Process):
 
     def __init__(self, command: list[str], env: dict[str, str] | None = None) -> None:
         self._start(command, env)
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process started: lbproxy's balancer process and workers, in the order of their start."""
+    with contextlib.suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
 
 
 @contextmanager

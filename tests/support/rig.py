@@ -5,11 +5,9 @@ declared up and serve MODEL, so that each test decides everything that happens.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from lbproxy.config.parse import parse
@@ -17,19 +15,24 @@ from lbproxy.config.tree import Settings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.registry import make_policy
+from lbproxy.core.requests.retry import Retries
 from lbproxy.proxy.exchange.exchanger import Exchanger
 from lbproxy.proxy.front.server import FrontEnd
+from lbproxy.runtime import Runtime
 from lbproxy.workers import messages as m
 from lbproxy.workers.link import Link
 from lbproxy.workers.remote import RemoteRuntime
 from lbproxy.workers.server import Session, WorkerServer
 from tests.support.aio import until
 from tests.support.endpoint import Message
-from tests.support.pool import Pool
+from tests.support.links import connect
+from tests.support.pool import Pool, Records
+from tests.support.workers import WORKERS
 
-IN_WORKER = bool(os.environ.get("LBPROXY_TEST_WORKERS"))
-"""The data path is that of a worker process, linked to the balancer by sockets (both in this loop)."""
+RUNTIME = RemoteRuntime if WORKERS else Runtime
+"""Of the data path."""
 
 
 class Rig(Pool):
@@ -42,9 +45,12 @@ class Rig(Pool):
         rng = random.Random(1)
         balancer = Balancer(make_policy(settings.routing, rng), settings.balancing, rng=rng)
         super().__init__(balancer, [EndpointSpec(name=e.name, base_url=e.url) for e in settings.endpoints])
-        self.remote = RemoteRuntime(settings, rng) if IN_WORKER else None
-        """The runtime of the data path, if that is a worker's; `runtime` is then the balancer process's."""
-        seen = self.remote or self.runtime
+        self.own_records = Records(balancer)
+        """What the worker itself tells its sinks, where there is one."""
+        self.remote = RemoteRuntime(settings, rng, [self.own_records]) if WORKERS else None
+        """The data path's, if that is a worker's (support/workers.py); `runtime` is then the balancer process's."""
+        self.data_runtime = seen = self.remote or self.runtime
+        """The data path's runtime."""
         self.front = FrontEnd(settings, seen, Exchanger(settings, seen, self.connections), rng)
         seen.move_stranded = self.front.move_stranded
         self.links: tuple[Link[m.ToWorker], Link[m.FromWorker]] | None = None
@@ -59,25 +65,40 @@ class Rig(Pool):
         """Connect the data path with the balancer, if they are apart."""
         if self.remote is None or self.server is None:
             return
-        ours, theirs = socket.socketpair()
-        session, loop = Session(self.server), asyncio.get_running_loop()
-        await loop.connect_accepted_socket(session.link.protocol, theirs)
+        session = Session(self.server)
         mine: Link[m.ToWorker] = Link(m.ToWorker, self.remote.received, self.remote.detach)
-        await loop.connect_accepted_socket(mine.protocol, ours)
+        await connect(mine, session.link)
         self.remote.attach(mine)
         self.links = mine, session.link
         mine.send(m.Hello(0, 1))
         self.server.ready()
         await until(lambda: self.remote is not None and not self.remote.alone)
 
+    def tell(self) -> None:
+        """Have a worker's side learn at once what a test changed of endpoints: before what clients send from now on."""
+        if self.server is not None and self.links is not None:
+            self.server.tell()
+            self.links[1].flush()
+
     async def settle(self) -> None:
         """Wait until both sides know the same."""
         if self.links is not None:
+            self.tell()
             here, there = self.links
             for _ in range(3):  # what is sent at the end of a turn, and what that leads to
                 await asyncio.sleep(0)
             await until(lambda: here.sent == there.arrived and there.sent == here.arrived)
             await asyncio.sleep(0)  # sinks hear at the end of a turn
+
+    @property
+    def traced(self) -> list[RequestRecord]:
+        """The records that have traces: those of the data path."""
+        return self.records.requests if self.remote is None else self.own_records.requests
+
+    @property
+    def retries(self) -> Retries:
+        """The budget by which the data path judges failures."""
+        return self.balancer._retries if self.remote is None else self.remote._retries
 
     def in_flight(self) -> int:
         return sum(one.in_flight for one in self.snapshots())
@@ -92,13 +113,13 @@ class Rig(Pool):
     async def connect(self) -> RawClient:
         tls = None if self.tls is None else self.tls[1]
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 26, ssl=tls)
-        self.clients.append(RawClient(reader, writer, self.settle))
+        self.clients.append(RawClient(reader, writer, self))
         return self.clients[-1]
 
     async def ask(self, data: bytes) -> Reply:
         """One raw request on a connection of its own; the reply up to its end."""
         client = await self.connect()
-        client.writer.write(data)
+        client.send(data)
         try:
             return await client.reply()
         finally:
@@ -120,29 +141,32 @@ class RawClient:
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        settle: Callable[[], Awaitable[None]] | None = None,
+        rig: Rig | None = None,
     ) -> None:
         self.reader = reader
         self.writer = writer
-        self._settle = settle
+        self._rig = rig
 
     def send(self, data: bytes) -> None:
+        if self._rig is not None:
+            self._rig.tell()
         self.writer.write(data)
 
     async def head(self) -> bytes:
         """The next one, also of an informational response."""
         return await self.reader.readuntil(b"\r\n\r\n")
 
-    async def reply(self, *, bodiless: bool = False) -> Reply:
-        """The next whole response, an informational one too; IncompleteReadError or ConnectionError if it broke.
+    async def settle(self) -> None:
+        """Wait until what lbproxy knows of its requests is known to all of its processes."""
+        if self._rig is not None:
+            await self._rig.settle()
 
-        What lbproxy knows of it is known to all of its processes then.
-        """
+    async def reply(self, *, bodiless: bool = False) -> Reply:
+        """The next whole response, an informational one too; IncompleteReadError or ConnectionError if it broke."""
         try:
             return await self._reply(bodiless=bodiless)
         finally:
-            if self._settle is not None:
-                await self._settle()
+            await self.settle()
 
     async def _reply(self, *, bodiless: bool) -> Reply:
         reply = Reply(await self.head(), b"")

@@ -13,18 +13,17 @@ from lbproxy.net.connections.h1 import ChunkedFraming
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.proxy.exchange.exchange import Exchange
 from lbproxy.proxy.exchange.relay import Relay
-from lbproxy.runtime import Runtime
 from tests.support.aio import until
 from tests.support.compiled import interpreted
 from tests.support.endpoint import LAST, STREAM_HEAD, Received, Script, ScriptedEndpoint, Wire, answer, event, reset
-from tests.support.rig import post, rig
+from tests.support.rig import RUNTIME, post, rig
 
 POINTS = [
     *((Relay, name) for name in ("body", "feed", "_write", "_report_progress", "ended", "_finish", "_count")),
     *((Relay, name) for name in ("pause", "_first_byte", "_is_refusal", "_release_head")),
     *((EventScanner, "feed"), (UsageScanner, "feed"), (ChunkedFraming, "feed"), (ConnectionPool, "keep")),
     *((Exchange, name) for name in ("relayed", "committed", "_note_usage", "_enter", "finish")),
-    *((Runtime, name) for name in ("progress", "first_byte", "close", "emit")),
+    *((RUNTIME, name) for name in ("progress", "first_byte", "close", "emit")),
 ]
 
 
@@ -77,9 +76,9 @@ def test_a_defect_after_the_first_byte_never_makes_a_second_answer(
         assert not got.endswith(LAST), "a broken answer looks whole"
 
 
-BROKEN = [(Runtime, "after_failure"), (Runtime, "close"), (Exchange, "_note_failure")]
+BROKEN = [(RUNTIME, "after_failure"), (RUNTIME, "close"), (Exchange, "_note_failure")]
 USED = b'{"usage":{"prompt_tokens":1,"completion_tokens":1}}'
-WHOLE = [(Exchange, "_own_fields"), (Exchange, "_note_usage"), (Runtime, "answered")]
+WHOLE = [(Exchange, "_own_fields"), (Exchange, "_note_usage"), (RUNTIME, "answered")]
 
 
 @interpreted

@@ -215,7 +215,7 @@ def test_without_budget_they_stay_and_go_when_there_is_some() -> None:
             await asyncio.sleep(0.05)
             assert not two.requests
             assert it.in_flight() == 1
-            it.balancer._retries._per_second = 10.0
+            it.retries._per_second = 10.0
             it.runtime.check()
             assert (await it.clients[0].reply()).field("x-lbproxy-endpoint") == "e2"
             assert len(one.requests) == len(two.requests) == 1

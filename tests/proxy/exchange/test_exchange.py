@@ -36,6 +36,8 @@ async def ends(client: RawClient) -> tuple[bytes, bool]:
             data += piece
     except ConnectionError:
         return data, True
+    finally:
+        await client.settle()
     return data, False
 
 
@@ -140,6 +142,7 @@ def test_stream_bytes_arrive_as_they_were_sent_each_before_the_next() -> None:
             client.send(post())
             go.put_nowait(b"")
             client.writer.close()
+            await client.settle()
             record = it.records.requests[0]
             assert (record.outcome, record.events, record.stream) == (Outcome.COMPLETED, 3, True), (
                 "a comment is no event"

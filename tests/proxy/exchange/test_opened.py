@@ -310,10 +310,10 @@ def test_a_defect_between_two_attempts_is_told_as_an_event(how: str, monkeypatch
         async with begun(stream) as it:
             if how == "take_down":
                 it.take_down()
-                monkeypatch.setattr(it.it.balancer, "after_failure", raising)
+                monkeypatch.setattr(it.it.data_runtime, "after_failure", raising)
                 it.it.runtime.check()
             else:
-                monkeypatch.setattr(it.it.balancer, "after_failure", raising)
+                monkeypatch.setattr(it.it.data_runtime, "after_failure", raising)
                 it.wire.reset()
             await it.told("internal_error")
             assert (await it.record())[0] is Outcome.INTERNAL_ERROR
@@ -424,8 +424,8 @@ def test_a_third_goes_on_when_the_second_breaks_after_its_head() -> None:
             await until(lambda: ends[1].requests)
             await ends[1].wires[0].send(b"no size\r\n")
             assert await client.reader.readexactly(len(BODY)) == BODY
-            await until(lambda: it.records.requests)
-            (record,) = it.records.requests
+            await until(lambda: it.traced)
+            (record,) = it.traced
             failed = (("e1", "upstream_reset"), ("e2", "upstream_protocol_error"))
             assert (record.failed, record.attempts, record.endpoint, record.events) == (failed, 3, "e3", 2)
             assert record.trace is not None
@@ -434,6 +434,7 @@ def test_a_third_goes_on_when_the_second_breaks_after_its_head() -> None:
             assert record.placed_at == spans[2].placed_at
             assert record.first_byte_at is not None
             assert record.first_byte_at >= spans[2].placed_at
+            await it.settle()
             assert it.in_flight() == 0
 
     run(main())

@@ -194,6 +194,7 @@ def test_the_largest_request_is_ended_visibly_when_memory_is_nearly_full() -> No
             rest = await small.reader.read()
             assert b'"code":"lb_overloaded"' in rest
             assert b"[DONE]" not in rest
+            await it.settle()
             assert [record.outcome for record in it.records.requests] == [Outcome.OVERLOADED] * 2
 
     run(main())

@@ -24,7 +24,7 @@ def sample(it: Rig, ratio: float = 1.0) -> None:
 
 
 def last(it: Rig) -> tuple[RequestRecord, Trace]:
-    record = it.records.requests[-1]
+    record = it.traced[-1]
     assert record.trace is not None
     return record, record.trace
 
@@ -45,7 +45,7 @@ def test_what_a_client_says_goes_on_as_it_came_while_nobody_traces(sent: str) ->
             assert (await it.ask(post(more=sent))).status == 200
             got = [line for line in endpoint.requests[0].head.split(b"\r\n") if line.lower().startswith(b"trace")]
             assert [line.replace(b" ", b"") for line in got] == sent.encode().replace(b" ", b"").split(b"\r\n")[:-1]
-            assert it.records.requests[0].trace is None
+            assert it.traced[0].trace is None
 
     run(main())
 
@@ -96,7 +96,7 @@ def test_what_is_not_sampled_leaves_no_trace_and_the_endpoint_is_told_so() -> No
             ours, passed = (request.field("traceparent") or "" for request in endpoint.requests)
             assert re.fullmatch("00-[0-9a-f]{32}-[0-9a-f]{16}-02", ours)
             assert (passed, endpoint.requests[1].field("tracestate")) == (f"00-{TRACE}-{SPAN}-00", "a=1")
-            assert [record.trace for record in it.records.requests] == [None, None]
+            assert [record.trace for record in it.traced] == [None, None]
 
     run(main())
 
@@ -123,7 +123,7 @@ def test_a_retry_is_an_attempt_of_its_own() -> None:
             sample(it)
             for _ in range(2):  # one of the two goes to the bad one first
                 assert (await it.ask(post(more=CLIENTS))).status == 200
-            record = next(record for record in it.records.requests if record.attempts == 2)
+            record = next(record for record in it.traced if record.attempts == 2)
             trace = record.trace
             assert trace is not None
             first, second = trace.attempts
@@ -147,9 +147,7 @@ def test_a_failed_connection_is_an_attempt_too() -> None:
                 sample(it)
                 for _ in range(2):
                     assert (await it.ask(post())).status == 200
-                failures = [
-                    [one.failure for one in record.trace.attempts] for record in it.records.requests if record.trace
-                ]
+                failures = [[one.failure for one in record.trace.attempts] for record in it.traced if record.trace]
                 assert ["upstream_connect_failed", None] in failures
 
     run(main())
@@ -174,7 +172,7 @@ def test_waiting_for_a_place_is_known_also_of_who_leaves_meanwhile() -> None:
             await until(lambda: it.runtime.snapshot().waiting == 1)
             clients[2].send(post(b'{"model":"m","prompt":"third"}'))
             assert [(await client.reply()).status for client in clients[:2]] == [200, 200]
-            by_outcome = {record.outcome: record for record in it.records.requests}
+            by_outcome = {record.outcome: record for record in it.traced}
             left = by_outcome[Outcome.CLIENT_CLOSED].trace
             assert left is not None
             assert (left.attempts, left.waiting_since is None) == ([], False)

@@ -1,0 +1,291 @@
+"""Each process of an lbproxy with workers is killed, or told something, under streams and requests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from tests.support.aio import run, until
+from tests.support.load import load
+from tests.support.process import Process, children_of, lbproxy, mock
+from tests.support.rig import RawClient, post
+
+WORKERS = 2
+STREAMS = 12
+SETTINGS = f"""
+workers: {WORKERS}
+health: {{interval: 500ms}}
+drain: {{deadline: 20s, restart_deadline: 20s, lame_duck: 0s}}
+"""
+DONE = b"data: [DONE]"
+SPEED = 0.4
+"""Of the servers: a token each 20 ms, nearly."""
+SHORT, LONG = 300, 20_000
+"""Tokens: a stream of 6 s, and one that lasts longer than its test."""
+
+
+class Cluster:
+    """An lbproxy with workers."""
+
+    def __init__(self, process: Process, url: str, admin: str, config: Path) -> None:
+        self.process = process
+        self.url = url
+        self.config = config
+        self._admin = httpx.Client(base_url=admin, timeout=10.0)
+
+    @property
+    def pid(self) -> int:
+        """Of the supervisor."""
+        return self.process.process.pid
+
+    def state(self) -> dict[str, Any]:
+        """GET /admin/state; empty while no balancer process responds."""
+        try:
+            return cast(dict[str, Any], self._admin.get("/admin/state").json())
+        except httpx.TransportError:
+            return {}
+
+    def workers(self) -> dict[int, int]:
+        """Their pids, by index."""
+        return {one["index"]: one["pid"] for one in self.state().get("workers", ())}
+
+    def balancer(self) -> int:
+        """The pid of the balancer process."""
+        (pid,) = set(children_of(self.pid)) - set(self.workers().values())
+        return pid
+
+    def running(self) -> dict[int, int]:
+        """Requests that run, by worker."""
+        return {one["index"]: one["running"] for one in self.state().get("workers", ())}
+
+    def in_flight(self) -> int | None:
+        """At all endpoints; None: no balancer process responds."""
+        endpoints = self.state().get("endpoints")
+        return None if endpoints is None else sum(one["in_flight"] for one in endpoints)
+
+    def metric(self, name: str) -> float:
+        page = self._admin.get("/metrics").text
+        return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(name))
+
+    def close(self) -> None:
+        self._admin.close()
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[str]]:
+    options = "--model", "sim", "--speed", str(SPEED)
+    with mock(*options) as (_, one), mock(*options) as (_, two):
+        yield [one, two]
+
+
+@contextmanager
+def cluster(folder: Path, servers: list[str], more: str = "") -> Iterator[Cluster]:
+    with lbproxy(folder, servers, SETTINGS + more) as (process, url, admin):
+        process.wait_for("2 workers accept connections")
+        it = Cluster(process, url, admin, folder / "cfg.yaml")
+        try:
+            run(until(lambda: len(it.workers()) == WORKERS and it.state()["endpoints"][-1]["health"] == "up", "all up"))
+            yield it
+            assert "Traceback" not in process.read()
+        finally:
+            it.close()
+
+
+class Stream:
+    """A stream that runs through one of the workers."""
+
+    def __init__(self, client: RawClient) -> None:
+        self.client = client
+
+    async def goes_on(self) -> bool:
+        """Whether more events arrive; False: the connection broke."""
+        try:
+            async with asyncio.timeout(20.0):
+                await self.client.reader.read(1 << 26)  # what arrived before
+                await self.client.reader.readuntil(b"data: ")
+        except (ConnectionError, asyncio.IncompleteReadError):
+            return False
+        return True
+
+    async def ends(self) -> bool:
+        """Read it to its end: whether it is complete."""
+        try:
+            async with asyncio.timeout(30.0):
+                return DONE in (await self.client.reply()).body
+        except (ConnectionError, asyncio.IncompleteReadError):
+            return False
+
+
+@asynccontextmanager
+async def streams(it: Cluster, tokens: int) -> AsyncIterator[list[Stream]]:
+    """That many, each of which has begun; each worker has some. Broken at the end, if they still run."""
+    body = b'{"model":"sim","prompt":"x","stream":true,"ignore_eos":true,"max_tokens":%d}' % tokens
+    opened: list[Stream] = []
+    try:
+        await _open(it, body, opened)
+        yield opened
+    finally:
+        for one in opened:
+            one.client.writer.transport.abort()
+
+
+async def _open(it: Cluster, body: bytes, opened: list[Stream]) -> None:
+    address = httpx.URL(it.url)
+    while len(opened) < STREAMS or not all(it.running().values()):
+        client = RawClient(*await asyncio.open_connection(address.host, address.port))
+        client.send(post(body, "/v1/completions"))
+        opened.append(Stream(client))
+        if len(opened) >= STREAMS:  # the figures of workers arrive twice a second
+            await until(lambda: sum(it.running().values()) == len(opened), "all run")
+        assert len(opened) < 10 * STREAMS, "one worker gets no connections"
+
+
+@pytest.mark.parametrize("index", range(WORKERS))
+def test_a_killed_worker_breaks_its_own_streams_alone(index: int, servers: list[str], tmp_path: Path) -> None:
+    """Its requests are nobody's any more at once, and another worker takes its place."""
+
+    async def body(it: Cluster) -> None:
+        async with streams(it, LONG) as opened:
+            its_own, pid = it.running()[index], it.workers()[index]
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: it.in_flight() == len(opened) - its_own, "what it had is not in flight", within_s=2.0)
+            async with load(it.url, keep=2, fresh=2) as clients:
+                await until(lambda: it.workers().get(index, pid) != pid, "another one is there")
+                await until(lambda done=clients.done: clients.done > done + 20)  # type: ignore[misc]
+            assert clients.failed == []
+            alive = [one for one in opened if await one.goes_on()]
+            assert len(alive) == len(opened) - its_own
+            await until(lambda: it.in_flight() == len(alive))
+        await until(lambda: it.in_flight() == 0)
+
+    with cluster(tmp_path, servers) as it:
+        run(body(it))
+        (line,) = [line for line in it.process.lines("workers") if "was killed" in str(line["message"])]
+        assert str(line["message"]).startswith(f"worker {index} was killed by SIGKILL")
+
+
+def test_no_request_fails_because_the_balancer_process_died(servers: list[str], tmp_path: Path) -> None:
+    """Workers place requests meanwhile; its successor counts what runs."""
+
+    async def body(it: Cluster) -> None:
+        async with streams(it, LONG) as opened:
+            async with load(it.url, keep=3, fresh=3) as clients:
+                await until(lambda: clients.done > 20)
+                for _ in range(2):
+                    pid, done = it.balancer(), clients.done
+                    os.kill(pid, signal.SIGKILL)
+                    await until(lambda done=done: clients.done > done + 20, "requests are served meanwhile")  # type: ignore[misc]
+                    await until(lambda: it.in_flight() is not None, "another one is there", within_s=30.0)
+                    await until(lambda: len(it.workers()) == WORKERS)
+                    await until(lambda: (it.in_flight() or 0) >= len(opened), "it knows what runs")
+            assert clients.failed == []
+            assert all([await one.goes_on() for one in opened])
+            await until(lambda: it.in_flight() == len(opened), "it counts what runs, and nothing else", within_s=2.0)
+            assert it.metric("lbproxy_internal_errors_total") == 0
+        await until(lambda: it.in_flight() == 0)
+
+    with cluster(tmp_path, servers) as it:
+        run(body(it), timeout_s=100.0)
+        assert "requests are placed by this worker alone" in it.process.read()
+
+
+def test_all_processes_end_after_their_streams_when_the_supervisor_is_killed(
+    servers: list[str], tmp_path: Path
+) -> None:
+    async def body(it: Cluster) -> None:
+        async with streams(it, SHORT) as opened:
+            children = children_of(it.pid)
+            assert len(children) == WORKERS + 1
+            os.kill(it.pid, signal.SIGKILL)
+            assert all([await one.ends() for one in opened])
+            await until(lambda: not any(exists(pid) for pid in children), "no process is left", within_s=30.0)
+            address = httpx.URL(it.url)
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection(address.host, address.port)
+
+    with cluster(tmp_path, servers) as it:
+        run(body(it), timeout_s=100.0)
+
+
+def exists(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
+
+
+def test_sigterm_lets_streams_of_all_workers_finish(servers: list[str], tmp_path: Path) -> None:
+    async def body(it: Cluster) -> None:
+        async with streams(it, SHORT) as opened:
+            os.kill(it.pid, signal.SIGTERM)
+            assert all([await one.ends() for one in opened])
+
+    with cluster(tmp_path, servers) as it:
+        children = children_of(it.pid)
+        run(body(it), timeout_s=100.0)
+        assert it.process.process.wait(20) == 0
+        assert not any(exists(pid) for pid in children)
+
+
+def test_sighup_has_every_worker_use_the_new_settings(servers: list[str], tmp_path: Path) -> None:
+    """A file with a mistake changes nothing."""
+
+    async def statuses(it: Cluster, **headers: str) -> set[int]:
+        """Of requests on connections of their own: each worker gets some of them."""
+        async with httpx.AsyncClient(limits=httpx.Limits(max_keepalive_connections=0), timeout=20.0) as http:
+            tasks = [http.get(f"{it.url}/v1/models", headers=headers) for _ in range(20)]
+            return {reply.status_code for reply in await asyncio.gather(*tasks)}
+
+    async def body(it: Cluster) -> None:
+        async with streams(it, LONG) as opened:
+            before = it.config.read_text()
+            assert await statuses(it) == {200}
+            it.config.write_text(before.replace(f"  - {servers[1]}\n", "") + "auth: {keys: [secret-of-ann-123456]}\n")
+            os.kill(it.pid, signal.SIGHUP)
+            await asyncio.to_thread(it.process.wait_for, '"event":"reload"')
+            while await statuses(it) != {401}:  # noqa: ASYNC110 - soon
+                await asyncio.sleep(0.05)
+            assert await statuses(it, Authorization="Bearer secret-of-ann-123456") == {200}
+            it.config.write_text("nonsense")
+            os.kill(it.pid, signal.SIGHUP)
+            await until(lambda: it.metric("lbproxy_config_reload_success") == 0, "it is refused")
+            assert await statuses(it) == {401}
+            assert all([await one.goes_on() for one in opened])
+
+    with cluster(tmp_path, servers) as it:
+        run(body(it), timeout_s=60.0)
+
+
+def test_sigusr2_hands_over_without_a_failed_request(servers: list[str], tmp_path: Path) -> None:
+    async def body(it: Cluster) -> None:
+        async with streams(it, SHORT) as opened:
+            async with load(it.url, keep=3, fresh=3) as clients:
+                await until(lambda: clients.done > 20)
+                os.kill(it.pid, signal.SIGUSR2)
+                match = await asyncio.to_thread(it.process.wait_for, r"accepts connections: process (\d+)")
+                successors.append(int(match[1]))
+                assert all([await one.ends() for one in opened])
+                await until(lambda: it.process.process.poll() is not None, "the old one ends", within_s=30.0)
+                await until(lambda done=clients.done: clients.done > done + 20)  # type: ignore[misc]
+            assert clients.failed == []
+            assert it.process.process.poll() == 0
+            await until(lambda: len(it.workers()) == WORKERS)
+            assert set(it.workers().values()) < set(children_of(successors[0]))
+
+    successors: list[int] = []
+    with cluster(tmp_path, servers) as it:
+        try:
+            run(body(it), timeout_s=100.0)
+        finally:
+            for pid in successors:
+                for one in (pid, *children_of(pid)):
+                    os.kill(one, signal.SIGKILL)

@@ -1,0 +1,190 @@
+"""Every message between the processes: what is read is what was sent, of the types that handlers expect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import msgspec
+import pytest
+
+from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.engines.orca import LoadReport
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.queue.flow import Refusal
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.workers import messages as m
+
+REQUEST = InferenceRequest(
+    "id-1",
+    "org/model",
+    stream=True,
+    body_bytes=1 << 40,
+    prompt_bytes=3,
+    block_keys=(0, 2**64 - 1),
+    max_tokens=7,
+    priority=-3,
+    session="s",
+    explain=True,
+    flow="someone",
+    deadline=12.5,
+    media_tokens=9,
+    response_id="resp_1",
+    stores=True,
+    repeatable=False,
+    binary=True,
+    open_ended=True,
+)
+USAGE = Usage(100, 64, 5, None)
+SUBMIT = m.Submit(
+    1, m.request_fields(REQUEST), (1 << 32, 5), 5, True, "http://a:1", "POST", "/v1/é", "::1", "chat", "key", 1.25
+)
+ENDPOINT = Endpoint(
+    uid=EndpointUid((1 << 32) + 3),
+    name="e1",
+    base_url="https://[::1]:8000/base",
+    weight=2.5,
+    api_key=ApiKey("secret"),
+    tls=Tls("/ca.pem", False, "name"),
+    proxy=Proxy("proxy", 3128, ApiKey("Basic abc")),
+)
+
+
+def record() -> RequestRecord:
+    """One in which every field that travels has another value than at its beginning."""
+    it = RequestRecord("id-1", "POST", "/v1/é", "::1", 1.25)
+    it.route, it.model, it.alias, it.stream, it.endpoint, it.attempts = "chat", "m", "alias", True, "e1", 2
+    it.status, it.outcome, it.failed, it.error = 200, Outcome.COMPLETED, (("e2", "upstream_reset"),), "why"
+    it.request_bytes, it.response_bytes, it.events, it.usage = 1, 2, 3, USAGE
+    it.key, it.flow, it.queue_s, it.placed_at, it.first_byte_at, it.ended_at = "k", "f", 0.5, 1.5, 1.75, 2.0
+    it.number = 77
+    return it
+
+
+MESSAGES: list[m.Message] = [
+    m.Hello(0, 4194304),
+    SUBMIT,
+    m.Submit(1, m.request_fields(InferenceRequest("r", None)), (), None, False, None, "GET", "", "", "x", None, 0.0),
+    m.FirstByte(2**40),
+    m.Progress(1, 0),
+    m.Close(1, m.OUTCOME_NUMBERS[Outcome.CLIENT_CLOSED], USAGE, timed_out=True),
+    m.Close(1, 0, None, timed_out=False),
+    m.Answered(1, 0, USAGE, began=True),
+    m.Failed(1, "connect", "refused: [::1]:1", True, ("reset", "connect"), False, 3),
+    m.Stores(1, "resp_1"),
+    m.Load(1, LoadReport(1.0, None, 0.5)),
+    m.Load(1, None),
+    m.ended(record()),
+    m.Running(SUBMIT, "http://a:1", True),
+    m.DoubtModels(1),
+    m.RefreshModels(1, 2),
+    m.Beat(1, 2, 3, 0.5, (0.1, 0.0), 5, None, 6, 7, "memory", {"memory": 1}, 8, {"limit": 2}, 9, 10, 11, 12, ("a",),
+           False, {"kept": 3}),
+    m.Welcome(None),
+    m.Welcome(256),
+    m.Placed(1, (1 << 32) + 1, 1.5, True, 100.25, "e1: 1 ms"),
+    m.Placed(1, 1, 1.5, False, 0.0, None),
+    m.Refused(1, 2, 1.5, Refusal("f", "10 requests", None)),
+    m.Refused(1, 2, None, None),
+    m.Stranded(1),
+    m.Members([m.member(ENDPOINT, Health.EJECTED.value, draining=True)]),
+    m.Members([]),
+    m.Models(1, [m.Card("m", b'{"id":"m"}', None), m.Card("a", b"{}", "m")]),
+    m.Models(1, None),
+    m.Remember("resp_1", 1, m.request_fields(REQUEST)),
+    m.Refreshed(3),
+    m.Settle("listen: 1\n", 256),
+    m.Pong(),
+]  # fmt: skip
+
+
+def kinds(union: Any) -> Iterator[type[m.Message]]:
+    yield from get_args(union)
+
+
+def through(message: m.Message) -> m.Message:
+    union: Any = m.FromWorker if type(message) in kinds(m.FromWorker) else m.ToWorker
+    (read,) = msgspec.msgpack.Decoder(list[union]).decode(msgspec.msgpack.Encoder().encode([message]))
+    assert isinstance(read, m.Message)
+    return read
+
+
+def tuples(value: object) -> object:
+    """Sequences of any kind as tuples: fields that may have any type are read as lists."""
+    return tuple(tuples(one) for one in value) if isinstance(value, (list, tuple)) else value
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda one: type(one).__name__)
+def test_a_message_is_read_as_it_was_sent(message: m.Message) -> None:
+    read = through(message)
+    assert type(read) is type(message)
+    for field in message.__struct_fields__:
+        assert tuples(getattr(read, field)) == tuples(getattr(message, field)), field
+
+
+def test_every_message_is_among_these() -> None:
+    """A new one is to be added above."""
+    assert {type(one) for one in MESSAGES} == {*kinds(m.FromWorker), *kinds(m.ToWorker)}
+
+
+def test_tags_are_distinct_in_each_direction() -> None:
+    for union in (m.FromWorker, m.ToWorker):
+        tags = [one.__struct_config__.tag for one in kinds(union)]
+        assert len(set(tags)) == len(tags)
+
+
+def test_a_request_is_the_same_object_with_the_same_types() -> None:
+    """Block keys are hashed again, and compared with those of other requests: lists would not do."""
+    read = through(SUBMIT)
+    assert isinstance(read, m.Submit)
+    request = m.read_request(read.request)
+    assert request == REQUEST
+    assert [type(one) for one in request] == [type(one) for one in REQUEST]
+
+
+def test_a_usage_and_a_refusal_are_read_from_any_sequence() -> None:
+    close, refused = (
+        through(m.Close(1, 0, USAGE, timed_out=False)),
+        through(m.Refused(1, 2, 1.0, Refusal("f", "l", 2.0))),
+    )
+    assert isinstance(close, m.Close)
+    assert isinstance(refused, m.Refused)
+    assert refused.refusal is not None
+    assert m.read_usage(close.usage) == USAGE
+    assert m.read_usage(None) is None
+    assert Refusal._make(refused.refusal) == Refusal("f", "l", 2.0)
+
+
+def test_an_endpoint_has_all_that_a_request_to_it_needs() -> None:
+    """Its credentials too, which nothing shows by accident."""
+    read = through(m.Members([m.member(ENDPOINT, "up", draining=False)]))
+    assert isinstance(read, m.Members)
+    endpoint = m.read_endpoint(read.members[0])
+    assert endpoint == ENDPOINT
+    assert endpoint.api_key is not None
+    assert endpoint.api_key.reveal() == "secret"
+    assert endpoint.proxy is not None
+    assert endpoint.proxy.credentials == ApiKey("Basic abc")
+    assert type(endpoint.tls) is Tls
+
+
+def test_a_record_arrives_complete_except_for_what_the_balancer_process_knows() -> None:
+    read = through(m.ended(record()))
+    assert isinstance(read, m.Ended)
+    begun = RequestRecord("id-1", "POST", "/v1/é", "::1", 1.25)
+    begun.predicted_cached_tokens, begun.held_for = 64.0, "e2"
+    filled, sent = m.fill(begun, read), record()
+    assert (filled.predicted_cached_tokens, filled.held_for) == (64.0, "e2")
+    there = [name for name in RequestRecord.__annotations__ if name not in OF_ONE_PROCESS]
+    for name in (*there, "id", "method", "path", "client", "started_at"):
+        assert tuples(getattr(filled, name)) == tuples(getattr(sent, name)), name
+    assert isinstance(filled.usage, Usage)
+
+
+OF_ONE_PROCESS = {
+    *("predicted_cached_tokens", "decision", "wait", "held_for", "full_by"),  # of the balancer process
+    *("number", "explanation", "trace"),  # of the worker
+}
