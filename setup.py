@@ -31,7 +31,7 @@ COMPILED = {
     "lbproxy/core/policies": "adaptive baselines explain policy registry scorers",
     "lbproxy/core/queue": "choice dispatcher flow flows queue_overload stored_responses ticket waiting_queue",
     "lbproxy/core/observed": "record snapshot",
-    "lbproxy/workers": "contents known link remote server",
+    "lbproxy/workers": "contents known link remote reports server",
     "lbproxy/net/connections": "corked h1 patience pool",
     "lbproxy/proxy/request": "client_request forwarding handshake headers plain reading",
     "lbproxy/proxy/exchange": "exchange exchanger failures relay steps",

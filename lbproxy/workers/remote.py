@@ -18,7 +18,6 @@ import asyncio
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any, Final, Protocol
@@ -40,14 +39,13 @@ from lbproxy.pulse import Pulse
 from lbproxy.request_runtime import RequestRuntime
 from lbproxy.runtime import Sink
 from lbproxy.workers import messages as m
-from lbproxy.workers.contents import message_of, read_endpoint, read_request, request_fields
+from lbproxy.workers.contents import read_endpoint, read_request, request_fields
 from lbproxy.workers.known import Known
 from lbproxy.workers.link import Link
+from lbproxy.workers.reports import Reports
 
 logger = logging.getLogger("lbproxy")
 
-MAX_UNSENT: Final = 50_000
-"""Records that wait for a balancer process: 10 s of 5,000 requests a second, in about 30 MB."""
 PROGRESS_S: Final = 0.05
 """Progress is gathered for so long: sent one by one, a write for each was 2 % of the CPU time of a stream's events."""
 REFRESH_S: Final = 10.0
@@ -92,44 +90,6 @@ class _Nobody:
         """See Owner."""
 
 
-class _Reports:
-    """Reports that need not leave at once: records, for the balancer process and for this process's own sinks, and
-    progress.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, sinks: Sequence[Sink]) -> None:
-        self._loop = loop
-        self._sinks = sinks
-        self._unsent: deque[m.Ended] = deque(maxlen=MAX_UNSENT)
-        self._ended: list[RequestRecord] = []
-        self.progress: dict[int, int] = {}
-        """Tokens by number, to be sent soon."""
-
-    def emit(self, record: RequestRecord, link: Link[m.ToWorker] | None) -> None:
-        """A request is over. Without a link its record waits for one."""
-        message = message_of(record)
-        if link is None:
-            self._unsent.append(message)
-        else:
-            link.send(message)
-        if self._sinks:
-            self._ended.append(record)
-            if len(self._ended) == 1:
-                self._loop.call_soon(self.hand_out)
-
-    def send(self, link: Link[m.ToWorker]) -> None:
-        """Send what waits."""
-        unsent, self._unsent = self._unsent, deque(maxlen=MAX_UNSENT)
-        for record in unsent:
-            link.send(record)
-
-    def hand_out(self) -> None:
-        """Tell this process's own sinks now what ended."""
-        ended, self._ended = self._ended, []
-        for sink in self._sinks:
-            sink.ended(ended)
-
-
 class RemoteRuntime(RequestRuntime):
     """The balancer process, as a worker sees it. `attach` and `detach` are the link's life; the rest is the data
     plane's.
@@ -145,7 +105,7 @@ class RemoteRuntime(RequestRuntime):
         """Requests that were placed without a balancer process."""
         self.owner: Owner = _Nobody()
         self.known = Known()
-        self._reports = _Reports(self.loop, sinks)
+        self._reports = Reports(self.loop, sinks)
         self._retries = Retries(settings.retry, rng)
         self._link: Link[m.ToWorker] | None = None
         self._welcomed = False

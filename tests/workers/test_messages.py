@@ -16,7 +16,9 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.flow import Refusal
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.workers import contents
 from lbproxy.workers import messages as m
+from lbproxy.workers.contents import request_fields
 
 REQUEST = InferenceRequest(
     "id-1",
@@ -40,7 +42,18 @@ REQUEST = InferenceRequest(
 )
 USAGE = Usage(100, 64, 5, None)
 SUBMIT = m.Submit(
-    1, m.request_fields(REQUEST), (1 << 32, 5), 5, True, "http://a:1", "POST", "/v1/é", "::1", "chat", "key", 1.25
+    1,
+    request_fields(REQUEST),
+    (1 << 32, 5),
+    5,
+    True,
+    "http://a:1",
+    "POST",
+    "/v1/é",
+    "::1",
+    "chat",
+    "key",
+    1.25,
 )
 ENDPOINT = Endpoint(
     uid=EndpointUid((1 << 32) + 3),
@@ -67,9 +80,9 @@ def record() -> RequestRecord:
 MESSAGES: list[m.Message] = [
     m.Hello(0, 4194304),
     SUBMIT,
-    m.Submit(1, m.request_fields(InferenceRequest("r", None)), (), None, False, None, "GET", "", "", "x", None, 0.0),
+    m.Submit(1, request_fields(InferenceRequest("r", None)), (), None, False, None, "GET", "", "", "x", None, 0.0),
     m.FirstByte(2**40),
-    m.Progress(1, 0),
+    m.Progress({1: 0}),
     m.Close(1, m.OUTCOME_NUMBERS[Outcome.CLIENT_CLOSED], USAGE, timed_out=True),
     m.Close(1, 0, None, timed_out=False),
     m.Answered(1, 0, USAGE, began=True),
@@ -77,7 +90,7 @@ MESSAGES: list[m.Message] = [
     m.Stores(1, "resp_1"),
     m.Load(1, LoadReport(1.0, None, 0.5)),
     m.Load(1, None),
-    m.ended(record()),
+    contents.message_of(record()),
     m.Running(SUBMIT, "http://a:1", True),
     m.DoubtModels(1),
     m.RefreshModels(1, 2),
@@ -90,11 +103,11 @@ MESSAGES: list[m.Message] = [
     m.Refused(1, 2, 1.5, Refusal("f", "10 requests", None)),
     m.Refused(1, 2, None, None),
     m.Stranded(1),
-    m.Members([m.member(ENDPOINT, Health.EJECTED.value, draining=True)]),
+    m.Members([contents.member(ENDPOINT, Health.EJECTED.value, draining=True)]),
     m.Members([]),
     m.Models(1, [m.Card("m", b'{"id":"m"}', None), m.Card("a", b"{}", "m")]),
     m.Models(1, None),
-    m.Remember("resp_1", 1, m.request_fields(REQUEST)),
+    m.Remember("resp_1", 1, request_fields(REQUEST)),
     m.Refreshed(3),
     m.Settle("listen: 1\n", 256),
     m.Pong(),
@@ -140,7 +153,7 @@ def test_a_request_is_the_same_object_with_the_same_types() -> None:
     """Block keys are hashed again, and compared with those of other requests: lists would not do."""
     read = through(SUBMIT)
     assert isinstance(read, m.Submit)
-    request = m.read_request(read.request)
+    request = contents.read_request(read.request)
     assert request == REQUEST
     assert [type(one) for one in request] == [type(one) for one in REQUEST]
 
@@ -153,16 +166,16 @@ def test_a_usage_and_a_refusal_are_read_from_any_sequence() -> None:
     assert isinstance(close, m.Close)
     assert isinstance(refused, m.Refused)
     assert refused.refusal is not None
-    assert m.read_usage(close.usage) == USAGE
-    assert m.read_usage(None) is None
+    assert contents.read_usage(close.usage) == USAGE
+    assert contents.read_usage(None) is None
     assert Refusal._make(refused.refusal) == Refusal("f", "l", 2.0)
 
 
 def test_an_endpoint_has_all_that_a_request_to_it_needs() -> None:
     """Its credentials too, which nothing shows by accident."""
-    read = through(m.Members([m.member(ENDPOINT, "up", draining=False)]))
+    read = through(m.Members([contents.member(ENDPOINT, "up", draining=False)]))
     assert isinstance(read, m.Members)
-    endpoint = m.read_endpoint(read.members[0])
+    endpoint = contents.read_endpoint(read.members[0])
     assert endpoint == ENDPOINT
     assert endpoint.api_key is not None
     assert endpoint.api_key.reveal() == "secret"
@@ -172,11 +185,11 @@ def test_an_endpoint_has_all_that_a_request_to_it_needs() -> None:
 
 
 def test_a_record_arrives_complete_except_for_what_the_balancer_process_knows() -> None:
-    read = through(m.ended(record()))
+    read = through(contents.message_of(record()))
     assert isinstance(read, m.Ended)
     begun = RequestRecord("id-1", "POST", "/v1/é", "::1", 1.25)
     begun.predicted_cached_tokens, begun.held_for = 64.0, "e2"
-    filled, sent = m.fill(begun, read), record()
+    filled, sent = contents.fill(begun, read), record()
     assert (filled.predicted_cached_tokens, filled.held_for) == (64.0, "e2")
     there = [name for name in RequestRecord.__annotations__ if name not in OF_ONE_PROCESS]
     for name in (*there, "id", "method", "path", "client", "started_at"):

@@ -16,6 +16,7 @@ from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
+from lbproxy.workers import contents
 from lbproxy.workers import messages as m
 from lbproxy.workers.remote import RemoteRuntime
 from tests.support.aio import run, until
@@ -30,7 +31,7 @@ def members(*health: str, first_uid: int = 1, draining: tuple[int, ...] = ()) ->
     """The endpoints of URLS, with these healths."""
     return m.Members(
         [
-            m.member(
+            contents.member(
                 Endpoint(uid=EndpointUid(first_uid + n), name=f"e{n + 1}", base_url=URLS[n]),
                 one,
                 draining=n in draining,
@@ -131,7 +132,7 @@ def test_a_request_waits_for_the_balancer_process_and_is_placed_where_it_says() 
             number = submitted.number
             closed = m.Close(number, m.OUTCOME_NUMBERS[Outcome.COMPLETED], (1, 2, 3, None), False)
             await worker.heard(m.Close)
-            assert there.arrived[1:] == [m.FirstByte(number), m.Progress(number, 3), closed]
+            assert there.arrived[1:] == [m.FirstByte(number), m.Progress({number: 3}), closed]
             assert worker.runtime.placed_alone == 0
 
     run(body())
@@ -379,7 +380,7 @@ def test_a_stored_response_keeps_its_owner_over_a_new_balancer_process() -> None
             await worker.told(m.Placed(ticket.number, 2, 0.0, False, 0, None))
             worker.runtime.stores(ticket, "resp_1")
             assert await worker.heard(m.Stores) == [m.Stores(ticket.number, "resp_1")]
-            await worker.told(m.Remember("resp_2", 1, m.request_fields(request)))
+            await worker.told(m.Remember("resp_2", 1, contents.request_fields(request)))
         following = InferenceRequest("r", "m", response_id="resp_1")
         ticket = worker.runtime.submit(following, a_record(), NOBODY, worker.settled.append)
         assert endpoint_of(ticket) == "e2"

@@ -17,6 +17,7 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.core.requests.retry import FailureKind
 from lbproxy.runtime import Runtime
+from lbproxy.workers import contents
 from lbproxy.workers import messages as m
 from lbproxy.workers.server import Session, WorkerServer
 from tests.support.aio import run, until
@@ -91,7 +92,7 @@ async def balancing(count: int = 2) -> AsyncIterator[Balancing]:
 
 
 def submit(number: int, model: str = MODEL, *, avoid: tuple[int, ...] = (), again: bool = False) -> m.Submit:
-    fields = m.request_fields(InferenceRequest(f"r{number}", model))
+    fields = contents.request_fields(InferenceRequest(f"r{number}", model))
     return m.Submit(number, fields, avoid, None, again, None, "POST", "/v1/x", "127.0.0.1", "chat", "key", 0.0)
 
 
@@ -174,7 +175,7 @@ def test_a_request_from_its_place_to_its_record() -> None:
             assert it.in_flight() == [1]
             (running,) = it.server.running_records()
             assert (running.id, running.endpoint, running.attempts) == ("r7", "e1", 1)
-            await worker.says(m.FirstByte(7), m.Progress(7, 3), m.Close(7, COMPLETED, (10, 5, 3, None), False))
+            await worker.says(m.FirstByte(7), m.Progress({7: 3}), m.Close(7, COMPLETED, (10, 5, 3, None), False))
             assert it.in_flight() == [0]
             assert not it.records.requests
             await worker.says(ended(7))
@@ -259,7 +260,7 @@ def test_what_is_not_known_is_dropped() -> None:
         async with balancing(1) as it:
             worker = await it.worker()
             await worker.says(
-                *(m.FirstByte(9), m.Progress(9, 1), m.Close(9, 0, None, False), m.Answered(9, 0, None, True)),
+                *(m.FirstByte(9), m.Progress({9: 1}), m.Close(9, 0, None, False), m.Answered(9, 0, None, True)),
                 *(m.Failed(9, "reset", "", False, (), False, 0), m.Stores(9, "resp_1"), m.Load(9, None)),
             )
             assert not worker.end.lost
