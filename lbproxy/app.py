@@ -309,14 +309,17 @@ class Proxy:
         ]
         if problems:
             raise ConfigError("settings", problems)
-        settings = settings.model_copy(update=kept)
+        fixed: dict[str, object] = {**kept}
+        if settings.workers != self.settings.workers:
+            fixed["workers"] = self.settings.workers
+        settings = settings.model_copy(update=fixed)
         prepared = await self.plane.prepare(settings)
         discovery = await self.discovery.under(settings)
         self._adopt(settings, discovery)
         self.plane.adopt(settings, prepared)
         self.plane.warn_if_open()
         warn_of_unverified(settings.endpoints)
-        return settings, list(kept)
+        return settings, list(fixed)
 
     def _adopt(self, settings: Settings, discovery: Discovery) -> None:
         """Swap everything, in one step."""
