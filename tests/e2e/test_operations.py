@@ -152,12 +152,12 @@ def test_what_a_reload_cannot_change_is_said_once_and_the_rest_is_changed(fleet:
         body = {"model": "sim", "prompt": "x", "max_tokens": 1}
         assert "x-lbproxy-endpoint" in httpx.post(f"{url}/v1/completions", json=body).headers
         listing = "expose_endpoint: false\nlog: {level: warning}\nlimits: {json_body: 1KiB}"
-        text = f"listen: 127.0.0.1:1\nadmin: null\n{listing}\nendpoints: ['{fleet[0]}']\n"
+        text = f"listen: 127.0.0.1:1\nadmin: null\nworkers: 3\n{listing}\nendpoints: ['{fleet[0]}']\n"
         (tmp_path / "cfg.yaml").write_text(text)
         process.process.send_signal(signal.SIGHUP)
         run(until(lambda: events(process, "reload"), "reloaded"))
         (line,) = events(process, "reload")
-        assert line["message"] == "listen and admin cannot be changed by a reload: restart for that"
+        assert line["message"] == "listen and admin and workers cannot be changed by a reload: restart for that"
         assert gauge(admin, "lbproxy_config_reload_success") == {"": 1.0}
         assert "x-lbproxy-endpoint" not in httpx.post(f"{url}/v1/completions", json=body).headers
         large = {**body, "prompt": "x" * 2000}
