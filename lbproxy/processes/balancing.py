@@ -11,7 +11,19 @@ from lbproxy.control.telemetry.memory import Memory
 from lbproxy.data_plane import Parts
 from lbproxy.net.listening.inherit import Inherited
 from lbproxy.net.listening.notify import Notifier
-from lbproxy.processes.control import Adopt, Draining, Ready, Reload, Reloading, Start, Stop, Text, ToChild
+from lbproxy.processes.control import (
+    Adopt,
+    Draining,
+    Ready,
+    Reload,
+    Reloaded,
+    Reloading,
+    Save,
+    Start,
+    Stop,
+    Text,
+    ToChild,
+)
 from lbproxy.processes.plane import WorkersPlane
 from lbproxy.processes.supervised import Supervisor, read
 from lbproxy.settings_file import parse_text, read_text
@@ -37,10 +49,18 @@ class _Told(Notifier):
     def __init__(self, supervisor: Supervisor) -> None:
         super().__init__(None)
         self._supervisor = supervisor
+        self._reloads = False
 
     def reloading(self) -> None:
         """See Notifier."""
+        self._reloads = True
         self._supervisor.send(Reloading())
+
+    def ready(self, status: str) -> None:
+        """See Notifier. That of the start is the supervisor's own, when all processes are ready."""
+        if self._reloads:
+            self._reloads = False
+            self._supervisor.send(Reloaded(status))
 
     def beat(self, lag_s: float = 0.0) -> None:
         """See Notifier."""
@@ -91,8 +111,12 @@ class Balancing:
             self._orders.reload.set()
         elif isinstance(message, Draining):
             self._plane.front.draining = True
-            if message.handed_over and self._proxy.admin is not None:
-                self._proxy.admin.stop_accepting()
+            if message.handed_over:
+                self._proxy.keeper.release()
+                if self._proxy.admin is not None:
+                    self._proxy.admin.stop_accepting()
+        elif isinstance(message, Save):
+            self._proxy.tasks.create_task(self._proxy.keeper.write_now())
         elif isinstance(message, Stop):
             for task in self._running:
                 task.cancel()

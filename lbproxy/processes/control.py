@@ -103,8 +103,18 @@ class Reloading(Message, tag=9):
     """To the supervisor: a reload begins."""
 
 
-ToChild: TypeAlias = Start | Stop | Reload | Draining
-ToSupervisor: TypeAlias = Adopt | Ready | Unfit | Beat | Reloading
+class Reloaded(Message, tag=10):
+    """To the supervisor: the reload is over; if it failed, with the settings of before."""
+
+    status: str
+
+
+class Save(Message, tag=11):
+    """To the balancer process: write the state file now, as another lbproxy starts."""
+
+
+ToChild: TypeAlias = Start | Stop | Reload | Draining | Save
+ToSupervisor: TypeAlias = Adopt | Ready | Unfit | Beat | Reloading | Reloaded
 
 
 class Child:

@@ -42,7 +42,9 @@ from lbproxy.processes.control import (
     Draining,
     Ready,
     Reload,
+    Reloaded,
     Reloading,
+    Save,
     Start,
     Stop,
     Text,
@@ -261,7 +263,8 @@ class Supervisor:
             self._notifier.reloading()
         elif isinstance(message, Adopt):
             self._text, self._status = message.settings, message.status
-            self._notifier.ready(self._status)
+        elif isinstance(message, Reloaded):
+            self._notifier.ready(message.status)
 
     async def _watch(self) -> None:
         """Beat for the service manager while we live, and kill those that show no sign of life."""
@@ -299,6 +302,8 @@ class Supervisor:
     async def _hand_over(self, command: list[str]) -> bool:
         """Start a successor on our sockets. Once it accepts, we do no more."""
         logger.info("restarting: the new process is %s", " ".join(command), extra={"event": "restart"})
+        if self._balancer.child is not None:
+            self._balancer.child.link.send(Save())  # it is done before a process has started
         try:
             pid = await start_successor(command, self._sockets)
         except OSError as error:

@@ -253,7 +253,10 @@ def dealt(settings: Settings, workers: int) -> Settings:
         # The balancer process needs some too: about as much as a worker.
         "memory": None if memory is None else memory // (workers + 1),
     }
-    return settings.model_copy(update={"limits": limits.model_copy(update=share)})
+    retry = settings.retry
+    budget = {"budget_per_second": retry.budget_per_second / workers}
+    dealt_out = {"limits": limits.model_copy(update=share), "retry": retry.model_copy(update=budget)}
+    return settings.model_copy(update=dealt_out)
 
 
 def _moves(wanted: Settings, now: Settings) -> bool:

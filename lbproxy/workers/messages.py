@@ -217,6 +217,8 @@ class Placed(Message, tag=33):
     number: int
     uid: int
     placed_at: float
+    waited: bool
+    """False: it was placed as soon as it arrived."""
     asks_load: bool
     prompt_tokens: float
     """Of the prompt, as predicted; 0 = not predicted."""

@@ -394,6 +394,8 @@ class RemoteRuntime(RequestRuntime):
         if state is None:
             raise LookupError(f"endpoint {message.uid} was not told")
         state.asks_load = message.asks_load
+        if not message.waited:  # the way of the messages is no wait
+            ticket.submitted_at = message.placed_at
         ticket.predicted_prompt_tokens = message.prompt_tokens
         one.record.explanation = message.explanation
         self._place(ticket, state, message.placed_at)

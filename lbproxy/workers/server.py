@@ -163,10 +163,10 @@ class Session:
         if ticket.placement is not None:
             record.predicted_cached_tokens = ticket.placement.cached_tokens
             prompt_tokens = ticket.placement.prompt_tokens
-        uid = state.endpoint.uid
-        if uid not in self._server.told:
-            self._server.tell()
-        self.link.send(m.Placed(job.number, uid, ticket.placed_at, state.asks_load, prompt_tokens, explanation))
+        self._server.tell()  # by this the worker judges what follows a failure
+        placed_at, waited = ticket.placed_at, ticket.placed_at > ticket.submitted_at
+        what = placed_at, waited, state.asks_load, prompt_tokens, explanation
+        self.link.send(m.Placed(job.number, state.endpoint.uid, *what))
 
     def _refused(self, job: _Job, ticket: Ticket) -> None:
         assert ticket.outcome is not None
@@ -238,8 +238,9 @@ class Session:
             record = RequestRecord(message.id, message.method, message.path, message.client, message.started_at)
         else:
             record = job.record
-            if job.ticket is not None:  # still open only after a defect
-                self._runtime.close(job.ticket, m.OUTCOMES[message.outcome])
+            ticket = job.ticket
+            if ticket is not None and ticket.state is not TicketState.CLOSED:  # only after a defect
+                self._runtime.close(ticket, m.OUTCOMES[message.outcome])
         self._runtime.emit(fill(record, message))
 
     def _on_running(self, message: m.Running) -> None:
