@@ -19,12 +19,17 @@ run: $(VENV)/.run
 # are not compiled. tests/core runs both ways: it is where compiled code may differ from Python, in types, bounds and
 # replaced attributes.
 FLEETS := tests/sim/fleet tests/sim/mock/test_faults.py
-SOCKETS := tests/chaos tests/e2e tests/net tests/proxy
+SOCKETS := tests/chaos tests/e2e tests/net tests/processes tests/proxy tests/workers
 OTHERS := tests/benchmarks tests/real tests/clients tests/fixtures tests/support tests/__pycache__
 AS_PYTHON := $(filter-out $(SOCKETS) $(OTHERS),$(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py))
 # Of those that run compiled, the files with tests that replace methods, which compiled classes do not allow.
 REPLACING := tests/net/connections/test_pool.py \
-    $(addprefix tests/proxy/,$(addprefix exchange/test_,defects.py opened.py patience.py stages.py) front/test_server.py)
+    $(addprefix tests/proxy/,$(addprefix exchange/test_,defects.py opened.py patience.py stages.py) front/test_server.py) \
+    $(addprefix tests/workers/test_,link.py server.py)
+# What runs once more with the data path of a worker process, linked to the balancer by sockets: the rest of what matters
+# there are tests/workers and tests/processes. By hand, LBPROXY_TEST_WORKERS=2 runs everything so (docs/testing.md).
+IN_WORKER := $(addprefix tests/proxy/,$(addprefix exchange/test_,adapter_calls.py agents_apis.py ejection.py exchange.py) \
+    front/test_unknown_models.py request/test_trace_context.py)
 # Tests mostly wait, so there are more workers than cores. LBPROXY_WORKERS=2 for a machine with little memory.
 LBPROXY_WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest --numprocesses $(LBPROXY_WORKERS) --dist worksteal
@@ -35,6 +40,7 @@ unexport PYTHONDONTWRITEBYTECODE
 test: $(VENV)/.dev lint types $(BUILT)/.made
 	$(PYTEST) $(addprefix --ignore=,$(FLEETS)) $(AS_PYTHON) $(REPLACING)
 	cd $(BUILT) && ../../$(PYTEST) -p no:cacheprovider $(SOCKETS) tests/core $(FLEETS)
+	cd $(BUILT) && LBPROXY_TEST_WORKERS=1 ../../$(PYTEST) -p no:cacheprovider $(IN_WORKER)
 	cd $(BUILT) && ../../$(BIN)/python -m pytest -p no:cacheprovider tests/benchmarks
 
 test-tools:
