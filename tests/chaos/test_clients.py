@@ -69,8 +69,8 @@ def test_t17_idle_clients(rig: Rig) -> None:
             before = proxy.rss_mib()
             with crowd(rig, proxy, "idle", count) as idle:
                 began = time.monotonic()
-                connections = proxy.total("lbproxy_client_connections")
                 time.sleep(3.0)
+                connections = proxy.total("lbproxy_client_connections")
                 grown = proxy.rss_mib() - before
                 beside = [one.seconds for one in load.results() if one.at > began]
                 case.expect("idle clients", connections, at_least=count)

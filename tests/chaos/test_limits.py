@@ -97,7 +97,11 @@ def ask_big(proxy: Proxy, size: int, count: int, kind: str) -> dict[str, int]:
 @pytest.mark.chaos("T26", "large bodies and JSON bombs in a memory group of 256 MiB")
 def test_t26_memory(rig: Rig) -> None:
     case = rig.case
-    with memory_group(256 * 2**20) as group, rig.proxy(QUICK, lag_ms=250.0, wrap=joining(group)) as proxy:
+    # The share of a worker is as much as a single process has.
+    with (
+        memory_group(256 * 2**20 * (WORKERS + 1 if WORKERS > 1 else 1)) as group,
+        rig.proxy(QUICK, lag_ms=250.0, wrap=joining(group)) as proxy,
+    ):
         with rig.load(proxy, workers=4, tokens=5, streams=0.5) as load:
             load.until(good=10)
             said = {

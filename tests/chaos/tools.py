@@ -6,9 +6,11 @@ for one port of 127.0.0.1 and taken away with the `with` block.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,4 +70,8 @@ def memory_group(size_bytes: int) -> Iterator[Path]:
     finally:
         for pid in (group / "cgroup.procs").read_text().split():
             (MEMORY / "cgroup.procs").write_text(pid)
-        group.rmdir()
+        for _ in range(100):  # a process that was killed leaves a moment later
+            with contextlib.suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.05)

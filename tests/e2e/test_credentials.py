@@ -22,6 +22,7 @@ from tests.support.aio import run, until
 from tests.support.load import load
 from tests.support.process import Process, mock
 from tests.support.tls import Authority
+from tests.support.workers import one_process
 
 INLINE, FILED, HASHED, ROTATED = (f"sk-{name}-{secrets.token_hex(16)}" for name in ("in", "file", "hash", "new"))
 TOKEN = f"admin-{secrets.token_hex(16)}"
@@ -106,6 +107,7 @@ def test_each_kind_of_key_opens_and_its_name_is_in_the_log(server: str, tmp_path
         assert 'lbproxy_requests_total{code="401",outcome="invalid_api_key",route="other"} 2.0' in page
 
 
+@one_process("each worker reads files by itself, within their interval")
 def test_a_file_of_keys_that_changes_is_taken_over_and_a_bad_one_is_not(server: str, tmp_path: Path) -> None:
     """In place, by another file in its place, by a link that leads elsewhere; broken, emptied, gone, and back."""
     config = write_settings(tmp_path, server, keyed(tmp_path))
@@ -263,6 +265,7 @@ def serial(url: str, context: ssl.SSLContext) -> str:
         return str(stream.get_extra_info("ssl_object").getpeercert()["serialNumber"])
 
 
+@one_process("each worker reads files by itself, within their interval")
 def test_certificates_change_under_load_and_a_broken_one_does_not(
     server: str, authority: Authority, tmp_path: Path
 ) -> None:

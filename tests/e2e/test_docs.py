@@ -39,6 +39,7 @@ from tests.support.docs import DOCS, PAGES, ROOT, Block, all_blocks, blocks, exp
 from tests.support.otlp import Collector
 from tests.support.process import Process, lbproxy, mock
 from tests.support.saved import write_state
+from tests.support.workers import one_process
 
 LISTEN, ADMIN = "127.0.0.1:8080", "127.0.0.1:9901"
 """The addresses in the docs: the defaults."""
@@ -160,6 +161,7 @@ def test_adapters_come_and_go_as_the_page_says(block: Block, tmp_path: Path) -> 
     assert '"model":"sql"' in text
 
 
+@one_process("figures of workers arrive twice a second")
 @pytest.mark.parametrize("block", TRACES, ids=str)
 def test_a_request_is_traced_as_the_page_says(block: Block, tmp_path: Path) -> None:
     with (
@@ -200,6 +202,7 @@ def live_page(folder: Path) -> str:
             return httpx.get(f"{admin}/metrics").text
 
 
+@one_process("workers have families of their own")
 def test_metrics_has_every_family_of_a_live_page(tmp_path: Path) -> None:
     """By type, labels and meaning; in the order of the page."""
     rows = []
@@ -231,6 +234,7 @@ def test_admin_has_every_path(demo: tuple[str, str]) -> None:
     expect_generated(DOCS / "admin.md", "paths", table(["path", "does"], rows))
 
 
+@one_process("workers use other settings a moment after the reload is logged")
 def test_log_lines_have_the_keys_of_live_ones(tmp_path: Path) -> None:
     """One server that answers, one without metrics, one that is not there: between them every event."""
     with mock("--model", "m", "--lora-updates") as (_, url):

@@ -36,6 +36,7 @@ from tests.support.endpoint import (
 )
 from tests.support.load import load
 from tests.support.process import LBPROXY, Process, lbproxy, mock
+from tests.support.workers import one_process
 
 MODELS = answer(b'{"object":"list","data":[{"id":"m","object":"model"}]}')
 
@@ -201,6 +202,11 @@ def successors(process: Process) -> list[int]:
     return [int(str(line["pid"])) for line in events(process, "restart") if "pid" in line]
 
 
+def stops(process: Process) -> int:
+    """How many lbproxys, of one or more processes, ended."""
+    return sum(str(line["message"]).startswith("stopped: ") for line in events(process, "stop"))
+
+
 def test_restarts_are_not_noticed(fleet: list[str], tmp_path: Path) -> None:
     """Neither by clients that keep their connections nor by new ones, nor by a stream that is longer than a restart."""
 
@@ -222,7 +228,7 @@ def test_restarts_are_not_noticed(fleet: list[str], tmp_path: Path) -> None:
             assert last.choices[0].finish_reason == "length"
         assert await asyncio.to_thread(process.process.wait, 30) == 0, "the first has ended"
         os.kill(pid, signal.SIGTERM)
-        await until(lambda: len(events(process, "stop")) == 8, "all four have stopped")
+        await until(lambda: stops(process) == 4, "all four have stopped")
 
     with lbproxy(tmp_path, fleet, "drain: {lame_duck: 5s}") as (process, url, _), ended(process):
         run(main(process, url))
@@ -236,6 +242,7 @@ def test_restarts_are_not_noticed(fleet: list[str], tmp_path: Path) -> None:
 DEADLINE_S = 0.5
 
 
+@one_process("each process logs its own stop; tests/processes has the same")
 @pytest.mark.parametrize("then", ["nothing", "SIGTERM"])
 def test_who_handed_over_waits_for_its_streams_until_it_is_told_to_stop(tmp_path: Path, then: str) -> None:
     """`drain.deadline` is how long a supervisor waits, and it does not wait for this process."""
@@ -337,6 +344,7 @@ def test_a_socket_from_systemd_is_served(fleet: list[str], tmp_path: Path) -> No
 # --- Limits -----------------------------------------------------------------------------------------------------------
 
 
+@one_process("the limit is of each process; T25 of tests/chaos has both")
 def test_with_few_descriptors_the_excess_is_refused_and_what_runs_goes_on(fleet: list[str], tmp_path: Path) -> None:
     """64 descriptors, far fewer than clients: no stream breaks, no endpoint is blamed, /metrics answers, nothing spins,
     and when the crowd has left, everybody is served again.

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.support.process import Process, Program
+from tests.support.workers import one_process
 
 UNWANTED = {
     "dns": "25 ms; only endpoints with names, looked up by the resolver's thread",
@@ -32,6 +33,7 @@ def loaded(process: Process) -> set[str]:
     return set(re.findall(r"^import time: +\d+ \| +\d+ \| +(\S+)$", process.output, re.MULTILINE))
 
 
+@one_process("of what one process imports")
 def test_a_start_loads_only_what_it_needs(tmp_path: Path) -> None:
     """Each of these was, or could easily become, a good part of the time to the first answer."""
     config = tmp_path / "cfg.yaml"

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from lbproxy.core.requests.request import InferenceRequest
-from lbproxy.workers import contents
 from lbproxy.workers import link as links
 from lbproxy.workers import messages as m
+from lbproxy.workers.contents import read_request, request_fields
 from tests.support.aio import run, until
 from tests.support.compiled import interpreted
 from tests.support.links import End, pair
@@ -195,7 +195,7 @@ def test_what_msgpack_cannot_encode_costs_nothing_else() -> None:
     async def body() -> None:
         async with pair() as (worker, balancer):
             message = m.Submit(
-                2, contents.request_fields(request), (), None, False, None, "POST", "/\udcff", "c", "r", None, 0.0
+                2, request_fields(request), (), None, False, None, "POST", "/\udcff", "c", "r", None, 0.0
             )
             for one in (m.FirstByte(1), message, m.FirstByte(3)):
                 worker.link.send(one)
@@ -203,7 +203,7 @@ def test_what_msgpack_cannot_encode_costs_nothing_else() -> None:
             first, odd, last = balancer.arrived
             assert (first, last) == (m.FirstByte(1), m.FirstByte(3))
             assert isinstance(odd, m.Submit)
-            read = contents.read_request(odd.request)
+            read = read_request(odd.request)
             assert (read.model, read.max_tokens, read.block_keys) == ("\\ud800m", 2**64 - 1, (2**64 - 1,))
             assert odd.path == "/\\udcff"
 

@@ -16,9 +16,8 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.flow import Refusal
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
-from lbproxy.workers import contents
 from lbproxy.workers import messages as m
-from lbproxy.workers.contents import request_fields
+from lbproxy.workers.contents import fill, member, message_of, read_endpoint, read_request, read_usage, request_fields
 
 REQUEST = InferenceRequest(
     "id-1",
@@ -42,18 +41,7 @@ REQUEST = InferenceRequest(
 )
 USAGE = Usage(100, 64, 5, None)
 SUBMIT = m.Submit(
-    1,
-    request_fields(REQUEST),
-    (1 << 32, 5),
-    5,
-    True,
-    "http://a:1",
-    "POST",
-    "/v1/é",
-    "::1",
-    "chat",
-    "key",
-    1.25,
+    1, request_fields(REQUEST), (1 << 32, 5), 5, True, "http://a:1", "POST", "/v1/é", "::1", "chat", "key", 1.25
 )
 ENDPOINT = Endpoint(
     uid=EndpointUid((1 << 32) + 3),
@@ -82,7 +70,7 @@ MESSAGES: list[m.Message] = [
     SUBMIT,
     m.Submit(1, request_fields(InferenceRequest("r", None)), (), None, False, None, "GET", "", "", "x", None, 0.0),
     m.FirstByte(2**40),
-    m.Progress({1: 0}),
+    m.Progress({1: 0, 2**40: 3}),
     m.Close(1, m.OUTCOME_NUMBERS[Outcome.CLIENT_CLOSED], USAGE, timed_out=True),
     m.Close(1, 0, None, timed_out=False),
     m.Answered(1, 0, USAGE, began=True),
@@ -90,7 +78,7 @@ MESSAGES: list[m.Message] = [
     m.Stores(1, "resp_1"),
     m.Load(1, LoadReport(1.0, None, 0.5)),
     m.Load(1, None),
-    contents.message_of(record()),
+    message_of(record()),
     m.Running(SUBMIT, "http://a:1", True),
     m.DoubtModels(1),
     m.RefreshModels(1, 2),
@@ -98,12 +86,12 @@ MESSAGES: list[m.Message] = [
            False, {"kept": 3}),
     m.Welcome(None),
     m.Welcome(256),
-    m.Placed(1, (1 << 32) + 1, 1.5, True, 100.25, "e1: 1 ms"),
-    m.Placed(1, 1, 1.5, False, 0.0, None),
+    m.Placed(1, (1 << 32) + 1, 1.5, True, True, 100.25, "e1: 1 ms"),
+    m.Placed(1, 1, 1.5, False, False, 0.0, None),
     m.Refused(1, 2, 1.5, Refusal("f", "10 requests", None)),
     m.Refused(1, 2, None, None),
     m.Stranded(1),
-    m.Members([contents.member(ENDPOINT, Health.EJECTED.value, draining=True)]),
+    m.Members([member(ENDPOINT, Health.EJECTED.value, draining=True)]),
     m.Members([]),
     m.Models(1, [m.Card("m", b'{"id":"m"}', None), m.Card("a", b"{}", "m")]),
     m.Models(1, None),
@@ -153,7 +141,7 @@ def test_a_request_is_the_same_object_with_the_same_types() -> None:
     """Block keys are hashed again, and compared with those of other requests: lists would not do."""
     read = through(SUBMIT)
     assert isinstance(read, m.Submit)
-    request = contents.read_request(read.request)
+    request = read_request(read.request)
     assert request == REQUEST
     assert [type(one) for one in request] == [type(one) for one in REQUEST]
 
@@ -166,16 +154,16 @@ def test_a_usage_and_a_refusal_are_read_from_any_sequence() -> None:
     assert isinstance(close, m.Close)
     assert isinstance(refused, m.Refused)
     assert refused.refusal is not None
-    assert contents.read_usage(close.usage) == USAGE
-    assert contents.read_usage(None) is None
+    assert read_usage(close.usage) == USAGE
+    assert read_usage(None) is None
     assert Refusal._make(refused.refusal) == Refusal("f", "l", 2.0)
 
 
 def test_an_endpoint_has_all_that_a_request_to_it_needs() -> None:
     """Its credentials too, which nothing shows by accident."""
-    read = through(m.Members([contents.member(ENDPOINT, "up", draining=False)]))
+    read = through(m.Members([member(ENDPOINT, "up", draining=False)]))
     assert isinstance(read, m.Members)
-    endpoint = contents.read_endpoint(read.members[0])
+    endpoint = read_endpoint(read.members[0])
     assert endpoint == ENDPOINT
     assert endpoint.api_key is not None
     assert endpoint.api_key.reveal() == "secret"
@@ -185,11 +173,11 @@ def test_an_endpoint_has_all_that_a_request_to_it_needs() -> None:
 
 
 def test_a_record_arrives_complete_except_for_what_the_balancer_process_knows() -> None:
-    read = through(contents.message_of(record()))
+    read = through(message_of(record()))
     assert isinstance(read, m.Ended)
     begun = RequestRecord("id-1", "POST", "/v1/é", "::1", 1.25)
     begun.predicted_cached_tokens, begun.held_for = 64.0, "e2"
-    filled, sent = contents.fill(begun, read), record()
+    filled, sent = fill(begun, read), record()
     assert (filled.predicted_cached_tokens, filled.held_for) == (64.0, "e2")
     there = [name for name in RequestRecord.__annotations__ if name not in OF_ONE_PROCESS]
     for name in (*there, "id", "method", "path", "client", "started_at"):

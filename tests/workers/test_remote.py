@@ -16,8 +16,8 @@ from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
-from lbproxy.workers import contents
 from lbproxy.workers import messages as m
+from lbproxy.workers.contents import member, request_fields
 from lbproxy.workers.remote import RemoteRuntime
 from tests.support.aio import run, until
 from tests.support.links import End, pair
@@ -31,7 +31,7 @@ def members(*health: str, first_uid: int = 1, draining: tuple[int, ...] = ()) ->
     """The endpoints of URLS, with these healths."""
     return m.Members(
         [
-            contents.member(
+            member(
                 Endpoint(uid=EndpointUid(first_uid + n), name=f"e{n + 1}", base_url=URLS[n]),
                 one,
                 draining=n in draining,
@@ -46,6 +46,10 @@ def models(*names: str | None, first_uid: int = 1) -> list[m.Message]:
     return [
         m.Models(first_uid + n, None if name is None else [m.Card(name, b"{}", None)]) for n, name in enumerate(names)
     ]
+
+
+def placed(number: int, uid: int) -> m.Placed:
+    return m.Placed(number, uid, 0.0, False, False, 0.0, None)
 
 
 class Worker:
@@ -120,10 +124,11 @@ def test_a_request_waits_for_the_balancer_process_and_is_placed_where_it_says() 
             (submitted,) = await worker.heard(m.Submit)
             assert isinstance(submitted, m.Submit)
             assert not worker.settled, "never in the call itself"
-            await worker.told(m.Placed(submitted.number, 2, 1.5, True, 7.0, None))
+            await worker.told(m.Placed(submitted.number, 2, 1.5, False, True, 7.0, None))
             assert worker.settled == [ticket]
             assert (endpoint_of(ticket), ticket.placed_at, ticket.predicted_prompt_tokens) == ("e2", 1.5, 7.0)
             assert ticket.placed_state.asks_load
+            assert ticket.submitted_at == ticket.placed_at, "it did not wait"
             worker.runtime.first_byte(ticket)
             worker.runtime.first_byte(ticket)
             worker.runtime.progress(ticket, 3)
@@ -144,9 +149,7 @@ def test_a_refusal_settles_and_what_arrives_later_is_dropped() -> None:
         async with worker.welcomed():
             ticket = worker.submit()
             outcome = m.OUTCOME_NUMBERS[Outcome.SATURATED]
-            await worker.told(
-                m.Refused(ticket.number, outcome, 2.5, None), m.Placed(ticket.number, 1, 0.0, False, 0, None)
-            )
+            await worker.told(m.Refused(ticket.number, outcome, 2.5, None), placed(ticket.number, 1))
             assert worker.settled == [ticket]
             assert (ticket.state, ticket.outcome) == (TicketState.CLOSED, Outcome.SATURATED)
             assert ticket.retry_after_s == 2.5
@@ -163,7 +166,7 @@ def test_a_request_that_was_closed_while_it_waited_is_not_placed() -> None:
         async with worker.welcomed():
             ticket = worker.submit()
             worker.runtime.close(ticket, Outcome.CLIENT_CLOSED)
-            await worker.told(m.Placed(ticket.number, 1, 0.0, False, 0, None))
+            await worker.told(placed(ticket.number, 1))
             assert not worker.settled
             assert len(await worker.heard(m.Close)) == 1
             assert sum(one.in_flight for one in worker.runtime.known.members()) == 0
@@ -176,9 +179,7 @@ def test_an_unknown_endpoint_costs_no_other_message(caplog: pytest.LogCaptureFix
         worker = Worker()
         async with worker.welcomed():
             one, two = worker.submit(), worker.submit()
-            await worker.told(
-                m.Placed(one.number, 99, 0.0, False, 0, None), m.Placed(two.number, 1, 0.0, False, 0, None)
-            )
+            await worker.told(placed(one.number, 99), placed(two.number, 1))
             assert worker.settled == [two]
             worker.runtime.close(one, Outcome.CLIENT_CLOSED)
 
@@ -194,7 +195,7 @@ def test_stranded_requests_are_moved_until_their_first_byte() -> None:
             ticket, begun = worker.submit(), worker.submit()
             worker.runtime.move_stranded = lambda: moved.append(worker.runtime.is_stranded(ticket))
             for one in (ticket, begun):
-                await worker.told(m.Placed(one.number, 1, 0.0, False, 0, None))
+                await worker.told(placed(one.number, 1))
             worker.runtime.first_byte(begun)
             await worker.told(m.Stranded(ticket.number), m.Stranded(begun.number), m.Stranded(999))
             await until(lambda: moved)
@@ -213,7 +214,7 @@ def test_a_failure_is_judged_here_and_reported() -> None:
         worker = Worker()
         async with worker.welcomed():
             ticket = worker.submit()
-            await worker.told(m.Placed(ticket.number, 1, 0.0, False, 0, None))
+            await worker.told(placed(ticket.number, 1))
             verdict = worker.runtime.after_failure(ticket, UpstreamError(FailureKind.CONNECT, "no", refused=True), [])
             assert verdict.retry
             (failed,) = await worker.heard(m.Failed)
@@ -327,7 +328,7 @@ def test_a_new_balancer_process_is_told_what_runs_and_what_ended() -> None:
         async with worker.welcomed():
             begun, quiet = worker.submit(), worker.submit()
             for ticket, uid in ((begun, 1), (quiet, 2)):
-                await worker.told(m.Placed(ticket.number, uid, 0.0, False, 0, None))
+                await worker.told(placed(ticket.number, uid))
             worker.runtime.first_byte(begun)
         alone = worker.submit()
         worker.runtime.close(alone, Outcome.COMPLETED)
@@ -377,10 +378,10 @@ def test_a_stored_response_keeps_its_owner_over_a_new_balancer_process() -> None
         request = InferenceRequest("r", "m", stores=True)
         async with worker.welcomed():
             ticket = worker.runtime.submit(request, a_record(), NOBODY, worker.settled.append)
-            await worker.told(m.Placed(ticket.number, 2, 0.0, False, 0, None))
+            await worker.told(placed(ticket.number, 2))
             worker.runtime.stores(ticket, "resp_1")
             assert await worker.heard(m.Stores) == [m.Stores(ticket.number, "resp_1")]
-            await worker.told(m.Remember("resp_2", 1, contents.request_fields(request)))
+            await worker.told(m.Remember("resp_2", 1, request_fields(request)))
         following = InferenceRequest("r", "m", response_id="resp_1")
         ticket = worker.runtime.submit(following, a_record(), NOBODY, worker.settled.append)
         assert endpoint_of(ticket) == "e2"

@@ -17,8 +17,8 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.core.requests.retry import FailureKind
 from lbproxy.runtime import Runtime
-from lbproxy.workers import contents
 from lbproxy.workers import messages as m
+from lbproxy.workers.contents import request_fields
 from lbproxy.workers.server import Session, WorkerServer
 from tests.support.aio import run, until
 from tests.support.compiled import interpreted
@@ -92,7 +92,7 @@ async def balancing(count: int = 2) -> AsyncIterator[Balancing]:
 
 
 def submit(number: int, model: str = MODEL, *, avoid: tuple[int, ...] = (), again: bool = False) -> m.Submit:
-    fields = contents.request_fields(InferenceRequest(f"r{number}", model))
+    fields = request_fields(InferenceRequest(f"r{number}", model))
     return m.Submit(number, fields, avoid, None, again, None, "POST", "/v1/x", "127.0.0.1", "chat", "key", 0.0)
 
 
@@ -171,11 +171,11 @@ def test_a_request_from_its_place_to_its_record() -> None:
             worker = await it.worker()
             await worker.says(submit(7))
             (placed,) = worker.heard(m.Placed)
-            assert (placed.number, placed.uid) == (7, it.endpoints[0].uid)
+            assert (placed.number, placed.uid, placed.waited) == (7, it.endpoints[0].uid, False)
             assert it.in_flight() == [1]
             (running,) = it.server.running_records()
             assert (running.id, running.endpoint, running.attempts) == ("r7", "e1", 1)
-            await worker.says(m.FirstByte(7), m.Progress({7: 3}), m.Close(7, COMPLETED, (10, 5, 3, None), False))
+            await worker.says(m.FirstByte(7), m.Progress({7: 3, 8: 1}), m.Close(7, COMPLETED, (10, 5, 3, None), False))
             assert it.in_flight() == [0]
             assert not it.records.requests
             await worker.says(ended(7))
