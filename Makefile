@@ -25,7 +25,7 @@ AS_PYTHON := $(filter-out $(SOCKETS) $(OTHERS),$(patsubst %/,%,$(wildcard tests/
 # Of those that run compiled, the files with tests that replace methods, which compiled classes do not allow.
 REPLACING := tests/net/connections/test_pool.py \
     $(addprefix tests/proxy/,$(addprefix exchange/test_,defects.py opened.py patience.py stages.py) front/test_server.py) \
-    $(addprefix tests/workers/test_,link.py server.py)
+    $(addprefix tests/workers/test_,link.py worker_server.py)
 # What runs once more with the data path of a worker process, linked to the balancer by sockets: the rest of what matters
 # there are tests/workers and tests/processes. By hand, LBPROXY_TEST_WORKERS=2 runs everything so (docs/testing.md).
 IN_WORKER := $(addprefix tests/proxy/,$(addprefix exchange/test_,adapter_calls.py agents_apis.py ejection.py exchange.py) \
