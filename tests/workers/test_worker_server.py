@@ -456,7 +456,7 @@ def test_a_refusal_comes_after_what_it_is_about() -> None:
             worker = await it.worker()
             for _ in range(5):
                 it.runtime.report_health(it.endpoints[0].uid, False, "refused", refused=True)
-            worker.end.link.send(submit(1))
+            worker.session._received([submit(1)])  # in the same turn of the loop
             await worker.settled()
             kinds = [type(one) for one in worker.end.arrived]
             (refused,) = worker.heard(m.Refused)
