@@ -55,6 +55,7 @@ def message_of(record: RequestRecord) -> m.Ended:
         record.placed_at,
         record.first_byte_at,
         record.ended_at,
+        None if record.trace is None else f"{record.trace.trace_id:032x}",
     )
 
 
@@ -85,6 +86,7 @@ def fill(record: RequestRecord, end: m.Ended) -> RequestRecord:
     record.placed_at = end.placed_at
     record.first_byte_at = end.first_byte_at
     record.ended_at = end.ended_at
+    record.trace_id = end.trace_id
     return record
 
 

@@ -144,6 +144,8 @@ class Ended(Message, tag=10):
     placed_at: float | None
     first_byte_at: float | None
     ended_at: float
+    trace_id: str | None
+    """32 hexadecimal digits, if it is traced."""
 
 
 class Running(Message, tag=11):

@@ -17,7 +17,7 @@ from tests.support.aio import run, until
 from tests.support.endpoint import OK, ScriptedEndpoint, answer
 from tests.support.otlp import CLIENT, SERVER, Collector, Span
 from tests.support.process import LBPROXY, Process, children_of, lbproxy, mock
-from tests.support.workers import WORKERS, one_process
+from tests.support.workers import one_process
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADERS = {"traceparent": f"00-{TRACE}-{SPAN}-01", "tracestate": "a=1"}
@@ -60,8 +60,7 @@ def test_a_clients_trace_goes_through_to_the_spans_of_a_stream(tmp_path: Path) -
         assert "words" not in repr(collector.spans), "no text of a prompt"
         run(until(lambda: gauge(admin, "lbproxy_traces_total").get('{result="sent"}') == 1, "it is counted"))
         run(until(lambda: process.lines("request"), "it is logged"))
-        if not WORKERS:  # the process that writes the log does not have the trace
-            assert process.lines("request")[0]["trace_id"] == TRACE
+        assert process.lines("request")[0]["trace_id"] == TRACE
 
 
 def test_a_retry_shows_both_attempts_and_each_server_its_own_parent(tmp_path: Path) -> None:

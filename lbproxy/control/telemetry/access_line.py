@@ -140,6 +140,8 @@ def _more(record: RequestRecord) -> bytes:
         more += f',"alias":{_quoted(record.alias, MAX_FIELD_CHARS)}'
     if record.trace is not None:
         more += f',"trace_id":"{record.trace.trace_id:032x}"'
+    elif record.trace_id is not None:
+        more += f',"trace_id":"{record.trace_id}"'
     if record.error is not None:
         more += f',"error":{_quoted(record.error, MAX_ERROR_CHARS)}'
     return more.encode("ascii") + b"}\n" if more else b"}\n"

@@ -63,6 +63,8 @@ class RequestRecord:
     """The endpoint for which it was held when that wait began; None = any."""
     full_by: str | None = None
     """Why that endpoint was full: see `core.observed.learned.FULL_BY`. None = it was not full."""
+    trace_id: str | None = None
+    """In the balancer process, of a request whose trace is in its worker process: 32 hexadecimal digits."""
     number: int = 0
     """In a worker process: see `Ticket.number`."""
     explanation: str | None = None
