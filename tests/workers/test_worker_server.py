@@ -99,7 +99,8 @@ def submit(number: int, model: str = MODEL, *, avoid: tuple[int, ...] = (), agai
 def ended(number: int, outcome: Outcome = Outcome.COMPLETED) -> m.Ended:
     return m.Ended(
         *(number, f"r{number}", "POST", "/v1/x", "127.0.0.1", 0.0, "chat", MODEL, None, False, "e1", 1, 200),
-        *(m.OUTCOME_NUMBERS[outcome], (), None, 1, 2, 3, None, "key", "f", 0.0, 1.0, 2.0, 3.0, None),
+        *(m.OUTCOME_NUMBERS[outcome], (), None, 1, 2, 3, None, "key", "f", 0.0, 1.0, 2.0, 3.0),
+        None,
     )
 
 
