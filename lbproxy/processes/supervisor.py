@@ -58,7 +58,7 @@ READY_WITHIN_S: Final = 60.0
 """Longer than a slow machine takes to start Python."""
 BACKOFF_FIRST_S: Final = 0.05
 BACKOFF_MAX_S: Final = 10.0
-STEADY_S: Final = 30.0
+STEADY_S: Final = 5.0
 """A process that ran this long starts again without a back-off."""
 SILENT_S: Final = 15.0
 WATCH_S: Final = 0.5
