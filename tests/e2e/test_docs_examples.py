@@ -63,6 +63,7 @@ PICTURES = {
     ("architecture.md", "lbproxy/"),
     ("architecture.md", "config <-"),
     ("routing.md", "request ──▶"),
+    ("scale.md", "supervisor: listening"),
     ("failures.md", "stateDiagram-v2\n    direction LR"),  # tests/proxy/exchange/test_patience.py
     ("admin.md", "lbproxy 0.1.0"),  # what `lbproxy status` drew: tests/test_terminal.py
 }
