@@ -100,7 +100,9 @@ CELLS: dict[str, Cell] = {
     "no gauges": Cell("ladder", {"last_rate": 30}, more={"scrape_interval": None}),
     **AGENTS,
     "4 balancers": Cell("ladder", {"last_rate": 30}, more={"balancers": 4}),
-    "4 balancers, told 20 ms late": Cell("ladder", {"last_rate": 30}, more={"balancers": 4, "exchange_delay": 0.02}),
+    "4 balancers, told 20 ms late": Cell(
+        "ladder", {"last_rate": 30}, more={"balancers": 4, "exchange": {"interval": 0.02}}
+    ),
 }
 
 GIE_LORA: dict[str, object] = {

@@ -27,13 +27,13 @@ from lbproxy import __version__
 from lbproxy.config.balancing import BalancingSettings
 from lbproxy.config.sections.routing import AdmissionSettings, RoutingSettings
 from lbproxy.control.saving.keeper import TURN_S
+from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.saved.lines import encode, read_lines
 from lbproxy.sim.engine.presets import PRESETS
 from lbproxy.sim.fleet.cluster import Fleet
 from lbproxy.sim.fleet.fleet import FleetOptions, Served, Server
-from lbproxy.sim.fleet.replicas import Replica
 from lbproxy.sim.fleet.restart import NewEngine, Restart, RestartedFleet, mean_ttft
 from lbproxy.sim.workloads.catalogue import LADDER_RATES, make_workload
 from lbproxy.sim.workloads.workload import Workload
@@ -58,8 +58,8 @@ VARIANTS: Mapping[str, Restart | None] = {
 }
 
 
-def balancer(rng: random.Random) -> Replica:
-    return Replica(make_policy(RoutingSettings(), rng), BalancingSettings(admission=PATIENT), rng=rng)
+def balancer(rng: random.Random) -> Balancer:
+    return Balancer(make_policy(RoutingSettings(), rng), BalancingSettings(admission=PATIENT), rng=rng)
 
 
 def workload(rate: float, seed: int) -> Workload:
@@ -196,7 +196,7 @@ def _timed(step: Callable[[], bool], blocks: int) -> list[str]:
     return [f"{1e3 * total_s:.0f}", f"{1e3 * max(turns):.1f}", f"{1e6 * total_s / blocks:.2f}"]
 
 
-def _with_endpoints() -> Replica:
+def _with_endpoints() -> Balancer:
     made = balancer(random.Random(1))
     made.set_endpoints([EndpointSpec(name=f"s{n}", base_url=f"http://s{n}:80") for n in range(SERVERS)], now=0.0)
     return made

@@ -380,13 +380,14 @@ class Runtime(RequestRuntime):
 
     def reported_at(self, uid: EndpointUid) -> float:
         """When an endpoint's last load report came."""
-        return self._balancer.reported_at(uid)
+        return self._balancer.endpoints.reported_at(uid)
 
     # Reading
 
     def health(self, uid: EndpointUid) -> Health | None:
         """The verdict on an endpoint; None if it left the set."""
-        return self._balancer.health(uid)
+        state = self._balancer.endpoints.get(uid)
+        return None if state is None else state.health
 
     def any_up(self) -> bool:
         """See RequestRuntime."""
@@ -399,11 +400,11 @@ class Runtime(RequestRuntime):
 
     def base_models(self) -> list[str]:
         """See RequestRuntime."""
-        return self._balancer.base_models()
+        return self._balancer.endpoints.base_models()
 
     def model_cards(self) -> list[ModelCard]:
         """See RequestRuntime."""
-        return self._balancer.model_cards()
+        return self._balancer.endpoints.model_cards()
 
     def endpoints_of(self, model: str) -> list[tuple[Endpoint, Health]]:
         """See RequestRuntime."""
@@ -417,11 +418,12 @@ class Runtime(RequestRuntime):
     @property
     def endpoints_version(self) -> int:
         """See Balancer."""
-        return self._balancer.endpoints_version
+        return self._balancer.endpoints.version
 
     def models_of(self, uid: EndpointUid) -> dict[str, ModelCard] | None:
         """See Balancer."""
-        return self._balancer.models_of(uid)
+        state = self._balancer.endpoints.get(uid)
+        return None if state is None else state.models
 
     def learned(self) -> tuple[PoolLearned, dict[EndpointUid, EndpointLearned]] | None:
         """What was learned of speeds and caches; None under policies that learn nothing."""

@@ -20,10 +20,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from lbproxy.config.balancing import BalancingSettings
-from lbproxy.config.scenario import Scenario, WorkloadSettings
+from lbproxy.config.scenario import ExchangeSettings, Scenario, WorkloadSettings
 from lbproxy.config.sections.endpoints import ScrapeSettings
 from lbproxy.config.sections.routing import RoutingSettings
 from lbproxy.config.text import ConfigError
+from lbproxy.core.balancer import Balancer
 from lbproxy.core.policies.policy import Policy
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.queue.flows import FlowRules
@@ -32,9 +33,18 @@ from lbproxy.sim.engine.fixed import FixedTimes
 from lbproxy.sim.engine.presets import PRESETS
 from lbproxy.sim.fleet import plots, sharing
 from lbproxy.sim.fleet.cluster import Fleet
-from lbproxy.sim.fleet.fleet import TOKEN_BYTES, Fault, FaultKind, FleetOptions, Others, Served, Server
+from lbproxy.sim.fleet.fleet import (
+    TOKEN_BYTES,
+    BalancerFault,
+    Exchanged,
+    Fault,
+    FaultKind,
+    FleetOptions,
+    Others,
+    Served,
+    Server,
+)
 from lbproxy.sim.fleet.oracle import OracleBalancer, OracleFleet
-from lbproxy.sim.fleet.replicas import Replica
 from lbproxy.sim.fleet.report import (
     Estimate,
     Summary,
@@ -61,7 +71,7 @@ from lbproxy.sim.workloads.clients import Clients, Source
 from lbproxy.sim.workloads.traces import TraceError, TraceRow, read_azure, read_mooncake
 from lbproxy.sim.workloads.workload import Job, Workload
 
-AnyReplica = TypeVar("AnyReplica", bound=Replica)
+AnyReplica = TypeVar("AnyReplica", bound=Balancer)
 
 _TRACE_READERS: Mapping[str, Callable[[Iterable[str]], list[TraceRow]]] = {
     "mooncake": read_mooncake,
@@ -250,7 +260,7 @@ def fleet_of(run: Run, workload: Workload, read: Read | None = None) -> Fleet:
         )
     options = fleet_options(scenario, run.routing)
     return Fleet(
-        options, workload, lambda rng: make(make_policy(run.routing, rng), Replica, rng), seed=run.seed, read=read
+        options, workload, lambda rng: make(make_policy(run.routing, rng), Balancer, rng), seed=run.seed, read=read
     )
 
 
@@ -323,9 +333,23 @@ def fleet_options(scenario: Scenario, routing: RoutingSettings) -> FleetOptions:
         size_error=scenario.size_error,
         block_tokens=0 if block_bytes is None else block_bytes // TOKEN_BYTES,
         balancers=scenario.balancers,
-        exchange_s=scenario.exchange_delay,
+        exchange=None if scenario.exchange is None else _exchanged(scenario.exchange),
+        balancer_faults=tuple(
+            BalancerFault(balancer=one.balancer, from_s=one.at, until_s=one.at + one.lasts)
+            for one in scenario.balancer_faults
+        ),
         flow_rules=FlowRules(scenario.flows),
         fair=scenario.fair,
+    )
+
+
+def _exchanged(exchange: ExchangeSettings) -> Exchanged:
+    return Exchanged(
+        interval_s=exchange.interval,
+        delay_s=exchange.delay,
+        lost=exchange.lost,
+        repeated=exchange.repeated,
+        late=exchange.late,
     )
 
 

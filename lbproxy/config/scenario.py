@@ -109,6 +109,32 @@ class FaultSettings(Section):
     restarted. failing: returns 500 to every request immediately. The health checks of the last two succeed."""
 
 
+class ExchangeSettings(Section):
+    """How balancers tell each other of their requests."""
+
+    interval: Annotated[float, duration("1ms", "1m")] = 0.05
+    """Time between two batches of one balancer."""
+    delay: Annotated[float, duration("0s", "1m")] = 0.002
+    """Mean time until a batch arrives; each takes half to one and a half times as long."""
+    lost: Share = 0.0
+    """Share of batches that never arrive."""
+    repeated: Share = 0.0
+    """Share that arrives twice."""
+    late: Share = 0.0
+    """Share that arrives three intervals later, after newer batches."""
+
+
+class BalancerFaultSettings(Section):
+    """The death of one balancer, with everything that it has; the others notice it after 3 s."""
+
+    balancer: Annotated[int, count("0", "63")]
+    """Its number, from 0."""
+    at: Moment
+    """Since the start of the simulation."""
+    lasts: Annotated[float, duration("1ms", "24h")] = 86_400.0
+    """Time until another one takes its place, with what the others know."""
+
+
 OfServer: TypeAlias = FaultSettings | OthersSettings
 
 
@@ -169,8 +195,11 @@ class Scenario(Section):
     """One-way delay between balancer and server."""
     balancers: Annotated[int, count("1", "64")] = 1
     """Number of balancers that share the fleet, each with a part of the requests."""
-    exchange_delay: Annotated[float, duration("0s", "1m")] | None = None
-    """Delay until balancers know of each other's requests; null = they share nothing."""
+    exchange: ExchangeSettings | None = None
+    """How balancers tell each other of their requests, as with `replicas` in the settings; null = they share
+    nothing."""
+    balancer_faults: tuple[BalancerFaultSettings, ...] = ()
+    """Deaths of balancers."""
     admission: AdmissionSettings = AdmissionSettings(
         queue_requests=1_000_000, queue_bytes=1024 * 1024**3, queue_timeout=86_400
     )
@@ -226,4 +255,16 @@ class Scenario(Section):
         servers = sum(group.count for group in info.data.get("fleet", ()))
         if servers and any(one.server >= servers for one in value):
             raise expected(f"servers from 0 to {servers - 1}")
+        return value
+
+    @field_validator("balancer_faults", mode="after")
+    @classmethod
+    def _of_balancers(
+        cls, value: tuple[BalancerFaultSettings, ...], info: ValidationInfo
+    ) -> tuple[BalancerFaultSettings, ...]:
+        balancers = info.data.get("balancers", 1)
+        if any(one.balancer >= balancers for one in value):
+            raise expected(f"balancers from 0 to {balancers - 1}")
+        if value and len({one.balancer for one in value}) == balancers:
+            raise expected("at least one balancer that does not die")
         return value

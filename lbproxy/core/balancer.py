@@ -41,11 +41,14 @@ from lbproxy.core.observed.snapshot import PoolSnapshot
 from lbproxy.core.policies.policy import Policy
 from lbproxy.core.queue.choice import Choice, model_for
 from lbproxy.core.queue.dispatcher import Dispatcher
+from lbproxy.core.queue.failed_attempts import FailedAttempts
 from lbproxy.core.queue.flow import Flow
 from lbproxy.core.queue.flows import Flows
 from lbproxy.core.queue.stored_responses import StoredResponses
 from lbproxy.core.queue.ticket import Ticket, TicketState, Wait
 from lbproxy.core.queue.waiting_queue import WaitingQueue
+from lbproxy.core.replicas.journal import Journal
+from lbproxy.core.replicas.peers import Peers
 from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import NO_USAGE, InferenceRequest, Usage
@@ -71,9 +74,12 @@ class Balancer:
         self._choice = Choice(
             policy, settings.admission, self._endpoints, self._backpressure, self.stored_responses, rng
         )
+        self._failures = FailedAttempts(self._retries, self._backpressure, self._judge, self._choice)
         self._dispatcher = Dispatcher(self._endpoints, self._choice, self._queue, self._flows)
         self._reconfigure_queue(settings.admission)
         self._placements = 0
+        self._journal: Journal | None = None
+        """Set if there are other replicas."""
         self._changed: list[Ticket] = []
         """Tickets that were closed because another ticket arrived; `poll` returns them."""
 
@@ -99,6 +105,8 @@ class Balancer:
         for flow in self._flows:
             self._unpark(flow)
         self._choice.reconfigure(policy, settings.admission)
+        if self._journal is not None:
+            self._journal.block_bytes = policy.block_bytes
         self._reconfigure_queue(settings.admission)
 
     # Requests
@@ -187,6 +195,8 @@ class Balancer:
         """Report the first byte of a successful response's body. Later calls for the same ticket have no effect."""
         if ticket.state is TicketState.PLACED and ticket.first_byte_at is None:
             ticket.first_byte_at = now
+            if self._journal is not None:
+                self._journal.first_byte(ticket, now)
             state = ticket.placed_state
             state.awaiting_first_byte -= 1
             state.progress.last_at = now
@@ -222,6 +232,8 @@ class Balancer:
             return
         if ticket.state is TicketState.PLACED:
             state = ticket.placed_state
+            if self._journal is not None:
+                self._journal.ended(ticket, usage, now, completed=outcome is Outcome.COMPLETED)
             state.in_flight -= 1
             state.progress.open_ended -= ticket.request.open_ended
             if ticket.first_byte_at is None:
@@ -235,6 +247,8 @@ class Balancer:
             if usage is None and outcome is Outcome.COMPLETED and ticket.first_byte_at is not None:
                 usage = NO_USAGE if not ticket.request.prompt_bytes else None
             served = ticket.first_byte_at is not None or (outcome is Outcome.COMPLETED and usage is not None)
+            assert ticket.flow is not None
+            ticket.flow.in_flight -= 1
             self._flows.ended(ticket, usage, now, served=served)
             if ticket.load is not None and ticket.placement is not None:
                 ticket.load.end(ticket.placement, usage, now)
@@ -259,23 +273,12 @@ class Balancer:
         worker process, by its own budget. Does not close.
         """
         state = ticket.placed_state
-        stranded = kind is FailureKind.STRANDED
-        self._backpressure.note_failure(state, kind, now=now)
+        verdict, counts = self._failures.decide(
+            ticket, kind, earlier, now=now, why=detail or kind.value, refused=refused, decided=decided
+        )
         if self._queue and now < state.backing_off_until:
             self._dispatcher.wake_at(state.endpoint.uid, state.backing_off_until)
-        others_available = self._choice.others_available(ticket, now)
-        if stranded and ticket.is_trial and state.health is Health.HALF_OPEN:
-            others_available = False
-        verdict = decided or self._retries.decide(
-            kind, earlier, others_available=others_available, now=now, repeatable=ticket.request.repeatable
-        )
-        if refused and self._choice.response_owner(ticket.request, now) is not None:
-            verdict = Verdict(False, Outcome.RESPONSE_NOT_FOUND)  # the process that stored it is gone
-        # A 500 that is retried counts only if the retry succeeds; a 500 from two endpoints is the request's own fault.
-        open_question = kind is FailureKind.ERROR and not ticket.is_trial and (verdict.retry or kind in earlier)
-        if not stranded and not open_question:
-            trial, placed_at, why = ticket.is_trial, ticket.placed_at or 0.0, detail or kind.value
-            self._judge.failed(state, kind, why, trial=trial, placed_at=placed_at, now=now, refused=refused)
+        if counts:
             self._dispatcher.wake_all()
         return verdict
 
@@ -365,6 +368,17 @@ class Balancer:
         """Set whether tickets that are placed from now on get a `Ticket.decision`."""
         self._choice.explains = wanted
 
+    # Other replicas
+
+    def share(self, replica: str) -> tuple[Journal, Peers]:
+        """Tell other replicas of every request from now on, and count theirs. `replica`: the id of this one.
+
+        The driver sends what it takes from the journal, and calls `poll` after it reported a batch to the peers.
+        """
+        self._journal = journal = Journal(replica, self.block_bytes, self._flows)
+        wake, unpark = self._dispatcher.wake, self._unpark
+        return journal, Peers(journal, self._endpoints, self._flows, self.stored_responses, wake=wake, unpark=unpark)
+
     # Reading
 
     @property
@@ -373,38 +387,18 @@ class Balancer:
         return self._choice.policy.block_bytes
 
     @property
-    def endpoints_version(self) -> int:
-        """Changes whenever an endpoint's health, models or membership may have changed."""
-        return self._endpoints.version
-
-    def models_of(self, uid: EndpointUid) -> dict[str, ModelCard] | None:
-        """What an endpoint lists, by id; None if it has no such list, or left. Another object after each change."""
-        return None if (state := self._endpoints.get(uid)) is None else state.models
-
-    def health(self, uid: EndpointUid) -> Health | None:
-        """An endpoint's health; None if it left the set."""
-        return None if (state := self._endpoints.get(uid)) is None else state.health
+    def endpoints(self) -> EndpointSet:
+        """The endpoints. To be read only."""
+        return self._endpoints
 
     def wants_scrape(self, uid: EndpointUid) -> bool:
         """Whether an endpoint's metrics are to be scraped: it is up, or has requests of ours."""
         state = self._endpoints.get(uid)
         return state is not None and (state.health is Health.UP or state.in_flight > 0)
 
-    def reported_at(self, uid: EndpointUid) -> float:
-        """The time of an endpoint's last load report; -inf if it left the set."""
-        return self._endpoints.reported_at(uid)
-
     def any_up(self) -> bool:
         """Whether any endpoint takes requests."""
         return self._endpoints.any_up()
-
-    def base_models(self) -> list[str]:
-        """The distinct base models that the endpoints serve."""
-        return self._endpoints.base_models()
-
-    def model_cards(self) -> list[ModelCard]:
-        """One card for each model, adapters included, of the endpoints that are up."""
-        return self._endpoints.model_cards()
 
     def snapshot(self, *, now: float) -> PoolSnapshot:
         """A snapshot of the pool."""
@@ -450,6 +444,8 @@ class Balancer:
 
     def _place(self, ticket: Ticket, state: EndpointState, now: float) -> None:
         self._placements += 1
+        if self._journal is not None:
+            self._journal.placed(ticket, now)
         state.in_flight += 1
         state.awaiting_first_byte += 1
         state.placed += 1
@@ -461,6 +457,8 @@ class Balancer:
         if self._pool is not None and not ticket.request.open_ended:  # the work of a WebSocket is not known
             ticket.load = state.load
             ticket.placement = ticket.load.place(ticket.request, now)
+        assert ticket.flow is not None
+        ticket.flow.in_flight += 1
         self._flows.placed(ticket, now)
         if self._queue:
             for one in self._choice.starting:  # each placement gives them slow-start credit

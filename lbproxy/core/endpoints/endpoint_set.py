@@ -28,7 +28,7 @@ from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.judge import Judge
 from lbproxy.core.endpoints.serving import Serving, accepts_requests
-from lbproxy.core.endpoints.state import EndpointSnapshot, EndpointState
+from lbproxy.core.endpoints.state import EndpointSnapshot, EndpointState, snapshot_of
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.knowledge.load_model import LoadModel
@@ -90,6 +90,8 @@ class EndpointSet:
         self._trials_version = self._unavailable_version = -1
         """The versions of `serving` for which `_trial_at` and `_unavailable` are valid."""
         self._states: dict[EndpointUid, EndpointState] = {}
+        self.by_url: dict[str, EndpointState] = {}
+        """The members by their base URLs."""
         self._leaving: list[EndpointState] = []
         self._last_uid = first_uid
         self._unavailable: tuple[tuple[Endpoint, str], ...] = ()
@@ -97,6 +99,11 @@ class EndpointSet:
         """What was saved before a restart, for endpoints that join later too."""
         if pool is not None:
             pool.adapters = self.serving.adapters
+
+    @property
+    def has_loads(self) -> bool:
+        """Whether members have load models."""
+        return self._pool is not None
 
     @property
     def version(self) -> int:
@@ -159,7 +166,7 @@ class EndpointSet:
 
         A removed one gets no more requests, and is forgotten when its last ticket closes.
         """
-        kept = {state.endpoint.base_url: state for state in self._states.values()}
+        kept = self.by_url
         states: dict[EndpointUid, EndpointState] = {}
         added, changed = [], []
         for spec in specs:
@@ -186,6 +193,7 @@ class EndpointSet:
                 self._pool.index.leave(state.load.kv.cache)
         self._leaving = [state for state in [*self._leaving, *removed] if state.in_flight]
         self._states = states
+        self.by_url = {state.endpoint.base_url: state for state in states.values()}
         if self._pool is not None:
             assume_speeds([(state.endpoint.weight, state.load) for state in states.values()])
         self.serving.replace_all(states.values())
@@ -322,7 +330,7 @@ class EndpointSet:
         """Note that a scrape is sent: from the load that it will report, our own requests are subtracted."""
         state = self._states.get(uid)
         if state is not None:
-            state.in_flight_at_scrape = state.in_flight
+            state.in_flight_at_scrape = state.requests
 
     def report_scrape(self, uid: EndpointUid, metrics: LoadMetrics) -> None:
         """Note a successful scrape. A failed scrape is not reported: the old values age."""
@@ -330,11 +338,12 @@ class EndpointSet:
         if state is None:
             return
         before, placed = state.metrics, state.placed
-        state.progress.scraped(metrics, before, placed=placed, in_flight=state.in_flight, others=state.others)
+        others = (state.others or 0.0) + state.elsewhere
+        state.progress.scraped(metrics, before, placed=placed, in_flight=state.in_flight, others=others)
         state.metrics = metrics
         state.fresh_until = state.scrape_until = metrics.scraped_at + self._stale_after_s
         waiting = metrics.waiting or 0.0
-        queued = max(0.0, waiting - state.awaiting_first_byte)
+        queued = max(0.0, waiting - state.awaiting_first_byte - state.elsewhere_awaiting)
         if metrics.waiting is None and metrics.running is None:
             state.others = None
         else:
@@ -422,11 +431,12 @@ class EndpointSet:
         # vLLM reports only its queue. Of our requests at most those without a first byte are in it. How many requests
         # of others run, only a scrape shows.
         known_waiting = metrics.waiting or 0.0
-        queued = max(0.0, known_waiting - (state.awaiting_first_byte - (not has_first_byte)))
+        awaiting = state.awaiting_first_byte + state.elsewhere_awaiting
+        queued = max(0.0, known_waiting - (awaiting - (not has_first_byte)))
         if running is None:
             state.others = queued + (0.0 if fresh is None else state.others_running)
         else:
-            state.others = max(0.0, known_waiting + running - state.in_flight)
+            state.others = max(0.0, known_waiting + running - state.requests)
         if self._pool is not None:
             until = state.fresh_until
             state.load.scraped(NO_METRICS, others=state.others, queued=queued, fresh_until=until, reported=True)
@@ -443,7 +453,7 @@ class EndpointSet:
         """The members in the order of the settings, then endpoints that are leaving."""
         states = [*self._states.values(), *self._leaving]
         share, is_readmitted = self.judge.slow_start.share, self.serving.is_readmitted
-        return [_snapshot(state, share(state, now), is_readmitted(state), now) for state in states]
+        return [snapshot_of(state, share(state, now), is_readmitted(state), now) for state in states]
 
 
 def _is_unreachable(state: EndpointState) -> bool:
@@ -473,26 +483,3 @@ _facts_of: Final = attrgetter(*_FACTS)
 
 def _with_uid(spec: EndpointSpec, uid: EndpointUid) -> Endpoint:
     return Endpoint(uid=uid, **dict(zip(_FACTS, _facts_of(spec), strict=True)))
-
-
-def _snapshot(state: EndpointState, share: float, readmitted: bool, now: float) -> EndpointSnapshot:
-    return EndpointSnapshot(
-        endpoint=state.endpoint,
-        health=state.health,
-        draining=state.draining,
-        backing_off=now < state.backing_off_until,
-        readmitted=readmitted,
-        share=share,
-        in_flight=state.in_flight,
-        awaiting_first_byte=state.awaiting_first_byte,
-        placed=state.placed,
-        tokens_streamed=state.tokens_streamed,
-        metrics=state.metrics,
-        metrics_age_s=None if state.metrics is None else max(0.0, now - state.metrics.scraped_at),
-        stale=now > state.fresh_until,
-        models=None if state.models is None else tuple(state.models),
-        asks_load=state.asks_load,
-        load_reports=state.load_reports,
-        malformed_reports=state.malformed_reports,
-        removed=state.removed,
-    )

@@ -40,6 +40,10 @@ class EndpointState:
     """Passed probes in a row."""
     in_flight: int = 0
     """Tickets placed here and not closed: our own, exact and current."""
+    elsewhere: int = 0
+    """Requests of other replicas in flight here, as far as is known (`core.replicas`)."""
+    elsewhere_awaiting: int = 0
+    """Those of them without a first byte."""
     awaiting_first_byte: int = 0
     """Those of `in_flight` without a first byte."""
     tokens_streamed: int = 0
@@ -104,6 +108,11 @@ class EndpointState:
         self.endpoint = endpoint
         self.models = models
 
+    @property
+    def requests(self) -> int:
+        """Requests in flight of all replicas."""
+        return self.in_flight + self.elsewhere
+
 
 @dataclass(frozen=True)
 class EndpointSnapshot:
@@ -135,3 +144,27 @@ class EndpointSnapshot:
     def serving(self) -> bool:
         """Requests may be sent there now, even if only one at a time."""
         return not self.draining and (self.readmitted or self.health in {Health.UP, Health.HALF_OPEN})
+
+
+def snapshot_of(state: EndpointState, share: float, readmitted: bool, now: float) -> EndpointSnapshot:
+    """A snapshot. `share`: see there. `readmitted`: it is ejected, but used all the same."""
+    return EndpointSnapshot(
+        endpoint=state.endpoint,
+        health=state.health,
+        draining=state.draining,
+        backing_off=now < state.backing_off_until,
+        readmitted=readmitted,
+        share=share,
+        in_flight=state.in_flight,
+        awaiting_first_byte=state.awaiting_first_byte,
+        placed=state.placed,
+        tokens_streamed=state.tokens_streamed,
+        metrics=state.metrics,
+        metrics_age_s=None if state.metrics is None else max(0.0, now - state.metrics.scraped_at),
+        stale=now > state.fresh_until,
+        models=None if state.models is None else tuple(state.models),
+        asks_load=state.asks_load,
+        load_reports=state.load_reports,
+        malformed_reports=state.malformed_reports,
+        removed=state.removed,
+    )

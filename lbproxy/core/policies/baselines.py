@@ -38,7 +38,7 @@ class TwoChoices(Policy):
         costs = [float("inf")] * len(candidates)
         for index in drawn:
             state = candidates[index]
-            costs[index] = (state.in_flight + 1.0) / state.endpoint.weight
+            costs[index] = (state.requests + 1.0) / state.endpoint.weight
         return Prices(costs)
 
 
@@ -129,7 +129,7 @@ class CacheAware(Policy):
 
     def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
         """Requests in flight, minus matched blocks, or blocks in the cache."""
-        loads = [state.in_flight for state in candidates]
+        loads = [state.requests for state in candidates]
         if max(loads) - min(loads) > 64 and max(loads) > 1.5 * min(loads):
             return Prices([float(load) for load in loads])
         depths = candidates[0].load.pool.index.match(request.block_keys)
@@ -153,8 +153,8 @@ class PrefixHash(Policy):
         """The hash, 0 to 1, and 1 more for full endpoints."""
         keys = request.block_keys[:4]
         seed = cast(int, keys[-1]) if keys else _hash(request.session or request.id, 0)
-        most = ceil(1.25 * (sum(state.in_flight for state in candidates) + 1) / len(candidates))
-        return Prices([_hash(state.endpoint.name, seed) / 2**64 + (state.in_flight >= most) for state in candidates])
+        most = ceil(1.25 * (sum(state.requests for state in candidates) + 1) / len(candidates))
+        return Prices([_hash(state.endpoint.name, seed) / 2**64 + (state.requests >= most) for state in candidates])
 
 
 class Preble(Policy):
@@ -220,7 +220,7 @@ class LMetric(Policy):
         uncached = _uncached(request, candidates)
         return Prices(
             [
-                (state.load.work.pending_uncached() + own) * (state.in_flight + 1)
+                (state.load.work.pending_uncached() + own) * (state.requests + 1)
                 for state, own in zip(candidates, uncached, strict=True)
             ]
         )

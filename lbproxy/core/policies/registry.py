@@ -45,7 +45,7 @@ class LeastRequest(Policy):
         """Requests that each endpoint would have, by its weight."""
         if not self.explains:
             return Prices([(_requests(state, now) + 1.0) / state.endpoint.weight for state in candidates])
-        seen = [(state.in_flight, _requests(state, now), state.endpoint.weight) for state in candidates]
+        seen = [(state.requests, _requests(state, now), state.endpoint.weight) for state in candidates]
         return Prices([(both + 1.0) / weight for _, both, weight in seen], notes=seen)
 
     def explain(self, notes: object, *, shown: Sequence[int]) -> list[dict[str, float]]:
@@ -60,7 +60,7 @@ _Counts: TypeAlias = list[tuple[int, float, float]]
 
 
 def _requests(state: EndpointState, now: float) -> float:
-    return state.in_flight if state.others is None or now > state.fresh_until else state.in_flight + state.others
+    return state.requests if state.others is None or now > state.fresh_until else state.requests + state.others
 
 
 class RoundRobin(Policy):

@@ -46,7 +46,7 @@ def kv_utilization(request: InferenceRequest, candidates: Sequence[EndpointState
 
 def in_flight(request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> list[float]:
     """Our own requests in flight, scaled like `queue`; always known."""
-    return _lowest_scores_best([state.in_flight for state in candidates])
+    return _lowest_scores_best([state.requests for state in candidates])
 
 
 def prefix(request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> list[float]:

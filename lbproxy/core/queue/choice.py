@@ -88,7 +88,7 @@ class Choice:
             candidates = self._backpressure.not_backing_off(members, now=now)
         limit = self._max_in_flight
         if limit is not None:
-            candidates = [state for state in candidates if state.in_flight < limit]
+            candidates = [state for state in candidates if state.requests < limit]
         if not candidates:
             return Wait.FULL
         if self.starting:
@@ -110,7 +110,7 @@ class Choice:
 
     def below_limit(self, state: EndpointState) -> bool:
         """Whether the configured limit allows one more request on `state`."""
-        return self._max_in_flight is None or state.in_flight < self._max_in_flight
+        return self._max_in_flight is None or state.requests < self._max_in_flight
 
     def others_available(self, ticket: Ticket, now: float) -> bool:
         """Whether an endpoint that has not failed a placed request could take it."""
@@ -225,7 +225,7 @@ class Choice:
         """Whether to place a request on one of `candidates` although it is predicted to be late, to test the
         prediction.
         """
-        if now - self._tested_at < TEST_S and all(state.in_flight for state in candidates):
+        if now - self._tested_at < TEST_S and all(state.requests for state in candidates):
             return False
         self._tested_at = now
         return True

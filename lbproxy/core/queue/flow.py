@@ -25,6 +25,11 @@ class Bucket:
         self.size = self._level = size
         self._at = now
 
+    def used(self, now: float) -> float:
+        """What is missing to a full bucket."""
+        self.wait_s(0.0, now)
+        return max(0.0, self.size - self._level)
+
     def resize(self, size: float) -> None:
         """Change the size; what was used stays used."""
         self._level += size - self.size
@@ -63,6 +68,8 @@ class Flow:
 
     __slots__ = (
         "active",
+        "admitted",
+        "elsewhere",
         "in_flight",
         "limit",
         "limited",
@@ -90,6 +97,10 @@ class Flow:
         """Tickets that are placed, or wait and are not parked."""
         self.in_flight = 0
         """Those of them that are placed."""
+        self.elsewhere = 0
+        """`active` of all other replicas together, as far as is known (`core.replicas`)."""
+        self.admitted = 0
+        """Requests that its limits per minute admitted here."""
         self.virtual_finish = 0.0
         """The virtual finish time of everything it was charged, as of `virtual_finish_at`."""
         self.virtual_finish_at = now
@@ -103,7 +114,23 @@ class Flow:
     @property
     def is_full(self) -> bool:
         """One more request must be parked."""
-        return self.limit is not None and self.active >= self.limit
+        return self.limit is not None and self.active + self.elsewhere >= self.limit
+
+    def used(self, now: float) -> tuple[float, float]:
+        """What is used of its requests and of its tokens per minute; 0 = all is left, or there is no such limit."""
+        requests, tokens = self.requests, self.tokens
+        return 0.0 if requests is None else requests.used(now), 0.0 if tokens is None else tokens.used(now)
+
+    def used_elsewhere(self, requests: float, tokens: float, now: float) -> None:
+        """Another replica knows of this use. What is known here is part of it, or the other way round."""
+        for bucket, used in ((self.requests, requests), (self.tokens, tokens)):
+            if bucket is not None:
+                bucket.take(max(0.0, min(used, bucket.size) - bucket.used(now)))
+
+    def admitted_elsewhere(self, requests: int) -> None:
+        """Other replicas admitted so many requests more."""
+        if self.requests is not None:
+            self.requests.take(float(requests))
 
     def concurrency_refusal(self) -> Refusal:
         """The refusal of a request that was parked until it had to end."""

@@ -105,6 +105,10 @@ class Flows:
             self._single_flow = len(self._flows) == 1
         return flow
 
+    def limited(self) -> list[Flow]:
+        """Those that have a limit."""
+        return [one for one in self._flows.values() if one.limited]
+
     def _forget(self, now: float) -> bool:
         """Remove a flow that has no requests and no debt, and was not used for a minute. Returns whether there
         was one.
@@ -112,8 +116,8 @@ class Flows:
         if now < self._full_until:
             return False
         for name, flow in self._flows.items():
-            idle = not flow.active and now - flow.virtual_finish_at > MINUTE_S and flow.virtual_finish <= self._virtual
-            if idle and name not in self._rules:
+            paid = now - flow.virtual_finish_at > MINUTE_S and flow.virtual_finish <= self._virtual
+            if paid and not (flow.active or flow.elsewhere) and name not in self._rules:
                 del self._flows[name]
                 return True
         self._full_until = now + 1.0  # checking all of them takes a while
@@ -132,6 +136,7 @@ class Flows:
             flow.refused += 1
             limit = f"{unit} a minute, {size:.0f} (`{unit}_per_minute`)"
             return Refusal(flow.name, limit, min(wait_s, MAX_RETRY_AFTER_S))
+        flow.admitted += 1
         if flow.requests is not None:
             flow.requests.take(1.0)
         return None
@@ -156,7 +161,6 @@ class Flows:
         """Charge a placed ticket its estimated cost."""
         request, flow = ticket.request, ticket.flow
         assert flow is not None
-        flow.in_flight += 1
         if flow.tokens is not None:
             ticket.billed_tokens = self._prompt_tokens(request)
             flow.tokens.take(ticket.billed_tokens)
@@ -188,7 +192,6 @@ class Flows:
         """Correct the charges of a placed ticket that ended. `served`: the endpoint worked for it."""
         flow = ticket.flow
         assert flow is not None
-        flow.in_flight -= 1
         if not served:
             prompt = completion = billed = 0.0
         else:

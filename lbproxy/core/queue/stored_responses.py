@@ -49,9 +49,14 @@ class StoredResponses:
 
     def remember(self, response_id: str, uid: EndpointUid, request: InferenceRequest, *, now: float) -> None:
         """Note that this endpoint stores the response to `request` under this id."""
+        self.note(response_id, uid, request.prompt_bytes, request.block_keys, now=now)
+
+    def note(
+        self, response_id: str, uid: EndpointUid, prompt_bytes: int, keys: tuple[BlockKey, ...], *, now: float
+    ) -> None:
+        """Note that this endpoint stores a response under this id, to a prompt of this size with these keys."""
         self.forget(response_id)
-        keys = request.block_keys
-        self._stored[response_id] = StoredResponse(uid, now + KEPT_S, request.prompt_bytes, keys)
+        self._stored[response_id] = StoredResponse(uid, now + KEPT_S, prompt_bytes, keys)
         self._keys += len(keys)
         while len(self._stored) > MAX_RESPONSES or self._keys > MAX_KEYS:
             _, oldest = self._stored.popitem(last=False)

@@ -90,6 +90,8 @@ class Ticket:
     """Why it began to wait; None = it did not."""
     decision: Decision | None = None
     """Why it was placed where it is; None = not recorded."""
+    shared_number: int = 0
+    """In `core.replicas.journal`: what other replicas know it by."""
     number: int = 0
     """In a worker process: of its request. The balancer process has the ticket with the models (`workers.remote`)."""
     predicted_prompt_tokens: float = 0.0

@@ -15,29 +15,27 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
+from lbproxy.core.balancer import Balancer
+from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.hang import CHECK_S
 from lbproxy.core.endpoints.health import Transition
-from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.queue.flow import ANONYMOUS
 from lbproxy.core.queue.ticket import Ticket, TicketState
-from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind
 from lbproxy.sim.engine.engine import FirstToken, RequestTooLong, SimRequest
+from lbproxy.sim.fleet.asking import Asking
 from lbproxy.sim.fleet.des import EventHeap
 from lbproxy.sim.fleet.fleet import BASE_MODEL, TOKEN_BYTES, Fault, FaultKind, FleetOptions, Sample, Served
-from lbproxy.sim.fleet.live import Flight, Front, LiveServer, engine_of, page_of
+from lbproxy.sim.fleet.live import Flight, Front, LiveServer, engine_of, introduce
 from lbproxy.sim.fleet.others import OthersTraffic
-from lbproxy.sim.fleet.replicas import Exchange, Replica
+from lbproxy.sim.fleet.replicas import Exchange, hand_over
 from lbproxy.sim.workloads.prompts import block_hashes, routing_keys
 from lbproxy.sim.workloads.workload import Job, Workload
 
 PROGRESS_S = 0.25
 """As in the proxy: how often a stream's progress is reported, at most."""
-PROBE_UP_S, PROBE_DOWN_S = 2.0, 0.5
-"""As in the proxy's default settings."""
 HUNG_SPEED = 1e-9
 ERROR_S = 0.001
 """How long a server that fails fast takes to."""
@@ -50,7 +48,7 @@ class Fleet:
         self,
         options: FleetOptions,
         workload: Workload,
-        make_balancer: Callable[[random.Random], Replica],
+        make_balancer: Callable[[random.Random], Balancer],
         *,
         seed: int,
         read: Callable[[Job, InferenceRequest], InferenceRequest] | None = None,
@@ -61,14 +59,15 @@ class Fleet:
         self._workload = workload
         self._seed = seed
         self._heap = EventHeap()
-        self._fronts = [
-            Front(number, make_balancer(random.Random(f"{seed}:balancer:{number}")))
-            for number in range(options.balancers)
-        ]
+        self._make_balancer = make_balancer
+        self._fronts = [Front(number, self._new_balancer(number)) for number in range(options.balancers)]
         self._exchange: Exchange | None = None
-        if options.exchange_s is not None:
-            self._exchange = Exchange(self._heap, [front.balancer for front in self._fronts], options.exchange_s)
+        if options.exchange is not None:
+            self._exchange = Exchange(self._heap, options.exchange, self._heard, seed=seed)
+            for front in self._fronts:
+                self._exchange.joined(front.number, front.balancer)
         self._servers = self._build_servers()
+        self._asking = Asking(self._heap, options, self._poll)
         self._live = 0
         self._served: list[Served] = []
         self._over = False
@@ -84,6 +83,12 @@ class Fleet:
         while not self._over and self.now < until_s:
             assert self._heap.step(), "a live job always has an event before it"
         return self._served
+
+    def settle(self, for_s: float) -> None:
+        """Go on after the last job, for what is still on its way."""
+        until = self.now + for_s
+        while self.now < until:
+            assert self._heap.step()
 
     def watch(self, every_s: float, note: Callable[[Sample], None]) -> None:
         """Have `note` told so often how long the queues are. Before `run`."""
@@ -102,42 +107,26 @@ class Fleet:
 
     # Setting up
 
+    def _new_balancer(self, number: int) -> Balancer:
+        return self._make_balancer(random.Random(f"{self._seed}:balancer:{number}"))
+
     def _build_servers(self) -> list[LiveServer]:
-        options = self._options
-        specs = [
-            EndpointSpec(
-                name=f"s{n}",
-                base_url=f"http://s{n}:80",
-                weight=server.weight,
-                kv_cache_tokens=server.preset.kv_tokens if options.sizes_declared else None,
-            )
-            for n, server in enumerate(options.servers)
-        ]
-        uids = [[e.uid for e in front.balancer.set_endpoints(specs, now=0.0).added] for front in self._fronts]
-        base = ModelCard(BASE_MODEL, b"{}")
-        parent = BASE_MODEL if options.adapters_known else None
-        cards = [base, *(ModelCard(adapter, b"{}", parent=parent) for adapter in options.adapters)]
         servers = []
-        for number, spec in enumerate(options.servers):
-            rng = random.Random(f"{self._seed}:engine:{number}") if options.jitter else None
-            servers.append(LiveServer(number, spec, engine_of(spec, rng), [of_front[number] for of_front in uids]))
-            for front in self._fronts:
-                uid = uids[front.number][number]
-                front.balancer.report_health(uid, True, "simulated", now=0.0)
-                front.balancer.report_models(uid, cards if spec.preset.max_loras else cards[:1])
+        for number, spec in enumerate(self._options.servers):
+            rng = random.Random(f"{self._seed}:engine:{number}") if self._options.jitter else None
+            servers.append(LiveServer(number, spec, engine_of(spec, rng), []))
+        for front in self._fronts:
+            introduce(front, servers, self._options, now=0.0)
         return servers
 
     def _start_clocks(self) -> None:
         options = self._options
-        rng = random.Random(f"{self._seed}:clocks")
         for front in self._fronts:
             self._heap.at(CHECK_S, self._check, front)
-            for server in self._servers:
-                if options.scrape_interval_s is not None and server.spec.metrics:
-                    # The first at once: nobody starts without gauges.
-                    self._heap.at(rng.uniform(0, options.scrape_interval_s) * 0.1, self._scrape, (front, server))
-                if any(fault.speed is None for fault in options.faults):
-                    self._heap.at(rng.uniform(0, PROBE_UP_S), self._probe, (front, server))
+        self._asking.start(self._fronts, self._servers, random.Random(f"{self._seed}:clocks"))
+        for death in options.balancer_faults:
+            self._heap.at(death.from_s, self._lose_front, self._fronts[death.balancer])
+            self._heap.at(death.until_s, self._replace_front, self._fronts[death.balancer])
         for fault in options.faults:
             self._heap.at(fault.from_s, self._begin_fault, fault)
             self._heap.at(fault.until_s, self._end_fault, fault)
@@ -191,7 +180,8 @@ class Fleet:
 
     def _front(self, rng: random.Random) -> Front:
         """The balancer that a job arrives at."""
-        return self._fronts[rng.randrange(len(self._fronts))]
+        alive = [front for front in self._fronts if front.alive]
+        return alive[rng.randrange(len(alive))]
 
     def _lose_patience(self, flight: Flight) -> None:
         """The client leaves, unless it reads a response: a stream from its first token on, a whole one at its end."""
@@ -212,7 +202,7 @@ class Fleet:
     # Balancers
 
     def _submit(self, front: Front, flight: Flight, avoid: frozenset[EndpointUid]) -> None:
-        if flight.served.outcome is not None:
+        if flight.served.outcome is not None or self._is_lost(flight):
             return  # its client left between two attempts
         flight.served.attempts += 1
         balancer = front.balancer
@@ -251,15 +241,11 @@ class Fleet:
         flight.server = self._servers[ticket.placed_on.endpoint.uid - first_uid]
         served.server = flight.server.number
         served.placed_at = self.now
-        if self._exchange is not None:
-            flight.echo = self._exchange.placed(flight.request, served.balancer, flight.server.uids)
         self._heap.at(self.now + self._options.network_s, self._deliver, flight)
 
     def _close(self, flight: Flight, outcome: Outcome, usage: Usage | None = None) -> None:
         front = self._fronts[flight.served.balancer]
         front.balancer.close(_ticket(flight), outcome, now=self.now, usage=usage)
-        if self._exchange is not None and flight.echo is not None:
-            self._exchange.ended(flight.echo, outcome, usage)
 
     def _end(self, flight: Flight, outcome: Outcome) -> None:
         """The job is over, its ticket closed."""
@@ -274,6 +260,44 @@ class Fleet:
         if not self._live:
             self._heap.at(self.now, self._next_phase, None)
 
+    def _heard(self, number: int) -> None:
+        """A balancer heard of others' requests."""
+        self._poll(self._fronts[number])
+
+    def _lose_front(self, front: Front) -> None:
+        """A balancer dies, with everything that it has."""
+        front.alive, front.died_at = False, self.now
+        if self._exchange is not None:
+            self._exchange.left(front.number)
+        waiting, front.waiting = front.waiting, {}
+        for flight in waiting.values():
+            self._end(flight, Outcome.CUT)
+        for server in self._servers:
+            for job_id, flight in list(server.flights.items()):
+                if flight.served.balancer == front.number:
+                    server.engine.abort(job_id, now=self.now)
+                    del server.flights[job_id]
+                    self._end(flight, Outcome.CUT)
+            self._arm(server)
+
+    def _is_lost(self, flight: Flight) -> bool:
+        """Whether the balancer of a job died since it came; the job ends then."""
+        if flight.served.submitted_at > self._fronts[flight.served.balancer].died_at:
+            return False
+        self._end(flight, Outcome.CUT)
+        return True
+
+    def _replace_front(self, front: Front) -> None:
+        """A new one starts, which others tell what they know."""
+        front.balancer = self._new_balancer(front.number)
+        introduce(front, self._servers, self._options, now=self.now)
+        if self._exchange is not None:
+            self._exchange.joined(front.number, front.balancer)
+            known = next((other.balancer for other in self._fronts if other.alive), None)
+            if known is not None:
+                hand_over(known, front.balancer, self.now)
+        front.alive = True
+
     # Servers
 
     def _deliver(self, flight: Flight) -> None:
@@ -281,6 +305,8 @@ class Fleet:
         server, job = _server(flight), flight.served.job
         if flight.served.outcome is not None:
             return  # its client left while it was on its way
+        if self._is_lost(flight):
+            return
         if not server.alive:
             self._fail(flight, FailureKind.CONNECT)
             self._poll(self._fronts[flight.served.balancer])
@@ -301,7 +327,7 @@ class Fleet:
 
     def _refuse(self, flight: Flight) -> None:
         """A 500 arrives."""
-        if flight.served.outcome is not None:
+        if flight.served.outcome is not None or self._is_lost(flight):
             return
         self._fail(flight, FailureKind.ERROR)
         self._poll(self._fronts[flight.served.balancer])
@@ -344,8 +370,6 @@ class Fleet:
             balancer.first_byte(_ticket(flight), now=self.now)
             balancer.progress(_ticket(flight), 1, now=self.now)
             flight.told = 1
-            if self._exchange is not None and flight.echo is not None:
-                self._exchange.first_byte(flight.echo)
             _server(flight).progress.append((self.now + PROGRESS_S, flight))
             touched.add(served.balancer)
 
@@ -461,31 +485,6 @@ class Fleet:
         server.alive, server.failing = True, False
         server.engine.set_speed(server.spec.speed, now=self.now)
         self._arm(server)
-
-    # What balancers ask by themselves
-
-    def _probe(self, pair: tuple[Front, LiveServer]) -> None:
-        front, server = pair
-        front.balancer.report_health(server.uids[front.number], server.alive, "probe", now=self.now)
-        self._heap.at(self.now + (PROBE_UP_S if server.alive else PROBE_DOWN_S), self._probe, pair)
-        self._poll(front)
-
-    def _scrape(self, pair: tuple[Front, LiveServer]) -> None:
-        front, server = pair
-        interval_s = self._options.scrape_interval_s
-        assert interval_s is not None
-        self._heap.at(self.now + interval_s, self._scrape, pair)
-        if server.alive:
-            front.balancer.scrape_sent(server.uids[front.number])
-            self._heap.at(
-                self.now + self._options.scrape_delay_s, self._scraped, (front, server, page_of(server, self.now))
-            )
-
-    def _scraped(self, answer: tuple[Front, LiveServer, LoadMetrics]) -> None:
-        front, server, metrics = answer
-        if server.alive:
-            front.balancer.report_scrape(server.uids[front.number], metrics)
-            self._poll(front)
 
 
 def _ticket(flight: Flight) -> Ticket:

@@ -79,6 +79,32 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Exchanged:
+    """How balancers tell each other what they do."""
+
+    interval_s: float = 0.05
+    """Between two batches of one balancer."""
+    delay_s: float = 0.002
+    """A batch is on its way for half of this to one and a half times it."""
+    lost: float = 0.0
+    """Share of batches that never arrive, at each receiver."""
+    repeated: float = 0.0
+    """Share that arrives twice."""
+    late: float = 0.0
+    """Share that arrives three intervals later, after batches that were sent later."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalancerFault:
+    """One balancer dies; what it had breaks. A new one takes its place later. Times are virtual."""
+
+    balancer: int
+    """Its number."""
+    from_s: float
+    until_s: float = float("inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
     """Everything about a simulated fleet but the policy and the workload."""
 
@@ -106,8 +132,9 @@ class FleetOptions:
     """Granularity of the prompt's keys that the Balancer gets; a multiple of 16. 0 = it gets none."""
     balancers: int = 1
     """Each request comes to one of so many, at random."""
-    exchange_s: float | None = None
-    """How late each balancer hears of the others' requests; None = never."""
+    exchange: Exchanged | None = None
+    """How balancers hear of the others' requests; None = not at all."""
+    balancer_faults: tuple[BalancerFault, ...] = ()
     flow_rules: FlowRules | None = None
     """What becomes of the priorities that clients ask for; None = as they say."""
     fair: bool = True

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.balancer import Balancer
+from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
 from lbproxy.core.engines.load_metrics import LoadMetrics, LoraMetrics
 from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.core.requests.retry import FailureKind
 from lbproxy.sim.engine.engine import SimRequest
 from lbproxy.sim.engine.model_server import ModelServer, make_server
 from lbproxy.sim.engine.presets import BLOCK_TOKENS
-from lbproxy.sim.fleet.fleet import Served, Server
-from lbproxy.sim.fleet.replicas import Echo, Replica
+from lbproxy.sim.fleet.fleet import BASE_MODEL, FleetOptions, Served, Server
 
 
 @dataclass(slots=True, eq=False)
@@ -33,8 +35,6 @@ class Flight:
     """Why its attempts failed."""
     suspect: EndpointUid | None = None
     """Who answered it 500."""
-    echo: Echo | None = None
-    """What the other balancers hear of the attempt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,10 +63,38 @@ class Front:
     """One balancer and what the driver keeps of it."""
 
     number: int
-    balancer: Replica
+    balancer: Balancer
     waiting: dict[int, Flight] = field(default_factory=dict)
     """By the identity of the ticket, which the flight holds."""
     timer_at: float = float("inf")
+    alive: bool = True
+    died_at: float = float("-inf")
+    """When a balancer before this one died."""
+
+
+def introduce(front: Front, servers: Sequence[LiveServer], options: FleetOptions, *, now: float) -> None:
+    """Tell a new balancer which servers there are, and each server what the balancer calls it. After the balancers with
+    lower numbers: all of them number the same list in the same order.
+    """
+    balancer = front.balancer
+    specs = [
+        EndpointSpec(
+            name=f"s{server.number}",
+            base_url=f"http://s{server.number}:80",
+            weight=server.spec.weight,
+            kv_cache_tokens=server.spec.preset.kv_tokens if options.sizes_declared else None,
+        )
+        for server in servers
+    ]
+    parent = BASE_MODEL if options.adapters_known else None
+    base = ModelCard(BASE_MODEL, b"{}")
+    cards = [base, *(ModelCard(adapter, b"{}", parent=parent) for adapter in options.adapters)]
+    for server, endpoint in zip(servers, balancer.set_endpoints(specs, now=now).added, strict=True):
+        if front.number == len(server.uids):
+            server.uids.append(endpoint.uid)
+        assert server.uids[front.number] == endpoint.uid
+        balancer.report_health(endpoint.uid, True, "simulated", now=now)
+        balancer.report_models(endpoint.uid, cards if server.spec.preset.max_loras else cards[:1])
 
 
 def engine_of(spec: Server, rng: random.Random | None) -> ModelServer:

@@ -17,6 +17,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from lbproxy.core.balancer import Balancer
 from lbproxy.core.capacity.room import HOLD_MS
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.state import EndpointState
@@ -33,7 +34,6 @@ from lbproxy.sim.engine.sequence import Outlook, Phase, Running
 from lbproxy.sim.fleet.cluster import Fleet
 from lbproxy.sim.fleet.fleet import FleetOptions
 from lbproxy.sim.fleet.live import Flight, Front, LiveServer
-from lbproxy.sim.fleet.replicas import Replica
 from lbproxy.sim.workloads.workload import Workload
 
 ORACLES = ("oracle", "oracle, late")
@@ -181,7 +181,7 @@ class _TruePool(PoolModel):
         return self._oracle.least_uncached(request)
 
 
-class OracleBalancer(Replica):
+class OracleBalancer(Balancer):
     """The real Balancer; its policy is an oracle, which hears of every placement at once."""
 
     _oracle: Oracle

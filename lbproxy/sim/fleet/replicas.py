@@ -1,87 +1,135 @@
-"""Several balancers before one fleet, and what it takes for each to know what the others do.
+"""Several balancers before one fleet, and what they tell each other: the real batches, over a network with faults.
 
-Balancers that share nothing ruin every kind of prefix routing: each fills all caches with its own view. `Replica` is
-the real Balancer that can also be told of a request that *another* one placed. It then counts that request as if it had
-placed it itself: in flight, in its picture of the cache, in its estimates; what follows (first byte, progress, end) is
-told with the ticket that it returned. This lives in the simulation only, to learn what an exchange would be worth.
+Balancers that share nothing ruin every kind of prefix routing: each fills all caches with its own view. With an
+`Exchange` each makes batches of what it did (`core.replicas`) at the same interval, not at the same moments; they
+arrive later as bytes, and some of them never, twice, or after batches that were sent later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.endpoints.endpoint import EndpointUid
-from lbproxy.core.queue.ticket import Ticket
-from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.core.replicas.batches import decode, encode
+from lbproxy.core.replicas.journal import Journal
+from lbproxy.core.replicas.peers import Peers
+from lbproxy.core.saved.lines import encode as encode_piece
+from lbproxy.core.saved.lines import read_lines
 from lbproxy.sim.fleet.des import EventHeap
+from lbproxy.sim.fleet.fleet import Exchanged
 
-
-class Replica(Balancer):
-    """One of several balancers."""
-
-    def mirror(self, request: InferenceRequest, uid: EndpointUid, *, now: float) -> Ticket | None:
-        """Another balancer placed `request` on `uid`. Close the ticket when that ends; None = no such endpoint."""
-        state = self._endpoints.get(uid)
-        if state is None:
-            return None
-        ticket = Ticket(request, now, now, frozenset())
-        ticket.flow = self._flows.of(request.flow, now)
-        self._place(ticket, state, now)
-        return ticket
+LOST_S = 3.0
+"""A replica that is not heard of for this long is gone."""
 
 
 @dataclass(slots=True, eq=False)
-class Echo:
-    """One attempt, as the other balancers hear of it."""
+class _Member:
+    """One balancer, as part of the exchange."""
 
-    request: InferenceRequest
-    by: int
-    """The balancer that placed it."""
-    uids: Sequence[EndpointUid]
-    """Its endpoint, in each balancer's own words."""
-    tickets: list[tuple[Replica, Ticket]] = field(default_factory=list)
-    """The others' tickets for it, once they have heard."""
-    end: tuple[Outcome, Usage | None] = (Outcome.COMPLETED, None)
+    number: int
+    incarnation: int
+    journal: Journal
+    peers: Peers
+    alive: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"r{self.number}-{self.incarnation}"
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What went over the network."""
+
+    batches: int = 0
+    bytes: int = 0
+    lost: int = 0
+    repeated: int = 0
+    late: int = 0
 
 
 class Exchange:
-    """Brings dispatch, first byte and end of every request to all other balancers, all `delay_s` late."""
+    """What balancers tell each other."""
 
-    def __init__(self, heap: EventHeap, replicas: Sequence[Replica], delay_s: float) -> None:
+    def __init__(self, heap: EventHeap, options: Exchanged, heard: Callable[[int], None], *, seed: int) -> None:
+        """`heard` is called with the number of each balancer that heard something."""
         self._heap = heap
-        self._replicas = replicas
-        self._delay_s = delay_s
+        self._options = options
+        self._heard = heard
+        self._rng = random.Random(f"{seed}:exchange")
+        self._members: dict[int, _Member] = {}
+        self.traffic = Traffic()
 
-    def placed(self, request: InferenceRequest, by: int, uids: Sequence[EndpointUid]) -> Echo:
-        """Balancer number `by` placed a request on the endpoint that balancer n calls `uids[n]`."""
-        echo = Echo(request, by, uids)
-        self._heap.at(self._heap.now + self._delay_s, self._heard_placed, echo)
-        return echo
+    def joined(self, number: int, balancer: Balancer) -> None:
+        """A balancer takes part from now on. One that comes later starts with what another one knows."""
+        before = self._members.get(number)
+        incarnation = 0 if before is None else before.incarnation + 1
+        alive = [one for one in self._members.values() if one.alive]
+        journal, peers = balancer.share(f"r{number}-{incarnation}")
+        self._members[number] = member = _Member(number, incarnation, journal, peers)
+        first_s = self._rng.uniform(0.0, self._options.interval_s) if not alive or before is None else 0.0
+        self._heap.at(self._heap.now + first_s, self._send, member)
 
-    def first_byte(self, echo: Echo) -> None:
-        """Its first byte came."""
-        self._heap.at(self._heap.now + self._delay_s, self._heard_first_byte, echo)
+    def left(self, number: int) -> None:
+        """A balancer died. The others notice it some time later."""
+        member = self._members[number]
+        member.alive = False
+        self._heap.at(self._heap.now + LOST_S, self._lose, member)
 
-    def ended(self, echo: Echo, outcome: Outcome, usage: Usage | None) -> None:
-        """It is over."""
-        echo.end = (outcome, usage)
-        self._heap.at(self._heap.now + self._delay_s, self._heard_end, echo)
+    def peers(self, number: int) -> Peers:
+        """What a balancer knows of the others."""
+        return self._members[number].peers
 
-    def _heard_placed(self, echo: Echo) -> None:
-        for number, replica in enumerate(self._replicas):
-            if number != echo.by:
-                ticket = replica.mirror(echo.request, echo.uids[number], now=self._heap.now)
-                if ticket is not None:
-                    echo.tickets.append((replica, ticket))
+    def _lose(self, gone: _Member) -> None:
+        for member in self._members.values():
+            member.peers.lose(gone.name, self._heap.now)
 
-    def _heard_first_byte(self, echo: Echo) -> None:
-        for replica, ticket in echo.tickets:
-            replica.first_byte(ticket, now=self._heap.now)
+    def _send(self, member: _Member) -> None:
+        if not member.alive:
+            return
+        now = self._heap.now
+        self._heap.at(now + self._options.interval_s, self._send, member)
+        while (batch := member.journal.take(now)) is not None:
+            data = encode(batch)
+            self.traffic.batches += 1
+            self.traffic.bytes += len(data)
+            for other in self._members.values():
+                if other is not member:
+                    self._post(other, data)
 
-    def _heard_end(self, echo: Echo) -> None:
-        outcome, usage = echo.end
-        for replica, ticket in echo.tickets:
-            replica.close(ticket, outcome, now=self._heap.now, usage=usage)
+    def _post(self, to: _Member, data: bytes) -> None:
+        options, rng = self._options, self._rng
+        if rng.random() < options.lost:
+            self.traffic.lost += 1
+            return
+        times = 1
+        if rng.random() < options.repeated:
+            self.traffic.repeated += 1
+            times = 2
+        for _ in range(times):
+            delay_s = options.delay_s * rng.uniform(0.5, 1.5)
+            if rng.random() < options.late:
+                self.traffic.late += 1
+                delay_s += 3.0 * options.interval_s
+            self._heap.at(self._heap.now + delay_s, self._arrive, (to, data))
+
+    def _arrive(self, posted: tuple[_Member, bytes]) -> None:
+        to, data = posted
+        if to.alive:
+            to.peers.hear(decode(data), self._heap.now)
+            self._heard(to.number)
+
+
+def hand_over(old: Balancer, new: Balancer, now: float) -> None:
+    """Give a new balancer what another one has learned, as a replica that joins does."""
+    lines = [encode_piece(piece) for piece in old.save(saved_at=0.0, prefixes=True, now=now) if piece is not None]
+    restoring = new.restore(read_lines(lines), age_s=0.0, now=now) if lines else None
+    while restoring is not None and restoring.step():
+        pass
+
+
+def total_in_flight(balancers: Sequence[Balancer]) -> int:
+    """Requests that balancers have in flight themselves."""
+    return sum(state.in_flight for one in balancers for state in one.endpoints.members())

@@ -12,16 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from lbproxy.core.endpoints.endpoint import EndpointSpec
+from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.hang import CHECK_S
-from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.saved.lines import encode, read_lines
 from lbproxy.sim.engine.presets import Preset
 from lbproxy.sim.fleet.cluster import Fleet
-from lbproxy.sim.fleet.fleet import BASE_MODEL, FleetOptions, Served, Server
-from lbproxy.sim.fleet.live import Flight, Front, LiveServer, engine_of
-from lbproxy.sim.fleet.replicas import Replica
+from lbproxy.sim.fleet.fleet import FleetOptions, Served, Server
+from lbproxy.sim.fleet.live import Flight, Front, engine_of, introduce
 from lbproxy.sim.workloads.workload import Workload
 
 
@@ -57,7 +55,7 @@ class RestartedFleet(Fleet):
         self,
         options: FleetOptions,
         workload: Workload,
-        make_balancer: Callable[[random.Random], Replica],
+        make_balancer: Callable[[random.Random], Balancer],
         *,
         seed: int,
         restart: Restart,
@@ -111,26 +109,15 @@ class RestartedFleet(Fleet):
             server.started_at = self.now
 
     def _new_front(self) -> Front:
-        front = Front(1, self._make_balancer(random.Random(f"{self._seed}:balancer:1")))
-        balancer = front.balancer
-        specs = [EndpointSpec(name=f"s{one.number}", base_url=f"http://s{one.number}:80") for one in self._servers]
-        for server, added in zip(self._servers, balancer.set_endpoints(specs, now=self.now).added, strict=True):
-            server.uids.append(added.uid)
-            balancer.report_health(added.uid, True, "simulated", now=self.now)
-            balancer.report_models(added.uid, [ModelCard(BASE_MODEL, b"{}")])
-            self._start_scrapes(front, server)
+        front = Front(1, self._new_balancer(1))
+        introduce(front, self._servers, self._options, now=self.now)
+        self._asking.start([front], self._servers, random.Random(f"{self._seed}:clocks:1"))
         self._heap.at(self.now + CHECK_S, self._check, front)
         if self._lines:
-            restoring = balancer.restore(read_lines(self._lines), age_s=self._restart.age_s, now=self.now)
+            restoring = front.balancer.restore(read_lines(self._lines), age_s=self._restart.age_s, now=self.now)
             while restoring is not None and restoring.step():
                 pass
         return front
-
-    def _start_scrapes(self, front: Front, server: LiveServer) -> None:
-        interval_s = self._options.scrape_interval_s
-        if interval_s is not None and server.spec.metrics:
-            rng = random.Random(f"{self._seed}:clock:{server.number}")
-            self._heap.at(self.now + rng.uniform(0, interval_s) * 0.1, self._scrape, (front, server))
 
     def _break(self, old: Front, flight: Flight) -> None:
         """A request of the old balancer breaks, and its client sends it again."""

@@ -208,7 +208,7 @@ class ServingMachine(RuleBasedStateMachine):
         for state in wanted.states:
             assert snapshots[state.endpoint.name].readmitted == wanted.readmitted(state)
         assert [(endpoint.name, why) for endpoint, why in endpoints.unavailable()] == wanted.absent()
-        assert self.balancer.model_cards() == wanted.cards()
+        assert self.balancer.endpoints.model_cards() == wanted.cards()
         assert self.balancer.any_up() == bool(wanted.candidates(None))
         assert endpoints.serving.adapters == wanted.adapters()
         if self.balancer._pool is not None:

@@ -55,7 +55,7 @@ def test_only_what_a_report_names_changes() -> None:
         *(6.0, 16, 100),
         *(SCRAPED.lora, 5e8),
     )
-    assert balancer.reported_at(endpoint.uid) == 2.0
+    assert balancer.endpoints.reported_at(endpoint.uid) == 2.0
 
 
 def test_a_report_makes_gauges_fresh_but_what_it_lacks_grows_old() -> None:
@@ -93,7 +93,7 @@ def test_a_report_that_says_what_runs_needs_no_scrape() -> None:
     balancer.report_load(ticket, LoadReport(waiting=2.0, running=8.0), now=1.0)
     assert others(ticket) == 2 + 8 - 1
     assert metrics(balancer, 1.0) == LoadMetrics(scraped_at=1.0, waiting=2.0, running=8.0)
-    assert balancer.reported_at(endpoint.uid) == 1.0
+    assert balancer.endpoints.reported_at(endpoint.uid) == 1.0
 
 
 def test_what_says_nothing_of_load_changes_nothing() -> None:
@@ -102,7 +102,7 @@ def test_what_says_nothing_of_load_changes_nothing() -> None:
     for report in (LoadReport(), None):
         balancer.report_load(ticket, report, now=1.5)
     assert metrics(balancer, 1.5) == SCRAPED
-    assert balancer.reported_at(endpoint.uid) < 0.0, "so scrapes go on"
+    assert balancer.endpoints.reported_at(endpoint.uid) < 0.0, "so scrapes go on"
     shown = seen(balancer, 1.5)["e1"]
     assert (shown.load_reports, shown.malformed_reports) == (1, 1)
     assert others(ticket) == 9.0
@@ -122,5 +122,5 @@ def test_the_last_answer_of_an_endpoint_that_left_may_bring_a_report() -> None:
     balancer.set_endpoints([], now=1.0)
     balancer.report_load(ticket, LoadReport(waiting=1.0), now=1.0)
     balancer.ask_load(endpoint.uid, True)
-    assert balancer.reported_at(endpoint.uid) < 0.0
+    assert balancer.endpoints.reported_at(endpoint.uid) < 0.0
     balancer.close(ticket, Outcome.COMPLETED, now=1.0)

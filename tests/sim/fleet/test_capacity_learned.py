@@ -9,6 +9,7 @@ from statistics import fmean
 
 import pytest
 
+from lbproxy.core.balancer import Balancer
 from lbproxy.core.caches.cache_size import GUESSED_TOKENS
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.endpoints.endpoint_set import EndpointChanges
@@ -17,12 +18,11 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import Usage
 from lbproxy.sim.fleet.cluster import Fleet
 from lbproxy.sim.fleet.fleet import FleetOptions, Served, Server, decisions
-from lbproxy.sim.fleet.replicas import Replica
 from lbproxy.sim.workloads.catalogue import make_workload
 from tests.sim.fleet.test_cluster import QWEN, replicas
 
 
-class Silent(Replica):
+class Silent(Balancer):
     """Its servers do not say what was cached."""
 
     def close(
@@ -31,7 +31,7 @@ class Silent(Replica):
         super().close(ticket, outcome, now=now, usage=usage and usage._replace(cached_tokens=None), timed_out=timed_out)
 
 
-class Telling(Replica):
+class Telling(Balancer):
     """Its servers say how large their caches are, as SGLang does without metrics (`core.engines.server_info`)."""
 
     def set_endpoints(self, specs: Sequence[EndpointSpec], *, now: float) -> EndpointChanges:
@@ -52,15 +52,15 @@ def sizes(
     servers: tuple[Server, ...],
     *,
     scraped: bool = False,
-    kind: type[Replica] = Replica,
+    kind: type[Balancer] = Balancer,
     stream_share: float = 1.0,
     seed: int = 3,
 ) -> list[float]:
     """What is believed of each server's cache, after 100 s in which 120 prefixes of 3,000 tokens came and went."""
-    made: list[Replica] = []
-    make: Callable[[random.Random], Replica] = replicas("adaptive", kind)
+    made: list[Balancer] = []
+    make: Callable[[random.Random], Balancer] = replicas("adaptive", kind)
 
-    def keep(rng: random.Random) -> Replica:
+    def keep(rng: random.Random) -> Balancer:
         made.append(make(rng))
         return made[-1]
 
@@ -85,7 +85,7 @@ def test_the_size_of_each_cache_is_learned_within_15_per_cent(stream_share: floa
     assert [fmean(some) for some in zip(*believed, strict=True)] == pytest.approx([60_000, 120_000], rel=0.15)
 
 
-def served(*, scraped: bool, declared: bool, kind: type[Replica] = Replica, seed: int = 3) -> list[Served]:
+def served(*, scraped: bool, declared: bool, kind: type[Balancer] = Balancer, seed: int = 3) -> list[Served]:
     """The requests of 40 s in which three caches of different sizes overflow."""
     options = FleetOptions(
         servers=tuple(sized(tokens) for tokens in SIZES),

@@ -12,6 +12,7 @@ import pytest
 
 from lbproxy.config.balancing import BalancingSettings
 from lbproxy.config.sections.routing import AdmissionSettings, RoutingSettings
+from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.policies.registry import POLICIES, make_policy
@@ -21,8 +22,7 @@ from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.sim.engine.presets import PRESETS
 from lbproxy.sim.fleet.cluster import PROGRESS_S, Fleet
 from lbproxy.sim.fleet.des import EventHeap
-from lbproxy.sim.fleet.fleet import Fault, FleetOptions, Served, Server, decisions
-from lbproxy.sim.fleet.replicas import Replica
+from lbproxy.sim.fleet.fleet import Exchanged, Fault, FleetOptions, Served, Server, decisions
 from lbproxy.sim.workloads.catalogue import adapter_names, make_workload
 from lbproxy.sim.workloads.prompts import Piece
 from lbproxy.sim.workloads.workload import Job, OpenLoop, Workload
@@ -33,10 +33,10 @@ STREAMS = FleetOptions(servers=(QWEN, QWEN, QWEN))
 ROOMY = AdmissionSettings(queue_requests=100_000, queue_bytes=2**34, queue_timeout=86_400)
 
 
-def replicas(policy: str, kind: type[Replica] = Replica) -> Callable[[random.Random], Replica]:
+def replicas(policy: str, kind: type[Balancer] = Balancer) -> Callable[[random.Random], Balancer]:
     """What makes the balancers of a fleet."""
 
-    def make(rng: random.Random) -> Replica:
+    def make(rng: random.Random) -> Balancer:
         routing = RoutingSettings.model_validate({"policy": policy})
         return kind(make_policy(routing, rng), BalancingSettings(admission=ROOMY), rng=rng)
 
@@ -44,7 +44,7 @@ def replicas(policy: str, kind: type[Replica] = Replica) -> Callable[[random.Ran
 
 
 def run(
-    policy: str, workload: Workload, options: FleetOptions = STREAMS, *, seed: int = 1, kind: type[Replica] = Replica
+    policy: str, workload: Workload, options: FleetOptions = STREAMS, *, seed: int = 1, kind: type[Balancer] = Balancer
 ) -> list[Served]:
     return Fleet(options, workload, replicas(policy, kind), seed=seed).run()
 
@@ -128,7 +128,7 @@ def test_jobs_arrive_alike_whatever_the_policy() -> None:
     def seen(policy: str) -> list[tuple[object, ...]]:
         requests: list[tuple[object, ...]] = []
 
-        class Watched(Replica):
+        class Watched(Balancer):
             def submit(
                 self,
                 request: InferenceRequest,
@@ -150,7 +150,7 @@ def test_jobs_arrive_alike_whatever_the_policy() -> None:
     assert 0.3 < sum(bool(request[3]) for request in requests) / len(requests) < 0.7
 
 
-class Book(Replica):
+class Book(Balancer):
     """A balancer that writes down what it is told."""
 
     calls: list[tuple[float, str, str, int]]
@@ -263,7 +263,7 @@ def test_adapters_are_models_with_a_parent() -> None:
 def test_scrapes_come_in_time_with_the_gauges_of_when_they_were_sent() -> None:
     pages: dict[int, list[LoadMetrics]] = defaultdict(list)
 
-    class Scraped(Replica):
+    class Scraped(Balancer):
         def report_scrape(self, uid: EndpointUid, metrics: LoadMetrics) -> None:
             pages[uid].append(metrics)
             super().report_scrape(uid, metrics)
@@ -284,28 +284,34 @@ def test_scrapes_come_in_time_with_the_gauges_of_when_they_were_sent() -> None:
 
 
 def test_replicas_that_tell_each_other_keep_prefixes_together() -> None:
-    def hits(exchange_s: float | None) -> float:
-        options = FleetOptions(servers=(QWEN,) * 4, balancers=4, exchange_s=exchange_s)
+    def hits(exchange: Exchanged | None) -> float:
+        options = FleetOptions(servers=(QWEN,) * 4, balancers=4, exchange=exchange)
         workload = small(rate=8, prompt_tokens=7000, shared_tokens=6000, groups=60, duration_s=40, output_tokens=50)
         served = run("gie", workload, options)
         assert {one.outcome for one in served} == {Outcome.COMPLETED}
         return sum(one.cached_tokens for one in served) / sum(one.job.prompt_tokens for one in served)
 
-    assert hits(0.02) > hits(None) + 0.1
+    assert hits(Exchanged(interval_s=0.02)) > hits(None) + 0.1
 
 
-def test_mirrored_requests_count_in_flight_and_leave_nothing_behind() -> None:
-    balancers: list[Replica] = []
+def test_requests_of_others_count_and_leave_nothing_behind() -> None:
+    balancers: list[Balancer] = []
 
-    class Kept(Replica):
+    class Kept(Balancer):
         def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **kwargs)  # type: ignore[arg-type]
             balancers.append(self)
 
-    options = FleetOptions(servers=(QWEN, QWEN), balancers=3, exchange_s=0.0)
+    options = FleetOptions(servers=(QWEN, QWEN), balancers=3, exchange=Exchanged(lost=0.05, repeated=0.1, late=0.05))
     fleet = Fleet(options, small(rate=5), replicas("adaptive", Kept), seed=1)
-    served = fleet.run()
-    placed = [sum(e.placed for e in balancer.snapshot(now=fleet.now).endpoints) for balancer in balancers]
-    assert placed == [len(served)] * 3
-    # All but the last one's end, which the fleet did not wait for, has been heard.
-    assert all(sum(e.in_flight for e in b.snapshot(now=fleet.now).endpoints) <= 1 for b in balancers)
+    seen: list[int] = []
+    fleet.watch(1.0, lambda _: seen.append(max(one.elsewhere for one in balancers[0].endpoints.members())))
+    fleet.run()
+    assert max(seen) > 2
+    fleet.settle(5.0)
+    for balancer in balancers:
+        for state in balancer.endpoints.members():
+            assert (state.in_flight, state.elsewhere, state.elsewhere_awaiting) == (0, 0, 0)
+            assert state.load.work.in_flight == 0
+            assert not state.load.work.pending
+            assert state.load.kv.cache.pinned == 0

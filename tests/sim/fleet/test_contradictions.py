@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import pytest
 
+from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.engine.fixed import FixedTimes
 from lbproxy.sim.fleet.cluster import Fleet
 from lbproxy.sim.fleet.fleet import Fault, FaultKind, FleetOptions, Others, Sample, Served, Server
-from lbproxy.sim.fleet.replicas import Replica
 from lbproxy.sim.workloads.workload import Job, OpenLoop
 from tests.sim.engine.test_engine import STEADY
 from tests.sim.fleet.test_cluster import QWEN, job, replicas, run, shared
@@ -23,7 +23,7 @@ ONE_SLOT = Server(dataclasses.replace(STEADY, max_sequences=1, kv_tokens=100_000
 """10 ms a token, one request at a time."""
 
 
-class Listener(Replica):
+class Listener(Balancer):
     """Keeps what scrapes said."""
 
     def report_scrape(self, uid: EndpointUid, metrics: LoadMetrics | None, *args: object, **more: object) -> None:
@@ -34,7 +34,7 @@ class Listener(Replica):
 def listening(options: FleetOptions, *jobs: tuple[float, Job]) -> list[tuple[EndpointUid, LoadMetrics]]:
     made: list[Listener] = []
 
-    def make(rng: random.Random) -> Replica:
+    def make(rng: random.Random) -> Balancer:
         balancer = replicas("round-robin", Listener)(rng)
         assert isinstance(balancer, Listener)
         made.append(balancer)
@@ -115,7 +115,7 @@ def test_every_ticket_of_impatient_clients_is_closed() -> None:
     rng = random.Random(1)
     jobs = [(at, dataclasses.replace(one, patience_s=rng.uniform(0.0001, 2.0))) for at, one in batch]
     for policy in ("round-robin", "adaptive"):
-        balancers: list[Replica] = []
+        balancers: list[Balancer] = []
         fleet = Fleet(options, OpenLoop([jobs]), _keeping(policy, balancers), seed=1)
         served = fleet.run()
         outcomes = {one.outcome for one in served}
@@ -128,8 +128,8 @@ def test_every_ticket_of_impatient_clients_is_closed() -> None:
         assert all(state.in_flight == 0 for state in balancers[0].snapshot(now=fleet.now).endpoints)
 
 
-def _keeping(policy: str, kept: list[Replica]) -> Callable[[random.Random], Replica]:
-    def make(rng: random.Random) -> Replica:
+def _keeping(policy: str, kept: list[Balancer]) -> Callable[[random.Random], Balancer]:
+    def make(rng: random.Random) -> Balancer:
         kept.append(replicas(policy)(rng))
         return kept[-1]
 

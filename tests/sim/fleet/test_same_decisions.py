@@ -18,6 +18,7 @@ import pytest
 
 from lbproxy.config.balancing import BalancingSettings
 from lbproxy.config.sections.routing import AdmissionSettings, RoutingSettings
+from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.endpoint_set import EndpointChanges
 from lbproxy.core.engines.load_metrics import LoadMetrics
@@ -30,7 +31,6 @@ from lbproxy.runtime import Runtime
 from lbproxy.sim.engine.presets import PRESETS
 from lbproxy.sim.fleet.cluster import Fleet
 from lbproxy.sim.fleet.fleet import FleetOptions, Server
-from lbproxy.sim.fleet.replicas import Replica
 from lbproxy.sim.workloads.catalogue import make_workload
 from tests.support.pool import submit
 
@@ -50,7 +50,7 @@ class Event(NamedTuple):
     say: Callable[[Replay], object]
 
 
-class Recorder(Replica):
+class Recorder(Balancer):
     """Writes down what it is told, and what it decides."""
 
     def __init__(self, policy: str, seed: int) -> None:

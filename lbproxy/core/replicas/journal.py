@@ -1,0 +1,194 @@
+"""What this replica tells the others: its placements, first bytes and ends, gathered between two batches.
+
+The Balancer notes events here, which costs an entry in a list; batches are made when the driver takes them. Nothing is
+kept for replicas that missed a batch: they ask, and get a reset, which tells every request in flight anew. So memory is
+bounded by the requests in flight and `MAX_NOTES`, however long nobody takes anything.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final, TypeAlias
+
+from lbproxy.core.queue.flows import Flows
+from lbproxy.core.queue.stored_responses import StoredResponse
+from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.replicas.batches import AnyEvent, Batch, Began, Ended, FlowUse, Placed, Stored, pack_keys
+from lbproxy.core.requests.request import Usage
+
+MAX_NOTES: Final = 20_000
+"""Events that wait for a batch. If there are more, nobody takes them in time, and a reset follows."""
+EVENTS_IN_BATCH: Final = 500
+"""Some 2 ms of work."""
+KEYS_IN_BATCH: Final = 16_384
+
+_PLACED: Final = 0
+_BEGAN: Final = 1
+_ENDED: Final = 2
+Note: TypeAlias = tuple[int, Ticket, float, Usage | None, bool]
+"""What happened, to which ticket, when; at the end its usage, and whether it was completed."""
+
+
+class Journal:
+    """This replica's events that no batch has yet."""
+
+    def __init__(self, replica: str, block_bytes: int | None, flows: Flows) -> None:
+        self.replica = replica
+        """Our id."""
+        self.block_bytes = block_bytes
+        """The size of the blocks whose keys are told; None = no prompts are read."""
+        self._flows = flows
+        self._notes: list[Note] = []
+        self._numbers = 0
+        self._batches = 0
+        self._running: dict[int, Ticket] = {}
+        """Tickets in flight, by number."""
+        self._again: deque[tuple[int, Ticket]] = deque()
+        """Those of them that a reset still has to tell."""
+        self._stored: deque[tuple[str, str, int, tuple[object, ...]]] = deque()
+        """Stored responses: id, URL, prompt bytes, keys."""
+        self._told: dict[str, FlowUse] = {}
+        """What was told of each flow."""
+        self.reset_due = True
+        """Somebody missed something, or nobody heard anything yet."""
+        self.asks: set[str] = set()
+        """Replicas that should send a reset."""
+
+    # Noting
+
+    def placed(self, ticket: Ticket, now: float) -> None:
+        """A request was placed."""
+        self._numbers += 1
+        ticket.shared_number = self._numbers
+        self._running[self._numbers] = ticket
+        self._notes.append((_PLACED, ticket, now, None, False))
+        if len(self._notes) > MAX_NOTES:
+            self._notes.clear()
+            self.reset_due = True
+
+    def first_byte(self, ticket: Ticket, now: float) -> None:
+        """Its first byte came."""
+        self._notes.append((_BEGAN, ticket, now, None, False))
+
+    def ended(self, ticket: Ticket, usage: Usage | None, now: float, *, completed: bool) -> None:
+        """It ended."""
+        if self._running.pop(ticket.shared_number, None) is not None:
+            self._notes.append((_ENDED, ticket, now, usage, completed))
+
+    def stored(self, response_id: str, url: str, stored: StoredResponse) -> None:
+        """An endpoint stores a response."""
+        if len(self._stored) < MAX_NOTES:
+            self._stored.append((response_id, url, stored.prompt_bytes, stored.block_keys))
+
+    # Taking
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` returns a batch, flows aside."""
+        return bool(self._notes or self._again or self._stored or self.asks or self.reset_due)
+
+    def take(self, now: float) -> Batch | None:
+        """The next batch; None = everything was told. To be called until then, with other work between."""
+        reset = self.reset_due
+        if reset:
+            self.reset_due = False
+            self._notes.clear()
+            self._told.clear()
+            self._again = deque(self._running.items())
+        flows = self._changed_flows(now)
+        if not (reset or flows or self.has_news):
+            return None
+        writer = _Writer(now)
+        self._tell_again(writer)
+        if not self._again:
+            taken = 0
+            for note in self._notes:
+                if writer.is_full:
+                    break
+                writer.note(note)
+                taken += 1
+            del self._notes[:taken]
+        while self._stored and not writer.is_full:
+            writer.stored(*self._stored.popleft())
+        self._batches += 1
+        asks, self.asks = sorted(self.asks), set()
+        return Batch(
+            self.replica, self._batches, self.block_bytes or 0, reset, list(writer.urls), writer.events, flows, asks
+        )
+
+    def _tell_again(self, writer: _Writer) -> None:
+        while self._again and not writer.is_full:
+            number, ticket = self._again.popleft()
+            if number not in self._running:
+                continue
+            writer.note((_PLACED, ticket, ticket.placed_at or 0.0, None, False))
+            if ticket.first_byte_at is not None:
+                writer.note((_BEGAN, ticket, ticket.first_byte_at, None, False))
+
+    def _changed_flows(self, now: float) -> dict[str, FlowUse]:
+        """The use of flows with limits, where it is not the one that was told last."""
+        changed = {}
+        for flow in self._flows.limited():
+            before = self._told.get(flow.name)
+            if before is None or before.active != flow.active or before.admitted != flow.admitted:
+                requests, tokens = flow.used(now)
+                changed[flow.name] = use = FlowUse(flow.active, flow.admitted, requests, tokens)
+                self._told[flow.name] = use
+        return changed
+
+
+class _Writer:
+    """The events of one batch."""
+
+    def __init__(self, now: float) -> None:
+        self._now = now
+        self._keys = 0
+        self.urls: dict[str, int] = {}
+        self.events: list[AnyEvent] = []
+
+    @property
+    def is_full(self) -> bool:
+        """The rest belongs into another batch."""
+        return len(self.events) >= EVENTS_IN_BATCH or self._keys >= KEYS_IN_BATCH
+
+    def _url(self, url: str) -> int:
+        return self.urls.setdefault(url, len(self.urls))
+
+    def _pack(self, keys: tuple[object, ...]) -> bytes:
+        self._keys += len(keys)
+        return pack_keys(keys)
+
+    def note(self, note: Note) -> None:
+        """Add an event."""
+        kind, ticket, at, usage, completed = note
+        number, age_ms = ticket.shared_number, max(0.0, 1000.0 * (self._now - at))
+        if kind == _PLACED:
+            self.events.append(self._placed(ticket, number, age_ms))
+        elif kind == _BEGAN:
+            self.events.append(Began(number, age_ms))
+        else:
+            told = None if usage is None else (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+            self.events.append(Ended(number, age_ms, completed, ticket.response_tokens, told))
+
+    def _placed(self, ticket: Ticket, number: int, age_ms: float) -> Placed:
+        request = ticket.request
+        return Placed(
+            number,
+            self._url(ticket.placed_state.endpoint.base_url),
+            age_ms,
+            self._pack(request.block_keys),
+            request.prompt_bytes,
+            request.body_bytes,
+            request.model,
+            request.stream,
+            request.session,
+            request.flow,
+            request.max_tokens,
+            request.media_tokens,
+            request.binary,
+            request.open_ended,
+        )
+
+    def stored(self, response_id: str, url: str, prompt_bytes: int, keys: tuple[object, ...]) -> None:
+        """Add a stored response."""
+        self.events.append(Stored(response_id, self._url(url), prompt_bytes, self._pack(keys)))

@@ -1,0 +1,250 @@
+"""What the other replicas placed, as the Balancer counts it: as requests of known work at its endpoints.
+
+Each of their requests gets a ticket of ours, so that it counts in the load model of its endpoint, in its prefix cache,
+in its adapters and in its flow as if it had been placed here. It does not count in `EndpointState.in_flight`, which is
+ours and exact, but in `elsewhere`: whoever compares counts with what an engine reports takes both.
+
+A batch counts once, in order: one with an old number is ignored, and after a missing one the replica is asked for a
+reset. Until that comes its events are applied all the same, as most of them are right. A replica that is not heard of
+any more is taken out by `lose`, with everything that it had in flight; what caches contain because of it stays.
+
+Memory is bounded: `MAX_PEERS`, and `MAX_IN_FLIGHT` requests of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from lbproxy.core.endpoints.endpoint_set import EndpointSet
+from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.queue.flow import Flow
+from lbproxy.core.queue.flows import Flows
+from lbproxy.core.queue.stored_responses import StoredResponses
+from lbproxy.core.queue.ticket import Ticket, TicketState
+from lbproxy.core.replicas.batches import Batch, Began, Ended, FlowUse, Placed, Stored, unpack_keys
+from lbproxy.core.replicas.journal import Journal
+from lbproxy.core.requests.request import InferenceRequest, Usage
+
+MAX_PEERS: Final = 32
+MAX_IN_FLIGHT: Final = 50_000
+"""Requests of one replica."""
+ASK_AGAIN_S: Final = 1.0
+"""Between two requests for a reset."""
+
+
+class PeerSnapshot(NamedTuple):
+    """One other replica at one moment."""
+
+    replica: str
+    in_flight: int
+    batches: int
+    """Batches that were applied."""
+    resets: int
+    missed: int
+    """Gaps in the numbers of its batches."""
+    repeated: int
+    """Batches that were ignored, as they or later ones had come before."""
+    unknown: int
+    """Events of requests at endpoints that are not in our set, or beyond `MAX_IN_FLIGHT`."""
+    heard_s: float
+    """Seconds since its last batch arrived."""
+    is_complete: bool
+    """Its requests in flight are all known: no reset is awaited."""
+
+
+class _Peer:
+    """What is known of one other replica."""
+
+    def __init__(self, replica: str, now: float) -> None:
+        self.replica = replica
+        self.number = 0
+        """Of its last batch."""
+        self.tickets: dict[int, Ticket] = {}
+        self.flows: dict[str, FlowUse] = {}
+        self.is_complete = False
+        self.asked_at = -ASK_AGAIN_S
+        self.heard_at = now
+        self.batches = self.resets = self.missed = self.repeated = self.unknown = 0
+
+
+class Peers:
+    """The other replicas. Changes endpoints, flows and stored responses of the Balancer, whose part it is."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        endpoints: EndpointSet,
+        flows: Flows,
+        stored: StoredResponses,
+        *,
+        wake: Callable[[EndpointState], None],
+        unpark: Callable[[Flow], None],
+    ) -> None:
+        """`journal`: what we tell. `wake` is called with an endpoint that may have room again, `unpark` with a flow of
+        which others use less.
+        """
+        self._journal, self._endpoints, self._flows, self._stored = journal, endpoints, flows, stored
+        self._wake, self._unpark = wake, unpark
+        self._peers: dict[str, _Peer] = {}
+
+    def snapshot(self, now: float) -> list[PeerSnapshot]:
+        """All of them, in the order in which they were first heard of."""
+        return [
+            PeerSnapshot(
+                one.replica,
+                len(one.tickets),
+                one.batches,
+                one.resets,
+                one.missed,
+                one.repeated,
+                one.unknown,
+                now - one.heard_at,
+                one.is_complete,
+            )
+            for one in self._peers.values()
+        ]
+
+    def hear(self, batch: Batch, now: float) -> None:
+        """Apply a batch of another replica."""
+        if batch.replica == self._journal.replica:
+            return
+        peer = self._peers.get(batch.replica)
+        if peer is None:
+            if len(self._peers) >= MAX_PEERS:
+                return
+            peer = self._peers[batch.replica] = _Peer(batch.replica, now)
+        peer.heard_at = now
+        if batch.number <= peer.number:
+            peer.repeated += 1
+            return
+        if batch.is_reset:
+            self._drop(peer, now)
+            peer.resets += 1
+            peer.is_complete = True
+        elif batch.number != peer.number + 1:
+            peer.missed += peer.is_complete
+            peer.is_complete = False
+        peer.number = batch.number
+        peer.batches += 1
+        if self._journal.replica in batch.asks:
+            self._journal.reset_due = True
+        self._apply(peer, batch, now)
+        if not peer.is_complete and now >= peer.asked_at + ASK_AGAIN_S:
+            peer.asked_at = now
+            self._journal.asks.add(batch.replica)
+
+    def lose(self, replica: str, now: float) -> None:
+        """A replica is gone, or cannot be heard: it has nothing in flight."""
+        peer = self._peers.pop(replica, None)
+        if peer is not None:
+            self._drop(peer, now)
+
+    # Events
+
+    def _apply(self, peer: _Peer, batch: Batch, now: float) -> None:
+        keyed = batch.block_bytes == self._journal.block_bytes
+        for event in batch.events:
+            if isinstance(event, Placed):
+                self._placed(peer, event, batch.urls[event.endpoint], now, keyed=keyed)
+            elif isinstance(event, Stored):
+                self._note_stored(event, batch.urls[event.endpoint], now, keyed=keyed)
+            elif isinstance(event, Began):
+                self._began(peer, event, now)
+            else:
+                self._ended(peer, event, now)
+        for name, use in batch.flows.items():
+            self._use(peer, name, use, now, joins=batch.is_reset)
+
+    def _placed(self, peer: _Peer, one: Placed, url: str, now: float, *, keyed: bool) -> None:
+        state = self._endpoints.by_url.get(url)
+        if state is None or len(peer.tickets) >= MAX_IN_FLIGHT or one.number in peer.tickets:
+            peer.unknown += 1
+            return
+        request = InferenceRequest(
+            id=f"{peer.replica}/{one.number}",
+            model=one.model,
+            stream=one.stream,
+            body_bytes=one.body_bytes,
+            prompt_bytes=one.prompt_bytes,
+            block_keys=unpack_keys(one.keys) if keyed else (),
+            max_tokens=one.max_tokens,
+            session=one.session,
+            flow=one.flow,
+            media_tokens=one.media_tokens,
+            binary=one.binary,
+            open_ended=one.open_ended,
+        )
+        at = now - one.age_ms / 1000.0
+        ticket = peer.tickets[one.number] = Ticket(request, at, at, frozenset())
+        ticket.flow = self._flows.of(request.flow, at)
+        ticket.state, ticket.placed_on, ticket.placed_at = TicketState.PLACED, state, at
+        state.elsewhere += 1
+        state.elsewhere_awaiting += 1
+        if self._endpoints.has_loads and not request.open_ended:
+            ticket.load = state.load
+            ticket.placement = ticket.load.place(request, at)
+        self._flows.placed(ticket, at)
+
+    def _began(self, peer: _Peer, one: Began, now: float) -> None:
+        ticket = peer.tickets.get(one.number)
+        if ticket is None or ticket.first_byte_at is not None:
+            return
+        ticket.first_byte_at = at = now - one.age_ms / 1000.0
+        state = ticket.placed_state
+        state.elsewhere_awaiting -= 1
+        if ticket.load is not None and ticket.placement is not None:
+            ticket.load.first_byte(ticket.placement, at)
+            self._wake(state)
+
+    def _ended(self, peer: _Peer, one: Ended, now: float) -> None:
+        ticket = peer.tickets.pop(one.number, None)
+        if ticket is not None:
+            ticket.response_tokens = one.response_tokens
+            usage = None if one.usage is None else Usage(*one.usage)
+            self._close(ticket, usage, now - one.age_ms / 1000.0, completed=one.completed)
+
+    def _close(self, ticket: Ticket, usage: Usage | None, at: float, *, completed: bool) -> None:
+        state = ticket.placed_state
+        ticket.state = TicketState.CLOSED
+        state.elsewhere -= 1
+        if ticket.first_byte_at is None:
+            state.elsewhere_awaiting -= 1
+        served = ticket.first_byte_at is not None or (completed and usage is not None)
+        self._flows.ended(ticket, usage, at, served=served)
+        if ticket.load is not None and ticket.placement is not None:
+            ticket.load.end(ticket.placement, usage, at)
+        self._wake(state)
+
+    def _note_stored(self, one: Stored, url: str, now: float, *, keyed: bool) -> None:
+        state = self._endpoints.by_url.get(url)
+        if state is not None and self._stored.find(one.response_id, now=now) is None:
+            keys = unpack_keys(one.keys) if keyed else ()
+            self._stored.note(one.response_id, state.endpoint.uid, one.prompt_bytes, keys, now=now)
+
+    def _use(self, peer: _Peer, name: str, use: FlowUse, now: float, *, joins: bool) -> None:
+        """A flow uses this much at a replica. `joins`: what it used before is not known."""
+        before = peer.flows.get(name)
+        flow = self._flows.of(name, now)
+        if flow.name != name:  # the table is full
+            return
+        peer.flows[name] = use
+        flow.elsewhere += use.active - (0 if before is None else before.active)
+        if joins or before is None:
+            flow.used_elsewhere(use.used_requests, use.used_tokens, now)
+        else:
+            flow.admitted_elsewhere(max(0, use.admitted - before.admitted))
+        if before is not None and use.active < before.active:
+            self._unpark(flow)
+
+    def _drop(self, peer: _Peer, now: float) -> None:
+        """Take out everything that a replica has in flight."""
+        tickets, peer.tickets = peer.tickets, {}
+        for ticket in tickets.values():
+            self._close(ticket, None, now, completed=False)
+        flows, peer.flows = peer.flows, {}
+        for name, use in flows.items():
+            flow = self._flows.of(name, now)
+            if flow.name == name:
+                flow.elsewhere -= use.active
+                self._unpark(flow)
