@@ -46,6 +46,7 @@ from lbproxy.core.engines.dialects import Engines
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.data_plane import DataPlane, Loop, Parts, Plane, listening_url
+from lbproxy.extras.replication import make_replication
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.net.listening.bind import open_sockets
 from lbproxy.net.listening.inherit import Inherited, start_successor
@@ -128,6 +129,7 @@ class Proxy:
         self.telemetry.watch_load(self.plane.load, self.plane.door, self.plane.pulse, self.plane.workers)
         self.scraping = Scraping(self.connections, settings.scrape, Engines(settings.engines), rng)
         self.keeper = Keeper(balancer, settings.state, self.telemetry.loads.state, self._now)
+        self.replication = make_replication(settings.replicas, balancer, runtime)
         self.discovery = Discovery(settings, rng)
         self.telemetry.watch_sources(self.discovery)
         self.history = History(self.telemetry.totals, runtime.snapshot)
@@ -169,7 +171,7 @@ class Proxy:
             self.members = Membership(self.runtime, Watches(tasks, self._loops, self.rng))
             self.members.watches.follow(first)
             self._start_sources()
-            await self.keeper.restore()
+            await self.keeper.restore(None if self.replication is None else await self.replication.join())
             if inherited.has_predecessor:
                 await self.endpoint_comes_up(SUCCESSOR_WAITS_S)
             listening = await self._listen(sockets)
@@ -187,6 +189,7 @@ class Proxy:
                 ("reloading", partial(self._follow_reloads, orders)),
                 ("restarting", partial(self._follow_restarts, orders)),
                 *self.plane.loops(),
+                *([] if self.replication is None else [("the exchange with other replicas", self.replication.run)]),
                 ("the state file", self.keeper.follow),
             ]
             loops = [tasks.create_task(supervise(name, run, self.rng)) for name, run in running]
@@ -310,8 +313,9 @@ class Proxy:
         if problems:
             raise ConfigError("settings", problems)
         fixed: dict[str, object] = {**kept}
-        if settings.workers != self.settings.workers:
-            fixed["workers"] = self.settings.workers
+        for key in ("workers", "replicas"):
+            if getattr(settings, key) != getattr(self.settings, key):
+                fixed[key] = getattr(self.settings, key)
         settings = settings.model_copy(update=fixed)
         prepared = await self.plane.prepare(settings)
         discovery = await self.discovery.under(settings)
@@ -418,6 +422,8 @@ class Proxy:
         cut = await self.plane.stop(deadline_s=deadline_s, lame_duck_s=lame_duck_s)
         sooner.cancel()
         await self.keeper.stop()
+        if self.replication is not None:
+            await self.replication.leave()
         logger.info("stopped: %d requests were ended before they were complete", cut, extra={"event": "stop"})
 
     async def _stop_sooner(self, orders: Orders) -> None:

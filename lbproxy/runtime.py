@@ -435,6 +435,10 @@ class Runtime(RequestRuntime):
 
     # The contract's steps 2 and 3
 
+    def reconsider(self) -> None:
+        """What is known of endpoints changed without an event of ours: waiting requests may be placed now."""
+        self._pump_soon()
+
     def _pump_soon(self) -> None:
         """Once per turn, however many events come in it; a caller is never called back within its own call."""
         if self._waiters and not self._pump_due:

@@ -21,10 +21,11 @@ from lbproxy.config.sections.cors import CorsSettings
 from lbproxy.config.sections.endpoints import DnsSettings, EndpointSettings, ScrapeSettings
 from lbproxy.config.sections.engines import MAX_ENGINES, EngineSettings, check_engine_names, check_own_engines
 from lbproxy.config.sections.flows import FlowsSettings
-from lbproxy.config.sections.forwarded import LOOPBACK, MAX_TRUSTED, ForwardedMode, Network, read_networks
 from lbproxy.config.sections.health import BreakerSettings, HealthSettings
 from lbproxy.config.sections.models import MAX_ALIASES, ModelSettings, check_aliases
 from lbproxy.config.sections.observing import ExplainSettings, TraceSettings
+from lbproxy.config.sections.proxies import LOOPBACK, MAX_TRUSTED, ForwardedMode, Network, read_networks
+from lbproxy.config.sections.replicas import ReplicasSettings
 from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings, RoutingSettings, StateSettings
 from lbproxy.config.values import Timeout, Workers, duration, expected, hosts_overlap
 
@@ -76,6 +77,8 @@ class Settings(Section):
     """How an endpoint is chosen for a request."""
     state: StateSettings = StateSettings()
     """What was learned, kept in a file over a restart of lbproxy."""
+    replicas: ReplicasSettings = ReplicasSettings()
+    """Other lbproxies before the same endpoints."""
     admission: AdmissionSettings = AdmissionSettings()
     """The queue of requests that no endpoint has room for."""
     flows: FlowsSettings = FlowsSettings()

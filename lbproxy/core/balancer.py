@@ -375,7 +375,8 @@ class Balancer:
 
         The driver sends what it takes from the journal, and calls `poll` after it reported a batch to the peers.
         """
-        self._journal = journal = Journal(replica, self.block_bytes, self._flows)
+        self._journal = journal = Journal(replica, self.block_bytes, self._endpoints, self._flows)
+        self.stored_responses.told = journal.stored
         wake, unpark = self._dispatcher.wake, self._unpark
         return journal, Peers(journal, self._endpoints, self._flows, self.stored_responses, wake=wake, unpark=unpark)
 

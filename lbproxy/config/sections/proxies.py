@@ -1,19 +1,24 @@
-"""The forward proxy that an endpoint is reached through: `http://[user:password@]host:port`.
-
-Nothing that is done with a settings tree shows the password; who connects reads `userinfo`. What is refused is not
-repeated in the error (`text.is_secret`).
-"""
+"""Settings of other proxies: those in front of lbproxy, which say who asks, and those on the way to endpoints."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from ipaddress import IPv4Network, IPv6Network, ip_network
+from typing import Literal, TypeAlias
 from urllib.parse import unquote_to_bytes
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from lbproxy.config.values import expected, read_host
+
+ForwardedMode: TypeAlias = Literal["append", "replace", "off"]
+Network: TypeAlias = IPv4Network | IPv6Network
+LOOPBACK: tuple[Network, ...] = (IPv4Network("127.0.0.0/8"), IPv6Network("::1/128"))
+MAX_TRUSTED = 256
+_WANTED = "networks in a list, such as [10.0.0.0/8, 192.0.2.7]"
+
 
 MAX_USERINFO_CHARS = 1024
 _URL = re.compile(
@@ -70,3 +75,21 @@ def _userinfo(written: str | None) -> str | None:
     if not name or ":" in name or not (name + secret).isprintable() or _ENCODED.fullmatch(written) is None:
         raise expected("http://[user:password@]host:port")
     return f"{name}:{secret}"
+
+
+def read_networks(value: object) -> tuple[Network, ...]:
+    """What a list of networks, or addresses, means. Raises PydanticCustomError."""
+    if not isinstance(value, list | tuple) or len(value) > MAX_TRUSTED:
+        raise expected(f"at most {MAX_TRUSTED} {_WANTED}")
+    return tuple(map(_network, value))
+
+
+def _network(value: object) -> Network:
+    if isinstance(value, IPv4Network | IPv6Network):
+        return value
+    if isinstance(value, str):  # ip_network would take a number for an address
+        try:
+            return ip_network(value, strict=False)
+        except ValueError:
+            pass
+    raise expected(_WANTED)

@@ -21,7 +21,7 @@ from lbproxy.control.saving.state_file import LockedError, StateFile, read
 from lbproxy.control.telemetry.families import StateStats
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.saved.lines import encode
-from lbproxy.core.saved.reading import SavedError
+from lbproxy.core.saved.reading import Saved, SavedError
 from lbproxy.core.saved.restoring import Restoring
 
 logger = logging.getLogger("lbproxy")
@@ -59,8 +59,11 @@ class Keeper:
 
     # The start
 
-    async def restore(self) -> None:
-        """Read the file, if there is one, and give the balancer what is in it."""
+    async def restore(self, told: Saved | None = None) -> None:
+        """Read the file, if there is one, and give the balancer what is in it; or what another replica `told` now."""
+        if told is not None:
+            await self._adopt(told, 0.0)
+            return
         path = self._settings.file
         if path is None:
             return
@@ -75,13 +78,16 @@ class Keeper:
         except (SavedError, OSError) as error:
             self._warn(f"cannot be used, so lbproxy starts as new: {_why(error)}")
         else:
-            self._restoring = restoring = self._balancer.restore(saved, age_s=age_s, now=self._now())
-            await self._restore_prefixes(pauses=0.0)
-            if restoring is not None:
-                self._stats.age_at_start_s = age_s
-                text = "state: restored %d endpoints and %d prompts, saved %.1f s ago"
-                extra = {"event": "state", "age_s": round(age_s, 3)}
-                logger.info(text, restoring.endpoints, restoring.prompts, age_s, extra=extra)
+            await self._adopt(saved, age_s)
+
+    async def _adopt(self, saved: Saved, age_s: float) -> None:
+        self._restoring = restoring = self._balancer.restore(saved, age_s=age_s, now=self._now())
+        await self._restore_prefixes(pauses=0.0)
+        if restoring is not None:
+            self._stats.age_at_start_s = age_s
+            text = "state: restored %d endpoints and %d prompts, saved %.1f s ago"
+            extra = {"event": "state", "age_s": round(age_s, 3)}
+            logger.info(text, restoring.endpoints, restoring.prompts, age_s, extra=extra)
 
     async def _restore_prefixes(self, *, pauses: float) -> None:
         """Also those of endpoints that joined since."""

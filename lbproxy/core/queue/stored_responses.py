@@ -11,7 +11,8 @@ are placed like any other, and retried elsewhere if an endpoint does not have th
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Final, NamedTuple
 
 from lbproxy.core.endpoints.endpoint import EndpointUid
@@ -42,6 +43,8 @@ class StoredResponses:
     def __init__(self) -> None:
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self._keys = 0
+        self.told: Callable[[str, StoredResponse], None] | None = None
+        """Called with each response that is remembered."""
 
     def __len__(self) -> int:
         """How many are remembered."""
@@ -49,18 +52,25 @@ class StoredResponses:
 
     def remember(self, response_id: str, uid: EndpointUid, request: InferenceRequest, *, now: float) -> None:
         """Note that this endpoint stores the response to `request` under this id."""
-        self.note(response_id, uid, request.prompt_bytes, request.block_keys, now=now)
+        noted = self.note(response_id, uid, request.prompt_bytes, request.block_keys, now=now)
+        if self.told is not None:
+            self.told(response_id, noted)
 
     def note(
         self, response_id: str, uid: EndpointUid, prompt_bytes: int, keys: tuple[BlockKey, ...], *, now: float
-    ) -> None:
+    ) -> StoredResponse:
         """Note that this endpoint stores a response under this id, to a prompt of this size with these keys."""
         self.forget(response_id)
-        self._stored[response_id] = StoredResponse(uid, now + KEPT_S, prompt_bytes, keys)
+        self._stored[response_id] = noted = StoredResponse(uid, now + KEPT_S, prompt_bytes, keys)
         self._keys += len(keys)
         while len(self._stored) > MAX_RESPONSES or self._keys > MAX_KEYS:
             _, oldest = self._stored.popitem(last=False)
             self._keys -= len(oldest.block_keys)
+        return noted
+
+    def latest(self, most: int) -> list[tuple[str, StoredResponse]]:
+        """The responses that were used last, with their ids."""
+        return list(islice(reversed(self._stored.items()), most))
 
     def find(self, response_id: str, *, now: float) -> StoredResponse | None:
         """The stored response; None: not known, or not any more. A look-up counts as a use."""

@@ -24,10 +24,14 @@ MAX_KEYS: Final = 8192
 KEY_BYTES: Final = 8
 MAX_FLOWS: Final = 4096
 
-Name: TypeAlias = Annotated[str, Meta(max_length=1024)]
+MAX_NAME_CHARS: Final = 1024
+MAX_SIZE: Final = 1 << 32
+"""Of any count of bytes or tokens."""
+
+Name: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 Url: TypeAlias = Annotated[str, Meta(max_length=2048)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 53)]
-Size: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 32)]
+Size: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_SIZE)]
 Ms: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e10)]
 Amount: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e18)]
 Keys: TypeAlias = Annotated[bytes, Meta(max_length=KEY_BYTES * MAX_KEYS)]

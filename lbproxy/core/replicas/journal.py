@@ -8,12 +8,25 @@ bounded by the requests in flight and `MAX_NOTES`, however long nobody takes any
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Final, TypeAlias
 
+from lbproxy.core.endpoints.endpoint_set import EndpointSet
 from lbproxy.core.queue.flows import Flows
 from lbproxy.core.queue.stored_responses import StoredResponse
 from lbproxy.core.queue.ticket import Ticket
-from lbproxy.core.replicas.batches import AnyEvent, Batch, Began, Ended, FlowUse, Placed, Stored, pack_keys
+from lbproxy.core.replicas.batches import (
+    MAX_NAME_CHARS,
+    MAX_SIZE,
+    AnyEvent,
+    Batch,
+    Began,
+    Ended,
+    FlowUse,
+    Placed,
+    Stored,
+    pack_keys,
+)
 from lbproxy.core.requests.request import Usage
 
 MAX_NOTES: Final = 20_000
@@ -32,12 +45,12 @@ Note: TypeAlias = tuple[int, Ticket, float, Usage | None, bool]
 class Journal:
     """This replica's events that no batch has yet."""
 
-    def __init__(self, replica: str, block_bytes: int | None, flows: Flows) -> None:
+    def __init__(self, replica: str, block_bytes: int | None, endpoints: EndpointSet, flows: Flows) -> None:
         self.replica = replica
         """Our id."""
         self.block_bytes = block_bytes
         """The size of the blocks whose keys are told; None = no prompts are read."""
-        self._flows = flows
+        self._endpoints, self._flows = endpoints, flows
         self._notes: list[Note] = []
         self._numbers = 0
         self._batches = 0
@@ -45,19 +58,23 @@ class Journal:
         """Tickets in flight, by number."""
         self._again: deque[tuple[int, Ticket]] = deque()
         """Those of them that a reset still has to tell."""
-        self._stored: deque[tuple[str, str, int, tuple[object, ...]]] = deque()
-        """Stored responses: id, URL, prompt bytes, keys."""
+        self._stored: deque[tuple[str, StoredResponse]] = deque()
+        """By their ids."""
         self._told: dict[str, FlowUse] = {}
         """What was told of each flow."""
         self.reset_due = True
         """Somebody missed something, or nobody heard anything yet."""
-        self.asks: set[str] = set()
+        self._asks: set[str] = set()
         """Replicas that should send a reset."""
+        self.on_news: Callable[[], None] = _ignore
+        """Called when there is something to take after there was nothing."""
 
     # Noting
 
     def placed(self, ticket: Ticket, now: float) -> None:
         """A request was placed."""
+        if not self._notes:
+            self.on_news()
         self._numbers += 1
         ticket.shared_number = self._numbers
         self._running[self._numbers] = ticket
@@ -68,24 +85,35 @@ class Journal:
 
     def first_byte(self, ticket: Ticket, now: float) -> None:
         """Its first byte came."""
+        if not self._notes:
+            self.on_news()
         self._notes.append((_BEGAN, ticket, now, None, False))
 
     def ended(self, ticket: Ticket, usage: Usage | None, now: float, *, completed: bool) -> None:
         """It ended."""
         if self._running.pop(ticket.shared_number, None) is not None:
+            if not self._notes:
+                self.on_news()
             self._notes.append((_ENDED, ticket, now, usage, completed))
 
-    def stored(self, response_id: str, url: str, stored: StoredResponse) -> None:
+    def stored(self, response_id: str, stored: StoredResponse) -> None:
         """An endpoint stores a response."""
         if len(self._stored) < MAX_NOTES:
-            self._stored.append((response_id, url, stored.prompt_bytes, stored.block_keys))
+            if not self._stored:
+                self.on_news()
+            self._stored.append((response_id, stored))
+
+    def ask(self, replica: str) -> None:
+        """Ask a replica for a reset."""
+        self._asks.add(replica)
+        self.on_news()
 
     # Taking
 
     @property
     def has_news(self) -> bool:
         """Whether `take` returns a batch, flows aside."""
-        return bool(self._notes or self._again or self._stored or self.asks or self.reset_due)
+        return bool(self._notes or self._again or self._stored or self._asks or self.reset_due)
 
     def take(self, now: float) -> Batch | None:
         """The next batch; None = everything was told. To be called until then, with other work between."""
@@ -109,9 +137,12 @@ class Journal:
                 taken += 1
             del self._notes[:taken]
         while self._stored and not writer.is_full:
-            writer.stored(*self._stored.popleft())
+            response_id, stored = self._stored.popleft()
+            state = self._endpoints.get(stored.uid)
+            if state is not None:
+                writer.stored(response_id, state.endpoint.base_url, stored)
         self._batches += 1
-        asks, self.asks = sorted(self.asks), set()
+        asks, self._asks = sorted(self._asks), set()
         return Batch(
             self.replica, self._batches, self.block_bytes or 0, reset, list(writer.urls), writer.events, flows, asks
         )
@@ -135,6 +166,19 @@ class Journal:
                 changed[flow.name] = use = FlowUse(flow.active, flow.admitted, requests, tokens)
                 self._told[flow.name] = use
         return changed
+
+
+def _ignore() -> None:
+    pass
+
+
+def _bounded(count: int) -> int:
+    """A client's or an engine's number, within what others accept."""
+    return min(max(count, 0), MAX_SIZE)
+
+
+def _count(count: int | None) -> int | None:
+    return None if count is None else _bounded(count)
 
 
 class _Writer:
@@ -167,8 +211,8 @@ class _Writer:
         elif kind == _BEGAN:
             self.events.append(Began(number, age_ms))
         else:
-            told = None if usage is None else (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
-            self.events.append(Ended(number, age_ms, completed, ticket.response_tokens, told))
+            told = None if usage is None else (_count(usage[0]), _count(usage[1]), _count(usage[2]))
+            self.events.append(Ended(number, age_ms, completed, _bounded(ticket.response_tokens), told))
 
     def _placed(self, ticket: Ticket, number: int, age_ms: float) -> Placed:
         request = ticket.request
@@ -177,18 +221,20 @@ class _Writer:
             self._url(ticket.placed_state.endpoint.base_url),
             age_ms,
             self._pack(request.block_keys),
-            request.prompt_bytes,
-            request.body_bytes,
-            request.model,
+            _bounded(request.prompt_bytes),
+            _bounded(request.body_bytes),
+            None if request.model is None else request.model[:MAX_NAME_CHARS],
             request.stream,
-            request.session,
-            request.flow,
-            request.max_tokens,
-            request.media_tokens,
+            None if request.session is None else request.session[:MAX_NAME_CHARS],
+            request.flow[:MAX_NAME_CHARS],
+            _count(request.max_tokens),
+            _bounded(request.media_tokens),
             request.binary,
             request.open_ended,
         )
 
-    def stored(self, response_id: str, url: str, prompt_bytes: int, keys: tuple[object, ...]) -> None:
+    def stored(self, response_id: str, url: str, stored: StoredResponse) -> None:
         """Add a stored response."""
-        self.events.append(Stored(response_id, self._url(url), prompt_bytes, self._pack(keys)))
+        if len(response_id) <= MAX_NAME_CHARS:
+            keys = self._pack(stored.block_keys)
+            self.events.append(Stored(response_id, self._url(url), _bounded(stored.prompt_bytes), keys))

@@ -132,7 +132,12 @@ class Peers:
         self._apply(peer, batch, now)
         if not peer.is_complete and now >= peer.asked_at + ASK_AGAIN_S:
             peer.asked_at = now
-            self._journal.asks.add(batch.replica)
+            self._journal.ask(batch.replica)
+
+    def tell_stored(self, most: int) -> None:
+        """Tell the others of the stored responses that were used last: one of them may have joined."""
+        for response_id, stored in self._stored.latest(most):
+            self._journal.stored(response_id, stored)
 
     def lose(self, replica: str, now: float) -> None:
         """A replica is gone, or cannot be heard: it has nothing in flight."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from ipaddress import IPv6Address, ip_address
 from typing import Final
 
-from lbproxy.config.sections.forwarded import ForwardedMode, Network
+from lbproxy.config.sections.proxies import ForwardedMode, Network
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.proxy.request.headers import RequestFields
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lbproxy.config.parse import parse
-from lbproxy.config.sections.forwarded import LOOPBACK, MAX_TRUSTED, ForwardedMode, read_networks
+from lbproxy.config.sections.proxies import LOOPBACK, MAX_TRUSTED, ForwardedMode, read_networks
 from lbproxy.config.text import ConfigError
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.proxy.request.forwarding import MAX_HOPS, UNIX, Forwarding

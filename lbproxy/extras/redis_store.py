@@ -1,0 +1,212 @@
+"""What replicas keep in a Redis or Valkey server: the one module that knows redis-py.
+
+Under the prefix `{lbproxy:POOL}`, one hash slot of a cluster:
+
+- `:stream:ID`, a stream with the batches of one replica, of bounded length. It expires soon after the last batch.
+- `:alive:ID`, which expires after `ALIVE_S`: the replica lives as long as the key is there. `:replicas` is the set of
+  ids to look for.
+- `:wants:ID`, a list of replicas that want to be told what this one knows, and `:knowledge:ID`, the list of pieces of
+  that for the one who asked.
+
+Every call is bounded in time and raises StoreError, whatever the server does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Final
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from lbproxy.config.text import one_line
+from lbproxy.extras.store import StoreError
+
+CALL_S: Final = 2.0
+"""How long one call may take, a connection included."""
+BLOCK_MS: Final = 500
+"""How long a read waits for batches."""
+ALIVE_S: Final = 2.0
+"""Without a beat for this long a replica counts as gone."""
+KEPT_ENTRIES: Final = 256
+"""Batches that a stream keeps, about: 13 s at 20 a second. Who reads later than that needs a reset."""
+KEPT_S: Final = 60
+READ_ENTRIES: Final = 64
+"""Batches that one read returns of each stream."""
+MAX_REPLICAS: Final = 64
+MAX_INFO_BYTES: Final = 1024
+KNOWLEDGE_S: Final = 30
+"""How long knowledge that nobody fetches is kept."""
+
+
+class RedisStore:
+    """The keys of one pool."""
+
+    def __init__(self, url: str, pool: str) -> None:
+        """Raises StoreError if the URL's options are wrong. Connects at the first call."""
+        self._prefix = f"{{lbproxy:{pool}}}"
+        try:
+            self._redis, self._others = _client(url)
+        except (ValueError, TypeError, RedisError) as error:
+            raise StoreError(_why(error)) from None
+
+    def _key(self, kind: str, replica: str = "") -> str:
+        return f"{self._prefix}:{kind}:{replica}" if replica else f"{self._prefix}:{kind}"
+
+    async def append(self, replica: str, batch: bytes) -> None:
+        """Append one batch to the stream of a replica."""
+        key = self._key("stream", replica)
+        async with _bounded():
+            pipe = self._redis.pipeline(transaction=False)
+            pipe.xadd(key, {"b": batch}, maxlen=KEPT_ENTRIES, approximate=True)
+            pipe.expire(key, KEPT_S)
+            await pipe.execute()
+
+    async def last(self, replica: str) -> bytes:
+        """The position of the newest batch of a replica."""
+        async with _bounded():
+            found = await self._redis.xrevrange(self._key("stream", replica), count=1)
+        return found[0][0] if found else b"0-0"
+
+    async def read(self, positions: Mapping[str, bytes]) -> list[tuple[str, bytes, bytes]]:
+        """Wait for batches of these replicas after these positions: replica, position, batch. Empty after `BLOCK_MS`
+        without any.
+        """
+        keys = {self._key("stream", replica): replica for replica in positions}
+        wanted: dict[Any, Any] = {key: positions[replica] for key, replica in keys.items()}
+        async with _bounded(CALL_S + BLOCK_MS / 1000.0):
+            found = await self._redis.xread(wanted, count=READ_ENTRIES, block=BLOCK_MS)
+        read = []
+        for key, entries in found or ():
+            replica = keys.get(key.decode(errors="replace"))
+            for position, fields in entries:
+                if replica is not None:
+                    read.append((replica, position, (fields or {}).get(b"b", b"")))
+        return read
+
+    async def beat(self, replica: str, info: bytes) -> tuple[dict[str, bytes], list[str]]:
+        """Say that a replica lives. Returns those that live, each with its info, and those that want its knowledge."""
+        async with _bounded():
+            pipe = self._redis.pipeline(transaction=False)
+            pipe.set(self._key("alive", replica), info, px=round(1000 * ALIVE_S))
+            pipe.sadd(self._key("replicas"), replica)
+            pipe.expire(self._key("replicas"), KEPT_S)
+            pipe.smembers(self._key("replicas"))
+            pipe.lrange(self._key("wants", replica), 0, MAX_REPLICAS)
+            pipe.delete(self._key("wants", replica))
+            done = await pipe.execute()
+            names = sorted(name.decode(errors="replace") for name in done[3])[:MAX_REPLICAS]
+            infos = await self._redis.mget([self._key("alive", name) for name in names]) if names else []
+            alive = {name: one for name, one in zip(names, infos, strict=True) if one and len(one) <= MAX_INFO_BYTES}
+            gone = [name for name in names if name not in alive and name != replica]
+            if gone:
+                await self._redis.srem(self._key("replicas"), *gone)
+        return alive, [name.decode(errors="replace") for name in done[4]]
+
+    async def leave(self, replica: str) -> None:
+        """Say that a replica is gone."""
+        async with _bounded():
+            pipe = self._redis.pipeline(transaction=False)
+            pipe.delete(self._key("alive", replica), self._key("wants", replica))
+            pipe.srem(self._key("replicas"), replica)
+            pipe.expire(self._key("stream", replica), round(2 * ALIVE_S))  # its last events are still read
+            await pipe.execute()
+
+    # What one knows, for one who joins
+
+    async def want(self, of: str, replica: str) -> None:
+        """Ask a replica for what it knows."""
+        async with _bounded():
+            pipe = self._redis.pipeline(transaction=False)
+            pipe.rpush(self._key("wants", of), replica)
+            pipe.expire(self._key("wants", of), KNOWLEDGE_S)
+            await pipe.execute()
+
+    async def give(self, to: str, data: bytes) -> None:
+        """Give a piece of that to the one who asked."""
+        async with _bounded():
+            pipe = self._redis.pipeline(transaction=False)
+            pipe.rpush(self._key("knowledge", to), data)
+            pipe.expire(self._key("knowledge", to), KNOWLEDGE_S)
+            await pipe.execute()
+
+    async def receive(self, replica: str) -> bytes | None:
+        """The next piece; None if there is none within a second."""
+        async with _bounded(CALL_S + 1.0):
+            found = await self._redis.blpop([self._key("knowledge", replica)], timeout=1)
+        return None if found is None else found[1]
+
+    async def close(self) -> None:
+        """Let go of all connections."""
+        for client in (self._redis, *self._others):
+            try:
+                async with asyncio.timeout(CALL_S):
+                    await client.aclose()
+            except (RedisError, OSError, TimeoutError):
+                pass  # it is gone anyway
+
+
+@asynccontextmanager
+async def _bounded(within_s: float = CALL_S) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(within_s):
+            yield
+    except TimeoutError:
+        raise StoreError(f"no response within {within_s:g} s") from None
+    except (RedisError, OSError, UnicodeError, ValueError, TypeError, IndexError, AttributeError) as error:
+        raise StoreError(_why(error)) from None  # the latter: responses that are none of Redis
+
+
+def _why(error: Exception) -> str:
+    return one_line(str(error) or type(error).__name__, 200)
+
+
+_OPTIONS: Final[dict[str, Any]] = {
+    "socket_timeout": CALL_S + BLOCK_MS / 1000.0,
+    "socket_connect_timeout": CALL_S,
+    "protocol": 2,
+    "client_name": "lbproxy",
+}
+
+
+def _client(url: str) -> tuple[Any, list[Any]]:
+    """A client, and others that it uses. Our loops try again, so it does not."""
+    scheme, _, rest = url.partition("://")
+    kind = scheme.lower().replace("valkey", "redis")
+    once = Retry(NoBackoff(), 0)
+    if kind.endswith("+sentinel"):
+        return _sentinel(kind, rest, once)
+    if kind.endswith("+cluster"):
+        made = RedisCluster.from_url(f"{kind.removesuffix('+cluster')}://{rest}", retry=once, **_OPTIONS)
+        return made, []
+    return Redis.from_url(f"{kind}://{rest}", retry=once, max_connections=8, **_OPTIONS), []
+
+
+def _sentinel(kind: str, rest: str, once: Retry) -> tuple[Any, list[Any]]:
+    """`user:password@` is for the server; that of the sentinels are the options sentinel_username and -password."""
+    parts = urlsplit(f"redis://{rest}")
+    user_info, _, hosts = parts.netloc.rpartition("@")
+    options: dict[str, Any] = dict(parse_qsl(parts.query))
+    own = {key.removeprefix("sentinel_"): options.pop(key) for key in list(options) if key.startswith("sentinel_")}
+    service, _, number = unquote(parts.path).strip("/").partition("/")
+    shared: dict[str, Any] = {**_OPTIONS, "ssl": True} if kind.startswith("rediss") else dict(_OPTIONS)
+    user, _, password = user_info.partition(":")
+    if password:
+        options["password"] = unquote(password)
+    if user:
+        options["username"] = unquote(user)
+    sentinels = [_host_and_port(one) for one in hosts.split(",")]
+    options = {**shared, **options, "retry": once, "db": int(number or 0)}
+    made: Any = Sentinel(sentinels, sentinel_kwargs={**shared, **own}, **options)  # type: ignore[no-untyped-call]
+    return made.master_for(service), list(made.sentinels)
+
+
+def _host_and_port(text: str) -> tuple[str, int]:
+    parts = urlsplit(f"redis://{text}")
+    return parts.hostname or "", parts.port or 26379

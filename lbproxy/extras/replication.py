@@ -1,0 +1,386 @@
+"""Tells the other replicas what this one places, and the Balancer what they place, over a `Store`.
+
+No request ever waits for it. While the store cannot be used, this replica goes on alone with what it knows, tries again
+by itself, and tells all of its requests in flight anew when it is back. What others have in flight is taken out as soon
+as they have not been heard of for `SILENT_S`: then the engines' gauges show it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import orjson
+
+from lbproxy import __version__
+from lbproxy.config.sections.replicas import ReplicasSettings
+from lbproxy.config.text import ConfigError, one_line
+from lbproxy.core.balancer import Balancer
+from lbproxy.core.replicas.batches import BatchError, decode, encode
+from lbproxy.core.replicas.peers import PeerSnapshot
+from lbproxy.core.saved.lines import encode as encode_piece
+from lbproxy.core.saved.lines import read_lines
+from lbproxy.core.saved.reading import Saved, SavedError
+from lbproxy.extras.store import Store, StoreError
+from lbproxy.runtime import Runtime
+
+if TYPE_CHECKING:
+    from lbproxy.extras.redis_store import RedisStore
+
+logger = logging.getLogger("lbproxy")
+
+BEAT_S: Final = 0.5
+SILENT_S: Final = 2.5
+"""A replica that is not heard of for this long has nothing in flight."""
+JOIN_WITHIN_S: Final = 10.0
+"""A start does not wait longer for what another replica knows."""
+FIRST_CALL_S: Final = 3.0
+"""Nor for a store that does not respond."""
+RETRY_FIRST_S, RETRY_MAX_S = 0.2, 2.0
+IDLE_S: Final = 1.0
+"""How often flows are looked at while nothing else is to be told."""
+TURN_S: Final = 0.002
+"""How long the export of what is known holds up the event loop at one time."""
+CHUNK_BYTES: Final = 1 << 18
+MAX_KNOWLEDGE_BYTES: Final = 256 << 20
+MAX_STORED: Final = 10_000
+"""Stored responses of which one who joins is told."""
+
+
+@dataclass(slots=True)
+class ReplicationStats:
+    """What was exchanged since the start."""
+
+    batches_sent: int = 0
+    bytes_sent: int = 0
+    batches_received: int = 0
+    bytes_received: int = 0
+    malformed: int = 0
+    """Batches that could not be read."""
+    failures: int = 0
+    """How often the store could not be used any more, or not yet."""
+    append_s: float | None = None
+    """How long the last batch took to be stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFacts:
+    """One other replica, as it is shown."""
+
+    replica: str
+    """Its id."""
+    name: str
+    version: str
+    peer: PeerSnapshot | None
+    """What is known of its requests; None = it was not heard yet."""
+
+
+class Replication:
+    """This replica's part. `join` at the start, `run` as a loop, `leave` at the end."""
+
+    def __init__(
+        self,
+        settings: ReplicasSettings,
+        balancer: Balancer,
+        runtime: Runtime,
+        make_store: Callable[[], Store],
+    ) -> None:
+        """`make_store` may raise StoreError."""
+        self._settings = settings
+        self._balancer = balancer
+        self._runtime = runtime
+        self._make_store = make_store
+        self.name = settings.name or _host_name()
+        self.replica = f"{self.name}-{secrets.token_hex(4)}"
+        """The id of this one: another one for each process."""
+        self._journal, self._peers = balancer.share(self.replica)
+        self._news = asyncio.Event()
+        self._journal.on_news = self._news.set
+        self._store: Store | None = None
+        self._info = orjson.dumps({"name": self.name, "version": __version__, "started_at": time.time()})
+        self._others: dict[str, tuple[str, str]] = {}
+        """Those that live: id, to name and version."""
+        self._positions: dict[str, bytes] = {}
+        """Up to where the batches of each were read."""
+        self._beat_at = -SILENT_S
+        """When the store last told who lives."""
+        self._malformed_of: set[str] = set()
+        """Those of which a batch could not be read: a warning for each."""
+        self.problem: str | None = "not connected yet"
+        """Why the store cannot be used now; None = it can."""
+        self.stats = ReplicationStats()
+
+    # What is shown
+
+    def facts(self) -> list[ReplicaFacts]:
+        """The other replicas."""
+        known = {one.replica: one for one in self._peers.snapshot(self._runtime.now())}
+        names = {**{replica: (replica, "") for replica in known}, **self._others}
+        return [ReplicaFacts(replica, *who, known.get(replica)) for replica, who in sorted(names.items())]
+
+    @property
+    def url(self) -> str:
+        """Where the store is, without a password."""
+        scheme, _, rest = ("" if self._settings.url is None else self._settings.url.get_secret_value()).partition("://")
+        return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}"
+
+    # The start
+
+    async def join(self) -> Saved | None:
+        """What the replica knows that has lived longest; None if there is no other, or it does not tell."""
+        store = None
+        try:
+            store = self._make_store()
+            async with asyncio.timeout(FIRST_CALL_S):
+                alive, _ = await store.beat(self.replica, self._info)
+            alive.pop(self.replica, None)
+            if not alive:
+                return None
+            oldest = min(alive, key=lambda replica: _read_info(alive[replica])[2])
+            async with asyncio.timeout(JOIN_WITHIN_S):
+                return await self._receive(store, oldest)
+        except (StoreError, SavedError, TimeoutError) as error:
+            text = "replicas: this one starts without what others know: %s"
+            logger.warning(text, error or f"no response within {JOIN_WITHIN_S:g} s", extra={"event": "replicas"})
+            return None
+        finally:
+            if store is not None:
+                await store.close()
+
+    async def _receive(self, store: Store, oldest: str) -> Saved | None:
+        await store.want(oldest, self.replica)
+        lines: list[bytes] = []
+        size = 0
+        while not (lines and _is_end(lines[-1])):
+            piece = await store.receive(self.replica)
+            await store.beat(self.replica, self._info)
+            if piece is None:
+                continue
+            if not piece:
+                return None  # under its policy nothing is learned
+            size += len(piece)
+            if size > MAX_KNOWLEDGE_BYTES:
+                raise SavedError("it is too large")
+            lines += piece.splitlines(keepends=True)
+        logger.info("replicas: %s told what it knows: %d bytes", oldest, size, extra={"event": "replicas"})
+        return await asyncio.to_thread(read_lines, lines)
+
+    # Between
+
+    async def run(self) -> None:
+        """Until cancelled: a loop for `supervise`."""
+        retry_s = RETRY_FIRST_S
+        while True:
+            began_at = self._runtime.now()
+            try:
+                self._store = store = self._make_store()
+                try:
+                    await self._exchange(store)
+                finally:
+                    self._store = None
+                    await store.close()
+            except* StoreError as errors:
+                self._failed(errors.exceptions[0])
+            retry_s = RETRY_FIRST_S if self._runtime.now() - began_at > RETRY_MAX_S else min(RETRY_MAX_S, 2.0 * retry_s)
+            await self._pause(retry_s * random.uniform(0.75, 1.25))  # noqa: S311 - spreads load
+
+    async def _pause(self, for_s: float) -> None:
+        until = self._runtime.now() + for_s
+        while (left_s := until - self._runtime.now()) > 0.0:
+            await asyncio.sleep(min(left_s, BEAT_S))
+            self._forget_silent()
+
+    def _failed(self, error: BaseException) -> None:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        self.stats.failures += 1
+        text = str(error)
+        if self.problem != text:
+            self.problem = text
+            told = "replicas: %s cannot be used, so this one goes on alone: %s"
+            logger.warning(told, self.url, text, extra={"event": "replicas"})
+
+    async def _exchange(self, store: Store) -> None:
+        self._positions.clear()
+        await self._beat(store)
+        self._journal.reset_due = True
+        self._news.set()
+        if self.problem is not None:
+            self.problem = None
+            text = "replicas: connected to %s as %s; others: %s"
+            others = ", ".join(sorted(self._others)) or "none"
+            logger.info(text, self.url, self.replica, others, extra={"event": "replicas"})
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._keep_beating(store))
+            tasks.create_task(self._keep_sending(store))
+            tasks.create_task(self._keep_reading(store))
+
+    async def _keep_beating(self, store: Store) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            wanting = await self._beat(store)
+            for replica in wanting:
+                await self._give(store, replica)
+
+    async def _beat(self, store: Store) -> list[str]:
+        """Say that we live, and learn who else does. Returns who wants to be told what we know."""
+        alive, wanting = await store.beat(self.replica, self._info)
+        self._beat_at = self._runtime.now()
+        alive.pop(self.replica, None)
+        for replica in [one for one in (*self._others, *self._positions) if one not in alive]:
+            self._lose(replica)
+        for replica, info in alive.items():
+            if replica not in self._positions:
+                self._positions[replica] = await store.last(replica)
+                self._journal.ask(replica)
+            self._others[replica] = _read_info(info)[:2]
+        return wanting
+
+    def _lose(self, replica: str) -> None:
+        gone = self._others.pop(replica, None)
+        self._positions.pop(replica, None)
+        self._malformed_of.discard(replica)
+        self._peers.lose(replica, self._runtime.now())
+        self._runtime.reconsider()
+        if gone is not None:
+            logger.info("replicas: %s is gone", replica, extra={"event": "replicas"})
+
+    def _forget_silent(self) -> None:
+        """Nobody is heard of while the store cannot be used."""
+        if self._runtime.now() - self._beat_at > SILENT_S:
+            for replica in list(self._others):
+                self._lose(replica)
+
+    async def _keep_sending(self, store: Store) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(IDLE_S):
+                    await self._news.wait()
+            except TimeoutError:
+                pass
+            self._news.clear()
+            while (batch := self._journal.take(self._runtime.now())) is not None:
+                data = encode(batch)
+                began_at = time.monotonic()
+                await store.append(self.replica, data)
+                self.stats.append_s = time.monotonic() - began_at
+                self.stats.batches_sent += 1
+                self.stats.bytes_sent += len(data)
+            await asyncio.sleep(self._settings.interval)
+
+    async def _keep_reading(self, store: Store) -> None:
+        while True:
+            positions = dict(self._positions)
+            if not positions:
+                await asyncio.sleep(BEAT_S / 5.0)
+                continue
+            for replica, position, data in await store.read(positions):
+                if replica not in self._positions:
+                    continue  # gone meanwhile
+                self._positions[replica] = position
+                self._read(replica, data)
+                await asyncio.sleep(0)
+
+    def _read(self, replica: str, data: bytes) -> None:
+        self.stats.batches_received += 1
+        self.stats.bytes_received += len(data)
+        try:
+            batch = decode(data)
+            if batch.replica != replica:
+                raise BatchError("a batch is of another replica than its stream")
+        except BatchError as error:
+            self.stats.malformed += 1
+            if replica not in self._malformed_of:
+                self._malformed_of.add(replica)
+                logger.warning("replicas: %s: %s", replica, error, extra={"event": "replicas"})
+            return
+        self._peers.hear(batch, self._runtime.now())
+        self._runtime.reconsider()
+        if self._journal.has_news:
+            self._news.set()  # somebody asks, or is asked, for a reset
+
+    async def _give(self, store: Store, replica: str) -> None:
+        """Tell one who joins what we know, in turns with pauses as long."""
+        lines: list[bytes] = []
+        size, began_at = 0, time.monotonic()
+        for piece in self._balancer.save(saved_at=time.time(), prefixes=True, now=self._runtime.now()):
+            if piece is not None:
+                lines.append(encode_piece(piece))
+                size += len(lines[-1])
+            if size >= CHUNK_BYTES:
+                await store.give(replica, b"".join(lines))
+                lines, size = [], 0
+            if time.monotonic() - began_at > TURN_S:
+                await asyncio.sleep(TURN_S)
+                began_at = time.monotonic()
+        await store.give(replica, b"".join(lines))
+        self._peers.tell_stored(MAX_STORED)
+
+    # The end
+
+    async def leave(self) -> None:
+        """Say that we are gone, so that nobody waits to notice it."""
+        try:
+            store = self._make_store()
+        except StoreError:
+            return
+        try:
+            while (batch := self._journal.take(self._runtime.now())) is not None:
+                await store.append(self.replica, encode(batch))
+            await store.leave(self.replica)
+        except StoreError as error:
+            logger.debug("replicas: others will notice by themselves: %s", error, extra={"event": "replicas"})
+        finally:
+            await store.close()
+
+
+def make_replication(settings: ReplicasSettings, balancer: Balancer, runtime: Runtime) -> Replication | None:
+    """What the settings ask for; None = there are no other replicas. Raises ConfigError."""
+    kind = find_store(settings)
+    if kind is None or settings.url is None:
+        return None
+    url, pool = settings.url.get_secret_value(), settings.pool
+    return Replication(settings, balancer, runtime, lambda: kind(url, pool))
+
+
+def find_store(settings: ReplicasSettings) -> type[RedisStore] | None:
+    """What its store is made of. Raises ConfigError, also if options of the URL are wrong."""
+    if settings.url is None:
+        return None
+    try:
+        from lbproxy.extras.redis_store import RedisStore  # noqa: PLC0415 - for those who want it
+    except ImportError as error:
+        if error.name is None or not error.name.startswith("redis"):
+            raise
+        problem = "replicas.url: needs packages that are not installed: pip install 'lbproxy[replicas]'"
+        raise ConfigError("settings", [problem]) from None
+    try:
+        RedisStore(settings.url.get_secret_value(), settings.pool)
+    except StoreError as error:
+        raise ConfigError("settings", [f"replicas.url: {error}"]) from None
+    return RedisStore
+
+
+def _host_name() -> str:
+    return re.sub("[^A-Za-z0-9._-]", "-", socket.gethostname())[:64] or "lbproxy"
+
+
+def _is_end(line: bytes) -> bool:
+    return len(line) < 64 and b'"end"' in line
+
+
+def _read_info(info: bytes) -> tuple[str, str, float]:
+    """Name, version and start of a replica. What is not understood is empty: it is for people, and to choose one."""
+    try:
+        read = orjson.loads(info)
+        return one_line(str(read["name"]), 64), one_line(str(read["version"]), 32), float(read["started_at"])
+    except (ValueError, TypeError, KeyError):
+        return "", "", float("inf")
