@@ -53,6 +53,8 @@ class RedisStore:
         self._prefix = f"{{lbproxy:{pool}}}"
         try:
             self._redis, self._others = _client(url)
+            if not isinstance(self._redis, RedisCluster):
+                self._redis.connection_pool.make_connection()  # checks the options, and connects nowhere
         except (ValueError, TypeError, RedisError) as error:
             raise StoreError(_why(error)) from None
 
@@ -154,6 +156,8 @@ class RedisStore:
 
 @asynccontextmanager
 async def _bounded(within_s: float = CALL_S) -> AsyncIterator[None]:
+    task = asyncio.current_task()
+    cancelled = 0 if task is None else task.cancelling()
     try:
         async with asyncio.timeout(within_s):
             yield
@@ -161,6 +165,9 @@ async def _bounded(within_s: float = CALL_S) -> AsyncIterator[None]:
         raise StoreError(f"no response within {within_s:g} s") from None
     except (RedisError, OSError, UnicodeError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise StoreError(_why(error)) from None  # the latter: responses that are none of Redis
+    finally:
+        if task is not None and task.cancelling() > cancelled:
+            raise asyncio.CancelledError
 
 
 def _why(error: Exception) -> str:
@@ -203,7 +210,7 @@ def _sentinel(kind: str, rest: str, once: Retry) -> tuple[Any, list[Any]]:
         options["username"] = unquote(user)
     sentinels = [_host_and_port(one) for one in hosts.split(",")]
     options = {**shared, **options, "retry": once, "db": int(number or 0)}
-    made: Any = Sentinel(sentinels, sentinel_kwargs={**shared, **own}, **options)  # type: ignore[no-untyped-call]
+    made: Any = Sentinel(sentinels, sentinel_kwargs={**shared, "retry": once, **own}, **options)  # type: ignore[no-untyped-call]
     return made.master_for(service), list(made.sentinels)
 
 

@@ -16,7 +16,8 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from math import inf
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import orjson
 
@@ -105,7 +106,9 @@ class Replication:
         self._news = asyncio.Event()
         self._journal.on_news = self._news.set
         self._store: Store | None = None
-        self._info = orjson.dumps({"name": self.name, "version": __version__, "started_at": time.time()})
+        self._started_at = time.time()
+        self._is_running = False
+        """It can tell others what it knows."""
         self._others: dict[str, tuple[str, str]] = {}
         """Those that live: id, to name and version."""
         self._positions: dict[str, bytes] = {}
@@ -117,6 +120,11 @@ class Replication:
         self.problem: str | None = "not connected yet"
         """Why the store cannot be used now; None = it can."""
         self.stats = ReplicationStats()
+
+    def _info(self) -> bytes:
+        """What others are told of this one as long as it lives."""
+        facts = {"name": self.name, "version": __version__, "started_at": self._started_at, "running": self._is_running}
+        return orjson.dumps(facts)
 
     # What is shown
 
@@ -140,13 +148,12 @@ class Replication:
         try:
             store = self._make_store()
             async with asyncio.timeout(FIRST_CALL_S):
-                alive, _ = await store.beat(self.replica, self._info)
-            alive.pop(self.replica, None)
-            if not alive:
-                return None
-            oldest = min(alive, key=lambda replica: _read_info(alive[replica])[2])
+                alive, _ = await store.beat(self.replica, self._info())
+            oldest = min((_Info.read(info, replica) for replica, info in alive.items()), key=_Info.order)
+            if not oldest.is_running:
+                return None  # all start now
             async with asyncio.timeout(JOIN_WITHIN_S):
-                return await self._receive(store, oldest)
+                return await self._receive(store, oldest.replica)
         except (StoreError, SavedError, TimeoutError) as error:
             text = "replicas: this one starts without what others know: %s"
             logger.warning(text, error or f"no response within {JOIN_WITHIN_S:g} s", extra={"event": "replicas"})
@@ -156,13 +163,17 @@ class Replication:
                 await store.close()
 
     async def _receive(self, store: Store, oldest: str) -> Saved | None:
+        self._positions[oldest] = await store.last(oldest)  # what is told besides comes after this
+        self._journal.ask(oldest)
         await store.want(oldest, self.replica)
         lines: list[bytes] = []
         size = 0
         while not (lines and _is_end(lines[-1])):
             piece = await store.receive(self.replica)
-            await store.beat(self.replica, self._info)
             if piece is None:
+                alive, _ = await store.beat(self.replica, self._info())
+                if oldest not in alive:
+                    raise SavedError(f"{oldest} is gone")
                 continue
             if not piece:
                 return None  # under its policy nothing is learned
@@ -177,6 +188,7 @@ class Replication:
 
     async def run(self) -> None:
         """Until cancelled: a loop for `supervise`."""
+        self._is_running = True
         retry_s = RETRY_FIRST_S
         while True:
             began_at = self._runtime.now()
@@ -189,6 +201,9 @@ class Replication:
                     await store.close()
             except* StoreError as errors:
                 self._failed(errors.exceptions[0])
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise asyncio.CancelledError  # a call that was cancelled may fail instead
             retry_s = RETRY_FIRST_S if self._runtime.now() - began_at > RETRY_MAX_S else min(RETRY_MAX_S, 2.0 * retry_s)
             await self._pause(retry_s * random.uniform(0.75, 1.25))  # noqa: S311 - spreads load
 
@@ -209,7 +224,6 @@ class Replication:
             logger.warning(told, self.url, text, extra={"event": "replicas"})
 
     async def _exchange(self, store: Store) -> None:
-        self._positions.clear()
         await self._beat(store)
         self._journal.reset_due = True
         self._news.set()
@@ -232,7 +246,7 @@ class Replication:
 
     async def _beat(self, store: Store) -> list[str]:
         """Say that we live, and learn who else does. Returns who wants to be told what we know."""
-        alive, wanting = await store.beat(self.replica, self._info)
+        alive, wanting = await store.beat(self.replica, self._info())
         self._beat_at = self._runtime.now()
         alive.pop(self.replica, None)
         for replica in [one for one in (*self._others, *self._positions) if one not in alive]:
@@ -241,7 +255,8 @@ class Replication:
             if replica not in self._positions:
                 self._positions[replica] = await store.last(replica)
                 self._journal.ask(replica)
-            self._others[replica] = _read_info(info)[:2]
+            found = _Info.read(info, replica)
+            self._others[replica] = found.name, found.version
         return wanting
 
     def _lose(self, replica: str) -> None:
@@ -377,10 +392,25 @@ def _is_end(line: bytes) -> bool:
     return len(line) < 64 and b'"end"' in line
 
 
-def _read_info(info: bytes) -> tuple[str, str, float]:
-    """Name, version and start of a replica. What is not understood is empty: it is for people, and to choose one."""
-    try:
-        read = orjson.loads(info)
-        return one_line(str(read["name"]), 64), one_line(str(read["version"]), 32), float(read["started_at"])
-    except (ValueError, TypeError, KeyError):
-        return "", "", float("inf")
+class _Info(NamedTuple):
+    """What a replica says of itself. It is for people, and to choose one that tells what it knows."""
+
+    replica: str
+    name: str = ""
+    version: str = ""
+    started_at: float = inf
+    is_running: bool = False
+
+    @classmethod
+    def read(cls, info: bytes, replica: str) -> _Info:
+        """What is not understood is empty."""
+        try:
+            read = orjson.loads(info)
+            name, version = one_line(str(read["name"]), 64), one_line(str(read["version"]), 32)
+            return cls(replica, name, version, float(read["started_at"]), read["running"] is True)
+        except (ValueError, TypeError, KeyError):
+            return cls(replica)
+
+    def order(self) -> tuple[bool, float, str]:
+        """Those that can tell most first."""
+        return not self.is_running, self.started_at, self.replica
