@@ -12,6 +12,9 @@ from collections.abc import Coroutine
 from typing import TypeVar
 
 T = TypeVar("T")
+COLLECT_AFTER = 5_000, 3, 1_300
+"""New objects that begin a collection; how many such until one looks at their survivors, too; how many of these until
+one looks at all objects, which takes 0.1 s for a thousand endpoints. See `settle`."""
 SWITCH_S = 0.0005
 """How long another thread may run while the event loop has something to do. Python's 5 ms is paid at each call into
 the kernel: while the resolver read an answer of 1,000 addresses, requests stood still for up to 30 ms."""
@@ -41,13 +44,14 @@ def is_compiled() -> bool:
 def settle() -> None:
     """What is there now stays: walking it again and again, mostly modules, is 5 % of the CPU time of a small request.
 
-    A request leaves no cycles behind, so few collections are needed, and the oldest generation holds what lives long:
-    waiting requests, connections, endpoints.
+    Neither requests nor probes leave cycles behind, so few collections are needed, and the oldest generation holds what
+    lives long: waiting requests, connections, endpoints. A collection of the others looks at 20,000 objects at most,
+    which holds the event loop up for 5 to 10 ms: a thousand endpoints that join are 100,000 objects.
     """
     gc.collect()
     gc.freeze()
     gc.enable()  # see cli
-    gc.set_threshold(20_000, 20, 50)
+    gc.set_threshold(*COLLECT_AFTER)
 
 
 def _raise_descriptor_limit() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from lbproxy.pulse import STILL_S, Pulse
 from tests.support.aio import run, until
+from tests.support.garbage import left_by
 
 STALL_S = 0.4
 
@@ -82,3 +83,26 @@ def test_what_was_slept_is_added_up() -> None:
         pulse.close()
 
     run(main())
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["uvloop", "asyncio"])
+def test_a_timeout_leaves_nothing_to_the_garbage_collector(plain: bool) -> None:
+    """Each probe of each endpoint uses three, and a collection holds up the event loop."""
+
+    async def main() -> None:
+        pulse = Pulse()
+
+        async def in_time() -> None:
+            async with pulse.timeout(10.0):
+                await asyncio.sleep(0)
+
+        async def too_late() -> None:
+            with pytest.raises(TimeoutError):
+                async with pulse.timeout(0.0):
+                    await asyncio.Event().wait()
+
+        assert await left_by(in_time) == 0
+        assert await left_by(too_late) == 0
+        pulse.close()
+
+    run(main(), plain=plain)

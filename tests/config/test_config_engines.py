@@ -77,7 +77,7 @@ def test_bad_spec_is_refused_with_its_path(text: str) -> None:
         assert problem == f"engines.my.{path}: {shown}"
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(st.text(max_size=30) | st.text('m{}a=1," \\', max_size=30))
 def test_any_text_is_a_spec_or_a_value_error(text: str) -> None:
     try:

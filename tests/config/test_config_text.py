@@ -208,7 +208,7 @@ def settings_or_problems(text: str) -> None:
         assert math.isfinite(got.scrape.interval)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 @given(st.text(max_size=200) | st.text("{}[]:,-?&*!|>'\"%@#`\n \\$aA1.~", max_size=100))
 def test_any_text_gives_settings_or_problems(text: str) -> None:
     settings_or_problems(text)
@@ -224,13 +224,13 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 @given(st.dictionaries(st.sampled_from(list(Settings.model_fields)), TREES, max_size=6) | TREES)
 def test_any_structure_gives_settings_or_problems(tree: object) -> None:
     settings_or_problems(yaml.safe_dump(tree))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(st.data())
 def test_any_mutation_of_the_example_gives_settings_or_problems(data: st.DataObject) -> None:
     text = re.sub(r"(?m)^ *#.*\n", "", EXAMPLE)

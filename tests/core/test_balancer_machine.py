@@ -243,4 +243,4 @@ class BalancerMachine(RuleBasedStateMachine):
 
 
 TestBalancer = BalancerMachine.TestCase
-TestBalancer.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestBalancer.settings = settings(max_examples=150, stateful_step_count=60)

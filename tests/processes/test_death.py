@@ -156,7 +156,7 @@ def test_a_killed_worker_breaks_its_own_streams_alone(index: int, servers: list[
         async with streams(it, LONG) as opened:
             its_own, pid = it.running()[index], it.workers()[index]
             os.kill(pid, signal.SIGKILL)
-            await until(lambda: it.in_flight() == len(opened) - its_own, "what it had is not in flight", within_s=2.0)
+            await until(lambda: it.in_flight() == len(opened) - its_own, "what it had is not in flight")
             async with load(it.url, keep=2, fresh=2) as clients:
                 await until(lambda: it.workers().get(index, pid) != pid, "another one is there")
                 await until(lambda done=clients.done: clients.done > done + 20)  # type: ignore[misc]
@@ -188,7 +188,7 @@ def test_no_request_fails_because_the_balancer_process_died(servers: list[str], 
                     await until(lambda: (it.in_flight() or 0) >= len(opened), "it knows what runs")
             assert clients.failed == []
             assert all([await one.goes_on() for one in opened])
-            await until(lambda: it.in_flight() == len(opened), "it counts what runs, and nothing else", within_s=2.0)
+            await until(lambda: it.in_flight() == len(opened), "it counts what runs, and nothing else")
             assert it.metric("lbproxy_internal_errors_total") == 0
         await until(lambda: it.in_flight() == 0)
 

@@ -15,29 +15,26 @@ What to believe of DNS is `control.discovery.known_names`'s. Of a file:
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import logging
 import os
 import random
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TypeAlias
 
 from lbproxy.config.parse import parse_endpoints
 from lbproxy.config.sections.clients import Address
 from lbproxy.config.sections.endpoints import EndpointSettings
-from lbproxy.config.sections.proxies import ProxyUrl
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import MAX_ENDPOINTS, Settings
 from lbproxy.control.discovery.dns_answers import OK, Lookup
-from lbproxy.control.discovery.known_names import MAX_LOGGED, Known, KnownName, Member, known_of
+from lbproxy.control.discovery.known_names import MAX_LOGGED, Known, KnownName, known_of
 from lbproxy.control.discovery.resolver import Resolver
+from lbproxy.control.discovery.specs import NO_CERTIFICATES, Certificates, MemberSpecs, spec_of
 from lbproxy.control.probing.prober import JITTER
-from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointSnapshot
@@ -57,9 +54,6 @@ MAX_HOSTS_CHARS = 4 << 20
 HOSTS = Path("/etc/hosts")
 MAX_CERTIFICATES_CHARS = 4 << 20
 
-Certificates: TypeAlias = Mapping[str, str]
-"""The text of the files that `tls.ca` names, by their paths."""
-NO_CERTIFICATES: Certificates = MappingProxyType({})
 Publish: TypeAlias = Callable[[list[EndpointSpec]], None]
 """Gets each new complete set."""
 
@@ -69,34 +63,6 @@ def read_hosts() -> str:
     with contextlib.suppress(OSError), HOSTS.open(encoding="utf-8", errors="replace") as file:
         return file.read(MAX_HOSTS_CHARS)
     return ""
-
-
-def _spec(entry: EndpointSettings, name: str, member: Member | None, certificates: Certificates) -> EndpointSpec:
-    """Of an entry that is an address itself (None), or a member of one that is a name."""
-    return EndpointSpec(
-        name=name,
-        base_url=f"{entry.scheme}://{member.authority}" if member else entry.base_url,
-        engine=entry.engine,
-        metrics=entry.metrics,
-        health=entry.health,
-        models=entry.models,
-        weight=entry.weight * (member.weight if member else 1.0),
-        kv_cache_tokens=entry.kv_cache_tokens,
-        api_key=None if entry.api_key is None else ApiKey(entry.api_key.get_secret_value()),
-        tls=_tls(entry, member, certificates) if entry.scheme == "https" else None,
-        proxy=None if entry.proxy is None else _proxy(entry.proxy),
-    )
-
-
-def _proxy(url: ProxyUrl) -> Proxy:
-    if url.userinfo is None:
-        return Proxy(url.host, url.port)
-    return Proxy(url.host, url.port, ApiKey(f"Basic {base64.b64encode(url.userinfo.encode()).decode()}"))
-
-
-def _tls(entry: EndpointSettings, member: Member | None, certificates: Certificates) -> Tls:
-    ca = None if entry.tls.ca is None else certificates[entry.tls.ca]
-    return Tls(ca, entry.tls.verify, entry.tls.server_name or (member and member.found_by.rstrip(".")))
 
 
 def read_certificates(
@@ -293,20 +259,19 @@ class Discovery:
         specs: dict[str, EndpointSpec] = {}
         taken: set[str] = set()
 
-        def add(entry: EndpointSettings, name: str, member: Member | None, certificates: Certificates) -> None:
-            authority = member.authority if member else entry.authority
-            if authority not in specs and len(specs) < MAX_ENDPOINTS:
-                specs[authority] = _spec(entry, name, member, certificates)
-                taken.add(name)
-
         for entries in self._all():
             for entry in entries.addresses:
-                name = entry.name if entry.name not in taken else f"{entry.name}/{entry.authority}"
-                add(entry, name, None, entries.certificates)
+                if entry.authority not in specs and len(specs) < MAX_ENDPOINTS:
+                    name = entry.name if entry.name not in taken else f"{entry.name}/{entry.authority}"
+                    specs[entry.authority] = spec_of(entry, name, entries.certificates)
+                    taken.add(name)
         for entries in self._all():
             for one in entries.names:
+                make = MemberSpecs(one.entry, entries.certificates)
                 for member in one.members:
-                    add(one.entry, _name(one.entry, member.authority, taken), member, entries.certificates)
+                    if member.authority not in specs and len(specs) < MAX_ENDPOINTS:
+                        spec = specs[member.authority] = make(member, taken)
+                        taken.add(spec.name)
         return list(specs.values())
 
     async def resolve_once(self) -> None:
@@ -419,13 +384,6 @@ class Discovery:
 
 def _shown(entries: Entries) -> list[str]:
     return [one.authority for one in entries.entries]
-
-
-def _name(entry: EndpointSettings, authority: str, taken: Collection[str]) -> str:
-    """What the endpoint at one address of a name is called."""
-    if entry.name == entry.authority and authority not in taken:  # no name of its own
-        return authority
-    return f"{entry.name}/{authority}"  # no entry's name has a slash, and no two entries have one name
 
 
 def _down(endpoints: Sequence[EndpointSnapshot]) -> set[str]:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable
-from typing import NamedTuple, TypeAlias
-
-IPAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+from typing import NamedTuple
 
 OK, EMPTY, NXDOMAIN, TIMEOUT, FAILED = "ok", "empty", "nxdomain", "timeout", "failed"
 """What a question can bring: addresses; the name exists without any; it does not exist; silence; anything else."""
 MAX_DETAIL_CHARS = 300
 MAX_SERVERS = 1024
 """SRV records of a name that are read: those that come first by priority."""
+
+
+class IPAddress(NamedTuple):
+    """An address. Ascending order is IPv4 first. Unlike those of `ipaddress` these are compared and written in C."""
+
+    version: int
+    number: int
+    text: str
 
 
 class Answer(NamedTuple):
@@ -71,13 +77,14 @@ def usable_address(text: str) -> IPAddress | None:
     fe80:: needs a zone, which DNS cannot say, and clouds have their machines' credentials at 169.254.169.254.
     """
     try:
-        address: IPAddress = ipaddress.ip_address(text)
+        address = ipaddress.ip_address(text)
     except ValueError:
         return None
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
         address = address.ipv4_mapped
-    wrong = address.is_unspecified or address.is_multicast or address.is_link_local or str(address) == "255.255.255.255"
-    return None if wrong else address
+    plain = str(address)
+    wrong = address.is_unspecified or address.is_multicast or address.is_link_local or plain == "255.255.255.255"
+    return None if wrong else IPAddress(address.version, int(address), plain)
 
 
 class Lookup(NamedTuple):

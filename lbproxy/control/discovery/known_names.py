@@ -59,7 +59,9 @@ class KnownName:
         self._own = [one for one in own if str(one.port) == self._port]  # others need no look for each address
         self._addresses: tuple[IPAddress, ...] = ()
         self.authorities: list[str] = []
-        """The endpoints' `host:port`: distinct, IPv4 first, ascending, at most MAX_ENDPOINTS."""
+        """The endpoints' `host:port`: distinct, IPv4 first, ascending, at most MAX_ENDPOINTS. Replaced, not changed."""
+        self.members: list[Member] = []
+        """The endpoints that it leads to, in this order. Replaced, not changed."""
         self._empties = 0
         """In a row."""
         self.results: dict[str, int] = {}
@@ -74,11 +76,6 @@ class KnownName:
         self.found = other.found
         self._adopt(tuple(one for one in other._addresses if self._is_other(one)))
 
-    @property
-    def members(self) -> list[Member]:
-        """The endpoints that it leads to."""
-        return [Member(authority, 1.0, self.host) for authority in self.authorities]
-
     def hear(self, lookup: Lookup, down: Callable[[], Collection[str]]) -> None:
         """One resolution's outcome. `down` says which `host:port` are down by their health checks."""
         heard = {address for answer in lookup for address in answer.usable}
@@ -89,7 +86,7 @@ class KnownName:
         if result == OK:
             unheard = {version for version, answer in ((4, lookup.v4), (6, lookup.v6)) if not _was_heard(answer)}
             kept = {one for one in self._addresses if one.version in unheard}
-            ordered = sorted(fresh | kept, key=lambda one: (one.version, int(one)))
+            ordered = sorted(fresh | kept)
             self.found = len(ordered)
             self._adopt(tuple(ordered[:MAX_ENDPOINTS]))
             self.problem = None
@@ -106,9 +103,10 @@ class KnownName:
         if addresses != self._addresses:
             self._addresses = addresses
             self.authorities = [self._authority(address) for address in addresses]
+            self.members = [Member(authority, 1.0, self.host) for authority in self.authorities]
 
     def _authority(self, address: IPAddress) -> str:
-        return f"[{address}]:{self._port}" if address.version == 6 else f"{address}:{self._port}"
+        return f"[{address.text}]:{self._port}" if address.version == 6 else f"{address.text}:{self._port}"
 
     def _is_other(self, address: IPAddress) -> bool:
         return not any(leads_to(self._authority(address), own) for own in self._own)

@@ -157,11 +157,17 @@ class Prober:
 
     async def _keep_asking(self) -> None:
         # Two loops, so that a slow list does not delay the verdict on an endpoint that is up.
-        async with asyncio.TaskGroup() as loops:
-            if self._endpoint.models is None or self._engine() is not None:
-                loops.create_task(self._keep_models())
-            if self._endpoint.health is not None:
-                loops.create_task(self._keep_health(self._endpoint.health))
+        try:
+            async with asyncio.TaskGroup() as loops:
+                if self._endpoint.models is None or self._engine() is not None:
+                    loops.create_task(self._keep_models())
+                if self._endpoint.health is not None:
+                    loops.create_task(self._keep_health(self._endpoint.health))
+        except asyncio.CancelledError as error:
+            # Python 3.11's task group keeps the exception in the frame that the traceback refers to: without this only
+            # the garbage collector frees a prober and its tasks, and a thousand may end together.
+            error.__traceback__ = None
+            raise
 
     async def _keep_health(self, path: str) -> None:
         while True:

@@ -140,7 +140,10 @@ async def _open_tcp(
             return sock
     names.refresh(host, port)
     assert error is not None
-    raise error
+    try:
+        raise error
+    finally:
+        error = None  # its traceback refers to this frame: only the garbage collector would free both
 
 
 def _tune(sock: socket.socket) -> None:

@@ -11,7 +11,7 @@ from typing import get_args
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, SecretStr
 
@@ -203,7 +203,7 @@ JUNK = st.recursive(
 )
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10)
 @given(bodies=st.lists(JUNK, min_size=15, max_size=15), name=st.text(min_size=1, max_size=10))
 def test_nothing_brings_out_a_500(bodies: list[object], name: str) -> None:
     async def main() -> None:

@@ -22,6 +22,7 @@ from tests.support.aio import run, until
 from tests.support.certificates import CA, server_context
 from tests.support.compiled import interpreted
 from tests.support.endpoint import NOT_FOUND, OK, Script, ScriptedEndpoint, answer, hang, reset
+from tests.support.garbage import left_by
 from tests.support.pool import card
 
 RECORDED = Path(__file__).parents[2] / "fixtures/http/vllm-0.32.0/models-two-names.response.http"
@@ -89,7 +90,7 @@ def test_what_is_no_answer_takes_an_endpoint_down(script: Script, reason: str) -
     async def main() -> None:
         async with (
             ScriptedEndpoint({"/health": OK}) as server,
-            rig(spec(server), health=IMPATIENT) as r,
+            rig(spec(server), health=IMPATIENT if script is hang else FAST_HEALTH) as r,
             running(r.prober(r.endpoints[0]).run),
         ):
             await until(lambda: up(r))
@@ -232,7 +233,7 @@ def test_a_stop_in_the_turn_in_which_its_models_are_doubted_is_a_stop() -> None:
                 prober.doubt_models()
                 await asyncio.sleep(0)  # what waits for the doubt is done, and its task is not told yet
                 task.cancel()
-                done, _ = await asyncio.wait([task], timeout=1.0)
+                done, _ = await asyncio.wait([task], timeout=15.0)
                 task.cancel()
                 assert done == {task}
 
@@ -355,5 +356,23 @@ def test_one_that_comes_back_from_an_ejection_is_asked_for_its_models_at_once() 
             r.balancer._judge.due_at = r.runtime.now()
             r.runtime.check()
             await until(lambda: [card.id for card in r.runtime.model_cards()] == ["b"])
+
+    run(main())
+
+
+def test_a_prober_that_is_cancelled_leaves_nothing_to_the_garbage_collector() -> None:
+    """A thousand may end together, when a name loses its addresses."""
+
+    async def main() -> None:
+        async with ScriptedEndpoint({"/health": OK, "/v1/models": model_list("m")}) as server, rig(spec(server)) as r:
+
+            async def begin_and_end() -> None:
+                task = asyncio.create_task(r.prober(r.endpoints[0]).run())
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # its loops have begun
+                task.cancel()
+                await asyncio.wait([task])
+
+            assert await left_by(begin_and_end) == 0
 
     run(main())

@@ -15,7 +15,8 @@ from tests.control.rig import model_list, page, rig, running, spec
 from tests.support.aio import run, until
 from tests.support.endpoint import OK, ScriptedEndpoint, hang
 
-LIMIT_S, STALL_S = 0.2, 0.9
+LIMIT_S, STALL_S = 1.0, 1.3
+"""The limit is long enough for a busy machine: of what it takes from us only standstills of 0.1 s are forgiven."""
 HASTY = HealthSettings(interval=0.02, down_interval=0.02, timeout=LIMIT_S, fall=1)
 HASTY_SCRAPE = ScrapeSettings(interval=0.01, timeout=LIMIT_S, stale_after=0.3)
 METRICS = page(b"vllm:num_requests_running 1\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0.1\n")
@@ -42,7 +43,7 @@ def test_probes_and_scrapes_that_we_slept_over_are_no_failures(plain: bool, capl
             scraper = r.scraper(r.endpoints[0])
             async with running(r.prober(r.endpoints[0]).run, scraper.run):
                 await until(lambda: r.seen().metrics is not None)
-                for _ in range(3):
+                for _ in range(2):
                     await asyncio.sleep(0)
                     time.sleep(STALL_S)  # noqa: ASYNC251 - the point
                     await asked_more(server)
@@ -60,7 +61,7 @@ def test_who_does_not_answer_is_found_all_the_same() -> None:
     async def main() -> None:
         async with (
             ScriptedEndpoint({"/health": OK}) as server,
-            rig(spec(server), health=HASTY) as r,
+            rig(spec(server), health=HASTY.model_copy(update={"timeout": 0.2})) as r,
             running(r.prober(r.endpoints[0]).run),
         ):
             await until(lambda: r.seen().health is Health.UP)

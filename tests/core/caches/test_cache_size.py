@@ -269,7 +269,7 @@ def test_an_upper_bound_that_answers_contradict_is_not_believed() -> None:
     st.lists(st.tuples(st.integers(0, 40), st.integers(1, 60), st.integers(0, 500)), min_size=1, max_size=400),
     st.sampled_from([200, 2000]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_is_given_up_changes_no_distance(requests: list[tuple[int, int, int]], most: int) -> None:
     bounded, unbounded = CapacityLearner(SizeEstimate()), CapacityLearner(SizeEstimate())
     unbounded._compact_at = 1 << 30  # as before: it keeps them all

@@ -286,12 +286,11 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+TestIndex.settings = settings(max_examples=120, stateful_step_count=50)
 
 steps = st.tuples(st.integers(0, 3), st.integers(0, 2), st.lists(st.integers(0, 5), max_size=8).map(tuple))
 
 
-@settings(deadline=None)
 @given(st.lists(steps, max_size=60), st.integers(1, 30))
 @example([(0, 1, (0, 1, 0)), (0, 1, (0, 1))], 4)
 def test_forged_keys_are_only_wrong_guesses(done: list[tuple[int, int, Keys]], max_entries: int) -> None:

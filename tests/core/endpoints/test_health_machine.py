@@ -150,4 +150,4 @@ class HealthMachine(RuleBasedStateMachine):
 
 
 TestHealth = HealthMachine.TestCase
-TestHealth.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestHealth.settings = settings(max_examples=150, stateful_step_count=60)

@@ -219,7 +219,7 @@ class ServingMachine(RuleBasedStateMachine):
 
 
 TestServing = ServingMachine.TestCase
-TestServing.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestServing.settings = settings(max_examples=150, stateful_step_count=50)
 
 
 def listing(*lists: str) -> tuple[Balancer, list[EndpointUid]]:

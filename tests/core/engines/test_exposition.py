@@ -139,14 +139,14 @@ COMMENTS = st.sampled_from(
 )
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400, derandomize=True)
 @given(st.lists(sample_lines() | COMMENTS, max_size=12), st.sets(st.sampled_from(NAMES), min_size=1))
 def test_generated_page_reads_as_the_oracle_does(lines: list[str], wanted: set[str]) -> None:
     page = "".join(line + "\n" for line in lines).encode()
     assert_as_oracle(page, frozenset(wanted))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(st.lists(st.lists(sample_lines(), max_size=6), max_size=4))
 def test_what_is_known_of_earlier_pages_changes_nothing(pages: list[list[str]]) -> None:
     known = KnownLabels()
@@ -304,7 +304,7 @@ def test_line_made_for_backtracking_is_refused(line: bytes) -> None:
     assert scan((line + b"\n") * 500, {"m"}) == {}
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 @given(
     st.lists(
         st.binary(max_size=20) | st.sampled_from([b"\nm", b"{", b'a="', b'"', b"}", b" 1", b"\n", b"\0", b"\\", b","])

@@ -183,14 +183,14 @@ def test_malformed_base64(value: bytes) -> None:
 # --- Anything ---------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 @given(st.binary(max_size=200), st.sampled_from([b"", b"TEXT ", b"JSON ", b"BIN "]), st.booleans())
 def test_any_bytes_are_a_report_or_malformed(value: bytes, form: bytes, is_binary: bool) -> None:
     for report in (read_report(form + value, binary=is_binary), binary(value)):
         assert report is None or all(part is None or 0 <= part <= 1e9 for part in report)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(st.dictionaries(st.text("ab_", min_size=1, max_size=5), st.floats(0, 1e9), max_size=5), st.floats(0, 1e9))
 def test_all_forms_say_the_same(others: dict[str, float], waiting: float) -> None:
     metrics = {**others, "num_requests_waiting": waiting}

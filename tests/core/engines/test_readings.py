@@ -515,7 +515,7 @@ PARTS = [
 ]
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(st.lists(st.lists(st.sampled_from(PARTS)), max_size=3))
 def test_any_pages_keep_values_in_range(pages: list[list[str]]) -> None:
     got = read("".join(pages.pop() if pages else []) + "\n", RATIO, [(9.0, "".join(parts) + "\n") for parts in pages])

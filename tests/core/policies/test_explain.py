@@ -78,7 +78,7 @@ def gauges(rng: random.Random, now: float) -> LoadMetrics:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 2**32), count=st.integers(2, 5))
 def test_the_parts_of_a_price_add_up_to_it_however_late_they_are_asked_for(policy: str, seed: int, count: int) -> None:
     balancer = explained(policy, count)

@@ -52,7 +52,7 @@ def by_segments(body: bytes) -> object:
 
 
 @pytest.mark.usefixtures("small")
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(body=BODIES, spaces=st.sampled_from([None, 1]), escaped=st.booleans())
 def test_segments_say_what_the_whole_says(body: object, spaces: int | None, escaped: bool) -> None:
     text = json.dumps(body, indent=spaces, ensure_ascii=escaped).encode()

@@ -53,7 +53,7 @@ def assert_outlines(short: object, whole: object) -> None:
 
 
 @pytest.mark.usefixtures("small")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(value=VALUES, escaped=st.booleans(), plain=st.booleans())
 def test_an_outline_is_the_same_json_with_shorter_texts(value: object, escaped: bool, plain: bool) -> None:
     value = {"model": "m", "x": value} if plain else {"x": value, "model": "m"}

@@ -203,4 +203,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestPool.settings = settings(max_examples=200, stateful_step_count=50)

@@ -93,7 +93,7 @@ ENDS = st.sampled_from(["", "x", "GET / HTTP/1.1\r\n\r\n"])
 BODY = '{"model":"m"}'
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     line=LINE,
     lines=LINES,

@@ -281,7 +281,7 @@ def cut(steps: list[StepDone]) -> list[StepDone]:
     return [step._replace(at=round(step.at, 9), tokens=tuple(sorted(step.tokens))) for step in steps]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(arrivals())
 def test_shortcuts_give_what_the_naive_scheduler_gives(schedule: list[tuple[float, SimRequest]]) -> None:
     """Nobody walks all decodes in a step here, so the walk itself is the oracle."""
@@ -312,7 +312,7 @@ def aborts(draw: st.DrawFn, count: int) -> list[tuple[float, str]]:
     return [(draw(st.integers(0, 4000)) / 1000, f"r{index}") for index in chosen]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_late_drivers_see_the_same_steps_and_blocks_are_conserved(data: st.DataObject) -> None:
     """One driver wakes for every event; the other only adds and aborts, and collects everything at the end."""
@@ -380,7 +380,7 @@ def test_restart_loses_everything_but_what_had_left() -> None:
     assert drain(engine)[0].first == (FirstToken("b", 0),)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(arrivals())
 def test_unnamed_tokens_change_nothing_but_their_names(schedule: list[tuple[float, SimRequest]]) -> None:
     """And `generated` says at any time how many tokens were named."""

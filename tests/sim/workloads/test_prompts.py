@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lbproxy.core.requests.prompt_keys import hash_prompt
@@ -36,7 +36,6 @@ def alike(left: Sequence[Sequence[object]], right: Sequence[Sequence[object]]) -
     )
 
 
-@settings(deadline=None)
 @given(st.lists(prompts, min_size=2, max_size=12))
 def test_hashes_of_pieces_share_what_hashes_of_the_text_share(several: list[tuple[Piece, ...]]) -> None:
     of_pieces = [block_hashes(prompt) for prompt in several]
@@ -50,7 +49,6 @@ def test_alike_can_fail() -> None:
     assert not alike([[1, 2], [1, 2]], [[5, 6], [5, 7]])
 
 
-@settings(deadline=None)
 @given(st.lists(prompts, min_size=2, max_size=8), st.sampled_from([64, 256]))
 def test_routing_keys_share_what_the_proxys_keys_of_the_text_share(
     several: list[tuple[Piece, ...]], block_tokens: int
