@@ -49,7 +49,7 @@ from lbproxy.data_plane import DataPlane, Loop, Parts, Plane, listening_url
 from lbproxy.extras.replication import make_replication
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.net.listening.bind import open_sockets
-from lbproxy.net.listening.inherit import Inherited, start_successor
+from lbproxy.net.listening.inherit import Inherited, Sockets, hand_over
 from lbproxy.net.listening.notify import Notifier
 from lbproxy.runtime import Runtime, Sink, logger, supervise
 
@@ -381,35 +381,19 @@ class Proxy:
     # Stopping
 
     async def _follow_restarts(self, orders: Orders) -> None:
-        while True:
-            await orders.restart.wait()
-            orders.restart.clear()
-            if orders.command is not None and await self._hand_over(orders.command):
-                self._handed_over.set()
-                return
+        await hand_over(orders.restart, orders.command, self._before_restart, self.notifier)
+        self.keeper.release()
+        self.plane.stop_accepting()
+        if self.admin is not None:
+            self.admin.stop_accepting()
+        self._handed_over.set()
 
-    async def _hand_over(self, command: list[str]) -> bool:
-        """Start a successor on our sockets. Once it accepts, we do no more."""
-        logger.info("restarting: the new process is %s", " ".join(command), extra={"event": "restart"})
+    async def _before_restart(self) -> Sockets:
         await self.keeper.write_now()
         sockets: dict[str, Sequence[socket.socket]] = {"listen": self.plane.sockets or ()}
         if self.admin is not None and self.admin.listener is not None:
             sockets["admin"] = self.admin.listener.sockets
-        try:
-            pid = await start_successor(command, sockets)
-        except OSError as error:
-            logger.error("the new process cannot be started, so we continue: %s", error, extra={"event": "restart"})
-            return False
-        if pid is None:
-            logger.error("the new process accepts no connections, so we continue", extra={"event": "restart"})
-            return False
-        logger.info("the new process accepts connections: process %d", pid, extra={"event": "restart", "pid": pid})
-        self.keeper.release()
-        self.notifier.succeeded_by(pid)
-        self.plane.stop_accepting()
-        if self.admin is not None:
-            self.admin.stop_accepting()
-        return True
+        return sockets
 
     async def _stop(self, orders: Orders, tasks: asyncio.TaskGroup) -> None:
         """SIGTERM's supervisor waits for us, so `drain.deadline` counts from it; nobody waits for who handed over."""

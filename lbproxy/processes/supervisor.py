@@ -31,7 +31,7 @@ from lbproxy.control.telemetry.log import configure_logging
 from lbproxy.control.telemetry.writer import LineWriter
 from lbproxy.data_plane import listening_url
 from lbproxy.net.listening.bind import bound_port, open_sockets
-from lbproxy.net.listening.inherit import Inherited, start_successor
+from lbproxy.net.listening.inherit import Inherited, Sockets, hand_over
 from lbproxy.net.listening.notify import Notifier
 from lbproxy.processes.control import (
     BALANCER,
@@ -292,29 +292,13 @@ class Supervisor:
                 self._balancer.child.link.send(Reload())
 
     async def _follow_restarts(self, orders: app.Orders) -> None:
-        while True:
-            await orders.restart.wait()
-            orders.restart.clear()
-            if orders.command is not None and await self._hand_over(orders.command):
-                self._handed_over.set()
-                return
+        await hand_over(orders.restart, orders.command, self._before_restart, self._notifier)
+        self._handed_over.set()
 
-    async def _hand_over(self, command: list[str]) -> bool:
-        """Start a successor on our sockets. Once it accepts, we do no more."""
-        logger.info("restarting: the new process is %s", " ".join(command), extra={"event": "restart"})
+    async def _before_restart(self) -> Sockets:
         if self._balancer.child is not None:
             self._balancer.child.link.send(Save())  # it is done before a process has started
-        try:
-            pid = await start_successor(command, self._sockets)
-        except OSError as error:
-            logger.error("the new process cannot be started, so we continue: %s", error, extra={"event": "restart"})
-            return False
-        if pid is None:
-            logger.error("the new process accepts no connections, so we continue", extra={"event": "restart"})
-            return False
-        logger.info("the new process accepts connections: process %d", pid, extra={"event": "restart", "pid": pid})
-        self._notifier.succeeded_by(pid)
-        return True
+        return self._sockets
 
     async def _stop(self, orders: app.Orders) -> None:
         """Workers first: see `app.Proxy`."""
