@@ -92,9 +92,8 @@ class Listener:
         self._spares: list[socket.socket] = []
         self._resume: asyncio.TimerHandle | None = None
         self._log_at = float("-inf")
-        self._accepting: set[asyncio.Task[None]] = set()
-        self._silent: dict[asyncio.Task[None], float] = {}
-        """Of those: the connections from which the first byte is awaited, and since when."""
+        self._accepting: dict[asyncio.Task[None], float | None] = {}
+        """Of each connection without a protocol: since when its first byte is awaited, if it is."""
         self._tls: ssl.SSLContext | None = None
         self.gives_way: Callable[[], bool] | None = None
         """If other processes accept from the same sockets: whether they should accept first. Then one connection is
@@ -127,8 +126,8 @@ class Listener:
     def end_silent(self, for_s: float) -> None:
         """Close the connections that have not sent the first byte of a TLS handshake for `for_s` seconds."""
         now = self._loop.time()
-        for task, since in self._silent.items():
-            if now - since >= for_s:
+        for task, since in self._accepting.items():
+            if since is not None and now - since >= for_s:
                 task.cancel()
 
     def start(self, sockets: Sequence[socket.socket]) -> None:
@@ -188,8 +187,8 @@ class Listener:
 
     def _serve(self, client: socket.socket) -> None:
         task = self._loop.create_task(self._hand_over(client))
-        self._accepting.add(task)
-        task.add_done_callback(self._accepting.discard)
+        self._accepting[task] = None
+        task.add_done_callback(self._accepting.pop)
 
     async def _hand_over(self, client: socket.socket) -> None:
         try:
@@ -220,7 +219,7 @@ class Listener:
         readable, task = asyncio.Event(), asyncio.current_task()
         assert task is not None
         self._loop.add_reader(client, readable.set)
-        self._silent[task] = self._loop.time()
+        self._accepting[task] = self._loop.time()
         try:
             await readable.wait()
         except asyncio.CancelledError:
@@ -228,7 +227,7 @@ class Listener:
             client.close()
             raise
         finally:
-            del self._silent[task]
+            self._accepting[task] = None
         self._loop.remove_reader(client)
         return client.recv(1, socket.MSG_PEEK)
 
