@@ -11,6 +11,7 @@ step without an await. What can take other settings has a `reconfigure`, what ca
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import socket
@@ -56,6 +57,8 @@ from lbproxy.runtime import Runtime, Sink, logger, supervise
 SUCCESSOR_WAITS_S = 3.0
 """How long a successor waits for its first endpoint before it accepts: its predecessor serves meanwhile."""
 MAX_PROBLEMS_LOGGED = 100
+STOPPING = "stopping: %d running requests have up to %g s"
+STOPPED = "stopped: %d requests were ended before they were complete"
 
 
 class Listening(NamedTuple):
@@ -398,8 +401,10 @@ class Proxy:
     async def _stop(self, orders: Orders, tasks: asyncio.TaskGroup) -> None:
         """SIGTERM's supervisor waits for us, so `drain.deadline` counts from it; nobody waits for who handed over."""
         drain, running = self.settings.drain, self.plane.front.running
+        # Without sockets this is the balancer process, and our supervisor logs the same, for all processes.
+        level = logging.DEBUG if self.plane.sockets is None else logging.INFO
         deadline_s = drain.deadline if orders.stop.is_set() else drain.restart_deadline
-        logger.info("stopping: %d running requests have up to %g s", running, deadline_s, extra={"event": "stop"})
+        logger.log(level, STOPPING, running, deadline_s, extra={"event": "stop"})
         self.notifier.stopping(f"{running} running requests")
         sooner = tasks.create_task(self._stop_sooner(orders))
         lame_duck_s = 0.0 if orders.hurry.is_set() else min(drain.lame_duck, drain.deadline)
@@ -408,7 +413,7 @@ class Proxy:
         await self.keeper.stop()
         if self.replication is not None:
             await self.replication.leave()
-        logger.info("stopped: %d requests were ended before they were complete", cut, extra={"event": "stop"})
+        logger.log(level, STOPPED, cut, extra={"event": "stop"})
 
     async def _stop_sooner(self, orders: Orders) -> None:
         await orders.stop.wait()

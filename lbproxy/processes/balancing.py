@@ -32,8 +32,9 @@ logger = logging.getLogger("lbproxy")
 
 UIDS: int = 1 << 32
 """Of endpoints, for each balancer process."""
-WELCOME_WITHIN_S = 3.0
-"""A balancer process after another decides once an endpoint is up, or after this long: until then workers do."""
+WELCOME_WITHIN_S = app.SUCCESSOR_WAITS_S
+"""A balancer process after another decides once an endpoint is up, or after this long. Until then workers do; or, in a
+restart, the old lbproxy, as workers accept connections once this process decides."""
 
 
 async def run_balancer(supervisor: Supervisor, start: Start) -> None:
@@ -102,7 +103,7 @@ class Balancing:
 
     async def _welcome(self) -> None:
         """Take over from the workers."""
-        if self._start.generation:
+        if self._start.generation or self._start.succeeds:
             await self._proxy.endpoint_comes_up(WELCOME_WITHIN_S)
         self._plane.server.ready()
 

@@ -16,7 +16,7 @@ from tests.e2e.test_product import gauge
 from tests.support.aio import run, until
 from tests.support.endpoint import OK, ScriptedEndpoint, answer
 from tests.support.otlp import CLIENT, SERVER, Collector, Span
-from tests.support.process import LBPROXY, Process, children_of, lbproxy, mock
+from tests.support.process import LBPROXY, Process, children_of, lbproxy, lbproxy_beside, mock
 from tests.support.workers import one_process
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -73,7 +73,7 @@ def test_a_retry_shows_both_attempts_and_each_server_its_own_parent(tmp_path: Pa
             ScriptedEndpoint({**healthy, "/v1/completions": OK}) as good,
         ):
             more = f"traces: {{endpoint: '{collector.url}'}}\nrouting: {{policy: round-robin}}"
-            with lbproxy(tmp_path, [bad.url, good.url], more) as (process, url, _):
+            async with lbproxy_beside(tmp_path, [bad.url, good.url], more) as (process, url, _):
                 for server in (bad, good):
                     name = server.url.removeprefix("http://")
                     await until(lambda: f"{name} serves sim" in process.read(), "served", within_s=30.0)  # noqa: B023
