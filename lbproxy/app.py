@@ -81,6 +81,8 @@ class Orders:
     """The settings again. Raises ConfigError, OSError. None = there is nothing to reload."""
     reloaded: Callable[[], None] = lambda: None
     """Called when settings that were read again are in force."""
+    overlaid: Callable[[], None] = lambda: None
+    """Called when `Proxy.overlay` changed in between."""
     command: list[str] | None = None
     """What starts the same program again. None = it cannot be restarted."""
 
@@ -141,7 +143,8 @@ class Proxy:
         """A successor has the listening sockets."""
         self._changing = asyncio.Lock()
         """Held while the settings change."""
-        self._read_settings: Callable[[], Settings] | None = None
+        self._orders = Orders()
+        """Those of `run`."""
         self.admin = None if settings.admin is None else self._make_admin(settings.admin)
         self.sources: list[asyncio.Task[None]] = []
         """The loops of `discovery`."""
@@ -165,8 +168,7 @@ class Proxy:
         """Until it is told to stop, and has."""
         self.plane.adopt(self.settings, await self.plane.prepare(self.settings))
         self.runtime.pulse.start()
-        self._read_settings = orders.read_settings
-        self._reloaded = orders.reloaded
+        self._orders = orders
         first = self.runtime.set_endpoints(self.discovery.endpoints())
         sockets = await self._sockets(inherited)
         async with asyncio.TaskGroup() as tasks:
@@ -271,11 +273,11 @@ class Proxy:
 
     async def reload(self) -> list[str] | None:
         """See api.Steering."""
-        if self._read_settings is None:
+        if self._orders.read_settings is None:
             return None
         async with self._changing:
             self.notifier.reloading()
-            problems = await self._reload(self._read_settings)
+            problems = await self._reload(self._orders.read_settings)
             self.notifier.ready(self.status())
             return problems
 
@@ -299,7 +301,7 @@ class Proxy:
         else:
             loads.succeeded_at = time.time()
             _log_reload(settings, len(self.discovery.endpoints()), fixed)
-            self._reloaded()
+            self._orders.reloaded()
         loads.succeeded = not problems
         return problems
 
@@ -356,7 +358,7 @@ class Proxy:
         async with self._changing:
             overlay, settings = self.overlay.add(self.settings, entry, keep=keep)
             await self._take_over(settings)
-            self.overlay = overlay
+            self._overlay(overlay)
             return settings.endpoints[-1].name
 
     async def remove_endpoint(self, name: str) -> bool:
@@ -365,8 +367,12 @@ class Proxy:
             from_file = name not in self.overlay.added
             overlay, settings = self.overlay.remove(self.settings, name)
             await self._take_over(settings)
-            self.overlay = overlay
+            self._overlay(overlay)
             return from_file
+
+    def _overlay(self, overlay: Overlay) -> None:
+        self.overlay = overlay
+        self._orders.overlaid()
 
     def set_log_level(self, level: str) -> None:
         """See api.Steering."""
