@@ -85,6 +85,8 @@ class Orders:
     """Called when `Proxy.overlay` changed in between."""
     command: list[str] | None = None
     """What starts the same program again. None = it cannot be restarted."""
+    exiting: Callable[[], None] = lambda: None
+    """Set by who is given the orders; called before the process exits without a stop."""
 
 
 async def serve(settings: Settings, *, orders: Orders, on_ready: Callable[[Listening], None]) -> None:

@@ -145,6 +145,7 @@ class Supervisor:
 
     async def run(self, inherited: Inherited, orders: app.Orders, on_ready: Callable[[app.Listening], None]) -> None:
         """Until it is told to stop, and has. Raises ConfigError, OSError if the first processes cannot start."""
+        orders.exiting = self._kill_all
         await self._listen(inherited)
         self._succeeds = inherited.has_predecessor
         unfit: ConfigError | OSError | None = None

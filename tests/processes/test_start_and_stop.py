@@ -82,6 +82,32 @@ def test_a_stop_says_how_many_requests_run_and_how_many_were_cut(deadline: str, 
     run(main())
 
 
+def test_a_second_signal_ends_all_processes_at_once(tmp_path: Path) -> None:
+    """Else workers would finish their requests, as when the supervisor is killed."""
+
+    async def script(wire: Wire, _: Received) -> None:
+        await wire.send(STREAM_HEAD + event("1"))
+        await wire.watch()
+
+    async def main() -> None:
+        more = f"workers: {WORKERS}\ndrain: {{deadline: 1h, lame_duck: 0s}}"
+        scripts: dict[str, Script] = {"/health": OK, "/v1/models": MODELS, "/v1/completions": script}
+        async with ScriptedEndpoint(scripts) as it, lbproxy_beside(tmp_path, [it.url], more) as (process, url, _):
+            pid, children = process.process.pid, children_of(process.process.pid)
+            client = RawClient(*await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2])))
+            client.send(post(b'{"model":"sim","stream":true}', "/v1/completions"))
+            await client.head()
+            os.kill(pid, signal.SIGTERM)
+            await until(lambda: process.lines("stop"), "it stops")
+            os.kill(pid, signal.SIGTERM)
+            await until(lambda: process.process.poll() is not None, "it ended", within_s=30.0)
+            assert process.process.returncode == 1
+            await until(lambda: not any(map(exists, children)), "no process is left")
+            client.writer.close()
+
+    run(main())
+
+
 @pytest.mark.parametrize("succeeds", [False, True])
 def test_the_balancer_process_of_a_successor_decides_once_an_endpoint_is_up(succeeds: bool, tmp_path: Path) -> None:
     """Workers accept connections once it decides, and the old lbproxy serves until they do. Without an old one nobody
