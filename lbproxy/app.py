@@ -17,7 +17,7 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -79,8 +79,8 @@ class Orders:
     restart: asyncio.Event = field(default_factory=asyncio.Event)
     read_settings: Callable[[], Settings] | None = None
     """The settings again. Raises ConfigError, OSError. None = there is nothing to reload."""
-    reloaded: Callable[[], None] = lambda: None
-    """Called when settings that were read again are in force."""
+    reloaded: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
+    """Called when settings that were read again are in force; the reload ends when it returns."""
     overlaid: Callable[[], None] = lambda: None
     """Called when `Proxy.overlay` changed in between."""
     command: list[str] | None = None
@@ -301,9 +301,9 @@ class Proxy:
             text = "the settings cannot be read, and the old ones stay in force: %s"
             logger.error(text, error, extra={"event": "reload", "problems": problems})
         else:
+            await self._orders.reloaded()
             loads.succeeded_at = time.time()
             _log_reload(settings, len(self.discovery.endpoints()), fixed)
-            self._orders.reloaded()
         loads.succeeded = not problems
         return problems
 

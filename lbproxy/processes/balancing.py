@@ -147,10 +147,10 @@ class Balancing:
         self._read = read_text(source)
         return parse_text(self._read, source)
 
-    def _reloaded(self) -> None:
-        self._plane.server.settle(self._read)
+    async def _reloaded(self) -> None:
         self._in_force = Text(self._read, self._in_force.source)
         self._adopted()
+        await self._plane.server.settle(self._in_force.text)
 
     def _adopted(self) -> None:
         """Have the supervisor start the next balancer process with what is in force now."""

@@ -182,6 +182,10 @@ class Worker:
         self._group.create_task(self._adopt(Text(text, self._start.settings.source)))
 
     async def _adopt(self, settings: Text) -> None:
+        await self._use(settings)
+        self._runtime.adopted()
+
+    async def _use(self, settings: Text) -> None:
         try:
             wanted, now = dealt(read(settings), self._start.workers), self._settings
             wanted = wanted.model_copy(update={"listen": now.listen} if _moves(wanted, now) else {})
