@@ -11,12 +11,13 @@ step without an await. What can take other settings has a `reconfigure`, what ca
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -49,13 +50,15 @@ from lbproxy.data_plane import DataPlane, Loop, Parts, Plane, listening_url
 from lbproxy.extras.replication import make_replication
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.net.listening.bind import open_sockets
-from lbproxy.net.listening.inherit import Inherited, start_successor
+from lbproxy.net.listening.inherit import Inherited, Sockets, hand_over
 from lbproxy.net.listening.notify import Notifier
 from lbproxy.runtime import Runtime, Sink, logger, supervise
 
 SUCCESSOR_WAITS_S = 3.0
 """How long a successor waits for its first endpoint before it accepts: its predecessor serves meanwhile."""
 MAX_PROBLEMS_LOGGED = 100
+STOPPING = "stopping: %d running requests have up to %g s"
+STOPPED = "stopped: %d requests were ended before they were complete"
 
 
 class Listening(NamedTuple):
@@ -76,10 +79,14 @@ class Orders:
     restart: asyncio.Event = field(default_factory=asyncio.Event)
     read_settings: Callable[[], Settings] | None = None
     """The settings again. Raises ConfigError, OSError. None = there is nothing to reload."""
-    reloaded: Callable[[], None] = lambda: None
-    """Called when settings that were read again are in force."""
+    reloaded: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
+    """Called when settings that were read again are in force; the reload ends when it returns."""
+    overlaid: Callable[[], None] = lambda: None
+    """Called when `Proxy.overlay` changed in between."""
     command: list[str] | None = None
     """What starts the same program again. None = it cannot be restarted."""
+    exiting: Callable[[], None] = lambda: None
+    """Set by who is given the orders; called before the process exits without a stop."""
 
 
 async def serve(settings: Settings, *, orders: Orders, on_ready: Callable[[Listening], None]) -> None:
@@ -138,7 +145,8 @@ class Proxy:
         """A successor has the listening sockets."""
         self._changing = asyncio.Lock()
         """Held while the settings change."""
-        self._read_settings: Callable[[], Settings] | None = None
+        self._orders = Orders()
+        """Those of `run`."""
         self.admin = None if settings.admin is None else self._make_admin(settings.admin)
         self.sources: list[asyncio.Task[None]] = []
         """The loops of `discovery`."""
@@ -162,8 +170,7 @@ class Proxy:
         """Until it is told to stop, and has."""
         self.plane.adopt(self.settings, await self.plane.prepare(self.settings))
         self.runtime.pulse.start()
-        self._read_settings = orders.read_settings
-        self._reloaded = orders.reloaded
+        self._orders = orders
         first = self.runtime.set_endpoints(self.discovery.endpoints())
         sockets = await self._sockets(inherited)
         async with asyncio.TaskGroup() as tasks:
@@ -268,11 +275,11 @@ class Proxy:
 
     async def reload(self) -> list[str] | None:
         """See api.Steering."""
-        if self._read_settings is None:
+        if self._orders.read_settings is None:
             return None
         async with self._changing:
             self.notifier.reloading()
-            problems = await self._reload(self._read_settings)
+            problems = await self._reload(self._orders.read_settings)
             self.notifier.ready(self.status())
             return problems
 
@@ -294,9 +301,9 @@ class Proxy:
             text = "the settings cannot be read, and the old ones stay in force: %s"
             logger.error(text, error, extra={"event": "reload", "problems": problems})
         else:
+            await self._orders.reloaded()
             loads.succeeded_at = time.time()
             _log_reload(settings, len(self.discovery.endpoints()), fixed)
-            self._reloaded()
         loads.succeeded = not problems
         return problems
 
@@ -353,7 +360,7 @@ class Proxy:
         async with self._changing:
             overlay, settings = self.overlay.add(self.settings, entry, keep=keep)
             await self._take_over(settings)
-            self.overlay = overlay
+            self._overlay(overlay)
             return settings.endpoints[-1].name
 
     async def remove_endpoint(self, name: str) -> bool:
@@ -362,8 +369,12 @@ class Proxy:
             from_file = name not in self.overlay.added
             overlay, settings = self.overlay.remove(self.settings, name)
             await self._take_over(settings)
-            self.overlay = overlay
+            self._overlay(overlay)
             return from_file
+
+    def _overlay(self, overlay: Overlay) -> None:
+        self.overlay = overlay
+        self._orders.overlaid()
 
     def set_log_level(self, level: str) -> None:
         """See api.Steering."""
@@ -381,41 +392,27 @@ class Proxy:
     # Stopping
 
     async def _follow_restarts(self, orders: Orders) -> None:
-        while True:
-            await orders.restart.wait()
-            orders.restart.clear()
-            if orders.command is not None and await self._hand_over(orders.command):
-                self._handed_over.set()
-                return
+        await hand_over(orders.restart, orders.command, self._before_restart, self.notifier)
+        self.keeper.release()
+        self.plane.stop_accepting()
+        if self.admin is not None:
+            self.admin.stop_accepting()
+        self._handed_over.set()
 
-    async def _hand_over(self, command: list[str]) -> bool:
-        """Start a successor on our sockets. Once it accepts, we do no more."""
-        logger.info("restarting: the new process is %s", " ".join(command), extra={"event": "restart"})
+    async def _before_restart(self) -> Sockets:
         await self.keeper.write_now()
         sockets: dict[str, Sequence[socket.socket]] = {"listen": self.plane.sockets or ()}
         if self.admin is not None and self.admin.listener is not None:
             sockets["admin"] = self.admin.listener.sockets
-        try:
-            pid = await start_successor(command, sockets)
-        except OSError as error:
-            logger.error("the new process cannot be started, so we continue: %s", error, extra={"event": "restart"})
-            return False
-        if pid is None:
-            logger.error("the new process accepts no connections, so we continue", extra={"event": "restart"})
-            return False
-        logger.info("the new process accepts connections: process %d", pid, extra={"event": "restart", "pid": pid})
-        self.keeper.release()
-        self.notifier.succeeded_by(pid)
-        self.plane.stop_accepting()
-        if self.admin is not None:
-            self.admin.stop_accepting()
-        return True
+        return sockets
 
     async def _stop(self, orders: Orders, tasks: asyncio.TaskGroup) -> None:
         """SIGTERM's supervisor waits for us, so `drain.deadline` counts from it; nobody waits for who handed over."""
         drain, running = self.settings.drain, self.plane.front.running
+        # Without sockets this is the balancer process, and our supervisor logs the same, for all processes.
+        level = logging.DEBUG if self.plane.sockets is None else logging.INFO
         deadline_s = drain.deadline if orders.stop.is_set() else drain.restart_deadline
-        logger.info("stopping: %d running requests have up to %g s", running, deadline_s, extra={"event": "stop"})
+        logger.log(level, STOPPING, running, deadline_s, extra={"event": "stop"})
         self.notifier.stopping(f"{running} running requests")
         sooner = tasks.create_task(self._stop_sooner(orders))
         lame_duck_s = 0.0 if orders.hurry.is_set() else min(drain.lame_duck, drain.deadline)
@@ -424,7 +421,7 @@ class Proxy:
         await self.keeper.stop()
         if self.replication is not None:
             await self.replication.leave()
-        logger.info("stopped: %d requests were ended before they were complete", cut, extra={"event": "stop"})
+        logger.log(level, STOPPED, cut, extra={"event": "stop"})
 
     async def _stop_sooner(self, orders: Orders) -> None:
         await orders.stop.wait()

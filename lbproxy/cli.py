@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -161,9 +162,10 @@ def _run(args: argparse.Namespace) -> int:
     from lbproxy.processes.control import Text  # noqa: PLC0415
     from lbproxy.processes.supervisor import supervise, worker_count  # noqa: PLC0415
 
-    def start(stop: asyncio.Event, hurry: asyncio.Event) -> Coroutine[object, object, None]:
+    def start(told: Signals) -> Coroutine[object, object, None]:
         read = partial(_read_settings, args.config)
-        orders = app.Orders(stop, hurry, read_settings=read, command=app.own_command())
+        orders = app.Orders(told.stop, told.hurry, read_settings=read, command=app.own_command())
+        told.exiting = lambda: orders.exiting()  # noqa: PLW0108 - set later
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, orders.reload.set)
         loop.add_signal_handler(signal.SIGUSR2, orders.restart.set)
@@ -202,7 +204,7 @@ def _demo(args: argparse.Namespace) -> int:
         return _demo_traffic(args)
     from lbproxy.demo.first import run_demo  # noqa: PLC0415
 
-    _run_until_signal(lambda stop, _: run_demo(args.listen, args.admin, stop, workers=args.workers))
+    _run_until_signal(lambda told: run_demo(args.listen, args.admin, told.stop, workers=args.workers))
     return 0
 
 
@@ -222,10 +224,10 @@ def _demo_traffic(args: argparse.Namespace) -> int:
         return 2
     last: traffic.View | None = None
 
-    async def night(stop: asyncio.Event, _: asyncio.Event) -> None:
+    async def night(told: Signals) -> None:
         nonlocal last
         with show.Drawn(console) if console.is_terminal else show.Printed() as shown:
-            last = await traffic.run_traffic(options, stop, shown)
+            last = await traffic.run_traffic(options, told.stop, shown)
 
     print("Six simulated servers and lbproxy are started ...", flush=True)
     try:
@@ -249,11 +251,11 @@ def _mock(args: argparse.Namespace) -> int:
         print(f"lbproxy mock: {error}", file=sys.stderr)
         return 2
 
-    async def until(stop: asyncio.Event, _: asyncio.Event) -> None:
+    async def until(told: Signals) -> None:
         async with MockServer(options) as server:
             what = f"simulated {ENGINES[options.engine]}, {options.preset}"
             print(f"{what}, serves {options.model!r} at {server.url}", flush=True)
-            await stop.wait()
+            await told.stop.wait()
 
     _run_until_signal(until)
     return 0
@@ -334,27 +336,38 @@ def _read_settings(path: str) -> Settings:
     return parse_text(read_text(path), path)
 
 
-def _run_until_signal(start: Callable[[asyncio.Event, asyncio.Event], Coroutine[object, object, None]]) -> None:
-    """Run what `start` makes. SIGTERM or SIGINT sets its first event, SIGINT (somebody at a terminal) its second too;
-    another such signal ends it at once.
-    """
+@dataclass
+class Signals:
+    """What signals say to a command that runs until one arrives. Made inside the running loop."""
+
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    """SIGTERM or SIGINT."""
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    """SIGINT: somebody at a terminal."""
+    exiting: Callable[[], None] = lambda: None
+    """Called at a second signal, after which the process exits. Set by the command."""
+
+
+def _run_until_signal(start: Callable[[Signals], Coroutine[object, object, None]]) -> None:
+    """Run what `start` makes; a second SIGTERM or SIGINT ends it at once."""
 
     async def run() -> None:
-        stop, hurry, signalled = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        told, signalled = Signals(), asyncio.Event()
         loop = asyncio.get_running_loop()
 
         def on_signal(number: int) -> None:
             if signalled.is_set():
                 os.write(2, b"lbproxy: second signal: exit immediately\n")
+                told.exiting()
                 os._exit(1)
             signalled.set()
             if number == signal.SIGINT:
-                hurry.set()
-            stop.set()
+                told.hurry.set()
+            told.stop.set()
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)
-        await start(stop, hurry)
+        await start(told)
 
     process.run(run())
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 
+import orjson
+
 from lbproxy import app, process
+from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
+from lbproxy.control.discovery.overlay import Addition, Changes, Overlay, UnknownEntryError
 from lbproxy.control.telemetry.memory import Memory
 from lbproxy.data_plane import Parts
 from lbproxy.net.listening.inherit import Inherited
@@ -32,8 +36,9 @@ logger = logging.getLogger("lbproxy")
 
 UIDS: int = 1 << 32
 """Of endpoints, for each balancer process."""
-WELCOME_WITHIN_S = 3.0
-"""A balancer process after another decides once an endpoint is up, or after this long: until then workers do."""
+WELCOME_WITHIN_S = app.SUCCESSOR_WAITS_S
+"""A balancer process after another decides once an endpoint is up, or after this long. Until then workers do; or, in a
+restart, the old lbproxy, as workers accept connections once this process decides."""
 
 
 async def run_balancer(supervisor: Supervisor, start: Start) -> None:
@@ -73,13 +78,15 @@ class Balancing:
     def __init__(self, supervisor: Supervisor, start: Start) -> None:
         self._supervisor = supervisor
         self._start = start
-        self._text = ""
-        """Of the settings that were read last."""
-        self._orders = app.Orders(read_settings=self._read_again, reloaded=self._reloaded)
-        settings = read(start.settings)
+        self._in_force = start.settings
+        self._read = ""
+        """The text that was read last, whether it is in force or not."""
+        self._orders = app.Orders(read_settings=self._read_again, reloaded=self._reloaded, overlaid=self._adopted)
+        overlay, settings = _as_before(start.settings)
         first_uid = start.generation * UIDS
         self._running: list[asyncio.Task[None]] = []
         self._proxy = app.Proxy(settings, _Told(supervisor), self._make_plane, first_uid)
+        self._proxy.overlay = overlay
 
     async def run(self) -> None:
         """Until it is told to stop."""
@@ -102,7 +109,7 @@ class Balancing:
 
     async def _welcome(self) -> None:
         """Take over from the workers."""
-        if self._start.generation:
+        if self._start.generation or self._start.succeeds:
             await self._proxy.endpoint_comes_up(WELCOME_WITHIN_S)
         self._plane.server.ready()
 
@@ -137,9 +144,29 @@ class Balancing:
     def _read_again(self) -> Settings:
         """Called in a thread; `_reloaded` follows if the settings are in force then."""
         source = self._start.settings.source
-        self._text = read_text(source)
-        return parse_text(self._text, source)
+        self._read = read_text(source)
+        return parse_text(self._read, source)
 
-    def _reloaded(self) -> None:
-        self._plane.server.settle(self._text)
-        self._supervisor.send(Adopt(Text(self._text, self._start.settings.source), self._proxy.status()))
+    async def _reloaded(self) -> None:
+        self._in_force = Text(self._read, self._in_force.source)
+        self._adopted()
+        await self._plane.server.settle(self._in_force.text)
+
+    def _adopted(self) -> None:
+        """Have the supervisor start the next balancer process with what is in force now."""
+        added, removed = self._proxy.overlay.changes
+        text, source = self._in_force.text, self._in_force.source
+        as_json = tuple((orjson.dumps(one.entry).decode(), one.keep) for one in added)
+        self._supervisor.send(Adopt(Text(text, source, as_json, removed), self._proxy.status()))
+        self._supervisor.link.flush()  # before the client of the admin API gets its response
+
+
+def _as_before(text: Text) -> tuple[Overlay, Settings]:
+    """The settings that were in force, with what the admin API changed. Raises ConfigError."""
+    settings = read(text)
+    added = tuple(Addition(orjson.loads(entry), keep) for entry, keep in text.added)
+    try:
+        return Overlay.again(settings, Changes(added, text.removed))
+    except (ConfigError, UnknownEntryError) as error:  # the environment that the settings refer to is another one
+        logger.error("the endpoints of the admin API are lost: %s", error, extra={"event": "workers"})
+        return Overlay(), settings

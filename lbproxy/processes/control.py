@@ -12,6 +12,7 @@ sockets by their descriptors. The first message on the link is `Start`. Invarian
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
@@ -35,6 +36,10 @@ class Text(Message):
     text: str
     source: str
     """Where it was read: the path of a file."""
+    added: tuple[tuple[str, bool], ...] = ()
+    """Endpoints that the admin API added since, as JSON, and whether a reload keeps them. Workers do not need them."""
+    removed: tuple[str, ...] = ()
+    """Names of endpoints of the text that the admin API removed since."""
 
 
 class Start(Message, tag=1):
@@ -46,6 +51,8 @@ class Start(Message, tag=1):
     workers: int
     generation: int
     """Of a balancer process: how many there were before it."""
+    succeeds: bool
+    """Another lbproxy serves until this one is ready."""
     settings: Text
     path: str
     """Of the Unix socket on which the balancer process listens for workers."""
@@ -113,8 +120,23 @@ class Save(Message, tag=11):
     """To the balancer process: write the state file now, as another lbproxy starts."""
 
 
+class Stopping(Message, tag=12):
+    """To the supervisor, from a worker that was told to stop: requests that run."""
+
+    running: int
+
+
+class Stopped(Message, tag=13):
+    """To the supervisor, from a worker that ends: requests that it cut."""
+
+    cut: int
+
+
 ToChild: TypeAlias = Start | Stop | Reload | Draining | Save
-ToSupervisor: TypeAlias = Adopt | Ready | Unfit | Beat | Reloading | Reloaded
+ToSupervisor: TypeAlias = Adopt | Ready | Unfit | Beat | Reloading | Reloaded | Stopping | Stopped
+
+LAST_WORDS_S: Final = 1.0
+"""How long the end of an ended child's link is waited for. It is there at once, after all that the child sent."""
 
 
 class Child:
@@ -128,8 +150,14 @@ class Child:
         self.problems: list[str] = []
         """Why it could not start."""
         self.process: asyncio.subprocess.Process | None = None
+        self.is_ready = False
+        self.running: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        """Requests of a worker that was told to stop."""
+        self.cut = 0
+        """Requests that it ended before they were complete."""
         self._received = received
-        self.link: Link[ToSupervisor] = Link(ToSupervisor, self._on_messages, lambda: None)
+        self._lost = asyncio.Event()
+        self.link: Link[ToSupervisor] = Link(ToSupervisor, self._on_messages, self._lost.set)
 
     async def start(self, start: Start, sockets: Mapping[str, Sequence[socket.socket]]) -> None:
         """Start the process. Raises OSError."""
@@ -160,8 +188,16 @@ class Child:
         """Wait for the end of the process; returns its exit code, or minus the number of the signal that ended it."""
         assert self.process is not None
         code = await self.process.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._lost.wait()
         self.link.close()
+        self._set_running(0)
         return code
+
+    def _set_running(self, count: int) -> None:
+        if not self.running.done():
+            self.running.set_result(count)
 
     def kill(self) -> None:
         """End it at once."""
@@ -172,7 +208,12 @@ class Child:
         self.beat_at = asyncio.get_running_loop().time()
         for message in arrived:
             if isinstance(message, Ready):
+                self.is_ready = True
                 self._ready.set()
+            elif isinstance(message, Stopping):
+                self._set_running(message.running)
+            elif isinstance(message, Stopped):
+                self.cut = message.cut
             elif isinstance(message, Unfit):
                 self.problems = message.problems
             self._received(message)

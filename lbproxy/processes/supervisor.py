@@ -3,7 +3,8 @@
 Theory of operation. The balancer process is started first, then all workers, each with a `_Post` that keeps one process
 in its place: when that ends without having been told to, the next one starts after a back-off, which grows while
 processes end soon. Stopping goes the other way: workers first, so that requests can end, then the balancer process.
-What cannot start with the settings of the start ends everything, as in a single process. Invariants:
+What cannot start with the settings of the start ends everything, as in a single process. A stop during the start kills
+what is not ready, and lets requests of workers that are ready finish. Invariants:
 
 - The listening sockets are open as long as the supervisor lives, so that no connection is refused while another
   process starts; the supervisor itself never accepts.
@@ -22,7 +23,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Literal
 
 from lbproxy import app, process
 from lbproxy.config.text import ConfigError
@@ -31,7 +32,7 @@ from lbproxy.control.telemetry.log import configure_logging
 from lbproxy.control.telemetry.writer import LineWriter
 from lbproxy.data_plane import listening_url
 from lbproxy.net.listening.bind import bound_port, open_sockets
-from lbproxy.net.listening.inherit import Inherited, start_successor
+from lbproxy.net.listening.inherit import Inherited, Sockets, hand_over
 from lbproxy.net.listening.notify import Notifier
 from lbproxy.processes.control import (
     BALANCER,
@@ -62,6 +63,8 @@ STEADY_S: Final = 5.0
 """A process that ran this long starts again without a back-off."""
 SILENT_S: Final = 15.0
 WATCH_S: Final = 0.5
+SAYS_WITHIN_S: Final = 1.0
+"""How long a stop waits for workers to say how many requests they have; it goes on without those that hang."""
 ENDS_WITHIN_S: Final = 10.0
 """After the deadline of a drain: what is left is killed."""
 
@@ -100,9 +103,20 @@ class _Post:
         self.ready = asyncio.Event()
         """A process was ready here."""
         self.generation = 0
-        self.ending = False
-        """It was told to end: it is not replaced."""
+        self.ending = asyncio.Event()
+        """The process is told to end, and is not replaced."""
         self.task: asyncio.Task[None] | None = None
+
+    @property
+    def is_serving(self) -> bool:
+        """A process is here that does its work."""
+        return self.child is not None and self.child.is_ready
+
+    def kill(self) -> None:
+        """End what is here, or is about to start."""
+        self.ending.set()
+        if self.child is not None:
+            self.child.kill()
 
 
 class Supervisor:
@@ -116,8 +130,9 @@ class Supervisor:
         self._sockets: dict[str, Sequence[socket.socket]] = {}
         self._folder = tempfile.mkdtemp(prefix="lbproxy-")  # with mode 0700
         self._shares = Shares(Path(self._folder) / SHARES)
-        self._url = ""
-        self._admin_url: str | None = None
+        self._at = app.Listening("", None)
+        self._succeeds = False
+        """Another lbproxy serves until all processes are ready."""
         self._status = ""
         self._balancer = _Post(BALANCER, 0)
         self._workers = [_Post(WORKER, index) for index in range(worker_count(settings))]
@@ -130,22 +145,26 @@ class Supervisor:
 
     async def run(self, inherited: Inherited, orders: app.Orders, on_ready: Callable[[app.Listening], None]) -> None:
         """Until it is told to stop, and has. Raises ConfigError, OSError if the first processes cannot start."""
+        orders.exiting = self._kill_all
         await self._listen(inherited)
+        self._succeeds = inherited.has_predecessor
         unfit: ConfigError | OSError | None = None
         async with asyncio.TaskGroup() as self._group:
-            running: list[asyncio.Task[None]] = []
+            running: list[asyncio.Task[Any]] = []
             try:
-                await self._start_all()
-                on_ready(app.Listening(self._url, self._admin_url))
-                self._notifier.ready(self._status)
-                inherited.ready()
-                inherited.close()
-                works = (self._watch(), self._follow_reloads(orders), self._follow_restarts(orders))
-                running += [self._group.create_task(work) for work in works]
                 ends = [self._group.create_task(one.wait()) for one in (orders.stop, self._handed_over)]
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                running += ends
+                if await self._start_all(ends[0]):
+                    on_ready(self._at)
+                    self._notifier.ready(self._status)
+                    inherited.ready()
+                    inherited.close()
+                    works = (self._watch(), self._follow_reloads(orders), self._follow_restarts(orders))
+                    running += [self._group.create_task(work) for work in works]
+                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                else:
+                    orders.hurry.set()  # nobody was told that we serve
                 await self._stop(orders)
-                running += ends  # type: ignore[arg-type]
             except (ConfigError, OSError) as error:
                 unfit = error  # not as a part of a group
             finally:
@@ -155,14 +174,15 @@ class Supervisor:
         if unfit is not None:
             raise unfit
 
-    async def _start_all(self) -> None:
-        """The balancer process, then the workers. Raises ConfigError, OSError."""
-        self._man(self._balancer)
-        await self._ready([self._balancer])
-        for post in self._workers:
-            self._man(post)
-        await self._ready(self._workers)
+    async def _start_all(self, stop: asyncio.Task[Literal[True]]) -> bool:
+        """The balancer process, then the workers. False: `stop` came before. Raises ConfigError, OSError."""
+        for posts in ([self._balancer], self._workers):
+            for post in posts:
+                self._man(post)
+            if not await self._ready(posts, stop):
+                return False
         logger.info("%d workers accept connections", len(self._workers), extra={"event": "start"})
+        return True
 
     def close(self) -> None:
         """Let go of everything."""
@@ -177,17 +197,15 @@ class Supervisor:
         for key, address in (("listen", settings.listen), ("admin", settings.admin)):
             if address is not None:
                 self._sockets[key] = await inherited.take(key, address) or await open_sockets(address, key)
-        self._url = listening_url(settings.listen, bound_port(self._sockets["listen"]))
+        self._at = app.Listening(listening_url(settings.listen, bound_port(self._sockets["listen"])), None)
 
     # Processes
 
     def _kill_all(self) -> None:
         for post in self._posts:
-            post.ending = True
             if post.task is not None:
                 post.task.cancel()
-            if post.child is not None:
-                post.child.kill()
+            post.kill()
 
     def _man(self, post: _Post) -> None:
         post.task = self._group.create_task(self._keep(post))
@@ -195,16 +213,18 @@ class Supervisor:
     async def _keep(self, post: _Post) -> None:
         """Have a process in this place until it is told to end."""
         backoff_s = BACKOFF_FIRST_S
-        while not post.ending:
+        while not post.ending.is_set():
             began_at = self._loop.time()
             post.child = child = Child(post.name, post.ready, self._received)
             try:
                 await child.start(self._start_of(post), self._sockets_of(post))
+                if post.ending.is_set():
+                    child.kill()
                 code = await child.ended()
             except OSError as error:
                 child.problems = [str(error)]
                 code = 1
-            if self._is_ending(post):
+            if post.ending.is_set():
                 return
             if not post.ready.is_set():
                 self._fail(child)
@@ -218,15 +238,14 @@ class Supervisor:
             why = "".join(f": {one}" for one in child.problems[:3])
             extra = {"event": "workers", "pid": child.pid, "code": code}
             logger.error("%s %s%s; another one starts in %.2g s", post.name, how, why, backoff_s, extra=extra)
-            await asyncio.sleep(backoff_s)
-
-    @staticmethod
-    def _is_ending(post: _Post) -> bool:
-        return post.ending
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(backoff_s):
+                    await post.ending.wait()
 
     def _start_of(self, post: _Post) -> Start:
         path = os.path.join(self._folder, "balancer.sock")
-        return Start(post.role, post.index, len(self._workers), post.generation, self._text, path, self._url, {})
+        workers, generation = len(self._workers), post.generation
+        return Start(post.role, post.index, workers, generation, self._succeeds, self._text, path, self._at.url, {})
 
     def _sockets_of(self, post: _Post) -> Mapping[str, Sequence[socket.socket]]:
         key = "admin" if post.role == BALANCER else "listen"
@@ -237,27 +256,27 @@ class Supervisor:
             problems = child.problems or [f"{child.name} cannot start"]
             self._failed.set_exception(ConfigError("settings", problems))
 
-    async def _ready(self, posts: Sequence[_Post]) -> None:
-        """Wait until all of them work. Raises ConfigError if one cannot start."""
+    async def _ready(self, posts: Sequence[_Post], stop: asyncio.Task[Literal[True]]) -> bool:
+        """Wait until all of them work, or `stop` is done. Raises ConfigError if one cannot start."""
 
         async def all_ready() -> None:
             for post in posts:
                 await post.ready.wait()
 
         waiting = self._group.create_task(all_ready())
-        either = {waiting, self._failed}
+        either: set[asyncio.Future[Any]] = {waiting, self._failed, stop}
         done, _ = await asyncio.wait(either, timeout=READY_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
         if self._failed in done:
-            waiting.cancel()
             self._failed.result()
         if not done:
-            waiting.cancel()
             raise OSError(f"{posts[0].name} is not ready after {READY_WITHIN_S:g} s")
+        return waiting in done
 
     def _received(self, message: ToSupervisor) -> None:
         if isinstance(message, Ready):
             if message.url is not None:
-                self._admin_url = message.url
+                self._at = self._at._replace(admin_url=message.url)
             self._status = message.status or self._status
         elif isinstance(message, Reloading):
             self._notifier.reloading()
@@ -292,68 +311,75 @@ class Supervisor:
                 self._balancer.child.link.send(Reload())
 
     async def _follow_restarts(self, orders: app.Orders) -> None:
-        while True:
-            await orders.restart.wait()
-            orders.restart.clear()
-            if orders.command is not None and await self._hand_over(orders.command):
-                self._handed_over.set()
-                return
+        await hand_over(orders.restart, orders.command, self._before_restart, self._notifier)
+        self._handed_over.set()
 
-    async def _hand_over(self, command: list[str]) -> bool:
-        """Start a successor on our sockets. Once it accepts, we do no more."""
-        logger.info("restarting: the new process is %s", " ".join(command), extra={"event": "restart"})
+    async def _before_restart(self) -> Sockets:
         if self._balancer.child is not None:
             self._balancer.child.link.send(Save())  # it is done before a process has started
-        try:
-            pid = await start_successor(command, self._sockets)
-        except OSError as error:
-            logger.error("the new process cannot be started, so we continue: %s", error, extra={"event": "restart"})
-            return False
-        if pid is None:
-            logger.error("the new process accepts no connections, so we continue", extra={"event": "restart"})
-            return False
-        logger.info("the new process accepts connections: process %d", pid, extra={"event": "restart", "pid": pid})
-        self._notifier.succeeded_by(pid)
-        return True
+        return self._sockets
 
     async def _stop(self, orders: app.Orders) -> None:
         """Workers first: see `app.Proxy`."""
         drain, handed_over = self._settings.drain, self._handed_over.is_set()
         deadline_s = drain.deadline if orders.stop.is_set() else drain.restart_deadline
         lame_duck_s = 0.0 if orders.hurry.is_set() else min(drain.lame_duck, drain.deadline)
-        logger.info("stopping: running requests have up to %g s", deadline_s, extra={"event": "stop"})
-        self._notifier.stopping("running requests end")
-        for post in self._posts:
-            post.ending = True
+        sooner = self._group.create_task(self._stop_sooner(orders)) if not orders.stop.is_set() else None
+        self._end_unready()
         if self._balancer.child is not None:
             self._balancer.child.link.send(Draining(handed_over))
-        self._tell_workers(Stop(deadline_s, lame_duck_s, not handed_over))
-        sooner = self._group.create_task(self._stop_sooner(orders)) if not orders.stop.is_set() else None
+        workers = self._tell_workers(Stop(deadline_s, lame_duck_s, not handed_over))
+        running = await _count(workers)
+        logger.info(app.STOPPING, running, deadline_s, extra={"event": "stop"})
+        self._notifier.stopping(f"{running} running requests")
         await self._end(self._workers, deadline_s + ENDS_WITHIN_S)
         if sooner is not None:
             sooner.cancel()
         if self._balancer.child is not None:
             self._balancer.child.link.send(Stop(0.0, 0.0, False))
         await self._end([self._balancer], ENDS_WITHIN_S)
-        logger.info("stopped", extra={"event": "stop"})
+        logger.info(app.STOPPED, sum(one.cut for one in workers), extra={"event": "stop"})
+
+    def _end_unready(self) -> None:
+        """Nothing is replaced from now on. What has not begun to work is killed; but a balancer process that workers
+        wait for gets the records of their requests.
+        """
+        for post in self._posts:
+            post.ending.set()
+        for post in self._workers:
+            if not post.is_serving:
+                post.kill()
+        if not any(post.is_serving for post in self._posts):
+            self._balancer.kill()
 
     async def _stop_sooner(self, orders: app.Orders) -> None:
         await orders.stop.wait()
         self._tell_workers(Stop(self._settings.drain.deadline, 0.0, False))
 
-    def _tell_workers(self, stop: Stop) -> None:
-        for post in self._workers:
-            if post.child is not None:
-                post.child.link.send(stop)
+    def _tell_workers(self, stop: Stop) -> list[Child]:
+        """Returns those that were told."""
+        told = [post.child for post in self._workers if post.child is not None and post.is_serving]
+        for child in told:
+            child.link.send(stop)
+        return told
 
     @staticmethod
     async def _end(posts: Sequence[_Post], within_s: float) -> None:
         """Wait for the ends of processes; kill what is left."""
         tasks = [post.task for post in posts if post.task is not None]
+        if not tasks:
+            return
         _, left = await asyncio.wait(tasks, timeout=within_s)
         for post in posts:
-            if post.task in left and post.child is not None:
-                post.child.kill()
+            if post.task in left:
+                post.kill()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ENDS_WITHIN_S):
                 await asyncio.gather(*left, return_exceptions=True)
+
+
+async def _count(workers: Sequence[Child]) -> int:
+    """The requests that run in workers that were told to stop, as far as they say so in time."""
+    if workers:
+        await asyncio.wait([one.running for one in workers], timeout=SAYS_WITHIN_S)
+    return sum(one.running.result() for one in workers if one.running.done())

@@ -20,7 +20,7 @@ from lbproxy.control.telemetry.memory import Memory
 from lbproxy.control.telemetry.telemetry import Telemetry
 from lbproxy.data_plane import DataPlane
 from lbproxy.net.connections.pool import ConnectionPool
-from lbproxy.processes.control import SHARES, Ready, Start, Stop, Text, ToChild
+from lbproxy.processes.control import SHARES, Ready, Start, Stop, Stopped, Stopping, Text, ToChild
 from lbproxy.processes.supervised import Supervisor, read
 from lbproxy.proxy.front.overload import default_bodies
 from lbproxy.runtime import Sink, supervise
@@ -113,9 +113,11 @@ class Worker:
         process.settle()
         supervisor.send(Ready("", None))
         stop = await self._stop
+        supervisor.send(Stopping(front.running))
         if not stop.keep_listening:
             plane.stop_accepting()
-        await plane.stop(deadline_s=stop.deadline_s, lame_duck_s=stop.lame_duck_s)
+        cut = await plane.stop(deadline_s=stop.deadline_s, lame_duck_s=stop.lame_duck_s)
+        supervisor.send(Stopped(cut))
         runtime.hand_out()
         await asyncio.sleep(0)  # the last records leave
 
@@ -180,6 +182,10 @@ class Worker:
         self._group.create_task(self._adopt(Text(text, self._start.settings.source)))
 
     async def _adopt(self, settings: Text) -> None:
+        await self._use(settings)
+        self._runtime.adopted()
+
+    async def _use(self, settings: Text) -> None:
         try:
             wanted, now = dealt(read(settings), self._start.workers), self._settings
             wanted = wanted.model_copy(update={"listen": now.listen} if _moves(wanted, now) else {})

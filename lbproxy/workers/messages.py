@@ -204,6 +204,10 @@ class Beat(Message, tag=14):
     """How many requests' traces became what."""
 
 
+class Adopted(Message, tag=15):
+    """The reply to `Settle`: its settings are in force in this worker, or it keeps its old ones and has logged why."""
+
+
 # --- To a worker ------------------------------------------------------------------------------------------------------
 
 
@@ -294,7 +298,9 @@ class Refreshed(Message, tag=39):
 
 
 class Settle(Message, tag=40):
-    """Other settings, as the text of a settings file, from now on; and the block size of their policy."""
+    """Other settings, as the text of a settings file, from now on; and the block size of their policy. `Adopted` is the
+    reply.
+    """
 
     text: str
     block_bytes: int | None
@@ -319,5 +325,6 @@ FromWorker: TypeAlias = (
     | DoubtModels
     | RefreshModels
     | Beat
+    | Adopted
 )
 ToWorker: TypeAlias = Welcome | Placed | Refused | Stranded | Members | Models | Remember | Refreshed | Settle | Pong

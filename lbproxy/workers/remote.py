@@ -72,7 +72,7 @@ class Owner(Protocol):
     """The worker process: what concerns it of the balancer process's messages."""
 
     def settle(self, text: str) -> None:
-        """There are other settings: this is their text."""
+        """There are other settings: this is their text. `RemoteRuntime.adopted` follows, whether they can be used."""
         ...
 
     def pong(self) -> None:
@@ -129,6 +129,11 @@ class RemoteRuntime(RequestRuntime):
     def reconfigure(self, settings: Settings) -> None:
         """Use other settings from now on."""
         self._retries.reconfigure(settings.retry)
+
+    def adopted(self) -> None:
+        """Tell the balancer process that the settings it sent are in force in this process, or are refused."""
+        if self._link is not None:
+            self._link.send(m.Adopted())
 
     # The link
 

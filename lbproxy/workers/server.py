@@ -32,6 +32,8 @@ logger = logging.getLogger("lbproxy")
 
 TELL_EVERY_S: Final = 0.05
 """How soon workers learn that an endpoint changed, unless a request is placed there before."""
+SETTLE_S: Final = 5.0
+"""How long a reload waits for workers: they read files, and may be busy."""
 NO_BEAT: Final = m.Beat(0, 0, 0, 0.0, (), None, None, 0, 0, None, {}, 0, {}, 0, 0, 0, 0, (), True, {})
 """Of a worker that has not sent one yet."""
 
@@ -65,6 +67,8 @@ class Session:
         """Of one core, between its last two beats."""
         self._beat_at = 0.0
         self.jobs: dict[int, _Job] = {}
+        self.adopted = asyncio.Event()
+        """It uses the settings that it was sent last, or it is gone."""
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             m.Hello: self._on_hello,
             m.Submit: self._on_submit,
@@ -80,6 +84,7 @@ class Session:
             m.DoubtModels: self._on_doubt_models,
             m.RefreshModels: self._on_refresh_models,
             m.Beat: self._on_beat,
+            m.Adopted: lambda _: self.adopted.set(),
         }
 
     # The link
@@ -105,6 +110,7 @@ class Session:
             record.error = "its worker process ended"
             record.ended_at = self._runtime.now()
             self._runtime.emit(record)
+        self.adopted.set()
         self._server.left(self)
 
     def _on_hello(self, message: m.Hello) -> None:
@@ -292,6 +298,8 @@ class WorkerServer:
         """Called with each worker whose link is lost."""
         self._models: dict[EndpointUid, object] = {}
         self._version = -1
+        self._text: str | None = None
+        """Of the settings that workers were told to use last."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._ready = False
         self._server: asyncio.Server | None = None
@@ -333,11 +341,26 @@ class WorkerServer:
             self.sessions.remove(session)
             self.on_left(session)
 
-    def settle(self, text: str) -> None:
-        """Have all workers use other settings."""
+    async def settle(self, text: str) -> None:
+        """Have all workers use other settings, also those that come later; returns when those that are there do, or
+        after `SETTLE_S`.
+        """
+        self._text = text
         self.tell()
-        for session in self.sessions:
-            session.link.send(m.Settle(text, self.runtime.block_bytes))
+        told = list(self.sessions)
+        for session in told:
+            self._settle(session, text)
+        try:
+            async with asyncio.timeout(SETTLE_S):
+                for session in told:
+                    await session.adopted.wait()
+        except TimeoutError:
+            text = "not all workers use the new settings after %g s"
+            logger.error(text, SETTLE_S, extra={"event": "workers"})
+
+    def _settle(self, session: Session, text: str) -> None:
+        session.adopted.clear()
+        session.link.send(m.Settle(text, self.runtime.block_bytes))
 
     def running_records(self) -> Iterable[RequestRecord]:
         """The records of requests that run."""
@@ -354,6 +377,8 @@ class WorkerServer:
         snapshots = self.runtime.snapshot().endpoints
         for message in (self._members(snapshots), *(self._models_of(one) for one in self.told)):
             session.link.send(message)
+        if self._text is not None:  # it may have been started with the settings of before
+            self._settle(session, self._text)
         session.link.send(m.Welcome(self.runtime.block_bytes))
 
     # What workers know of endpoints

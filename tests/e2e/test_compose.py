@@ -31,7 +31,6 @@ from tests.support.compose import (
 )
 from tests.support.dns import DnsServer, Says
 from tests.support.process import Process
-from tests.support.workers import one_process
 
 SERVICES = project(BASE).services
 NAME = "vllm"
@@ -184,7 +183,6 @@ def test_prometheus_finds_its_targets(tmp_path: Path) -> None:
     run(main(), timeout_s=110)
 
 
-@one_process("each process logs its own stop; tests/processes has the same")
 def test_down_in_the_order_of_depends_on_lets_a_stream_finish(tmp_path: Path) -> None:
     """`docker compose down`: lbproxy first, its servers when it has ended."""
     assert NAME in SERVICES["lbproxy"].depends_on

@@ -234,7 +234,6 @@ def test_admin_has_every_path(demo: tuple[str, str]) -> None:
     expect_generated(DOCS / "admin.md", "paths", table(["path", "does"], rows))
 
 
-@one_process("workers use other settings a moment after the reload is logged")
 def test_log_lines_have_the_keys_of_live_ones(tmp_path: Path) -> None:
     """One server that answers, one without metrics, one that is not there: between them every event."""
     with mock("--model", "m", "--lora-updates") as (_, url):

@@ -14,7 +14,7 @@ from tests.support.aio import run, until
 from tests.support.certificates import CA, server_context
 from tests.support.connect_proxy import ConnectProxy
 from tests.support.endpoint import OK, Script, ScriptedEndpoint, answer
-from tests.support.process import Process, lbproxy
+from tests.support.process import Process, lbproxy_beside
 
 KEY = "sk-upstream-secret"
 METRICS = Path(__file__).parents[1] / "fixtures/metrics/vllm-0.32.0-busy-2-running-rejecting.prom"
@@ -59,7 +59,7 @@ def test_two_models_one_with_a_key_over_tls(tmp_path: Path) -> None:
                 f"{{url: '{secure.url}', {more}}}",
                 f"{{url: '{plain.url}', name: plain, models: [said, said-too]}}",
             ]
-            with lbproxy(tmp_path, endpoints) as (process, url, admin):
+            async with lbproxy_beside(tmp_path, endpoints) as (process, url, admin):
                 async with httpx.AsyncClient(timeout=30) as client:
                     await until_up(client, admin, "secure", "plain")
                     await until(lambda: secure.asked("/metrics"))
@@ -127,19 +127,21 @@ def test_certificates_at_start_and_at_reload(tmp_path: Path) -> None:
                 assert await asyncio.to_thread(process.process.wait, 30) == 2
                 assert "endpoints[0].tls.ca: expected a file of certificates, but it cannot be read" in process.read()
             (tmp_path / "ca.pem").write_text(CA.read_text())
-            with lbproxy(tmp_path, [entry]) as (process, url, admin):
-                async with httpx.AsyncClient(timeout=30) as client:
-                    await until_up(client, admin, "gpu")
-                    assert "verify: false" not in process.read()
-                    (tmp_path / "ca.pem").unlink()
-                    process.process.send_signal(1)
-                    await until(lambda: "the settings are refused, and the old ones stay in force" in process.read())
-                    assert "endpoints[0].tls.ca" in process.output
-                    assert (await ask(client, url, "m")).status_code == 200
-                    config.write_text(config.read_text().replace("ca: ca.pem", "verify: false"))
-                    process.process.send_signal(1)
-                    await until(lambda: "of gpu are not verified" in process.read())
-                    assert (await ask(client, url, "m")).status_code == 200
+            async with (
+                lbproxy_beside(tmp_path, [entry]) as (process, url, admin),
+                httpx.AsyncClient(timeout=30) as client,
+            ):
+                await until_up(client, admin, "gpu")
+                assert "verify: false" not in process.read()
+                (tmp_path / "ca.pem").unlink()
+                process.process.send_signal(1)
+                await until(lambda: "the settings are refused, and the old ones stay in force" in process.read())
+                assert "endpoints[0].tls.ca" in process.output
+                assert (await ask(client, url, "m")).status_code == 200
+                config.write_text(config.read_text().replace("ca: ca.pem", "verify: false"))
+                process.process.send_signal(1)
+                await until(lambda: "of gpu are not verified" in process.read())
+                assert (await ask(client, url, "m")).status_code == 200
 
     run(main())
 
@@ -157,7 +159,7 @@ def test_everything_goes_through_the_proxy_and_its_password_shows_nowhere(tmp_pa
             entry = (
                 f"{{url: '{server.url}', name: far, proxy: 'http://me:%s@127.0.0.1:{proxy.port}', tls: {{ca: ca.pem}}}}"
             )
-            with lbproxy(tmp_path, [entry % password]) as (process, url, admin):
+            async with lbproxy_beside(tmp_path, [entry % password]) as (process, url, admin):
                 async with httpx.AsyncClient(timeout=30) as client:
                     await until_up(client, admin, "far")
                     await until(lambda: server.asked("/metrics"))

@@ -35,8 +35,8 @@ from tests.support.endpoint import (
     event,
 )
 from tests.support.load import load
-from tests.support.process import LBPROXY, Process, lbproxy, mock
-from tests.support.workers import one_process
+from tests.support.process import LBPROXY, Process, lbproxy, lbproxy_beside, mock
+from tests.support.workers import one_process, with_workers
 
 MODELS = answer(b'{"object":"list","data":[{"id":"m","object":"model"}]}')
 
@@ -52,7 +52,7 @@ def settings(folder: Path, endpoints: list[str], more: str = "") -> None:
     """Write the settings file anew."""
     listing = "".join(f"  - {url}\n" for url in endpoints)
     text = f"listen: 127.0.0.1:0\nadmin: 127.0.0.1:0\n{more}\nendpoints:\n{listing}"
-    (folder / "cfg.yaml").write_text(text)
+    (folder / "cfg.yaml").write_text(with_workers(text))
 
 
 def events(process: Process, event: str) -> list[dict[str, object]]:
@@ -242,7 +242,6 @@ def test_restarts_are_not_noticed(fleet: list[str], tmp_path: Path) -> None:
 DEADLINE_S = 0.5
 
 
-@one_process("each process logs its own stop; tests/processes has the same")
 @pytest.mark.parametrize("then", ["nothing", "SIGTERM"])
 def test_who_handed_over_waits_for_its_streams_until_it_is_told_to_stop(tmp_path: Path, then: str) -> None:
     """`drain.deadline` is how long a supervisor waits, and it does not wait for this process."""
@@ -283,8 +282,8 @@ def test_who_handed_over_waits_for_its_streams_until_it_is_told_to_stop(tmp_path
             "/v1/completions": script,
         }
         settings = f"drain: {{deadline: {DEADLINE_S}s, lame_duck: 0s}}"
-        async with ScriptedEndpoint(scripts) as endpoint:
-            with lbproxy(tmp_path, [endpoint.url], settings) as (process, url, _), ended(process):
+        async with ScriptedEndpoint(scripts) as it, lbproxy_beside(tmp_path, [it.url], settings) as (process, url, _):
+            with ended(process):
                 await handed_over(process, url)
 
     run(main())

@@ -21,7 +21,7 @@ import httpx
 
 from tests.support.aio import run, until
 from tests.support.endpoint import LAST, OK, STREAM_HEAD, Received, Script, ScriptedEndpoint, Wire, answer, event
-from tests.support.process import Process, lbproxy
+from tests.support.process import Process, lbproxy_beside
 
 MODELS = answer(b'{"object":"list","data":[{"id":"m","object":"model"}]}')
 PATH = "/v1/chat/completions"
@@ -130,7 +130,7 @@ async def observe(engines: list[Engine], requests: list[bool], apart_s: float, m
     def transitions(process: Process) -> Counter[str]:
         return Counter(f"{one['from']} -> {one['to']}" for one in process.lines("transition"))
 
-    with lbproxy(folder, [one.url for one in engines], more) as (process, url, _):
+    async with lbproxy_beside(folder, [one.url for one in engines], more) as (process, url, _):
         await until(lambda: transitions(process).total() == len(engines), "they are up", within_s=60.0)
         async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None)) as client:
             asking = (ask(client, url, n * apart_s, stream) for n, stream in enumerate(requests))

@@ -16,8 +16,7 @@ from tests.e2e.test_product import gauge
 from tests.support.aio import run, until
 from tests.support.endpoint import OK, ScriptedEndpoint, answer
 from tests.support.otlp import CLIENT, SERVER, Collector, Span
-from tests.support.process import LBPROXY, Process, children_of, lbproxy, mock
-from tests.support.workers import one_process
+from tests.support.process import LBPROXY, Process, children_of, lbproxy, lbproxy_beside, mock
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADERS = {"traceparent": f"00-{TRACE}-{SPAN}-01", "tracestate": "a=1"}
@@ -73,7 +72,7 @@ def test_a_retry_shows_both_attempts_and_each_server_its_own_parent(tmp_path: Pa
             ScriptedEndpoint({**healthy, "/v1/completions": OK}) as good,
         ):
             more = f"traces: {{endpoint: '{collector.url}'}}\nrouting: {{policy: round-robin}}"
-            with lbproxy(tmp_path, [bad.url, good.url], more) as (process, url, _):
+            async with lbproxy_beside(tmp_path, [bad.url, good.url], more) as (process, url, _):
                 for server in (bad, good):
                     name = server.url.removeprefix("http://")
                     await until(lambda: f"{name} serves sim" in process.read(), "served", within_s=30.0)  # noqa: B023
@@ -96,7 +95,6 @@ def test_a_retry_shows_both_attempts_and_each_server_its_own_parent(tmp_path: Pa
         run(main())
 
 
-@one_process("workers use other settings a moment after the reload is logged")
 def test_a_reload_turns_traces_on_and_off_and_the_end_sends_what_waits(tmp_path: Path) -> None:
     with Collector() as collector, mock("--speed", "20") as (_, server), lbproxy(tmp_path, [server]) as running:
         process, url, admin = running
@@ -120,7 +118,7 @@ def test_a_reload_turns_traces_on_and_off_and_the_end_sends_what_waits(tmp_path:
         run(collector.has(1, placed))
         reload(off)
         ask()
-        assert gauge(admin, "lbproxy_traces_total") == {}
+        run(until(lambda: gauge(admin, "lbproxy_traces_total") == {}, "nothing is counted"))
         reload(f"{off}\ntraces: {{endpoint: '{collector.url}'}}\n")
         ask()
         assert process.stop() == 0

@@ -39,7 +39,7 @@ class Cluster:
         self.process = process
         self.url = url
         self.config = config
-        self._admin = httpx.Client(base_url=admin, timeout=10.0)
+        self.admin = httpx.Client(base_url=admin, timeout=10.0)
 
     @property
     def pid(self) -> int:
@@ -49,7 +49,7 @@ class Cluster:
     def state(self) -> dict[str, Any]:
         """GET /admin/state; empty while no balancer process responds."""
         try:
-            return cast(dict[str, Any], self._admin.get("/admin/state").json())
+            return cast(dict[str, Any], self.admin.get("/admin/state").json())
         except httpx.TransportError:
             return {}
 
@@ -72,11 +72,11 @@ class Cluster:
         return None if endpoints is None else sum(one["in_flight"] for one in endpoints)
 
     def metric(self, name: str) -> float:
-        page = self._admin.get("/metrics").text
+        page = self.admin.get("/metrics").text
         return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(name))
 
     def close(self) -> None:
-        self._admin.close()
+        self.admin.close()
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +197,50 @@ def test_no_request_fails_because_the_balancer_process_died(servers: list[str], 
         assert "requests are placed by this worker alone" in it.process.read()
 
 
+def test_endpoints_of_the_admin_api_survive_the_balancer_process(servers: list[str], tmp_path: Path) -> None:
+    """Also those that were removed, a second death, and a reload after it, which keeps those that are to be kept."""
+    names = [one.removeprefix("http://") for one in servers]
+    json = {"content-type": "application/json"}
+
+    def shown(it: Cluster) -> list[tuple[str, str]]:
+        return [(one["name"], one["from"]) for one in it.state().get("endpoints", ())]
+
+    async def is_up(it: Cluster) -> None:
+        """So that the workers know it, too, when they place requests alone."""
+
+        def health() -> list[str]:
+            return [one["health"] for one in it.state().get("endpoints", ()) if one["name"] == "kept"]
+
+        await until(lambda: health() == ["up"], "it is up")
+
+    async def dies(it: Cluster) -> None:
+        pid = it.balancer()
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: len(it.workers()) == WORKERS and it.balancer() != pid, "another is there", within_s=30.0)
+        await is_up(it)
+
+    async def body(it: Cluster) -> None:
+        kept, other = {"url": servers[1], "name": "kept", "keep": True}, {"url": "http://127.0.0.1:9", "name": "other"}
+        for entry in (kept, other):
+            assert it.admin.post("/admin/endpoints", json=entry).status_code == 201
+        assert it.admin.delete(f"/admin/endpoints/{names[0]}", headers=json).status_code == 200
+        await is_up(it)
+        for _ in range(2):
+            await dies(it)
+            assert shown(it) == [("kept", "added, kept by a reload"), ("other", "added")]
+        async with load(it.url) as clients:
+            await until(lambda: clients.done > 10)
+        assert clients.failed == []
+        os.kill(it.pid, signal.SIGHUP)
+        after = [(names[0], "settings"), ("kept", "added, kept by a reload")]
+        await until(lambda: shown(it) == after, "it is reloaded")
+        await dies(it)
+        assert shown(it) == after
+
+    with cluster(tmp_path, servers[:1]) as it:
+        run(body(it), timeout_s=100.0)
+
+
 def test_all_processes_end_after_their_streams_when_the_supervisor_is_killed(
     servers: list[str], tmp_path: Path
 ) -> None:
@@ -252,8 +296,7 @@ def test_sighup_has_every_worker_use_the_new_settings(servers: list[str], tmp_pa
             it.config.write_text(before.replace(f"  - {servers[1]}\n", "") + "auth: {keys: [secret-of-ann-123456]}\n")
             os.kill(it.pid, signal.SIGHUP)
             await asyncio.to_thread(it.process.wait_for, '"event":"reload"')
-            while await statuses(it) != {401}:  # noqa: ASYNC110 - soon
-                await asyncio.sleep(0.05)
+            assert await statuses(it) == {401}
             assert await statuses(it, Authorization="Bearer secret-of-ann-123456") == {200}
             it.config.write_text("nonsense")
             os.kill(it.pid, signal.SIGHUP)

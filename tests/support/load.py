@@ -8,6 +8,7 @@ assert clients.failed == []
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from tests.support.rig import RawClient, post
 
 PAUSE_S = 0.005
 TIMEOUT_S = 30.0
+CLOSE_S = 1.0
 BODY = b'{"model":"sim","prompt":"Once","max_tokens":3}'
 
 
@@ -52,11 +54,20 @@ class Load:
             else:
                 self.failed.append(f"{reply.status} {reply.body[:200]!r}")
             if not keep or reply.field("connection") == "close":
-                connection.writer.close()
+                await _close(connection)
                 connection = None
             await asyncio.sleep(PAUSE_S)
         if connection is not None:
-            connection.writer.close()
+            await _close(connection)
+
+
+async def _close(client: RawClient) -> None:
+    """With TLS it takes until the other side closes, too: a loop that ends before leaves the connection open."""
+    client.writer.close()
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(CLOSE_S):
+            await client.writer.wait_closed()
+    client.writer.transport.abort()
 
 
 @asynccontextmanager

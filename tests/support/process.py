@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -11,8 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -109,10 +110,26 @@ def mock(*arguments: str) -> Iterator[tuple[Process, str]]:
 @contextmanager
 def lbproxy(folder: Path, endpoints: list[str], more: str = "") -> Iterator[tuple[Process, str, str]]:
     """lbproxy on free ports; the URLs of its two listeners. It stops without a lame duck's time unless `more` says."""
+    with Process("--config", _settings(folder, endpoints, more)) as process:
+        yield process, *_listeners(process)
+
+
+@asynccontextmanager
+async def lbproxy_beside(folder: Path, endpoints: list[str], more: str = "") -> AsyncIterator[tuple[Process, str, str]]:
+    """The same where the endpoints run in the test's own event loop: they respond to probes while lbproxy starts."""
+    with Process("--config", _settings(folder, endpoints, more)) as process:
+        yield process, *await asyncio.to_thread(_listeners, process)
+
+
+def _settings(folder: Path, endpoints: list[str], more: str) -> str:
+    """The path of a file of settings."""
     more = more if "drain:" in more else f"drain: {{lame_duck: 0s}}\n{more}"
     config = folder / "cfg.yaml"
     listing = "".join(f"  - {url}\n" for url in endpoints)
     config.write_text(f"listen: 127.0.0.1:0\nadmin: 127.0.0.1:0\n{more}\nendpoints:\n{listing}")
-    with Process("--config", str(config)) as process:
-        match = process.wait_for(r"listens on (http://[\w.:]+), admin on (http://[\w.:]+)")
-        yield process, match[1], match[2]
+    return str(config)
+
+
+def _listeners(process: Process) -> tuple[str, str]:
+    match = process.wait_for(r"listens on (http://[\w.:]+), admin on (http://[\w.:]+)")
+    return match[1], match[2]

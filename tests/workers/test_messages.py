@@ -84,6 +84,7 @@ MESSAGES: list[m.Message] = [
     m.RefreshModels(1, 2),
     m.Beat(1, 2, 3, 0.5, (0.1, 0.0), 5, None, 6, 7, "memory", {"memory": 1}, 8, {"limit": 2}, 9, 10, 11, 12, ("a",),
            False, {"kept": 3}),
+    m.Adopted(),
     m.Welcome(None),
     m.Welcome(256),
     m.Placed(1, (1 << 32) + 1, 1.5, True, True, 100.25, "e1: 1 ms"),

@@ -472,10 +472,37 @@ def test_settings_go_to_all_workers() -> None:
     async def body() -> None:
         async with balancing(1) as it:
             workers = [await it.worker(n) for n in range(2)]
-            it.server.settle("listen: 1")
+            settling = asyncio.ensure_future(it.server.settle("listen: 1"))
             for worker in workers:
-                await worker.settled()
+                await until(lambda: worker.heard(m.Settle))  # noqa: B023
                 assert worker.heard(m.Settle) == [m.Settle("listen: 1", it.runtime.block_bytes)]
+                assert not settling.done()
+                await worker.says(m.Adopted())
+            await settling
+
+    run(body())
+
+
+def test_a_reload_does_not_wait_for_a_worker_that_ends() -> None:
+    async def body() -> None:
+        async with balancing(1) as it:
+            worker = await it.worker()
+            settling = asyncio.ensure_future(it.server.settle("listen: 1"))
+            await until(lambda: worker.heard(m.Settle))
+            worker.end.link.abort()
+            await settling
+
+    run(body())
+
+
+def test_a_worker_that_comes_after_a_reload_gets_its_settings() -> None:
+    """It may have been started before it, with the old ones."""
+
+    async def body() -> None:
+        async with balancing(1) as it:
+            await it.server.settle("listen: 1")
+            worker = await it.worker()
+            await until(lambda: worker.heard(m.Settle))
 
     run(body())
 

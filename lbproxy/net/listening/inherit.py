@@ -18,16 +18,19 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
 from lbproxy.config.sections.clients import Address
 from lbproxy.net.listening.bind import socket_address
+from lbproxy.net.listening.notify import Notifier
 
 logger = logging.getLogger("lbproxy")
 
 FIRST_FD = 3
 MAX_SOCKETS = 64
+Sockets = Mapping[str, Sequence[socket.socket]]
+"""Listening sockets, by the setting that they are for."""
 READY_WITHIN_S = 60.0
 """Longer than a slow machine takes to start Python."""
 _TEMPORARY_FD = 64
@@ -148,7 +151,35 @@ class _Child(NamedTuple):
     """Where it reports that it accepts."""
 
 
-async def start_successor(command: Sequence[str], sockets: Mapping[str, Sequence[socket.socket]]) -> int | None:
+async def hand_over(
+    asked: asyncio.Event, command: Sequence[str] | None, prepare: Callable[[], Awaitable[Sockets]], notifier: Notifier
+) -> None:
+    """Start a successor whenever `asked` is set, and return once one accepts connections. The caller then accepts none.
+
+    `command`: what starts it; None = it cannot be started. `prepare` is called before each start; it returns the
+    sockets to hand over.
+    """
+    while True:
+        await asked.wait()
+        asked.clear()
+        if command is None:
+            continue
+        logger.info("restarting: the new process is %s", " ".join(command), extra={"event": "restart"})
+        sockets = await prepare()
+        try:
+            pid = await start_successor(command, sockets)
+        except OSError as error:
+            logger.error("the new process cannot be started, so we continue: %s", error, extra={"event": "restart"})
+            continue
+        if pid is None:
+            logger.error("the new process accepts no connections, so we continue", extra={"event": "restart"})
+            continue
+        logger.info("the new process accepts connections: process %d", pid, extra={"event": "restart", "pid": pid})
+        notifier.succeeded_by(pid)
+        return
+
+
+async def start_successor(command: Sequence[str], sockets: Sockets) -> int | None:
     """Run `command` with the sockets, by the setting that they are for, and wait until it accepts.
 
     Returns its pid; None if it did not accept, and then it was killed. Raises OSError if it cannot be started at all.

@@ -12,6 +12,7 @@ which there is no room gets a refusal and is closed, without a transport. When d
   rest of `HANDSHAKE_S` for the handshake. All of these count as open (`handshaking`).
 - Every connection is either passed to a protocol of the factory, or closed here and counted in `refused`.
 - `close` only closes this process's descriptors: connections in their queues belong to other processes that hold them.
+  Those that were accepted before are still passed to a protocol: who stops waits for them (`passed`, `end_silent`).
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class Listener:
         self._spares: list[socket.socket] = []
         self._resume: asyncio.TimerHandle | None = None
         self._log_at = float("-inf")
-        self._accepting: set[asyncio.Task[None]] = set()
+        self._accepting: dict[asyncio.Task[None], float | None] = {}
+        """Of each connection without a protocol: since when its first byte is awaited, if it is."""
         self._tls: ssl.SSLContext | None = None
         self.gives_way: Callable[[], bool] | None = None
         """If other processes accept from the same sockets: whether they should accept first. Then one connection is
@@ -110,6 +112,23 @@ class Listener:
     def handshaking(self) -> int:
         """Connections without a protocol yet: their TLS handshake is in progress, or has not begun."""
         return 0 if self._tls is None else len(self._accepting)
+
+    @property
+    def passing(self) -> int:
+        """Accepted connections without a protocol yet, with TLS or without."""
+        return len(self._accepting)
+
+    async def passed(self) -> None:
+        """Wait until none is left of the connections that were accepted and have no protocol yet."""
+        while self._accepting:
+            await asyncio.wait(self._accepting)
+
+    def end_silent(self, for_s: float) -> None:
+        """Close the connections that have not sent the first byte of a TLS handshake for `for_s` seconds."""
+        now = self._loop.time()
+        for task, since in self._accepting.items():
+            if since is not None and now - since >= for_s:
+                task.cancel()
 
     def start(self, sockets: Sequence[socket.socket]) -> None:
         """Accept from now on."""
@@ -168,8 +187,8 @@ class Listener:
 
     def _serve(self, client: socket.socket) -> None:
         task = self._loop.create_task(self._hand_over(client))
-        self._accepting.add(task)
-        task.add_done_callback(self._accepting.discard)
+        self._accepting[task] = None
+        task.add_done_callback(self._accepting.pop)
 
     async def _hand_over(self, client: socket.socket) -> None:
         try:
@@ -197,14 +216,18 @@ class Listener:
     async def _peek(self, client: socket.socket) -> bytes:
         """The first byte that arrives, which remains to be read; empty if the peer is gone."""
         client.setblocking(False)
-        readable = asyncio.Event()
+        readable, task = asyncio.Event(), asyncio.current_task()
+        assert task is not None
         self._loop.add_reader(client, readable.set)
+        self._accepting[task] = self._loop.time()
         try:
             await readable.wait()
         except asyncio.CancelledError:
             self._loop.remove_reader(client)
             client.close()
             raise
+        finally:
+            self._accepting[task] = None
         self._loop.remove_reader(client)
         return client.recv(1, socket.MSG_PEEK)
 

@@ -8,6 +8,7 @@ whatever happens to it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import socket
@@ -188,7 +189,7 @@ class FrontEnd(web.Server):
             await asyncio.sleep(within_s)
         else:
             self.listener.close()
-            await _wait_for(self._no_connections, within_s)
+            await self._wait_for_no_connections(within_s)
 
     async def stop(self, deadline_s: float) -> int:
         """Accept no more connections, let running requests finish until the deadline, then cut the rest, visibly.
@@ -200,10 +201,11 @@ class FrontEnd(web.Server):
         self._keep_no_connection()
         self.listener.close()
         self.end_within(deadline_s)
-        while self._open and (left_s := self._ends_at - self._loop.time()) > 0.0:
+        while (self._open or self.listener.passing) and (left_s := self._ends_at - self._loop.time()) > 0.0:
+            self.listener.end_silent(LAST_IDLE_S)
             for client in self._clients():
                 client.close_if_idle(LAST_IDLE_S)
-            await _wait_for(self._no_connections, min(left_s, LAST_IDLE_S / 2))
+            await self._wait_for_no_connections(min(left_s, LAST_IDLE_S / 2))
         if self._open:
             self.requests.draining = True
             cut, idle = self.requests.running, asyncio.Event()
@@ -217,6 +219,13 @@ class FrontEnd(web.Server):
         await _wait_for(self._no_connections, FLUSH_S)
         self.deadlines.close()
         return cut
+
+    async def _wait_for_no_connections(self, within_s: float) -> None:
+        """Those that were accepted and are still in their TLS handshake included: their requests follow."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self.listener.passed()
+                await self._no_connections.wait()
 
     def end_within(self, deadline_s: float) -> None:
         """During shutdown: running requests get at most this long."""

@@ -429,6 +429,22 @@ def test_what_is_added_lies_over_the_file_as_far_as_it_is_to_be_kept() -> None:
     assert [problem.partition(":")[0] for problem in error.value.problems] == ["health"]
 
 
+def test_another_process_makes_the_same_changes_again() -> None:
+    """A balancer process after another: it has the text of the settings, and what was changed."""
+    file = parse(SETTINGS, environ={})
+    overlay, now = Overlay().add(file, {"url": "http://10.0.0.3:8000", "name": "e3", "weight": 2}, keep=True)
+    overlay, now = overlay.add(now, {"url": "http://10.0.0.4:8000"}, keep=False)
+    overlay, now = overlay.add(now, {"url": "http://10.0.0.5:8000"}, keep=False)
+    for name in ("e1", "10.0.0.5:8000"):
+        overlay, now = overlay.remove(now, name)
+    again, settings = Overlay.again(parse(SETTINGS, environ={}), overlay.changes)
+    assert (again, settings) == (overlay, now)
+    assert [one.name for one in settings.endpoints] == ["e2", "e3", "10.0.0.4:8000"]
+    after, reloaded = again.over(settings, file)
+    assert [one.name for one in reloaded.endpoints] == ["e1", "e2", "e3"]
+    assert after.changes == ((({"url": "http://10.0.0.3:8000", "name": "e3", "weight": 2}, True),), ())
+
+
 @pytest.mark.parametrize(
     "entry", [{"url": "file:/etc/shadow"}, {"url": "https://10.0.0.3:8000", "tls": {"ca": "/etc/shadow"}}]
 )

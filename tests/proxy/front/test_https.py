@@ -16,7 +16,7 @@ import pytest
 
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.net.listening import listener
-from lbproxy.proxy.front import linger
+from lbproxy.proxy.front import linger, server
 from tests.proxy.exchange.test_exchange import (
     test_a_body_that_only_closing_ends_is_reset_where_it_is_visibly_not_whole,
     test_a_client_that_leaves_ends_the_work_at_once,
@@ -257,7 +257,35 @@ def test_twenty_certificates_under_load_fail_nobody(authority: Authority, tmp_pa
     run(main())
 
 
-def test_a_stop_does_not_wait_for_a_handshake() -> None:
+@pytest.mark.parametrize("plain", [False, True], ids=["uvloop", "asyncio"])
+@pytest.mark.parametrize("lame_duck", [False, True])
+def test_a_stop_serves_those_that_connected_before_it(
+    lame_duck: bool, plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client in its handshake has no way to know that the proxy stops: its first request follows."""
+    monkeypatch.setattr(server, "LAST_IDLE_S", 30.0)
+
+    async def main() -> None:
+        async with ScriptedEndpoint(OK) as endpoint, rig(endpoint.url) as it:
+            client, front = await raw(it), it.front
+            await until(lambda: front.listener.handshaking == 1, "it is accepted")
+            stop = front.lame_duck(20.0, accepting=False) if lame_duck else front.stop(20.0)
+            stopping = asyncio.ensure_future(stop)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not stopping.done()
+            assert it.tls is not None
+            await client.writer.start_tls(it.tls[1])
+            client.send(post())
+            reply = await client.reply()
+            assert (reply.status, reply.field("connection")) == (200, "close")
+            client.writer.close()
+            await stopping
+
+    run(main(), plain=plain)
+
+
+def test_a_stop_does_not_wait_for_a_handshake_that_does_not_begin() -> None:
     async def main() -> None:
         async with ScriptedEndpoint(OK) as endpoint, rig(endpoint.url) as it:
             await raw(it)
