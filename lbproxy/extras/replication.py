@@ -201,9 +201,6 @@ class Replication:
                     await store.close()
             except* StoreError as errors:
                 self._failed(errors.exceptions[0])
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise asyncio.CancelledError  # a call that was cancelled may fail instead
             retry_s = RETRY_FIRST_S if self._runtime.now() - began_at > RETRY_MAX_S else min(RETRY_MAX_S, 2.0 * retry_s)
             await self._pause(retry_s * random.uniform(0.75, 1.25))  # noqa: S311 - spreads load
 
