@@ -118,7 +118,9 @@ class Batch(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=Tru
     block_bytes: Size
     """The block size of its keys; 0 = it has none."""
     is_reset: bool
-    """Forget which requests it has in flight: they are told anew, here and in the batches that follow."""
+    """All requests that it has in flight are told again, here and in the batches that follow."""
+    untold: Count
+    """How many of these the batches that follow still have to tell; 0 = those that were not told again have ended."""
     urls: Annotated[list[Url], Meta(max_length=MAX_EVENTS)]
     events: Annotated[list[AnyEvent], Meta(max_length=MAX_EVENTS)]
     """In the order in which they happened."""

@@ -16,6 +16,7 @@ from lbproxy.core.queue.flows import Flows
 from lbproxy.core.queue.stored_responses import StoredResponse
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.replicas.batches import (
+    MAX_FLOWS,
     MAX_NAME_CHARS,
     MAX_SIZE,
     AnyEvent,
@@ -144,7 +145,15 @@ class Journal:
         self._batches += 1
         asks, self._asks = sorted(self._asks), set()
         return Batch(
-            self.replica, self._batches, self.block_bytes or 0, reset, list(writer.urls), writer.events, flows, asks
+            self.replica,
+            self._batches,
+            self.block_bytes or 0,
+            reset,
+            len(self._again),
+            list(writer.urls),
+            writer.events,
+            flows,
+            asks,
         )
 
     def _tell_again(self, writer: _Writer) -> None:
@@ -158,8 +167,12 @@ class Journal:
 
     def _changed_flows(self, now: float) -> dict[str, FlowUse]:
         """The use of flows with limits, where it is not the one that was told last."""
-        changed = {}
-        for flow in self._flows.limited():
+        changed: dict[str, FlowUse] = {}
+        limited = self._flows.limited()[:MAX_FLOWS]
+        if len(self._told) > len(limited):  # some were forgotten
+            names = {flow.name for flow in limited}
+            self._told = {name: use for name, use in self._told.items() if name in names}
+        for flow in limited:
             before = self._told.get(flow.name)
             if before is None or before.active != flow.active or before.admitted != flow.admitted:
                 requests, tokens = flow.used(now)

@@ -5,10 +5,13 @@ in its adapters and in its flow as if it had been placed here. It does not count
 ours and exact, but in `elsewhere`: whoever compares counts with what an engine reports takes both.
 
 A batch counts once, in order: one with an old number is ignored, and after a missing one the replica is asked for a
-reset. Until that comes its events are applied all the same, as most of them are right. A replica that is not heard of
+reset. Until that comes its events are applied all the same, as most of them are right. A reset changes nothing for
+requests that are known: when it is complete, those that it did not contain are closed. A replica that is not heard of
 any more is taken out by `lose`, with everything that it had in flight; what caches contain because of it stays.
 
-Memory is bounded: `MAX_PEERS`, and `MAX_IN_FLIGHT` requests of each.
+A request that is told long after its placement counts from now on, and its first byte teaches nothing about speed.
+
+Memory is bounded: `MAX_PEERS`, and twice `MAX_IN_FLIGHT` requests and `MAX_FLOWS` flows of each.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from lbproxy.core.queue.flow import Flow
 from lbproxy.core.queue.flows import Flows
 from lbproxy.core.queue.stored_responses import StoredResponses
 from lbproxy.core.queue.ticket import Ticket, TicketState
-from lbproxy.core.replicas.batches import Batch, Began, Ended, FlowUse, Placed, Stored, unpack_keys
+from lbproxy.core.replicas.batches import MAX_FLOWS, Batch, Began, Ended, FlowUse, Placed, Stored, unpack_keys
 from lbproxy.core.replicas.journal import Journal
 from lbproxy.core.requests.request import InferenceRequest, Usage
 
@@ -31,6 +34,8 @@ MAX_IN_FLIGHT: Final = 50_000
 """Requests of one replica."""
 ASK_AGAIN_S: Final = 1.0
 """Between two requests for a reset."""
+MAX_AGE_S: Final = 1.0
+"""An event that is older took place before we were told of the request: models learn nothing from its time."""
 
 
 class PeerSnapshot(NamedTuple):
@@ -61,6 +66,8 @@ class _Peer:
         self.number = 0
         """Of its last batch."""
         self.tickets: dict[int, Ticket] = {}
+        self.unconfirmed: dict[int, Ticket] = {}
+        """Those of before a reset that it has not told again yet."""
         self.flows: dict[str, FlowUse] = {}
         self.is_complete = False
         self.asked_at = -ASK_AGAIN_S
@@ -93,7 +100,7 @@ class Peers:
         return [
             PeerSnapshot(
                 one.replica,
-                len(one.tickets),
+                len(one.tickets) + len(one.unconfirmed),
                 one.batches,
                 one.resets,
                 one.missed,
@@ -119,7 +126,8 @@ class Peers:
             peer.repeated += 1
             return
         if batch.is_reset:
-            self._drop(peer, now)
+            peer.unconfirmed = {**peer.unconfirmed, **peer.tickets}
+            peer.tickets = {}
             peer.resets += 1
             peer.is_complete = True
         elif batch.number != peer.number + 1:
@@ -130,6 +138,8 @@ class Peers:
         if self._journal.replica in batch.asks:
             self._journal.reset_due = True
         self._apply(peer, batch, now)
+        if peer.is_complete and not batch.untold:
+            self._close_all(peer.unconfirmed, now)
         if not peer.is_complete and now >= peer.asked_at + ASK_AGAIN_S:
             peer.asked_at = now
             self._journal.ask(batch.replica)
@@ -158,10 +168,17 @@ class Peers:
                 self._began(peer, event, now)
             else:
                 self._ended(peer, event, now)
+        if batch.is_reset:  # it contains all flows
+            for name in [one for one in peer.flows if one not in batch.flows]:
+                self._give_back(peer, name, now)
         for name, use in batch.flows.items():
             self._use(peer, name, use, now, joins=batch.is_reset)
 
     def _placed(self, peer: _Peer, one: Placed, url: str, now: float, *, keyed: bool) -> None:
+        known = peer.unconfirmed.pop(one.number, None)
+        if known is not None:
+            peer.tickets[one.number] = known
+            return
         state = self._endpoints.by_url.get(url)
         if state is None or len(peer.tickets) >= MAX_IN_FLIGHT or one.number in peer.tickets:
             peer.unknown += 1
@@ -180,34 +197,46 @@ class Peers:
             binary=one.binary,
             open_ended=one.open_ended,
         )
-        at = now - one.age_ms / 1000.0
+        age_s = one.age_ms / 1000.0
+        at = now - age_s if age_s <= MAX_AGE_S else now
         ticket = peer.tickets[one.number] = Ticket(request, at, at, frozenset())
-        ticket.flow = self._flows.of(request.flow, at)
-        ticket.state, ticket.placed_on, ticket.placed_at = TicketState.PLACED, state, at
+        ticket.flow = self._flows.of(request.flow, now)
+        ticket.state, ticket.placed_on, ticket.placed_at = TicketState.PLACED, state, now - age_s
         state.elsewhere += 1
         state.elsewhere_awaiting += 1
         if self._endpoints.has_loads and not request.open_ended:
             ticket.load = state.load
             ticket.placement = ticket.load.place(request, at)
-        self._flows.placed(ticket, at)
+        self._flows.placed(ticket, now)
 
     def _began(self, peer: _Peer, one: Began, now: float) -> None:
-        ticket = peer.tickets.get(one.number)
+        ticket = peer.tickets.get(one.number) or peer.unconfirmed.get(one.number)
         if ticket is None or ticket.first_byte_at is not None:
             return
-        ticket.first_byte_at = at = now - one.age_ms / 1000.0
-        state = ticket.placed_state
+        age_s = one.age_ms / 1000.0
+        ticket.first_byte_at = now - age_s
+        state, load, placement = ticket.placed_state, ticket.load, ticket.placement
         state.elsewhere_awaiting -= 1
-        if ticket.load is not None and ticket.placement is not None:
-            ticket.load.first_byte(ticket.placement, at)
-            self._wake(state)
+        if load is None or placement is None:
+            return
+        if age_s <= MAX_AGE_S:
+            load.first_byte(placement, now - age_s)
+        elif placement in load.work.pending:
+            load.work.prefilled((placement,), now, load.speed)
+            placement.placed_at = ticket.placed_at or now
+        self._wake(state)
 
     def _ended(self, peer: _Peer, one: Ended, now: float) -> None:
-        ticket = peer.tickets.pop(one.number, None)
+        ticket = peer.tickets.pop(one.number, None) or peer.unconfirmed.pop(one.number, None)
         if ticket is not None:
             ticket.response_tokens = one.response_tokens
             usage = None if one.usage is None else Usage(*one.usage)
-            self._close(ticket, usage, now - one.age_ms / 1000.0, completed=one.completed)
+            self._close(ticket, usage, now - min(MAX_AGE_S, one.age_ms / 1000.0), completed=one.completed)
+
+    def _close_all(self, tickets: dict[int, Ticket], now: float) -> None:
+        for ticket in tickets.values():
+            self._close(ticket, None, now, completed=False)
+        tickets.clear()
 
     def _close(self, ticket: Ticket, usage: Usage | None, at: float, *, completed: bool) -> None:
         state = ticket.placed_state
@@ -228,28 +257,32 @@ class Peers:
             self._stored.note(one.response_id, state.endpoint.uid, one.prompt_bytes, keys, now=now)
 
     def _use(self, peer: _Peer, name: str, use: FlowUse, now: float, *, joins: bool) -> None:
-        """A flow uses this much at a replica. `joins`: what it used before is not known."""
-        before = peer.flows.get(name)
+        """A flow uses this much at a replica. `joins`: some of what it used before may not be known."""
         flow = self._flows.of(name, now)
         if flow.name != name:  # the table is full
             return
+        before = peer.flows.pop(name, None)
         peer.flows[name] = use
+        if len(peer.flows) > MAX_FLOWS:
+            self._give_back(peer, next(iter(peer.flows)), now)
         flow.elsewhere += use.active - (0 if before is None else before.active)
+        if before is not None:
+            flow.admitted_elsewhere(max(0, use.admitted - before.admitted))
         if joins or before is None:
             flow.used_elsewhere(use.used_requests, use.used_tokens, now)
-        else:
-            flow.admitted_elsewhere(max(0, use.admitted - before.admitted))
         if before is not None and use.active < before.active:
+            self._unpark(flow)
+
+    def _give_back(self, peer: _Peer, name: str, now: float) -> None:
+        """A flow uses nothing there any more. What its limits per minute have admitted stays used."""
+        use, flow = peer.flows.pop(name), self._flows.of(name, now)
+        if use.active and flow.name == name:
+            flow.elsewhere -= use.active
             self._unpark(flow)
 
     def _drop(self, peer: _Peer, now: float) -> None:
         """Take out everything that a replica has in flight."""
-        tickets, peer.tickets = peer.tickets, {}
-        for ticket in tickets.values():
-            self._close(ticket, None, now, completed=False)
-        flows, peer.flows = peer.flows, {}
-        for name, use in flows.items():
-            flow = self._flows.of(name, now)
-            if flow.name == name:
-                flow.elsewhere -= use.active
-                self._unpark(flow)
+        self._close_all(peer.unconfirmed, now)
+        self._close_all(peer.tickets, now)
+        for name in list(peer.flows):
+            self._give_back(peer, name, now)

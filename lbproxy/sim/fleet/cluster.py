@@ -44,6 +44,9 @@ ERROR_S = 0.001
 class Fleet:
     """One simulation. `run` it once."""
 
+    exchange_kind: type[Exchange] = Exchange
+    """What balancers tell each other through; benchmarks measure it."""
+
     def __init__(
         self,
         options: FleetOptions,
@@ -63,7 +66,7 @@ class Fleet:
         self._fronts = [Front(number, self._new_balancer(number)) for number in range(options.balancers)]
         self._exchange: Exchange | None = None
         if options.exchange is not None:
-            self._exchange = Exchange(self._heap, options.exchange, self._heard, seed=seed)
+            self._exchange = self.exchange_kind(self._heap, options.exchange, self._heard, seed=seed)
             for front in self._fronts:
                 self._exchange.joined(front.number, front.balancer)
         self._servers = self._build_servers()

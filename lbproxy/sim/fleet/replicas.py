@@ -45,6 +45,8 @@ class Traffic:
 
     batches: int = 0
     bytes: int = 0
+    largest: int = 0
+    """Bytes of the largest batch."""
     lost: int = 0
     repeated: int = 0
     late: int = 0
@@ -82,6 +84,19 @@ class Exchange:
         """What a balancer knows of the others."""
         return self._members[number].peers
 
+    def all_peers(self) -> list[Peers]:
+        """What each living balancer knows of the others."""
+        return [one.peers for one in self._members.values() if one.alive]
+
+    def take(self, journal: Journal) -> bytes | None:
+        """What a balancer tells next, as bytes."""
+        batch = journal.take(self._heap.now)
+        return None if batch is None else encode(batch)
+
+    def hear(self, peers: Peers, data: bytes) -> None:
+        """A batch arrives."""
+        peers.hear(decode(data), self._heap.now)
+
     def _lose(self, gone: _Member) -> None:
         for member in self._members.values():
             member.peers.lose(gone.name, self._heap.now)
@@ -91,10 +106,10 @@ class Exchange:
             return
         now = self._heap.now
         self._heap.at(now + self._options.interval_s, self._send, member)
-        while (batch := member.journal.take(now)) is not None:
-            data = encode(batch)
+        while (data := self.take(member.journal)) is not None:
             self.traffic.batches += 1
             self.traffic.bytes += len(data)
+            self.traffic.largest = max(self.traffic.largest, len(data))
             for other in self._members.values():
                 if other is not member:
                     self._post(other, data)
@@ -118,7 +133,7 @@ class Exchange:
     def _arrive(self, posted: tuple[_Member, bytes]) -> None:
         to, data = posted
         if to.alive:
-            to.peers.hear(decode(data), self._heap.now)
+            self.hear(to.peers, data)
             self._heard(to.number)
 
 
