@@ -27,12 +27,14 @@ MAX_FLOWS: Final = 4096
 MAX_NAME_CHARS: Final = 1024
 MAX_SIZE: Final = 1 << 32
 """Of any count of bytes or tokens."""
+MAX_AGE_MS: Final = 1e10
+"""Older events are told as if they were this old."""
 
 Name: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 Url: TypeAlias = Annotated[str, Meta(max_length=2048)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 53)]
 Size: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_SIZE)]
-Ms: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e10)]
+Ms: TypeAlias = Annotated[float, Meta(ge=0.0, le=MAX_AGE_MS)]
 Amount: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e18)]
 Keys: TypeAlias = Annotated[bytes, Meta(max_length=KEY_BYTES * MAX_KEYS)]
 

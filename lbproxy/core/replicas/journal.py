@@ -16,6 +16,7 @@ from lbproxy.core.queue.flows import Flows
 from lbproxy.core.queue.stored_responses import StoredResponse
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.replicas.batches import (
+    MAX_AGE_MS,
     MAX_FLOWS,
     MAX_NAME_CHARS,
     MAX_SIZE,
@@ -35,6 +36,7 @@ MAX_NOTES: Final = 20_000
 EVENTS_IN_BATCH: Final = 500
 """Some 2 ms of work."""
 KEYS_IN_BATCH: Final = 16_384
+"""8 bytes each. Names count as well, as if each of their characters took 4 bytes."""
 
 _PLACED: Final = 0
 _BEGAN: Final = 1
@@ -215,10 +217,15 @@ class _Writer:
         self._keys += len(keys)
         return pack_keys(keys)
 
+    def _name(self, name: str) -> str:
+        name = name[:MAX_NAME_CHARS]
+        self._keys += len(name) // 2
+        return name
+
     def note(self, note: Note) -> None:
         """Add an event."""
         kind, ticket, at, usage, completed = note
-        number, age_ms = ticket.shared_number, max(0.0, 1000.0 * (self._now - at))
+        number, age_ms = ticket.shared_number, min(MAX_AGE_MS, max(0.0, 1000.0 * (self._now - at)))
         if kind == _PLACED:
             self.events.append(self._placed(ticket, number, age_ms))
         elif kind == _BEGAN:
@@ -236,10 +243,10 @@ class _Writer:
             self._pack(request.block_keys),
             _bounded(request.prompt_bytes),
             _bounded(request.body_bytes),
-            None if request.model is None else request.model[:MAX_NAME_CHARS],
+            None if request.model is None else self._name(request.model),
             request.stream,
-            None if request.session is None else request.session[:MAX_NAME_CHARS],
-            request.flow[:MAX_NAME_CHARS],
+            None if request.session is None else self._name(request.session),
+            self._name(request.flow),
             _count(request.max_tokens),
             _bounded(request.media_tokens),
             request.binary,
@@ -250,4 +257,4 @@ class _Writer:
         """Add a stored response."""
         if len(response_id) <= MAX_NAME_CHARS:
             keys = self._pack(stored.block_keys)
-            self.events.append(Stored(response_id, self._url(url), _bounded(stored.prompt_bytes), keys))
+            self.events.append(Stored(self._name(response_id), self._url(url), _bounded(stored.prompt_bytes), keys))

@@ -268,7 +268,9 @@ class Peers:
         flow.elsewhere += use.active - (0 if before is None else before.active)
         if before is not None:
             flow.admitted_elsewhere(max(0, use.admitted - before.admitted))
-        if joins or before is None:
+        elif peer.resets and not joins:  # a flow that is new there: the reset contained all others
+            flow.admitted_elsewhere(min(use.admitted, round(use.used_requests)))
+        if joins or not peer.resets:
             flow.used_elsewhere(use.used_requests, use.used_tokens, now)
         if before is not None and use.active < before.active:
             self._unpark(flow)
