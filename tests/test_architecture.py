@@ -66,7 +66,7 @@ READS_FILES = {
     "workers/shares.py",
 }
 PACKAGES = {
-    "core": "requests engines caches capacity knowledge saved endpoints policies queue observed",
+    "core": "requests engines caches capacity knowledge saved endpoints policies queue observed replicas",
     "control": "probing discovery telemetry saving admin",
     "net": "dialing connections",
     "proxy": "request exchange sockets front",

@@ -13,6 +13,8 @@ from lbproxy.cli import main
 from lbproxy.config.descriptions import descriptions
 from lbproxy.config.parse import parse_scenario
 from lbproxy.config.scenario import (
+    BalancerFaultSettings,
+    ExchangeSettings,
     FaultSettings,
     OthersSettings,
     PresetName,
@@ -23,6 +25,7 @@ from lbproxy.config.scenario import (
 from lbproxy.config.sections.flows import FlowsSettings
 from lbproxy.config.text import ConfigError
 from lbproxy.sim.engine.presets import PRESETS
+from lbproxy.sim.fleet.fleet import BalancerFault, Exchanged
 from lbproxy.sim.fleet.plots import can_plot
 from lbproxy.sim.workloads.catalogue import WORKLOADS, workload_parameters
 from lbproxy.sim_cli import fleet_options, label, run_all, runs_of
@@ -80,9 +83,29 @@ policies: [adaptive, {policy: weighted, scorers: {queue: 1}}]
     ]
     assert [(f.server, f.from_s, f.until_s, f.speed) for f in options.faults] == [(2, 10, 15, 0.2), (0, 60, 60.5, None)]
     assert len(options.adapters) == 6
+    assert (options.balancers, options.exchange, options.balancer_faults) == (1, None, ())
     assert options.block_tokens == 256
     assert fleet_options(scenario, scenario.policies[1]).block_tokens == 0
     assert [label(routing) for routing in scenario.policies] == ["adaptive", "weighted scorers={'queue': 1.0}"]
+
+
+def test_balancers_are_as_the_scenario_says() -> None:
+    scenario = read("""
+workload: {name: own}
+policies: [adaptive]
+balancers: 3
+exchange: {interval: 200ms, delay: 5ms, lost: 0.01, repeated: 0.02, late: 0.03}
+balancer_faults: [{balancer: 2, at: 10s, lasts: 5s}, {balancer: 0, at: 1m}]
+""")
+    options = fleet_options(scenario, scenario.policies[0])
+    assert options.balancers == 3
+    assert options.exchange == Exchanged(interval_s=0.2, delay_s=0.005, lost=0.01, repeated=0.02, late=0.03)
+    assert options.balancer_faults == (
+        BalancerFault(balancer=2, from_s=10.0, until_s=15.0),
+        BalancerFault(balancer=0, from_s=60.0, until_s=60.0 + 86_400.0),
+    )
+    usual = read("workload: {name: own}\npolicies: [adaptive]\nexchange: {}")
+    assert fleet_options(usual, usual.policies[0]).exchange == Exchanged(), "the defaults are the same"
 
 
 @pytest.mark.parametrize(
@@ -112,6 +135,19 @@ policies: [adaptive, {policy: weighted, scorers: {queue: 1}}]
         (
             "workload: {name: own}\npolicies: [random]\nfaults: [{server: 8, at: 1, lasts: 1}]",
             "faults: expected serv",
+        ),
+        *(
+            (f"workload: {{name: own}}\npolicies: [random]\n{keys}", problem)
+            for keys, problem in (
+                ("exchange: {interval: 0s}", "exchange.interval: expected"),
+                ("exchange: {delay: 2m}", "exchange.delay: expected"),
+                ("exchange: {lost: 1.5}", "exchange.lost: expected a share"),
+                ("exchange: {late: -1}", "exchange.late: expected a share"),
+                ("exchange: {repeat: 1}", "exchange.repeat: unknown key, did you mean repeated"),
+                ("balancer_faults: [{balancer: 1, at: 1s}]", "balancer_faults: expected balancers from 0 to 0"),
+                ("balancer_faults: [{balancer: 0, at: 1s}]", "balancer_faults: expected at least one balancer that"),
+                ("balancers: 2\nbalancer_faults: [{balancer: 0}]", "balancer_faults[0].at: required"),
+            )
         ),
         ("workload: {name: owl}\npolicies: [random]", "workload.name: expected one of own, "),
         ("workload: {name: own, parameters: {ratte: 1}}\npolicies: [random]", "workload.parameters.ratte: unknown"),
@@ -207,10 +243,11 @@ def test_wrong_arguments_are_told(arguments: list[str], problem: str, capsys: py
 def test_example_of_the_documentation_says_what_comes_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Digit by digit: a simulation gives the same anywhere."""
     page = DOCS / "simulator.md"
-    (example,) = [block for block in blocks(page) if block.language == "yaml" and "workload:" in block.text]
-    assert main(["sim", file(tmp_path, example.text), "--processes", "1"]) == 0
-    lines = "".join(f"{line.rstrip()}\n" for line in capsys.readouterr().out.splitlines() if line.strip())
-    expect_generated(page, "scenario", f"```\n$ lbproxy sim scenario.yaml\n{lines}```\n")
+    examples = [block for block in blocks(page) if block.language == "yaml" and "workload:" in block.text]
+    for name, example in zip(("scenario", "several balancers"), examples, strict=True):
+        assert main(["sim", file(tmp_path, example.text), "--processes", "1"]) == 0
+        lines = "".join(f"{line.rstrip()}\n" for line in capsys.readouterr().out.splitlines() if line.strip())
+        expect_generated(page, name, f"```\n$ lbproxy sim scenario.yaml\n{lines}```\n")
 
 
 def test_documentation_has_every_workload() -> None:
@@ -229,6 +266,8 @@ SCENARIO_SECTIONS = (
     ("fleet[].", ServerSettings),
     ("faults[].", FaultSettings),
     ("others[].", OthersSettings),
+    ("exchange.", ExchangeSettings),
+    ("balancer_faults[].", BalancerFaultSettings),
     ("workload.", WorkloadSettings),
 )
 

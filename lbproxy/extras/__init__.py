@@ -3,5 +3,5 @@
 `tracing` decides whether requests are traced; `traces` sends them to a collector, `spans` makes OpenTelemetry spans of
 their records.
 
-Imported by: `check`, `data_plane`, `processes`. Never: anything that a request waits for.
+Imported by: `app`, `check`, `data_plane`, `processes`. Never: anything that a request waits for.
 """

@@ -65,11 +65,13 @@ class Exchange:
         self.traffic = Traffic()
 
     def joined(self, number: int, balancer: Balancer) -> None:
-        """A balancer takes part from now on. One that comes later starts with what another one knows."""
+        """A balancer takes part from now on. One that comes later asks the others what they have in flight."""
         before = self._members.get(number)
         incarnation = 0 if before is None else before.incarnation + 1
         alive = [one for one in self._members.values() if one.alive]
         journal, peers = balancer.share(f"r{number}-{incarnation}")
+        for other in alive:
+            journal.ask(other.name)
         self._members[number] = member = _Member(number, incarnation, journal, peers)
         first_s = self._rng.uniform(0.0, self._options.interval_s) if not alive or before is None else 0.0
         self._heap.at(self._heap.now + first_s, self._send, member)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lbproxy.config.sections.flows import FlowsSettings
 from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.queue.ticket import Ticket, TicketState
+from lbproxy.core.replicas import journal
 from lbproxy.core.replicas.batches import Batch
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import Usage
@@ -32,6 +35,14 @@ STEPS = st.lists(
     ),
     max_size=60,
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_batches() -> Iterator[None]:
+    """So that a reset takes several, of which some may be lost."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal, "EVENTS_IN_BATCH", 3)
+        yield
 
 
 class World:

@@ -270,6 +270,32 @@ def test_a_reset_of_which_a_batch_is_missing_is_repeated() -> None:
     assert b.counts()[0][0] == 2 * EVENTS_IN_BATCH + 5
 
 
+def test_requests_that_a_missing_batch_of_a_reset_tells_stay_counted() -> None:
+    a, b = pair()
+    tickets = place(a, 2 * EVENTS_IN_BATCH + 5, blocks=())
+    b.hears(a.tells(1.0), 1.0)
+    a.journal.reset_due = True
+    first, _, third = a.tells(2.0)
+    b.hears([first, third], 2.0)
+    assert b.counts()[0][0] == 2 * EVENTS_IN_BATCH + 5
+    finish(a, tickets[EVENTS_IN_BATCH : EVENTS_IN_BATCH + 3], 3.0)
+    exchange([a, b], 3.0)
+    assert b.counts()[0][0] == b.peer.in_flight == 2 * EVENTS_IN_BATCH + 2
+
+
+def test_a_reset_of_which_the_end_is_missing_is_repeated_without_leftovers() -> None:
+    a, b = pair()
+    tickets = place(a, EVENTS_IN_BATCH + 5, blocks=())
+    b.hears(a.tells(1.0), 1.0)
+    a.journal.reset_due = True
+    b.hears(a.tells(2.0)[:1], 2.0)
+    finish(a, tickets, 3.0)
+    a.tells(3.0)  # lost
+    place(a, blocks=())
+    exchange([a, b], 4.0)
+    assert b.counts()[0][0] == b.peer.in_flight == 1
+
+
 def test_who_joins_is_told_what_is_in_flight() -> None:
     a, _ = pair()
     old, _ = place(a, 2, now=1.0)
