@@ -19,7 +19,7 @@ def made_up(seeds: int) -> dict[str, dict[str, float]]:
     """A figure of its own for each run."""
     names = (*replicas.FIGURES, "before", "dead", "joined", "cut", "cut_elsewhere", "failed")
     return {
-        case.key(seed): {name: 10.0 * number + seed for name in names}
+        case.key(seed): dict.fromkeys(names, 10.0 * number + seed)
         for number, case in enumerate(cases())
         for seed in range(1, seeds + 1)
     }
