@@ -158,13 +158,15 @@ def mean(results: Results, case: Case, figure: str, seeds: int) -> float:
 def sharing_table(results: Results, workload: str, seeds: int) -> str:
     """A row for each number of replicas and each interval."""
     rows = []
+    one = mean(results, Case("sharing", workload, ALL_SEEN, 1), "ttft_mean", seeds)
     for case in cases():
         if case.part != "sharing" or case.workload != workload:
             continue
         name = case.kind if case.replicas == 1 else f"{case.replicas}, {case.kind}"
         ttft, p99, hits, goodput, failed = (mean(results, case, figure, seeds) for figure in FIGURES)
-        rows.append([name, f"{ttft:.3f}", f"{p99:.2f}", f"{hits:.3f}", f"{goodput:.3f}", f"{failed:.0f}"])
-    return as_table(["replicas", "TTFT mean, s", "p99, s", "hit ratio", "goodput", "failed"], rows)
+        more = [f"{ttft / one:.2f}x", f"{p99:.2f}", f"{hits:.3f}", f"{goodput:.3f}", f"{failed:.0f}"]
+        rows.append([name, f"{ttft:.3f}", *more])
+    return as_table(["replicas", "TTFT mean, s", "of one lbproxy", "p99, s", "hit ratio", "goodput", "failed"], rows)
 
 
 def faults_table(results: Results, seeds: int) -> str:
