@@ -128,6 +128,7 @@ class Peers:
         if batch.is_reset:
             peer.unconfirmed = {**peer.unconfirmed, **peer.tickets}
             peer.tickets = {}
+            self._limit_unconfirmed(peer, now)
             peer.resets += 1
             peer.is_complete = True
         elif batch.number != peer.number + 1:
@@ -255,6 +256,12 @@ class Peers:
         if state is not None and self._stored.find(one.response_id, now=now) is None:
             keys = unpack_keys(one.keys) if keyed else ()
             self._stored.note(one.response_id, state.endpoint.uid, one.prompt_bytes, keys, now=now)
+
+    def _limit_unconfirmed(self, peer: _Peer, now: float) -> None:
+        """Close the oldest if there are too many, as after resets in a row that were not complete."""
+        while len(peer.unconfirmed) > MAX_IN_FLIGHT:
+            ticket = peer.unconfirmed.pop(next(iter(peer.unconfirmed)))
+            self._close(ticket, None, now, completed=False)
 
     def _use(self, peer: _Peer, name: str, use: FlowUse, now: float, *, joins: bool) -> None:
         """A flow uses this much at a replica. `joins`: some of what it used before may not be known."""

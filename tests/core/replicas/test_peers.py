@@ -660,6 +660,21 @@ def test_replicas_and_their_requests_are_bounded(monkeypatch: pytest.MonkeyPatch
     assert len(b.peers.snapshot(3.0)) == MAX_PEERS
 
 
+def test_resets_that_never_end_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_IN_FLIGHT", 3)
+    a, b = pair()
+    place(a)
+    (batch,) = a.tells(1.0)
+    (event,) = batch.events
+    assert isinstance(event, Placed)
+    for n in range(50):
+        event.number, batch.number, batch.is_reset, batch.untold = 100 + n, 100 + n, True, 9
+        b.hears([batch], 1.0)
+    assert b.peer.in_flight == b.counts()[0][0] == 4
+    b.peers.lose(a.name, 2.0)
+    assert b.counts() == [NOBODY]
+
+
 def test_events_that_make_no_sense_change_nothing() -> None:
     a, b = pair()
     place(a)
