@@ -12,9 +12,10 @@ import pytest
 from lbproxy.cli import _parser
 from lbproxy.config.parse import parse
 from tests.support.compose import BASE, HA_SETTINGS, HAPROXY, Build, project
-from tests.support.docs import ROOT
+from tests.support.docs import DOCS, ROOT, blocks
 from tests.test_deploy import COMPOSE, HA_MANIFESTS, manifests, settings
 
+KEEPALIVED = shutil.which("keepalived") or shutil.which("/usr/sbin/keepalived")
 HAPROXY_PROGRAM = shutil.which("haproxy") or shutil.which("/usr/sbin/haproxy")
 
 
@@ -108,3 +109,17 @@ def test_docker_compose_itself_takes_the_profile() -> None:
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert {*done.stdout.split()} == {*project(BASE, profile="ha").services}
+
+
+@pytest.mark.skipif(KEEPALIVED is None, reason="no keepalived: its settings NOT checked; `make test-tools`")
+def test_keepalived_takes_the_settings_of_the_page(tmp_path: Path) -> None:
+    def check(text: str) -> subprocess.CompletedProcess[str]:
+        file = tmp_path / "keepalived.conf"
+        file.write_text(text.replace("eth0", "lo"))
+        command = [KEEPALIVED or "", "-t", "-l", "-f", str(file)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    (text,) = (block.text for block in blocks(DOCS / "replicas.md") if "vrrp_script" in block.text)
+    done = check(text)
+    assert (done.returncode, "Unknown keyword" in done.stderr) == (0, False), done.stderr
+    assert "Unknown keyword" in check(text.replace("advert_int", "advert_integer")).stderr

@@ -24,7 +24,14 @@ from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, NoPermissionError, OutOfMemoryError, ReadOnlyError, RedisError
+from redis.exceptions import (
+    AuthenticationError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisClusterException,
+    RedisError,
+)
 
 from lbproxy.config.text import one_line
 from lbproxy.extras.store import StoreError
@@ -180,8 +187,12 @@ class RedisStore:
             try:
                 async with asyncio.timeout(CALL_S):
                     await client.aclose()
-            except (RedisError, OSError, TimeoutError):
+            except (*_ERRORS, TimeoutError):
                 pass  # it is gone anyway
+
+
+_ERRORS: Final = (RedisError, RedisClusterException, OSError)
+"""The second is none of the first, although it tells that no node can be reached."""
 
 
 @asynccontextmanager
@@ -193,7 +204,7 @@ async def _bounded(within_s: float = CALL_S) -> AsyncIterator[None]:
             yield
     except TimeoutError:
         raise StoreError(f"no response within {within_s:g} s") from None
-    except (RedisError, OSError, UnicodeError, ValueError, TypeError, IndexError, AttributeError) as error:
+    except (*_ERRORS, UnicodeError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise StoreError(_why(error)) from None  # the latter: responses that are none of Redis
     finally:
         if task is not None and task.cancelling() > cancelled:

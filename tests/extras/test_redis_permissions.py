@@ -1,4 +1,4 @@
-"""The permissions that docs/replicas.md gives lbproxy's user are enough, and none of them is too many."""
+"""The server and the user of docs/replicas.md: its permissions are enough, and none of them is too many."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 from lbproxy.extras.redis_store import RedisStore
 from lbproxy.extras.store import StoreError
 from tests.extras.test_redis_store import exchange
-from tests.support.aio import run
-from tests.support.docs import DOCS
+from tests.support.aio import run, until
+from tests.support.docs import DOCS, blocks
 from tests.support.redis_server import RedisServer, needs_redis, redis_server
 
 pytestmark = needs_redis
+(SERVER,) = (block.text for block in blocks(DOCS / "replicas.md") if "maxmemory-policy" in block.text)
 RULES = re.findall(r"^ACL SETUSER (lbproxy .*)$", (DOCS / "replicas.md").read_text(), re.MULTILINE)
 
 
@@ -35,8 +36,10 @@ async def dial(url: str) -> None:
         await store.close()
 
 
-def test_they_are_enough(tmp_path: Path) -> None:
-    with redis_server(tmp_path) as server:
+def test_they_are_enough_with_the_options_of_the_page(tmp_path: Path) -> None:
+    options = [word.strip('"') for line in SERVER.splitlines() for word in f"--{line}".split()]
+    with redis_server(tmp_path, *options) as server:
+        assert server.call("CONFIG", "GET", "maxmemory") == {b"maxmemory": b"%d" % (256 << 20)}
         url = permit(server)
         run(dial(url))
         run(exchange(url))
@@ -58,6 +61,19 @@ def test_check_misses_each_of_them(tmp_path: Path) -> None:
                 run(dial(url))
 
 
+def test_a_cluster_needs_those_of_the_page_in_addition(tmp_path: Path) -> None:
+    (more,) = re.findall(r"A cluster needs `([^`]+)` in addition", (DOCS / "replicas.md").read_text())
+    with redis_server(tmp_path, "--cluster-enabled", "yes") as server:
+        server.call("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        run(until(lambda: "cluster_state:ok" in str(server.call("CLUSTER", "INFO")), "the cluster is up"))
+        url = permit(server).replace("redis://", "redis+cluster://").removesuffix("/0")
+        with pytest.raises(StoreError):
+            run(exchange(url))
+        server.call("ACL", "SETUSER", "lbproxy", *more.split())
+        run(exchange(url))
+        run(dial(url))
+
+
 def test_other_keys_are_out_of_reach(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         url = permit(server)
@@ -71,3 +87,17 @@ def test_other_keys_are_out_of_reach(tmp_path: Path) -> None:
                 await store.close()
 
         run(elsewhere())
+
+
+def test_a_cluster_without_a_node_is_an_error_of_the_store() -> None:
+    """redis-py's own for that is none of its RedisErrors."""
+
+    async def call() -> None:
+        store = RedisStore("redis+cluster://127.0.0.1:1", "test")
+        try:
+            with pytest.raises(StoreError, match="cannot be connected"):
+                await store.ping()
+        finally:
+            await store.close()
+
+    run(call())
