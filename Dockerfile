@@ -1,9 +1,10 @@
 # lbproxy in a container: `docker build -t lbproxy .`; docs/docker.md says how to run it.
 #
-# Everything comes from requirements.lock, or with `--build-arg EXTRAS=otel`, which traces need, from requirements-otel.lock
-# (12 MB more); hash by hash, and as wheels: only lbproxy itself is compiled, in a stage of its own. The final image is the
-# base plus one folder: a virtual environment without pip. Python 3.11 is what the tests run on; all stages must name the
-# same base, because an environment points at the Python that made it.
+# Everything comes from requirements.lock, and with `--build-arg EXTRAS="otel replicas"`, or one of them, from
+# requirements-otel.lock (traces; 12 MB more) and requirements-replicas.lock (several lbproxies); hash by hash, and as
+# wheels: only lbproxy itself is compiled, in a stage of its own. The final image is the base plus one folder: a virtual
+# environment without pip. Python 3.11 is what the tests run on; all stages must name the same base, because an environment
+# points at the Python that made it.
 
 FROM python:3.11-slim-bookworm AS wheel
 WORKDIR /src
@@ -21,11 +22,13 @@ RUN pip --disable-pip-version-check wheel --no-cache-dir --no-deps --no-build-is
 FROM python:3.11-slim-bookworm AS build
 WORKDIR /src
 RUN python -m venv --without-pip /opt/lbproxy
-COPY requirements.lock requirements-otel.lock ./
-# Nothing, or otel.
+COPY requirements.lock requirements-otel.lock requirements-replicas.lock ./
+# Nothing, or otel, replicas, or both with a space between. The locks have the same versions.
 ARG EXTRAS=
-RUN pip --python /opt/lbproxy/bin/python --disable-pip-version-check install \
-        --no-cache-dir --only-binary :all: --require-hashes -r "requirements${EXTRAS:+-$EXTRAS}.lock"
+RUN for extra in "" $EXTRAS; do \
+        pip --python /opt/lbproxy/bin/python --disable-pip-version-check install \
+            --no-cache-dir --only-binary :all: --require-hashes -r "requirements${extra:+-$extra}.lock" || exit 1; \
+    done
 COPY --from=wheel /wheels /wheels
 RUN pip --python /opt/lbproxy/bin/python --disable-pip-version-check install --no-cache-dir --no-deps /wheels/*.whl \
     && pip --python /opt/lbproxy/bin/python --disable-pip-version-check uninstall --yes setuptools

@@ -1,6 +1,6 @@
 # run: the demo on simulated servers · test: everything · check: fast, while you write · chaos: every fault, with figures
-# lock: after a change of dependencies · test-tools: a browser, promtool, nginx and docker-compose from Debian's packages,
-# for tests that are skipped without them
+# lock: after a change of dependencies · test-tools: a browser, promtool, nginx, HAProxy, keepalived, Redis and
+# docker-compose from Debian's packages, for tests that are skipped without them
 PYTHON ?= python3
 VENV := .venv
 BENCH := .bench
@@ -45,9 +45,11 @@ test: $(VENV)/.dev lint types $(BUILT)/.made
 
 test-tools:
 	command -v chromium > /dev/null && command -v promtool > /dev/null && command -v nginx > /dev/null && \
-	    command -v docker-compose > /dev/null && command -v gcc > /dev/null && exit 0; \
+	    command -v docker-compose > /dev/null && command -v gcc > /dev/null && \
+	    command -v redis-server > /dev/null && command -v haproxy > /dev/null && command -v keepalived > /dev/null && exit 0; \
 	    apt-get update -qq; DEBIAN_FRONTEND=noninteractive \
-	    apt-get install -qq -y --no-install-recommends chromium prometheus nginx-light docker-compose gcc libc6-dev > /dev/null
+	    apt-get install -qq -y --no-install-recommends chromium prometheus nginx-light docker-compose gcc libc6-dev \
+	    redis-server haproxy keepalived > /dev/null
 
 # Without the tests of random inputs (hypothesis) and those that measure memory: about half of the CPU time of these folders.
 check: $(VENV)/.dev format lint types
@@ -147,6 +149,7 @@ lock: $(VENV)/.dev
 	$(LOCK) pyproject.toml --group build -o requirements.lock
 	$(LOCK) pyproject.toml --group dev -o requirements-dev.lock
 	$(LOCK) pyproject.toml --group build --extra otel -c requirements-dev.lock -o requirements-otel.lock
+	$(LOCK) pyproject.toml --group build --extra replicas -c requirements-dev.lock -o requirements-replicas.lock
 	$(LOCK) pyproject.toml --group compile -c requirements-dev.lock -o requirements-compile.lock
 
 # The project as it is when installed: with the hot path compiled (setup.py). Every command works there as it does here.

@@ -137,6 +137,7 @@ class Proxy:
         self.scraping = Scraping(self.connections, settings.scrape, Engines(settings.engines), rng)
         self.keeper = Keeper(balancer, settings.state, self.telemetry.loads.state, self._now)
         self.replication = make_replication(settings.replicas, balancer, runtime)
+        self.telemetry.watch_replicas(self.replication)
         self.discovery = Discovery(settings, rng)
         self.telemetry.watch_sources(self.discovery)
         self.history = History(self.telemetry.totals, runtime.snapshot)
@@ -157,7 +158,7 @@ class Proxy:
         state = State(
             runtime, front, self.recent, settings=lambda: self.settings, origin=self.origin, loads=telemetry.loads
         )
-        state.workers = self.plane.workers
+        state.workers, state.replicas = self.plane.workers, self.replication
         return Admin(runtime, front, telemetry, admin.token, Api(runtime, state, self.history, self))
 
     def _now(self) -> float:

@@ -1,4 +1,6 @@
-"""`lbproxy check`: every endpoint dialled once, and a table for each of what was found and what is missing."""
+"""`lbproxy check`: every endpoint dialled once, and a table for each of what was found and what is missing; then the
+store of the replicas, if there is one.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lbproxy import __version__
+from lbproxy.config.sections.replicas import ReplicasSettings
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin.key_files import Credentials, read_credentials
 from lbproxy.control.discovery.discovery import Discovery
@@ -19,6 +23,8 @@ from lbproxy.core.engines.dialects import Engines
 from lbproxy.core.engines.readings import MAX_LORA
 from lbproxy.core.engines.server_info import SERVER_INFO
 from lbproxy.core.policies.ignored import ignored_settings
+from lbproxy.extras.replication import dial, find_store, without_password
+from lbproxy.extras.store import StoreError
 from lbproxy.extras.tracing import find_traces
 from lbproxy.net.connections.pool import ConnectionPool
 
@@ -44,6 +50,7 @@ async def check(settings: Settings, console: Console | None = None) -> int:
     """
     credentials = await asyncio.to_thread(read_credentials, settings)
     await asyncio.to_thread(find_traces, settings)
+    await asyncio.to_thread(find_store, settings.replicas)
     connections = ConnectionPool()
     discovery = Discovery(settings, random.Random())  # noqa: S311 - nothing is random in one resolution
     engines = Engines(settings.engines)
@@ -62,6 +69,8 @@ async def check(settings: Settings, console: Console | None = None) -> int:
     for one in found:
         console.print(Text(f"\n{_title(one)}", style="bold"))
         console.print(_table(one))
+    if settings.replicas.url is not None:
+        console.print(await _replicas(settings.replicas))
     for file in discovery.files:
         if file.problem is not None:
             console.print(Text(f"{file.entry.name}: cannot be used: {file.problem}", style="red"))
@@ -97,6 +106,30 @@ def _rules(settings: Settings) -> str:
     ejected = f"{why} eject an endpoint {times}" if why else "no endpoint is ejected for failures"
     back = f"its share grows for {slow_start:g} s" if slow_start else "it has a full share at once"
     return f"Routing by {settings.routing.policy}; {ejected}; when it returns, {back}."
+
+
+async def _replicas(settings: ReplicasSettings) -> Text:
+    """Whether the store of the replicas can be used, and which replicas are alive."""
+    assert settings.url is not None
+    url = without_password(settings.url.get_secret_value())
+    try:
+        others = await dial(settings)
+    except StoreError as error:
+        text = f"\nreplicas: {url} cannot be used, so lbproxy would go on alone: {error}{_hint(url, str(error))}"
+        return Text(text, style="red")
+    versions = {version for _, version in others} - {__version__}
+    listed = _some([f"{name} ({version})" for name, version in others]) or "none"
+    text = f"\nreplicas: {url} can be used; pool {settings.pool}, replicas that are alive: {_plain(listed)}."
+    if versions:
+        text += f" This one is {__version__}: replicas of different versions may not understand each other."
+    return Text(text, style="yellow" if versions else "green")
+
+
+def _hint(url: str, problem: str) -> str:
+    """What may be wrong, where the error does not say so: about TLS a server only closes, or is silent."""
+    if url.startswith("rediss"):
+        return " (perhaps it does not use TLS: redis://)" if "no response" in problem or "SSL" in problem else ""
+    return " (perhaps it wants TLS: rediss://)" if "reset" in problem or "closed" in problem else ""
 
 
 def _ignored(settings: Settings, found: Sequence[Inspection]) -> Iterator[str]:

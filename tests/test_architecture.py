@@ -48,6 +48,7 @@ ONLY_IN = {
         "control/telemetry/telemetry.py",
         "control/telemetry/families.py",
         "control/telemetry/endpoint_families.py",
+        "control/telemetry/replica_families.py",
     },
     "yaml": {"config/"},
     "pydantic": {"config/"},
@@ -58,6 +59,7 @@ ONLY_IN = {
     "matplotlib": {"sim/fleet/plots.py"},
     "dns": {"control/discovery/nameservers.py"},
     "websockets": {"proxy/sockets/frames.py"},
+    "redis": {"extras/redis_store.py"},
     "opentelemetry": {"extras/spans.py", "extras/traces.py"},
 }
 READS_FILES = {

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
+import orjson
+import pytest
 from rich.console import Console
 
+from lbproxy import __version__
 from lbproxy.check import ASKED, COSTS, NO_LOAD, NOT_ASKED, check
 from lbproxy.config.parse import parse
 from lbproxy.core.engines.dialects import SIGNALS
 from lbproxy.core.engines.readings import MAX_LORA
+from lbproxy.extras.redis_store import RedisStore
 from tests.control.rig import model_list, page
 from tests.support.aio import run
+from tests.support.certificates import CA, FOLDER
 from tests.support.endpoint import NOT_FOUND, OK, Script, ScriptedEndpoint, answer
+from tests.support.ports import free_port
+from tests.support.process import LBPROXY
+from tests.support.redis_server import needs_redis, redis_server
 
 FIXTURES = Path(__file__).parent / "fixtures" / "metrics"
 
@@ -203,3 +213,70 @@ def test_a_state_file_that_cannot_be_written() -> None:
     _, output = checked({}, settings="state: {file: /proc/lbproxy/state}")
     assert "state.file: /proc/lbproxy/state cannot be written: there is no folder /proc/lbproxy." in output
     assert "state.file" not in checked({}, settings="state: {file: /tmp/state}")[1]
+
+
+# --- Replicas ---------------------------------------------------------------------------------------------------------
+
+
+def checked_replicas(url: str) -> str:
+    """The paragraph about the store."""
+    _, output = checked({"/health": OK, "/metrics": NOT_FOUND}, settings=f"replicas: {{url: '{url}', name: me}}")
+    return output.partition("\nreplicas: ")[2].partition("\n")[0]
+
+
+@needs_redis
+def test_the_store_of_the_replicas_is_dialled(tmp_path: Path) -> None:
+    with redis_server(tmp_path, "--requirepass", "s3cret") as server:
+        url = server.url.replace("//", "//:s3cret@")
+
+        async def beat(name: str, version: str) -> None:
+            store = RedisStore(url, "default")
+            await store.beat(f"{name}-1", orjson.dumps({"name": name, "version": version, "started_at": 1.0, "running": True}))
+            await store.close()
+
+        assert checked_replicas(url) == f"{server.url} can be used; pool default, replicas that are alive: none."
+        run(beat("lb-2", __version__))
+        said = checked_replicas(url)
+        assert said == f"{server.url} can be used; pool default, replicas that are alive: lb-2 ({__version__})."
+        run(beat("lb-3", "9.9"))
+        assert "lb-3 (9.9)" in (said := checked_replicas(url))
+        assert "different versions may not understand" in said
+        assert "check" not in str(server.client(password="s3cret").keys()), "it left something behind"
+
+
+@needs_redis
+def test_what_is_wrong_with_the_store_is_said_in_words(tmp_path: Path) -> None:
+    tls, pem = free_port(), str(FOLDER / "server.pem")
+    options = ("--tls-port", str(tls), "--tls-cert-file", pem, "--tls-key-file", pem, "--tls-ca-cert-file", str(CA))
+    with redis_server(tmp_path, *options, "--tls-auth-clients", "no") as server:
+        alone = "cannot be used, so lbproxy would go on alone: "
+        assert "certificate verify failed" in checked_replicas(f"rediss://localhost:{tls}")
+        assert "perhaps it wants TLS: rediss://" in checked_replicas(f"redis://127.0.0.1:{tls}")
+        assert "perhaps it does not use TLS" in checked_replicas(server.url.replace("redis:", "rediss:"))
+        server.call("REPLICAOF", "127.0.0.1", "1")
+        assert f"{alone}the server is read-only: " in checked_replicas(server.url)
+        server.call("REPLICAOF", "NO", "ONE")
+        server.call("CONFIG", "SET", "maxmemory", "1")
+        assert "the server's memory is full: " in checked_replicas(server.url)
+        server.call("CONFIG", "SET", "maxmemory", "0")
+        server.call("CONFIG", "SET", "requirepass", "s3cret")
+        said = checked_replicas(server.url.replace("//", "//user:wrong@"))
+        assert f"{server.url} {alone}wrong user or password: " in said
+        assert "user:wrong" not in said
+    assert "refused" in checked_replicas(server.url)
+
+
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_without_the_packages_the_error_says_what_to_install(tmp_path: Path, command: str) -> None:
+    """A package of that name that is empty hides the real one."""
+    (tmp_path / "redis").mkdir()
+    (tmp_path / "redis" / "__init__.py").write_text("")
+    config = tmp_path / "cfg.yaml"
+    config.write_text("listen: 127.0.0.1:0\nadmin: null\nreplicas: {url: redis://r}\nendpoints: [http://gpu-1]\n")
+    arguments = ["--config", str(config)] if command == "run" else ["check", "--config", str(config)]
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([*LBPROXY, *arguments], capture_output=True, text=True, env=environ, timeout=60, check=False)
+    assert done.returncode != 0
+    said = done.stdout + done.stderr
+    assert "replicas.url: needs packages that are not installed: pip install 'lbproxy[replicas]'" in said
+    assert "Traceback" not in said

@@ -170,15 +170,18 @@ def test_the_image_installs_the_locked_wheels_alone() -> None:
     assert {"--no-deps", "--no-build-isolation", "--no-cache-dir", "."} <= set(made)
 
 
-@pytest.mark.parametrize(("extras", "lock"), [("", "requirements.lock"), ("otel", "requirements-otel.lock")])
-def test_a_build_argument_says_which_lock_is_installed(extras: str, lock: str) -> None:
-    """By default the one without extras; as the build's own shell reads it."""
+@pytest.mark.parametrize("extras", [(), ("otel",), ("replicas",), ("otel", "replicas")])
+def test_a_build_argument_says_which_locks_are_installed(extras: tuple[str, ...]) -> None:
+    """By default the one without extras; as the build's own shell reads it, with another pip."""
     (argument,) = (one.text for one in stages()[1] if one.name == "ARG")
     assert argument == "EXTRAS="
-    (wanted,) = re.findall(r'-r ("requirements\S+)', " ".join(one.text for one in stages()[1]))
-    said = subprocess.run(["sh", "-c", f"EXTRAS={extras}; echo {wanted}"], capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == lock
-    assert lock in copied()
+    (run,) = (one.text for one in stages()[1] if one.name == "RUN" and "$EXTRAS" in one.text)
+    script = run.replace("pip ", "echo ")
+    environ = {"EXTRAS": " ".join(extras), "PATH": "/usr/bin:/bin"}
+    said = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, env=environ)
+    locks = ["requirements.lock", *(f"requirements-{one}.lock" for one in extras)]
+    assert [line.split()[-1] for line in said.stdout.splitlines()] == locks
+    assert {*locks} <= {*copied()}
 
 
 def pins(lock: str) -> set[str]:
@@ -186,13 +189,15 @@ def pins(lock: str) -> set[str]:
 
 
 def test_the_locks_agree() -> None:
-    """What the tests run on is what both images have, and the extra's packages are those that it names."""
-    plain, otel, dev = pins("requirements.lock"), pins("requirements-otel.lock"), pins("requirements-dev.lock")
-    assert plain < otel < dev
+    """What the tests run on is what all images have, and an extra's packages are those that it names."""
+    plain, dev = pins("requirements.lock"), pins("requirements-dev.lock")
     assert pins("requirements-compile.lock") < dev
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = {re.split(r"[<>=]", one)[0] for one in extras["otel"]}
-    assert named <= {one.partition("==")[0] for one in otel - plain}
+    for name in ("otel", "replicas"):
+        locked = pins(f"requirements-{name}.lock")
+        assert plain < locked < dev, name
+        named = {re.split(r"[<>=[]", one)[0] for one in extras[name]}
+        assert named <= {one.partition("==")[0] for one in locked - plain}
 
 
 def test_all_stages_have_the_python_that_the_environment_was_made_for() -> None:
@@ -310,11 +315,13 @@ def test_prometheus_scrapes_what_is_there(files: tuple[Path, ...]) -> None:
     assert {source for source in mounts.values() if not source.startswith(".")} <= set(compose.volumes)
     assert [(ROOT / mounts[file]).is_file() for file in prometheus().rule_files] == [True]
     ports = {"lbproxy": str(admin.port), "vllm": settings().endpoints[0].url.rpartition(":")[2]}
+    ports |= {"lbproxy-1": str(admin.port), "lbproxy-2": str(admin.port)}
     found = {target.name: target for target in prometheus_targets()}
     assert {name: str(target.port) for name, target in found.items()} == ports
+    everything = project(*files, profile="ha")
     for target in found.values():
-        assert compose.behind(target.name)
-        assert (target.job, target.path) == (target.name, "/metrics")
+        assert everything.behind(target.name)
+        assert (target.job, target.path) == (re.sub(r"-\d$", "", target.name), "/metrics")
 
 
 # --- The page ---------------------------------------------------------------------------------------------------------
@@ -322,13 +329,15 @@ def test_prometheus_scrapes_what_is_there(files: tuple[Path, ...]) -> None:
 
 def test_the_pages_commands_name_files_and_services_that_exist() -> None:
     shown = "".join(block.text for block in blocks(DOCS / "docker.md") if block.language == "sh")
+    shown += "".join(block.text for block in blocks(DOCS / "replicas.md") if "docker compose" in block.text)
     shown += "".join(re.findall(r"^# .*docker compose.*$", BASE.read_text() + GPU.read_text(), re.MULTILINE))
     assert (files := re.findall(r"(?<=-f )[\w.-]+", shown))
     assert all((ROOT / file).is_file() for file in files)
     assert (scaled := re.findall(r"--scale (\w+)=", shown))
     assert set(scaled) <= set(project(BASE).services)
-    assert (used := re.findall(r"docker compose (?:logs|kill)(?: --\w+)* (\w+)", shown))
-    assert set(used) <= set(project(BASE, GPU).services)
+    assert (used := re.findall(r"docker compose (?:logs|kill)(?: --\w+)* ([\w-]+)", shown))
+    assert set(used) <= set(project(BASE, GPU, profile="ha").services)
+    assert {*re.findall(r"--profile (\w+)", shown)} == {"ha"}
 
 
 # --- systemd ----------------------------------------------------------------------------------------------------------
@@ -377,16 +386,19 @@ def test_systemd_finds_nothing_wrong_and_little_exposed(tmp_path: Path) -> None:
 # --- Kubernetes -------------------------------------------------------------------------------------------------------
 
 MANIFESTS = ROOT / "deploy/kubernetes/lbproxy.yaml"
+HA_MANIFESTS = ROOT / "deploy/kubernetes/lbproxy-ha.yaml"
+SETS = pytest.mark.parametrize("file", [MANIFESTS, HA_MANIFESTS], ids=["one", "two"])
 
 
-def manifests() -> dict[str, dict[str, Any]]:
+def manifests(file: Path = MANIFESTS) -> dict[str, dict[str, Any]]:
     """By kind and name."""
-    return {f"{one['kind']}/{one['metadata']['name']}": one for one in yaml.safe_load_all(MANIFESTS.read_text())}
+    return {f"{one['kind']}/{one['metadata']['name']}": one for one in yaml.safe_load_all(file.read_text())}
 
 
-@pytest.mark.parametrize("name", list(manifests()))
-def test_a_manifest_follows_the_schema(name: str) -> None:
-    kubernetes_validate.validate(manifests()[name], kubernetes_validate.latest_version(), strict=True)
+@SETS
+def test_manifests_follow_the_schema(file: Path) -> None:
+    for one in manifests(file).values():
+        kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
 
 
 def test_the_schema_is_asked() -> None:
@@ -397,8 +409,9 @@ def test_the_schema_is_asked() -> None:
         kubernetes_validate.validate(wrong, kubernetes_validate.latest_version(), strict=True)
 
 
-def test_the_manifests_fit_together_and_with_lbproxy() -> None:
-    there = manifests()
+@SETS
+def test_the_manifests_fit_together_and_with_lbproxy(file: Path) -> None:
+    there = manifests(file)
     text = there["ConfigMap/lbproxy"]["data"]["lbproxy.yaml"]
     held = parse(text, environ={})
     pod = there["Deployment/lbproxy"]["spec"]["template"]

@@ -24,7 +24,7 @@ from lbproxy.cli import _parser, main
 from lbproxy.config import addresses
 from lbproxy.terminal import commands
 from lbproxy.terminal.client import AdminClient, AdminError
-from lbproxy.terminal.tables import explanation, fleet, offer, summary
+from lbproxy.terminal.tables import explanation, fleet, offer, replicas, summary
 from lbproxy.terminal.top import picture
 from tests.support.process import LBPROXY, lbproxy, mock
 
@@ -103,6 +103,43 @@ def test_top_fits_a_terminal_of_80_by_24(count: int) -> None:
     assert shown >= min(count, 5)
     if shown < count:
         assert any(f"and {count - shown} more" in line for line in lines)
+
+
+def exchange(*others: dict[str, Any], problem: str | None = None) -> dict[str, Any]:
+    return {
+        "name": "lb-1",
+        "url": "redis://redis:6379/0",
+        "connected": problem is None,
+        "problem": problem,
+        "others": [*others],
+    }
+
+
+def replica(name: str, **more: object) -> dict[str, Any]:
+    found: dict[str, Any] = {"id": f"{name}-1", "name": name, "version": "0.1.0", "in_flight": 4, "batch_age_s": 0.31}
+    return found | {"complete": True, "resets": 1, "missed": 0} | more
+
+
+def test_each_replica_has_a_line() -> None:
+    assert replicas(state([], replicas=None)) is None
+    new = replica("lb-3", in_flight=None, batch_age_s=None, complete=False)
+    shown = state([endpoint("gpu-1", elsewhere=7)], replicas=exchange(replica("lb-2"), new, replica("", missed=2)))
+    assert drawn(replicas(shown)) == [
+        "this is replica lb-1, redis://redis:6379/0",
+        "replica lb-2  0.1.0  4 in flight  last batch 0.3 s ago",
+        "replica lb-3  0.1.0  nothing received yet",
+        "replica -1  0.1.0  4 in flight  last batch 0.3 s ago  2 gaps",
+    ]
+    lines = drawn(picture(shown, height=24))
+    assert lines[0].endswith("1 of 1 endpoints up  3 other replicas")
+    assert max(map(len, lines)) <= 80
+    assert any(re.match(r"gpu-1 +up +3\+7 ", line) for line in lines)
+
+
+def test_a_replica_that_goes_on_alone_says_why() -> None:
+    shown = state([endpoint("gpu-1")], replicas=exchange(problem="Connection \x1b[2Jrefused"))
+    assert drawn(replicas(shown), width=200)[1].endswith("goes on alone: Connection [2Jrefused")
+    assert drawn(summary(shown))[0].endswith("  alone")
 
 
 def test_of_too_many_those_that_need_a_look_come_first() -> None:

@@ -1,7 +1,7 @@
 """What needs packages that lbproxy itself does without: imported only once the settings ask for it.
 
 `tracing` decides whether requests are traced; `traces` sends them to a collector, `spans` makes OpenTelemetry spans of
-their records.
+their records. `replication` exchanges requests with other replicas over a `store`; `redis_store` is one of Redis.
 
 Imported by: `app`, `check`, `data_plane`, `processes`. Never: anything that a request waits for.
 """

@@ -14,7 +14,8 @@ Every call is bounded in time and raises StoreError, whatever the server does.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import secrets
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Final
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -23,7 +24,14 @@ from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import (
+    AuthenticationError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisClusterException,
+    RedisError,
+)
 
 from lbproxy.config.text import one_line
 from lbproxy.extras.store import StoreError
@@ -103,9 +111,8 @@ class RedisStore:
             pipe.lrange(self._key("wants", replica), 0, MAX_REPLICAS)
             pipe.delete(self._key("wants", replica))
             done = await pipe.execute()
+            alive = await self._infos(done[3])
             names = sorted(name.decode(errors="replace") for name in done[3])[:MAX_REPLICAS]
-            infos = await self._redis.mget([self._key("alive", name) for name in names]) if names else []
-            alive = {name: one for name, one in zip(names, infos, strict=True) if one and len(one) <= MAX_INFO_BYTES}
             gone = [name for name in names if name not in alive and name != replica]
             if gone:
                 await self._redis.srem(self._key("replicas"), *gone)
@@ -144,14 +151,48 @@ class RedisStore:
             found = await self._redis.blpop([self._key("knowledge", replica)], timeout=1)
         return None if found is None else found[1]
 
+    async def ping(self) -> dict[str, bytes]:
+        """Call every command that is used once, on keys of its own that expire. Returns those that live, each with its
+        info.
+        """
+        own = f"check-{secrets.token_hex(4)}"
+        stream, alive, wants, names = (self._key(kind, own) for kind in ("stream", "alive", "wants", "replicas"))
+        async with _bounded():
+            pipe = self._redis.pipeline(transaction=False)
+            pipe.smembers(self._key("replicas"))
+            pipe.set(alive, own, px=round(1000 * ALIVE_S))
+            pipe.xadd(stream, {"b": b""})
+            pipe.rpush(wants, own)
+            pipe.sadd(names, own)
+            for key in (stream, wants, names):
+                pipe.expire(key, round(ALIVE_S))
+            pipe.xrevrange(stream, count=1)
+            pipe.xread({stream: "0-0"}, count=1)
+            pipe.lrange(wants, 0, 1)
+            pipe.blpop([wants], timeout=1)
+            pipe.srem(names, own)
+            pipe.delete(stream, alive, wants, names)
+            done = await pipe.execute()
+            return await self._infos([*done[0], own.encode()])  # of which the latter is gone
+
+    async def _infos(self, found: Iterable[bytes]) -> dict[str, bytes]:
+        """The infos of those of these that live."""
+        names = sorted(name.decode(errors="replace") for name in found)[:MAX_REPLICAS]
+        infos = await self._redis.mget([self._key("alive", name) for name in names]) if names else []
+        return {name: one for name, one in zip(names, infos, strict=True) if one and len(one) <= MAX_INFO_BYTES}
+
     async def close(self) -> None:
         """Let go of all connections."""
         for client in (self._redis, *self._others):
             try:
                 async with asyncio.timeout(CALL_S):
                     await client.aclose()
-            except (RedisError, OSError, TimeoutError):
+            except (*_ERRORS, TimeoutError):
                 pass  # it is gone anyway
+
+
+_ERRORS: Final = (RedisError, RedisClusterException, OSError)
+"""The second is none of the first, although it tells that no node can be reached."""
 
 
 @asynccontextmanager
@@ -163,7 +204,7 @@ async def _bounded(within_s: float = CALL_S) -> AsyncIterator[None]:
             yield
     except TimeoutError:
         raise StoreError(f"no response within {within_s:g} s") from None
-    except (RedisError, OSError, UnicodeError, ValueError, TypeError, IndexError, AttributeError) as error:
+    except (*_ERRORS, UnicodeError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise StoreError(_why(error)) from None  # the latter: responses that are none of Redis
     finally:
         if task is not None and task.cancelling() > cancelled:
@@ -171,7 +212,21 @@ async def _bounded(within_s: float = CALL_S) -> AsyncIterator[None]:
 
 
 def _why(error: Exception) -> str:
-    return one_line(str(error) or type(error).__name__, 200)
+    """In words, without what redis-py puts before it: the command with its data."""
+    text = str(error) or type(error).__name__
+    if (cut := text.rpartition(" of pipeline caused error: "))[1]:
+        text = cut[2].strip("()\"',")
+    meaning = next((f"{words}: " for kind, words in _MEANINGS if isinstance(error, kind)), "")
+    return one_line(meaning + text, 200)
+
+
+_MEANINGS: Final = (
+    (NoPermissionError, "the user lacks a permission"),
+    (AuthenticationError, "wrong user or password"),
+    (ReadOnlyError, "the server is read-only"),
+    (OutOfMemoryError, "the server's memory is full"),
+)
+"""What the server's own words mean, for those who do not know them."""
 
 
 _OPTIONS: Final[dict[str, Any]] = {

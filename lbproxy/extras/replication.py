@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
+from urllib.parse import urlsplit
 
 import orjson
 
@@ -137,8 +138,12 @@ class Replication:
     @property
     def url(self) -> str:
         """Where the store is, without a password."""
-        scheme, _, rest = ("" if self._settings.url is None else self._settings.url.get_secret_value()).partition("://")
-        return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}"
+        return "" if self._settings.url is None else without_password(self._settings.url.get_secret_value())
+
+    @property
+    def beat_age_s(self) -> float | None:
+        """Seconds since the store last told who lives; None = it never did."""
+        return None if self._beat_at < 0.0 else self._runtime.now() - self._beat_at
 
     # The start
 
@@ -379,6 +384,28 @@ def find_store(settings: ReplicasSettings) -> type[RedisStore] | None:
     except StoreError as error:
         raise ConfigError("settings", [f"replicas.url: {error}"]) from None
     return RedisStore
+
+
+async def dial(settings: ReplicasSettings) -> list[tuple[str, str]]:
+    """Try the store once, without being a replica. Returns name and version of those that live. Raises StoreError, and
+    ConfigError as `find_store` does.
+    """
+    kind = await asyncio.to_thread(find_store, settings)
+    if kind is None or settings.url is None:
+        return []
+    store = kind(settings.url.get_secret_value(), settings.pool)
+    try:
+        found = [_Info.read(info, replica) for replica, info in (await store.ping()).items()]
+        return sorted((one.name or one.replica, one.version) for one in found)
+    finally:
+        await store.close()
+
+
+def without_password(url: str) -> str:
+    """The URL of a store as it is shown: no user, no password, no options."""
+    scheme, _, rest = url.partition("://")
+    parts = urlsplit(f"redis://{rest}")
+    return f"{scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def _host_name() -> str:

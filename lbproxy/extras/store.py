@@ -45,6 +45,10 @@ class Store(Protocol):
         """The next piece; None if there is none yet."""
         ...
 
+    async def ping(self) -> dict[str, bytes]:
+        """Try all that the other calls do, without being a replica. Returns those that live, each with its info."""
+        ...
+
     async def close(self) -> None:
         """Let go of all connections."""
         ...

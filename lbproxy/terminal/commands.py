@@ -8,7 +8,7 @@ import time
 from rich.console import Console
 
 from lbproxy.terminal.client import AdminClient
-from lbproxy.terminal.tables import LEGEND, explanation, fleet, offer, plain, summary, workers
+from lbproxy.terminal.tables import LEGEND, explanation, fleet, offer, plain, replicas, summary, workers
 
 POLL_S = 0.25
 
@@ -22,8 +22,9 @@ def status(client: AdminClient, console: Console, *, as_json: bool) -> int:
     history = client.get("history")["points"]
     console.print(summary(state | {"history": history}))
     console.print(offer(state))
-    if (lines := workers(state)) is not None:
-        console.print(lines)
+    for lines in (workers(state), replicas(state)):
+        if lines is not None:
+            console.print(lines)
     console.print(fleet(state["endpoints"]))
     console.print(LEGEND, style="dim")
     return 0

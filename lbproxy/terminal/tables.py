@@ -40,6 +40,10 @@ def summary(state: Fields) -> Text:
         text.append("  starting" if starting else "  not ready", style="yellow" if starting else "red")
     if state["stopping"]:
         text.append("  stopping", style="yellow")
+    if (exchange := state.get("replicas")) is not None:
+        others = len(exchange["others"])
+        text.append("" if exchange["connected"] else "  alone", style="red")
+        text.append(f"  {others} other {'replica' if others == 1 else 'replicas'}" if exchange["connected"] else "")
     if not state["settings"]["accepted"]:
         text.append("  settings refused", style="red")
     oldest = "" if queue["oldest_s"] is None else f", the oldest for {queue['oldest_s']:.1f} s"
@@ -63,6 +67,29 @@ def workers(state: Fields) -> Text | None:
         for one in rows
     ]
     return Text("\n".join(lines), style="dim") if lines else None
+
+
+def replicas(state: Fields) -> Text | None:
+    """A line for each other replica, and one for the store if it cannot be used; None: no replicas are configured."""
+    exchange = state.get("replicas")
+    if exchange is None:
+        return None
+    own = f"this is replica {plain(exchange['name'])}, {plain(exchange['url'])}"
+    text = Text(own, style="dim")
+    if not exchange["connected"]:
+        problem = f"\nthe store of the replicas cannot be used, so this one goes on alone: {plain(exchange['problem'])}"
+        text.append(problem, style="not dim red")
+    for one in exchange["others"]:
+        text.append(f"\nreplica {plain(one['name'] or one['id'])}  {plain(one['version'])}  ")
+        if one["in_flight"] is None:
+            text.append("nothing received yet", style="not dim yellow")
+            continue
+        text.append(f"{one['in_flight']} in flight  last batch {one['batch_age_s']:.1f} s ago")
+        if not one["complete"]:
+            text.append("  incomplete", style="not dim yellow")
+        if one["missed"]:
+            text.append(f"  {one['missed']} gaps")
+    return text
 
 
 def offer(state: Fields) -> Text:
@@ -106,7 +133,7 @@ def _row(one: Fields) -> Iterator[RenderableType]:
     speed = _known(learned, "prefill_ms_per_token")
     yield Text(_short(plain(one["name"])))
     yield _health(one)
-    yield str(one["in_flight"])
+    yield f"{one['in_flight']}+{one['elsewhere']}" if one.get("elsewhere") else str(one["in_flight"])
     yield _room(learned)
     held = learned.get("held")
     yield Text(_number(held), style="yellow" if held else "")
@@ -146,7 +173,7 @@ def _health(one: Fields) -> Text:
 
 
 LEGEND = (
-    "flight: requests from lbproxy · room: how many it runs at once, or why it is full · "
+    "flight: requests from lbproxy (+ from other replicas) · room: how many it runs at once, or why it is full · "
     "held: requests that wait in lbproxy for it · wait, run, kv: as the engine reports · "
     "first B: median ms to first byte · hit: prompt tokens from its cache · queue: ms that a request waits there · "
     "ms/kt: prefill of 1,000 tokens · ms/t: from token to token of a response · -: unknown, or not learned yet"

@@ -172,6 +172,8 @@ def test_prometheus_finds_its_targets(tmp_path: Path) -> None:
             await until_healthy(SERVICES["lbproxy"], it.address)
             scraped = []
             for target in prometheus_targets():
+                if target.name not in SERVICES:
+                    continue  # of a profile
                 for address in it.targets(target.name):
                     page = await http.get(f"http://{address}:{target.port}{target.path}")
                     assert page.status_code == 200

@@ -43,7 +43,12 @@ from tests.support.workers import one_process
 
 LISTEN, ADMIN = "127.0.0.1:8080", "127.0.0.1:9901"
 """The addresses in the docs: the defaults."""
-ENVIRON = {"GPU_HOST": "gpu-1", "LBPROXY_ADMIN_TOKEN": "5f4dcc3b5aa765d61d8327deb882cf99", "TEAM_A_KEY": "e0" * 16}
+ENVIRON = {
+    "GPU_HOST": "gpu-1",
+    "LBPROXY_ADMIN_TOKEN": "5f4dcc3b5aa765d61d8327deb882cf99",
+    "TEAM_A_KEY": "e0" * 16,
+    "REDIS_PASSWORD": "s3cret",
+}
 """The variables that the docs speak of."""
 
 BLOCKS = all_blocks()

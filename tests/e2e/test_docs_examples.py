@@ -54,6 +54,10 @@ ELSEWHERE = {
     ("docker.md", "docker compose"): "tests/test_deploy.py: its files and services exist",
     ("docker.md", "MODEL="): "tests/test_deploy.py: its files and services exist",
     ("docker.md", "docker build"): "tests/test_deploy.py: hadolint reads the Dockerfile; there is no docker here",
+    ("replicas.md", "docker compose"): "tests/test_deploy_replicas.py: its files and services exist",
+    ("replicas.md", "vrrp_script"): "tests/test_deploy_replicas.py: keepalived reads it",
+    ("replicas.md", "save"): "tests/extras/test_redis_permissions.py: a server with these options",
+    ("replicas.md", "ACL SETUSER"): "tests/extras/test_redis_permissions.py",
     ("traces.md", "docker build"): "tests/test_deploy.py: which lock that argument installs",
     ("operations.md", "python3 -m venv /opt"): "tests/test_deploy.py: the unit; the rest needs root and systemd",
 }
@@ -64,6 +68,7 @@ PICTURES = {
     ("architecture.md", "config <-"),
     ("routing.md", "request ──▶"),
     ("scale.md", "supervisor: listening"),
+    ("replicas.md", "clients ─▶"),
     ("failures.md", "stateDiagram-v2\n    direction LR"),  # tests/proxy/exchange/test_patience.py
     ("admin.md", "lbproxy 0.1.0"),  # what `lbproxy status` drew: tests/test_terminal.py
 }

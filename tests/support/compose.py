@@ -22,6 +22,8 @@ BASE = ROOT / "docker-compose.yml"
 GPU = ROOT / "docker-compose.gpu.yml"
 DOCKERFILE = ROOT / "Dockerfile"
 SETTINGS = ROOT / "deploy/compose/lbproxy.yaml"
+HA_SETTINGS = ROOT / "deploy/compose/lbproxy-ha.yaml"
+HAPROXY = ROOT / "deploy/compose/haproxy.cfg"
 PROMETHEUS = ROOT / "deploy/compose/prometheus.yml"
 
 _DURATION = duration("0ms", "24h")
@@ -72,8 +74,16 @@ class Deploy(Model):
     resources: Resources | None = None
 
 
+class Build(Model):
+    context: str
+    args: dict[str, str]
+
+
 class Service(Model):
-    build: str | None = None
+    build: str | Build | None = None
+    profiles: list[str] = []
+    hostname: str | None = None
+    user: str | None = None
     image: str | None = None
     command: list[str] = []
     volumes: list[str] = []
@@ -130,8 +140,11 @@ def merged(*files: Path) -> dict[str, object]:
     return {key: value for key, value in result.items() if not key.startswith("x-")}
 
 
-def project(*files: Path) -> Project:
-    return Project.model_validate(merged(*files))
+def project(*files: Path, profile: str | None = None) -> Project:
+    """Without services of profiles, but for this one."""
+    whole = Project.model_validate(merged(*files))
+    used = {name: one for name, one in whole.services.items() if not one.profiles or profile in one.profiles}
+    return whole.model_copy(update={"services": used})
 
 
 def _merge(into: dict[str, object], more: dict[str, object]) -> None:

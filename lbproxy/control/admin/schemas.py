@@ -87,6 +87,7 @@ _ENDPOINT = record(
     share=NUMBER,
     in_flight=COUNT,
     awaiting_first_byte=COUNT,
+    elsewhere=COUNT,
     placed=COUNT,
     waiting=_maybe(NUMBER),
     running=_maybe(NUMBER),
@@ -95,6 +96,27 @@ _ENDPOINT = record(
     models=_maybe(_list(TEXT)),
     learned=_maybe(_learned(EndpointLearned)),
     recent=_maybe(record(requests=COUNT, failed=COUNT, first_byte_ms=_maybe(NUMBER), hit_ratio=_maybe(NUMBER))),
+)
+
+_REPLICA = record(
+    id=TEXT,
+    name=TEXT,
+    version=TEXT,
+    in_flight=_maybe(COUNT),
+    batch_age_s=_maybe(NUMBER),
+    complete=FLAG,
+    resets=COUNT,
+    missed=COUNT,
+)
+
+_REPLICAS = record(
+    id=TEXT,
+    name=TEXT,
+    url=TEXT,
+    connected=FLAG,
+    problem=_maybe(TEXT),
+    heartbeat_age_s=_maybe(NUMBER),
+    others=_list(_REPLICA),
 )
 
 _STATE = record(
@@ -118,6 +140,7 @@ _STATE = record(
             memory_bytes=_maybe(COUNT),
         )
     ),
+    replicas=_maybe(_REPLICAS),
     settings=record(accepted=FLAG, at=STAMP),
     state_file=record(
         age_at_start_s=_maybe(NUMBER), bytes=_maybe(COUNT), written_at=_maybe(STAMP), writes=_each(COUNT)

@@ -16,6 +16,7 @@ from lbproxy.config.tree import Settings
 from lbproxy.control.telemetry.access_line import stamp
 from lbproxy.control.telemetry.families import Loads, StateStats, WorkerFacts, Workers
 from lbproxy.control.telemetry.recent import Fields, Recent
+from lbproxy.control.telemetry.replica_families import Other, Replicas
 from lbproxy.core.endpoints.state import EndpointSnapshot
 from lbproxy.core.observed.learned import EndpointLearned, QueueSnapshot
 from lbproxy.core.observed.record import RequestRecord
@@ -66,6 +67,8 @@ class State:
         """`origin`: where an endpoint comes from, by its name."""
         self.workers: Workers | None = None
         """Set by the owner if there are worker processes."""
+        self.replicas: Replicas | None = None
+        """Set by the owner if requests are exchanged with other replicas."""
         self.recent = recent
         self._runtime = runtime
         self._front = front
@@ -88,6 +91,7 @@ class State:
             "running": self._front.running,
             "client_connections": self._front.open_connections,
             "workers": [] if self.workers is None else [_worker(one) for one in self.workers.facts()],
+            "replicas": None if self.replicas is None else _replicas(self.replicas),
             "settings": {"accepted": loads.succeeded, "at": stamp(loads.succeeded_at)},
             "state_file": _state_file(loads.state),
             "endpoints": self.endpoints(),
@@ -131,6 +135,7 @@ class State:
             "share": round(one.share, 3),
             "in_flight": one.in_flight,
             "awaiting_first_byte": one.awaiting_first_byte,
+            "elsewhere": one.elsewhere,
             "placed": one.placed,
             "waiting": None if fresh is None else fresh.waiting,
             "running": None if fresh is None else fresh.running,
@@ -185,6 +190,33 @@ def _worker(one: WorkerFacts) -> Fields:
         "cpu_share": round(one.cpu_share, 3),
         "loop_lag_ms": round(1000.0 * one.loop_lag_s, 3),
         "memory_bytes": one.memory_bytes,
+    }
+
+
+def _replicas(replicas: Replicas) -> Fields:
+    age_s = replicas.beat_age_s
+    return {
+        "id": replicas.replica,
+        "name": replicas.name,
+        "url": replicas.url,
+        "connected": replicas.problem is None,
+        "problem": replicas.problem,
+        "heartbeat_age_s": None if age_s is None else round(age_s, 3),
+        "others": [_other(one) for one in replicas.facts()],
+    }
+
+
+def _other(one: Other) -> Fields:
+    peer = one.peer
+    return {
+        "id": one.replica,
+        "name": one.name,
+        "version": one.version,
+        "in_flight": None if peer is None else peer.in_flight,
+        "batch_age_s": None if peer is None else round(peer.heard_s, 3),
+        "complete": peer is not None and peer.is_complete,
+        "resets": 0 if peer is None else peer.resets,
+        "missed": 0 if peer is None else peer.missed,
     }
 
 

@@ -58,6 +58,11 @@ _ENDPOINT_GAUGES = (
     _EndpointGauge(
         "awaiting_first_byte", "Those of them without a first byte of the response", lambda one: one.awaiting_first_byte
     ),
+    _EndpointGauge(
+        "requests_elsewhere",
+        "Requests of other replicas in flight at the endpoint, as far as is known",
+        lambda one: one.elsewhere,
+    ),
     _EndpointGauge("waiting", "Requests queued in the engine, from its fresh metrics", _waiting),
     _EndpointGauge("running", "Requests running in the engine, from its fresh metrics", _running),
     _EndpointGauge("kv_utilization", "Share of the KV cache in use, 0 to 1, from fresh metrics", _kv_utilization),
@@ -132,6 +137,7 @@ def one_per_name(endpoints: Iterable[EndpointSnapshot]) -> list[EndpointSnapshot
         if first is not None:
             in_flight = first.in_flight + one.in_flight
             awaiting = first.awaiting_first_byte + one.awaiting_first_byte
-            one = replace(first, in_flight=in_flight, awaiting_first_byte=awaiting)  # noqa: PLW2901
+            elsewhere = first.elsewhere + one.elsewhere
+            one = replace(first, in_flight=in_flight, awaiting_first_byte=awaiting, elsewhere=elsewhere)  # noqa: PLW2901
         by_name[one.endpoint.name] = one
     return list(by_name.values())

@@ -18,8 +18,9 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
@@ -56,6 +57,7 @@ from lbproxy.control.telemetry.families import (
 )
 from lbproxy.control.telemetry.histogram import Histogram
 from lbproxy.control.telemetry.log import configure_logging
+from lbproxy.control.telemetry.replica_families import Replicas, replica_families
 from lbproxy.control.telemetry.writer import LineWriter
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.health import Health, Transition
@@ -118,6 +120,21 @@ class Connections(Protocol):
         ...
 
 
+class _Connections(NamedTuple):
+    """What has connections open."""
+
+    clients: Connections
+    upstreams: Connections
+
+
+@dataclass(slots=True)
+class _Processes:
+    """Other processes that this one works with."""
+
+    workers: Workers | None = None
+    replicas: Replicas | None = None
+
+
 class _RouteTimes:
     """The histograms of one route."""
 
@@ -139,11 +156,11 @@ class Telemetry:
         self._write_access = self._writer.write if log.access else None
         self._access_level: int = logging.getLevelNamesMapping()[log.level.upper()]
         self._pool: Snapshots | None = None
-        self._clients: Connections | None = None
-        self._upstreams: Connections | None = None
+        self._open: _Connections | None = None
         self._scrapers: dict[EndpointUid, Scraper] = {}
         self._sources: Discovery | None = None
         self._tracing: Tracing | None = None
+        self._processes = _Processes()
 
         self._requests: defaultdict[tuple[str, str, int], int] = defaultdict(int)
         self._by_endpoint: defaultdict[tuple[str, str], int] = defaultdict(int)
@@ -166,14 +183,13 @@ class Telemetry:
 
         self._lag = Histogram(LAG_BUCKETS)
         self._own_load: tuple[Load, Door] | None = None
-        self._workers: Workers | None = None
         self.loads = Loads()
         """Of the settings. Kept by who loads them."""
         self._process = ProcessCollector(registry=None)
 
     def watch(self, pool: Snapshots, clients: Connections, upstreams: Connections) -> None:
         """What the gauges are read from."""
-        self._pool, self._clients, self._upstreams = pool, clients, upstreams
+        self._pool, self._open = pool, _Connections(clients, upstreams)
 
     def watch_scrapes(self, scraper: Scraper) -> None:
         """Show how this scraper gets on, until its endpoint leaves the pool."""
@@ -181,7 +197,7 @@ class Telemetry:
 
     def watch_load(self, load: Load, door: Door, pulse: Ticker, workers: Workers | None = None) -> None:
         """Show what is refused and why, and how late the event loop is."""
-        self._own_load, self._workers = (load, door), workers
+        self._own_load, self._processes.workers = (load, door), workers
         pulse.listen(self._lag.observe)
 
     def reconfigure(self, log: LogSettings) -> None:
@@ -197,6 +213,10 @@ class Telemetry:
     def watch_traces(self, tracing: Tracing) -> None:
         """Show what becomes of traces, while there are any."""
         self._tracing = tracing
+
+    def watch_replicas(self, replicas: Replicas | None) -> None:
+        """Show the exchange with other replicas, if there is one."""
+        self._processes.replicas = replicas
 
     @property
     def internal_errors(self) -> int:
@@ -332,8 +352,10 @@ class Telemetry:
             yield trace_family(self._tracing.traces)
         if self._own_load is not None:
             yield from load_families(*self._own_load)
-        if self._workers is not None:
-            yield from worker_families(self._workers)
+        if self._processes.workers is not None:
+            yield from worker_families(self._processes.workers)
+        if self._processes.replicas is not None:
+            yield from replica_families(self._processes.replicas)
         yield from self._process.collect()
 
     def _snapshot(self) -> PoolSnapshot:
@@ -416,13 +438,12 @@ class Telemetry:
         yield gauge("waiting_requests", "Requests in the queue because no endpoint has room", snapshot.waiting)
         yield gauge("waiting_bytes", "Bytes of the bodies of requests in the queue", snapshot.waiting_bytes)
         yield from flow_families(snapshot.flows)
-        if self._clients is not None:
-            yield gauge("client_connections", "Open connections from clients", self._clients.open_connections)
-        if self._upstreams is not None:
+        if self._open is not None:
+            yield gauge("client_connections", "Open connections from clients", self._open.clients.open_connections)
             text = "Open connections to endpoints, including idle ones"
-            yield gauge("upstream_connections", text, self._upstreams.open_connections)
+            yield gauge("upstream_connections", text, self._open.upstreams.open_connections)
         text = "Internal errors, logged with a traceback: please report them"
-        workers = self._workers
+        workers = self._processes.workers
         more, dropped = (0, 0) if workers is None else (workers.internal_errors, workers.dropped_lines)
         yield counter("internal_errors", text, self.internal_errors + more)
         text = "Log lines dropped because standard output was too slow or closed"

@@ -139,6 +139,8 @@ class EndpointSnapshot:
     """0.1 to 1: the share that it gets during its slow start."""
     removed: bool = False
     """It is not a member any more; its requests in flight continue."""
+    elsewhere: int = 0
+    """Requests of other replicas in flight there, as far as is known."""
 
     @property
     def serving(self) -> bool:
@@ -167,4 +169,5 @@ def snapshot_of(state: EndpointState, share: float, readmitted: bool, now: float
         load_reports=state.load_reports,
         malformed_reports=state.malformed_reports,
         removed=state.removed,
+        elsewhere=state.elsewhere,
     )

@@ -34,7 +34,7 @@ const fullBy = (one) => one.learned?.full_by ?? null;
 function roomOf(one) {
   if (fullBy(one) !== null) return 0;
   const limit = one.learned?.limit ?? null;
-  return limit === null ? null : Math.max(0, limit - one.in_flight);
+  return limit === null ? null : Math.max(0, limit - one.in_flight - one.elsewhere);
 }
 const showRoom = (left, one) => (left === null ? "–" : fullBy(one) !== null ? `full: ${words(fullBy(one))}` : `of ${number(one.learned.limit)}`);
 const thousand = (value) => (value === null ? null : 1000 * value);
@@ -42,7 +42,7 @@ const thousand = (value) => (value === null ? null : 1000 * value);
 const COLUMNS = [
   { key: "name", head: "endpoint", value: (one) => one.name, text: true },
   { key: "state", head: "state", value: (one) => Object.keys(STATES).indexOf(stateOf(one)), text: true },
-  { key: "in_flight", head: "in flight", group: "lbproxy", value: (one) => one.in_flight, hint: "requests from lbproxy in flight there" },
+  { key: "in_flight", head: "in flight", group: "lbproxy", value: (one) => one.in_flight, show: (own, one) => (one.elsewhere ? `${number(own)} + ${number(one.elsewhere)}` : number(own)), hint: "requests from lbproxy in flight there, + those of other replicas" },
   { key: "room", head: "room", group: "lbproxy", value: roomOf, show: showRoom, tone: (one) => fullBy(one) && "warn", hint: "how many requests it runs at once, as far as was learned; or why it gets no more now" },
   { key: "held", head: "held", group: "lbproxy", value: (one) => one.learned?.held ?? null, tone: (one) => one.learned?.held && "warn", hint: "requests that wait in lbproxy for room there" },
   { key: "waiting", head: "waiting", group: "engine", value: (one) => one.waiting, hint: "requests queued in the engine" },

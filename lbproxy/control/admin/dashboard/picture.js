@@ -146,6 +146,24 @@ function drawChanges(frame) {
     put(item.children[3], plain(one.reason));
   });
 }
+function drawReplicas({ replicas: found }) {
+  at("replicas").hidden = found === null;
+  if (found === null) return;
+  const state = at("replicas-state");
+  put(state, found.connected ? `This is ${plain(found.name)}, connected to ${plain(found.url)}.` : `▲ ${plain(found.url)} cannot be used, so this one balances alone: ${plain(found.problem)}`);
+  set(state, "class", found.connected ? "dim" : "bad");
+  at("no-replicas").hidden = found.others.length > 0;
+  const table = at("replicas").querySelector("table");
+  table.hidden = found.others.length === 0;
+  keep(table.tBodies[0], found.others, (one) => one.id, () => node("tr", {}, node("th", { scope: "row" }, node("bdi", { class: "name" }), node("span", { class: "note" })), node("td", { class: "number" }), node("td", { class: "number" })), (row, one) => {
+    const [name, flight, age] = row.children;
+    put(name.children[0], plain(one.name || one.id));
+    set(name, "title", `${plain(one.id)}\nlbproxy ${plain(one.version)}\nrequests in flight sent again ${count(one.resets, "time")}, ${count(one.missed, "gap")} in its batches`);
+    put(name.children[1], one.complete ? "" : one.in_flight === null ? "nothing received yet" : "incomplete");
+    put(flight, number(one.in_flight));
+    put(age, one.batch_age_s === null ? "–" : `${number(one.batch_age_s, 1)} s`);
+  });
+}
 function drawLearned({ learned: found }) {
   const rows = found === null ? [] : [
     ["prompt tokens expected in a cache", percent(learned(found, "hit_ratio"))],
@@ -247,7 +265,7 @@ function draw(frame) {
   last = frame;
   drawnAt = performance.now();
   trouble = null;
-  for (const part of [drawFacts, drawUp, drawTiles, drawFleet, drawQueue, drawChanges, drawLearned, drawDecisions]) part(frame);
+  for (const part of [drawFacts, drawUp, drawTiles, drawFleet, drawQueue, drawChanges, drawReplicas, drawLearned, drawDecisions]) part(frame);
   tell();
 }
 
