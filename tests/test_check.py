@@ -231,7 +231,9 @@ def test_the_store_of_the_replicas_is_dialled(tmp_path: Path) -> None:
 
         async def beat(name: str, version: str) -> None:
             store = RedisStore(url, "default")
-            await store.beat(f"{name}-1", orjson.dumps({"name": name, "version": version, "started_at": 1.0, "running": True}))
+            await store.beat(
+                f"{name}-1", orjson.dumps({"name": name, "version": version, "started_at": 1.0, "running": True})
+            )
             await store.close()
 
         assert checked_replicas(url) == f"{server.url} can be used; pool default, replicas that are alive: none."

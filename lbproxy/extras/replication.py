@@ -106,18 +106,13 @@ class Replication:
         self._journal, self._peers = balancer.share(self.replica)
         self._news = asyncio.Event()
         self._journal.on_news = self._news.set
-        self._store: Store | None = None
         self._started_at = time.time()
         self._is_running = False
         """It can tell others what it knows."""
-        self._others: dict[str, tuple[str, str]] = {}
-        """Those that live: id, to name and version."""
-        self._positions: dict[str, bytes] = {}
-        """Up to where the batches of each were read."""
+        self._others: dict[str, _Other] = {}
+        """Those that live, by id."""
         self._beat_at = -SILENT_S
         """When the store last told who lives."""
-        self._malformed_of: set[str] = set()
-        """Those of which a batch could not be read: a warning for each."""
         self.problem: str | None = "not connected yet"
         """Why the store cannot be used now; None = it can."""
         self.stats = ReplicationStats()
@@ -132,7 +127,8 @@ class Replication:
     def facts(self) -> list[ReplicaFacts]:
         """The other replicas."""
         known = {one.replica: one for one in self._peers.snapshot(self._runtime.now())}
-        names = {**{replica: (replica, "") for replica in known}, **self._others}
+        names = {replica: (one.info.name, one.info.version) for replica, one in self._others.items()}
+        names = {**{replica: (replica, "") for replica in known}, **names}
         return [ReplicaFacts(replica, *who, known.get(replica)) for replica, who in sorted(names.items())]
 
     @property
@@ -158,7 +154,7 @@ class Replication:
             if not oldest.is_running:
                 return None  # all start now
             async with asyncio.timeout(JOIN_WITHIN_S):
-                return await self._receive(store, oldest.replica)
+                return await self._receive(store, oldest)
         except (StoreError, SavedError, TimeoutError) as error:
             text = "replicas: this one starts without what others know: %s"
             logger.warning(text, error or f"no response within {JOIN_WITHIN_S:g} s", extra={"event": "replicas"})
@@ -167,9 +163,9 @@ class Replication:
             if store is not None:
                 await store.close()
 
-    async def _receive(self, store: Store, oldest: str) -> Saved | None:
-        self._positions[oldest] = await store.last(oldest)  # what is told besides comes after this
-        self._journal.ask(oldest)
+    async def _receive(self, store: Store, info: _Info) -> Saved | None:
+        oldest = info.replica
+        await self._hear_of(store, info)  # what it tells besides comes after this
         await store.want(oldest, self.replica)
         lines: list[bytes] = []
         size = 0
@@ -198,11 +194,10 @@ class Replication:
         while True:
             began_at = self._runtime.now()
             try:
-                self._store = store = self._make_store()
+                store = self._make_store()
                 try:
                     await self._exchange(store)
                 finally:
-                    self._store = None
                     await store.close()
             except* StoreError as errors:
                 self._failed(errors.exceptions[0])
@@ -251,24 +246,23 @@ class Replication:
         alive, wanting = await store.beat(self.replica, self._info())
         self._beat_at = self._runtime.now()
         alive.pop(self.replica, None)
-        for replica in [one for one in (*self._others, *self._positions) if one not in alive]:
+        for replica in [one for one in self._others if one not in alive]:
             self._lose(replica)
         for replica, info in alive.items():
-            if replica not in self._positions:
-                self._positions[replica] = await store.last(replica)
-                self._journal.ask(replica)
-            found = _Info.read(info, replica)
-            self._others[replica] = found.name, found.version
+            if replica not in self._others:
+                await self._hear_of(store, _Info.read(info, replica))
         return wanting
 
+    async def _hear_of(self, store: Store, info: _Info) -> None:
+        """Read what a new one tells from now on, and have it tell what it has in flight."""
+        self._others[info.replica] = _Other(info, await store.last(info.replica))
+        self._journal.ask(info.replica)
+
     def _lose(self, replica: str) -> None:
-        gone = self._others.pop(replica, None)
-        self._positions.pop(replica, None)
-        self._malformed_of.discard(replica)
+        del self._others[replica]
         self._peers.lose(replica, self._runtime.now())
         self._runtime.reconsider()
-        if gone is not None:
-            logger.info("replicas: %s is gone", replica, extra={"event": "replicas"})
+        logger.info("replicas: %s is gone", replica, extra={"event": "replicas"})
 
     def _forget_silent(self) -> None:
         """Nobody is heard of while the store cannot be used."""
@@ -295,18 +289,19 @@ class Replication:
 
     async def _keep_reading(self, store: Store) -> None:
         while True:
-            positions = dict(self._positions)
+            positions = {replica: one.position for replica, one in self._others.items()}
             if not positions:
                 await asyncio.sleep(BEAT_S / 5.0)
                 continue
             for replica, position, data in await store.read(positions):
-                if replica not in self._positions:
+                other = self._others.get(replica)
+                if other is None:
                     continue  # gone meanwhile
-                self._positions[replica] = position
-                self._read(replica, data)
+                other.position = position
+                self._read(other, replica, data)
                 await asyncio.sleep(0)
 
-    def _read(self, replica: str, data: bytes) -> None:
+    def _read(self, other: _Other, replica: str, data: bytes) -> None:
         self.stats.batches_received += 1
         self.stats.bytes_received += len(data)
         try:
@@ -315,8 +310,8 @@ class Replication:
                 raise BatchError("a batch is of another replica than its stream")
         except BatchError as error:
             self.stats.malformed += 1
-            if replica not in self._malformed_of:
-                self._malformed_of.add(replica)
+            if not other.is_malformed:
+                other.is_malformed = True
                 logger.warning("replicas: %s: %s", replica, error, extra={"event": "replicas"})
             return
         self._peers.hear(batch, self._runtime.now())
@@ -414,6 +409,17 @@ def _host_name() -> str:
 
 def _is_end(line: bytes) -> bool:
     return len(line) < 64 and b'"end"' in line
+
+
+@dataclass(slots=True)
+class _Other:
+    """What is known of another replica, apart from its requests."""
+
+    info: _Info
+    position: bytes
+    """Up to where its batches were read."""
+    is_malformed: bool = False
+    """A batch could not be read, and a warning said so."""
 
 
 class _Info(NamedTuple):
