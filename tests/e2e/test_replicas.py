@@ -1,0 +1,228 @@
+"""Two and three lbproxies over a real Redis server, as processes, under load: clients must notice nothing of it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import httpx
+import pytest
+
+from tests.extras.test_replication import FAILURES
+from tests.support.aio import run, until
+from tests.support.load import Load, load
+from tests.support.ports import free_port
+from tests.support.process import Process, lbproxy, mock
+from tests.support.redis_server import RedisServer, needs_redis, redis_server
+from tests.support.rig import RawClient, post
+
+pytestmark = [needs_redis, pytest.mark.timeout(240)]
+NOTICED_S = 30.0
+LONG = b'{"model":"sim","prompt":"x","max_tokens":3000,"stream":true}'
+
+
+class One(NamedTuple):
+    """One lbproxy."""
+
+    process: Process
+    url: str
+    admin: str
+
+    def state(self) -> dict[str, Any]:
+        return cast("dict[str, Any]", httpx.get(f"{self.admin}/admin/state", timeout=10.0).json())
+
+    def others(self) -> int:
+        return len(self.state()["replicas"]["others"])
+
+    def elsewhere(self) -> int:
+        return sum(one["elsewhere"] for one in self.state()["endpoints"])
+
+    def is_connected(self) -> bool:
+        return bool(self.state()["replicas"]["connected"])
+
+
+class Pool(NamedTuple):
+    redis: RedisServer
+    servers: list[str]
+    members: list[One]
+
+
+@contextmanager
+def pool(folder: Path, count: int, more: str = "") -> Iterator[Pool]:
+    with ExitStack() as stack:
+        redis = stack.enter_context(redis_server(folder))
+        servers = [stack.enter_context(mock("--model", "sim", "--speed", "0.5"))[1] for _ in range(2)]
+        members = []
+        for number in range(count):
+            (folder / f"lb{number}").mkdir()
+            settings = f"replicas: {{url: '{redis.url}', name: lb{number}}}\ndrain: {{lame_duck: 0s}}\n{more}"
+            one = One(*stack.enter_context(lbproxy(folder / f"lb{number}", servers, settings)))
+            one.process.wait_for(r"(?s)serves sim.*serves sim")
+            members.append(one)
+        for one in members:
+            one.process.wait_for("connected to")
+        end = time.monotonic() + NOTICED_S
+        while any(one.others() != count - 1 for one in members):
+            assert time.monotonic() < end, "they do not know of each other"
+            time.sleep(0.05)
+        yield Pool(redis, servers, members)
+        for one in members:
+            assert "Traceback" not in one.process.read()
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_no_client_notices_that_redis_fails(tmp_path: Path, failure: str) -> None:
+    fail, mend = FAILURES[failure]
+
+    async def body() -> None:
+        with pool(tmp_path, 2) as it:
+            one, two = it.members
+            async with load(one.url, keep=2, fresh=2) as first, load(two.url, keep=2, fresh=2) as second:
+                await _served(first, second, more=20)
+                fail(it.redis)
+                await until(lambda: not one.is_connected(), "it is noticed", within_s=NOTICED_S, every_s=0.2)
+                await _served(first, second, more=50)
+                assert one.elsewhere() <= 8
+                mend(it.redis)
+                both = lambda: one.is_connected() and two.is_connected()  # noqa: E731
+                await until(both, "both are back", within_s=NOTICED_S, every_s=0.2)
+                await until(lambda: one.others() == two.others() == 1, within_s=NOTICED_S, every_s=0.2)
+                await _served(first, second, more=20)
+            assert (first.failed, second.failed) == ([], [])
+            quiet = lambda: one.elsewhere() == two.elsewhere() == 0  # noqa: E731
+            await until(quiet, "nothing is left", within_s=NOTICED_S, every_s=0.2)
+
+    run(body(), timeout_s=200.0)
+
+
+async def _served(*loads: Load, more: int) -> None:
+    """Wait for so many responses more of each."""
+    wanted = [one.done + more for one in loads]
+    enough = lambda: all(one.done >= count for one, count in zip(loads, wanted, strict=True))  # noqa: E731
+    await until(enough, "requests go on", within_s=NOTICED_S)
+
+
+async def _stream(url: str) -> RawClient:
+    host, _, port = url.removeprefix("http://").partition(":")
+    client = RawClient(*await asyncio.open_connection(host, int(port)))
+    client.send(post(LONG))
+    await client.reader.readuntil(b"data: ")
+    return client
+
+
+def test_of_one_that_is_killed_only_its_own_break_and_its_counts_go(tmp_path: Path) -> None:
+    async def body() -> None:
+        with pool(tmp_path, 3) as it:
+            killed, *left = it.members
+            streams = [await _stream(killed.url) for _ in range(6)]
+            others = [await _stream(one.url) for one in left]
+            await until(lambda: [one.elsewhere() for one in left] == [7, 7], "all are known", every_s=0.1)
+            killed.process.process.send_signal(signal.SIGKILL)
+            await until(lambda: [one.elsewhere() for one in left] == [1, 1], "its counts are gone", every_s=0.1)
+            assert [one.others() for one in left] == [1, 1]
+            for stream in streams:
+                assert b"[DONE]" not in await stream.reader.read(1 << 26)
+                stream.writer.transport.abort()
+            for stream in others:
+                await stream.reader.readuntil(b"data: ")
+                stream.writer.transport.abort()
+
+    run(body(), timeout_s=120.0)
+
+
+def test_a_limit_of_requests_holds_over_replicas(tmp_path: Path) -> None:
+    more = "flows: {header: true, default: {requests_per_minute: 60}}"
+
+    async def body() -> None:
+        with pool(tmp_path, 3, more) as it:
+            passed = refused = 0
+            async with httpx.AsyncClient(timeout=30.0) as client:
+                for number in range(150):
+                    request = {"model": "sim", "prompt": "x", "max_tokens": 1}
+                    url = f"{it.members[number % 3].url}/v1/completions"
+                    response = await client.post(url, json=request, headers={"x-lbproxy-flow": "a"})
+                    passed += response.status_code == 200
+                    refused += response.status_code == 429
+                    await asyncio.sleep(0.03)
+            assert passed + refused == 150
+            # A minute's worth at once, and one more for each second that it took; three alone would pass 150.
+            assert 55 <= passed <= 100
+
+    run(body(), timeout_s=120.0)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_rolling_restart_fails_no_request(tmp_path: Path, how: signal.Signals) -> None:
+    """Behind two addresses: a client that finds one closed takes the other, as with DNS or a TCP front."""
+
+    async def body() -> None:
+        ports = [free_port(), free_port()]
+        with ExitStack() as stack:
+            redis = stack.enter_context(redis_server(tmp_path))
+            servers = [stack.enter_context(mock("--model", "sim", "--speed", "0.5"))[1] for _ in range(2)]
+
+            def start(number: int) -> Process:
+                folder = tmp_path / f"lb{number}"
+                folder.mkdir(exist_ok=True)
+                config = folder / "cfg.yaml"
+                config.write_text(
+                    f"listen: 127.0.0.1:{ports[number]}\nadmin: 127.0.0.1:0\n"
+                    f"replicas: {{url: '{redis.url}', name: lb{number}}}\ndrain: {{lame_duck: 0s}}\n"
+                    f"endpoints: [{', '.join(servers)}]\n"
+                )
+                process = stack.enter_context(Process("--config", str(config)))
+                process.wait_for(r"(?s)listens on")
+                process.wait_for(r"(?s)serves sim.*serves sim")
+                return process
+
+            processes = [start(0), start(1)]
+            failed: list[str] = []
+            done = [0]
+            async with asyncio.TaskGroup() as tasks:
+                clients = [tasks.create_task(_client(ports, n, done, failed)) for n in range(8)]
+                for number in (0, 1):
+                    wanted = done[0] + 50
+                    await until(lambda wanted=wanted: done[0] >= wanted, within_s=NOTICED_S)  # type: ignore[misc]
+                    if how is signal.SIGTERM:
+                        stopping = asyncio.to_thread(processes[number].stop, how)
+                        assert await stopping == 0
+                        processes[number] = await asyncio.to_thread(start, number)
+                        processes[number].wait_for("told what it knows")
+                    else:
+                        processes[number].process.send_signal(how)
+                        await asyncio.to_thread(processes[number].wait_for, "accepts connections: process")
+                wanted = done[0] + 50
+                await until(lambda: done[0] >= wanted, within_s=NOTICED_S)
+                for one in clients:
+                    one.cancel()
+            assert failed == []
+
+    run(body(), timeout_s=200.0)
+
+
+async def _client(ports: list[int], number: int, done: list[int], failed: list[str]) -> None:
+    """Requests on new connections, to one of the addresses and, where nobody listens, to the other."""
+    request = post(b'{"model":"sim","prompt":"Once","max_tokens":3}')
+    while True:
+        number += 1
+        try:
+            try:
+                streams = await asyncio.open_connection("127.0.0.1", ports[number % 2])
+            except ConnectionRefusedError:
+                streams = await asyncio.open_connection("127.0.0.1", ports[1 - number % 2])
+            client = RawClient(*streams)
+            client.send(request)
+            reply = await client.reply()
+            client.writer.close()
+        except (OSError, EOFError) as error:
+            failed.append(repr(error))
+        else:
+            done[0] += 1
+            if reply.status != 200:
+                failed.append(str(reply.status))
+        await asyncio.sleep(0.005)
