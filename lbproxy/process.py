@@ -12,7 +12,7 @@ from collections.abc import Coroutine
 from typing import TypeVar
 
 T = TypeVar("T")
-COLLECT_AFTER = 5_000, 3, 1_300
+COLLECT_AFTER = 5_000, 2, 1_000
 """New objects that begin a collection; how many such until one looks at their survivors, too; how many of these until
 one looks at all objects, which takes 0.1 s for a thousand endpoints. See `settle`."""
 SWITCH_S = 0.0005

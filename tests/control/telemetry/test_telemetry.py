@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,13 @@ from prometheus_client.samples import Sample
 
 from lbproxy import __version__
 from lbproxy.config.tree import LogSettings
-from lbproxy.control.telemetry.telemetry import DURATION_BUCKETS, FIRST_BYTE_BUCKETS, QUEUE_BUCKETS, Telemetry
+from lbproxy.control.telemetry.telemetry import (
+    DURATION_BUCKETS,
+    FIRST_BYTE_BUCKETS,
+    LEARNED_A_TURN,
+    QUEUE_BUCKETS,
+    Telemetry,
+)
 from lbproxy.control.telemetry.writer import LineWriter
 from lbproxy.core.endpoints.breaker import Cause
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
@@ -45,12 +51,16 @@ class FakePool:
     def __init__(self, *endpoints: EndpointSnapshot) -> None:
         self.now = PoolSnapshot(list(endpoints), 3, 4096)
         self.rooms: dict[EndpointUid, EndpointLearned] = {}
+        self.asked: list[int] = []
+        """Of how many endpoints at once."""
 
     def snapshot(self) -> PoolSnapshot:
         return self.now
 
-    def learned(self) -> tuple[PoolLearned, dict[EndpointUid, EndpointLearned]] | None:
-        return (fresh()[0], self.rooms) if self.rooms else None
+    def learned_of(self, uids: Iterable[EndpointUid]) -> dict[EndpointUid, EndpointLearned]:
+        asked = list(uids)
+        self.asked.append(len(asked))
+        return {uid: self.rooms[uid] for uid in asked if uid in self.rooms}
 
 
 def fresh() -> tuple[PoolLearned, EndpointLearned]:
@@ -123,6 +133,17 @@ def record(n: int = 0, **differs: object) -> RequestRecord:
 def refused(outcome: Outcome, **differs: object) -> RequestRecord:
     facts: dict[str, object] = {"outcome": outcome, "status": outcome.value.status, "endpoint": None, "attempts": 0}
     return record(0, **{**facts, "placed_at": None, "first_byte_at": None, **differs})
+
+
+def test_the_page_of_many_endpoints_reads_few_of_them_in_one_turn() -> None:
+    """What was learned of a thousand takes more than 10 ms: requests may go between."""
+    many = [seen(n) for n in range(1, 3 * LEARNED_A_TURN)]
+    with telemetry(*many) as (made, pool):
+        pool.rooms = {one.endpoint.uid: fresh()[1] for one in many[-2:]}
+        page = read(made)
+        assert max(pool.asked) == LEARNED_A_TURN
+        assert sum(pool.asked) == len(many)
+        assert len(page["lbproxy_endpoint_held_requests"]) == 2, "of the last turn, too"
 
 
 def test_a_request_is_counted_in_every_family_it_belongs_to() -> None:
