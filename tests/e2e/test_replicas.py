@@ -110,7 +110,7 @@ async def _served(*loads: Load, more: int) -> None:
 async def _stream(url: str) -> RawClient:
     host, _, port = url.removeprefix("http://").partition(":")
     client = RawClient(*await asyncio.open_connection(host, int(port)))
-    client.send(post(LONG))
+    client.send(post(LONG, "/v1/completions"))
     await client.reader.readuntil(b"data: ")
     return client
 
@@ -200,6 +200,7 @@ def test_a_rolling_restart_fails_no_request(tmp_path: Path, how: signal.Signals)
                 await until(lambda: done[0] >= wanted, within_s=NOTICED_S)
                 for one in clients:
                     one.cancel()
+            await asyncio.sleep(0.1)  # for connections to be closed
             assert failed == []
 
     run(body(), timeout_s=200.0)
@@ -207,7 +208,7 @@ def test_a_rolling_restart_fails_no_request(tmp_path: Path, how: signal.Signals)
 
 async def _client(ports: list[int], number: int, done: list[int], failed: list[str]) -> None:
     """Requests on new connections, to one of the addresses and, where nobody listens, to the other."""
-    request = post(b'{"model":"sim","prompt":"Once","max_tokens":3}')
+    request = post(b'{"model":"sim","prompt":"Once","max_tokens":3}', "/v1/completions")
     while True:
         number += 1
         try:
@@ -216,9 +217,11 @@ async def _client(ports: list[int], number: int, done: list[int], failed: list[s
             except ConnectionRefusedError:
                 streams = await asyncio.open_connection("127.0.0.1", ports[1 - number % 2])
             client = RawClient(*streams)
-            client.send(request)
-            reply = await client.reply()
-            client.writer.close()
+            try:
+                client.send(request)
+                reply = await client.reply()
+            finally:
+                client.writer.transport.abort()
         except (OSError, EOFError) as error:
             failed.append(repr(error))
         else:
