@@ -9,6 +9,7 @@ import pytest
 from lbproxy.config.sections.flows import FlowsSettings
 from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.endpoints.health import Health
+from lbproxy.core.queue.flows import OTHERS
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.replicas import peers as module
 from lbproxy.core.replicas.batches import Batch, Ended, Placed
@@ -98,6 +99,18 @@ def test_a_request_that_ends_without_a_first_byte_leaves_nothing() -> None:
     assert b.counts() == [NOBODY]
 
 
+def test_an_end_that_is_told_a_week_later_is_an_end_of_now() -> None:
+    a, b = pair()
+    tickets, week_s = place(a, 2), 7 * 86_400.0
+    b.hears(a.tells(1.0), 1.0)
+    finish(a, tickets, 2.0)
+    finish(b, place(b, now=week_s), week_s)
+    b.hears(a.tells(week_s), week_s)
+    assert b.counts() == [NOBODY]
+    (state,) = b.balancer.endpoints.members()
+    assert 0.0 < state.load.work.freed[0] < 10_000
+
+
 def test_a_websocket_counts_as_in_flight_alone() -> None:
     a, b = pair()
     (ticket,) = place(a, open_ended=True)
@@ -142,7 +155,8 @@ def test_an_adapter_that_another_one_uses_is_loaded() -> None:
     assert not state.load.adapters._active
 
 
-def test_a_waiting_request_is_placed_when_one_of_others_ends() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_waiting_request_is_placed_when_one_of_others_ends(fails: bool) -> None:
     a, b = pair(admission=AdmissionSettings())
     tickets = [a.balancer.submit(ask(f"q{n}", tuple(range(100 * n, 100 * n + 40))), now=1.0) for n in range(9)]
     b.hears(a.tells(1.0), 1.0)
@@ -150,7 +164,10 @@ def test_a_waiting_request_is_placed_when_one_of_others_ends() -> None:
     waiting = b.balancer.submit(ask("own"), now=1.0)
     assert waiting.state is TicketState.WAITING, "it would wait for others' prefills there"
     b.balancer.poll(now=1.0)
-    finish(a, running, 1.01)
+    for ticket in running:
+        if not fails:
+            a.balancer.first_byte(ticket, now=1.01)
+        a.balancer.close(ticket, Outcome.UPSTREAM_BROKE if fails else Outcome.COMPLETED, now=1.01)
     b.hears([batch for batch in a.tells(1.01) if isinstance(batch.events[-1], Ended)], 1.01)
     assert waiting in b.balancer.poll(now=1.01)
     assert waiting.placed_on is not None
@@ -312,9 +329,9 @@ def test_a_request_that_is_told_long_after_teaches_nothing(age_s: float) -> None
     a, _ = pair(flows=FlowsSettings.model_validate({"half_life": 1}))
     tickets = place(a, 2, now=1.0, blocks=tuple(range(20)))
     a.balancer.first_byte(tickets[0], now=1.2)
-    late = Replica("late", 1)
+    late = Replica("late", 1, flows=FlowsSettings.model_validate({"half_life": 1}))
     late.balancer._flows.of("another", age_s)
-    place(late, now=age_s, flow="another")
+    place(late, now=age_s)
     (state,) = late.balancer.endpoints.members()
     virtual = late.balancer._flows._virtual
     exchange([a, late], 1.3 + age_s)
@@ -537,6 +554,7 @@ def test_flows_beyond_the_table_are_not_mixed_up(monkeypatch: pytest.MonkeyPatch
     tickets = [ticket for n in range(6) for ticket in place(a, flow=f"f{n}")]
     monkeypatch.setattr("lbproxy.core.queue.flows.MAX_FLOWS", 2)
     b.hears(a.tells(1.0), 1.0)
+    assert {flow.name: flow.elsewhere for flow in b.balancer._flows} == {"f0": 1, "f1": 1, OTHERS: 0}
     finish(a, tickets, 2.0)
     b.hears(a.tells(2.0), 2.0)
     b.peers.lose(a.name, 3.0)
