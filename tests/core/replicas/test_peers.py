@@ -227,16 +227,14 @@ def test_a_reset_with_nothing_in_flight_ends_everything() -> None:
 
 def test_a_reset_is_asked_for_once_a_second() -> None:
     a, b = pair()
-    for n in range(12):
+    asked_at = []
+    for n in range(24):
+        now = 1.0 + 0.125 * n
         place(a, blocks=())
-        lost = n % 2 == 0
-        batches = a.tells(1.0 + 0.2 * n)
-        b.hears([] if lost else batches, 1.0 + 0.2 * n)
-    asked = [batch for batch in b.tells(4.0) if batch.asks]
-    assert len(asked) == 1
-    place(a, blocks=())
-    b.hears(a.tells(4.0), 4.0)
-    assert [batch.asks for batch in b.tells(4.0)] == [[a.name]]
+        batches = a.tells(now)
+        b.hears(batches if n % 2 else [], now)
+        asked_at += [now for batch in b.tells(now) if batch.asks == [a.name]]
+    assert asked_at == [1.125, 2.125, 3.125]
 
 
 def test_a_reset_changes_nothing_for_requests_that_are_known() -> None:
@@ -586,6 +584,16 @@ def test_a_stored_response_is_found_through_any_replica() -> None:
     assert not b.journal.has_news
     follow = b.balancer.submit(ask(response_id="resp-1"), now=1.0)
     assert follow.placed_state.endpoint.uid == b.endpoints[1].uid
+
+
+def test_a_stored_response_that_is_known_is_not_replaced() -> None:
+    a, b = pair(2)
+    b.balancer.stored_responses.remember("resp-1", b.endpoints[0].uid, ask(), now=1.0)
+    a.balancer.stored_responses.remember("resp-1", a.endpoints[1].uid, ask(), now=1.0)
+    b.hears(a.tells(1.0), 1.0)
+    found = b.balancer.stored_responses.find("resp-1", now=1.0)
+    assert found is not None
+    assert found.uid == b.endpoints[0].uid
 
 
 def test_who_joins_is_told_of_stored_responses() -> None:
