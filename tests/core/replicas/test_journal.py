@@ -261,6 +261,16 @@ def test_use_of_flows_with_limits_is_told_when_it_changes() -> None:
     assert batch.flows["f"].used_requests == pytest.approx(0.0)
 
 
+def test_use_is_told_if_requests_were_admitted_and_have_ended() -> None:
+    replica = started(flows=limited(default={"requests_per_minute": 60}))
+    replica.balancer._flows.of("anonymous", 1.0)
+    replica.tells(1.0)
+    for ticket in place(replica, 2):
+        replica.balancer.close(ticket, Outcome.COMPLETED, now=1.0)
+    (batch,) = replica.tells(1.0)
+    assert (batch.flows["anonymous"].active, batch.flows["anonymous"].admitted) == (0, 2)
+
+
 def test_use_is_told_although_no_event_is() -> None:
     replica = started(flows=limited(default={"in_flight": 2}))
     place(replica, 2)
