@@ -25,6 +25,7 @@ from lbproxy.core.replicas.batches import (
 from lbproxy.core.replicas.journal import EVENTS_IN_BATCH, KEYS_IN_BATCH, MAX_NOTES
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import Usage
+from tests.support.compiled import interpreted
 from tests.support.prompts import chained
 from tests.support.sharing import Replica, ask, taken
 
@@ -290,6 +291,7 @@ def test_a_reset_tells_the_use_of_all_flows() -> None:
     assert {name: use.active for name, use in batch.flows.items()} == {"a": 1, "b": 2}
 
 
+@interpreted  # it patches a constant
 def test_flows_that_were_forgotten_are_not_remembered_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lbproxy.core.queue.flows.MAX_FLOWS", 4)
     replica = started(flows=limited(default={"in_flight": 20}))

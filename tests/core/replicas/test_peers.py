@@ -18,6 +18,7 @@ from lbproxy.core.replicas.peers import MAX_PEERS
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import Usage
 from tests.support.pool import MODEL, bring_up, card, show_gauges, spec
+from tests.support.compiled import interpreted
 from tests.support.prompts import chained
 from tests.support.sharing import Replica, ask, counts_of, exchange, joined
 
@@ -545,6 +546,7 @@ def test_flows_of_a_replica_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     assert [b.balancer._flows.of(f"f{n}", 1.0).elsewhere for n in range(10)] == [0] * 7 + [1] * 3
 
 
+@interpreted  # it patches a constant
 def test_flows_beyond_the_table_are_not_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lbproxy.core.queue.flows.MAX_FLOWS", 2)
     a, b = pair(flows=limit(in_flight=3))
