@@ -17,8 +17,8 @@ from lbproxy.core.replicas.journal import EVENTS_IN_BATCH
 from lbproxy.core.replicas.peers import MAX_PEERS
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import Usage
-from tests.support.pool import MODEL, bring_up, card, show_gauges, spec
 from tests.support.compiled import interpreted
+from tests.support.pool import MODEL, bring_up, card, show_gauges, spec
 from tests.support.prompts import chained
 from tests.support.sharing import Replica, ask, counts_of, exchange, joined
 
