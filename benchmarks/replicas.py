@@ -21,10 +21,11 @@ from statistics import fmean
 import orjson
 
 from benchmarks import replicas_cost as costs
-from benchmarks.replicas_cost import Cost
+from benchmarks.replicas_cost import Busy, Cost
 from lbproxy import __version__
 from lbproxy.config.scenario import Scenario
 from lbproxy.core.requests.outcome import Outcome
+from lbproxy.process import is_compiled
 from lbproxy.sim.fleet.fleet import Served
 from lbproxy.sim.fleet.report import as_table, summarise
 from lbproxy.sim.fleet.restart import mean_ttft
@@ -150,6 +151,16 @@ def death_figures(served: Sequence[Served]) -> dict[str, float]:
 Results = Mapping[str, Mapping[str, float]]
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What `replicas_cost` found."""
+
+    cost: Sequence[Cost] = ()
+    busy: Sequence[Busy] = ()
+    compiled: bool = False
+    """When `busy` was measured."""
+
+
 def mean(results: Results, case: Case, figure: str, seeds: int) -> float:
     """Of a case, over the seeds."""
     return fmean(results[case.key(seed)][figure] for seed in range(1, seeds + 1))
@@ -215,7 +226,23 @@ def cost_table(found: Sequence[Cost]) -> str:
     return as_table(heads, rows)
 
 
-def page(results: Results, found: Sequence[Cost], seeds: int, trace: str | None) -> str:
+def busy_table(found: Sequence[Busy]) -> str:
+    """A row for each size of prompts."""
+    rows = [
+        [
+            str(one.keys),
+            f"{one.bytes:.0f}",
+            f"{one.alone_us:.1f}",
+            f"{one.shared_us - one.alone_us:+.1f}",
+            f"{one.tell_us:.1f}",
+            f"{one.hear_us:.1f}",
+        ]
+        for one in found
+    ]
+    return as_table(["keys of a prompt", "bytes", "decision alone, us", "noted, us", "told, us", "heard, us"], rows)
+
+
+def page(results: Results, found: Found, seeds: int, trace: str | None) -> str:
     """REPLICAS.md."""
     kept = "the trace" if trace else "rows with the statistics of its trace"
     head = (
@@ -245,28 +272,36 @@ def page(results: Results, found: Sequence[Cost], seeds: int, trace: str | None)
         " one; *of others*: requests of\nthe others that broke; *failed*: requests with any other error. Means over"
         " seeds.\n\n" + death_table(results, seeds)
     )
-    parts.append(f"## What it costs\n\n{costs.ABOUT}\n\n{cost_table(found)}")
+    parts.append(f"## What it costs\n\n{costs.ABOUT}\n\n{cost_table(found.cost)}")
+    how = "compiled" if found.compiled else "as Python and not compiled"
+    parts.append(f"{costs.BUSY_ABOUT.format(how=how)}\n\n{busy_table(found.busy)}")
     return "\n".join(parts)
 
 
 # Running
 
 
-def load(path: Path, *, trace: bool) -> tuple[dict[str, dict[str, float]], list[Cost]]:
+def load(path: Path, *, trace: bool) -> tuple[dict[str, dict[str, float]], Found]:
     """What was found before. `trace`: Mooncake's trace is replayed, and not rows with its statistics."""
     if not path.exists():
-        return {}, []
+        return {}, Found()
     data = orjson.loads(path.read_bytes())
     runs = data["runs"]
     if data["about"]["trace"] != trace:
         runs = {key: figures for key, figures in runs.items() if "Mooncake" not in key}
-    return runs, [Cost(**one) for one in data["cost"]]
+    busy = [Busy(**one) for one in data["busy"]]
+    return runs, Found([Cost(**one) for one in data["cost"]], busy, data["about"]["compiled"])
 
 
-def save(path: Path, results: Results, found: Sequence[Cost], *, trace: bool) -> None:
+def save(path: Path, results: Results, found: Found, *, trace: bool) -> None:
     """Keep what was found."""
-    about = {"lbproxy": __version__, "trace": trace}
-    data = {"about": about, "runs": results, "cost": [asdict(one) for one in found]}
+    about = {"lbproxy": __version__, "trace": trace, "compiled": found.compiled}
+    data = {
+        "about": about,
+        "runs": results,
+        "cost": list(map(asdict, found.cost)),
+        "busy": list(map(asdict, found.busy)),
+    }
     path.write_bytes(orjson.dumps(data, option=orjson.OPT_INDENT_2))
 
 
@@ -277,7 +312,7 @@ def main() -> int:
     parser.add_argument("--page", action="store_true", help="write the page from the results that there are")
     parser.add_argument("--anew", action="store_true", help="forget earlier results")
     args = parser.parse_args()
-    results, found = ({}, []) if args.anew else load(RESULTS, trace=bool(args.trace))
+    results, found = ({}, Found()) if args.anew else load(RESULTS, trace=bool(args.trace))
     tasks = [(case, seed) for seed in range(1, args.seeds + 1) for case in cases()]
     missing = [] if args.page else [(case, seed) for case, seed in tasks if case.key(seed) not in results]
     random.Random(1).shuffle(missing)  # so that the time that is left can be read from the progress
@@ -285,8 +320,8 @@ def main() -> int:
         results[case.key(seed)] = simulate(case, seed, args.trace)
         save(RESULTS, results, found, trace=bool(args.trace))
         print(f"{number + 1}/{len(missing)} {case.key(seed)}", file=sys.stderr, flush=True)
-    if not found and not args.page:
-        found = costs.measure()
+    if not (found.cost and found.busy) and not args.page:
+        found = Found(found.cost or costs.measure(), costs.measure_busy(), is_compiled())
         save(RESULTS, results, found, trace=bool(args.trace))
     PAGE.write_text(page(results, found, args.seeds, args.trace), "utf-8")
     return 0

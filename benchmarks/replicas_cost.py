@@ -11,15 +11,20 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 
 from lbproxy.config.balancing import BalancingSettings
 from lbproxy.config.sections.routing import AdmissionSettings, RoutingSettings
 from lbproxy.core.balancer import Balancer
+from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.queue.flow import Flow
+from lbproxy.core.replicas.batches import decode, encode
 from lbproxy.core.replicas.journal import Journal
 from lbproxy.core.replicas.peers import Peers
-from lbproxy.core.requests.request import InferenceRequest
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.sim.engine.presets import PRESETS
 from lbproxy.sim.fleet.cluster import Fleet
 from lbproxy.sim.fleet.des import EventHeap
@@ -38,7 +43,14 @@ requests: batches and KB that all replicas send together, each of which every ot
 the sender (`Journal.take`, `encode`) for 1,000 requests of its own, and of one receiver (`decode`, `Peers.hear`) for
 1,000 requests of others, both as Python and not compiled. *Others in flight*: requests that one replica knows of the
 others, at most and after the last one ended. *KB of Peers*: the records of these, in one replica, in the middle and at
-the end of the hour, without what caches, models and flows keep of any request."""
+the end of the hour, without what caches, models and flows keep of any request. At this rate nearly every event is a
+batch of its own, and most calls of `take`, one every 50 ms, find nothing to tell."""
+BUSY_BATCH = 50
+"""At 1,000 requests a second and 50 ms."""
+BUSY_ROUNDS = 60
+BUSY_ABOUT = f"""At 1,000 requests a second a batch has {BUSY_BATCH} requests: their placements, first bytes and ends.
+Two replicas before {SERVERS} endpoints, without a simulation; per request, the least of {BUSY_ROUNDS} rounds, {{how}}.
+*Noted*: what a decision (submit, first byte, end) takes longer because of the journal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +71,20 @@ class Cost:
     peers_bytes_half: int
     peers_bytes_end: int
     """When the last request arrives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Bytes, and microseconds of CPU, for a request of many in one batch."""
+
+    keys: int
+    bytes: float
+    alone_us: float
+    """A decision without other replicas."""
+    shared_us: float
+    """With them."""
+    tell_us: float
+    hear_us: float
 
 
 class MeasuredExchange(Exchange):
@@ -153,6 +179,62 @@ def cost_of(name: str, exchanged: Exchanged, duration_s: float) -> Cost:
         sizes[0],
         sizes[1],
     )
+
+
+def measure_busy() -> list[Busy]:
+    """For short and long prompts."""
+    return [busy(keys) for keys in (1, 28, 128)]
+
+
+def busy(keys: int, rounds: int = BUSY_ROUNDS) -> Busy:
+    """One size of prompts."""
+    alone, teller, hearer = (_with_endpoints(n) for n in range(3))
+    journal, _ = teller.share("teller")
+    _, peers = hearer.share("hearer")
+    _take(journal, [], 0.0)  # the reset with which each begins
+    rng, now, least, size = random.Random(1), 1.0, [inf] * 4, 0
+    for _ in range(rounds):
+        now += 0.05
+        shared = tuple(rng.getrandbits(64) for _ in range(keys))
+        request = InferenceRequest("id", "m", True, 1024 * keys, 1024 * keys, shared, 200)
+        batches: list[bytes] = []
+        steps = (
+            partial(_serve, alone, request, now),
+            partial(_serve, teller, request, now),
+            partial(_take, journal, batches, now),
+            partial(_hear, peers, batches, now),
+        )
+        for number, step in enumerate(steps):
+            began_at = time.process_time_ns()
+            step()
+            least[number] = min(least[number], (time.process_time_ns() - began_at) / 1000.0 / BUSY_BATCH)
+        size = sum(map(len, batches))
+    return Busy(keys, size / BUSY_BATCH, *least)
+
+
+def _serve(balancer: Balancer, request: InferenceRequest, now: float) -> None:
+    for _ in range(BUSY_BATCH):
+        ticket = balancer.submit(request, now=now)
+        balancer.first_byte(ticket, now=now)
+        balancer.close(ticket, Outcome.COMPLETED, now=now, usage=Usage(1000, 500, 200))
+
+
+def _take(journal: Journal, batches: list[bytes], now: float) -> None:
+    while (batch := journal.take(now)) is not None:
+        batches.append(encode(batch))
+
+
+def _hear(peers: Peers, batches: list[bytes], now: float) -> None:
+    for data in batches:
+        peers.hear(decode(data), now)
+
+
+def _with_endpoints(seed: int) -> Balancer:
+    balancer = _balancer(random.Random(seed))
+    specs = [EndpointSpec(name=f"s{n}", base_url=f"http://s{n}:80") for n in range(SERVERS)]
+    for endpoint in balancer.set_endpoints(specs, now=0.0).added:
+        balancer.report_health(endpoint.uid, True, "", now=0.0)
+    return balancer
 
 
 def _balancer(rng: random.Random) -> Balancer:

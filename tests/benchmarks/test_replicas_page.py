@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks import replicas
-from benchmarks.replicas import ALL_SEEN, Case, cases, load, page, save, scenario, simulate
-from benchmarks.replicas_cost import REPLICAS, Cost, cost_of
+from benchmarks.replicas import ALL_SEEN, Case, Found, cases, load, page, save, scenario, simulate
+from benchmarks.replicas_cost import REPLICAS, Busy, Cost, busy, cost_of
 from lbproxy.sim.fleet.fleet import Exchanged
 
+BUSY = Busy(28, 300.0, 20.0, 23.5, 7.0, 30.0)
 COST = Cost("50 ms", 36_000, 2000.0, 500_000.0, 40.0, 80.0, 20_000, 0, 250, 0, 1000, 2000)
+FOUND = Found([COST], [BUSY])
 SHORT = {"first_rate": 10.0, "last_rate": 10.0, "step_s": 10.0, "warm_up_s": 0.0}
 
 
@@ -34,25 +36,26 @@ def test_every_case_is_a_scenario_with_a_name_of_its_own() -> None:
 
 
 def test_the_page_has_the_mean_of_each_case() -> None:
-    text = page(made_up(2), [COST], 2, None)
+    text = page(made_up(2), FOUND, 2, None)
     for number, case in enumerate(cases()):
         assert f"| {10.0 * number + 1.5:.3f} |" in text, case
     assert "| 50 ms | 36,000 | 2000 | 500.0 | 40.0 | 80.0 | 20.0 | 250 | 0 | 1, 2 |" in text
+    assert "| 28 | 300 | 20.0 | +3.5 | 7.0 | 30.0 |" in text
 
 
 def test_a_page_without_all_runs_is_not_written() -> None:
     results = made_up(1)
     del results[cases()[3].key(1)]
     with pytest.raises(KeyError):
-        page(results, [COST], 1, None)
+        page(results, FOUND, 1, None)
 
 
 def test_kept_results_are_those_of_the_same_trace(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
-    assert load(file, trace=False) == ({}, [])
+    assert load(file, trace=False) == ({}, Found())
     results = made_up(1)
-    save(file, results, [COST], trace=False)
-    assert load(file, trace=False) == (results, [COST])
+    save(file, results, FOUND, trace=False)
+    assert load(file, trace=False) == (results, FOUND)
     kept, _ = load(file, trace=True)
     assert set(results) - set(kept) == {key for key in results if "Mooncake" in key}
 
@@ -64,6 +67,12 @@ def test_sharing_shows_in_a_short_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(one) == set(replicas.FIGURES)
     assert abs(three["hit_ratio"] - one["hit_ratio"]) < unshared["hit_ratio"] * 0.1
     assert unshared["hit_ratio"] < one["hit_ratio"]
+
+
+def test_a_batch_of_many_has_all_of_them() -> None:
+    found = busy(28, rounds=2)
+    assert found.bytes > 28 * 8
+    assert min(found.alone_us, found.shared_us, found.tell_us, found.hear_us) > 0.0
 
 
 def test_costs_are_of_all_batches() -> None:

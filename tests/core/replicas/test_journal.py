@@ -25,6 +25,7 @@ from lbproxy.core.replicas.batches import (
 from lbproxy.core.replicas.journal import EVENTS_IN_BATCH, KEYS_IN_BATCH, MAX_NOTES
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import Usage
+from tests.support.compiled import interpreted
 from tests.support.prompts import chained
 from tests.support.sharing import Replica, ask, taken
 
@@ -261,6 +262,16 @@ def test_use_of_flows_with_limits_is_told_when_it_changes() -> None:
     assert batch.flows["f"].used_requests == pytest.approx(0.0)
 
 
+def test_use_is_told_if_requests_were_admitted_and_have_ended() -> None:
+    replica = started(flows=limited(default={"requests_per_minute": 60}))
+    replica.balancer._flows.of("anonymous", 1.0)
+    replica.tells(1.0)
+    for ticket in place(replica, 2):
+        replica.balancer.close(ticket, Outcome.COMPLETED, now=1.0)
+    (batch,) = replica.tells(1.0)
+    assert (batch.flows["anonymous"].active, batch.flows["anonymous"].admitted) == (0, 2)
+
+
 def test_use_is_told_although_no_event_is() -> None:
     replica = started(flows=limited(default={"in_flight": 2}))
     place(replica, 2)
@@ -280,6 +291,7 @@ def test_a_reset_tells_the_use_of_all_flows() -> None:
     assert {name: use.active for name, use in batch.flows.items()} == {"a": 1, "b": 2}
 
 
+@interpreted  # it patches a constant
 def test_flows_that_were_forgotten_are_not_remembered_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lbproxy.core.queue.flows.MAX_FLOWS", 4)
     replica = started(flows=limited(default={"in_flight": 20}))

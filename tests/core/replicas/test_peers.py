@@ -9,6 +9,7 @@ import pytest
 from lbproxy.config.sections.flows import FlowsSettings
 from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.endpoints.health import Health
+from lbproxy.core.queue.flows import OTHERS
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.replicas import peers as module
 from lbproxy.core.replicas.batches import Batch, Ended, Placed
@@ -16,6 +17,7 @@ from lbproxy.core.replicas.journal import EVENTS_IN_BATCH
 from lbproxy.core.replicas.peers import MAX_PEERS
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import Usage
+from tests.support.compiled import interpreted
 from tests.support.pool import MODEL, bring_up, card, show_gauges, spec
 from tests.support.prompts import chained
 from tests.support.sharing import Replica, ask, counts_of, exchange, joined
@@ -98,6 +100,18 @@ def test_a_request_that_ends_without_a_first_byte_leaves_nothing() -> None:
     assert b.counts() == [NOBODY]
 
 
+def test_an_end_that_is_told_a_week_later_is_an_end_of_now() -> None:
+    a, b = pair()
+    tickets, week_s = place(a, 2), 7 * 86_400.0
+    b.hears(a.tells(1.0), 1.0)
+    finish(a, tickets, 2.0)
+    finish(b, place(b, now=week_s), week_s)
+    b.hears(a.tells(week_s), week_s)
+    assert b.counts() == [NOBODY]
+    (state,) = b.balancer.endpoints.members()
+    assert 0.0 < state.load.work.freed[0] < 10_000
+
+
 def test_a_websocket_counts_as_in_flight_alone() -> None:
     a, b = pair()
     (ticket,) = place(a, open_ended=True)
@@ -142,7 +156,8 @@ def test_an_adapter_that_another_one_uses_is_loaded() -> None:
     assert not state.load.adapters._active
 
 
-def test_a_waiting_request_is_placed_when_one_of_others_ends() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_waiting_request_is_placed_when_one_of_others_ends(fails: bool) -> None:
     a, b = pair(admission=AdmissionSettings())
     tickets = [a.balancer.submit(ask(f"q{n}", tuple(range(100 * n, 100 * n + 40))), now=1.0) for n in range(9)]
     b.hears(a.tells(1.0), 1.0)
@@ -150,7 +165,10 @@ def test_a_waiting_request_is_placed_when_one_of_others_ends() -> None:
     waiting = b.balancer.submit(ask("own"), now=1.0)
     assert waiting.state is TicketState.WAITING, "it would wait for others' prefills there"
     b.balancer.poll(now=1.0)
-    finish(a, running, 1.01)
+    for ticket in running:
+        if not fails:
+            a.balancer.first_byte(ticket, now=1.01)
+        a.balancer.close(ticket, Outcome.UPSTREAM_BROKE if fails else Outcome.COMPLETED, now=1.01)
     b.hears([batch for batch in a.tells(1.01) if isinstance(batch.events[-1], Ended)], 1.01)
     assert waiting in b.balancer.poll(now=1.01)
     assert waiting.placed_on is not None
@@ -210,16 +228,14 @@ def test_a_reset_with_nothing_in_flight_ends_everything() -> None:
 
 def test_a_reset_is_asked_for_once_a_second() -> None:
     a, b = pair()
-    for n in range(12):
+    asked_at = []
+    for n in range(24):
+        now = 1.0 + 0.125 * n
         place(a, blocks=())
-        lost = n % 2 == 0
-        batches = a.tells(1.0 + 0.2 * n)
-        b.hears([] if lost else batches, 1.0 + 0.2 * n)
-    asked = [batch for batch in b.tells(4.0) if batch.asks]
-    assert len(asked) == 1
-    place(a, blocks=())
-    b.hears(a.tells(4.0), 4.0)
-    assert [batch.asks for batch in b.tells(4.0)] == [[a.name]]
+        batches = a.tells(now)
+        b.hears(batches if n % 2 else [], now)
+        asked_at += [now for batch in b.tells(now) if batch.asks == [a.name]]
+    assert asked_at == [1.125, 2.125, 3.125]
 
 
 def test_a_reset_changes_nothing_for_requests_that_are_known() -> None:
@@ -312,9 +328,9 @@ def test_a_request_that_is_told_long_after_teaches_nothing(age_s: float) -> None
     a, _ = pair(flows=FlowsSettings.model_validate({"half_life": 1}))
     tickets = place(a, 2, now=1.0, blocks=tuple(range(20)))
     a.balancer.first_byte(tickets[0], now=1.2)
-    late = Replica("late", 1)
+    late = Replica("late", 1, flows=FlowsSettings.model_validate({"half_life": 1}))
     late.balancer._flows.of("another", age_s)
-    place(late, now=age_s, flow="another")
+    place(late, now=age_s)
     (state,) = late.balancer.endpoints.members()
     virtual = late.balancer._flows._virtual
     exchange([a, late], 1.3 + age_s)
@@ -392,10 +408,10 @@ def test_of_the_reported_queue_only_the_rest_is_of_other_clients() -> None:
     a.balancer.first_byte(tickets[0], now=1.0)
     exchange([a, b], 1.0)
     place(b, 1)
-    show_gauges(b.balancer, b.endpoints[0].uid, now=2.0, waiting=7.0, running=1.0)
+    show_gauges(b.balancer, b.endpoints[0].uid, now=2.0, waiting=4.0, running=5.0)
     (state,) = b.balancer.endpoints.members()
-    assert state.others == 4.0
-    assert state.others_running == 0.0, "three of the seven are without a first byte here or elsewhere"
+    assert state.others == 5.0
+    assert state.others_running == 4.0, "of the four that wait three are ours or of another replica"
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -530,6 +546,7 @@ def test_flows_of_a_replica_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     assert [b.balancer._flows.of(f"f{n}", 1.0).elsewhere for n in range(10)] == [0] * 7 + [1] * 3
 
 
+@interpreted  # it patches a constant
 def test_flows_beyond_the_table_are_not_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lbproxy.core.queue.flows.MAX_FLOWS", 2)
     a, b = pair(flows=limit(in_flight=3))
@@ -537,6 +554,7 @@ def test_flows_beyond_the_table_are_not_mixed_up(monkeypatch: pytest.MonkeyPatch
     tickets = [ticket for n in range(6) for ticket in place(a, flow=f"f{n}")]
     monkeypatch.setattr("lbproxy.core.queue.flows.MAX_FLOWS", 2)
     b.hears(a.tells(1.0), 1.0)
+    assert {flow.name: flow.elsewhere for flow in b.balancer._flows} == {"f0": 1, "f1": 1, OTHERS: 0}
     finish(a, tickets, 2.0)
     b.hears(a.tells(2.0), 2.0)
     b.peers.lose(a.name, 3.0)
@@ -568,6 +586,16 @@ def test_a_stored_response_is_found_through_any_replica() -> None:
     assert not b.journal.has_news
     follow = b.balancer.submit(ask(response_id="resp-1"), now=1.0)
     assert follow.placed_state.endpoint.uid == b.endpoints[1].uid
+
+
+def test_a_stored_response_that_is_known_is_not_replaced() -> None:
+    a, b = pair(2)
+    b.balancer.stored_responses.remember("resp-1", b.endpoints[0].uid, ask(), now=1.0)
+    a.balancer.stored_responses.remember("resp-1", a.endpoints[1].uid, ask(), now=1.0)
+    b.hears(a.tells(1.0), 1.0)
+    found = b.balancer.stored_responses.find("resp-1", now=1.0)
+    assert found is not None
+    assert found.uid == b.endpoints[0].uid
 
 
 def test_who_joins_is_told_of_stored_responses() -> None:

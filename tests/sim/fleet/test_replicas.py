@@ -81,6 +81,23 @@ def test_a_network_with_faults_loses_repeats_and_delays() -> None:
     assert (traffic.lost, traffic.repeated, traffic.late) == (0, 0, 0)
 
 
+@pytest.mark.parametrize(
+    ("faults", "expected"),
+    [
+        (Exchanged(), (False, False)),
+        (Exchanged(lost=0.3), (True, False)),
+        (Exchanged(repeated=0.3), (False, True)),
+        (Exchanged(late=0.3), (True, True)),
+    ],
+)
+def test_each_fault_is_seen_by_those_who_hear(faults: Exchanged, expected: tuple[bool, bool]) -> None:
+    """What is late is missed at first, and ignored when it arrives."""
+    exchange = run(replace(OPTIONS, exchange=faults)).exchange
+    for number in range(3):
+        seen = [(peer.missed > 0, peer.repeated > 0) for peer in exchange.peers(number).snapshot(0.0)]
+        assert seen == [expected] * 2
+
+
 def test_without_faults_every_request_of_others_is_known_at_once() -> None:
     seen: list[tuple[int, int]] = []
 
@@ -129,9 +146,12 @@ def test_equal_seeds_are_equal_runs() -> None:
 # --- A balancer dies --------------------------------------------------------------------------------------------------
 
 
-def test_a_balancer_that_dies_takes_only_its_own_requests_with_it() -> None:
+@pytest.mark.parametrize("network_s", [0.0005, 0.3])
+def test_a_balancer_that_dies_takes_only_its_own_requests_with_it(network_s: float) -> None:
+    """Those as well that are on their way to a server."""
     running: list[int] = []
-    watched = run(DYING, {DEATH_AT_S - 1e-6: lambda fleet: running.append(total_in_flight([balancer(fleet, 0)]))})
+    options = replace(DYING, network_s=network_s)
+    watched = run(options, {DEATH_AT_S - 1e-6: lambda fleet: running.append(total_in_flight([balancer(fleet, 0)]))})
     cut = [one for one in watched.served if one.outcome is Outcome.CUT]
     assert cut
     assert len(cut) == running[0]
@@ -185,6 +205,17 @@ def test_a_new_balancer_starts_with_what_another_one_knows() -> None:
     assert seen["new"][0] > 0.8 * seen["old"][0]
     assert abs(seen["told"][1] - seen["truth"][1]) <= 3
     assert seen["names"] == (2, 0), "the new one has another name, and the old one is forgotten"
+
+
+def test_a_new_balancer_asks_the_others_at_once() -> None:
+    complete: list[list[bool]] = []
+
+    def look(fleet: Fleet) -> None:
+        assert fleet._exchange is not None
+        complete.append([one.is_complete for one in fleet._exchange.peers(0).snapshot(fleet.now)])
+
+    run(replace(DYING, exchange=Exchanged(interval_s=1.0)), {JOIN_AT_S + 1.1: look})
+    assert complete == [[True, True]]
 
 
 def test_without_an_exchange_a_new_balancer_knows_nothing() -> None:
