@@ -75,6 +75,8 @@ def test_the_front_leads_to_the_replicas_that_are_ready() -> None:
     servers = re.findall(r"^    server (\S+) (\S+):(\d+)$", text, re.MULTILINE)
     assert servers == [(name, name, str(held.listen.port)) for name in ("lbproxy-1", "lbproxy-2")]
     assert {name for name, _, _ in servers} == {*services["front"].depends_on}
+    (connections,) = re.findall(r"maxconn (\d+)", text)
+    assert services["front"].ulimits["nofile"] > 2 * int(connections) + 1000, "or it does not start"
     (bound,) = re.findall(r"bind :(\d+)", text)
     assert {*services["front"].published} == {int(bound)}
     assert {ROOT / path for path in services["front"].mounts.values()} == {HAPROXY}
@@ -113,13 +115,14 @@ def test_docker_compose_itself_takes_the_profile() -> None:
 
 @pytest.mark.skipif(KEEPALIVED is None, reason="no keepalived: its settings NOT checked; `make test-tools`")
 def test_keepalived_takes_the_settings_of_the_page(tmp_path: Path) -> None:
-    def check(text: str) -> subprocess.CompletedProcess[str]:
+    def complaints(text: str) -> list[str]:
+        """The exit status says nothing: 2.2.7 may end its own check by a signal."""
         file = tmp_path / "keepalived.conf"
         file.write_text(text.replace("eth0", "lo"))
         command = [KEEPALIVED or "", "-t", "-l", "-f", str(file)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return [line for line in done.stderr.splitlines() if "loopback interface" not in line]
 
     (text,) = (block.text for block in blocks(DOCS / "replicas.md") if "vrrp_script" in block.text)
-    done = check(text)
-    assert (done.returncode, "Unknown keyword" in done.stderr) == (0, False), done.stderr
-    assert "Unknown keyword" in check(text.replace("advert_int", "advert_integer")).stderr
+    assert complaints(text) == []
+    assert "Unknown keyword" in complaints(text.replace("advert_int", "advert_integer"))[0]
