@@ -29,7 +29,10 @@ COMPILED = {
         "backpressure breaker endpoint endpoint_set hang health judge progress serving slow_start state"
     ),
     "lbproxy/core/policies": "adaptive baselines explain policy registry scorers",
-    "lbproxy/core/queue": "choice dispatcher flow flows queue_overload stored_responses ticket waiting_queue",
+    "lbproxy/core/queue": (
+        "choice dispatcher failed_attempts flow flows queue_overload stored_responses ticket waiting_queue"
+    ),
+    "lbproxy/core/replicas": "journal peers",
     "lbproxy/core/observed": "record snapshot",
     "lbproxy/workers": "contents known link remote reports server",
     "lbproxy/net/connections": "corked h1 patience pool",
