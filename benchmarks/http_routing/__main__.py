@@ -83,7 +83,11 @@ def chosen(args: argparse.Namespace) -> tuple[list[str], list[Router]]:
     some = [
         router
         for router in routers([])
-        if (any(word in router.name for word in args.routers) if args.routers else router.in_short or not args.short)
+        if (
+            any(word in router.name for word in args.routers)
+            if args.routers
+            else router.in_short or (router.in_full and not args.short)
+        )
     ]
     if not some:
         raise SystemExit(f"no router has such a name: {', '.join(router.name for router in routers([]))}")

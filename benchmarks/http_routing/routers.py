@@ -27,6 +27,8 @@ class Router:
     simulated: str | None = None
     """The policy of ours that has its rule, for the comparison with virtual time; None: there is none."""
     in_short: bool = False
+    in_full: bool = True
+    """Part of the full run; False: only if it is named."""
 
     @property
     def name(self) -> str:
@@ -37,7 +39,8 @@ class Router:
 def routers(servers: Sequence[int]) -> list[Router]:
     """All that there are, installed or not, before servers on these ports."""
     urls = [f"http://127.0.0.1:{port}" for port in servers]
-    return [_lbproxy(urls), *_nginx(servers), *_rust(urls), *_litellm(urls)]
+    several = [_several(urls, count, shared=shared) for count in (2, 3) for shared in (True, False)]
+    return [_lbproxy(urls), *_nginx(servers), *_rust(urls), *_litellm(urls), *several]
 
 
 def names() -> list[str]:
@@ -64,6 +67,19 @@ def _lbproxy(urls: Sequence[str]) -> Router:
         version_option="--version",
     )
     return Router(subject, "adaptive", in_short=True)
+
+
+def _several(urls: Sequence[str], count: int, *, shared: bool) -> Router:
+    """Their admin listeners are on ports that nobody asks."""
+    command = (sys.executable, "-m", "benchmarks.http_routing.several", str(count), "$folder/cfg.yaml", "$port")
+    settings = LBPROXY.replace("$spare", "0").format(urls=", ".join(f'"{url}"' for url in urls))
+    subject = Subject(
+        f"{count} lbproxies, {'shared' if shared else 'unshared'}",
+        (*command, "--shared") if shared else command,
+        "on one port, each with a share of the connections",
+        {"cfg.yaml": settings},
+    )
+    return Router(subject, in_full=False)
 
 
 # nginx
