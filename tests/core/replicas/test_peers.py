@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 import pytest
 
@@ -251,7 +252,7 @@ def test_a_reset_changes_nothing_for_requests_that_are_known() -> None:
     def known() -> object:
         work, speed = state.load.work, state.load.speed
         charged = (flow.served_tokens, flow.virtual_finish, flow.used(60.0))
-        return work.pending_tokens, work.context_tokens, vars(speed.samples).copy(), speed.base_ms, charged, b.counts()
+        return work.pending_tokens, work.context_tokens, asdict(speed.samples), speed.base_ms, charged, b.counts()
 
     before, placements = known(), [one.placement for one in b.peers._peers[a.name].tickets.values()]
     a.journal.reset_due = True
