@@ -155,6 +155,7 @@ def test_the_longest_names_make_no_batch_that_is_too_long() -> None:
     assert max(len(encode(batch)) for batch in batches) < MAX_BATCH_BYTES / 10
 
 
+@interpreted  # it patches a constant
 def test_events_that_nobody_takes_are_replaced_by_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_NOTES", 100)
     replica = started()
@@ -325,6 +326,7 @@ def test_stored_responses_of_an_endpoint_that_left_are_not_told() -> None:
     assert events(replica.tells(1.0)) == []
 
 
+@interpreted  # it patches a constant
 def test_stored_responses_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_NOTES", 10)
     replica = started()

@@ -39,7 +39,7 @@ STEPS = st.lists(
 
 @pytest.fixture(scope="module", autouse=True)
 def small_batches() -> Iterator[None]:
-    """So that a reset takes several, of which some may be lost."""
+    """So that a reset takes several, of which some may be lost. Compiled, the constant is what it is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(journal, "EVENTS_IN_BATCH", 3)
         yield

@@ -537,6 +537,7 @@ def test_a_flow_that_a_replica_has_forgotten_uses_nothing_there() -> None:
     assert flow.elsewhere == 0
 
 
+@interpreted  # it patches a constant
 def test_flows_of_a_replica_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_FLOWS", 3)
     a, b = pair(flows=limit(in_flight=3))
@@ -675,6 +676,7 @@ def test_own_batches_are_ignored() -> None:
     assert len(a.peers.snapshot(1.0)) == 1
 
 
+@interpreted  # it patches a constant
 def test_replicas_and_their_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_IN_FLIGHT", 3)
     a, b = pair()
@@ -689,6 +691,7 @@ def test_replicas_and_their_requests_are_bounded(monkeypatch: pytest.MonkeyPatch
     assert len(b.peers.snapshot(3.0)) == MAX_PEERS
 
 
+@interpreted  # it patches a constant
 def test_resets_that_never_end_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_IN_FLIGHT", 3)
     a, b = pair()
