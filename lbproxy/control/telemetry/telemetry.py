@@ -128,7 +128,7 @@ class _Connections(NamedTuple):
     upstreams: Connections
 
 
-@dataclass(slots=True)
+@dataclass
 class _Processes:
     """Other processes that this one works with."""
 
