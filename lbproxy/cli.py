@@ -69,6 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--admin", type=addresses.listener, default=addresses.ADMIN, metavar=at, help=what)
     what = "worker processes that relay, as with `workers` in the settings (default: 1, all in one process)"
     demo.add_argument("--workers", type=int, choices=range(1, 65), metavar="N", default=1, help=what)
+    what = "2 to 4 lbproxies on consecutive ports, which share what they know over a Redis or Valkey server of the demo"
+    demo.add_argument("--replicas", type=int, choices=range(2, 5), metavar="N", help=what)
     what = "six servers with everyday traffic, of which one slows down, one is killed, and two are drained"
     demo.add_argument("--traffic", action="store_true", help=what)
     demo.add_argument(
@@ -200,11 +202,35 @@ def _completion(args: argparse.Namespace) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
+    if args.replicas:
+        return _demo_replicas(args)
     if args.traffic:
         return _demo_traffic(args)
     from lbproxy.demo.first import run_demo  # noqa: PLC0415
 
     _run_until_signal(lambda told: run_demo(args.listen, args.admin, told.stop, workers=args.workers))
+    return 0
+
+
+def _demo_replicas(args: argparse.Namespace) -> int:
+    from lbproxy.demo import replicas  # noqa: PLC0415
+    from lbproxy.demo.fleet import FleetError  # noqa: PLC0415
+
+    try:
+        if args.traffic or args.workers > 1:
+            other = "--traffic" if args.traffic else "--workers"
+            raise ValueError(f"--replicas cannot be used with {other}, which shows a single lbproxy")
+        options = replicas.Options(replicas=args.replicas, listen=args.listen, admin=args.admin)
+        store = replicas.find_store_program()
+    except ValueError as error:
+        print(f"lbproxy demo: {error}", file=sys.stderr)
+        return 2
+    say = partial(print, flush=True)
+    try:
+        _run_until_signal(lambda told: replicas.run_replicas(options, store, told.stop, say))
+    except FleetError as error:
+        print(f"lbproxy demo: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

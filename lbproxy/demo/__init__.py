@@ -1,4 +1,5 @@
-"""`lbproxy demo`: simulated servers and lbproxy before them; with `--traffic` also clients, and a bad night.
+"""`lbproxy demo`: simulated servers and lbproxy before them; with `--traffic` also clients, and a bad night;
+with `--replicas` several lbproxies.
 
 Imported by: `cli`.
 """

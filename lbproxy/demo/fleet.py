@@ -88,6 +88,17 @@ class Program:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(number)
 
+    @property
+    def pid(self) -> int:
+        """Once it was started."""
+        assert self.process is not None
+        return self.process.pid
+
+    async def wait(self) -> int:
+        """Its exit code, once it has ended; negative: the signal that ended it."""
+        assert self.process is not None
+        return await self.process.wait()
+
     async def end(self, number: int = signal.SIGKILL) -> None:
         """Signal it and wait for its end; after `ENDS_S` it is killed."""
         self.send(number)
@@ -168,9 +179,7 @@ class Fleet:
 
     def pid(self, name: str) -> int:
         """Of a server's process."""
-        process = self.servers[name].process
-        assert process is not None
-        return process.pid
+        return self.servers[name].pid
 
     # What can be done
 
