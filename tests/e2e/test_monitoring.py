@@ -32,6 +32,9 @@ OWN = {"up": SCRAPED, "ALERTS": {"alertname", "alertstate", "severity", "endpoin
 """Prometheus' own series."""
 DOLLARS = {"$job": "lbproxy", "$endpoint": ".*", "$__rate_interval": "1m"}
 
+ALONE = "replicas: {url: 'redis://127.0.0.1:9/0'}"
+"""With families of replicas, of which it finds none."""
+
 Fields = dict[str, Any]
 
 
@@ -61,7 +64,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """Names of series on a live page, each with its labels; of families without a sample, what the docs say."""
     with (
         mock("--speed", "50") as (_, server),
-        lbproxy(tmp_path_factory.mktemp("page"), [server, "http://127.0.0.1:9"]) as (_, url, admin),
+        lbproxy(tmp_path_factory.mktemp("page"), [server, "http://127.0.0.1:9"], ALONE) as (_, url, admin),
     ):
         run(until(lambda: httpx.get(f"{admin}/readyz").status_code == 200, "an endpoint is up"))
         for stream in (True, False):
