@@ -79,9 +79,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
         name = f"{family.name}_total" if family.type == "counter" else family.name
         if not family.samples and name in documented:
             found[name] |= {*documented[name][2].split(", "), *SCRAPED}
-    for name in documented:
-        if name.startswith("lbproxy_replica_"):  # of another replica, and there is none
-            found[name] |= {*documented[name][2].split(", "), *SCRAPED}
+    for name, _, labels, *_ in cells(generated(DOCS / "metrics.md", "families of replicas")):
+        if labels == "replica":  # of another one, and there is none
+            found[name.strip("`")] |= {labels, *SCRAPED}
     return dict(found)
 
 
