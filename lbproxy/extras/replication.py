@@ -49,6 +49,8 @@ FIRST_CALL_S: Final = 3.0
 RETRY_FIRST_S, RETRY_MAX_S = 0.2, 2.0
 IDLE_S: Final = 1.0
 """How often flows are looked at while nothing else is to be told."""
+SILENT_BATCH_S: Final = 3.0
+"""An empty batch is sent after so long without any: others see by its number whether they missed the last one."""
 TURN_S: Final = 0.002
 """How long the export of what is known holds up the event loop at one time."""
 CHUNK_BYTES: Final = 1 << 18
@@ -230,16 +232,22 @@ class Replication:
             others = ", ".join(sorted(self._others)) or "none"
             logger.info(text, self.url, self.replica, others, extra={"event": "replicas"})
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._keep_beating(store))
+            wanting: asyncio.Queue[str] = asyncio.Queue()
+            tasks.create_task(self._keep_beating(store, wanting))
+            tasks.create_task(self._keep_giving(store, wanting))
             tasks.create_task(self._keep_sending(store))
             tasks.create_task(self._keep_reading(store))
 
-    async def _keep_beating(self, store: Store) -> None:
+    async def _keep_beating(self, store: Store, wanting: asyncio.Queue[str]) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
-            wanting = await self._beat(store)
-            for replica in wanting:
-                await self._give(store, replica)
+            for replica in await self._beat(store):
+                wanting.put_nowait(replica)
+
+    async def _keep_giving(self, store: Store, wanting: asyncio.Queue[str]) -> None:
+        """One after the other, while beats go on."""
+        while True:
+            await self._give(store, await wanting.get())
 
     async def _beat(self, store: Store) -> list[str]:
         """Say that we live, and learn who else does. Returns who wants to be told what we know."""
@@ -271,6 +279,7 @@ class Replication:
                 self._lose(replica)
 
     async def _keep_sending(self, store: Store) -> None:
+        sent_at = self._runtime.now()
         while True:
             try:
                 async with asyncio.timeout(IDLE_S):
@@ -278,7 +287,9 @@ class Replication:
             except TimeoutError:
                 pass
             self._news.clear()
-            while (batch := self._journal.take(self._runtime.now())) is not None:
+            is_silent = self._runtime.now() - sent_at > SILENT_BATCH_S
+            while (batch := self._journal.take(self._runtime.now(), even_empty=is_silent)) is not None:
+                is_silent, sent_at = False, self._runtime.now()
                 data = encode(batch)
                 began_at = time.monotonic()
                 await store.append(self.replica, data)

@@ -169,6 +169,20 @@ def test_a_replica_that_dies_is_taken_out_and_one_that_leaves_at_once(tmp_path: 
     run(body())
 
 
+def test_the_last_batch_before_a_silence_is_missed_and_noticed(tmp_path: Path) -> None:
+    async def body() -> None:
+        with redis_server(tmp_path) as server:
+            async with replicas(server.url, "a", "b") as (a, b):
+                placed = a.place()
+                await until(lambda: b.elsewhere == 1)
+                a.end(placed)
+                missed = a.balancer._journal.take(a.runtime.now())  # type: ignore[union-attr]
+                assert missed is not None
+                await until(lambda: b.elsewhere == 0, "an empty batch shows that one is missing", within_s=WITHIN_S)
+
+    run(body())
+
+
 def _knows(member: Member, requests: int) -> bool:
     return member.elsewhere == requests
 

@@ -118,8 +118,11 @@ class Journal:
         """Whether `take` returns a batch, flows aside."""
         return bool(self._notes or self._again or self._stored or self._asks or self.reset_due)
 
-    def take(self, now: float) -> Batch | None:
-        """The next batch; None = everything was told. To be called until then, with other work between."""
+    def take(self, now: float, *, even_empty: bool = False) -> Batch | None:
+        """The next batch; None = everything was told. To be called until then, with other work between.
+
+        `even_empty`: a batch in any case, by which others see whether they missed one.
+        """
         reset = self.reset_due
         if reset:
             self.reset_due = False
@@ -127,7 +130,7 @@ class Journal:
             self._told.clear()
             self._again = deque(self._running.items())
         flows = self._changed_flows(now)
-        if not (reset or flows or self.has_news):
+        if not (reset or flows or self.has_news or even_empty):
             return None
         writer = _Writer(now)
         self._tell_again(writer)

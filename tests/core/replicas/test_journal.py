@@ -75,6 +75,14 @@ def test_the_life_of_a_request_is_told_with_ages() -> None:
     assert replica.tells(4.0) == []
 
 
+def test_an_empty_batch_is_made_if_it_is_wanted() -> None:
+    journal = started().journal
+    assert journal.take(1.0) is None
+    batch = journal.take(2.0, even_empty=True)
+    assert batch is not None
+    assert (batch.number, batch.events, batch.is_reset) == (2, [], False)
+
+
 def test_a_request_that_fails_is_told_as_not_completed_and_without_usage() -> None:
     replica = started()
     (ticket,) = place(replica, 1)
