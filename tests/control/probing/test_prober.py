@@ -14,6 +14,9 @@ from lbproxy.core.endpoints.breaker import Cause
 from lbproxy.core.endpoints.credentials import ApiKey, Tls
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.endpoints.health import Health
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.prompt_keys import hash_prompt
+from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.net.connections.pool import Connection, ConnectionPool
 from lbproxy.net.dialing.origin import Origin
@@ -31,6 +34,7 @@ GARBAGE = b"SSH-2.0-OpenSSH_9.6\r\n"
 TOO_LONG_A_LIST = answer(b'{"data":[{"id":"n"}]' + b" " * (4 << 20) + b"}")
 PROBES_OF_A_NEIGHBOUR = 20
 """How long "never" is: until another endpoint was probed this often."""
+PROMPT = b"a" * 40_000
 
 
 def up(r: Rig, name: str = "e1") -> bool:
@@ -97,6 +101,63 @@ def test_what_is_no_answer_takes_an_endpoint_down(script: Script, reason: str) -
             server.scripts["/health"] = script
             await until(lambda: down(r))
             assert reason in r.records.transitions[-1].reason
+
+    run(main())
+
+
+def compute_prompt(r: Rig) -> float:
+    """Have the endpoint compute PROMPT; returns how many of its tokens were predicted in the prefix cache before."""
+    request = InferenceRequest("r", "m", True, len(PROMPT), len(PROMPT), hash_prompt(PROMPT, model="m"))
+    now = r.runtime.now()
+    ticket = r.balancer.submit(request, now=now)
+    assert ticket.placement is not None
+    predicted = ticket.placement.cached_tokens
+    r.balancer.first_byte(ticket, now=now)
+    r.balancer.close(ticket, Outcome.COMPLETED, now=now)
+    return predicted
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_a_server_without_metrics_that_stops_and_starts_again_is_predicted_an_empty_prefix_cache(
+    restarts: bool,
+) -> None:
+    """Only the refused connections of its probes show that it is another process; a 503 does not."""
+
+    async def main() -> None:
+        server = ScriptedEndpoint({"/health": OK, "/v1/models": model_list("m")})
+        async with server:
+            pass
+        async with rig(spec(server, metrics=None), policy="adaptive") as r, running(r.prober(r.endpoints[0]).run):
+            async with server:
+                await until(lambda: up(r))
+                assert compute_prompt(r) == 0.0
+                assert compute_prompt(r) > 9000.0
+                if not restarts:
+                    server.scripts["/health"] = answer(status=503)
+                    await until(lambda: down(r))
+                    server.scripts["/health"] = OK
+                    await until(lambda: up(r))
+                    assert compute_prompt(r) > 9000.0
+                    return
+            await until(lambda: down(r))
+            async with server:
+                await until(lambda: up(r))
+                assert compute_prompt(r) == 0.0
+
+    run(main())
+
+
+def test_only_a_refused_connection_means_that_nothing_listens() -> None:
+    """Whatever else fails may be a server that is slow or in trouble, and keeps its caches."""
+
+    async def main() -> None:
+        async with ScriptedEndpoint({"/reset": reset, "/hang": hang, "/503": answer(status=503)}) as server, rig() as r:
+            for path in ("/reset", "/hang", "/503"):
+                health = await ask_health(spec(server), path, r.connections, 0.2)
+                assert (health.ok, health.refused) == (False, False), path
+        async with rig() as r:
+            health = await ask_health(spec(server), "/health", r.connections, 5.0)
+            assert (health.ok, health.refused) == (False, True)
 
     run(main())
 
