@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import selectors
 import time
 from collections.abc import Callable, Coroutine
 from typing import TypeVar
@@ -32,6 +33,36 @@ def run(main: Coroutine[object, object, T], *, timeout_s: float = 60.0, plain: b
     result = asyncio.run(watched()) if plain else uvloop.run(watched())
     assert not lost, lost
     return result
+
+
+class Timers(selectors.DefaultSelector):
+    """Waits for nothing: says how long it would have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        assert timeout is not None, "nothing would ever happen"
+        self.waited_s += timeout
+        return super().select(0)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock moves by waiting only."""
+
+    def __init__(self) -> None:
+        self._timers = Timers()
+        super().__init__(self._timers)
+
+    def time(self) -> float:
+        return self._timers.waited_s
+
+
+def virtually(main: Coroutine[object, object, T]) -> T:
+    """Run a test's body in virtual time, as long as only timers are waited for."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
 
 
 async def until(

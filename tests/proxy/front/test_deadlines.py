@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 
 import pytest
+from aiohttp.base_protocol import BaseProtocol
+from aiohttp.streams import StreamReader
 
+from lbproxy.config.tree import Settings
+from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.proxy.front import bodies, deadlines
-from tests.support.aio import run, until
+from lbproxy.proxy.front.overload import Overload, Unmetered
+from tests.support.aio import run, until, virtually
 from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, chunk, event, hang
-from tests.support.rig import post, rig
+from tests.support.rig import post, rig, settings_for
 
 HEAD = "timeouts: {client_head: 1s}"
 
@@ -35,6 +41,8 @@ def test_half_a_head_gets_408_also_on_a_kept_connection(before: int, sent: bytes
             assert reply.status == (400 if sent == b"\x00" else 408)
             assert reply.field("connection") == "close"
             assert await client.reader.read() == b""
+            reason = "bad_request" if sent == b"\x00" else "request_timeout"
+            assert reply.field("x-lbproxy-reason") == json.loads(reply.body)["error"]["code"] == reason
             if reply.status == 408:
                 assert it.records.requests[-1].outcome is Outcome.BODY_TIMEOUT
 
@@ -106,6 +114,7 @@ def test_a_body_that_trickles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
             reply = await client.reply()
             sending.cancel()
             assert reply.status == 408
+            assert reply.field("x-lbproxy-reason") == "request_timeout"
             assert endpoint.requests == []
 
     run(main())
@@ -125,6 +134,51 @@ def test_a_body_at_the_least_rate_is_taken(monkeypatch: pytest.MonkeyPatch) -> N
             assert (await client.reply()).status == 200
 
     run(main())
+
+
+async def upload(seconds: int, body_rate: int, more: str = "") -> int:
+    """Read a body of which each second brings `body_rate` bytes, in virtual time. Returns how many bytes were read;
+    raises TimeoutError if it is given up.
+    """
+    settings = settings_for(["http://10.0.0.1:8000"], f"limits: {{body_rate: {body_rate}}}\n{more}")
+    loop = asyncio.get_running_loop()
+    protocol = BaseProtocol(loop)
+    protocol.connection_made(asyncio.Transport())
+    content = StreamReader(protocol, 1 << 20, loop=loop)
+    overload = Overload(settings.limits, Unmetered())
+
+    async def send() -> None:
+        for _ in range(seconds):
+            content.feed_data(b"x" * body_rate)
+            await asyncio.sleep(1.0)
+        content.feed_eof()
+
+    reader = BodyReader(settings)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(send())
+        reading = group.create_task(bodies._read_up_to(settings.limits.body, content, reader, overload))
+    return len(reading.result())
+
+
+class BodyReader:
+    """A request whose body is read (bodies.Reader)."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.record = RequestRecord("r", "POST", "/v1/files", "127.0.0.1", 0.0)
+        self.held_bytes = 0
+
+
+@pytest.mark.parametrize("minutes", [3, 50])
+def test_a_body_at_the_least_rate_may_take_most_of_an_hour(minutes: int) -> None:
+    """The rate decides: a total of two minutes cut large uploads over slow lines that kept to it."""
+    assert virtually(upload(60 * minutes, 1000)) == 60_000 * minutes
+
+
+def test_a_total_limit_ends_a_body_that_keeps_to_the_rate() -> None:
+    with pytest.raises(ExceptionGroup) as error:
+        virtually(upload(180, 1000, "timeouts: {client_body: 120s}"))
+    assert [type(one) for one in error.value.exceptions] == [TimeoutError]
 
 
 def test_who_takes_nothing_is_cut_off_and_its_endpoint_freed() -> None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import selectors
-from collections.abc import Coroutine, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import pytest
 
@@ -25,38 +23,10 @@ from lbproxy.sim.mock.serving.driver import Flight
 from lbproxy.sim.workloads.prompts import Piece, prompt_text
 from lbproxy.sim.workloads.workload import Arrival, Job, OpenLoop
 from tests.sim.fleet.test_cluster import run
+from tests.support.aio import virtually
 
 PRESET = dataclasses.replace(PRESETS["llama-8b-h100"], kv_tokens=8_000)
 """A cache that is too small, so that requests wait, and some are preempted."""
-
-
-class Timers(selectors.DefaultSelector):
-    """Waits for nothing: says how long it would have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waited_s = 0.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        assert timeout is not None, "nothing would ever happen"
-        self.waited_s += timeout
-        return super().select(0)
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock moves by waiting only."""
-
-    def __init__(self) -> None:
-        self._timers = Timers()
-        super().__init__(self._timers)
-
-    def time(self) -> float:
-        return self._timers.waited_s
-
-
-def virtually(main: Coroutine[Any, Any, None]) -> None:
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(main)
 
 
 def arrivals() -> list[Arrival]:
