@@ -18,8 +18,9 @@ from tests.support.rig import RawClient, post
 
 CLIENTS = 24
 PATH = "/v1/chat/completions"
-PATIENT = "drain: {lame_duck: 0s, deadline: 1h}"
-"""A stop that waits for something else than responses would take an hour."""
+PATIENT = "drain: {lame_duck: 0s, deadline: 1h}\ntimeouts: {client_head: 1h, client_idle: 1h}"
+"""A stop that waits for something else than responses would take an hour, also if that is the idle time-out of the
+clients' connections: with the default of 75 s, a fraction of it would not be noticed here."""
 
 
 async def stop_in_the_middle(folder: Path) -> tuple[float, int, list[bytes]]:
