@@ -140,7 +140,9 @@ def test_plain_http_is_told_so_and_closed(data: bytes, plain: bool) -> None:
             client.send(data)
             reply = await client.reply()
             assert (reply.status, reply.field("connection")) == (400, "close")
-            assert "https://" in json.loads(reply.body)["error"]["message"]
+            error = json.loads(reply.body)["error"]
+            assert "https://" in error["message"]
+            assert reply.field("x-lbproxy-reason") == error["code"] == "bad_request"
             assert await client.reader.read() == b""
             assert endpoint.requests == []
             assert it.front.listener.failed_handshakes == 1
