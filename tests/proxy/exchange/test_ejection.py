@@ -311,3 +311,19 @@ def test_a_stall_of_our_own_cuts_no_answer() -> None:
             assert not it.records.transitions
 
     run(main())
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_request_whose_connection_is_refused_shows_that_nothing_listens(listens: bool) -> None:
+    """So that what listens there later counts as another process, with empty caches; after a reset it does not."""
+
+    async def main() -> None:
+        async with ScriptedEndpoint(reset) as endpoint, rig(endpoint.url) as it:
+            if not listens:
+                await endpoint.stop()
+            assert (await it.ask(post())).status >= 500
+            state = it.balancer._endpoints.get(it.endpoints[0].uid)
+            assert state is not None
+            assert state.refused_connection is not listens
+
+    run(main())
