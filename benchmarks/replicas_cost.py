@@ -137,7 +137,8 @@ def peers_bytes(peers: Peers) -> int:
         size += sys.getsizeof(peer) + sum(map(sys.getsizeof, (peer.tickets, peer.unconfirmed, peer.flows)))
         for ticket in [*peer.tickets.values(), *peer.unconfirmed.values()]:
             request: InferenceRequest = ticket.request
-            size += sum(map(sys.getsizeof, (ticket, vars(ticket), request, request.id, request.block_keys)))
+            attributes = getattr(ticket, "__dict__", ())  # compiled, a ticket has none
+            size += sum(map(sys.getsizeof, (ticket, attributes, request, request.id, request.block_keys)))
         size += sum(sys.getsizeof(use) for use in peer.flows.values() if not isinstance(use, Flow))
     return size
 
