@@ -223,6 +223,7 @@ class Replication:
             logger.warning(told, self.url, text, extra={"event": "replicas"})
 
     async def _exchange(self, store: Store) -> None:
+        await store.ping()  # a store that allows only some of the calls is not told as connected, and again, and again
         await self._beat(store)
         self._journal.reset_due = True
         self._news.set()

@@ -269,7 +269,7 @@ def test_a_server_that_fails_leaves_each_alone_and_all_join_again(
     run(body(), timeout_s=120.0)
     texts = [record.getMessage() for record in caplog.records if record.name == "lbproxy"]
     assert any("goes on alone" in text for text in texts)
-    assert len(texts) < 12, texts
+    assert all(texts.count(text) <= 2 for text in texts), f"each of the two tells a problem once: {texts}"
 
 
 def test_a_server_that_loses_everything_at_once_is_filled_again(tmp_path: Path) -> None:

@@ -71,7 +71,8 @@ class Begun:
 
     async def record(self) -> tuple[Outcome, str | None, int, int]:
         await until(lambda: self.it.records.requests)
-        (record,) = self.it.records.requests
+        (record, *more) = self.it.records.requests
+        assert not more, f"one request is recorded once: {[(r.method, r.path, r.outcome, r.id) for r in more]}"
         return record.outcome, record.endpoint, record.attempts, record.status
 
 
