@@ -114,16 +114,18 @@ def values(head: bytes, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("pace", PACES)
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
 @pytest.mark.parametrize("before", [[], ["1.1 vllm-front"]])
-def test_responses_say_that_they_came_by_here(before: list[str], pace: str) -> None:
+def test_responses_say_that_they_came_by_here(before: list[str], version: str, pace: str) -> None:
     """And to clients nothing that tells one process from another."""
 
     async def main() -> None:
         async with Endpoint() as endpoint, rig(endpoint.url) as it:
             lines = "".join(f"Via: {value}\r\n" for value in before).encode()
-            endpoint.script = in_pace(OK.replace(b"\r\n\r\n", b"\r\n" + lines + b"\r\n", 1), pace)
+            response = OK.replace(b"\r\n\r\n", b"\r\n" + lines + b"\r\n", 1)
+            endpoint.script = in_pace(response.replace(b"HTTP/1.1", b"HTTP/%b" % version.encode(), 1), pace)
             heard = await ask(it.port, http(LENGTH), "whole")
-            assert values(heard.answers[0].head, "via") == [*before, "1.1 lbproxy"]
+            assert values(heard.answers[0].head, "via") == [*before, f"{version} lbproxy"]
 
     run(main())
 

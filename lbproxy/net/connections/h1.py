@@ -269,6 +269,8 @@ class ResponseHead(NamedTuple):
     load_report: bytes = b""
     """The field line with the endpoint's load (see `core.engines.orca`), as it came, with its CRLF; the first of
     several."""
+    http10: bool = False
+    """The endpoint responded in HTTP/1.0."""
 
     def framing(self, watcher: PayloadWatcher | None = None) -> Framing:
         """A new framing object for the body."""
@@ -303,14 +305,14 @@ def parse_head(head: bytes, method: str) -> ResponseHead:
     if status >= 200 and status not in {204, 304} and method != "HEAD":
         length = None if announced is None else int(announced)
         facts = (status, fixed.end_to_end, fixed.content_type, fixed.encoded, keep_alive, chunked, length, announced)
-        return tuple.__new__(ResponseHead, (*facts, load_report))  # half the time of its own constructor
+        return tuple.__new__(ResponseHead, (*facts, load_report, fixed.http10))  # half the time of its own constructor
     if status == 304:
         keep_alive = fixed.keep_alive
     elif chunked or announced not in {None, b"0"}:
         keep_alive = False  # a body that follows all the same must not be read as the next response
     else:
         keep_alive = fixed.keep_alive
-    return ResponseHead(*fixed[:4], keep_alive, False, 0, announced, load_report)
+    return ResponseHead(*fixed[:4], keep_alive, False, 0, announced, load_report, fixed.http10)
 
 
 class _FixedHead(NamedTuple):
@@ -326,6 +328,7 @@ class _FixedHead(NamedTuple):
     announced: bytes | None
     """A Content-Length that `LENGTH_LINE` did not match."""
     load_report: bytes
+    http10: bool
 
 
 def _read_head(head: bytes) -> _FixedHead:
@@ -343,7 +346,7 @@ def _read_head(head: bytes) -> _FixedHead:
     kept.append(b"")
     end_to_end = b"\r\n".join(kept)
     encoded = b"content-encoding:" in end_to_end.lower()
-    return _FixedHead(status, end_to_end, content_type, encoded, keep_alive, chunked, announced, load_report)
+    return _FixedHead(status, end_to_end, content_type, encoded, keep_alive, chunked, announced, load_report, not minor)
 
 
 _CACHED_HEAD_BYTES: Final = 2 << 10

@@ -9,7 +9,6 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.explain import compact
 from lbproxy.net.connections.patience import Limits
 from lbproxy.net.connections.pool import ConnectionPool
-from lbproxy.proxy.request.forwarding import VIA_US
 from lbproxy.request_runtime import RequestRuntime
 
 LARGE_BODY_BYTES: Final = 16 << 10
@@ -39,7 +38,7 @@ class Exchanger:
         `cors`: field lines about origins, which go first. `explain`: the client asks for an explanation of the routing
         decision.
         """
-        always = f"{cors}{VIA_US}x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n"
+        always = f"{cors}x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n"
         if not self.expose_endpoint:
             return always
         fields = f"{always}x-lbproxy-endpoint: {record.endpoint}\r\n"

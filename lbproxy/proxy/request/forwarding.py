@@ -22,8 +22,6 @@ MAX_HOPS: Final = 10
 """lbproxys that a request may have passed. A chain has two or three."""
 UNIX: Final = "unix:"
 """The address of a client on a Unix socket."""
-VIA_US: Final = "Via: 1.1 lbproxy\r\n"
-"""For a response."""
 
 
 class Forwarding:

@@ -263,10 +263,14 @@ def origin_form(target: str) -> str:
     return target
 
 
-def client_head(head: ResponseHead, own: str, *, chunked: bool, keep_alive: bool) -> bytes:
-    """The head of an endpoint's response for the client: end-to-end fields, then framing and `own` field lines, which
-    may begin with `REPLACES_CORS`.
+_VIA: Final = (b"Via: 1.1 lbproxy\r\n", b"Via: 1.0 lbproxy\r\n")
+"""In a response: the version that its endpoint speaks (RFC 9110, section 7.6.3). It names no single process."""
 
+
+def client_head(head: ResponseHead, own: str, *, chunked: bool, keep_alive: bool) -> bytes:
+    """The head of an endpoint's response for the client: end-to-end fields, Via, `own` field lines, and framing.
+
+    `own`: field lines of ours, which may begin with `REPLACES_CORS`.
     `chunked`: the client gets the body chunked. A body that the endpoint ends by closing ends in the same way for the
     client.
     """
@@ -277,6 +281,6 @@ def client_head(head: ResponseHead, own: str, *, chunked: bool, keep_alive: bool
         framing = b"Content-Length: %b\r\n" % announced
     else:
         framing = b""
-    end = b"\r\n" if keep_alive else b"Connection: close\r\n\r\n"
-    end_to_end = _CORS_LINES.sub(b"", head.end_to_end) if own.startswith(REPLACES_CORS) else head.end_to_end
-    return (_PHRASES.get(status) or status_line(status)) + end_to_end + own.encode("ascii") + framing + end
+    fields = _CORS_LINES.sub(b"", head.end_to_end) if own.startswith(REPLACES_CORS) else head.end_to_end
+    start = (_PHRASES.get(status) or status_line(status)) + fields + _VIA[head.http10] + own.encode("ascii") + framing
+    return start + (b"\r\n" if keep_alive else b"Connection: close\r\n\r\n")
