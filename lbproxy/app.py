@@ -45,6 +45,7 @@ from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.engines.dialects import Engines
 from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.observed.sink import Sink
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.data_plane import DataPlane, Loop, Parts, Plane, listening_url
 from lbproxy.extras.replication import make_replication
@@ -52,7 +53,7 @@ from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.net.listening.bind import open_sockets
 from lbproxy.net.listening.inherit import Inherited, Sockets, hand_over
 from lbproxy.net.listening.notify import Notifier
-from lbproxy.runtime import Runtime, Sink, logger, supervise
+from lbproxy.runtime import Runtime, logger, supervise
 
 SUCCESSOR_WAITS_S = 3.0
 """How long a successor waits for its first endpoint before it accepts: its predecessor serves meanwhile."""
@@ -134,7 +135,7 @@ class Proxy:
         self.telemetry.watch(runtime, self.plane.front, self.plane.upstreams)
         self.telemetry.watch_traces(self.plane.tracing)
         self.telemetry.watch_load(self.plane.load, self.plane.door, self.plane.pulse, self.plane.workers)
-        self.scraping = Scraping(self.connections, settings.scrape, Engines(settings.engines), rng)
+        self.scraping = Scraping(self.connections, settings.scrape, Engines(settings.engines), rng, self._found_ranks)
         self.keeper = Keeper(balancer, settings.state, self.telemetry.loads.state, self._now)
         self.replication = make_replication(settings.replicas, balancer, runtime)
         self.telemetry.watch_replicas(self.replication)
@@ -172,12 +173,11 @@ class Proxy:
         self.plane.adopt(self.settings, await self.plane.prepare(self.settings))
         self.runtime.pulse.start()
         self._orders = orders
-        first = self.runtime.set_endpoints(self.discovery.endpoints())
         sockets = await self._sockets(inherited)
         async with asyncio.TaskGroup() as tasks:
             self.tasks = tasks
             self.members = Membership(self.runtime, Watches(tasks, self._loops, self.rng))
-            self.members.watches.follow(first)
+            self.members.begin(self.discovery.endpoints())
             self._start_sources()
             await self.keeper.restore(None if self.replication is None else await self.replication.join())
             if inherited.has_predecessor:
@@ -250,11 +250,16 @@ class Proxy:
     # The loops
 
     def _loops(self, endpoint: Endpoint) -> Loops:
-        """Those that look after one endpoint, by the settings of now."""
+        """Those that look after one server, by the settings of now: of its ranks the first stands for all."""
+        if endpoint.rank:
+            return []
         prober = Prober(endpoint, self.runtime, self.connections, self.settings.health, self.rng)
         scraper = Scraper(endpoint, self.runtime, self.scraping)
         self.telemetry.watch_scrapes(scraper)
         return [(f"prober of {endpoint.name}", prober.run), (f"scraper of {endpoint.name}", scraper.run)]
+
+    def _found_ranks(self, endpoint: Endpoint, ranks: int) -> None:
+        self.members.found_ranks(endpoint, ranks)
 
     def _start_sources(self) -> None:
         self.sources = [
@@ -337,7 +342,9 @@ class Proxy:
         """Swap everything, in one step."""
         old, self.settings = self.settings, settings
         policy = None if settings.routing == old.routing else make_policy(settings.routing, self.rng)
-        self.scraping = Scraping(self.connections, settings.scrape, Engines(settings.engines), self.rng)
+        self.scraping = Scraping(
+            self.connections, settings.scrape, Engines(settings.engines), self.rng, self._found_ranks
+        )
         self.telemetry.reconfigure(settings.log)
         self.recent.reconfigure(settings.explain.requests)
         if self.admin is not None and settings.admin is not None:

@@ -22,6 +22,7 @@ from lbproxy.control.telemetry.families import Door, Load, Loads, Workers
 from lbproxy.control.telemetry.families import Tracing as TraceResults
 from lbproxy.control.telemetry.memory import Memory
 from lbproxy.control.telemetry.telemetry import Connections, Ticker
+from lbproxy.core.observed.sink import Sink
 from lbproxy.extras.tracing import Tracing
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.net.listening.listener import Listener
@@ -31,7 +32,7 @@ from lbproxy.proxy.front.server import FrontEnd
 from lbproxy.proxy.request.keys import KeyRing
 from lbproxy.pulse import Pulse
 from lbproxy.request_runtime import RequestRuntime
-from lbproxy.runtime import Runtime, Sink
+from lbproxy.runtime import Runtime
 
 if TYPE_CHECKING:
     from lbproxy.extras.traces import Traces

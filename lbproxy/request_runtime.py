@@ -115,7 +115,7 @@ class RequestRuntime(ABC):
 
     @abstractmethod
     def endpoints_of(self, model: str) -> list[tuple[Endpoint, Health]]:
-        """All endpoints that list a model, whatever their health, except those that are draining."""
+        """All servers that list a model, whatever their health, except those that are draining: one rank of each."""
 
     @property
     @abstractmethod

@@ -21,12 +21,13 @@ from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.endpoint_set import EndpointChanges
 from lbproxy.core.endpoints.hang import CHECK_S
-from lbproxy.core.endpoints.health import Health, Transition
+from lbproxy.core.endpoints.health import Health
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.engines.server_info import Description
 from lbproxy.core.observed.learned import EndpointLearned, PoolLearned, QueueSnapshot, of_endpoint
 from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.observed.sink import Sink
 from lbproxy.core.observed.snapshot import PoolSnapshot
 from lbproxy.core.policies.policy import Policy
 from lbproxy.core.queue.stored_responses import StoredResponse
@@ -43,18 +44,6 @@ LOOK_S: Final = 2.0
 """What a request waits at most for endpoints to say whether they have its model."""
 LOOK_AGAIN_S: Final = 5.0
 """Between two such looks, whichever models are asked for."""
-
-
-class Sink(Protocol):
-    """Gets what is observed. Must be quick and must not raise."""
-
-    def ended(self, records: list[RequestRecord]) -> None:
-        """These requests ended. Their records do not change any more."""
-        ...
-
-    def transition(self, transition: Transition) -> None:
-        """An endpoint changed its standing."""
-        ...
 
 
 class ModelReader(Protocol):
@@ -89,8 +78,9 @@ class Runtime(RequestRuntime):
         self._check_due = False
         self._members: dict[EndpointUid, Endpoint] = {}
         self._drained: set[str] = set()
-        """URLs of endpoints that an operator drained, members or not: names of the settings come and go with DNS."""
-        self._model_readers: dict[EndpointUid, ModelReader] = {}
+        """Keys of endpoints that an operator drained, members or not: names of the settings come and go with DNS."""
+        self._model_readers: dict[str, ModelReader] = {}
+        """By base URL."""
         self._look_ends: asyncio.TimerHandle | None = None
         """All endpoints are being asked for their models, as a request names a model that none listed."""
         self._looked_at = -inf
@@ -98,8 +88,8 @@ class Runtime(RequestRuntime):
         """Those of them that did not say yet."""
         self._lookers: list[Callable[[], None]] = []
         """To be called when that is over."""
-        self._wakers: dict[EndpointUid, Callable[[], None]] = {}
-        """Scrapers, to be called when their endpoints come up."""
+        self._wakers: dict[str, Callable[[], None]] = {}
+        """Scrapers by base URL, to be called when their endpoints come up."""
         self._ended: list[RequestRecord] = []
         """What the sinks are told of at the end of this turn of the loop."""
 
@@ -173,19 +163,20 @@ class Runtime(RequestRuntime):
         if self._waiters:
             self._pump_soon()
 
-    def adopt(self, request: InferenceRequest, base_url: str, *, began: bool) -> Ticket | None:
+    def adopt(self, request: InferenceRequest, key: str, *, began: bool) -> Ticket | None:
         """See Balancer; None if the endpoint left. The caller must `close` the ticket."""
-        uid = self._uid_of(base_url)
+        uid = self._uid_of(key)
         return None if uid is None else self._balancer.adopt(request, uid, began=began, now=self.now())
 
-    def owns_response(self, base_url: str, response_id: str, request: InferenceRequest) -> None:
+    def owns_response(self, key: str, response_id: str, request: InferenceRequest) -> None:
         """An endpoint has a stored response, unless another one is known to have it."""
-        uid, stored, now = self._uid_of(base_url), self._balancer.stored_responses, self.now()
+        uid, stored, now = self._uid_of(key), self._balancer.stored_responses, self.now()
         if uid is not None and stored.find(response_id, now=now) is None:
             stored.remember(response_id, uid, request, now=now)
 
-    def _uid_of(self, base_url: str) -> EndpointUid | None:
-        return next((one.uid for one in self._members.values() if one.base_url == base_url), None)
+    def _uid_of(self, key: str) -> EndpointUid | None:
+        state = self._balancer.endpoints.by_key.get(key)
+        return None if state is None else state.endpoint.uid
 
     def stores(self, ticket: Ticket, response_id: str) -> None:
         """See RequestRuntime."""
@@ -223,14 +214,14 @@ class Runtime(RequestRuntime):
         for new in (*changes.added, *changes.changed):
             self._members[new.uid] = new
         for new in changes.added:
-            if new.base_url in self._drained:
+            if new.key in self._drained or new.base_url in self._drained:
                 self._balancer.drain(new.uid)
         self._pump_soon()
         return changes
 
-    def base_urls(self) -> set[str]:
+    def keys(self) -> set[str]:
         """Of all endpoints in the set."""
-        return {one.base_url for one in self._members.values()}
+        return {one.key for one in self._members.values()}
 
     def reconfigure(self, policy: Policy | None, settings: Settings) -> None:
         """Other settings, from now on. `policy`: None = the one there is, with what it learned."""
@@ -273,7 +264,7 @@ class Runtime(RequestRuntime):
                 self.loop.call_soon(self.check)
             elif transition.before in {Health.EJECTED, Health.DOWN}:  # it may have been started anew
                 self.doubt_models(transition.endpoint.uid)
-            if transition.after is Health.UP and (wake := self._wakers.get(transition.endpoint.uid)) is not None:
+            if transition.after is Health.UP and (wake := self._wakers.get(transition.endpoint.base_url)) is not None:
                 wake()
         self._transitions.clear()
 
@@ -283,45 +274,50 @@ class Runtime(RequestRuntime):
         """
         self._balancer.drain(uid, draining=draining)
         if (member := self._members.get(uid)) is not None:
-            (self._drained.add if draining else self._drained.discard)(member.base_url)
+            self._drained -= {member.key, member.base_url}
+            self._drained |= {member.key} if draining else set()
         self._pump_soon()
 
     def report_models(self, uid: EndpointUid, cards: Iterable[ModelCard] | None) -> None:
         """What an endpoint says it serves; None if it cannot say."""
         self._balancer.report_models(uid, cards)
-        self._unheard.discard(uid)
+        self._unheard.difference_update(self.ranks(uid))
         if self._look_ends is not None and not self._unheard:
             self._end_look()
         self._pump_soon()
 
     def report_description(self, uid: EndpointUid, said: Description) -> None:
         """What an endpoint says of itself."""
-        if said.tokens is not None:
-            self._balancer.report_cache_size(uid, said.tokens, at_most=said.is_upper_bound)
-        if said.slots is not None:
-            self._balancer.report_slots(uid, said.slots)
+        for rank in self.ranks(uid):
+            if said.tokens is not None:
+                self._balancer.report_cache_size(rank, said.tokens, at_most=said.is_upper_bound)
+            if said.slots is not None:
+                self._balancer.report_slots(rank, said.slots)
         self._pump_soon()
 
     @contextmanager
     def reads_models(self, uid: EndpointUid, reader: ModelReader) -> Iterator[None]:
         """Meanwhile `reader` asks an endpoint for its models."""
-        self._model_readers[uid] = reader
+        url = self._members[uid].base_url
+        self._model_readers[url] = reader
         try:
             yield
         finally:
-            if self._model_readers.get(uid) is reader:
-                del self._model_readers[uid]
+            if self._model_readers.get(url) is reader:
+                del self._model_readers[url]
+
+    def _reader_of(self, uid: EndpointUid) -> ModelReader | None:
+        member = self._members.get(uid)
+        return None if member is None else self._model_readers.get(member.base_url)
 
     async def refresh_models(self, uid: EndpointUid) -> None:
         """See RequestRuntime."""
-        reader = self._model_readers.get(uid)
-        if reader is not None:
+        if (reader := self._reader_of(uid)) is not None:
             await reader.refresh_models()
 
     def doubt_models(self, uid: EndpointUid) -> None:
         """See RequestRuntime."""
-        reader = self._model_readers.get(uid)
-        if reader is not None:
+        if (reader := self._reader_of(uid)) is not None:
             reader.doubt_models()
 
     def look_for_models(self, looked: Callable[[], None]) -> bool:
@@ -350,21 +346,32 @@ class Runtime(RequestRuntime):
         for looked in lookers:
             looked()
 
-    def wakes_scraper(self, uid: EndpointUid, wake: Callable[[], None] | None) -> None:
-        """Call `wake` when this endpoint comes up: its metrics are wanted at once. None = no more."""
-        if wake is None:
-            self._wakers.pop(uid, None)
-        else:
-            self._wakers[uid] = wake
+    @contextmanager
+    def wakes_scraper(self, endpoint: Endpoint, wake: Callable[[], None]) -> Iterator[None]:
+        """Meanwhile `wake` is called when this endpoint comes up: its metrics are wanted at once."""
+        self._wakers[endpoint.base_url] = wake
+        try:
+            yield
+        finally:
+            if self._wakers.get(endpoint.base_url) is wake:
+                del self._wakers[endpoint.base_url]
 
     def scrape_sent(self, uid: EndpointUid) -> None:
         """A scrape leaves now."""
         self._balancer.scrape_sent(uid)
 
-    def report_scrape(self, uid: EndpointUid, metrics: LoadMetrics) -> None:
-        """What that scrape said."""
-        self._balancer.report_scrape(uid, metrics)
+    def report_scrape(self, uid: EndpointUid, metrics: LoadMetrics, ranks: Sequence[LoadMetrics] = ()) -> None:
+        """What that scrape said, of the server and of each of its ranks: no use if other ranks are its endpoints."""
+        uids = self.ranks(uid)
+        loads = ranks if len(uids) > 1 else (metrics,)
+        if len(loads) == len(uids):
+            for one, load in zip(uids, loads, strict=True):
+                self._balancer.report_scrape(one, load)
         self._pump_soon()
+
+    def ranks(self, uid: EndpointUid) -> list[EndpointUid]:
+        """The endpoints at an endpoint's address, in the order of their ranks: itself alone if it is no rank."""
+        return [one.endpoint.uid for one in self._balancer.endpoints.at_address(uid)]
 
     def ask_load(self, uid: EndpointUid, ask: bool) -> None:
         """Set whether requests to an endpoint ask for load reports in its responses."""
@@ -408,8 +415,8 @@ class Runtime(RequestRuntime):
 
     def endpoints_of(self, model: str) -> list[tuple[Endpoint, Health]]:
         """See RequestRuntime."""
-        found = (one for one in self.snapshot().endpoints if one.models and model in one.models)
-        return [(one.endpoint, one.health) for one in found if not one.draining]
+        found = (one for one in self.snapshot().endpoints if one.models and model in one.models and not one.draining)
+        return list({one.endpoint.base_url: (one.endpoint, one.health) for one in found}.values())
 
     def snapshot(self) -> PoolSnapshot:
         """Everything, now."""

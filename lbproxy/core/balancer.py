@@ -393,9 +393,9 @@ class Balancer:
         return self._endpoints
 
     def wants_scrape(self, uid: EndpointUid) -> bool:
-        """Whether an endpoint's metrics are to be scraped: it is up, or has requests of ours."""
-        state = self._endpoints.get(uid)
-        return state is not None and (state.health is Health.UP or state.in_flight > 0)
+        """Whether a server's metrics are to be scraped: it is up, or has requests of ours."""
+        ranks = self._endpoints.at_address(uid)
+        return any(state.health is Health.UP or state.in_flight > 0 for state in ranks)
 
     def any_up(self) -> bool:
         """Whether any endpoint takes requests."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
+from lbproxy.core.observed.sink import Sink
 from lbproxy.core.observed.trace import Sampling
-from lbproxy.runtime import Sink
 
 if TYPE_CHECKING:
     from lbproxy.extras.traces import Traces

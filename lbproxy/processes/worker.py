@@ -18,12 +18,13 @@ from lbproxy.config.tree import Settings
 from lbproxy.control.telemetry.families import Loads
 from lbproxy.control.telemetry.memory import Memory
 from lbproxy.control.telemetry.telemetry import Telemetry
+from lbproxy.core.observed.sink import Sink
 from lbproxy.data_plane import DataPlane
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.processes.control import SHARES, Ready, Start, Stop, Stopped, Stopping, Text, ToChild
 from lbproxy.processes.supervised import Supervisor, read
 from lbproxy.proxy.front.overload import default_bodies
-from lbproxy.runtime import Sink, supervise
+from lbproxy.runtime import supervise
 from lbproxy.workers import messages as m
 from lbproxy.workers.link import Link
 from lbproxy.workers.remote import RemoteRuntime

@@ -44,11 +44,11 @@ class Known:
         """The complete set, in order: each with its health, and whether it drains. A new balancer process gives other
         uids to the same endpoints.
         """
-        before = {one.endpoint.base_url: one for one in self._states.values()}
+        before = {one.endpoint.key: one for one in self._states.values()}
         self._states = {}
         moved: dict[EndpointUid, EndpointUid] = {}
         for endpoint, health, draining in members:
-            state = before.get(endpoint.base_url)
+            state = before.get(endpoint.key)
             if state is not None and state.endpoint.uid != endpoint.uid:
                 moved[state.endpoint.uid] = endpoint.uid
             if state is None:

@@ -254,6 +254,7 @@ class Member(Message):
     uid: int
     name: str
     base_url: str
+    rank: int | None
     weight: float
     api_key: str | None
     tls: Fields | None

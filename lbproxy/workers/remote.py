@@ -28,6 +28,7 @@ from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.observed.sink import Sink
 from lbproxy.core.queue.flow import Refusal
 from lbproxy.core.queue.stored_responses import StoredResponse
 from lbproxy.core.queue.ticket import Ticket, TicketState
@@ -37,7 +38,6 @@ from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind, Retries, UpstreamError, Verdict
 from lbproxy.pulse import Pulse
 from lbproxy.request_runtime import RequestRuntime
-from lbproxy.runtime import Sink
 from lbproxy.workers import messages as m
 from lbproxy.workers.contents import read_endpoint, read_request, request_fields
 from lbproxy.workers.known import Known
@@ -194,7 +194,7 @@ class RemoteRuntime(RequestRuntime):
             tuple(avoid),
             suspect,
             again,
-            None if state is None else state.endpoint.base_url,
+            None if state is None else state.endpoint.key,
             record.method,
             record.path,
             record.client,
@@ -329,8 +329,8 @@ class RemoteRuntime(RequestRuntime):
 
     def endpoints_of(self, model: str) -> list[tuple[Endpoint, Health]]:
         """See RequestRuntime."""
-        found = (one for one in self.known.members() if one.models and model in one.models and not one.draining)
-        return [(one.endpoint, one.health) for one in found]
+        found = [one for one in self.known.members() if one.models and model in one.models and not one.draining]
+        return list({one.endpoint.base_url: (one.endpoint, one.health) for one in found}.values())
 
     @property
     def block_bytes(self) -> int | None:
@@ -463,6 +463,6 @@ class RemoteRuntime(RequestRuntime):
             if ticket.placed_on is None:
                 self._link.send(one.submit)
             else:
-                url = ticket.placed_on.endpoint.base_url
+                url = ticket.placed_on.endpoint.key
                 self._link.send(m.Running(one.submit, url, ticket.first_byte_at is not None))
         self._reports.send(self._link)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from lbproxy.core.observed.record import RequestRecord
-from lbproxy.runtime import Sink
+from lbproxy.core.observed.sink import Sink
 from lbproxy.workers import messages as m
 from lbproxy.workers.contents import message_of
 from lbproxy.workers.link import Link

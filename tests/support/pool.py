@@ -17,13 +17,14 @@ from lbproxy.core.endpoints.health import Transition
 from lbproxy.core.endpoints.state import EndpointSnapshot
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.observed.sink import Sink
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.net.connections.pool import ConnectionPool
-from lbproxy.runtime import Runtime, Sink
+from lbproxy.runtime import Runtime
 
 MODEL = "m"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
@@ -215,7 +215,10 @@ class Api:
         return _json({"endpoints": self._state.endpoints()})
 
     async def _get_endpoint(self, request: web.Request) -> web.Response:
-        return _json(self._shown(self._named(request).endpoint.name))
+        found = self._named(request)
+        if len(found) > 1:
+            raise self._unknown(request.match_info["name"])
+        return _json(self._shown(found[0].endpoint.name))
 
     async def _get_decisions(self, request: web.Request) -> web.Response:
         text = request.query.get("limit", "100")
@@ -270,14 +273,15 @@ class Api:
             raise ApiError(409, "last_endpoint", text, list(error.problems)) from None
         _log("endpoint %s was removed", name)
         left = self._state.find(name)
-        running = 0 if left is None else left.in_flight
+        running = sum(one.in_flight for one in left)
         return _json({"name": name, "removed": True, "in_flight": running, "note": BACK if returns else None})
 
-    def _not_an_entry(self, name: str, found: EndpointSnapshot | None) -> NoReturn:
-        if found is None:
+    def _not_an_entry(self, name: str, found: Sequence[EndpointSnapshot]) -> NoReturn:
+        if not found:
             raise self._unknown(name)
-        if found.removed:
-            raise ApiError(409, "leaving", f"{name} was removed already; {found.in_flight} requests still run there.")
+        if found[0].removed:
+            running = found[0].in_flight
+            raise ApiError(409, "leaving", f"{name} was removed already; {running} requests still run there.")
         raise ApiError(409, "discovered", f"{name} is one address of a name: drain it, or remove the name.")
 
     async def _drain(self, request: web.Request) -> web.Response:
@@ -287,16 +291,18 @@ class Api:
         return self._set_draining(request, False)
 
     def _set_draining(self, request: web.Request, draining: bool) -> web.Response:
-        found = self._named(request)
-        name = found.endpoint.name
-        if found.removed:
+        name, found = request.match_info["name"], self._named(request)
+        if found[0].removed:
             if draining:
-                return _json(drain_progress(found))
-            raise ApiError(404, "unknown_endpoint", f"{name} was removed; {found.in_flight} requests still run there.")
-        if found.draining != draining:
-            self._runtime.drain(found.endpoint.uid, draining=draining)
-            _log("endpoint %s is draining" if draining else "endpoint %s takes requests again", name)
-        return _json(drain_progress(self._named(request)))
+                return _json(drain_progress(name, found))
+            running = found[0].in_flight
+            raise ApiError(404, "unknown_endpoint", f"{name} was removed; {running} requests still run there.")
+        for one in found:
+            if one.draining != draining:
+                self._runtime.drain(one.endpoint.uid, draining=draining)
+                text = "endpoint %s is draining" if draining else "endpoint %s takes requests again"
+                _log(text, one.endpoint.name)
+        return _json(drain_progress(name, self._named(request)))
 
     async def _reload(self, _: web.Request) -> web.Response:
         problems = await self._steering.reload()
@@ -318,10 +324,10 @@ class Api:
         _log("the log level is %s until a reload", level)
         return _json({"level": level})
 
-    def _named(self, request: web.Request) -> EndpointSnapshot:
+    def _named(self, request: web.Request) -> list[EndpointSnapshot]:
         name = request.match_info["name"]
         found = self._state.find(name)
-        if found is None:
+        if not found:
             raise self._unknown(name)
         return found
 

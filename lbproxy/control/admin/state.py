@@ -7,7 +7,7 @@ never 0, and gauges that are too old to be believed are not shown.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Protocol
 
@@ -110,10 +110,10 @@ class State:
             for one in self._runtime.snapshot().endpoints
         ]
 
-    def find(self, name: str) -> EndpointSnapshot | None:
-        """A member by its name; if there is none, one that is leaving."""
-        found = [one for one in self._runtime.snapshot().endpoints if one.endpoint.name == name]
-        return found[0] if found else None  # members come first
+    def find(self, name: str) -> list[EndpointSnapshot]:
+        """A member by its name, or all ranks of a server by its name; if there is none, one that is leaving."""
+        found = [one for one in self._runtime.snapshot().endpoints if name in {one.endpoint.name, one.endpoint.server}]
+        return [one for one in found if not one.removed] or found[:1]
 
     def endpoint(self, name: str) -> Fields | None:
         """The same of one."""
@@ -126,7 +126,7 @@ class State:
             "name": endpoint.name,
             "url": endpoint.base_url,
             "engine": endpoint.engine,
-            "from": self._origin(endpoint.name),
+            "from": self._origin(endpoint.server),
             "health": one.health.value,
             "draining": one.draining,
             "leaving": one.removed,
@@ -147,15 +147,17 @@ class State:
         }
 
 
-def drain_progress(one: EndpointSnapshot) -> Fields:
-    """How far an endpoint's draining is."""
+def drain_progress(name: str, found: Sequence[EndpointSnapshot]) -> Fields:
+    """How far the draining of an endpoint is, or of all ranks of a server."""
+    in_flight = sum(one.in_flight for one in found)
+    draining = all(one.draining for one in found)
     return {
-        "name": one.endpoint.name,
-        "draining": one.draining,
-        "leaving": one.removed,
-        "in_flight": one.in_flight,
-        "awaiting_first_byte": one.awaiting_first_byte,
-        "drained": one.draining and not one.in_flight,
+        "name": name,
+        "draining": draining,
+        "leaving": all(one.removed for one in found),
+        "in_flight": in_flight,
+        "awaiting_first_byte": sum(one.awaiting_first_byte for one in found),
+        "drained": draining and not in_flight,
     }
 
 

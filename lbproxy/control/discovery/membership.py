@@ -2,19 +2,25 @@
 
 An endpoint that joins takes the balancer some 25 µs. A name that suddenly has a thousand addresses would hold up the
 event loop, which requests share: so of many new endpoints the last join in later turns of the loop.
+
+A server with data-parallel ranks is an endpoint for each rank, here and from here on: `ranks` of its settings, or what
+its metrics show.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Final
 
 from lbproxy.control.discovery.watch import APART_S, Watches
-from lbproxy.core.endpoints.endpoint import EndpointSpec
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec
 from lbproxy.runtime import Runtime
 
+logger = logging.getLogger("lbproxy")
 JOINED_AT_ONCE: Final = 100
 """Endpoints that join in the same turn of the loop."""
 
@@ -27,11 +33,39 @@ class Membership:
         """Follow each change of the set."""
         self._runtime = runtime
         self._rest: asyncio.Handle | None = None
+        self._servers: Sequence[EndpointSpec] = ()
+        self._ranks: dict[str, int] = {}
+        """How many ranks the metrics of a server show, by its URL, if that is more than one."""
 
-    def adopt(self, specs: Sequence[EndpointSpec]) -> None:
-        """Make the set equal to `specs`: at once, or if more than `JOINED_AT_ONCE` are new, in later turns of the loop.
-        What an earlier call has left for later turns does not count any more.
+    def begin(self, servers: Sequence[EndpointSpec]) -> None:
+        """Make the set equal to `servers`, however many, as nothing else goes on yet."""
+        self._servers = servers
+        self.watches.follow(self._runtime.set_endpoints(list(self._endpoints(servers))))
+
+    def found_ranks(self, endpoint: Endpoint, ranks: int) -> None:
+        """The metrics of a server show so many ranks. See `Scraping.found_ranks`."""
+        self._ranks[endpoint.base_url] = ranks
+        what = f"{ranks} data-parallel ranks, an endpoint each" if ranks > 1 else "no data-parallel ranks any more"
+        logger.info("%s has %s", endpoint.server, what, extra={"event": "ranks", "endpoint": endpoint.server})
+        self.adopt(self._servers)
+
+    def _endpoints(self, servers: Sequence[EndpointSpec]) -> Iterator[EndpointSpec]:
+        for server in servers:
+            ranks = self._ranks.get(server.base_url, 1) if server.ranks is None else server.ranks
+            if ranks == 1:
+                yield server
+            else:
+                yield from (replace(server, name=f"{server.name}#{n}", rank=n) for n in range(ranks))
+
+    def adopt(self, servers: Sequence[EndpointSpec]) -> None:
+        """Make the set equal to `servers`: at once, or if more than `JOINED_AT_ONCE` are new, in later turns of the
+        loop. What an earlier call has left for later turns does not count any more.
         """
+        self._servers = servers
+        if self._ranks:
+            urls = {one.base_url for one in servers}
+            self._ranks = {url: ranks for url, ranks in self._ranks.items() if url in urls}
+        specs = list(self._endpoints(servers))
         if self._rest is not None:
             self._rest.cancel()
         later = self._later(specs)
@@ -43,10 +77,10 @@ class Membership:
 
     def _adopt_some(self, specs: Sequence[EndpointSpec]) -> None:
         later = self._later(specs)
-        self.watches.follow(self._runtime.set_endpoints([one for one in specs if one.base_url not in later]))
+        self.watches.follow(self._runtime.set_endpoints([one for one in specs if one.key not in later]))
         self._rest = self._runtime.loop.call_later(APART_S, self._adopt_some, specs) if later else None
 
     def _later(self, specs: Sequence[EndpointSpec]) -> set[str]:
-        """The base URLs of new endpoints beyond the first `JOINED_AT_ONCE`."""
-        known = self._runtime.base_urls()
-        return set(islice((one.base_url for one in specs if one.base_url not in known), JOINED_AT_ONCE, None))
+        """The keys of new endpoints beyond the first `JOINED_AT_ONCE`."""
+        known = self._runtime.keys()
+        return set(islice((one.key for one in specs if one.key not in known), JOINED_AT_ONCE, None))

@@ -250,7 +250,7 @@ class Prober:
         if models == self._logged:
             return
         self._logged = models
-        name = self._endpoint.name
+        name = self._endpoint.server
         if answer.cards is None:
             extra: dict[str, object] = {"event": "models", "endpoint": name, "models": None}
             logger.info("the models of %s cannot be read any more: %s", name, answer.reason, extra=extra)

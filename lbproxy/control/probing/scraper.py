@@ -51,6 +51,8 @@ of a core (benchmarks/scrape.py)."""
 IDLE_FACTOR = 2.5
 """An endpoint that showed no request at all is asked so many times less often."""
 
+RANKS = "ranks"
+"""Stands among the signals that were logged as missing."""
 OK = "ok"
 LEFT_OUT = "left_out"
 
@@ -190,6 +192,8 @@ class Scraping:
     settings: ScrapeSettings
     engines: Engines
     rng: random.Random
+    found_ranks: Callable[[Endpoint, int], None] = lambda _, __: None
+    """Called if the ranks on the page of an endpoint with `ranks: auto` are not those that are its endpoints."""
     running: int = 0
     """Scrapers that run."""
 
@@ -237,16 +241,15 @@ class Scraper:
             return
         self._shared.running += 1
         came_up = asyncio.Event()
-        self._runtime.wakes_scraper(self.endpoint.uid, came_up.set)
         try:
-            while True:
-                due_at = await self.turn()
-                due = self._runtime.loop.call_later(due_at - self._runtime.now(), came_up.set)
-                await came_up.wait()
-                due.cancel()
-                came_up.clear()
+            with self._runtime.wakes_scraper(self.endpoint, came_up.set):
+                while True:
+                    due_at = await self.turn()
+                    due = self._runtime.loop.call_later(due_at - self._runtime.now(), came_up.set)
+                    await came_up.wait()
+                    due.cancel()
+                    came_up.clear()
         finally:
-            self._runtime.wakes_scraper(self.endpoint.uid, None)
             self._shared.running -= 1
 
     async def turn(self) -> float:
@@ -284,11 +287,11 @@ class Scraper:
                 page = found.page
             else:
                 page = await self._ask(self._target)
-            metrics = self._read(page)
+            metrics, ranks = self._read(page)
         except ScrapeError as error:
             self._failed(error, began_at)
         else:
-            self._succeeded(metrics)
+            self._succeeded(metrics, ranks)
         self.status.last_duration_s = self._runtime.now() - began_at
 
     async def _ask(self, target: Target) -> bytes:
@@ -311,8 +314,10 @@ class Scraper:
         self.status.engine = None if self.endpoint.engine == "auto" else self.endpoint.engine
         self.status.missing = {}
 
-    def _read(self, page: bytes) -> LoadMetrics:
-        """What the page says. Raises ScrapeError if that is nothing about load."""
+    def _read(self, page: bytes) -> tuple[LoadMetrics, Sequence[LoadMetrics]]:
+        """What the page says, of the server and of each of its ranks. Raises ScrapeError if that is nothing about
+        load.
+        """
         assert self._target is not None
         reading = self._reading(page)
         if reading.metrics is None and self.endpoint.engine == "auto":
@@ -327,7 +332,7 @@ class Scraper:
         if reading.metrics is None:
             raise ScrapeError("no_load", f"none of {self.status.engine}'s metrics is on the page")
         self._log_missing(reading)
-        return reading.metrics
+        return reading.metrics, reading.ranks
 
     def _reading(self, page: bytes) -> Reading:
         assert self._reader is not None
@@ -340,19 +345,31 @@ class Scraper:
         self.status.missing = {name: name in reading.missing for name in names}
         return reading
 
-    def _succeeded(self, metrics: LoadMetrics) -> None:
+    def _succeeded(self, metrics: LoadMetrics, ranks: Sequence[LoadMetrics]) -> None:
         self._count(OK)
         self._good_at = metrics.scraped_at
         self._failures, self._in_vain = 0, False
         self._idle = metrics.waiting == 0 and metrics.running == 0
-        self._runtime.report_scrape(self.endpoint.uid, metrics)
+        self._runtime.report_scrape(self.endpoint.uid, metrics, ranks)
+        self._compare_ranks(len(ranks) or 1)
         assert self._reader is not None
         assert self.status.engine is not None
         table = self._shared.engines.tables[self.status.engine]
         self._ask_load(table.wants_load_reports(is_single=self._reader.is_single))
         if self._complained:
             self._complained = False
-            logger.info("the metrics of %s can be read again", self.endpoint.name, extra=self._extra())
+            logger.info("the metrics of %s can be read again", self.endpoint.server, extra=self._extra())
+
+    def _compare_ranks(self, shown: int) -> None:
+        known = len(self._runtime.ranks(self.endpoint.uid))
+        if shown == known:
+            return
+        if self.endpoint.ranks is None:
+            self._shared.found_ranks(self.endpoint, shown)
+        elif RANKS not in self._missing_logged:
+            self._missing_logged.add(RANKS)
+            text = "%s: the settings say %d data-parallel ranks, and its metrics show %d"
+            logger.warning(text, self.endpoint.server, known, shown, extra=self._extra())
 
     def _ask_load(self, ask: bool) -> None:
         if ask is not self._asks_load:
@@ -371,7 +388,7 @@ class Scraper:
         if not self._complained and (hopeless or sent_at - self._good_at > self._settings.stale_after):
             self._complained = True
             text = "the metrics of %s cannot be read, so only lbproxy's own requests there count: %s"
-            logger.warning(text, self.endpoint.name, error.detail, extra=self._extra())
+            logger.warning(text, self.endpoint.server, error.detail, extra=self._extra())
 
     def _log_missing(self, reading: Reading) -> None:
         new = [name for name in reading.missing if name not in self._missing_logged]
@@ -379,10 +396,10 @@ class Scraper:
             self._missing_logged.add(name)
             text = "the metrics of %s lack %s, which %s should export"
             extra = {**self._extra(), "signal": name}
-            logger.warning(text, self.endpoint.name, name, self.status.engine, extra=extra)
+            logger.warning(text, self.endpoint.server, name, self.status.engine, extra=extra)
 
     def _extra(self) -> dict[str, object]:
-        return {"event": "scrape", "endpoint": self.endpoint.name}
+        return {"event": "scrape", "endpoint": self.endpoint.server}
 
     def _count(self, result: str) -> None:
         self.status.results[result] = self.status.results.get(result, 0) + 1

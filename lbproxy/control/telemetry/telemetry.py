@@ -435,7 +435,7 @@ class Telemetry:
         yield counters("endpoint_transitions", text, ("endpoint", "to"), self._transitions.items())
 
     def _scrape_families(self) -> Iterator[Metric]:
-        scrapes = {one.endpoint.name: one.status for one in self._scrapers.values()}
+        scrapes = {one.endpoint.server: one.status for one in self._scrapers.values()}
         results = [((name, word), n) for name, status in scrapes.items() for word, n in status.results.items()]
         yield counters("scrapes", "Scrapes of an endpoint's own metrics, by result", ("endpoint", "result"), results)
         missing = [((name, s), float(gone)) for name, one in scrapes.items() for s, gone in one.missing.items()]

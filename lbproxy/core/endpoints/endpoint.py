@@ -15,7 +15,7 @@ EndpointUid = NewType("EndpointUid", int)
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointSpec:
-    """What discovery knows of one model server. Two specs of one `base_url` in one set are a settings error."""
+    """What discovery knows of one model server, or of one data-parallel rank of it. `key` is unique in a set."""
 
     name: str
     """Unique in a set; the only property of an endpoint that clients see."""
@@ -39,6 +39,20 @@ class EndpointSpec:
     """Always set with https, else None."""
     proxy: Proxy | None = None
     """The proxy for all connections to it; None = no proxy."""
+    ranks: int | None = None
+    """Data-parallel ranks behind the address that are endpoints of their own; None = as many as its metrics show."""
+    rank: int | None = None
+    """Which of them this is, from 0, in the order of the labels in its metrics; None = all of the server."""
+
+    @property
+    def server(self) -> str:
+        """The name of the server that it is, or of which it is a rank."""
+        return self.name if self.rank is None else self.name.removesuffix(f"#{self.rank}")
+
+    @property
+    def key(self) -> str:
+        """What identifies it over restarts and between processes: the URL, and the rank if it is one."""
+        return self.base_url if self.rank is None else f"{self.base_url}#{self.rank}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,14 @@ from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.judge import Judge
 from lbproxy.core.endpoints.serving import Serving, accepts_requests
-from lbproxy.core.endpoints.state import EndpointSnapshot, EndpointState, snapshot_of
+from lbproxy.core.endpoints.state import (
+    NO_METRICS,
+    EndpointSnapshot,
+    EndpointState,
+    note_load,
+    note_scrape,
+    snapshot_of,
+)
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.knowledge.load_model import LoadModel
@@ -47,11 +54,9 @@ DIAL_ANY_S: Final = 0.005
 """Between any two connections to any endpoints that are down, on average: dialling costs up to 1 ms, and many may be
 down."""
 
+_NO_REPORT: Final = LoadReport()
 MAX_UNAVAILABLE: Final = 16
 """How many endpoints that take no requests are named in the explanation of a decision."""
-
-NO_METRICS: Final = LoadMetrics(scraped_at=-inf)
-"""For an endpoint that reported nothing yet."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +95,8 @@ class EndpointSet:
         self._trials_version = self._unavailable_version = -1
         """The versions of `serving` for which `_trial_at` and `_unavailable` are valid."""
         self._states: dict[EndpointUid, EndpointState] = {}
-        self.by_url: dict[str, EndpointState] = {}
-        """The members by their base URLs."""
+        self.by_key: dict[str, EndpointState] = {}
+        """The members by `Endpoint.key`."""
         self._leaving: list[EndpointState] = []
         self._last_uid = first_uid
         self._unavailable: tuple[tuple[Endpoint, str], ...] = ()
@@ -122,11 +127,7 @@ class EndpointSet:
         self.judge.progress.has_loads = pool is not None
         for state in self._states.values():
             if pool is not None:
-                state.load = LoadModel(pool, state.endpoint.kv_cache_tokens)
-                if state.reported_cache_tokens is not None:
-                    state.load.kv.size_reported(float(state.reported_cache_tokens), at_most=state.cache_tokens_at_most)
-                if state.reported_slots is not None:
-                    state.load.room.slots.limit_reported(state.reported_slots)
+                self._equip(state, pool)
         if pool is not None:
             pool.adapters = self.serving.adapters
             assume_speeds([(state.endpoint.weight, state.load) for state in self._states.values()])
@@ -146,7 +147,7 @@ class EndpointSet:
         """
         if self._pool is None:
             return iter(())
-        loads = [(state.endpoint.base_url, state.load) for state in self._states.values()]
+        loads = [(state.endpoint.key, state.load) for state in self._states.values()]
         return pieces(self._pool, loads, saved_at=saved_at, prefixes=prefixes, now=now)
 
     def restore(self, saved: Saved, *, age_s: float, now: float) -> Restoring | None:
@@ -156,7 +157,7 @@ class EndpointSet:
         if self._pool is not None:
             self._restoring = Restoring(self._pool, saved, age_s, now)
             for state in self._states.values():
-                self._restoring.joined(state.endpoint.base_url, state.load, now)
+                self._restoring.joined(state.endpoint.key, state.load, now)
         return self._restoring
 
     # Membership
@@ -166,13 +167,14 @@ class EndpointSet:
 
         A removed one gets no more requests, and is forgotten when its last ticket closes.
         """
-        kept = self.by_url
+        kept = self.by_key
+        known = {state.endpoint.base_url: state for state in self._states.values()}
         states: dict[EndpointUid, EndpointState] = {}
         added, changed = [], []
         for spec in specs:
-            state = kept.pop(spec.base_url, None)
+            state = kept.pop(spec.key, None)
             if state is None:
-                state = self._join(spec, now)
+                state = self._join(spec, known.get(spec.base_url), now)
                 added.append(state.endpoint)
             elif _facts_of(state.endpoint) != _facts_of(spec):
                 before, state.endpoint = state.endpoint, _with_uid(spec, state.endpoint.uid)
@@ -193,21 +195,46 @@ class EndpointSet:
                 self._pool.index.leave(state.load.kv.cache)
         self._leaving = [state for state in [*self._leaving, *removed] if state.in_flight]
         self._states = states
-        self.by_url = {state.endpoint.base_url: state for state in states.values()}
+        self.by_key = {state.endpoint.key: state for state in states.values()}
+        _relate_ranks(states.values())
         if self._pool is not None:
             assume_speeds([(state.endpoint.weight, state.load) for state in states.values()])
         self.serving.replace_all(states.values())
         return EndpointChanges(added, [state.endpoint for state in removed], changed)
 
-    def _join(self, spec: EndpointSpec, now: float) -> EndpointState:
+    def _join(self, spec: EndpointSpec, like: EndpointState | None, now: float) -> EndpointState:
+        """`like`: what there was at its address, if that is divided into ranks now, or has other ranks."""
         self._last_uid += 1
         state = EndpointState(_with_uid(spec, EndpointUid(self._last_uid)), models=_configured_models(spec))
+        if like is not None:
+            state.models = like.models
+            state.reported_cache_tokens, state.cache_tokens_at_most = (
+                like.reported_cache_tokens,
+                like.cache_tokens_at_most,
+            )
+            state.reported_slots = like.reported_slots
         if self._pool is not None:
-            state.load = LoadModel(self._pool, spec.kv_cache_tokens)
+            self._equip(state, self._pool)
             if self._restoring is not None:
-                self._restoring.joined(spec.base_url, state.load, now)
-        self.judge.joined(state, now=now)
+                self._restoring.joined(spec.key, state.load, now)
+        self.judge.joined(state, like, now=now)
         return state
+
+    @staticmethod
+    def _equip(state: EndpointState, pool: PoolModel) -> None:
+        """Give it a load model that knows what the endpoint reported of itself."""
+        state.load = LoadModel(pool, state.endpoint.kv_cache_tokens)
+        if state.reported_cache_tokens is not None:
+            state.load.kv.size_reported(float(state.reported_cache_tokens), at_most=state.cache_tokens_at_most)
+        if state.reported_slots is not None:
+            state.load.room.slots.limit_reported(state.reported_slots)
+
+    def at_address(self, uid: EndpointUid) -> Sequence[EndpointState]:
+        """All ranks at the address of a member, in their order: usually itself alone. Empty if it left."""
+        state = self._states.get(uid)
+        if state is None:
+            return ()
+        return sorted(state.at_address, key=_rank_of) if state.siblings else (state,)
 
     def members(self) -> Iterable[EndpointState]:
         """All members, in the order of the settings."""
@@ -288,8 +315,7 @@ class EndpointSet:
 
     def report_health(self, uid: EndpointUid, ok: bool, reason: str, *, now: float, refused: bool) -> None:
         """Note the result of a probe, or a failed connection. Ignored if the endpoint left."""
-        state = self._states.get(uid)
-        if state is not None:
+        for state in self.at_address(uid):
             self.judge.probed(state, ok, reason, now=now, refused=refused)
 
     def may_probe_in(self, uid: EndpointUid, *, now: float) -> float:
@@ -316,20 +342,19 @@ class EndpointSet:
 
     def report_models(self, uid: EndpointUid, cards: Iterable[ModelCard] | None) -> None:
         """Note the models that an endpoint lists. None: it has no such list, and an earlier one is forgotten."""
-        state = self._states.get(uid)
-        if state is None or state.endpoint.models is not None:
-            return
         models = None if cards is None else {card.id: card for card in cards}
-        before, state.models = state.models, models
-        if self._pool is not None and models is not None:
-            state.load.adapters.retain(models)
-        if _served(before) != _served(models):
-            self.serving.changed(state)
+        for state in self.at_address(uid):
+            if state.endpoint.models is not None:
+                return
+            before, state.models = state.models, models
+            if self._pool is not None and models is not None:
+                state.load.adapters.retain(models)
+            if _served(before) != _served(models):
+                self.serving.changed(state)
 
     def scrape_sent(self, uid: EndpointUid) -> None:
         """Note that a scrape is sent: from the load that it will report, our own requests are subtracted."""
-        state = self._states.get(uid)
-        if state is not None:
+        for state in self.at_address(uid):
             state.in_flight_at_scrape = state.requests
 
     def report_scrape(self, uid: EndpointUid, metrics: LoadMetrics) -> None:
@@ -337,18 +362,7 @@ class EndpointSet:
         state = self._states.get(uid)
         if state is None:
             return
-        before, placed = state.metrics, state.placed
-        others = (state.others or 0.0) + state.elsewhere
-        state.progress.scraped(metrics, before, placed=placed, in_flight=state.in_flight, others=others)
-        state.metrics = metrics
-        state.fresh_until = state.scrape_until = metrics.scraped_at + self._stale_after_s
-        waiting = metrics.waiting or 0.0
-        queued = max(0.0, waiting - state.awaiting_first_byte - state.elsewhere_awaiting)
-        if metrics.waiting is None and metrics.running is None:
-            state.others = None
-        else:
-            state.others = max(0.0, waiting + (metrics.running or 0.0) - state.in_flight_at_scrape)
-        state.others_running = max(0.0, (state.others or 0.0) - queued)
+        queued = note_scrape(state, metrics, self._stale_after_s)
         if self._pool is not None:
             state.load.scraped(metrics, others=state.others, queued=queued, fresh_until=state.fresh_until)
 
@@ -407,40 +421,13 @@ class EndpointSet:
             state.malformed_reports += 1
             return
         state.load_reports += 1
-        waiting, running, kv_utilization = report
-        if waiting is None and running is None and kv_utilization is None:
+        if report == _NO_REPORT:
             return
-        state.reported_at = now
-        known, fresh = state.metrics or NO_METRICS, state.metrics if now <= state.scrape_until else None
-        gauges = fresh or NO_METRICS
-        metrics = state.metrics = LoadMetrics(
-            scraped_at=now,
-            waiting=gauges.waiting if waiting is None else waiting,
-            running=gauges.running if running is None else running,
-            kv_utilization=gauges.kv_utilization if kv_utilization is None else kv_utilization,
-            block_size_tokens=known.block_size_tokens,
-            kv_blocks=known.kv_blocks,
-            work=known.work,
-            lora=known.lora,
-            started_at=known.started_at,
-        )
-        state.fresh_until = now + self._stale_after_s
-        if metrics.waiting is None and metrics.running is None:
-            state.others = None
-            return
-        # vLLM reports only its queue. Of our requests at most those without a first byte are in it. How many requests
-        # of others run, only a scrape shows.
-        known_waiting = metrics.waiting or 0.0
-        awaiting = state.awaiting_first_byte + state.elsewhere_awaiting
-        queued = max(0.0, known_waiting - (awaiting - (not has_first_byte)))
-        if running is None:
-            state.others = queued + (0.0 if fresh is None else state.others_running)
-        else:
-            state.others = max(0.0, known_waiting + running - state.requests)
-        if self._pool is not None:
+        queued = note_load(state, report, self._stale_after_s, has_first_byte=has_first_byte, now=now)
+        if self._pool is not None and queued is not None and state.metrics is not None:
             until = state.fresh_until
             state.load.scraped(NO_METRICS, others=state.others, queued=queued, fresh_until=until, reported=True)
-            state.load.queue_reported(metrics, until)
+            state.load.queue_reported(state.metrics, until)
 
     def drain(self, uid: EndpointUid, draining: bool) -> None:
         """Stop (or resume) giving requests to a member; requests in flight continue."""
@@ -454,6 +441,21 @@ class EndpointSet:
         states = [*self._states.values(), *self._leaving]
         share, is_readmitted = self.judge.slow_start.share, self.serving.is_readmitted
         return [snapshot_of(state, share(state, now), is_readmitted(state), now) for state in states]
+
+
+def _rank_of(state: EndpointState) -> int:
+    return state.endpoint.rank or 0
+
+
+def _relate_ranks(states: Iterable[EndpointState]) -> None:
+    """Tell the ranks of each address of each other."""
+    ranks: dict[str, list[EndpointState]] = {}
+    for state in states:
+        if state.endpoint.rank is not None:
+            ranks.setdefault(state.endpoint.base_url, []).append(state)
+    for together in ranks.values():
+        for state in together:
+            state.siblings = [one for one in together if one is not state]
 
 
 def _is_unreachable(state: EndpointState) -> bool:

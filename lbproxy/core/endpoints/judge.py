@@ -86,10 +86,16 @@ class Judge:
 
     # Membership
 
-    def joined(self, state: EndpointState, *, now: float) -> None:
-        """Note that `state` is new. An endpoint that is not probed is up until requests fail."""
+    def joined(self, state: EndpointState, like: EndpointState | None = None, *, now: float) -> None:
+        """Note that `state` is new. An endpoint that is not probed is up until requests fail. `like`: another one at
+        its address, which says whether the server is up.
+        """
         state.breaker, state.progress = Breaker(self._breaker), Progress()
-        if state.endpoint.health is None:
+        if like is not None:
+            is_known = like.health in {Health.STARTING, Health.DOWN}
+            state.health = like.health if is_known else Health.UP  # the breaker judges each rank by itself
+            state.was_up = like.was_up
+        elif state.endpoint.health is None:
             state.health = Health.UP
             self._came_up(state, now)
 
@@ -165,7 +171,8 @@ class Judge:
         if kind is FailureKind.TIMEOUT and self.progress.makes_progress(state, placed_at, now):
             return
         if kind is FailureKind.CONNECT:
-            self.probed(state, False, detail, now=now, refused=refused)
+            for one in state.at_address:
+                self.probed(one, False, detail, now=now, refused=refused)
         if trial and state.health is Health.HALF_OPEN and _counts_as_failure(kind):
             cause = _CAUSES.get(kind, state.breaker.cause)
             self._eject(state, cause, f"the trial request failed: {detail}", now)
@@ -194,7 +201,9 @@ class Judge:
         if state.trial is not None or self._serving.is_readmitted(state) or state.removed:
             return None
         state.trial = Trial(stream=stream)
-        state.tried_at = state.dialled_at = now
+        state.tried_at = now
+        for one in state.at_address:
+            one.dialled_at = now
         self._serving.changed(state)
         return state.trial
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
+from typing import Final
 
 from lbproxy.core.endpoints.breaker import Breaker
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.progress import Progress
 from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.knowledge.load_model import LoadModel
 from lbproxy.core.requests.openai import ModelCard
+
+NO_METRICS: Final = LoadMetrics(scraped_at=-inf)
+"""For an endpoint that reported nothing yet."""
 
 
 class Trial:
@@ -97,6 +104,8 @@ class EndpointState:
     """Requests that it may get during the slow start."""
     refused_connection: bool = False
     """It refused a connection since it was last up, so that another process may listen there now."""
+    siblings: Sequence[EndpointState] = ()
+    """The other ranks of its address: what happens to the address happens to all of them."""
     progress: Progress
     """What it showed of its work. Set by the endpoint set."""
     breaker: Breaker
@@ -112,6 +121,68 @@ class EndpointState:
     def requests(self) -> int:
         """Requests in flight of all replicas."""
         return self.in_flight + self.elsewhere
+
+    @property
+    def at_address(self) -> Sequence[EndpointState]:
+        """All ranks of its address, itself first."""
+        return (self, *self.siblings) if self.siblings else (self,)
+
+
+# What an endpoint reports of its load: for the endpoint set
+
+
+def note_scrape(state: EndpointState, metrics: LoadMetrics, stale_after_s: float) -> float:
+    """Note a successful scrape. Returns how many requests wait in the endpoint that are not ours."""
+    before, placed = state.metrics, state.placed
+    others = (state.others or 0.0) + state.elsewhere
+    state.progress.scraped(metrics, before, placed=placed, in_flight=state.in_flight, others=others)
+    state.metrics = metrics
+    state.fresh_until = state.scrape_until = metrics.scraped_at + stale_after_s
+    waiting = metrics.waiting or 0.0
+    queued = max(0.0, waiting - state.awaiting_first_byte - state.elsewhere_awaiting)
+    if metrics.waiting is None and metrics.running is None:
+        state.others = None
+    else:
+        state.others = max(0.0, waiting + (metrics.running or 0.0) - state.in_flight_at_scrape)
+    state.others_running = max(0.0, (state.others or 0.0) - queued)
+    return queued
+
+
+def note_load(
+    state: EndpointState, report: LoadReport, stale_after_s: float, *, has_first_byte: bool, now: float
+) -> float | None:
+    """Note a load report that is not empty. Returns how many requests wait in the endpoint that are not ours; None if
+    that is not known. `has_first_byte`: see `EndpointSet.report_load`.
+    """
+    state.reported_at = now
+    known, fresh = state.metrics or NO_METRICS, state.metrics if now <= state.scrape_until else None
+    gauges = fresh or NO_METRICS
+    waiting, running, kv_utilization = report
+    metrics = state.metrics = LoadMetrics(
+        scraped_at=now,
+        waiting=gauges.waiting if waiting is None else waiting,
+        running=gauges.running if running is None else running,
+        kv_utilization=gauges.kv_utilization if kv_utilization is None else kv_utilization,
+        block_size_tokens=known.block_size_tokens,
+        kv_blocks=known.kv_blocks,
+        work=known.work,
+        lora=known.lora,
+        started_at=known.started_at,
+    )
+    state.fresh_until = now + stale_after_s
+    if metrics.waiting is None and metrics.running is None:
+        state.others = None
+        return None
+    # vLLM reports only its queue. Of our requests at most those without a first byte are in it. How many requests of
+    # others run, only a scrape shows.
+    known_waiting = metrics.waiting or 0.0
+    awaiting = state.awaiting_first_byte + state.elsewhere_awaiting
+    queued = max(0.0, known_waiting - (awaiting - (not has_first_byte)))
+    if running is None:
+        state.others = queued + (0.0 if fresh is None else state.others_running)
+    else:
+        state.others = max(0.0, known_waiting + running - state.requests)
+    return queued
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,8 @@ class EngineTable:
     """Its responses carry its load in a header on demand: see `core.engines.orca`."""
     reports_one_rank: bool = False
     """Each such report is about one process and one rank: not requested where a page shows that there are more."""
+    rank_label: str | None = None
+    """The label that tells its data-parallel ranks apart; None = it has none, or they cannot be chosen."""
     prefix: str | None = None
     """The common prefix of its families: identifies the engine when it exposes no load at all."""
 
@@ -101,6 +103,9 @@ ENGINES: Mapping[str, EngineTable] = {
         # (entrypoints/openai/orca_metrics.py).
         load_reports=True,
         reports_one_rank=True,
+        # The header X-data-parallel-rank is an index among the ranks of this address (v1/engine/input_processor.py of
+        # 0.33): in hybrid mode the position of the label, which is the rank among all nodes.
+        rank_label="engine",
         prefix="vllm:",
     ),
     "sglang": EngineTable(
@@ -113,6 +118,8 @@ ENGINES: Mapping[str, EngineTable] = {
         # Updated every 40 decoding steps, and with each batch of prompts; generation_tokens_total only when a request
         # ends.
         work=_signal("sglang:realtime_tokens_total", "sglang:num_used_tokens"),
+        # Only with ranks. The same header, on chat and completions (entrypoints/openai/serving_base.py of 0.5.23).
+        rank_label="dp_rank",
         prefix="sglang:",
     ),
     "trtllm-serve": EngineTable(

@@ -42,6 +42,9 @@ STARTED = "process_start_time_seconds"
 MAX_LORA = "max_lora"
 """Named in `Reading.missing` if adapters are reported, but not how many fit."""
 _FACTS = frozenset({"block_size_tokens", "kv_blocks"})
+MAX_RANKS = 64
+"""Data-parallel ranks of one address."""
+_RANK = re.compile("0|[1-9][0-9]{0,4}")
 _WHOLE_NUMBER = re.compile("[1-9][0-9]{0,9}")
 
 
@@ -60,14 +63,21 @@ class Reading:
     """None = no wanted signal was on the page: the scrape failed."""
     missing: tuple[str, ...]
     """Those of `SIGNALS`, in their order, that the table has and the page did not have; then perhaps `MAX_LORA`."""
+    ranks: tuple[LoadMetrics, ...] = ()
+    """The same of each data-parallel rank alone, if there are several, in the order of their labels."""
 
 
 class PageReader:
     """Reads the pages of one endpoint, in their order. Costs about 0.1 ms for a vLLM page of 60 KB."""
 
-    def __init__(self, table: EngineTable, *, keep_s: float) -> None:
-        """`keep_s`: how long a gauge that is missing keeps its last value."""
+    def __init__(self, table: EngineTable, *, keep_s: float, blocks_of: int = 1) -> None:
+        """`keep_s`: how long a gauge that is missing keeps its last value. `blocks_of`: the page is that of one of so
+        many ranks, and its blocks are those of all.
+        """
         self._table = table
+        self._blocks_of = blocks_of if table.each_series_is_total else 1
+        self._ranks: list[PageReader] = []
+        """One for each rank of the last page, if there were several."""
         self._keep_s = keep_s
         self._scanner = _scanner(table)
         self._known = KnownLabels()
@@ -83,6 +93,31 @@ class PageReader:
         `scraped_at`: when the page was requested. `wall_time`: now, in seconds since the epoch.
         """
         samples = self._scanner.scan(page, self._known)
+        reading = self._read(samples, scraped_at, wall_time)
+        if reading.metrics is None:
+            return reading
+        ranks = self._read_ranks(samples, scraped_at, wall_time)
+        return Reading(reading.metrics, reading.missing, ranks) if ranks else reading
+
+    def _read_ranks(self, samples: Samples, scraped_at: float, wall_time: float) -> tuple[LoadMetrics, ...]:
+        name = self._table.rank_label
+        labels = () if name is None else rank_labels(self._table, samples)
+        if name is None or len(labels) < 2:
+            self._ranks.clear()
+            return ()
+        if len(self._ranks) != len(labels):
+            self._ranks = [PageReader(self._table, keep_s=self._keep_s, blocks_of=len(labels)) for _ in labels]
+        read = []
+        for reader, label in zip(self._ranks, labels, strict=True):
+            own = {
+                family: [one for one in series if one.labels.get(name, label) == label]
+                for family, series in samples.items()
+            }
+            # Before its first request a rank shows no gauges at all: it has no requests.
+            read.append(reader._read(own, scraped_at, wall_time).metrics or LoadMetrics(scraped_at=scraped_at))
+        return tuple(read)
+
+    def _read(self, samples: Samples, scraped_at: float, wall_time: float) -> Reading:
         values = _signals(self._table, samples)
         lora = _lora(self._table.lora, samples, wall_time)
         missing = [name for name in SIGNALS if getattr(self._table, name) and values[name] is None]
@@ -106,7 +141,7 @@ class PageReader:
             running=self._kept_value("running", scraped_at),
             kv_utilization=self._kept_value("kv_utilization", scraped_at),
             block_size_tokens=None if block_size_tokens is None else int(block_size_tokens),
-            kv_blocks=None if kv_blocks is None else int(kv_blocks),
+            kv_blocks=None if kv_blocks is None else int(kv_blocks) // self._blocks_of,
             work=_work(self._table.work, samples),
             lora=lora,
             started_at=started_at,
@@ -116,6 +151,18 @@ class PageReader:
     def _kept_value(self, name: str, now: float) -> float | None:
         value, shown_at = self._kept.get(name, (None, now))
         return value if name in _FACTS or now - shown_at <= self._keep_s else None
+
+
+def rank_labels(table: EngineTable, samples: Samples) -> Sequence[str]:
+    """The labels of the data-parallel ranks on a page, in their order; empty if they are not numbers, or too many."""
+    name = table.rank_label
+    if name is None:
+        return ()
+    signals = (table.waiting, table.running, table.kv_utilization, table.kv_blocks)
+    families = {spec.family for signal in signals for spec in signal if isinstance(spec, MetricSpec)}
+    found = {one.labels[name] for family in families for one in samples.get(family, ()) if name in one.labels}
+    are_numbers = all(_RANK.fullmatch(label) for label in found)
+    return sorted(found, key=int) if are_numbers and len(found) <= MAX_RANKS else ()
 
 
 @lru_cache(maxsize=128)  # one for each engine, not for each endpoint

@@ -9,7 +9,7 @@ Invariant: nothing changes here except the slow-start credit, and the endpoint f
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import inf
 from typing import Final, TypeAlias
 
@@ -112,11 +112,15 @@ class Choice:
         """Whether the configured limit allows one more request on `state`."""
         return self._max_in_flight is None or state.requests < self._max_in_flight
 
-    def others_available(self, ticket: Ticket, now: float) -> bool:
-        """Whether an endpoint that has not failed a placed request could take it."""
+    def others_available(self, ticket: Ticket, now: float, *, at_other_address: bool) -> bool:
+        """Whether an endpoint that has not failed a placed request could take it. `at_other_address`: another rank of
+        the same server could not.
+        """
         if self.response_owner(ticket.request, now) is not None:
             return False
         tried = {ticket.placed_state.endpoint.uid, *ticket.avoid}
+        if at_other_address:
+            tried.update(one.endpoint.uid for one in ticket.placed_state.siblings)
         members = self._endpoints.candidates(ticket.request.model, now=now)
         return any(one.endpoint.uid not in tried and self.below_limit(one) for one in members)
 
@@ -146,7 +150,7 @@ class Choice:
         if not members and trials and not self._endpoints.any_starting():
             members = self._endpoints.trials(model, now=now)
         if ticket.avoid:
-            return [state for state in members if state.endpoint.uid not in ticket.avoid]
+            return [state for state in members if not _was_tried(state, ticket.avoid)]
         return members
 
     def _outcome_without_members(self, ticket: Ticket, now: float) -> Outcome | None:
@@ -291,6 +295,13 @@ class Choice:
         if not self.below_limit(state):
             return "full"
         return "slow start" if state.slow_since is not None and state.slow_credit < 1.0 else None
+
+
+def _was_tried(state: EndpointState, avoid: Collection[EndpointUid]) -> bool:
+    """Whether the endpoint failed the request: itself, or another rank of an address that cannot be connected to."""
+    if state.endpoint.uid in avoid:
+        return True
+    return state.failures_in_row > 0 and any(one.endpoint.uid in avoid for one in state.siblings)
 
 
 def model_for(policy: Policy) -> PoolModel | None:

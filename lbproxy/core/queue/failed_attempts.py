@@ -33,7 +33,8 @@ class FailedAttempts:
         """See `Balancer.after_failure`. Also returns whether the failure counts against the endpoint."""
         state = ticket.placed_state
         self._backpressure.note_failure(state, kind, now=now)
-        others_available = self._choice.others_available(ticket, now)
+        is_unreachable = kind is FailureKind.CONNECT
+        others_available = self._choice.others_available(ticket, now, at_other_address=is_unreachable)
         if kind is FailureKind.STRANDED and ticket.is_trial and state.health is Health.HALF_OPEN:
             others_available = False
         verdict = decided or self._retries.decide(

@@ -146,7 +146,7 @@ class Journal:
             response_id, stored = self._stored.popleft()
             state = self._endpoints.get(stored.uid)
             if state is not None:
-                writer.stored(response_id, state.endpoint.base_url, stored)
+                writer.stored(response_id, state.endpoint.key, stored)
         self._batches += 1
         asks, self._asks = sorted(self._asks), set()
         return Batch(
@@ -241,7 +241,7 @@ class _Writer:
         request = ticket.request
         return Placed(
             number,
-            self._url(ticket.placed_state.endpoint.base_url),
+            self._url(ticket.placed_state.endpoint.key),
             age_ms,
             self._pack(request.block_keys),
             _bounded(request.prompt_bytes),

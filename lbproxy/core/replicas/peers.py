@@ -180,7 +180,7 @@ class Peers:
         if known is not None:
             peer.tickets[one.number] = known
             return
-        state = self._endpoints.by_url.get(url)
+        state = self._endpoints.by_key.get(url)
         if state is None or len(peer.tickets) >= MAX_IN_FLIGHT or one.number in peer.tickets:
             peer.unknown += 1
             return
@@ -252,7 +252,7 @@ class Peers:
         self._wake(state)
 
     def _note_stored(self, one: Stored, url: str, now: float, *, keyed: bool) -> None:
-        state = self._endpoints.by_url.get(url)
+        state = self._endpoints.by_key.get(url)
         if state is not None and self._stored.find(one.response_id, now=now) is None:
             keys = unpack_keys(one.keys) if keyed else ()
             self._stored.note(one.response_id, state.endpoint.uid, one.prompt_bytes, keys, now=now)

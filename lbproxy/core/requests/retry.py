@@ -58,12 +58,14 @@ class FailureKind(Enum):
     GATEWAY = "gateway"
     """The endpoint returned 502 or 504: a proxy in front of it failed."""
     MISSING = "missing"
-    """The endpoint returned 404 for a LoRA adapter that it had listed: the adapter was unloaded there."""
+    """The endpoint returned 404 for a LoRA adapter that it had listed, which was unloaded there; or 400 for its
+    data-parallel rank, as the server was started anew with fewer."""
     STRANDED = "stranded"
     """The endpoint was found down, or without progress, while the request waited for its first byte."""
 
 
 STATUS_FAILURES: Final = {
+    400: FailureKind.MISSING,
     404: FailureKind.MISSING,
     429: FailureKind.LIMITED,
     500: FailureKind.ERROR,

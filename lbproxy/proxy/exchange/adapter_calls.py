@@ -116,13 +116,13 @@ class AdapterCalls:
     ) -> CallResult:
         endpoint, health = one
         if health is Health.DOWN:
-            return CallResult(endpoint.name, 503, _MESSAGES[503])
+            return CallResult(endpoint.server, 503, _MESSAGES[503])
         async with slots:
             try:
                 result = await self._send(endpoint, request, request_id, timeout_s)
             except UpstreamError as error:
                 status = _STATUSES.get(error.kind, 502)
-                return CallResult(endpoint.name, status, _MESSAGES[status])
+                return CallResult(endpoint.server, status, _MESSAGES[status])
             if result.status < 500:  # also one that already has it, or does not have it
                 await self._runtime.refresh_models(endpoint.uid)
             return result
@@ -135,9 +135,9 @@ class AdapterCalls:
         try:
             orjson.loads(response.body)
         except orjson.JSONDecodeError:
-            return CallResult(endpoint.name, response.status, response.body.decode("utf-8", "replace"))
+            return CallResult(endpoint.server, response.status, response.body.decode("utf-8", "replace"))
         body = orjson.Fragment(response.body)  # unparsed, however deep it is nested
-        return CallResult(endpoint.name, response.status, body)
+        return CallResult(endpoint.server, response.status, body)
 
 
 def _name(fields: Mapping[str, object], key: str) -> str | None:

@@ -46,7 +46,7 @@ from lbproxy.proxy.exchange.steps import (
     SENT,
     Step,
 )
-from lbproxy.proxy.request.client_request import ClientRequest
+from lbproxy.proxy.request.client_request import ClientRequest, rank_is_gone
 from lbproxy.proxy.request.headers import client_head
 from lbproxy.proxy.request.own_responses import refusal
 
@@ -272,7 +272,7 @@ class Exchange(ABC):
         self._work = None  # the connection is back in the pool
         if head.load_report:
             head = self._handle_load_report(head, ticket)
-        if head.status in STATUS_FAILURES and self._retry_elsewhere(head.status):
+        if head.status in STATUS_FAILURES and self._retry_elsewhere(head.status, body):
             return
         if self._head_sent_by:
             self._cannot_continue(head, ticket)
@@ -426,12 +426,12 @@ class Exchange(ABC):
         self._shared.runtime.close(ticket, verdict.outcome)
         self._retry(verdict.delay_s)
 
-    def _retry_elsewhere(self, status: int) -> bool:
+    def _retry_elsewhere(self, status: int, body: bytes = b"") -> bool:
         """Whether to drop this response and ask another endpoint, which is then in progress."""
         ticket, runtime = self._ticket, self._shared.runtime
         assert ticket is not None
         kind = STATUS_FAILURES[status]
-        if kind is FailureKind.MISSING and not (self._adapter_was_unloaded(ticket) or self._owner_is_unknown()):
+        if kind is FailureKind.MISSING and not self._is_missing(status, body, ticket):
             return False
         verdict = runtime.after_failure(ticket, UpstreamError(kind, f"returned {status}"), self._failed.kinds)
         if not verdict.retry:
@@ -441,19 +441,17 @@ class Exchange(ABC):
         self._retry(verdict.delay_s)
         return True
 
-    def _adapter_was_unloaded(self, ticket: Ticket) -> bool:
-        """Whether a 404 can only mean that a listed adapter was unloaded at the endpoint: the path exists on every
-        model server, and the model is listed as an adapter. If so, the endpoint is asked for its models at once.
+    def _is_missing(self, status: int, body: bytes, ticket: Ticket) -> bool:
+        """Whether a 400 or 404 can only mean that something is not there: the rank that lbproxy named, a listed adapter
+        (the path exists on every model server), or a stored response whose endpoint is not known.
         """
-        if not self.request.route.is_common or not self._shared.runtime.lists_adapter(self.placed.model):
-            return False
-        self._shared.runtime.doubt_models(ticket.placed_state.endpoint.uid)
-        return True
-
-    def _owner_is_unknown(self) -> bool:
-        """Whether it is about a stored response whose endpoint is not known."""
-        response_id = self.placed.response_id
-        return response_id is not None and self._shared.runtime.stored(response_id) is None
+        if status == 400:
+            return rank_is_gone(ticket.placed_state.endpoint, body)
+        runtime, placed = self._shared.runtime, self.placed
+        if self.request.route.is_common and runtime.lists_adapter(placed.model):
+            runtime.doubt_models(ticket.placed_state.endpoint.uid)
+            return True
+        return placed.response_id is not None and runtime.stored(placed.response_id) is None
 
     def _note_failure(self, ticket: Ticket, kind: FailureKind, label: str, ended: Outcome | None = None) -> None:
         endpoint = ticket.placed_state.endpoint

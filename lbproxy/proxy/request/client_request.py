@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -17,6 +18,19 @@ from lbproxy.proxy.request.routes import Route
 
 _ASK_LOAD: Final = f"{REQUEST_HEADER}: TEXT\r\n"
 """TEXT keeps metrics that occur twice; in JSON vLLM's last one replaces the others."""
+
+
+_RANK_LINES: Final = re.compile(rb"(?im)^x-data-parallel-rank:[^\r\n]*\r\n")
+
+
+_RANK_GONE: Final = re.compile(rb"dp_rank|data_parallel_rank")
+_MAX_ERROR_BYTES: Final = 4096
+
+
+def rank_is_gone(endpoint: Endpoint, body: bytes) -> bool:
+    """Whether a 400 with this body refuses the rank that `endpoint` is: vLLM 0.32 and SGLang 0.5.23 name it."""
+    refused = endpoint.rank is not None and len(body) <= _MAX_ERROR_BYTES and b"out of range" in body
+    return refused and _RANK_GONE.search(body) is not None
 
 
 class ClientRequest(NamedTuple):
@@ -49,7 +63,10 @@ class ClientRequest(NamedTuple):
         traced.
         """
         method, target, _, fields, body, credentials, _, traced = self
-        host, named, key = _addressed(endpoint.base_url, endpoint.api_key, endpoint.tls)
+        host, named, key = _addressed(endpoint.base_url, endpoint.rank, endpoint.api_key, endpoint.tls)
+        forward = fields.forward
+        if endpoint.rank is not None:
+            forward = _RANK_LINES.sub(b"", forward)  # only one rank can be meant
         if key is not None:
             credentials = key
         if ask_load and not fields.wants_load_report:
@@ -57,12 +74,16 @@ class ClientRequest(NamedTuple):
         if trace is not None:
             traced = trace.fields
         own = f"{named}x-request-id: {request_id}\r\n".encode("ascii")
-        return request_head(method, target, host, fields.forward + forwarded + credentials + traced + own, len(body))
+        return request_head(method, target, host, forward + forwarded + credentials + traced + own, len(body))
 
 
 @lru_cache(maxsize=4096)  # once per request; URLs come from settings and discovery only
-def _addressed(base_url: str, api_key: ApiKey | None, tls: Tls | None) -> tuple[str, str, bytes | None]:
-    """The value of Host, the field that names the endpoint, and the one with its own key."""
+def _addressed(
+    base_url: str, rank: int | None, api_key: ApiKey | None, tls: Tls | None
+) -> tuple[str, str, bytes | None]:
+    """The value of Host, the field lines that name the endpoint, and the one with its own key."""
     origin = Origin.parse(base_url, tls)
     named = f"x-gateway-destination-endpoint: {origin}\r\n"
+    if rank is not None:
+        named += f"X-data-parallel-rank: {rank}\r\n"
     return origin.host_field, named, None if api_key is None else bearer(api_key)

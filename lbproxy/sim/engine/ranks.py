@@ -1,9 +1,9 @@
 """Several engines behind one address, as vLLM with `--data-parallel-size`: each request goes to one of them.
 
 vLLM's own balancer between the ranks knows their requests and nothing of their prefix caches, and so does this one: the
-rank with the fewest requests, the first of those that have equally few. Prompts are therefore prefilled side by side,
-which a balancer that takes the server for one engine does not expect. The gauges are of all ranks together, as vLLM
-shows them: counts are sums, the use of the KV cache is the mean.
+rank with the fewest requests, the first of those that have equally few. A request may also name its rank. Prompts are
+therefore prefilled side by side, which a balancer that takes the server for one engine does not expect. `gauges` are of
+all ranks together: counts are sums, the use of the KV cache is the mean.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RankedEngine:
     ) -> None:
         """As `Engine`. `rng` gives each rank its own, so that none depends on when another is asked."""
         assert ranks >= 1
-        self._ranks = [
+        self.ranks = [
             Engine(
                 preset,
                 max_model_len=max_model_len,
@@ -44,50 +44,53 @@ class RankedEngine:
             )
             for _ in range(ranks)
         ]
-        self.max_model_len = self._ranks[0].max_model_len
+        self.max_model_len = self.ranks[0].max_model_len
 
     @property
     def kv_blocks(self) -> int:
         """Of all ranks together: vLLM, too, shows the sum."""
-        return sum(rank.kv_blocks for rank in self._ranks)
+        return sum(rank.kv_blocks for rank in self.ranks)
 
     def add(self, request: SimRequest, *, now: float) -> None:
-        """To the rank with the fewest requests. Raises `RequestTooLong`."""
-        min(self._ranks, key=lambda rank: rank.requests(now=now)).add(request, now=now)
+        """To the rank that it names, or to the one with the fewest requests. Raises `RequestTooLong`."""
+        if request.rank is None:
+            min(self.ranks, key=lambda rank: rank.requests(now=now)).add(request, now=now)
+        else:
+            self.ranks[request.rank].add(request, now=now)
 
     def abort(self, request_id: str, *, now: float) -> bool:
         """Forget a request, whichever rank has it; False if it has ended."""
-        return any(rank.abort(request_id, now=now) for rank in self._ranks)
+        return any(rank.abort(request_id, now=now) for rank in self.ranks)
 
     def set_speed(self, speed: float, *, now: float) -> None:
         """All ranks, each from its next step on."""
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.set_speed(speed, now=now)
 
     def unload_adapter(self, adapter: str, *, now: float) -> None:
         """As `Engine`, in each rank."""
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.unload_adapter(adapter, now=now)
 
     def restart(self, *, now: float) -> list[str]:
         """Fail, and be there again, empty. Returns the ids of all requests that were lost, rank by rank."""
-        return [request_id for rank in self._ranks for request_id in rank.restart(now=now)]
+        return [request_id for rank in self.ranks for request_id in rank.restart(now=now)]
 
     def generated(self, request_id: str) -> int:
         """Tokens that a request has got so far; 0 if it has ended."""
-        return sum(rank.generated(request_id) for rank in self._ranks)
+        return sum(rank.generated(request_id) for rank in self.ranks)
 
     def next_event(self) -> float | None:
         """The first of the ranks' events."""
-        return min((due for rank in self._ranks if (due := rank.next_event()) is not None), default=None)
+        return min((due for rank in self.ranks if (due := rank.next_event()) is not None), default=None)
 
     def advance(self, *, now: float) -> list[StepDone]:
         """The steps of all ranks that ended up to `now` and were not returned before, oldest first."""
-        return sorted((step for rank in self._ranks for step in rank.advance(now=now)), key=lambda step: step.at)
+        return sorted((step for rank in self.ranks for step in rank.advance(now=now)), key=lambda step: step.at)
 
     def gauges(self) -> Gauges:
         """Of all ranks together, each as of its own latest step."""
-        each = [rank.gauges() for rank in self._ranks]
+        each = [rank.gauges() for rank in self.ranks]
         return Gauges(
             waiting=sum(one.waiting for one in each),
             running=sum(one.running for one in each),

@@ -33,6 +33,8 @@ class SimRequest:
     The hash chain starts from the adapter: what one adapter computed is of no use to another."""
     adapter: str | None = None
     """The LoRA adapter to compute it with; None = the base model. Only for engines with `max_loras`."""
+    rank: int | None = None
+    """The data-parallel rank to compute it; None = the server chooses."""
 
 
 class FirstToken(NamedTuple):

@@ -8,13 +8,15 @@ not vLLM's: how late the simulation itself ran, without which nobody can trust a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from lbproxy.core.engines.orca import KV_UTILIZATION, WAITING
 from lbproxy.sim.engine.engine import Gauges
 from lbproxy.sim.engine.presets import BLOCK_TOKENS
 
+Labels: TypeAlias = Mapping[str, str]
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 
 
@@ -24,7 +26,8 @@ class Page:
 
     model: str
     kv_blocks: int
-    gauges: Gauges
+    ranks: Sequence[Gauges]
+    """Of each data-parallel rank; of a server without, one."""
     finished: Mapping[str, int] = field(default_factory=dict)
     """Requests that ended, by finish reason."""
     lag_max_s: float = 0.0
@@ -41,29 +44,47 @@ class Page:
 
 def render(page: Page) -> bytes:
     """The page as Prometheus text."""
-    gauges = page.gauges
-    who = {"model_name": page.model} if page.old_names else {"engine": "0", "model_name": page.model}
-    usage, prefix = (
-        ("gpu_cache_usage_perc", "gpu_prefix_cache") if page.old_names else ("kv_cache_usage_perc", "prefix_cache")
-    )
-    config = {**who, "block_size": str(BLOCK_TOKENS), "num_gpu_blocks": str(page.kv_blocks)}
-    config |= {"enable_prefix_caching": "True", "num_cpu_blocks": "None"}
+    old = page.old_names
+    who = {"model_name": page.model}
+    names = [who if old else {"engine": str(number), **who} for number in range(len(page.ranks))]
+    usage, prefix = ("gpu_cache_usage_perc", "gpu_prefix_cache") if old else ("kv_cache_usage_perc", "prefix_cache")
+    # Like vLLM: each rank shows the blocks of all ranks together.
+    facts = {"block_size": str(BLOCK_TOKENS), "num_gpu_blocks": str(page.kv_blocks)}
+    facts |= {"enable_prefix_caching": "True", "num_cpu_blocks": "None"}
+    ranks = [*zip(names, page.ranks, strict=True)]
+    reasons = ("stop", "length", "abort")
     lines = [
-        *_family("num_requests_running", "gauge", "Requests being computed.", who, gauges.running),
-        *_family("num_requests_waiting", "gauge", "Requests waiting to be computed.", who, gauges.waiting),
-        *_by_reason(who, gauges.waiting, page.old_names),
-        *_family(usage, "gauge", "KV cache in use by requests; 1 is all of it.", who, gauges.kv_usage),
-        *_family(f"{prefix}_queries_total", "counter", "Prefix cache lookups, tokens.", who, gauges.prefix_queries),
-        *_family(f"{prefix}_hits_total", "counter", "Prefix cache hits, tokens.", who, gauges.prefix_hits),
-        *_family("num_preemptions_total", "counter", "Requests preempted.", who, gauges.preemptions),
-        *_family("prompt_tokens_total", "counter", "Prompt tokens processed.", who, gauges.prompt_tokens),
-        *_family("generation_tokens_total", "counter", "Tokens generated.", who, gauges.generation_tokens),
-        *_head("vllm:request_success_total", "counter", "Requests finished."),
-        *(
-            _sample("vllm:request_success_total", {**who, "finished_reason": reason}, page.finished.get(reason, 0))
-            for reason in ("stop", "length", "abort")
+        *_family("num_requests_running", "gauge", "Requests being computed.", [(n, g.running) for n, g in ranks]),
+        *_family(
+            "num_requests_waiting", "gauge", "Requests waiting to be computed.", [(n, g.waiting) for n, g in ranks]
         ),
-        *_family("cache_config_info", "gauge", "The cache's settings, in labels.", config, 1),
+        *([] if old else _by_reason(ranks)),
+        *_family(usage, "gauge", "KV cache in use by requests; 1 is all of it.", [(n, g.kv_usage) for n, g in ranks]),
+        *_family(
+            f"{prefix}_queries_total",
+            "counter",
+            "Prefix cache lookups, tokens.",
+            [(n, g.prefix_queries) for n, g in ranks],
+        ),
+        *_family(
+            f"{prefix}_hits_total", "counter", "Prefix cache hits, tokens.", [(n, g.prefix_hits) for n, g in ranks]
+        ),
+        *_family("num_preemptions_total", "counter", "Requests preempted.", [(n, g.preemptions) for n, g in ranks]),
+        *_family(
+            "prompt_tokens_total", "counter", "Prompt tokens processed.", [(n, g.prompt_tokens) for n, g in ranks]
+        ),
+        *_family(
+            "generation_tokens_total", "counter", "Tokens generated.", [(n, g.generation_tokens) for n, g in ranks]
+        ),
+        *_family(
+            "request_success_total",
+            "counter",
+            "Requests finished.",
+            [({**names[0], "finished_reason": reason}, page.finished.get(reason, 0)) for reason in reasons],
+        ),
+        *_family(
+            "cache_config_info", "gauge", "The cache's settings, in labels.", [({**n, **facts}, 1) for n in names]
+        ),
         *_adapters(page),
         *_started(page),
         *_head("lbproxy_mock_step_lag_seconds", "gauge", "How late the tokens of a step left, over the last minute."),
@@ -73,13 +94,13 @@ def render(page: Page) -> bytes:
     return "".join(lines).encode()
 
 
-def _by_reason(who: Mapping[str, str], waiting: int, old_names: bool) -> Iterable[str]:
-    if old_names:
-        return
-    name = "vllm:num_requests_waiting_by_reason"
-    yield from _head(name, "gauge", "Waiting requests by what they wait for.")
-    yield _sample(name, {**who, "reason": "capacity"}, waiting)
-    yield _sample(name, {**who, "reason": "deferred"}, 0)
+def _by_reason(ranks: Iterable[tuple[Labels, Gauges]]) -> Iterable[str]:
+    samples = [
+        ({**name, "reason": reason}, gauges.waiting if reason == "capacity" else 0)
+        for name, gauges in ranks
+        for reason in ("capacity", "deferred")
+    ]
+    return _family("num_requests_waiting_by_reason", "gauge", "Waiting requests by what they wait for.", samples)
 
 
 def _adapters(page: Page) -> Iterable[str]:
@@ -110,10 +131,11 @@ def load_report(form: str, gauges: Gauges) -> str | None:
             return None
 
 
-def _family(stem: str, kind: str, about: str, labels: Mapping[str, str], value: float) -> Iterable[str]:
-    """A vLLM family of one sample."""
+def _family(stem: str, kind: str, about: str, samples: Iterable[tuple[Labels, float]]) -> Iterable[str]:
+    """A vLLM family: its samples, each with its labels."""
     yield from _head(f"vllm:{stem}", kind, about)
-    yield _sample(f"vllm:{stem}", labels, value)
+    for labels, value in samples:
+        yield _sample(f"vllm:{stem}", labels, value)
 
 
 def _head(name: str, kind: str, about: str) -> Iterable[str]:

@@ -11,14 +11,16 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
 import orjson
 from aiohttp import web
 
-from lbproxy.sim.engine.model_server import make_server
+from lbproxy.sim.engine.model_server import ModelServer, make_server
 from lbproxy.sim.engine.presets import BLOCK_TOKENS
+from lbproxy.sim.engine.ranks import RankedEngine
 from lbproxy.sim.mock.adapters import LOAD_PATH, UNLOAD_PATH, Adapters
 from lbproxy.sim.mock.apis.fields import ApiError
 from lbproxy.sim.mock.description import DESCRIPTIONS, describe, models_body
@@ -178,14 +180,17 @@ class MockServer:
 
     async def _metrics(self, _request: web.Request) -> web.StreamResponse:
         largest, p99 = self.driver.lag.figures(now=asyncio.get_running_loop().time())
+        engine = self.driver.engine
+        ranks: Sequence[ModelServer] = engine.ranks if isinstance(engine, RankedEngine) else [engine]
         page = Page(
             model=self.options.model,
-            kv_blocks=self.driver.engine.kv_blocks,
-            gauges=self.driver.engine.gauges(),
+            kv_blocks=engine.kv_blocks,
+            ranks=[one.gauges() for one in ranks],
             finished=self.driver.finished,
             lag_max_s=largest,
             lag_p99_s=p99,
-            started_at=self._started_at,
+            # vLLM with several processes behind the address does not say it.
+            started_at=self._started_at if len(ranks) == 1 else None,
             max_loras=self.options.max_loras,
             adapters=self._adapters.series,
             old_names=self.options.metric_names == "old",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from lbproxy.control.discovery.membership import JOINED_AT_ONCE, Membership
 from lbproxy.control.discovery.watch import APART_S, Watches
@@ -58,5 +59,44 @@ def test_what_comes_meanwhile_counts_instead() -> None:
         assert len(names(runtime)) == 2
         await asyncio.sleep(3 * APART_S)
         assert names(runtime) == [one.name for one in MANY[-2:]]
+
+    run(main())
+
+
+def test_ranks_of_the_settings_and_of_the_metrics_are_endpoints() -> None:
+    async def main() -> None:
+        runtime, watches = Runtime(make_balancer()), Followed()
+        members = Membership(runtime, watches)
+        members.begin([replace(spec(1), ranks=2), spec(2), replace(spec(3), ranks=1)])
+        assert names(runtime) == ["e1#0", "e1#1", "e2", "e3"]
+        assert [one.endpoint.rank for one in runtime.snapshot().endpoints] == [0, 1, None, None]
+        e2 = next(one.endpoint for one in runtime.snapshot().endpoints if one.endpoint.name == "e2")
+        members.found_ranks(e2, 3)
+        assert names(runtime) == ["e1#0", "e1#1", "e2#0", "e2#1", "e2#2", "e3"]
+        assert [(len(one.added), len(one.removed)) for one in watches.changes] == [(4, 0), (3, 1)], "the rest stays"
+        members.found_ranks(replace(e2, rank=0), 2)
+        assert names(runtime) == ["e1#0", "e1#1", "e2#0", "e2#1", "e3"]
+        members.adopt([spec(2), spec(4)])
+        assert names(runtime) == ["e2#0", "e2#1", "e4"], "what its metrics show outlives other settings"
+        members.adopt([spec(4)])
+        members.adopt([spec(2), spec(4)])
+        assert names(runtime) == ["e2", "e4"], "and nothing is kept of what left"
+
+    run(main())
+
+
+def test_the_ranks_of_a_drained_server_are_drained() -> None:
+    async def main() -> None:
+        runtime = Runtime(make_balancer())
+        members = Membership(runtime, Followed())
+        members.begin([spec(1)])
+        (whole,) = runtime.snapshot().endpoints
+        runtime.drain(whole.endpoint.uid)
+        members.found_ranks(whole.endpoint, 2)
+        first, second = runtime.snapshot().endpoints
+        assert (first.draining, second.draining) == (True, True)
+        runtime.drain(first.endpoint.uid, draining=False)
+        members.found_ranks(first.endpoint, 3)
+        assert [one.draining for one in runtime.snapshot().endpoints] == [False, True, False]
 
     run(main())

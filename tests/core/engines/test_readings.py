@@ -64,9 +64,11 @@ def metrics(page: str, table: EngineTable = TABLE, earlier: Iterable[tuple[float
 
 
 def of_page(name: str, engine: str) -> Reading:
-    """Without its counter of work, which the expected load of so many pages would only repeat."""
+    """Of the server, without its counter of work, which the expected load of so many pages would only repeat."""
     got = PageReader(ENGINES[engine], keep_s=0.0).read(recorded(name), scraped_at=5.0, wall_time=WALL_TIME)
-    return got if got.metrics is None else dataclasses.replace(got, metrics=dataclasses.replace(got.metrics, work=None))
+    if got.metrics is None:
+        return got
+    return Reading(dataclasses.replace(got.metrics, work=None), got.missing)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lbproxy.core.endpoints.credentials import ApiKey, Tls
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
-from lbproxy.proxy.request.client_request import ClientRequest
+from lbproxy.proxy.request.client_request import ClientRequest, rank_is_gone
 from lbproxy.proxy.request.headers import read_request_fields
 from lbproxy.proxy.request.routes import find_route
 
@@ -57,3 +59,30 @@ def test_host_is_the_certificates_name(tls: Tls, host: str) -> None:
     lines = head(endpoint("https://10.0.0.1:8443", tls=tls))
     assert f"Host: {host}" in lines
     assert "x-gateway-destination-endpoint: 10.0.0.1:8443" in lines
+
+
+def test_a_rank_is_named_once_whatever_the_client_says() -> None:
+    client = [(b"x-Data-Parallel-RANK", b"7"), (b"X-A", b"1"), (b"X-data-parallel-rank", b"8")]
+    lines = head(replace(endpoint(), rank=3), *client)
+    assert [line for line in lines if "rank" in line.lower()] == ["X-data-parallel-rank: 3"]
+    assert "X-A: 1" in lines
+    assert "x-gateway-destination-endpoint: 10.0.0.1:8000" in lines
+    assert [line for line in head(endpoint(), *client) if "rank" in line.lower()] == [
+        "x-Data-Parallel-RANK: 7",
+        "X-data-parallel-rank: 8",
+    ], "a server that is no rank gets what the client wants"
+
+
+@pytest.mark.parametrize(
+    ("body", "gone"),
+    [
+        (b'{"error":{"message":"data_parallel_rank 5 is out of range [0, 1).","type":"BadRequestError"}}', True),
+        (b'{"object":"error","message":"routed_dp_rank=5 out of range [0, 2)","code":400}', True),
+        (b'{"error":{"message":"max_tokens is out of range"}}', False),
+        (b'{"error":{"message":"data_parallel_rank is not known"}}', False),
+        (b"data_parallel_rank is out of range" + b" " * 5000, False),
+    ],
+)
+def test_a_rank_that_is_refused(body: bytes, gone: bool) -> None:
+    assert rank_is_gone(replace(endpoint(), rank=5), body) is gone
+    assert not rank_is_gone(endpoint(), body), "who named a rank is the client"

@@ -18,7 +18,7 @@ def samples(page: Page) -> dict[str, list[tuple[dict[str, str], float]]]:
 
 
 def test_current_names_are_those_of_the_vllm_row() -> None:
-    page = samples(Page(model="m", kv_blocks=100, gauges=GAUGES, finished={"stop": 4}))
+    page = samples(Page(model="m", kv_blocks=100, ranks=[GAUGES], finished={"stop": 4}))
     who = {"engine": "0", "model_name": "m"}
     assert page["vllm:num_requests_waiting"] == [(who, 3)]
     assert page["vllm:num_requests_running"] == [(who, 5)]
@@ -34,37 +34,37 @@ def test_current_names_are_those_of_the_vllm_row() -> None:
 
 
 def test_old_names_are_those_of_vllm_0_8() -> None:
-    page = samples(Page(model="m", kv_blocks=100, gauges=GAUGES, old_names=True))
+    page = samples(Page(model="m", kv_blocks=100, ranks=[GAUGES], old_names=True))
     assert page["vllm:gpu_cache_usage_perc"] == [({"model_name": "m"}, 0.25)]
     assert page["vllm:gpu_prefix_cache_hits_total"] == [({"model_name": "m"}, 400)]
     assert not {"vllm:kv_cache_usage_perc", "vllm:num_requests_waiting_by_reason"} & page.keys()
 
 
 def test_lag_is_on_the_page() -> None:
-    page = samples(Page(model="m", kv_blocks=1, gauges=GAUGES, lag_max_s=0.5, lag_p99_s=0.25))
+    page = samples(Page(model="m", kv_blocks=1, ranks=[GAUGES], lag_max_s=0.5, lag_p99_s=0.25))
     assert page["lbproxy_mock_step_lag_seconds"] == [({"stat": "max"}, 0.5), ({"stat": "p99"}, 0.25)]
 
 
 def test_model_names_are_escaped() -> None:
     name = 'a"b\\c\nd'
-    page = samples(Page(model=name, kv_blocks=1, gauges=GAUGES))
+    page = samples(Page(model=name, kv_blocks=1, ranks=[GAUGES]))
     assert page["vllm:num_requests_running"][0][0]["model_name"] == name
 
 
 def test_adapters_are_named_on_servers_that_have_some() -> None:
-    page = samples(Page(model="m", kv_blocks=1, gauges=GAUGES, max_loras=2, adapters={"a,b": 1.7e9, "": 1.8e9}))
+    page = samples(Page(model="m", kv_blocks=1, ranks=[GAUGES], max_loras=2, adapters={"a,b": 1.7e9, "": 1.8e9}))
     labels = {"max_lora": "2", "running_lora_adapters": "a,b", "waiting_lora_adapters": "a,b"}
     idle = {"max_lora": "2", "running_lora_adapters": "", "waiting_lora_adapters": ""}
     assert page["vllm:lora_requests_info"] == [(labels, 1.7e9), (idle, 1.8e9)]
-    assert "vllm:lora_requests_info" not in samples(Page(model="m", kv_blocks=1, gauges=GAUGES))
+    assert "vllm:lora_requests_info" not in samples(Page(model="m", kv_blocks=1, ranks=[GAUGES]))
 
 
 def test_the_start_is_on_the_page_of_a_server_that_has_one() -> None:
     """By it a restart is noticed."""
-    assert samples(Page(model="m", kv_blocks=1, gauges=GAUGES, started_at=1.7e9))["process_start_time_seconds"] == [
+    assert samples(Page(model="m", kv_blocks=1, ranks=[GAUGES], started_at=1.7e9))["process_start_time_seconds"] == [
         ({}, 1.7e9)
     ]
-    assert "process_start_time_seconds" not in samples(Page(model="m", kv_blocks=1, gauges=GAUGES))
+    assert "process_start_time_seconds" not in samples(Page(model="m", kv_blocks=1, ranks=[GAUGES]))
 
 
 def test_load_reports_have_vllms_words() -> None:

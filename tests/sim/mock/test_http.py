@@ -38,12 +38,12 @@ async def sdk(server: MockServer) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 async def metric(server: MockServer, name: str) -> float:
-    """The value of one sample on /metrics."""
+    """The value of one sample on /metrics; with ranks, the sum of theirs."""
     async with httpx.AsyncClient() as client:
         page = (await client.get(f"{server.url}/metrics")).text
     values = [s.value for family in text_string_to_metric_families(page) for s in family.samples if s.name == name]
-    assert len(values) == 1
-    return values[0]
+    assert len(values) == server.options.ranks
+    return sum(values)
 
 
 async def becomes(server: MockServer, name: str, value: float) -> None:

@@ -57,9 +57,9 @@ class Choice:
     call: SaidCall | None = None
     """The tool call that is all of the response."""
 
-    def request(self, request_id: str) -> SimRequest:
-        """The work that this choice is for the engine."""
-        return SimRequest(request_id, self.prompt_tokens, self.answer.tokens, self.block_hashes, self.adapter)
+    def request(self, request_id: str, rank: int | None = None) -> SimRequest:
+        """The work that this choice is for the engine. `rank`: the client's."""
+        return SimRequest(request_id, self.prompt_tokens, self.answer.tokens, self.block_hashes, self.adapter, rank)
 
     def is_last(self, position: int) -> bool:
         """Is this token the last one?"""

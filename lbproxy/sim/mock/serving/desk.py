@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+RANK_HEADER = "X-data-parallel-rank"
+
+
 class Desk:
     """One server's, for all of its handlers."""
 
@@ -59,6 +62,18 @@ class Desk:
         adapter = self.adapter(call.model)
         return calls.plan(call, max_model_len=self.max_model_len, seed=self.options.seed, adapter=adapter)
 
+    def rank(self, request: web.Request) -> int | None:
+        """The data-parallel rank that a request names; None = none, or something that is no number. Raises ApiError if
+        there is no such rank. As vLLM (v1/engine/input_processor.py of 0.33).
+        """
+        named = request.headers.get(RANK_HEADER, "")
+        if not named.isdecimal():
+            return None
+        if int(named) >= self.options.ranks:
+            text = f"data_parallel_rank {named} is out of range [0, {self.options.ranks})."
+            raise ApiError(400, text, "BadRequestError")
+        return int(named) if self.options.ranks > 1 else None
+
     @contextmanager
     def flying(self, flight: Flight) -> Iterator[Flight]:
         """The call is at the engine for as long as this lasts."""
@@ -76,7 +91,7 @@ class Desk:
         body: Callable[[Sequence[Choice], int], bytes],
     ) -> web.StreamResponse:
         """The response to a call: `writer` words a stream, and `body` (of the choices and what was cached) another."""
-        flight = Flight(self.plan(call), per_call=call.n, every_token=call.stream)
+        flight = Flight(self.plan(call), per_call=call.n, every_token=call.stream, rank=self.rank(request))
         with self.flying(flight):
             if call.stream:
                 return await stream(request, writer, flight)

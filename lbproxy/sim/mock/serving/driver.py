@@ -22,8 +22,10 @@ from lbproxy.sim.mock.lag import LagMeter
 class Flight:
     """A call whose sequences are in the engine. The timer feeds it, one handler empties it."""
 
-    def __init__(self, choices: Sequence[Choice], *, per_call: int, every_token: bool) -> None:
+    def __init__(self, choices: Sequence[Choice], *, per_call: int, every_token: bool, rank: int | None = None) -> None:
         self.choices = choices
+        self.rank = rank
+        """The data-parallel rank that the client names."""
         self.every_token = every_token
         self.cached_tokens = 0
         self.begun = False
@@ -91,7 +93,7 @@ class Driver:
         self._calls += 1
         ids = [f"{self._calls}-{index}" for index in range(len(flight.choices))]
         for index, (request_id, choice) in enumerate(zip(ids, flight.choices, strict=True)):
-            self.engine.add(choice.request(request_id), now=now)
+            self.engine.add(choice.request(request_id, flight.rank), now=now)
             self._flights[request_id] = (flight, index)
         self._arm()
         return ids

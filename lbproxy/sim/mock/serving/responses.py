@@ -79,7 +79,7 @@ class Responses:
         former = () if previous is None else self._find(previous).turns()
         asked = _checked(responses.parse(fields, former))
         choices = self._desk.plan(asked.call)
-        flight = Flight(choices, per_call=1, every_token=asked.call.stream)
+        flight = Flight(choices, per_call=1, every_token=asked.call.stream, rank=self._desk.rank(request))
         identity = self._desk.identity(request, "resp_", asked.call.model, own=True)
         size = (request.content_length or 0) + 2 * len(asked.call.prompts[0])
         # Without its prompt, which the engine has now, and which is rendered from turns for the next request.
