@@ -210,6 +210,7 @@ def _rows(one: Inspection) -> Iterator[tuple[str, Text]]:
     if one.engine and one.endpoint.metrics is not None:
         lacking = sum(signal != MAX_LORA for signal in one.missing)
         yield "load", Text(f"{len(one.present)} of {len(one.present) + lacking} signals{_values(one)}")
+    yield from _ranks(one)
     said = one.said
     if said is not None and said.tokens is not None and one.endpoint.kv_cache_tokens is None:
         yield "KV cache", Text(f"{said.tokens:,} tokens{' at most' if said.is_upper_bound else ''}, as it reports")
@@ -222,6 +223,20 @@ def _rows(one: Inspection) -> Iterator[tuple[str, Text]]:
     for cost in dict.fromkeys(COSTS[signal] for signal in one.lacking):
         signals = ", ".join(signal for signal in one.lacking if COSTS[signal] == cost)
         yield "no signal", Text(f"{signals}: {cost}", style="dim")
+
+
+def _ranks(one: Inspection) -> Iterator[tuple[str, Text]]:
+    """What becomes of its data-parallel ranks."""
+    configured, shown = one.endpoint.ranks or one.ranks, one.ranks
+    if configured == 1 < shown:
+        yield "ranks", Text(f"{shown}, which are one endpoint (ranks: 1): the server distributes the requests itself")
+    elif configured == shown > 1:
+        yield "ranks", Text(f"{shown}, an endpoint each")
+    elif configured > 1 and one.load is None:
+        yield "ranks", Text(f"{configured} by the settings, an endpoint each")
+    elif configured > 1:
+        text = f"{configured} by the settings, but its metrics show {shown}: requests for the others may be refused"
+        yield "ranks", Text(text, style="yellow")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -196,6 +196,31 @@ def test_whose_answers_will_be_asked_for_load() -> None:
         assert f"  reports    {said}" in output
 
 
+@pytest.mark.parametrize(
+    ("more", "name", "said"),
+    [
+        ("", "vllm-0.32.0-dp2-idle", "2, an endpoint each"),
+        (", ranks: 2", "vllm-0.32.0-dp2-load", "2, an endpoint each"),
+        (", ranks: 1", "vllm-0.32.0-dp2-load", "2, which are one endpoint (ranks: 1): the server distributes"),
+        (
+            ", ranks: 3",
+            "vllm-0.32.0-dp2-load",
+            "3 by the settings, but its metrics show 2: requests for the others may",
+        ),
+        (", ranks: 3", None, "3 by the settings, an endpoint each"),
+        ("", "vllm-0.32.0-load-lora-t0", None),
+        (", ranks: 1", None, None),
+    ],
+)
+def test_data_parallel_ranks(more: str, name: str | None, said: str | None) -> None:
+    shown = NOT_FOUND if name is None else page((FIXTURES / f"{name}.prom").read_bytes())
+    _, output = checked({"/health": OK, "/metrics": shown}, more)
+    if said is None:
+        assert "  ranks" not in output
+    else:
+        assert f"  ranks      {said}" in output
+
+
 def test_every_line_fits_a_terminal_of_80_columns() -> None:
     for name in ("vllm-0.32.0-load-lora-t0", "vllm-0.32.0-dp2-idle", "llama.cpp-b11434-load"):
         scripts: dict[str, Script] = {

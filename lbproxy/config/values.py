@@ -106,7 +106,7 @@ def count(at_least: str, at_most: str) -> Quantity:
     return Quantity(at_least, at_most, "a whole number")
 
 
-class _Workers(Quantity):
+class _OrAuto(Quantity):
     """A count, or `auto` for 0."""
 
     def read(self, value: object) -> float | int:
@@ -119,8 +119,10 @@ class _Workers(Quantity):
         return {"anyOf": [{"const": "auto"}, *forms["anyOf"]]}
 
 
-Workers: TypeAlias = Annotated[int, _Workers("1", "64", "auto, or a whole number")]
+Workers: TypeAlias = Annotated[int, _OrAuto("1", "64", "auto, or a whole number")]
 """Worker processes; 0 = auto."""
+Ranks: TypeAlias = Annotated[int, _OrAuto("1", "64", "auto, or a whole number")]
+"""Data-parallel ranks; 0 = auto."""
 Interval: TypeAlias = Annotated[float, duration("10ms", "1h")]
 """Seconds between two turns of something periodic."""
 Timeout: TypeAlias = Annotated[float, duration("1ms", "24h")]

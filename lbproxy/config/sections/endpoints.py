@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated
 
 from pydantic import SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import InitErrorDetails
@@ -17,6 +17,7 @@ from lbproxy.config.values import (
     PATH,
     Interval,
     Quantity,
+    Ranks,
     Timeout,
     check_model_name,
     count,
@@ -36,10 +37,6 @@ OWN_ENGINES = "own engines"
 """Key of the validation context: the names in `engines`, which the endpoints' engines are among."""
 FOLDER = "folder"
 """Key of the validation context: where relative paths begin, the folder of the settings file."""
-
-
-Ranks: TypeAlias = Literal["auto"] | Annotated[int, count("1", "64")]
-"""See `EndpointSettings.ranks`."""
 
 
 def _absolute(path: str, info: ValidationInfo) -> str:
@@ -110,7 +107,7 @@ class EndpointSettings(ShortSection):
     """Size of its KV cache in tokens, as vLLM prints it at its start: `GPU KV cache size: 307,200 tokens`. Has
     precedence over what the server reports. null = from its metrics, or from the info page of SGLang and llama.cpp;
     else learned."""
-    ranks: Ranks = "auto"
+    ranks: Ranks = "auto"  # type: ignore[assignment]  # read like what a file says
     """Data-parallel ranks behind the URL. Each is an endpoint of its own, `name#0` and so on, and weight and
     kv_cache_tokens are those of each; requests name it in `X-data-parallel-rank`. `auto` = as many as its metrics show
     (vLLM, SGLang). 1 = one endpoint: the server distributes the requests itself."""

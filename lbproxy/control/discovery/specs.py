@@ -61,7 +61,7 @@ def _common(entry: EndpointSettings) -> Callable[..., EndpointSpec]:
         health=entry.health,
         models=entry.models,
         kv_cache_tokens=entry.kv_cache_tokens,
-        ranks=None if entry.ranks == "auto" else entry.ranks,
+        ranks=entry.ranks or None,
         api_key=None if entry.api_key is None else ApiKey(entry.api_key.get_secret_value()),
         proxy=None if entry.proxy is None else _proxy(entry.proxy),
     )

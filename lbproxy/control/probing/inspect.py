@@ -50,6 +50,8 @@ class Inspection:
     """Whether its responses would be asked for load reports; None = its engine has none, or it is not known."""
     load: LoadMetrics | None
     """What they said."""
+    ranks: int
+    """Data-parallel ranks that they show; 1 = none."""
     said: Description | None
     """What it says of itself outside its metrics."""
     page: str | None
@@ -74,6 +76,7 @@ class _Load:
     lacking: tuple[str, ...] = ()
     asks_load: bool | None = None
     metrics: LoadMetrics | None = None
+    ranks: int = 1
     page: str | None = None
     problem: str | None = None
 
@@ -123,6 +126,7 @@ async def inspect(
         lacking=load.lacking,
         asks_load=load.asks_load,
         load=load.metrics,
+        ranks=load.ranks,
         said=said,
         page=load.page,
         problems=tuple(problems),
@@ -163,6 +167,7 @@ async def _ask_load(
         tuple(name for name, signal in signals.items() if not signal),
         table.wants_load_reports(is_single=reader.is_single) if table.load_reports else None,
         reading.metrics,
+        len(reading.ranks) or 1,
         str(found.target),
         None if present else f"none of {found.engine}'s metrics is on the page",
     )

@@ -263,8 +263,9 @@ def origin_form(target: str) -> str:
     return target
 
 
-_VIA: Final = (b"Via: 1.1 lbproxy\r\n", b"Via: 1.0 lbproxy\r\n")
+_VIA: Final = b"Via: 1.1 lbproxy\r\n"
 """In a response: the version that its endpoint speaks (RFC 9110, section 7.6.3). It names no single process."""
+_VIA_HTTP10: Final = b"Via: 1.0 lbproxy\r\n"
 
 
 def client_head(head: ResponseHead, own: str, *, chunked: bool, keep_alive: bool) -> bytes:
@@ -282,5 +283,6 @@ def client_head(head: ResponseHead, own: str, *, chunked: bool, keep_alive: bool
     else:
         framing = b""
     fields = _CORS_LINES.sub(b"", head.end_to_end) if own.startswith(REPLACES_CORS) else head.end_to_end
-    start = (_PHRASES.get(status) or status_line(status)) + fields + _VIA[head.http10] + own.encode("ascii") + framing
+    fields += _VIA_HTTP10 if head.http10 else _VIA
+    start = (_PHRASES.get(status) or status_line(status)) + fields + own.encode("ascii") + framing
     return start + (b"\r\n" if keep_alive else b"Connection: close\r\n\r\n")
