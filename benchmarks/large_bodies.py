@@ -23,6 +23,7 @@ from typing import Final, NamedTuple
 
 import orjson
 
+from lbproxy.process import settle
 from tests.support.rig import post, rig
 
 MIB: Final = 1 << 20
@@ -154,6 +155,7 @@ async def measure(shapes: list[str], mib: int, rounds: int, *, alias: bool = Fal
         url = f"http://127.0.0.1:{theirs.recv()}"
         more = "limits: {body_rate: 1KiB}" + ("\nmodels: {alias: {to: m}}" if alias else "")
         async with rig(url, more=more) as it:
+            settle()  # collections of garbage are those of the product
             watch = Watch(loop)
             for shape in shapes:
                 for _ in range(rounds):

@@ -187,17 +187,6 @@ def test_a_lame_duck_serves_everybody_keeps_nobody_and_says_that_it_is_not_ready
         assert process.process.wait(20) == 0
 
 
-@contextmanager
-def ended(process: Process) -> Iterator[None]:
-    """End all successors of a process, whatever happens."""
-    try:
-        yield
-    finally:
-        for pid in re.findall(r"the new process accepts connections: process (\d+)", process.read()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
-
-
 def successors(process: Process) -> list[int]:
     return [int(str(line["pid"])) for line in events(process, "restart") if "pid" in line]
 
@@ -230,7 +219,7 @@ def test_restarts_are_not_noticed(fleet: list[str], tmp_path: Path) -> None:
         os.kill(pid, signal.SIGTERM)
         await until(lambda: stops(process) == 4, "all four have stopped")
 
-    with lbproxy(tmp_path, fleet, "drain: {lame_duck: 5s}") as (process, url, _), ended(process):
+    with lbproxy(tmp_path, fleet, "drain: {lame_duck: 5s}") as (process, url, _):
         run(main(process, url))
         assert "Traceback" not in process.read()
         assert all(
@@ -283,8 +272,7 @@ def test_who_handed_over_waits_for_its_streams_until_it_is_told_to_stop(tmp_path
         }
         settings = f"drain: {{deadline: {DEADLINE_S}s, lame_duck: 0s}}"
         async with ScriptedEndpoint(scripts) as it, lbproxy_beside(tmp_path, [it.url], settings) as (process, url, _):
-            with ended(process):
-                await handed_over(process, url)
+            await handed_over(process, url)
 
     run(main())
 
@@ -299,7 +287,7 @@ def test_a_successor_that_cannot_start_leaves_the_old_one_serving(fleet: list[st
             await until(lambda: clients.done > now + 20, "the load goes on")
         assert clients.failed == []
 
-    with lbproxy(tmp_path, fleet) as (process, url, _), ended(process):
+    with lbproxy(tmp_path, fleet) as (process, url, _):
         settings(tmp_path, fleet, wrong)
         run(main(process, url))
         assert events(process, "restart")[-1]["message"] == "the new process accepts no connections, so we continue"

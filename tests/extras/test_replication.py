@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,8 @@ from lbproxy.extras.replication import SILENT_S, Replication, make_replication
 from lbproxy.runtime import Runtime
 from tests.support.aio import run, until
 from tests.support.pool import MODEL, card, spec, submit
-from tests.support.redis_server import RedisServer, needs_redis, redis_server
+from tests.support.redis_failures import FAILURES
+from tests.support.redis_server import needs_redis, redis_server
 
 pytestmark = needs_redis
 KEYS = tuple(range(100, 140))
@@ -185,57 +186,6 @@ def test_the_last_batch_before_a_silence_is_missed_and_noticed(tmp_path: Path) -
 
 def _knows(member: Member, requests: int) -> bool:
     return member.elsewhere == requests
-
-
-def kill(server: RedisServer) -> None:
-    server.kill()
-
-
-def full(server: RedisServer) -> None:
-    server.call("CONFIG", "SET", "maxmemory-policy", "noeviction")
-    server.call("CONFIG", "SET", "maxmemory", "1")
-
-
-def enough(server: RedisServer) -> None:
-    server.call("CONFIG", "SET", "maxmemory", "0")
-
-
-def read_only(server: RedisServer) -> None:
-    server.call("REPLICAOF", "127.0.0.1", "1")
-
-
-def writable(server: RedisServer) -> None:
-    server.call("REPLICAOF", "NO", "ONE")
-
-
-def without_the_word(server: RedisServer) -> None:
-    with server.client() as client:
-        client.execute_command("CONFIG", "SET", "requirepass", "changed")
-        client.execute_command("AUTH", "changed")
-        client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
-
-
-def with_the_word(server: RedisServer) -> None:
-    with server.client(password="changed") as client:
-        client.execute_command("CONFIG", "SET", "requirepass", "")
-
-
-def forbidden(server: RedisServer) -> None:
-    server.call("ACL", "SETUSER", "default", "-xadd")
-
-
-def allowed(server: RedisServer) -> None:
-    server.call("ACL", "SETUSER", "default", "+xadd")
-
-
-FAILURES: dict[str, tuple[Callable[[RedisServer], None], Callable[[RedisServer], None]]] = {
-    "gone, and back empty": (kill, RedisServer.start),
-    "never responds": (RedisServer.pause, RedisServer.resume),
-    "full": (full, enough),
-    "read-only": (read_only, writable),
-    "another password": (without_the_word, with_the_word),
-    "a command is forbidden": (forbidden, allowed),
-}
 
 
 @pytest.mark.parametrize("failure", FAILURES)

@@ -24,7 +24,7 @@ LBPROXY = shlex.split(os.environ.get("LBPROXY_COMMAND", "")) or [sys.executable,
 
 
 class Process:
-    """A running command whose output is read as it comes. Ended with the `with` block."""
+    """A running command whose output is read as it comes. Ended with the `with` block, and its successors too."""
 
     def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
         if WORKERS and arguments[:1] == ("--config",) and (config := Path(arguments[1])).exists():
@@ -43,12 +43,14 @@ class Process:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, t: TracebackType | None) -> None:
-        children = children_of(self.process.pid)
+        left = children_of(self.process.pid)  # they would finish what runs
+        for successor in re.findall(r"the new process accepts connections: process (\d+)", self.read()):
+            left += [int(successor), *children_of(int(successor))]
         self.process.kill()
         self.process.wait()
-        for child in children:  # they would finish what runs
+        for pid in left:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
         assert self.process.stdout is not None
         self.process.stdout.close()
 

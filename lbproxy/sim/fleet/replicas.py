@@ -8,7 +8,7 @@ arrive later as bytes, and some of them never, twice, or after batches that were
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lbproxy.core.balancer import Balancer
@@ -145,8 +145,3 @@ def hand_over(old: Balancer, new: Balancer, now: float) -> None:
     restoring = new.restore(read_lines(lines), age_s=0.0, now=now) if lines else None
     while restoring is not None and restoring.step():
         pass
-
-
-def total_in_flight(balancers: Sequence[Balancer]) -> int:
-    """Requests that balancers have in flight themselves."""
-    return sum(state.in_flight for one in balancers for state in one.endpoints.members())

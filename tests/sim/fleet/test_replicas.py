@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -11,7 +11,7 @@ from lbproxy.core.balancer import Balancer
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.fleet.cluster import Fleet
 from lbproxy.sim.fleet.fleet import BalancerFault, Exchanged, FleetOptions, Served, decisions
-from lbproxy.sim.fleet.replicas import LOST_S, Exchange, total_in_flight
+from lbproxy.sim.fleet.replicas import LOST_S, Exchange
 from lbproxy.sim.workloads.workload import Workload
 from tests.sim.fleet.test_cluster import QWEN, replicas, small
 
@@ -19,6 +19,11 @@ DEATH_AT_S, JOIN_AT_S = 8.0, 14.0
 BAD = Exchanged(lost=0.2, repeated=0.2, late=0.2)
 OPTIONS = FleetOptions(servers=(QWEN,) * 3, balancers=3, exchange=Exchanged())
 DYING = replace(OPTIONS, balancer_faults=(BalancerFault(balancer=0, from_s=DEATH_AT_S, until_s=JOIN_AT_S),))
+
+
+def total_in_flight(balancers: Sequence[Balancer]) -> int:
+    """Requests that balancers have in flight themselves."""
+    return sum(state.in_flight for one in balancers for state in one.endpoints.members())
 
 
 def prefixes() -> Workload:
