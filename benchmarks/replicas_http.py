@@ -160,7 +160,8 @@ async def _offer(url: str, rate: float, seconds: float) -> int:
 
     async def ask(client: httpx.AsyncClient) -> None:
         nonlocal done
-        done += (await client.post(f"{url}/v1/completions", json=BODY)).status_code == 200
+        response = await client.post(f"{url}/v1/completions", json=BODY)
+        done += response.status_code == 200
 
     async with httpx.AsyncClient(timeout=30.0) as client, asyncio.TaskGroup() as tasks:
         began = time.monotonic()
