@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
@@ -32,6 +33,7 @@ MODEL, OTHER_MODEL = "tiny", "lbproxy/tiny"
 """What vLLM serves, and what `transformers serve` does: it names models by their place in its cache."""
 QUEUE_CAP = 8
 SLOTS = 4
+RANKS = 2
 DRAIN_S = 60
 """What vLLM gives running requests after SIGTERM. Tests end it sooner by letting them finish."""
 # Measured: 40 s for all three on two idle cores. Twice as long on a slower disk; four times beside other work.
@@ -348,6 +350,45 @@ def small_ones(environment: Environment) -> Iterator[Small]:
         daemons.append(proxy)
         proxy.wait_for(lambda: status(f"{proxy.url}/v1/models") == 200, "/v1/models is 200")
         yield Small(both, proxy)
+    finally:
+        for daemon in daemons:
+            daemon.kill()
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """One vLLM server of RANKS data-parallel ranks, and lbproxy before it."""
+
+    server: LlmServer
+    lbproxy: Daemon
+    admin: str
+
+    @property
+    def names(self) -> list[str]:
+        """Of the endpoints that lbproxy makes of it."""
+        return [f"{self.server.name}#{rank}" for rank in range(RANKS)]
+
+    def endpoints(self) -> dict[str, dict[str, Any]]:
+        """What lbproxy's admin API says of each, by its name."""
+        state = httpx.get(f"{self.admin}/admin/state", timeout=30).json()
+        return {one["name"]: one for one in state["endpoints"] if not one["leaving"]}
+
+
+@contextmanager
+def ranked(environment: Environment) -> Iterator[Ranked]:
+    """Every process is killed at the end."""
+    LOGS.mkdir(exist_ok=True)
+    options = ["--data-parallel-size", str(RANKS), "--num-gpu-blocks-override", "400"]
+    server = vllm(environment, "vllm-ranks", "", 2, *options)  # no core of its own: there are as many processes
+    daemons: list[Daemon] = [server]
+    try:
+        server.start()
+        server.wait_until_ready()
+        proxy, admin = lbproxy([server], "lbproxy-ranks")
+        daemons.append(proxy)
+        found = Ranked(server, proxy, admin)
+        proxy.wait_for(lambda: list(found.endpoints()) == found.names, "an endpoint for each rank")
+        yield found
     finally:
         for daemon in daemons:
             daemon.kill()
