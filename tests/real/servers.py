@@ -379,7 +379,8 @@ def ranked(environment: Environment) -> Iterator[Ranked]:
     """Every process is killed at the end."""
     LOGS.mkdir(exist_ok=True)
     options = ["--data-parallel-size", str(RANKS), "--num-gpu-blocks-override", "400"]
-    server = vllm(environment, "vllm-ranks", "", 2, *options)  # no core of its own: there are as many processes
+    alone = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"}  # refused with several API servers, of which ranks have one each
+    server = vllm(environment, "vllm-ranks", "", 2, *options, env=alone)  # no core of its own: too many processes
     daemons: list[Daemon] = [server]
     try:
         server.start()
