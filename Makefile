@@ -41,7 +41,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Types are checked while mypyc, too, uses one processor only. Two of the benchmarks' tests measure, and run by themselves.
 test: $(VENV)/.dev lint
 	$(MAKE) --no-print-directory --jobs 2 --output-sync types $(BUILT)/.made
-	$(PYTEST) --numprocesses $(firstword $(filter 1 2 3,$(LBPROXY_WORKERS)) 4) -m "not (core and hypothesis)" $(addprefix --ignore=,$(FLEETS)) $(AS_PYTHON) $(REPLACING)
+	$(PYTEST) --numprocesses $(firstword $(filter 1 2 3,$(LBPROXY_WORKERS)) 4) -m "not (core and hypothesis)" \
+	    $(addprefix --ignore=,$(FLEETS)) $(AS_PYTHON) $(REPLACING)
 	cd $(BUILT) && ../../$(PYTEST) -p no:cacheprovider $(SOCKETS) tests/core $(FLEETS) tests/benchmarks \
 	    $(addprefix --ignore=,$(MEASURING))
 	cd $(BUILT) && LBPROXY_TEST_WORKERS=1 ../../$(PYTEST) -p no:cacheprovider $(IN_WORKER)
