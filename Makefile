@@ -17,7 +17,7 @@ run: $(VENV)/.run
 # Users run lbproxy compiled, so all tests through sockets run compiled, and so do those of the balancer before a simulated
 # fleet: they take longest, and see only what it decides. Everything else runs as Python: control, config and sim/engine
 # are not compiled. tests/core runs both ways: it is where compiled code may differ from Python, in types, bounds and
-# replaced attributes.
+# replaced attributes. Its random inputs (hypothesis) run compiled only: what they find, they find there, too.
 FLEETS := tests/sim/fleet tests/sim/mock/test_faults.py
 SOCKETS := tests/chaos tests/e2e tests/net tests/processes tests/proxy tests/workers
 OTHERS := tests/benchmarks tests/real tests/clients tests/fixtures tests/support tests/__pycache__
@@ -26,22 +26,27 @@ AS_PYTHON := $(filter-out $(SOCKETS) $(OTHERS),$(patsubst %/,%,$(wildcard tests/
 REPLACING := tests/net/connections/test_pool.py \
     $(addprefix tests/proxy/,$(addprefix exchange/test_,defects.py opened.py patience.py stages.py) front/test_server.py) \
     $(addprefix tests/workers/test_,link.py worker_server.py)
+MEASURING := $(addprefix tests/benchmarks/test_,overhead.py overhead_guard.py)
 # What runs once more with the data path of a worker process, linked to the balancer by sockets: the rest of what matters
 # there are tests/workers and tests/processes. By hand, LBPROXY_TEST_WORKERS=2 runs everything so (docs/testing.md).
 IN_WORKER := $(addprefix tests/proxy/,$(addprefix exchange/test_,adapter_calls.py agents_apis.py ejection.py exchange.py) \
     front/test_unknown_models.py request/test_trace_context.py)
-# Tests mostly wait, so there are more workers than cores. LBPROXY_WORKERS=2 for a machine with little memory.
-LBPROXY_WORKERS ?= 4
+# Tests through sockets mostly wait, so there are more workers than cores; of those that compute, at most four, as each worker
+# collects all tests. LBPROXY_WORKERS=2 for a machine with little memory.
+LBPROXY_WORKERS ?= 6
 PYTEST := $(BIN)/python -m pytest --numprocesses $(LBPROXY_WORKERS) --dist worksteal
 # Workers and the processes that tests start import from cached bytecode, also where the environment forbids to write it.
 unexport PYTHONDONTWRITEBYTECODE
 
-# The benchmarks' tests run by themselves: one of them measures.
-test: $(VENV)/.dev lint types $(BUILT)/.made
-	$(PYTEST) $(addprefix --ignore=,$(FLEETS)) $(AS_PYTHON) $(REPLACING)
-	cd $(BUILT) && ../../$(PYTEST) -p no:cacheprovider $(SOCKETS) tests/core $(FLEETS)
+# Types are checked while mypyc, too, uses one processor only. Two of the benchmarks' tests measure, and run by themselves.
+test: $(VENV)/.dev lint
+	$(MAKE) --no-print-directory --jobs 2 --output-sync types $(BUILT)/.made
+	$(PYTEST) --numprocesses $(firstword $(filter 1 2 3,$(LBPROXY_WORKERS)) 4) -m "not (core and hypothesis)" \
+	    $(addprefix --ignore=,$(FLEETS)) $(AS_PYTHON) $(REPLACING)
+	cd $(BUILT) && ../../$(PYTEST) -p no:cacheprovider $(SOCKETS) tests/core $(FLEETS) tests/benchmarks \
+	    $(addprefix --ignore=,$(MEASURING))
 	cd $(BUILT) && LBPROXY_TEST_WORKERS=1 ../../$(PYTEST) -p no:cacheprovider $(IN_WORKER)
-	cd $(BUILT) && ../../$(BIN)/python -m pytest -p no:cacheprovider tests/benchmarks
+	cd $(BUILT) && ../../$(BIN)/python -m pytest -p no:cacheprovider $(MEASURING)
 
 test-tools:
 	command -v chromium > /dev/null && command -v promtool > /dev/null && command -v nginx > /dev/null && \

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -56,6 +57,23 @@ class BuildOrNot(build_ext):
             for made in Path(self.build_lib).rglob(f"*{sysconfig.get_config_var('EXT_SUFFIX')}"):
                 made.unlink()
             self.extensions = []
+
+    def finalize_options(self) -> None:
+        """See setuptools, which by itself uses one processor."""
+        super().finalize_options()
+        self.parallel = self.parallel or os.cpu_count()  # for extensions beside each other
+
+    def build_extensions(self) -> None:
+        """See setuptools. Nearly all code is in one extension, whose files are compiled beside each other, too."""
+        compile_files = self.compiler.compile
+
+        def compile_each(sources: list[str], **how: object) -> list[str]:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                objects = pool.map(lambda source: compile_files([source], **how), sources)
+                return [path for paths in objects for path in paths]
+
+        self.compiler.compile = compile_each
+        super().build_extensions()
 
 
 def extensions() -> list[Extension]:

@@ -16,14 +16,15 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from lbproxy import __version__, process
 from lbproxy.config import addresses
-from lbproxy.config.parse import json_schema, parse_scenario
 from lbproxy.config.text import ConfigError
-from lbproxy.config.tree import Settings
-from lbproxy.settings_file import parse_text, read_text
+
+# The settings are imported by commands that read some: pydantic takes 0.2 s of CPU, which the others need not wait for.
+if TYPE_CHECKING:
+    from lbproxy.config.tree import Settings
 
 T = TypeVar("T")
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -156,6 +157,8 @@ def _add_admin_commands(commands: Subparsers) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from lbproxy.settings_file import parse_text, read_text  # noqa: PLC0415
+
     text = read_text(args.config)
     settings = parse_text(text, args.config)
     # What a start makes stays: to look through it for garbage again and again takes a twentieth of the start.
@@ -187,6 +190,8 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _schema(_: argparse.Namespace) -> int:
+    from lbproxy.config.parse import json_schema  # noqa: PLC0415
+
     print(json.dumps(json_schema(), indent=2))
     return 0
 
@@ -302,6 +307,9 @@ def _sim(args: argparse.Namespace) -> int:
     if problem is not None:
         print(f"lbproxy sim: {problem}", file=sys.stderr)
         return 2
+    from lbproxy.config.parse import parse_scenario  # noqa: PLC0415
+    from lbproxy.settings_file import read_text  # noqa: PLC0415
+
     scenario = parse_scenario(read_text(args.scenario), environ=os.environ, source=args.scenario)
     trace = next((one.trace for one in scenario.sources if one.trace), None)
     lines = None if trace is None else Path(trace).read_text("utf-8").splitlines()
@@ -359,6 +367,8 @@ _COMMANDS: dict[str | None, Callable[[argparse.Namespace], int]] = {
 
 def _read_settings(path: str) -> Settings:
     """The settings in a file. Raises ConfigError, OSError."""
+    from lbproxy.settings_file import parse_text, read_text  # noqa: PLC0415
+
     return parse_text(read_text(path), path)
 
 

@@ -9,7 +9,8 @@ import ast
 import os
 import re
 import textwrap
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -112,14 +113,23 @@ def tree(file: Path) -> ast.Module:
     return ast.parse(file.read_text(), str(file))
 
 
-def imports(file: Path) -> Iterator[str]:
+@cache
+def nodes(file: Path) -> tuple[ast.AST, ...]:
+    """All of its syntax tree, in no particular order."""
+    return tuple(ast.walk(tree(file)))
+
+
+@cache
+def imports(file: Path) -> tuple[str, ...]:
     """The dotted names of everything that a file imports, wherever in it."""
-    for node in ast.walk(tree(file)):
+    found = list[str]()
+    for node in nodes(file):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{place(file)}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return tuple(found)
 
 
 def layer_of(dotted: str) -> str | None:
@@ -133,8 +143,26 @@ def is_pure(file: Path) -> bool:
     return place(file).startswith(("core/", "sim/")) and not does_io
 
 
-def each(files: list[Path]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("file", files, ids=place)
+def each(files: list[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
+    """Make a rule for one file a test of all files, which names each that breaks it: a test for each file costs more
+    than the rules.
+    """
+
+    def test_of(rule: Callable[[Path], None]) -> Callable[[], None]:
+        def test() -> None:
+            broken = []
+            for file in files:
+                try:
+                    rule(file)
+                except AssertionError as error:
+                    broken.append(f"{place(file)}: {error}")
+            assert files
+            assert not broken, "\n".join(broken)
+
+        test.__doc__ = rule.__doc__
+        return test
+
+    return test_of
 
 
 @each(FILES)
@@ -162,7 +190,7 @@ def test_the_simulation_stands_on_core_alone(file: Path) -> None:
 def test_pure_modules_touch_nothing(file: Path) -> None:
     for name in imports(file):
         assert name.split(".")[0] not in IMPURE, name
-    for node in ast.walk(tree(file)):
+    for node in nodes(file):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             assert node.value.id not in {"time", "os"}, ast.unparse(node)
             if node.value.id == "random":
@@ -178,7 +206,7 @@ def test_libraries_stay_in_their_place(file: Path) -> None:
 
 @each(FILES)
 def test_files_are_read_in_few_places(file: Path) -> None:
-    calls = [node for node in ast.walk(tree(file)) if isinstance(node, ast.Call)]
+    calls = [node for node in nodes(file) if isinstance(node, ast.Call)]
     methods = {call.func.attr for call in calls if isinstance(call.func, ast.Attribute)}
     functions = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
     if place(file) not in READS_FILES:
@@ -193,7 +221,7 @@ faults."""
 
 @each([file for file in FILES if place(file) not in OWN_TASKS])
 def test_tasks_live_in_task_groups(file: Path) -> None:
-    for node in ast.walk(tree(file)):
+    for node in nodes(file):
         if isinstance(node, ast.Attribute) and node.attr in {"create_task", "ensure_future"}:
             assert ast.unparse(node.value) not in {"asyncio", "loop", "self.loop", "self._loop"}, ast.unparse(node)
 
@@ -202,18 +230,14 @@ def test_tasks_live_in_task_groups(file: Path) -> None:
 def test_no_cancellation_is_lost(file: Path) -> None:
     """`wait_for` of Python 3.11 swallows one that comes in the same turn as the result: `asyncio.timeout` does not."""
     assert not [
-        name
-        for node in ast.walk(tree(file))
-        if isinstance(node, ast.Attribute)
-        for name in [node.attr]
-        if name == "wait_for"
+        name for node in nodes(file) if isinstance(node, ast.Attribute) for name in [node.attr] if name == "wait_for"
     ]
 
 
 @each(FILES)
 def test_nothing_grows_too_large(file: Path) -> None:
     assert len(file.read_text().splitlines()) <= MAX_FILE_LINES
-    for node in ast.walk(tree(file)):
+    for node in nodes(file):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             assert lines <= MAX_FUNCTION_LINES, f"{node.name} has {lines} lines"
@@ -268,7 +292,7 @@ def test_folders_are_packages_and_not_heaps() -> None:
         assert len(modules) <= MAX_MODULES, f"{folder.relative_to(ROOT)}: {len(modules)} modules"
         said = ast.get_docstring(tree(folder / "__init__.py"))
         assert said, f"{folder.relative_to(ROOT)} does not say what it is for"
-        assert not list(imports(folder / "__init__.py")), "an __init__ exports nothing"
+        assert not imports(folder / "__init__.py"), "an __init__ exports nothing"
 
 
 def importers(folder: Path) -> set[str]:
@@ -309,7 +333,7 @@ def with_importers(text: str, line: str) -> str:
 
 @each(FILES)
 def test_no_class_has_too_many_attributes(file: Path) -> None:
-    for node in ast.walk(tree(file)):
+    for node in nodes(file):
         if isinstance(node, ast.ClassDef) and not node.decorator_list:
             count = len(attributes(node))
             assert count <= LARGE.get(node.name, MAX_ATTRIBUTES), f"{node.name} has {count}"
@@ -325,6 +349,16 @@ def attributes(node: ast.ClassDef) -> set[str]:
         and isinstance(one.value, ast.Name)
         and one.value.id == "self"
     }
+
+
+def test_files_of_tests_can_be_told_apart() -> None:
+    """pytest imports them by their names alone, but in folders that are packages: two of one name are an error, though
+    only in a run that has both.
+    """
+    tests = [path for path in ROOT.parent.glob("tests/**/test_*.py") if not (path.parent / "__init__.py").exists()]
+    names = Counter(path.name for path in tests)
+    assert tests
+    assert not [name for name, count in names.items() if count > 1]
 
 
 def test_the_rules_can_fail() -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from argparse import ArgumentTypeError
 from urllib.parse import SplitResult, urlsplit
 
-from lbproxy.config.values import read_unix_url
-
 ADMIN = "127.0.0.1:9901"
 """The admin listener, unless the settings say another."""
 LISTEN = "127.0.0.1:8080"
@@ -23,6 +21,8 @@ def url(text: str) -> str:
     `unix:/path`.
     """
     if text.startswith("unix:"):
+        from lbproxy.config.values import read_unix_url  # noqa: PLC0415 - imports pydantic: lbproxy.cli
+
         unix = read_unix_url(text)
         if unix is None:
             raise ArgumentTypeError(f"expected unix: and the absolute path of a socket, got {text!r}")

@@ -10,6 +10,9 @@ import pytest
 from tests.chaos.peers import PEERS
 from tests.chaos.rig import Rig, Server
 from tests.chaos.verdict import PROXY, Case
+from tests.support.authorities import few_authorities
+
+__all__ = ["few_authorities"]
 
 SERVERS = 4
 

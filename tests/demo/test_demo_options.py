@@ -32,8 +32,7 @@ def test_other_troubles_stay_as_they_are() -> None:
     )
 
 
-@pytest.mark.parametrize("traffic", [[], ["--traffic"]])
-@pytest.mark.parametrize("option", ["--listen", "--admin"])
+@pytest.mark.parametrize(("option", "traffic"), [("--listen", []), ("--admin", []), ("--admin", ["--traffic"])])
 def test_a_taken_port_leads_to_the_option_of_the_demo(option: str, traffic: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = f"127.0.0.1:{taken.getsockname()[1]}"

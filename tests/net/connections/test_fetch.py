@@ -53,7 +53,7 @@ def test_a_chunked_answer_can_be_fetched() -> None:
     run(main())
 
 
-LIMIT = 2**17
+LIMIT = 2**15
 CHUNKED = {size: STREAM_HEAD + b"2\r\nxx\r\n" * (size // 2) + LAST for size in (LIMIT, LIMIT + 2)}
 PLAIN = {size: answer(b"x" * size) for size in (LIMIT, LIMIT + 2)}
 

@@ -1,0 +1,5 @@
+"""What processes and real clients run with."""
+
+from tests.support.authorities import few_authorities
+
+__all__ = ["few_authorities"]
