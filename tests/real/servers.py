@@ -375,17 +375,20 @@ class Ranked:
 
 
 @contextmanager
-def ranked(environment: Environment) -> Iterator[Ranked]:
-    """Every process is killed at the end."""
+def ranked(environment: Environment, api_servers: int) -> Iterator[Ranked]:
+    """Every process is killed at the end. vLLM's own default is an API server for each rank."""
     LOGS.mkdir(exist_ok=True)
     options = ["--data-parallel-size", str(RANKS), "--num-gpu-blocks-override", "400"]
+    options += ["--api-server-count", str(api_servers)]
     alone = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"}  # refused with several API servers, of which ranks have one each
-    server = vllm(environment, "vllm-ranks", "", 2, *options, env=alone)  # no core of its own: too many processes
+    server = vllm(
+        environment, f"vllm-ranks-{api_servers}", "", 2, *options, env=alone
+    )  # no core of its own: too many processes
     daemons: list[Daemon] = [server]
     try:
         server.start()
         server.wait_until_ready()
-        proxy, admin = lbproxy([server], "lbproxy-ranks")
+        proxy, admin = lbproxy([server], f"lbproxy-ranks-{api_servers}")
         daemons.append(proxy)
         found = Ranked(server, proxy, admin)
         proxy.wait_for(lambda: list(found.endpoints()) == found.names, "an endpoint for each rank")

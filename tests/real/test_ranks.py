@@ -18,9 +18,9 @@ WORDS = "The quick brown fox jumps over the lazy dog. "
 RETURNS = 0.95
 
 
-@pytest.fixture(scope="module")
-def two(parts: Environment) -> Iterator[Ranked]:
-    with servers.ranked(parts) as found:
+@pytest.fixture(scope="module", params=[1, RANKS], ids=lambda count: f"API servers: {count}")
+def two(parts: Environment, request: pytest.FixtureRequest) -> Iterator[Ranked]:
+    with servers.ranked(parts, request.param) as found:
         yield found
 
 
@@ -63,7 +63,9 @@ def test_data_parallel_conversations_return_to_their_rank(two: Ranked, found: Ca
     share = returned / (TALKS * (TURNS - 1))
     used = {one for talk in through.where for one in talk}
     hits = [one.cached / one.prompt for one in (through, direct)]
-    found(f"ranks: {TALKS} conversations of {TURNS} turns over {RANKS} ranks: {share:.0%} of the turns returned")
+    found(
+        f"ranks: {two.server.name}: {TALKS} conversations of {TURNS} turns over {RANKS} ranks: {share:.0%} of the turns returned"
+    )
     found(
         f"ranks: prompt tokens of later turns that were cached: {hits[0]:.3f} through lbproxy, {hits[1]:.3f} directly"
     )
@@ -73,22 +75,22 @@ def test_data_parallel_conversations_return_to_their_rank(two: Ranked, found: Ca
 
 
 def test_data_parallel_gauges_are_those_of_each_rank(two: Ranked, found: Callable[[str], None]) -> None:
-    """What is asked around lbproxy, of one rank, is seen at that rank alone. Of a single stream vLLM's page often shows
-    nothing: of its two API servers one has no request, and the last value of either counts.
+    """What is asked around lbproxy, of one rank, is seen at that rank alone. With two API servers vLLM's page often
+    shows nothing of it: the last value of either counts, and one of them has no request.
     """
     body = {"model": MODEL, "prompt": "Once", "max_tokens": 900, "ignore_eos": True}
     rank = {"X-data-parallel-rank": "1"}
-    seen = {name: 0.0 for name in two.names}
+    seen = dict.fromkeys(two.names, 0.0)
     with ThreadPoolExecutor(6) as pool, httpx.Client(base_url=two.server.url, timeout=120) as client:
         asked = [pool.submit(client.post, "/v1/completions", json=body, headers=rank) for _ in range(6)]
         while not all(one.done() for one in asked):
             for name, one in two.endpoints().items():
                 seen[name] = max(seen[name], one["running"] or 0.0)
         assert [one.result().status_code for one in asked] == [200] * 6
-    found(f"ranks: running at most, while rank 1 has 6 requests of other clients: {seen}")
+    found(f"ranks: {two.server.name}: running at most, while rank 1 has 6 requests of other clients: {seen}")
     assert seen[two.names[0]] == 0
-    assert seen[two.names[1]] > 0
-    wait_until(lambda: two.endpoints()[two.names[1]]["running"] == 0, "they have ended")
+    assert seen[two.names[1]] > 0 or "-2" in two.server.name
+    wait_until(lambda: two.endpoints()[two.names[1]]["running"] in {0, None}, "they have ended")
 
 
 def test_a_data_parallel_rank_that_is_not_there_is_refused(two: Ranked) -> None:
