@@ -63,9 +63,8 @@ def test_data_parallel_conversations_return_to_their_rank(two: Ranked, found: Ca
     share = returned / (TALKS * (TURNS - 1))
     used = {one for talk in through.where for one in talk}
     hits = [one.cached / one.prompt for one in (through, direct)]
-    found(
-        f"ranks: {two.server.name}: {TALKS} conversations of {TURNS} turns over {RANKS} ranks: {share:.0%} of the turns returned"
-    )
+    talks = f"{TALKS} conversations of {TURNS} turns over {RANKS} ranks"
+    found(f"ranks: {two.server.name}: {talks}: {share:.0%} of the turns returned")
     found(
         f"ranks: prompt tokens of later turns that were cached: {hits[0]:.3f} through lbproxy, {hits[1]:.3f} directly"
     )
