@@ -154,15 +154,25 @@ class PageReader:
 
 
 def rank_labels(table: EngineTable, samples: Samples) -> Sequence[str]:
-    """The labels of the data-parallel ranks on a page, in their order; empty if they are not numbers, or too many."""
+    """The labels of the data-parallel ranks on a page, in their order; empty if no family has several, or they are not
+    numbers, or too many.
+    """
     name = table.rank_label
     if name is None:
         return ()
-    signals = (table.waiting, table.running, table.kv_utilization, table.kv_blocks)
-    families = {spec.family for signal in signals for spec in signal if isinstance(spec, MetricSpec)}
-    found = {one.labels[name] for family in families for one in samples.get(family, ()) if name in one.labels}
+    found: set[str] = set()
+    for family in _rank_families(table):
+        series = samples.get(family, ())
+        if len(series) > 1:
+            found.update(one.labels[name] for one in series if name in one.labels)
     are_numbers = all(_RANK.fullmatch(label) for label in found)
     return sorted(found, key=int) if are_numbers and len(found) <= MAX_RANKS else ()
+
+
+@lru_cache(maxsize=128)
+def _rank_families(table: EngineTable) -> Sequence[str]:
+    signals = (table.waiting, table.running, table.kv_utilization, table.kv_blocks)
+    return sorted({spec.family for signal in signals for spec in signal if isinstance(spec, MetricSpec)})
 
 
 @lru_cache(maxsize=128)  # one for each engine, not for each endpoint
