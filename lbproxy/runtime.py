@@ -51,11 +51,9 @@ class ModelReader(Protocol):
 
     async def refresh_models(self) -> None:
         """Now. Bounded in time; raises nothing."""
-        ...
 
     def doubt_models(self) -> None:
         """Soon."""
-        ...
 
 
 class Runtime(RequestRuntime):
@@ -104,7 +102,7 @@ class Runtime(RequestRuntime):
         suspect: EndpointUid | None = None,
         again: bool = False,
     ) -> Ticket:
-        """See RequestRuntime. Placed or refused at once, as nearly always, or waiting."""
+        """See RequestRuntime."""
         ticket = self._balancer.submit(request, now=self.now(), avoid=avoid, suspect=suspect, resubmitted=again)
         if self._transitions:
             self._tell()
@@ -319,6 +317,8 @@ class Runtime(RequestRuntime):
         """See RequestRuntime."""
         if (reader := self._reader_of(uid)) is not None:
             reader.doubt_models()
+        if (member := self._members.get(uid)) is not None and member.rank is not None:
+            self._wakers.get(member.base_url, lambda: None)()  # the server may have other ranks now
 
     def look_for_models(self, looked: Callable[[], None]) -> bool:
         """See RequestRuntime. At most once in `LOOK_AGAIN_S`, for `LOOK_S` at most. Many random names cost no more than

@@ -155,6 +155,7 @@ async def page() -> AsyncIterator[Page]:
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
+        drain: asyncio.Future[bytes] | None = None
         try:
             address, drain = await _address(process)
             async with aiohttp.ClientSession() as client, client.ws_connect(address, max_msg_size=0) as socket:
@@ -165,11 +166,12 @@ async def page() -> AsyncIterator[Page]:
                 with suppress(AssertionError, TimeoutError, ConnectionError):
                     await tab.call("Browser.close")
                 reading.cancel()
-            drain.cancel()
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, 9)  # with all its children
             await process.wait()
+            if drain is not None:  # to the end of the pipe, or the loop is closed with it
+                await asyncio.wait([drain], timeout=ANSWERS_S)
 
 
 async def _address(process: asyncio.subprocess.Process) -> tuple[str, asyncio.Future[bytes]]:

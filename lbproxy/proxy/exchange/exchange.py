@@ -445,11 +445,11 @@ class Exchange(ABC):
         """Whether a 400 or 404 can only mean that something is not there: the rank that lbproxy named, a listed adapter
         (the path exists on every model server), or a stored response whose endpoint is not known.
         """
-        if status == 400:
-            return rank_is_gone(ticket.placed_state.endpoint, body)
-        runtime, placed = self._shared.runtime, self.placed
-        if self.request.route.is_common and runtime.lists_adapter(placed.model):
-            runtime.doubt_models(ticket.placed_state.endpoint.uid)
+        runtime, placed, endpoint = self._shared.runtime, self.placed, ticket.placed_state.endpoint
+        if status == 400 and not rank_is_gone(endpoint, body):
+            return False
+        if status == 400 or (self.request.route.is_common and runtime.lists_adapter(placed.model)):
+            runtime.doubt_models(endpoint.uid)
             return True
         return placed.response_id is not None and runtime.stored(placed.response_id) is None
 
