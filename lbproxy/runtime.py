@@ -294,9 +294,8 @@ class Runtime(RequestRuntime):
         self._pump_soon()
 
     @contextmanager
-    def reads_models(self, uid: EndpointUid, reader: ModelReader) -> Iterator[None]:
-        """Meanwhile `reader` asks an endpoint for its models."""
-        url = self._members[uid].base_url
+    def reads_models(self, url: str, reader: ModelReader) -> Iterator[None]:
+        """Meanwhile `reader` asks an endpoint for its models. `url`: of the endpoint, which may have left the set."""
         self._model_readers[url] = reader
         try:
             yield

@@ -11,7 +11,6 @@ from typing import TypeVar
 import msgspec
 import pytest
 
-from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest
@@ -537,7 +536,7 @@ def test_models_are_read_again_for_a_worker() -> None:
     async def body() -> None:
         async with balancing(1) as it:
             worker = await it.worker()
-            with it.runtime.reads_models(EndpointUid(it.endpoints[0].uid), (reader := Reader(it))):
+            with it.runtime.reads_models(it.endpoints[0].base_url, (reader := Reader(it))):
                 await worker.says(m.RefreshModels(it.endpoints[0].uid, 5), m.DoubtModels(it.endpoints[0].uid))
                 await until(lambda: worker.heard(m.Refreshed))
             assert worker.heard(m.Refreshed) == [m.Refreshed(5)]

@@ -152,7 +152,7 @@ class Prober:
 
     async def run(self) -> None:
         """Until cancelled."""
-        with self._runtime.reads_models(self._endpoint.uid, self):
+        with self._runtime.reads_models(self._endpoint.base_url, self):
             await self._keep_asking()
 
     async def _keep_asking(self) -> None:

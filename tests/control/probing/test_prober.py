@@ -421,6 +421,20 @@ def test_one_that_comes_back_from_an_ejection_is_asked_for_its_models_at_once() 
     run(main())
 
 
+def test_an_endpoint_that_left_the_set_before_its_prober_began_is_no_error() -> None:
+    """Tasks begin a turn of the loop after they are made, and a thousand endpoints that leave end in later turns."""
+
+    async def main() -> None:
+        async with ScriptedEndpoint({"/health": OK, "/v1/models": model_list("n")}) as server, rig(spec(server)) as r:
+            prober = r.prober(r.endpoints[0])
+            r.runtime.set_endpoints([])
+            async with running(prober.run):
+                await until(lambda: [one.path for one in server.requests].count("/health") >= 3)
+            assert r.snapshots() == []
+
+    run(main())
+
+
 def test_a_prober_that_is_cancelled_leaves_nothing_to_the_garbage_collector() -> None:
     """A thousand may end together, when a name loses its addresses."""
 

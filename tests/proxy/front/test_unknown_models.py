@@ -27,6 +27,7 @@ class Reader:
 
     def __init__(self, it: Rig, uid: EndpointUid, *names: str, says: bool = True) -> None:
         self.it, self.uid, self.names, self.says = it, uid, list(names), says
+        self.url = next(one.base_url for one in it.endpoints if one.uid == uid)
         self.asked = 0
 
     async def refresh_models(self) -> None:
@@ -41,7 +42,7 @@ class Reader:
 def asking(it: Rig, *readers: Reader) -> AsyncExitStack:
     stack = AsyncExitStack()
     for reader in readers:
-        stack.enter_context(it.runtime.reads_models(reader.uid, reader))
+        stack.enter_context(it.runtime.reads_models(reader.url, reader))
         it.runtime.report_models(reader.uid, [synthetic_card(name) for name in reader.names])
     return stack
 
