@@ -24,7 +24,7 @@ class Notifier:
         """`address`: a path, or a name with @ for an abstract socket; None = not requested."""
         self._address = address
         self._beat_s = None if watchdog_s is None else watchdog_s / BEATS_IN_TIME
-        self._beaten_at = 0.0
+        self._beaten_at = float("-inf")
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Notifier:
