@@ -20,16 +20,16 @@ from setuptools.command.build_ext import build_ext
 
 COMPILED = {
     "lbproxy": "request_runtime runtime",
-    "lbproxy/core": "balancer",
+    "lbproxy/core": "balancer placing",
     "lbproxy/core/requests": "large_json media openai outcome outline prompt_keys prompts request retry sse",
     "lbproxy/core/engines": "load_metrics",
     "lbproxy/core/caches": "adapters cache_loss cache_size prefix_index sessions",
     "lbproxy/core/capacity": "lanes opaque others reservations response_times room slots space",
-    "lbproxy/core/knowledge": "gaps kv_model learning load_model placement pool_model prefill_work speed work",
+    "lbproxy/core/knowledge": "gaps kv_model learning load_model placement pool_model prefill_work speed transfer work",
     "lbproxy/core/endpoints": (
         "backpressure breaker endpoint endpoint_set hang health judge progress serving slow_start state"
     ),
-    "lbproxy/core/policies": "adaptive baselines explain policy registry scorers",
+    "lbproxy/core/policies": "adaptive baselines explain policy registry scorers split",
     "lbproxy/core/queue": (
         "choice dispatcher failed_attempts flow flows queue_overload stored_responses ticket waiting_queue"
     ),

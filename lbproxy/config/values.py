@@ -7,11 +7,12 @@ a value out of range (a scrape every microsecond, a timeout of a year) is a typi
 from __future__ import annotations
 
 import ipaddress
+import math
 import posixpath
 import re
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Annotated, TypeAlias
+from typing import Annotated, ClassVar, TypeAlias
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -119,6 +120,24 @@ class _OrAuto(Quantity):
         return {"anyOf": [{"const": "auto"}, *forms["anyOf"]]}
 
 
+class _SplitRule(Quantity):
+    """A number of tokens, or a word for one."""
+
+    WORDS: ClassVar = {"priced": -1.0, "always": 0.0, "never": math.inf}
+
+    def read(self, value: object) -> float | int:
+        """See Quantity."""
+        known = self.WORDS.get(value) if isinstance(value, str) else None
+        return Quantity.read(self, value) if known is None else known
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, object]:
+        forms = Quantity.__get_pydantic_json_schema__(self, schema, handler)
+        assert isinstance(forms["anyOf"], list)
+        return {"anyOf": [{"enum": [*self.WORDS]}, *forms["anyOf"]]}
+
+
+SplitRule: TypeAlias = Annotated[float, _SplitRule("1", "10000000", "priced, always, never, or a number of tokens")]
+"""Tokens of a prompt above which it is split; -1 = where it costs less, infinite = never."""
 Workers: TypeAlias = Annotated[int, _OrAuto("1", "64", "auto, or a whole number")]
 """Worker processes; 0 = auto."""
 Ranks: TypeAlias = Annotated[int, _OrAuto("1", "64", "auto, or a whole number")]

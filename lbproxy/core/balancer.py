@@ -30,7 +30,7 @@ from mypy_extensions import mypyc_attr
 from lbproxy.config.balancing import BalancingSettings
 from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.endpoints.backpressure import Backpressure
-from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
+from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid, Handover
 from lbproxy.core.endpoints.endpoint_set import EndpointChanges, EndpointSet
 from lbproxy.core.endpoints.health import Health, Transition
 from lbproxy.core.endpoints.state import EndpointState
@@ -38,6 +38,7 @@ from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.observed.learned import EndpointLearned, PoolLearned, QueueSnapshot, of_endpoint, of_pool, of_queue
 from lbproxy.core.observed.snapshot import PoolSnapshot
+from lbproxy.core.placing import Placing
 from lbproxy.core.policies.policy import Policy
 from lbproxy.core.queue.choice import Choice, model_for
 from lbproxy.core.queue.dispatcher import Dispatcher
@@ -51,7 +52,7 @@ from lbproxy.core.replicas.journal import Journal
 from lbproxy.core.replicas.peers import Peers
 from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import NO_USAGE, InferenceRequest, Usage
+from lbproxy.core.requests.request import DECODE, InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind, Retries, Verdict
 from lbproxy.core.saved.pieces import Piece
 from lbproxy.core.saved.reading import Saved
@@ -77,9 +78,7 @@ class Balancer:
         self._failures = FailedAttempts(self._retries, self._backpressure, self._judge, self._choice)
         self._dispatcher = Dispatcher(self._endpoints, self._choice, self._queue, self._flows)
         self._reconfigure_queue(settings.admission)
-        self._placements = 0
-        self._journal: Journal | None = None
-        """Set if there are other replicas."""
+        self._placing = Placing(self._endpoints, self._flows, self._backpressure, self._choice, self._dispatcher)
         self._changed: list[Ticket] = []
         """Tickets that were closed because another ticket arrived; `poll` returns them."""
 
@@ -105,8 +104,8 @@ class Balancer:
         for flow in self._flows:
             self._unpark(flow)
         self._choice.reconfigure(policy, settings.admission)
-        if self._journal is not None:
-            self._journal.block_bytes = policy.block_bytes
+        if self._placing.journal is not None:
+            self._placing.journal.block_bytes = policy.block_bytes
         self._reconfigure_queue(settings.admission)
 
     # Requests
@@ -122,12 +121,16 @@ class Balancer:
     ) -> Ticket:
         """Ask for a place. The returned ticket is placed, closed with a reason, or waiting (`poll` returns it later).
 
-        `avoid`: endpoints that already failed this request; NO_ENDPOINTS if no others are left. `suspect`: the one of
-        them that returned 500. `resubmitted`: submitted before, and not counted again for limits or the retry budget.
+        The second leg of a split request never waits. `avoid`: endpoints that already failed this request; NO_ENDPOINTS
+        if no others are left. `suspect`: the one of them that returned 500. `resubmitted`: submitted before, and not
+        counted again for limits or the retry budget.
         """
         ticket = Ticket(request, now, now + self._queue_timeout_s, avoid)
         ticket.flow = flow = self._flows.of(request.flow, now)
         ticket.suspect = suspect
+        if request.leg == DECODE:
+            self._place_second(ticket, now)
+            return ticket
         if request.deadline is not None:
             ticket.expires_at = min(ticket.expires_at, request.deadline)
         if not (avoid or resubmitted):
@@ -193,33 +196,11 @@ class Balancer:
 
     def first_byte(self, ticket: Ticket, *, now: float) -> None:
         """Report the first byte of a successful response's body. Later calls for the same ticket have no effect."""
-        if ticket.state is TicketState.PLACED and ticket.first_byte_at is None:
-            ticket.first_byte_at = now
-            if self._journal is not None:
-                self._journal.first_byte(ticket, now)
-            state = ticket.placed_state
-            state.awaiting_first_byte -= 1
-            state.progress.last_at = now
-            state.breaker.successes += 1
-            state.breaker.faults_in_row = 0
-            self._backpressure.note_success(state)
-            if ticket.trial is not None or ticket.suspect is not None:
-                suspect = None if ticket.suspect is None else self._endpoints.get(ticket.suspect)
-                self._judge.responded(state, suspect, trial=ticket.is_trial, now=now)
-            if ticket.load is not None and ticket.placement is not None:
-                ticket.load.first_byte(ticket.placement, now)
-                self._dispatcher.wake(state)
+        self._placing.first_byte(ticket, now)
 
     def progress(self, ticket: Ticket, tokens: int, *, now: float) -> None:
         """Report `tokens` more of the response, as far as known. At most every 250 ms per stream, not per chunk."""
-        if ticket.state is TicketState.PLACED:
-            state = ticket.placed_state
-            state.tokens_streamed += tokens
-            state.progress.last_at = now
-            if tokens:
-                self._flows.progress(ticket, tokens, now)
-            if ticket.load is not None and ticket.placement is not None:
-                ticket.load.progress(ticket.placement, tokens, now)
+        self._placing.progress(ticket, tokens, now)
 
     def close(
         self, ticket: Ticket, outcome: Outcome, *, now: float, usage: Usage | None = None, timed_out: bool = False
@@ -230,30 +211,7 @@ class Balancer:
         """
         if ticket.state is TicketState.CLOSED:
             return
-        if ticket.state is TicketState.PLACED:
-            state = ticket.placed_state
-            if self._journal is not None:
-                self._journal.ended(ticket, usage, now, completed=outcome is Outcome.COMPLETED)
-            state.in_flight -= 1
-            state.progress.open_ended -= ticket.request.open_ended
-            if ticket.first_byte_at is None:
-                state.awaiting_first_byte -= 1
-            if outcome is Outcome.COMPLETED:
-                state.progress.last_at = now
-            elif outcome is Outcome.UPSTREAM_BROKE:
-                self._judge.response_broke(state, timed_out=timed_out, placed_at=ticket.placed_at or 0.0, now=now)
-            if ticket.is_trial:
-                self._judge.trial_ended(state, outcome, now=now)
-            if usage is None and outcome is Outcome.COMPLETED and ticket.first_byte_at is not None:
-                usage = NO_USAGE if not ticket.request.prompt_bytes else None
-            served = ticket.first_byte_at is not None or (outcome is Outcome.COMPLETED and usage is not None)
-            assert ticket.flow is not None
-            ticket.flow.in_flight -= 1
-            self._flows.ended(ticket, usage, now, served=served)
-            if ticket.load is not None and ticket.placement is not None:
-                ticket.load.end(ticket.placement, usage, now)
-            self._endpoints.released(state)
-            self._dispatcher.wake(state)
+        self._placing.end(ticket, outcome, usage, now, timed_out=timed_out)
         self._end(ticket, outcome)
 
     def after_failure(  # noqa: PLR0913 - what is known of a failure
@@ -359,6 +317,11 @@ class Balancer:
         """Report how many requests an endpoint states that it runs at once."""
         self._dispatcher.wake(self._endpoints.report_slots(uid, slots))
 
+    def report_role(self, uid: EndpointUid, handover: Handover) -> None:
+        """Report what an engine says of its part where prefill and decode are apart."""
+        self._dispatcher.wake_all()
+        self._endpoints.report_role(uid, handover)
+
     def drain(self, uid: EndpointUid, *, draining: bool = True) -> None:
         """Drain an endpoint: it gets no new requests. `draining=False` ends that."""
         self._dispatcher.wake_all()
@@ -375,7 +338,7 @@ class Balancer:
 
         The driver sends what it takes from the journal, and calls `poll` after it reported a batch to the peers.
         """
-        self._journal = journal = Journal(replica, self.block_bytes, self._endpoints, self._flows)
+        self._placing.journal = journal = Journal(replica, self.block_bytes, self._endpoints, self._flows)
         self.stored_responses.told = journal.stored
         wake, unpark = self._dispatcher.wake, self._unpark
         return journal, Peers(journal, self._endpoints, self._flows, self.stored_responses, wake=wake, unpark=unpark)
@@ -444,26 +407,15 @@ class Balancer:
             ticket.priced_at = now
 
     def _place(self, ticket: Ticket, state: EndpointState, now: float) -> None:
-        self._placements += 1
-        if self._journal is not None:
-            self._journal.placed(ticket, now)
-        state.in_flight += 1
-        state.awaiting_first_byte += 1
-        state.placed += 1
-        state.placed_seq = self._placements
-        ticket.state, ticket.placed_on, ticket.placed_at = TicketState.PLACED, state, now
-        if state.health is not Health.UP:
-            ticket.trial = self._judge.begin_trial(state, stream=ticket.request.stream, now=now)
-        state.progress.open_ended += ticket.request.open_ended
-        if self._pool is not None and not ticket.request.open_ended:  # the work of a WebSocket is not known
-            ticket.load = state.load
-            ticket.placement = ticket.load.place(ticket.request, now)
-        assert ticket.flow is not None
-        ticket.flow.in_flight += 1
-        self._flows.placed(ticket, now)
-        if self._queue:
-            for one in self._choice.starting:  # each placement gives them slow-start credit
-                self._dispatcher.wake(one)
+        self._placing.place(ticket, state, now)
+
+    def _place_second(self, ticket: Ticket, now: float) -> None:
+        """Place the second leg of a split request at once, or close it. Its first leg counted for limits."""
+        chosen = self._choice.choose_second(ticket, now=now)
+        if isinstance(chosen, EndpointState):
+            self._place(ticket, chosen, now)
+        else:
+            self._end(ticket, Outcome.NO_ENDPOINTS)
 
     # Waiting
 

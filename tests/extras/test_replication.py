@@ -177,7 +177,7 @@ def test_the_last_batch_before_a_silence_is_missed_and_noticed(tmp_path: Path) -
                 placed = a.place()
                 await until(lambda: b.elsewhere == 1)
                 a.end(placed)
-                missed = a.balancer._journal.take(a.runtime.now())  # type: ignore[union-attr]
+                missed = a.balancer._placing.journal.take(a.runtime.now())  # type: ignore[union-attr]
                 assert missed is not None
                 await until(lambda: b.elsewhere == 0, "an empty batch shows that one is missing", within_s=WITHIN_S)
 

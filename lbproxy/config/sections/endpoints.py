@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import InitErrorDetails
@@ -111,6 +111,15 @@ class EndpointSettings(ShortSection):
     """Data-parallel ranks behind the URL. Each is an endpoint of its own, `name#0` and so on, and weight and
     kv_cache_tokens are those of each; requests name it in `X-data-parallel-rank`. `auto` = as many as its metrics show
     (vLLM, SGLang). 1 = one endpoint: the server distributes the requests itself."""
+    role: Literal["auto", "both", "prefill", "decode"] = "auto"
+    """Where prefill and decode are apart (docs/disaggregation.md): what it does of a request. `auto` = as the engine
+    says (SGLang); else all of it."""
+    connector: Literal["auto", "nixl", "shared-storage", "mooncake", "sglang"] = "auto"
+    """How prefill hands the KV cache of a prompt to decode: both ends have the same. `auto` = as the engine shows (vLLM
+    with NIXL or Mooncake, SGLang)."""
+    bootstrap_port: Annotated[int, count("1", "65535")] | None = None
+    """Of a prefill endpoint with connector mooncake or sglang: where decode finds it. null = as SGLang says, else
+    8998."""
     api_key: SecretStr | None = None
     """Sent to it as `Authorization: Bearer`, instead of the client's. Write ${NAME} rather than the key."""
     proxy: ProxyUrl | None = None
@@ -212,6 +221,16 @@ class EndpointSettings(ShortSection):
     def _has_tls(cls, value: EndpointTls, info: ValidationInfo) -> EndpointTls:
         if value != EndpointTls() and "https://" not in info.data.get("url", "https://"):
             raise expected("nothing here, since the url is not https")
+        return value
+
+    @field_validator("connector", mode="after")
+    @classmethod
+    def _suits_engine(cls, value: str, info: ValidationInfo) -> str:
+        role, engine = info.data.get("role"), info.data.get("engine")
+        if value != "auto" and role not in {"prefill", "decode", None}:
+            raise expected("auto, unless role is prefill or decode")
+        if value != "auto" and engine in {"sglang", "vllm"} and (value == "sglang") != (engine == "sglang"):
+            raise expected(f"a connector of {engine}")
         return value
 
     @model_validator(mode="after")

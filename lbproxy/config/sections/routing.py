@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import ValidationInfo, field_validator
 
 from lbproxy.config.section import Section
-from lbproxy.config.values import Quantity, Timeout, count, duration, expected, size
+from lbproxy.config.values import Quantity, SplitRule, Timeout, count, duration, expected, size
 
 PolicyName: TypeAlias = Literal[
     "adaptive",
@@ -38,6 +38,9 @@ class RoutingSettings(Section):
     """The routing policy. adaptive predicts the cost of a request on each endpoint; least-request counts requests."""
     scorers: dict[ScorerName, Weight] | None = None
     """Only with policy `weighted`: scorer -> weight above 0. Only the proportions of the weights matter."""
+    split: SplitRule = "priced"  # type: ignore[assignment]  # read like what a file says
+    """Where prefill and decode are apart: `priced` = a request is split where that costs less, under policy adaptive,
+    and always under others; `always`; `never`; or a number: if more tokens of its prompt are cached nowhere."""
     prefix_memory: Annotated[int, size("1MiB", "1024GiB")] = 600 * 1024**2
     """Memory for the index of the endpoints' prefix caches, for policies that use it: at most 600 bytes for each block
     of 1 KiB of prompts, a tenth of that where they are long. When it is full, the oldest entries are removed."""

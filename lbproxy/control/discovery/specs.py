@@ -15,7 +15,7 @@ from lbproxy.config.sections.endpoints import EndpointSettings
 from lbproxy.config.sections.proxies import ProxyUrl
 from lbproxy.control.discovery.known_names import Member
 from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
-from lbproxy.core.endpoints.endpoint import EndpointSpec
+from lbproxy.core.endpoints.endpoint import EndpointSpec, Role
 
 Certificates: TypeAlias = Mapping[str, str]
 """The text of the files that `tls.ca` names, by their paths."""
@@ -62,6 +62,9 @@ def _common(entry: EndpointSettings) -> Callable[..., EndpointSpec]:
         models=entry.models,
         kv_cache_tokens=entry.kv_cache_tokens,
         ranks=entry.ranks or None,
+        role=None if entry.role == "auto" else Role(entry.role),
+        connector=None if entry.connector == "auto" else entry.connector,
+        bootstrap_port=entry.bootstrap_port,
         api_key=None if entry.api_key is None else ApiKey(entry.api_key.get_secret_value()),
         proxy=None if entry.proxy is None else _proxy(entry.proxy),
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NewType
+from enum import Enum
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, NamedTuple, NewType
 
 if TYPE_CHECKING:
     from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
@@ -11,6 +13,51 @@ if TYPE_CHECKING:
 
 EndpointUid = NewType("EndpointUid", int)
 """Identifies one endpoint for the life of the process. Never reused, unlike addresses."""
+
+
+class Role(Enum):
+    """What an endpoint does of a request where prefill and decode are apart."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Connector(NamedTuple):
+    """How the KV cache of a prompt gets from the endpoint that computed it to the one that decodes."""
+
+    concurrent: bool
+    """Both legs are sent at once, and find each other; else decode is sent what prefill returned."""
+    serves_whole: bool
+    """A server with a role serves whole requests too, if asked without any hand-over."""
+
+
+CONNECTORS: Final = MappingProxyType(
+    {
+        "nixl": Connector(concurrent=False, serves_whole=True),
+        "shared-storage": Connector(concurrent=False, serves_whole=True),
+        "mooncake": Connector(concurrent=True, serves_whole=True),
+        "sglang": Connector(concurrent=True, serves_whole=False),
+    }
+)
+"""By their names in the settings; docs/decisions/0041 has what each engine does."""
+BOOTSTRAP_PORT: Final = 8998
+"""The default of SGLang and of Mooncake's connector in vLLM."""
+
+
+class Handover(NamedTuple):
+    """An endpoint's part where prefill and decode are apart."""
+
+    role: Role = Role.BOTH
+    connector: str | None = None
+    """One of `CONNECTORS`; None: none, or not known."""
+    bootstrap_port: int = BOOTSTRAP_PORT
+    """Of a prefill endpoint with a concurrent connector: where decode endpoints find it, on its own host."""
+
+    @property
+    def how(self) -> Connector | None:
+        """Its connector; None: it can hand nothing over."""
+        return None if self.connector is None else CONNECTORS[self.connector]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +90,12 @@ class EndpointSpec:
     """Data-parallel ranks behind the address that are endpoints of their own; None = as many as its metrics show."""
     rank: int | None = None
     """Which of them this is, from 0, in the order of the labels in its metrics; None = all of the server."""
+    role: Role | None = None
+    """What it does of a request; None = as the engine says, or all of it."""
+    connector: str | None = None
+    """How KV caches are handed over, of `CONNECTORS`; None = as the engine says."""
+    bootstrap_port: int | None = None
+    """See `Handover`; None = as the engine says, or its default."""
 
     @property
     def server(self) -> str:
@@ -65,3 +118,16 @@ class Endpoint(EndpointSpec):
     def authority(self) -> str:
         """`host:port` or `unix:/path`, as in `x-gateway-destination-endpoint`."""
         return self.base_url if self.base_url.startswith("unix:") else self.base_url.rpartition("/")[2]
+
+
+def handover_of(spec: EndpointSpec, reported: Handover | None) -> Handover:
+    """An endpoint's part, as the settings and its engine say. What the engine says is a fact; what it does not say is
+    configured.
+    """
+    if reported is None:
+        return Handover(spec.role or Role.BOTH, spec.connector, spec.bootstrap_port or BOOTSTRAP_PORT)
+    return Handover(
+        reported.role if reported.role is not Role.BOTH or reported.connector is None else (spec.role or Role.BOTH),
+        reported.connector or spec.connector,
+        spec.bootstrap_port or reported.bootstrap_port,
+    )

@@ -24,7 +24,7 @@ from typing import Final
 
 from lbproxy.config.balancing import BalancingSettings
 from lbproxy.core.endpoints.breaker import Cause
-from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid, Handover
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.judge import Judge
 from lbproxy.core.endpoints.serving import Serving, accepts_requests
@@ -32,8 +32,10 @@ from lbproxy.core.endpoints.state import (
     NO_METRICS,
     EndpointSnapshot,
     EndpointState,
+    assign_roles,
     note_load,
     note_scrape,
+    relate_ranks,
     snapshot_of,
 )
 from lbproxy.core.engines.load_metrics import LoadMetrics
@@ -97,6 +99,8 @@ class EndpointSet:
         self._states: dict[EndpointUid, EndpointState] = {}
         self.by_key: dict[str, EndpointState] = {}
         """The members by `Endpoint.key`."""
+        self.has_roles = False
+        """A member has a role: prefill and decode are apart."""
         self._leaving: list[EndpointState] = []
         self._last_uid = first_uid
         self._unavailable: tuple[tuple[Endpoint, str], ...] = ()
@@ -196,7 +200,8 @@ class EndpointSet:
         self._leaving = [state for state in [*self._leaving, *removed] if state.in_flight]
         self._states = states
         self.by_key = {state.endpoint.key: state for state in states.values()}
-        _relate_ranks(states.values())
+        relate_ranks(states.values())
+        self._assign_roles()
         if self._pool is not None:
             assume_speeds([(state.endpoint.weight, state.load) for state in states.values()])
         self.serving.replace_all(states.values())
@@ -393,6 +398,19 @@ class EndpointSet:
                 state.load.room.slots.limit_reported(slots)
         return state
 
+    def report_role(self, uid: EndpointUid, handover: Handover) -> None:
+        """Note what an engine says of its role. It knows better than the settings: a server with a role may refuse what
+        is not its part.
+        """
+        for state in self.at_address(uid):
+            if state.reported_handover != handover:
+                state.reported_handover = handover
+                self._assign_roles()
+
+    def _assign_roles(self) -> None:
+        self.has_roles = assign_roles(self._states.values())
+        self.serving.outdate()
+
     def report_restart(self, uid: EndpointUid) -> None:
         """Note that an endpoint is a new process."""
         state = self._states.get(uid)
@@ -445,17 +463,6 @@ class EndpointSet:
 
 def _rank_of(state: EndpointState) -> int:
     return state.endpoint.rank or 0
-
-
-def _relate_ranks(states: Iterable[EndpointState]) -> None:
-    """Tell the ranks of each address of each other."""
-    ranks: dict[str, list[EndpointState]] = {}
-    for state in states:
-        if state.endpoint.rank is not None:
-            ranks.setdefault(state.endpoint.base_url, []).append(state)
-    for together in ranks.values():
-        for state in together:
-            state.siblings = [one for one in together if one is not state]
 
 
 def _is_unreachable(state: EndpointState) -> bool:

@@ -82,7 +82,7 @@ class Serving:
     def reconfigure(self, *, panic: bool) -> None:
         """Apply another setting."""
         self._panic = panic
-        self._outdate_all()
+        self.outdate()
 
     def replace_all(self, states: Iterable[EndpointState]) -> None:
         """Set the complete set, in the order of the settings. O(endpoints + models of those that join or leave).
@@ -104,7 +104,7 @@ class Serving:
             self._remove(uid, entry)
         for state in joined:
             self.changed(state)
-        self._outdate_all()
+        self.outdate()
 
     def changed(self, state: EndpointState) -> None:
         """Note that the health, trial, `draining` or models of `state` changed. No effect if it is not in the set.
@@ -133,7 +133,8 @@ class Serving:
             group.up += more
             group.epoch = _OUTDATED
 
-    def _outdate_all(self) -> None:
+    def outdate(self) -> None:
+        """Note a change that concerns all lists."""
         self.version += 1
         self._epoch += 1
 

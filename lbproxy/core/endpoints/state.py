@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Final
 
 from lbproxy.core.endpoints.breaker import Breaker
-from lbproxy.core.endpoints.endpoint import Endpoint
+from lbproxy.core.endpoints.endpoint import Endpoint, Handover, Role, handover_of
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.progress import Progress
 from lbproxy.core.engines.load_metrics import LoadMetrics
@@ -16,6 +16,7 @@ from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.knowledge.load_model import LoadModel
 from lbproxy.core.requests.openai import ModelCard
 
+WHOLE_SERVER: Final = Handover()
 NO_METRICS: Final = LoadMetrics(scraped_at=-inf)
 """For an endpoint that reported nothing yet."""
 
@@ -104,6 +105,10 @@ class EndpointState:
     """Requests that it may get during the slow start."""
     refused_connection: bool = False
     """It refused a connection since it was last up, so that another process may listen there now."""
+    handover: Handover = WHOLE_SERVER
+    """Its part where prefill and decode are apart."""
+    reported_handover: Handover | None = None
+    """What its engine says of that; None: nothing."""
     siblings: Sequence[EndpointState] = ()
     """The other ranks of its address: what happens to the address happens to all of them."""
     progress: Progress
@@ -126,6 +131,26 @@ class EndpointState:
     def at_address(self) -> Sequence[EndpointState]:
         """All ranks of its address, itself first."""
         return (self, *self.siblings) if self.siblings else (self,)
+
+
+def relate_ranks(states: Iterable[EndpointState]) -> None:
+    """Tell the ranks of each address of each other."""
+    ranks: dict[str, list[EndpointState]] = {}
+    for state in states:
+        if state.endpoint.rank is not None:
+            ranks.setdefault(state.endpoint.base_url, []).append(state)
+    for together in ranks.values():
+        for state in together:
+            state.siblings = [one for one in together if one is not state]
+
+
+def assign_roles(states: Iterable[EndpointState]) -> bool:
+    """Set the part of each endpoint where prefill and decode are apart. Returns whether any has a role."""
+    found = False
+    for state in states:
+        state.handover = handover_of(state.endpoint, state.reported_handover)
+        found = found or state.handover.role is not Role.BOTH
+    return found
 
 
 # What an endpoint reports of its load: for the endpoint set

@@ -24,7 +24,7 @@ from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.knowledge.prefill_work import work_tokens
 from lbproxy.core.knowledge.speed import Speed
 from lbproxy.core.knowledge.work import Work
-from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.core.requests.request import DECODE, InferenceRequest, Usage
 
 FREE_SHARE: Final = 0.75
 """An engine that uses at most this share of its limit of requests starts another one at once."""
@@ -124,6 +124,8 @@ class LoadModel:
 
     def place(self, request: InferenceRequest, now: float) -> Placement:
         """Place a request here."""
+        if request.leg == DECODE:
+            return self._receive(request, now)
         pool, kv, work = self.pool, self.kv, self.work
         placement = Placement(request, kv.cache, pool.index.root, now)
         prompt, block_tokens = pool.prompt_tokens(request), pool.block_tokens(request)
@@ -160,10 +162,26 @@ class LoadModel:
             placement.arrival = self.adapters.placed(request.model, now)
         return placement
 
+    def _receive(self, request: InferenceRequest, now: float) -> Placement:
+        """Place the second leg of a request: its prompt is not computed here, but comes from another endpoint."""
+        pool, kv = self.pool, self.kv
+        placement = Placement(request, kv.cache, pool.index.root, now)
+        prompt, block_tokens = pool.prompt_tokens(request), pool.block_tokens(request)
+        matched = kv.pin(placement, block_tokens, self.work.live_tokens) if request.block_keys else 0
+        placement.idle_blocks = 0  # what the engine reports as cached was cached at the other
+        placement.prompt_tokens = prompt
+        placement.work = missing = max(0.0, prompt - matched * block_tokens)
+        placement.in_flight = self.work.in_flight
+        placement.predicted_s = pool.transfer.ms(missing, pool.token_ms) / 1000.0
+        self.work.receive(placement)
+        return placement
+
     def first_byte(self, placement: Placement, now: float) -> None:
         """Note the first byte of a placed request's response. A non-streaming response is complete then."""
         work, speed = self.work, self.speed
         if placement not in work.pending:
+            if placement.request.leg == DECODE and placement.request.stream:
+                self.pool.transfer.learn(placement.work, 1000.0 * (now - placement.placed_at))
             return
         if not placement.request.stream:
             speed.learn_early_response(placement, now)

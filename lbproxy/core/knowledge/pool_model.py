@@ -21,6 +21,7 @@ from lbproxy.core.capacity.others import MeanOthers
 from lbproxy.core.knowledge.gaps import PoolGaps
 from lbproxy.core.knowledge.learning import Samples, clip, saved_samples
 from lbproxy.core.knowledge.prefill_work import work_tokens
+from lbproxy.core.knowledge.transfer import Transfer
 from lbproxy.core.requests.media import FILLER_BYTES
 from lbproxy.core.requests.outline import UNCUT_STRING_BYTES
 from lbproxy.core.requests.request import InferenceRequest, Usage
@@ -52,6 +53,8 @@ class PoolModel:
         """Of adapters."""
         self.base_ms = 40.0
         """Time to the first token that does not depend on the prompt, of endpoints that served recently."""
+        self.transfer = Transfer(self.token_ms)
+        """Of prompts' KV caches from one endpoint to another."""
         self.gaps = PoolGaps(15.0, 1e-4)
         self.gap_ms, self.gap_per_token_ms = self.gaps.gap_ms, self.gaps.gap_per_token_ms
         """The inter-token gap of all endpoints together: assumed for endpoints without samples."""

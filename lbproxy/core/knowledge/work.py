@@ -111,6 +111,11 @@ class Work:
         self.in_flight += 1
         self.context_tokens += placement.prompt_tokens
 
+    def receive(self, placement: Placement) -> None:
+        """Count one more request, whose prompt was computed elsewhere."""
+        self.in_flight += 1
+        self.context_tokens += placement.prompt_tokens
+
     def streamed(self, placement: Placement, tokens: int, now: float) -> None:
         """Count `tokens` more of its response."""
         self._streams.pop(placement, None)

@@ -24,7 +24,7 @@ from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.knowledge.prefill_work import PER_CONTEXT, SHORT, work_tokens
 from lbproxy.core.policies.policy import Policy, Prices
 from lbproxy.core.requests.prompt_keys import BLOCK_BYTES
-from lbproxy.core.requests.request import InferenceRequest
+from lbproxy.core.requests.request import PREFILL, InferenceRequest
 
 STALL: Final = 0.17
 """The share of a prefill's time by which each stream on the endpoint is delayed (chunked prefill shares the step)."""
@@ -104,6 +104,9 @@ class Adaptive(Policy):
         pool = loads[0].pool
         token_ms, output, pool_base, block = pool.token_ms, pool.output_tokens, pool.base_ms, pool.block_tokens(request)
         prompt = pool.prompt_tokens(request)
+        stall_share = STALL
+        if request.leg == PREFILL:  # there are no streams where it goes, and it becomes none
+            output, stall_share = 1.0, 0.0
         blocks, depths = len(request.block_keys) * block, pool.index.match(request.block_keys)
         home = None if request.session is None else _home(pool, request.session, prompt, block * max(depths, default=0))
         mean_load = sum([load.work.in_flight for load in loads]) / len(loads)
@@ -149,7 +152,7 @@ class Adaptive(Policy):
             cache, live, foreign = kv.cache, there.live_tokens, others.space(now) if others.cache_tokens else 0.0
             base = speed.base_ms if speed.base_until > now else pool_base
             used = (cache.size * block + live + foreign) / (kv.known_tokens or space_tokens)
-            cost = base + wait + prefill * (1.0 + STALL * streams) + per_gap * (gap + streams * slope * prompt)
+            cost = base + wait + prefill * (1.0 + stall_share * streams) + per_gap * (gap + streams * slope * prompt)
             cache_space = space * used * uncached
             # Space for all prompts and responses: what these have or may add, whichever is more (docs/decisions/0031).
             growth = in_flight * output - live
@@ -158,11 +161,53 @@ class Adaptive(Policy):
             space_wait = space_wait_ms(load, over, now) if over > 0.0 else 0.0
             cost += cache_space + space_wait
             if self.explains:
-                stall, decode, slow_down = prefill * STALL * streams, per_gap * gap, per_gap * streams * slope * prompt
+                stall, decode, slow_down = (
+                    prefill * stall_share * streams,
+                    per_gap * gap,
+                    per_gap * streams * slope * prompt,
+                )
                 notes = _Parts(notes, cost, base, wait, prefill, stall, decode, slow_down, cache_space, space_wait)
             costs.append(cost)
             waits.append(wait)
             works.append(own)
+        return Prices(_with_adapters(costs, notes, loads, request.model, now), waits, works, notes)
+
+    def price_decode(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
+        """Milliseconds, as for a whole request, with the transfer of what is not cached there instead of prefill: that
+        waits for no prefill, and stalls no stream.
+        """
+        loads = [state.load for state in candidates]
+        pool = loads[0].pool
+        prompt, block, output = pool.prompt_tokens(request), pool.block_tokens(request), pool.output_tokens
+        blocks, depths = len(request.block_keys) * block, pool.index.match(request.block_keys)
+        space = SPACE * pool.token_ms * pool.hit_ratio / (pool.size.space_tokens or 1.0)
+        space *= 1.0 + CROWDED * sum([load.work.in_flight for load in loads]) / len(loads)
+        costs, waits, works = [], [], []
+        notes: _Parts | None = None
+        for load in loads:
+            there, speed, kv, others = load.work, load.speed, load.kv, load.room.others
+            cached = depths[kv.member_id] * block
+            missing = max(0.0, prompt - cached)
+            transfer = pool.transfer.ms(missing, pool.token_ms)
+            streams = there.in_flight + others.requests(now)
+            wait = load.room.slots.wait_ms(streams + load.room.reservations.count, now)
+            gap, slope = speed.gap_ms, speed.gap_per_token_ms
+            if speed.gap_until <= now:
+                gap, slope = pool.gap_ms, pool.gap_per_token_ms
+            decode = DECODE * output * (gap + slope * (there.context_tokens + prompt))
+            slow_down = DECODE * output * streams * slope * prompt
+            used = kv.cache.size * block + there.live_tokens + others.space(now)
+            cache_space = space * used * missing
+            growth = max(there.in_flight * output - there.live_tokens, there.live_tokens)
+            over = blocks - cached + output + others.space(now) - kv.capacity_tokens
+            over += kv.cache.pinned * block + growth
+            space_wait = space_wait_ms(load, over, now) if over > 0.0 else 0.0
+            cost = transfer + wait + decode + slow_down + cache_space + space_wait
+            if self.explains:
+                notes = _Parts(notes, cost, transfer, wait, 0.0, 0.0, decode, slow_down, cache_space, space_wait)
+            costs.append(cost)
+            waits.append(wait)
+            works.append(missing)
         return Prices(_with_adapters(costs, notes, loads, request.model, now), waits, works, notes)
 
     def _price_opaque(self, request: InferenceRequest, loads: list[LoadModel], now: float) -> Prices:

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Final
 
 from mypy_extensions import mypyc_attr
 
 from lbproxy.core.caches.prefix_index import MAX_ENTRIES
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.requests.request import InferenceRequest
+
+PRICED: Final = -1.0
+NEVER_SPLIT: Final = float("inf")
 
 
 class Prices:
@@ -66,6 +70,9 @@ class Policy(ABC):
     """The notes contain the costs, for `noted_costs`, so that these need not be kept as well."""
     name: str = ""
     """Its name in the settings."""
+    split_above: float = PRICED
+    """Requests are split if more than this many tokens of their prompt are cached nowhere; PRICED = where that costs
+    less, and always under policies whose costs are no times."""
     unit: str | None = None
     """The unit of its costs and their parts; None: none."""
     first_byte_parts: frozenset[str] = frozenset()
@@ -75,6 +82,10 @@ class Policy(ABC):
     def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
         """The cost of placing `request` on each candidate (at least one)."""
         ...
+
+    def price_decode(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
+        """The cost of the second leg of a split request on each candidate (at least one)."""
+        return self.price(request, candidates, now=now)
 
     def is_full(self, state: EndpointState, now: float) -> bool:
         """Whether a request whose best endpoint this is is held until there is room, under a policy that `holds`."""

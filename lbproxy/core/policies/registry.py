@@ -140,5 +140,6 @@ def make_policy(settings: RoutingSettings, rng: random.Random | None = None) -> 
     """The configured policy. `rng`: for policies that draw random numbers; None = the same numbers each time."""
     policy = POLICIES[settings.policy](settings, rng or random.Random(0))  # noqa: S311 - not for secrets
     policy.name = settings.policy
+    policy.split_above = settings.split
     policy.index_entries = settings.prefix_memory // ENTRY_BYTES
     return policy

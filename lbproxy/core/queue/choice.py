@@ -23,6 +23,7 @@ from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.policies.explain import MAX_SHOWN, Decision, Explainer
 from lbproxy.core.policies.policy import Policy, Prices
+from lbproxy.core.policies.split import Split, SplitPrices
 from lbproxy.core.queue.stored_responses import StoredResponses
 from lbproxy.core.queue.ticket import Ticket, Wait
 from lbproxy.core.requests.outcome import Outcome
@@ -67,6 +68,7 @@ class Choice:
     def reconfigure(self, policy: Policy, admission: AdmissionSettings) -> None:
         """Use these from now on."""
         self.policy = policy
+        self._split = Split(policy)
         hold = admission.order == "shortest" if admission.hold is None else admission.hold
         self.holds = policy.holds and hold
         self._tolerance = policy.tolerance
@@ -79,7 +81,7 @@ class Choice:
         `in_turn`: it is its turn, whichever requests wait for that endpoint. If it is to be held for an endpoint,
         `ticket.best` is that endpoint.
         """
-        ticket.best = None
+        ticket.best = ticket.decode_on = None
         members = self._members(ticket, True, now)
         if not members:
             return self._outcome_without_members(ticket, now) or Wait.FULL
@@ -100,6 +102,27 @@ class Choice:
             left_out = ((state.endpoint, self._exclusion_reason(state, now)) for state in members)
             excluded = [(endpoint, why) for endpoint, why in left_out if why is not None][:MAX_SHOWN]
             made.excluded = excluded
+        return chosen
+
+    def choose_second(self, ticket: Ticket, *, now: float) -> Chosen:
+        """Return the endpoint on which the second leg of a request is to be placed at once, or that there is none: what
+        was prefilled is kept for a short time only, so it is never held, and no configured limit applies to it.
+        """
+        request = ticket.request
+        first = self._endpoints.get(EndpointUid(request.prefilled_at))
+        members = self._endpoints.candidates(request.model, now=now)
+        seconds = [] if first is None else self._split.second(members, first)
+        seconds = [state for state in seconds if not _was_tried(state, ticket.avoid)]
+        if not seconds:
+            return Outcome.NO_ENDPOINTS
+        candidates = self._backpressure.not_backing_off(seconds, now=now)
+        self._split.explains = self.explains
+        prices = self._split.price_decode(request, candidates, now=now)
+        chosen = candidates[self._lowest_cost(prices.costs, candidates)]
+        if self.explains:
+            ticket.decision = self._decision(self._split, chosen, candidates, prices.costs, prices.notes, now)
+            if len(candidates) > MAX_SHOWN:
+                ticket.decision.shrink(in_full=True)
         return chosen
 
     def outcome_if_hopeless(self, ticket: Ticket, *, now: float) -> Outcome | None:
@@ -146,12 +169,16 @@ class Choice:
             owner = self._endpoints.get(uid)
             reachable = owner is not None and owner.health not in {Health.DOWN, Health.EJECTED}
             return [owner] if owner is not None and reachable and uid not in ticket.avoid else []
-        members = self._endpoints.candidates(model, now=now)
+        members = self._usable(ticket, self._endpoints.candidates(model, now=now))
         if not members and trials and not self._endpoints.any_starting():
-            members = self._endpoints.trials(model, now=now)
-        if ticket.avoid:
-            return [state for state in members if not _was_tried(state, ticket.avoid)]
+            members = self._usable(ticket, self._endpoints.trials(model, now=now))
         return members
+
+    def _usable(self, ticket: Ticket, members: Sequence[EndpointState]) -> Sequence[EndpointState]:
+        """Those of `members` that did not fail the request yet, and take it by their role."""
+        if ticket.avoid:
+            members = [state for state in members if not _was_tried(state, ticket.avoid)]
+        return self._split.usable(ticket.request, members) if self._endpoints.has_roles else members
 
     def _outcome_without_members(self, ticket: Ticket, now: float) -> Outcome | None:
         """The outcome when no endpoint may be asked; None = an endpoint whose health is not known yet may serve it."""
@@ -183,15 +210,16 @@ class Choice:
 
     def _by_price(self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, in_turn: bool) -> Chosen:
         """The candidate with the lowest price, if it has room and no request waits for it."""
+        policy: Policy = self._split if self._endpoints.has_roles else self.policy
         if self._skip_price and len(candidates) == 1:
             if self.explains:
-                ticket.decision = self._decision(candidates[0], candidates, (), None, now)
+                ticket.decision = self._decision(policy, candidates[0], candidates, (), None, now)
             return candidates[0]
         small = len(candidates) <= MAX_SHOWN
         special = ticket.wait is not None or bool(ticket.avoid) or ticket.request.explain
         noted = self.explains and (small or special or self._explainer.in_full(now))
-        self.policy.explains = noted
-        prices = self.policy.price(ticket.request, candidates, now=now)
+        policy.explains = noted
+        prices = policy.price(ticket.request, candidates, now=now)
         index = self._lowest_cost(prices.costs, candidates)
         if prices.costs[index] == inf:
             return Outcome.SATURATED
@@ -202,24 +230,38 @@ class Choice:
                 return Outcome.TOO_LATE
             if in_time and index not in in_time:
                 index = self._lowest_cost_of(in_time, candidates, prices)
+        if isinstance(prices, SplitPrices):
+            ticket.decode_on = prices.partner(candidates[index])
         if self.holds and prices.waits_ms is not None:
-            best, wait_ms = candidates[index], prices.waits_ms[index]
-            is_full = self.policy.is_full(best, now)
-            if best.health is Health.DOWN:  # a trial: what was queued there is lost
-                is_full = False
-            if is_full or (best.load.room.reservations.count and not in_turn):
-                ticket.best = best
-                ticket.best_wait_s = wait_ms / 1000.0
-                ticket.best_tokens = 0.0 if prices.work_tokens is None else prices.work_tokens[index]
-                if not is_full:
-                    return Wait.BEHIND
-                return Wait.BUSY if min(prices.waits_ms) > HOLD_MS else Wait.HELD
+            wait = self._hold(ticket, candidates[index], index, prices, now, in_turn)
+            if wait is not None:
+                return wait
         if self.explains:
-            costs = None if noted and self.policy.notes_costs else prices.costs
-            ticket.decision = made = self._decision(candidates[index], candidates, costs, prices.notes, now)
+            costs = None if noted and policy.notes_costs else prices.costs
+            ticket.decision = made = self._decision(policy, candidates[index], candidates, costs, prices.notes, now)
             if not small:
                 made.shrink(in_full=noted)
         return candidates[index]
+
+    def _hold(
+        self, ticket: Ticket, best: EndpointState, index: int, prices: Prices, now: float, in_turn: bool
+    ) -> Wait | None:
+        """Whether a ticket is held for its best candidate, which is full, or others are held for; and why."""
+        is_full = self.policy.is_full(best, now)
+        if best.health is Health.DOWN:  # a trial: what was queued there is lost
+            is_full = False
+        second = ticket.decode_on
+        if not is_full and second is not None and self.policy.is_full(second, now):
+            best, is_full = second, True
+        if not (is_full or (best.load.room.reservations.count and not in_turn)):
+            return None
+        assert prices.waits_ms is not None
+        ticket.best = best
+        ticket.best_wait_s = prices.waits_ms[index] / 1000.0
+        ticket.best_tokens = 0.0 if prices.work_tokens is None or best is second else prices.work_tokens[index]
+        if not is_full:
+            return Wait.BEHIND
+        return Wait.BUSY if min(prices.waits_ms) > HOLD_MS else Wait.HELD
 
     def _lowest_cost_of(self, indices: list[int], candidates: Sequence[EndpointState], prices: Prices) -> int:
         """The index of the lowest cost among `indices`."""
@@ -281,13 +323,14 @@ class Choice:
 
     def _decision(
         self,
+        policy: Policy,
         chosen: EndpointState,
         candidates: Sequence[EndpointState],
         costs: Sequence[float] | None,
         notes: object,
         now: float,
     ) -> Decision:
-        return Decision(self.policy, now, chosen, candidates, costs, notes, self._endpoints.unavailable())
+        return Decision(policy, now, chosen, candidates, costs, notes, self._endpoints.unavailable())
 
     def _exclusion_reason(self, state: EndpointState, now: float) -> str | None:
         if now < state.backing_off_until:

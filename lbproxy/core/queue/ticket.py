@@ -88,6 +88,10 @@ class Ticket:
     """The endpoint that returned 500 to this request: it is at fault if this attempt succeeds."""
     wait: Wait | None = None
     """Why it began to wait; None = it did not."""
+    decode_on: EndpointState | None = None
+    """If it is best split, and waits or was just placed: the endpoint that is best for its second leg."""
+    prefill: Ticket | None = None
+    """With a concurrent connector, of the second leg: the ticket of the first, placed in the same step."""
     decision: Decision | None = None
     """Why it was placed where it is; None = not recorded."""
     shared_number: int = 0

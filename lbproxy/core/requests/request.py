@@ -7,6 +7,13 @@ from typing import Final, NamedTuple
 
 from lbproxy.core.requests.prompt_keys import BlockKey
 
+WHOLE: Final = 0
+"""A request that one endpoint serves from its prompt to its end."""
+PREFILL: Final = 1
+"""The first leg of a split request: its prompt is computed at one endpoint ..."""
+DECODE: Final = 2
+"""... and its response generated at another, which gets the prompt's KV cache from the first."""
+
 
 class InferenceRequest(NamedTuple):
     """What a routing decision may depend on: no headers, no body."""
@@ -43,6 +50,20 @@ class InferenceRequest(NamedTuple):
     open_ended: bool = False
     """A WebSocket: it lasts until a side closes it. Its silence is not a fault, and its duration does not show
     speed."""
+    splittable: bool = False  # it may be prefilled at one endpoint and decoded at another
+    leg: int = WHOLE
+    """WHOLE as clients send it; DECODE for the second leg of a request that was prefilled already. The Balancer itself
+    makes it PREFILL."""
+    prefilled_at: int = 0
+    """Of a second leg: the uid of the endpoint that has its prompt."""
+
+    def as_leg(self, leg: int, prefilled_at: int = 0) -> InferenceRequest:
+        """One leg of it. The first has one token of the response, and shows its progress like a stream: its whole
+        response is its first byte. The session is where the prompt was computed.
+        """
+        if leg == PREFILL:
+            return self._replace(leg=PREFILL, stream=True, max_tokens=1)
+        return self._replace(leg=DECODE, prefilled_at=prefilled_at, session=None)
 
     def is_text(self, tokens: int) -> bool:
         """Whether `tokens` can be the tokens of the prompt's text. If not, it has images, or a count is wrong."""

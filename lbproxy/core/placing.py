@@ -1,0 +1,148 @@
+"""What a placed ticket counts as, from its placement to its end.
+
+The Balancer decides where a ticket goes; here it is counted there, and taken off again: the endpoint's counts and
+progress, its load model, the flow, the trial, and what other replicas are told. Invariants: an endpoint's in-flight
+count is the number of tickets that were placed there and have not ended; each is counted once, and ends once.
+
+A request that is split has two tickets at endpoints, one for each leg. With a serial connector they follow each other,
+and each is submitted. With a concurrent one both are placed in one step: the ticket of the second leg, which its driver
+knows, has that of the first (`Ticket.prefill`), which ends with the first byte of the second at the latest.
+"""
+
+from __future__ import annotations
+
+from lbproxy.core.endpoints.backpressure import Backpressure
+from lbproxy.core.endpoints.endpoint_set import EndpointSet
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.queue.choice import Choice
+from lbproxy.core.queue.dispatcher import Dispatcher
+from lbproxy.core.queue.flows import Flows
+from lbproxy.core.queue.ticket import Ticket, TicketState
+from lbproxy.core.replicas.journal import Journal
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import DECODE, NO_USAGE, PREFILL, Usage
+
+
+class Placing:
+    """Counts the tickets that are placed."""
+
+    journal: Journal | None = None
+    """Set if there are other replicas."""
+
+    def __init__(
+        self,
+        endpoints: EndpointSet,
+        flows: Flows,
+        backpressure: Backpressure,
+        choice: Choice,
+        dispatcher: Dispatcher,
+    ) -> None:
+        self._endpoints, self._flows, self._backpressure = endpoints, flows, backpressure
+        self._judge = endpoints.judge
+        self._choice, self._dispatcher = choice, dispatcher
+        self._placements = 0
+
+    def place(self, ticket: Ticket, state: EndpointState, now: float) -> None:
+        """Place a ticket. If it has `decode_on`, `state` is the endpoint of its first leg."""
+        decode_on = ticket.decode_on
+        if decode_on is not None:
+            how = state.handover.how
+            if how is not None and how.concurrent:
+                ticket.prefill = first = Ticket(ticket.request, ticket.submitted_at, ticket.expires_at, ticket.avoid)
+                first.flow = ticket.flow
+                first.request = ticket.request.as_leg(PREFILL)
+                self._count(first, state, now)
+                ticket.request = ticket.request.as_leg(DECODE, state.endpoint.uid)
+                state = decode_on
+            else:
+                ticket.request = ticket.request.as_leg(PREFILL)
+        self._count(ticket, state, now)
+        for one in self._choice.starting:  # each placement gives them slow-start credit
+            self._dispatcher.wake(one)
+
+    def _count(self, ticket: Ticket, state: EndpointState, now: float) -> None:
+        self._placements += 1
+        if self.journal is not None:
+            self.journal.placed(ticket, now)
+        state.in_flight += 1
+        state.awaiting_first_byte += 1
+        state.placed += 1
+        state.placed_seq = self._placements
+        ticket.state, ticket.placed_on, ticket.placed_at = TicketState.PLACED, state, now
+        if state.health is not Health.UP:
+            ticket.trial = self._judge.begin_trial(state, stream=ticket.request.stream, now=now)
+        state.progress.open_ended += ticket.request.open_ended
+        if self._endpoints.has_loads and not ticket.request.open_ended:  # the work of a WebSocket is not known
+            ticket.load = state.load
+            ticket.placement = ticket.load.place(ticket.request, now)
+        assert ticket.flow is not None
+        ticket.flow.in_flight += 1
+        self._flows.placed(ticket, now)
+
+    def first_byte(self, ticket: Ticket, now: float) -> None:
+        """See `Balancer.first_byte`."""
+        if ticket.state is not TicketState.PLACED or ticket.first_byte_at is not None:
+            return
+        ticket.first_byte_at = now
+        if self.journal is not None:
+            self.journal.first_byte(ticket, now)
+        state = ticket.placed_state
+        state.awaiting_first_byte -= 1
+        state.progress.last_at = now
+        state.breaker.successes += 1
+        state.breaker.faults_in_row = 0
+        self._backpressure.note_success(state)
+        if ticket.trial is not None or ticket.suspect is not None:
+            suspect = None if ticket.suspect is None else self._endpoints.get(ticket.suspect)
+            self._judge.responded(state, suspect, trial=ticket.is_trial, now=now)
+        if ticket.load is not None and ticket.placement is not None:
+            ticket.load.first_byte(ticket.placement, now)
+            self._dispatcher.wake(state)
+        if ticket.prefill is not None:  # its endpoint has handed everything over
+            self.first_byte(ticket.prefill, now)
+            self.end(ticket.prefill, Outcome.COMPLETED, NO_USAGE, now)
+
+    def progress(self, ticket: Ticket, tokens: int, now: float) -> None:
+        """See `Balancer.progress`."""
+        if ticket.state is TicketState.PLACED:
+            state = ticket.placed_state
+            state.tokens_streamed += tokens
+            state.progress.last_at = now
+            if tokens:
+                self._flows.progress(ticket, tokens, now)
+            if ticket.load is not None and ticket.placement is not None:
+                ticket.load.progress(ticket.placement, tokens, now)
+
+    def end(
+        self, ticket: Ticket, outcome: Outcome, usage: Usage | None, now: float, *, timed_out: bool = False
+    ) -> None:
+        """Take a ticket off again, if it is placed: see `Balancer.close`. The Balancer closes it."""
+        if ticket.state is not TicketState.PLACED:
+            return
+        if ticket.prefill is not None:
+            self.end(ticket.prefill, outcome, None, now)
+        state = ticket.placed_state
+        if self.journal is not None:
+            self.journal.ended(ticket, usage, now, completed=outcome is Outcome.COMPLETED)
+        state.in_flight -= 1
+        state.progress.open_ended -= ticket.request.open_ended
+        if ticket.first_byte_at is None:
+            state.awaiting_first_byte -= 1
+        if outcome is Outcome.COMPLETED:
+            state.progress.last_at = now
+        elif outcome is Outcome.UPSTREAM_BROKE:
+            self._judge.response_broke(state, timed_out=timed_out, placed_at=ticket.placed_at or 0.0, now=now)
+        if ticket.is_trial:
+            self._judge.trial_ended(state, outcome, now=now)
+        if usage is None and outcome is Outcome.COMPLETED and ticket.first_byte_at is not None:
+            usage = NO_USAGE if not ticket.request.prompt_bytes else None
+        served = ticket.first_byte_at is not None or (outcome is Outcome.COMPLETED and usage is not None)
+        assert ticket.flow is not None
+        ticket.flow.in_flight -= 1
+        self._flows.ended(ticket, usage, now, served=served)
+        if ticket.load is not None and ticket.placement is not None:
+            ticket.load.end(ticket.placement, usage, now)
+        self._endpoints.released(state)
+        self._dispatcher.wake(state)
+        ticket.state, ticket.outcome = TicketState.CLOSED, outcome

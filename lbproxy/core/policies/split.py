@@ -1,0 +1,251 @@
+"""Prefill and decode apart: whether a request is split, and between which endpoints.
+
+`Split` is a policy around another. It prices whole requests on the endpoints that take them, and split ones on pairs:
+the cost of the first leg at a prefill endpoint is that of the prompt alone, and that of the second at a decode endpoint
+has the transfer of the prompt's KV cache instead of its computation. The two do not depend on each other, so the best
+pair of a connector is the best of each. All are compared in the same milliseconds, and the lowest cost wins: short or
+cached prompts stay whole, others are split while the decode endpoints have better things to do.
+
+A request that cannot be split is served whole: by endpoints without a role, or by decode endpoints whose engine does
+that. If there are none of either, prefill endpoints whose engine does that serve it: better than an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import Final, cast
+
+from lbproxy.core.endpoints.endpoint import Role
+from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.policies.policy import NEVER_SPLIT, PRICED, Policy, Prices
+from lbproxy.core.requests.request import PREFILL, InferenceRequest
+
+BYTES_PER_TOKEN: Final = 4.0
+"""Where prompts are not read."""
+
+
+class SplitPrices(Prices):
+    """Prices of whole and split requests, by candidate: a prefill endpoint's is that of its best pair."""
+
+    __slots__ = ("decode_on",)
+
+    def __init__(
+        self,
+        costs: list[float],
+        waits_ms: list[float] | None,
+        work_tokens: list[float] | None,
+        notes: object,
+        decode_on: dict[str, EndpointState],
+    ) -> None:
+        super().__init__(costs, waits_ms, work_tokens, notes)
+        self.decode_on = decode_on
+        """The best endpoint for the second leg, by connector."""
+
+    def partner(self, chosen: EndpointState) -> EndpointState | None:
+        """Where the second leg goes if the first goes to `chosen`; None: it takes the request whole."""
+        handover = chosen.handover
+        if handover.role is not Role.PREFILL or handover.connector is None:
+            return None
+        return self.decode_on.get(handover.connector)
+
+
+class _Notes:
+    """What explanations need: the notes of each price, and which candidates it was for."""
+
+    __slots__ = ("decode", "prefill", "whole")
+
+    def __init__(self) -> None:
+        self.whole: tuple[list[int], object] = ([], None)
+        self.prefill: tuple[list[int], object] = ([], None)
+        self.decode: dict[int, dict[str, float]] = {}
+        """By the index of a prefill endpoint: the parts of the second leg's cost."""
+
+
+class Split(Policy):
+    """A policy, for endpoints with roles."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.block_bytes = policy.block_bytes
+        self.holds, self.tolerance, self.may_refuse = policy.holds, policy.tolerance, policy.may_refuse
+        self.name, self.unit, self.first_byte_parts = policy.name, policy.unit, policy.first_byte_parts | {"transfer"}
+        self.split_above = policy.split_above
+
+    # Which endpoints
+
+    def usable(self, request: InferenceRequest, members: Sequence[EndpointState]) -> Sequence[EndpointState]:
+        """Those of `members` that take the request, whole or one leg of it."""
+        whole = [state for state in members if _serves_whole(state)]
+        if request.splittable and self.split_above < NEVER_SPLIT:
+            decode = {state.handover.connector for state in members if state.handover.role is Role.DECODE} - {None}
+            first = [state for state in members if _prefills(state) and state.handover.connector in decode]
+            if first:
+                handed = {state.handover.connector for state in first}
+                legs = [state for state in members if _decodes(state, handed)]
+                return [*whole, *first, *[state for state in legs if not _serves_whole(state)]]
+        return whole or [state for state in members if _prefills(state) and _can_serve_whole(state)]
+
+    def second(self, members: Sequence[EndpointState], first: EndpointState) -> list[EndpointState]:
+        """Those of `members` that can continue what `first` prefilled."""
+        return [state for state in members if _decodes(state, {first.handover.connector})]
+
+    # Prices
+
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
+        """See Policy. `candidates`: as `usable` returned them, in any order; at least one."""
+        policy = self.policy
+        policy.explains = self.explains
+        count = len(candidates)
+        first = [n for n, state in enumerate(candidates) if _prefills(state)] if request.splittable else []
+        connectors = {candidates[n].handover.connector for n in first}
+        second = [state for state in candidates if _decodes(state, connectors)]
+        whole = [n for n, state in enumerate(candidates) if _serves_whole(state)]
+        if not first or not second or self.split_above == NEVER_SPLIT:
+            first, second, whole = [], [], whole or [*range(count)]
+        costs, notes = [inf] * count, _Notes()
+        waits, works = [inf] * count, [0.0] * count
+        has_waits = True
+        if whole:
+            has_waits &= self._fill(request, whole, candidates, costs, waits, works, notes, now)
+        decode_on: dict[str, EndpointState] = {}
+        if first:
+            leg = request.as_leg(PREFILL)
+            has_waits &= self._fill(leg, first, candidates, costs, waits, works, notes, now, is_first=True)
+            self._add_second(request, first, second, candidates, costs, notes, decode_on, now)
+            self._apply_rule(request, first, whole, candidates, costs)
+        return SplitPrices(
+            costs,
+            waits if has_waits else None,
+            works if has_waits else None,
+            notes if self.explains else None,
+            decode_on,
+        )
+
+    def _fill(  # noqa: PLR0913, PLR0917 - one place for three lists
+        self,
+        request: InferenceRequest,
+        indices: list[int],
+        candidates: Sequence[EndpointState],
+        costs: list[float],
+        waits: list[float],
+        works: list[float],
+        notes: _Notes,
+        now: float,
+        is_first: bool = False,
+    ) -> bool:
+        """Price the candidates with these indices. Returns whether there are waits."""
+        prices = self.policy.price(request, [candidates[n] for n in indices], now=now)
+        if is_first:
+            notes.prefill = indices, prices.notes
+        else:
+            notes.whole = indices, prices.notes
+        for at, n in enumerate(indices):
+            costs[n] = prices.costs[at]
+            if prices.waits_ms is not None and prices.work_tokens is not None:
+                waits[n], works[n] = prices.waits_ms[at], prices.work_tokens[at]
+        return prices.waits_ms is not None
+
+    def _add_second(  # noqa: PLR0913, PLR0917 - as above
+        self,
+        request: InferenceRequest,
+        first: list[int],
+        second: list[EndpointState],
+        candidates: Sequence[EndpointState],
+        costs: list[float],
+        notes: _Notes,
+        decode_on: dict[str, EndpointState],
+        now: float,
+    ) -> None:
+        """Add the cost of the best second leg to that of each first one."""
+        prices = self.policy.price_decode(request, second, now=now)
+        best: dict[str, int] = {}
+        for at, state in enumerate(second):
+            name = cast(str, state.handover.connector)
+            if name not in best or prices.costs[at] < prices.costs[best[name]]:
+                best[name] = at
+        for name, at in best.items():
+            decode_on[name] = second[at]
+        parts = self.policy.explain(prices.notes, shown=range(len(second))) if self.explains else []
+        for n in first:
+            at = best[cast(str, candidates[n].handover.connector)]
+            costs[n] += prices.costs[at]
+            if parts:
+                notes.decode[n] = _renamed(parts[at])
+
+    def _apply_rule(
+        self,
+        request: InferenceRequest,
+        first: list[int],
+        whole: list[int],
+        candidates: Sequence[EndpointState],
+        costs: list[float],
+    ) -> None:
+        """Unless the costs decide: exclude whole requests, or split ones, by the length of what must be computed."""
+        is_priced = self.split_above == PRICED and self.policy.unit == "ms"
+        if is_priced or not whole:
+            return
+        above = max(0.0, self.split_above)
+        excluded = whole if self._uncached_tokens(request, [candidates[n] for n in whole]) > above else first
+        for n in excluded:
+            costs[n] = inf
+
+    def _uncached_tokens(self, request: InferenceRequest, whole: list[EndpointState]) -> float:
+        """Of the prompt, at the endpoint of `whole` that has most of it cached."""
+        if self.policy.block_bytes is None:
+            return (request.prompt_bytes or request.body_bytes) / BYTES_PER_TOKEN
+        pool = whole[0].load.pool
+        depths = pool.index.match(request.block_keys)
+        cached = max([depths[state.load.kv.member_id] for state in whole]) * pool.block_tokens(request)
+        return pool.prompt_tokens(request) - cached
+
+    def price_decode(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
+        """See Policy."""
+        self.policy.explains = self.explains
+        return self.policy.price_decode(request, candidates, now=now)
+
+    def is_full(self, state: EndpointState, now: float) -> bool:
+        """See Policy."""
+        return self.policy.is_full(state, now)
+
+    # Explanations
+
+    def explain(self, notes: object, *, shown: Sequence[int]) -> list[dict[str, float]]:
+        """See Policy. The parts of a split request are those of both legs."""
+        if not isinstance(notes, _Notes):
+            parts = self.policy.explain(notes, shown=shown)
+            return [_renamed(one) for one in parts]
+        found: dict[int, dict[str, float]] = {}
+        for indices, own in (notes.whole, notes.prefill):
+            if indices:
+                found.update(zip(indices, self.policy.explain(own, shown=range(len(indices))), strict=False))
+        for n, second in notes.decode.items():
+            if n in found:
+                found[n] = {key: found[n].get(key, 0.0) + second.get(key, 0.0) for key in {**found[n], **second}}
+        return [found.get(n, {}) for n in shown] if found else []
+
+
+def _renamed(parts: dict[str, float]) -> dict[str, float]:
+    """The parts of a second leg's cost: its base is the transfer."""
+    return {"transfer" if name == "base" else name: value for name, value in parts.items()}
+
+
+def _serves_whole(state: EndpointState) -> bool:
+    """Whether it takes whole requests."""
+    role = state.handover.role
+    return role is Role.BOTH or (role is Role.DECODE and _can_serve_whole(state))
+
+
+def _can_serve_whole(state: EndpointState) -> bool:
+    how = state.handover.how
+    return how is None or how.serves_whole
+
+
+def _prefills(state: EndpointState) -> bool:
+    return state.handover.role is Role.PREFILL
+
+
+def _decodes(state: EndpointState, connectors: set[str | None]) -> bool:
+    """Whether it takes second legs from an endpoint with one of these connectors."""
+    handover = state.handover
+    return handover.role is Role.DECODE and handover.connector is not None and handover.connector in connectors
