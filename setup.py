@@ -22,7 +22,7 @@ COMPILED = {
     "lbproxy": "request_runtime runtime",
     "lbproxy/core": "balancer placing",
     "lbproxy/core/requests": "large_json media openai outcome outline prompt_keys prompts request retry sse",
-    "lbproxy/core/engines": "load_metrics",
+    "lbproxy/core/engines": "handover load_metrics",
     "lbproxy/core/caches": "adapters cache_loss cache_size prefix_index sessions",
     "lbproxy/core/capacity": "lanes opaque others reservations response_times room slots space",
     "lbproxy/core/knowledge": "gaps kv_model learning load_model placement pool_model prefill_work speed transfer work",
@@ -38,7 +38,7 @@ COMPILED = {
     "lbproxy/workers": "contents known link remote reports server",
     "lbproxy/net/connections": "corked h1 patience pool",
     "lbproxy/proxy/request": "client_request forwarding handshake headers plain reading",
-    "lbproxy/proxy/exchange": "exchange exchanger failures relay steps",
+    "lbproxy/proxy/exchange": "exchange exchanger failures lifetime relay steps",
     "lbproxy/proxy/front": "requests socket_turn turn",
     "lbproxy/control/telemetry": "access_line histogram recent telemetry writer",
 }

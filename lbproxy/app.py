@@ -34,6 +34,7 @@ from lbproxy.control.discovery.discovery import Discovery, warn_of_unverified
 from lbproxy.control.discovery.membership import Membership
 from lbproxy.control.discovery.overlay import Overlay
 from lbproxy.control.discovery.watch import Loops, Watches
+from lbproxy.control.loops import supervise
 from lbproxy.control.probing.prober import Prober
 from lbproxy.control.probing.scraper import Scraper, Scraping
 from lbproxy.control.saving.keeper import Keeper
@@ -53,7 +54,7 @@ from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.net.listening.bind import open_sockets
 from lbproxy.net.listening.inherit import Inherited, Sockets, hand_over
 from lbproxy.net.listening.notify import Notifier
-from lbproxy.runtime import Runtime, logger, supervise
+from lbproxy.runtime import Runtime, logger
 
 SUCCESSOR_WAITS_S = 3.0
 """How long a successor waits for its first endpoint before it accepts: its predecessor serves meanwhile."""

@@ -122,6 +122,11 @@ class RequestRuntime(ABC):
     def block_bytes(self) -> int | None:
         """Into blocks of how many bytes prompts have to be hashed; None = they need not be read at all."""
 
+    @property
+    @abstractmethod
+    def splits(self) -> bool:
+        """Whether prefill and decode are apart: some endpoint has a role."""
+
     def lists_adapter(self, model: str | None) -> bool:
         """Whether an endpoint lists `model`, and as an adapter."""
         return any(card.id == model and card.parent is not None for card in self.model_cards())

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
 from typing import Final, Protocol
@@ -22,6 +21,7 @@ from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.endpoint_set import EndpointChanges
 from lbproxy.core.endpoints.hang import CHECK_S
 from lbproxy.core.endpoints.health import Health
+from lbproxy.core.engines.handover import Handover
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.engines.server_info import Description
@@ -284,8 +284,15 @@ class Runtime(RequestRuntime):
             self._end_look()
         self._pump_soon()
 
+    def report_role(self, uid: EndpointUid, handover: Handover) -> None:
+        """What an engine says of its part where prefill and decode are apart."""
+        self._balancer.report_role(uid, handover)
+        self._pump_soon()
+
     def report_description(self, uid: EndpointUid, said: Description) -> None:
         """What an endpoint says of itself."""
+        if said.handover is not None:
+            self.report_role(uid, said.handover)
         for rank in self.ranks(uid):
             if said.tokens is not None:
                 self._balancer.report_cache_size(rank, said.tokens, at_most=said.is_upper_bound)
@@ -404,6 +411,11 @@ class Runtime(RequestRuntime):
         """See RequestRuntime."""
         return self._balancer.block_bytes
 
+    @property
+    def splits(self) -> bool:
+        """See RequestRuntime."""
+        return self._balancer.endpoints.has_roles
+
     def base_models(self) -> list[str]:
         """See RequestRuntime."""
         return self._balancer.endpoints.base_models()
@@ -479,21 +491,3 @@ class Runtime(RequestRuntime):
     def _on_timer(self) -> None:
         self._timer = None
         self._pump()
-
-
-RESTART_FIRST_S: Final = 0.1
-RESTART_MAX_S: Final = 10.0
-
-
-async def supervise(name: str, run: Callable[[], Awaitable[None]], rng: random.Random) -> None:
-    """Run a long-lived loop; when it raises, log that and start it again after a back-off that grows up to 10 s."""
-    delay_s = RESTART_FIRST_S
-    while True:
-        try:
-            await run()
-        except Exception:
-            logger.exception("%s failed; it starts again in about %.1f s", name, delay_s)
-        else:
-            return
-        await asyncio.sleep(delay_s * rng.uniform(0.5, 1.5))
-        delay_s = min(RESTART_MAX_S, 2 * delay_s)

@@ -140,7 +140,10 @@ class Placing:
         served = ticket.first_byte_at is not None or (outcome is Outcome.COMPLETED and usage is not None)
         assert ticket.flow is not None
         ticket.flow.in_flight -= 1
-        self._flows.ended(ticket, usage, now, served=served)
+        charged = usage
+        if ticket.request.leg == DECODE and usage is not None:  # the prompt was charged, and cached, with the first leg
+            charged, usage = Usage(None, None, usage.completion_tokens), usage._replace(cached_tokens=None)
+        self._flows.ended(ticket, charged, now, served=served)
         if ticket.load is not None and ticket.placement is not None:
             ticket.load.end(ticket.placement, usage, now)
         self._endpoints.released(state)

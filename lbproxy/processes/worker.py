@@ -15,6 +15,7 @@ from pathlib import Path
 from lbproxy import process
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
+from lbproxy.control.loops import supervise
 from lbproxy.control.telemetry.families import Loads
 from lbproxy.control.telemetry.memory import Memory
 from lbproxy.control.telemetry.telemetry import Telemetry
@@ -24,7 +25,6 @@ from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.processes.control import SHARES, Ready, Start, Stop, Stopped, Stopping, Text, ToChild
 from lbproxy.processes.supervised import Supervisor, read
 from lbproxy.proxy.front.overload import default_bodies
-from lbproxy.runtime import supervise
 from lbproxy.workers import messages as m
 from lbproxy.workers.link import Link
 from lbproxy.workers.remote import RemoteRuntime

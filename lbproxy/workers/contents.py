@@ -6,6 +6,7 @@ from typing import cast
 
 from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
+from lbproxy.core.engines.handover import Handover, Role
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.workers import messages as m
@@ -40,6 +41,9 @@ def message_of(record: RequestRecord) -> m.Ended:
         record.alias,
         record.stream,
         record.endpoint,
+        record.prefill,
+        record.prefill_s,
+        record.prefill_usage,
         record.attempts,
         record.status,
         m.OUTCOME_NUMBERS[record.outcome],
@@ -71,6 +75,9 @@ def fill(record: RequestRecord, end: m.Ended) -> RequestRecord:
     record.alias = end.alias
     record.stream = end.stream
     record.endpoint = end.endpoint
+    record.prefill = end.prefill
+    record.prefill_s = end.prefill_s
+    record.prefill_usage = read_usage(end.prefill_usage)
     record.attempts = end.attempts
     record.status = end.status
     record.outcome = m.OUTCOMES[end.outcome]
@@ -90,7 +97,7 @@ def fill(record: RequestRecord, end: m.Ended) -> RequestRecord:
     return record
 
 
-def member(endpoint: Endpoint, health: str, *, draining: bool) -> m.Member:
+def member(endpoint: Endpoint, health: str, handover: Handover, *, draining: bool) -> m.Member:
     """What a worker is told of an endpoint. Secrets are in it: it goes to our own processes only."""
     proxy = endpoint.proxy
     credentials = None if proxy is None or proxy.credentials is None else proxy.credentials.reveal()
@@ -105,6 +112,7 @@ def member(endpoint: Endpoint, health: str, *, draining: bool) -> m.Member:
         None if proxy is None else (proxy.host, proxy.port, credentials),
         health,
         draining,
+        (handover.role.value, handover.connector, handover.bootstrap_port),
     )
 
 
@@ -124,3 +132,9 @@ def read_endpoint(told: m.Member) -> Endpoint:
         tls=None if told.tls is None else Tls._make(told.tls),
         proxy=proxy,
     )
+
+
+def read_handover(told: m.Member) -> Handover:
+    """Its part where prefill and decode are apart."""
+    role, connector, port = told.handover
+    return Handover(Role(role), connector, port)

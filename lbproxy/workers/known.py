@@ -16,7 +16,9 @@ from lbproxy.core.endpoints.breaker import Breaker
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.serving import Serving
-from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.endpoints.state import EndpointState, relate_ranks
+from lbproxy.core.engines.handover import Handover, Role
+from lbproxy.core.policies.split import whole_servers
 from lbproxy.core.queue.stored_responses import StoredResponses
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.openai import ModelCard
@@ -33,6 +35,8 @@ class Known:
     def __init__(self) -> None:
         self._states: dict[EndpointUid, EndpointState] = {}
         self._serving = Serving(panic=True)
+        self.has_roles = False
+        """See EndpointSet."""
         self.block_bytes: int | None = None
         """See RequestRuntime."""
         self.stored_responses = StoredResponses()
@@ -40,14 +44,15 @@ class Known:
 
     # What the balancer process tells
 
-    def replace(self, members: Iterable[tuple[Endpoint, Health, bool]]) -> None:
-        """The complete set, in order: each with its health, and whether it drains. A new balancer process gives other
+    def replace(self, members: Iterable[tuple[Endpoint, Health, bool, Handover]]) -> None:
+        """The complete set, in order: each with its health, whether it drains, and its part where prefill and decode
+        are apart. A new balancer process gives other
         uids to the same endpoints.
         """
         before = {one.endpoint.key: one for one in self._states.values()}
         self._states = {}
         moved: dict[EndpointUid, EndpointUid] = {}
-        for endpoint, health, draining in members:
+        for endpoint, health, draining, handover in members:
             state = before.get(endpoint.key)
             if state is not None and state.endpoint.uid != endpoint.uid:
                 moved[state.endpoint.uid] = endpoint.uid
@@ -57,10 +62,13 @@ class Known:
             state.endpoint = endpoint
             state.health = health
             state.draining = draining
+            state.handover = handover
             state.backing_off_until = float("-inf")
             self._states[endpoint.uid] = state
         if moved:
             self.stored_responses.move(moved)
+        self.has_roles = any(one.handover.role is not Role.BOTH for one in self._states.values())
+        relate_ranks(self._states.values())
         self._serving.replace_all(self._states.values())
         for state in self._states.values():
             self._serving.changed(state)
@@ -113,6 +121,8 @@ class Known:
             state = self._states.get(owner)
             return Outcome.RESPONSE_NOT_FOUND if state is None else state
         members = [one for one in self._serving.candidates(request.model) if one.endpoint.uid not in avoid]
+        if self.has_roles:  # alone, it splits no request
+            members = whole_servers(members)
         if not members:
             unknown = not avoid and self.any_up() and not self._serving.candidates(request.model)
             return Outcome.MODEL_NOT_FOUND if unknown else Outcome.NO_ENDPOINTS

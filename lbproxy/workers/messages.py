@@ -18,7 +18,7 @@ Fields: TypeAlias = tuple[Any, ...]
 """The fields of a NamedTuple."""
 RequestFields: TypeAlias = tuple[
     str, str | None, bool, int, int, tuple[int, ...], int | None, int, str | None, bool, str, float | None, int,
-    str | None, bool, bool, bool, bool,
+    str | None, bool, bool, bool, bool, bool, int, int,
 ]  # fmt: skip
 """The fields of an InferenceRequest."""
 OUTCOMES: Final = tuple(Outcome)
@@ -99,6 +99,8 @@ class Failed(Message, tag=7):
     earlier: tuple[str, ...]
     retry: bool
     outcome: int
+    first_leg: bool
+    """At the endpoint of the first leg, while both run."""
 
 
 class Stores(Message, tag=8):
@@ -129,6 +131,9 @@ class Ended(Message, tag=10):
     alias: str | None
     stream: bool
     endpoint: str | None
+    prefill: str | None
+    prefill_s: float | None
+    prefill_usage: Fields | None
     attempts: int
     status: int
     outcome: int
@@ -230,6 +235,10 @@ class Placed(Message, tag=33):
     """Of the prompt, as predicted; 0 = not predicted."""
     explanation: str | None
     """If the client asked for one: see core.policies.explain.compact."""
+    leg: int
+    """See InferenceRequest."""
+    first_uid: int
+    """Of a second leg, if both were placed: the endpoint of the first; else 0."""
 
 
 class Refused(Message, tag=34):
@@ -261,6 +270,8 @@ class Member(Message):
     proxy: Fields | None
     health: str
     draining: bool
+    handover: Fields
+    """See core.engines.handover; the role by its name."""
 
 
 class Members(Message, tag=36):

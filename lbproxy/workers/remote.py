@@ -34,12 +34,12 @@ from lbproxy.core.queue.stored_responses import StoredResponse
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind, Retries, UpstreamError, Verdict
 from lbproxy.pulse import Pulse
 from lbproxy.request_runtime import RequestRuntime
 from lbproxy.workers import messages as m
-from lbproxy.workers.contents import read_endpoint, read_request, request_fields
+from lbproxy.workers.contents import read_endpoint, read_handover, read_request, request_fields
 from lbproxy.workers.known import Known
 from lbproxy.workers.link import Link
 from lbproxy.workers.reports import Reports
@@ -272,9 +272,9 @@ class RemoteRuntime(RequestRuntime):
         else:
             kinds = tuple(one.value for one in earlier)
             outcome = m.OUTCOME_NUMBERS[verdict.outcome]
-            self._link.send(
-                m.Failed(ticket.number, error.kind.value, error.detail, error.refused, kinds, verdict.retry, outcome)
-            )
+            is_first = ticket.request.leg == PREFILL
+            what = error.kind.value, error.detail, error.refused, kinds, verdict.retry, outcome, is_first
+            self._link.send(m.Failed(ticket.number, *what))
         return verdict
 
     def is_stranded(self, ticket: Ticket) -> bool:
@@ -336,6 +336,11 @@ class RemoteRuntime(RequestRuntime):
     def block_bytes(self) -> int | None:
         """See RequestRuntime."""
         return self.known.block_bytes
+
+    @property
+    def splits(self) -> bool:
+        """See RequestRuntime."""
+        return self.known.has_roles
 
     def look_for_models(self, looked: Callable[[], None]) -> bool:
         """See RequestRuntime. The balancer process did so before it refused."""
@@ -403,8 +408,21 @@ class RemoteRuntime(RequestRuntime):
             ticket.submitted_at = message.placed_at
         ticket.predicted_prompt_tokens = message.prompt_tokens
         one.record.explanation = message.explanation
+        if message.leg == PREFILL:
+            ticket.request = ticket.request.as_leg(PREFILL)
+        elif message.first_uid:
+            self._place_first(ticket, EndpointUid(message.first_uid), message.placed_at)
         self._place(ticket, state, message.placed_at)
         one.settled(ticket)
+
+    def _place_first(self, ticket: Ticket, uid: EndpointUid, now: float) -> None:
+        """Both legs were placed; the ticket is that of the second one."""
+        state = self.known.get(uid)
+        if state is None:
+            raise LookupError(f"endpoint {uid} was not told")
+        ticket.prefill = first = Ticket(ticket.request.as_leg(PREFILL), ticket.submitted_at, inf, ticket.avoid)
+        first.number, first.placed_on, first.placed_at = ticket.number, state, now
+        ticket.request = ticket.request.as_leg(DECODE, uid)
 
     def _on_refused(self, message: m.Refused) -> None:
         one = self._open.get(message.number)
@@ -433,7 +451,9 @@ class RemoteRuntime(RequestRuntime):
             other.stranded = False
 
     def _on_members(self, message: m.Members) -> None:
-        self.known.replace((read_endpoint(one), Health(one.health), one.draining) for one in message.members)
+        self.known.replace(
+            (read_endpoint(one), Health(one.health), one.draining, read_handover(one)) for one in message.members
+        )
 
     def _on_models(self, message: m.Models) -> None:
         cards = message.cards

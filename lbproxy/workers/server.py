@@ -171,7 +171,9 @@ class Session:
             prompt_tokens = ticket.placement.prompt_tokens
         self._server.tell()  # by this the worker judges what follows a failure
         placed_at, waited = ticket.placed_at, ticket.placed_at > ticket.submitted_at
-        what = placed_at, waited, state.asks_load, prompt_tokens, explanation
+        first = ticket.prefill
+        legs = ticket.request.leg, 0 if first is None else first.placed_state.endpoint.uid
+        what = placed_at, waited, state.asks_load, prompt_tokens, explanation, *legs
         self.link.send(m.Placed(job.number, state.endpoint.uid, *what))
 
     def _refused(self, job: _Job, ticket: Ticket) -> None:
@@ -223,6 +225,8 @@ class Session:
         if (ticket := self._placed(message.number)) is not None:
             error = UpstreamError(FailureKind(message.kind), message.detail, refused=message.refused)
             earlier = [FailureKind(one) for one in message.earlier]
+            if message.first_leg and ticket.prefill is not None:
+                ticket = ticket.prefill
             self._runtime.after_failure(ticket, error, earlier, Verdict(message.retry, m.OUTCOMES[message.outcome]))
 
     def _on_stores(self, message: m.Stores) -> None:
@@ -416,7 +420,11 @@ class WorkerServer:
     @staticmethod
     def _members(snapshots: Iterable[Any]) -> m.Members:
         return m.Members(
-            [member(one.endpoint, one.health.value, draining=one.draining) for one in snapshots if not one.removed]
+            [
+                member(one.endpoint, one.health.value, one.handover, draining=one.draining)
+                for one in snapshots
+                if not one.removed
+            ]
         )
 
     def _models_of(self, uid: EndpointUid) -> m.Models:

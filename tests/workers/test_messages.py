@@ -11,13 +11,23 @@ import pytest
 from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.endpoints.health import Health
+from lbproxy.core.engines.handover import Handover, Role
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.flow import Refusal
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.workers import messages as m
-from lbproxy.workers.contents import fill, member, message_of, read_endpoint, read_request, read_usage, request_fields
+from lbproxy.workers.contents import (
+    fill,
+    member,
+    message_of,
+    read_endpoint,
+    read_handover,
+    read_request,
+    read_usage,
+    request_fields,
+)
 
 REQUEST = InferenceRequest(
     "id-1",
@@ -54,6 +64,9 @@ ENDPOINT = Endpoint(
 )
 
 
+HANDOVER = Handover(Role.PREFILL, "mooncake", 8999)
+
+
 def record() -> RequestRecord:
     """One in which every field that travels has another value than at its beginning."""
     it = RequestRecord("id-1", "POST", "/v1/é", "::1", 1.25)
@@ -62,6 +75,7 @@ def record() -> RequestRecord:
     it.request_bytes, it.response_bytes, it.events, it.usage = 1, 2, 3, USAGE
     it.key, it.flow, it.queue_s, it.placed_at, it.first_byte_at, it.ended_at = "k", "f", 0.5, 1.5, 1.75, 2.0
     it.number = 77
+    it.prefill, it.prefill_s, it.prefill_usage = "e3", 0.125, Usage(7, 5, None)
     return it
 
 
@@ -74,7 +88,7 @@ MESSAGES: list[m.Message] = [
     m.Close(1, m.OUTCOME_NUMBERS[Outcome.CLIENT_CLOSED], USAGE, timed_out=True),
     m.Close(1, 0, None, timed_out=False),
     m.Answered(1, 0, USAGE, began=True),
-    m.Failed(1, "connect", "refused: [::1]:1", True, ("reset", "connect"), False, 3),
+    m.Failed(1, "connect", "refused: [::1]:1", True, ("reset", "connect"), False, 3, True),
     m.Stores(1, "resp_1"),
     m.Load(1, LoadReport(1.0, None, 0.5)),
     m.Load(1, None),
@@ -87,12 +101,12 @@ MESSAGES: list[m.Message] = [
     m.Adopted(),
     m.Welcome(None),
     m.Welcome(256),
-    m.Placed(1, (1 << 32) + 1, 1.5, True, True, 100.25, "e1: 1 ms"),
-    m.Placed(1, 1, 1.5, False, False, 0.0, None),
+    m.Placed(1, (1 << 32) + 1, 1.5, True, True, 100.25, "e1: 1 ms", 2, 7),
+    m.Placed(1, 1, 1.5, False, False, 0.0, None, 0, 0),
     m.Refused(1, 2, 1.5, Refusal("f", "10 requests", None)),
     m.Refused(1, 2, None, None),
     m.Stranded(1),
-    m.Members([member(ENDPOINT, Health.EJECTED.value, draining=True)]),
+    m.Members([member(ENDPOINT, Health.EJECTED.value, HANDOVER, draining=True)]),
     m.Members([]),
     m.Models(1, [m.Card("m", b'{"id":"m"}', None), m.Card("a", b"{}", "m")]),
     m.Models(1, None),
@@ -162,10 +176,11 @@ def test_a_usage_and_a_refusal_are_read_from_any_sequence() -> None:
 
 def test_an_endpoint_has_all_that_a_request_to_it_needs() -> None:
     """Its credentials too, which nothing shows by accident."""
-    read = through(m.Members([member(ENDPOINT, "up", draining=False)]))
+    read = through(m.Members([member(ENDPOINT, "up", HANDOVER, draining=False)]))
     assert isinstance(read, m.Members)
     endpoint = read_endpoint(read.members[0])
     assert endpoint == ENDPOINT
+    assert read_handover(read.members[0]) == HANDOVER
     assert endpoint.api_key is not None
     assert endpoint.api_key.reveal() == "secret"
     assert endpoint.proxy is not None

@@ -11,6 +11,7 @@ import pytest
 
 from lbproxy.config.parse import parse
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
+from lbproxy.core.endpoints.state import WHOLE_SERVER
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import Outcome
@@ -34,6 +35,7 @@ def members(*health: str, first_uid: int = 1, draining: tuple[int, ...] = ()) ->
             member(
                 Endpoint(uid=EndpointUid(first_uid + n), name=f"e{n + 1}", base_url=URLS[n]),
                 one,
+                WHOLE_SERVER,
                 draining=n in draining,
             )
             for n, one in enumerate(health)
@@ -49,7 +51,7 @@ def models(*names: str | None, first_uid: int = 1) -> list[m.Message]:
 
 
 def placed(number: int, uid: int) -> m.Placed:
-    return m.Placed(number, uid, 0.0, False, False, 0.0, None)
+    return m.Placed(number, uid, 0.0, False, False, 0.0, None, 0, 0)
 
 
 class Worker:
@@ -124,7 +126,7 @@ def test_a_request_waits_for_the_balancer_process_and_is_placed_where_it_says() 
             (submitted,) = await worker.heard(m.Submit)
             assert isinstance(submitted, m.Submit)
             assert not worker.settled, "never in the call itself"
-            await worker.told(m.Placed(submitted.number, 2, 1.5, False, True, 7.0, None))
+            await worker.told(m.Placed(submitted.number, 2, 1.5, False, True, 7.0, None, 0, 0))
             assert worker.settled == [ticket]
             assert (endpoint_of(ticket), ticket.placed_at, ticket.predicted_prompt_tokens) == ("e2", 1.5, 7.0)
             assert ticket.placed_state.asks_load

@@ -97,7 +97,24 @@ def submit(number: int, model: str = MODEL, *, avoid: tuple[int, ...] = (), agai
 
 def ended(number: int, outcome: Outcome = Outcome.COMPLETED) -> m.Ended:
     return m.Ended(
-        *(number, f"r{number}", "POST", "/v1/x", "127.0.0.1", 0.0, "chat", MODEL, None, False, "e1", 1, 200),
+        *(
+            number,
+            f"r{number}",
+            "POST",
+            "/v1/x",
+            "127.0.0.1",
+            0.0,
+            "chat",
+            MODEL,
+            None,
+            False,
+            "e1",
+            None,
+            None,
+            None,
+            1,
+            200,
+        ),
         *(m.OUTCOME_NUMBERS[outcome], (), None, 1, 2, 3, None, "key", "f", 0.0, 1.0, 2.0, 3.0),
         None,
     )
@@ -204,7 +221,7 @@ def test_a_retry_is_the_same_request_at_another_endpoint() -> None:
             worker = await it.worker()
             await worker.says(submit(1))
             first = worker.heard(m.Placed)[0].uid
-            failed = m.Failed(1, FailureKind.RESET.value, "why", False, (), True, 0)
+            failed = m.Failed(1, FailureKind.RESET.value, "why", False, (), True, 0, False)
             await worker.says(failed, m.Close(1, 0, None, False), submit(1, avoid=(first,)))
             second = worker.heard(m.Placed)[1].uid
             assert second != first
@@ -225,7 +242,7 @@ def test_failures_that_workers_report_take_an_endpoint_out() -> None:
             for n in range(10):
                 worker = workers[n % 2]
                 await worker.says(submit(n))
-                await worker.says(m.Failed(n, FailureKind.RESET.value, "why", False, (), False, 0))
+                await worker.says(m.Failed(n, FailureKind.RESET.value, "why", False, (), False, 0, False))
                 await worker.says(m.Close(n, 0, None, False), ended(n, Outcome.UPSTREAM_RESET))
             await workers[0].settled()
             assert it.seen("e1").health.value == "ejected"
@@ -261,7 +278,7 @@ def test_what_is_not_known_is_dropped() -> None:
             worker = await it.worker()
             await worker.says(
                 *(m.FirstByte(9), m.Progress({9: 1}), m.Close(9, 0, None, False), m.Answered(9, 0, None, True)),
-                *(m.Failed(9, "reset", "", False, (), False, 0), m.Stores(9, "resp_1"), m.Load(9, None)),
+                *(m.Failed(9, "reset", "", False, (), False, 0, False), m.Stores(9, "resp_1"), m.Load(9, None)),
             )
             assert not worker.end.lost
             await worker.says(ended(9))

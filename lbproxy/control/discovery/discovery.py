@@ -34,12 +34,13 @@ from lbproxy.control.discovery.dns_answers import OK, Lookup
 from lbproxy.control.discovery.known_names import MAX_LOGGED, Known, KnownName, known_of
 from lbproxy.control.discovery.resolver import Resolver
 from lbproxy.control.discovery.specs import NO_CERTIFICATES, Certificates, MemberSpecs, spec_of
+from lbproxy.control.loops import supervise
 from lbproxy.control.probing.prober import JITTER
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointSnapshot
 from lbproxy.net.dialing.tls import client_context
-from lbproxy.runtime import Runtime, supervise
+from lbproxy.runtime import Runtime
 
 logger = logging.getLogger("lbproxy")
 
@@ -281,7 +282,7 @@ class Discovery:
         await asyncio.gather(*(self._resolve(name, tuple) for name in self.names))
 
     def loops(self, runtime: Runtime, publish: Publish) -> Iterator[tuple[str, Callable[[], Awaitable[None]]]]:
-        """One loop for each name and each file, and what to call it, for `runtime.supervise`."""
+        """One loop for each name and each file, and what to call it, for `control.loops.supervise`."""
         for name in self._root.names:
             yield f"discovery of {name.entry.name}", partial(self._follow, name, runtime, publish)
         for file in self.files:

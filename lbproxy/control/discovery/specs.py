@@ -15,7 +15,8 @@ from lbproxy.config.sections.endpoints import EndpointSettings
 from lbproxy.config.sections.proxies import ProxyUrl
 from lbproxy.control.discovery.known_names import Member
 from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
-from lbproxy.core.endpoints.endpoint import EndpointSpec, Role
+from lbproxy.core.endpoints.endpoint import EndpointSpec
+from lbproxy.core.engines.handover import Role
 
 Certificates: TypeAlias = Mapping[str, str]
 """The text of the files that `tls.ca` names, by their paths."""

@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeAlias
 
+from lbproxy.control.loops import supervise
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.endpoints.endpoint_set import EndpointChanges
-from lbproxy.runtime import supervise
 
 Loops: TypeAlias = Iterable[tuple[str, Callable[[], Awaitable[None]]]]
 """Loops for `supervise`, each after what it is called in the log."""

@@ -128,7 +128,7 @@ async def _get(
 
 
 class Prober:
-    """Looks after one endpoint. `run` is a loop for `runtime.supervise`."""
+    """Looks after one endpoint. `run` is a loop for `control.loops.supervise`."""
 
     def __init__(
         self,

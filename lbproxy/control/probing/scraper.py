@@ -31,8 +31,10 @@ from lbproxy.control.probing.prober import JITTER
 from lbproxy.core.endpoints.credentials import ApiKey
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec
 from lbproxy.core.engines.dialects import Engines, MetricsLocation
+from lbproxy.core.engines.handover import Handover, Role
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.readings import MAX_LORA, PageReader, Reading
+from lbproxy.core.engines.server_info import connector_of
 from lbproxy.core.requests.retry import UpstreamError
 from lbproxy.net.connections.fetch import fetch
 from lbproxy.net.connections.pool import ConnectionPool
@@ -205,7 +207,7 @@ class Scraping:
 
 
 class Scraper:
-    """Scrapes one endpoint. `run` is a loop for `runtime.supervise`."""
+    """Scrapes one endpoint. `run` is a loop for `control.loops.supervise`."""
 
     def __init__(self, endpoint: Endpoint, runtime: Runtime, shared: Scraping) -> None:
         self.endpoint = endpoint
@@ -285,6 +287,7 @@ class Scraper:
                 found = await find_page(self.endpoint, self._shared.engines, self._ask)
                 self._adopt(found.target, found.engine)
                 page = found.page
+                self._note_connector(page)
             else:
                 page = await self._ask(self._target)
             metrics, ranks = self._read(page)
@@ -307,6 +310,12 @@ class Scraper:
         if engine != self.status.engine:
             self._missing_logged.clear()
         self.status.engine = engine
+
+    def _note_connector(self, page: bytes) -> None:
+        """What vLLM shows of how it hands KV caches over: not its role."""
+        connector = connector_of(page) if self.status.engine == "vllm" else None
+        if connector is not None and self.endpoint.connector is None:
+            self._runtime.report_role(self.endpoint.uid, Handover(Role.BOTH, connector))
 
     def _forget(self) -> None:
         """Look anew, with the next scrape, for what this is and where its page stands."""

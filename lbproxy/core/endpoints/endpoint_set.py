@@ -24,7 +24,7 @@ from typing import Final
 
 from lbproxy.config.balancing import BalancingSettings
 from lbproxy.core.endpoints.breaker import Cause
-from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid, Handover
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.judge import Judge
 from lbproxy.core.endpoints.serving import Serving, accepts_requests
@@ -38,6 +38,7 @@ from lbproxy.core.endpoints.state import (
     relate_ranks,
     snapshot_of,
 )
+from lbproxy.core.engines.handover import Handover
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.knowledge.load_model import LoadModel

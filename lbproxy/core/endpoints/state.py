@@ -8,9 +8,10 @@ from math import inf
 from typing import Final
 
 from lbproxy.core.endpoints.breaker import Breaker
-from lbproxy.core.endpoints.endpoint import Endpoint, Handover, Role, handover_of
+from lbproxy.core.endpoints.endpoint import Endpoint, handover_of
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.progress import Progress
+from lbproxy.core.engines.handover import Handover, Role
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.knowledge.load_model import LoadModel
@@ -237,6 +238,8 @@ class EndpointSnapshot:
     """It is not a member any more; its requests in flight continue."""
     elsewhere: int = 0
     """Requests of other replicas in flight there, as far as is known."""
+    handover: Handover = WHOLE_SERVER
+    """Its part where prefill and decode are apart."""
 
     @property
     def serving(self) -> bool:
@@ -266,4 +269,5 @@ def snapshot_of(state: EndpointState, share: float, readmitted: bool, now: float
         malformed_reports=state.malformed_reports,
         removed=state.removed,
         elsewhere=state.elsewhere,
+        handover=state.handover,
     )

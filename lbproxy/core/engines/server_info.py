@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import orjson
 
+from lbproxy.core.engines.handover import BOOTSTRAP_PORT, Handover, Role
 from lbproxy.core.requests.openai import ModelCard
 
 MAX_CACHE_TOKENS = 1_000_000_000
@@ -27,6 +28,8 @@ class Description(NamedTuple):
     """`tokens` is an upper bound."""
     slots: int | None
     """How many requests all engines behind the address run at once, in total."""
+    handover: Handover | None = None
+    """Its part where prefill and decode are apart."""
 
 
 class ServerInfo(NamedTuple):
@@ -42,6 +45,8 @@ class ServerInfo(NamedTuple):
     """The option with which the engine exposes metrics."""
     is_upper_bound: bool = False
     """See `Description`."""
+    handover: Callable[[Mapping[str, object]], Handover | None] = lambda _: None
+    """From the page to `Description.handover`."""
 
 
 def _sglang(page: Mapping[str, object]) -> int | None:
@@ -57,6 +62,24 @@ def _sglang_slots(page: Mapping[str, object]) -> int | None:
     state = states[0] if isinstance(states, list) and states else None
     holds = state.get("effective_max_running_requests_per_dp") if isinstance(state, dict) else None
     return _product(holds, _number(page.get("dp_size")) or 1)
+
+
+def _sglang_handover(page: Mapping[str, object]) -> Handover | None:
+    """Its mode is null where it serves whole requests, and only those."""
+    mode, port = page.get("disaggregation_mode", 0), page.get("disaggregation_bootstrap_port")
+    if mode is None or mode == "null":
+        return Handover()
+    if mode not in {"prefill", "decode"}:
+        return None
+    is_port = isinstance(port, int) and not isinstance(port, bool) and 0 < port < 65536
+    return Handover(Role(mode), "sglang", port if is_port and isinstance(port, int) else BOOTSTRAP_PORT)
+
+
+def connector_of(page: bytes) -> str | None:
+    """The connector that the names on a vLLM metrics page show; None: none that can be recognised. Its families are
+    there from the start.
+    """
+    return next((name for name in ("nixl", "mooncake") if b"\nvllm:%b_" % name.encode() in page), None)
 
 
 def _llama_cpp_slots(page: Mapping[str, object]) -> int | None:
@@ -75,7 +98,9 @@ def _llama_cpp(page: Mapping[str, object]) -> int | None:
 
 SERVER_INFO: Mapping[str, ServerInfo] = {
     # Also under the older path in 0.5.23, which logs a warning then (srt/entrypoints/http_server.py).
-    "sglang": ServerInfo(("/server_info", "/get_server_info"), _sglang, _sglang_slots, "--enable-metrics"),
+    "sglang": ServerInfo(
+        ("/server_info", "/get_server_info"), _sglang, _sglang_slots, "--enable-metrics", handover=_sglang_handover
+    ),
     "llamacpp": ServerInfo(("/props",), _llama_cpp, _llama_cpp_slots, "--metrics", is_upper_bound=True),
 }
 """By the name in the settings and in the engine's own model cards (`owned_by`)."""
@@ -90,8 +115,10 @@ def read_description(engine: str, page: bytes) -> Description | None:
     if not isinstance(fields, dict):
         return None
     info = SERVER_INFO[engine]
-    description = Description(info.tokens(fields), info.is_upper_bound, info.slots(fields))
-    return None if description.tokens is None and description.slots is None else description
+    description = Description(info.tokens(fields), info.is_upper_bound, info.slots(fields), info.handover(fields))
+    return (
+        None if description[0] is None and description.slots is None and description.handover is None else description
+    )
 
 
 def engine_of(cards: Sequence[ModelCard]) -> str | None:

@@ -31,6 +31,12 @@ class RequestRecord:
     """The model as the client named it, if that is a name in the settings' `models`."""
     stream: bool = False
     endpoint: str | None = None
+    prefill: str | None = None
+    """If it was split, last: the endpoint of its first leg; `endpoint` is that of the second."""
+    prefill_s: float | None = None
+    """Seconds from the placement of the first leg to its end, if the second followed it."""
+    prefill_usage: Usage | None = None
+    """Of the first leg: its cached tokens are those of the prompt."""
     attempts: int = 0
     status: int = 0
     outcome: Outcome = Outcome.INTERNAL_ERROR

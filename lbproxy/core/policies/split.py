@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from math import inf
 from typing import Final, cast
 
-from lbproxy.core.endpoints.endpoint import Role
 from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.engines.handover import Role
 from lbproxy.core.policies.policy import NEVER_SPLIT, PRICED, Policy, Prices
 from lbproxy.core.requests.request import PREFILL, InferenceRequest
 
@@ -76,15 +76,15 @@ class Split(Policy):
 
     def usable(self, request: InferenceRequest, members: Sequence[EndpointState]) -> Sequence[EndpointState]:
         """Those of `members` that take the request, whole or one leg of it."""
-        whole = [state for state in members if _serves_whole(state)]
         if request.splittable and self.split_above < NEVER_SPLIT:
             decode = {state.handover.connector for state in members if state.handover.role is Role.DECODE} - {None}
             first = [state for state in members if _prefills(state) and state.handover.connector in decode]
             if first:
                 handed = {state.handover.connector for state in first}
                 legs = [state for state in members if _decodes(state, handed)]
+                whole = [state for state in members if _serves_whole(state)]
                 return [*whole, *first, *[state for state in legs if not _serves_whole(state)]]
-        return whole or [state for state in members if _prefills(state) and _can_serve_whole(state)]
+        return whole_servers(members)
 
     def second(self, members: Sequence[EndpointState], first: EndpointState) -> list[EndpointState]:
         """Those of `members` that can continue what `first` prefilled."""
@@ -223,6 +223,12 @@ class Split(Policy):
             if n in found:
                 found[n] = {key: found[n].get(key, 0.0) + second.get(key, 0.0) for key in {**found[n], **second}}
         return [found.get(n, {}) for n in shown] if found else []
+
+
+def whole_servers(members: Sequence[EndpointState]) -> list[EndpointState]:
+    """Those of `members` that serve whole requests; if none is meant to, prefill endpoints that can."""
+    whole = [state for state in members if _serves_whole(state)]
+    return whole or [state for state in members if _prefills(state) and _can_serve_whole(state)]
 
 
 def _renamed(parts: dict[str, float]) -> dict[str, float]:

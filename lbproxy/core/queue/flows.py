@@ -33,7 +33,7 @@ from lbproxy.core.queue.flow import (
     Refusal,
 )
 from lbproxy.core.queue.ticket import Ticket
-from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.core.requests.request import DECODE, InferenceRequest, Usage
 
 MAX_FLOWS: Final = 1024
 """In addition to those in the settings."""
@@ -228,6 +228,8 @@ class Flows:
 
     def _prompt_tokens(self, request: InferenceRequest) -> float:
         """The estimated prompt tokens, before the endpoint reports them."""
+        if request.leg == DECODE:
+            return 0.0
         if request.binary:
             return self._binary_tokens.get(request.model or "", FIRST_BINARY_TOKENS)
         return (request.prompt_bytes or request.body_bytes) / BYTES_PER_TOKEN

@@ -5,10 +5,8 @@ connection was made) and of that connection (its response arrived, or it broke).
 of the cost of a request. Each attempt places, sends, and ends with a response head or a failure. After a failure, or a
 response that another endpoint may do better, the balancer decides whether to retry. An accepted head is passed to a
 `Relay`; the first bytes of its body are the commit point, after which nothing is retried. `step` is what the exchange
-does now; `proxy.exchange.steps` has the table. Invariants:
+does now; `proxy.exchange.steps` has the table. Its end, whatever it does, is in `proxy.exchange.lifetime`. Invariants:
 
-- It ends exactly once, in `finish`, whatever happens; every ticket is closed by then.
-- What is in progress in a step (`_work`: a dial, a connection, a relay, a timer) is released when the step ends.
 - Each attempt sends the same body; the head differs by endpoint. If a response's head was sent (`_head_sent_by`), only
   the body of an event stream may follow.
 """
@@ -17,36 +15,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TypeAlias, TypeVarTuple
 
-from lbproxy.config.tree import Settings
-from lbproxy.core.engines.orca import read_field
-from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import LbError, Outcome
-from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.core.requests.request import DECODE, InferenceRequest, Usage
 from lbproxy.core.requests.retry import STATUS_FAILURES, FailureKind, UpstreamError
 from lbproxy.core.requests.sse import find_response_id, read_usage
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection
 from lbproxy.net.dialing.origin import Origin
-from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, Exchanger
-from lbproxy.proxy.exchange.failures import NO_FAILURES, FailedAttempts
-from lbproxy.proxy.exchange.relay import Client, Relay, can_continue, end_after_head, is_json
+from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES
+from lbproxy.proxy.exchange.failures import NO_FAILURES, FailedAttempts, is_missing
+from lbproxy.proxy.exchange.lifetime import Lifetime
+from lbproxy.proxy.exchange.relay import Relay, can_continue, is_json
+from lbproxy.proxy.exchange.split import Leg, Split, decode_endpoint, first_leg
 from lbproxy.proxy.exchange.steps import (
     BACKING_OFF,
     DIALLING,
     FINISHED,
     LOOKING,
     PLACING,
-    READING,
+    PREFILLING,
     RELAYING,
     SENT,
-    Step,
 )
-from lbproxy.proxy.request.client_request import ClientRequest, rank_is_gone
+from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.headers import client_head
 from lbproxy.proxy.request.own_responses import refusal
 
@@ -55,129 +50,19 @@ Arguments = TypeVarTuple("Arguments")
 Work: TypeAlias = asyncio.Task[None] | Connection | Relay | asyncio.TimerHandle | None
 
 
-class Exchange(ABC):
-    """One request; a net.connections.pool.Receiver until it accepts a response. Subclasses refuse and end it.
+class Exchange(Lifetime):
+    """One request; a net.connections.pool.Receiver until it accepts a response.
 
     Defaults live in the class until they are overwritten: one object is made for every request.
     """
 
-    request: ClientRequest
-    """The client's request. Set by `start`."""
-    placed: InferenceRequest
-    """The request as the balancer sees it. Set by `start`."""
     cors = ""
     """Field lines of the response that replace the endpoint's own; "" = the settings allow no origins."""
     switches: bool = False
     """See net.connections.pool.Receiver."""
-    step = READING
-    _work: Work
-    """What is in progress in this step: a dial, the connection that carries the request, a relay, a timer."""
-    _ticket: Ticket | None = None
-    """The current attempt."""
-    _head_sent_by: Relay | None = None
-    """The relay, of any attempt, that sent the head of a stream to the client, without any of a body."""
     _models_refreshed = False
     """The endpoints were asked again for their models."""
     _failed: FailedAttempts = NO_FAILURES
-
-    def __init__(self, shared: Exchanger, client: Client, record: RequestRecord, *, keep_alive: bool) -> None:
-        self._shared = shared
-        self._work = None  # not in the class: mypyc ignores a default of None for a union of other types
-        self.client = client
-        self.record = record
-        self.keep_alive = keep_alive
-        """The client's connection may serve another request."""
-
-    @property
-    def settings(self) -> Settings:
-        """The settings under which the request is served."""
-        return self._shared.settings
-
-    @abstractmethod
-    def _body_released(self) -> None:
-        """The request's body is not held any more."""
-
-    @abstractmethod
-    def _refuse(self, error: LbError) -> bool:
-        """Send an error; nothing went to the client yet. Returns whether its connection can be used again."""
-
-    @abstractmethod
-    def _ended(self, reusable: bool) -> None:
-        """The exchange is finished and its record complete. `reusable`: the client's connection can be used again."""
-
-    # The end
-
-    def refuse(self, error: LbError) -> None:
-        """End with an error; nothing went to the client yet, or the head of a stream alone."""
-        if self._head_sent_by:
-            end_after_head(self.client, self.record, error)
-            self.finish(False)
-        else:
-            self.finish(self._refuse(error))
-
-    def finish(self, reusable: bool) -> None:
-        """End the exchange. Only the first call counts."""
-        if self.step is not FINISHED:
-            self._enter(FINISHED)
-            self._head_sent_by = None  # a reference back to this exchange
-            self._ended(reusable)
-
-    def defect(self) -> None:
-        """End because of a defect of lbproxy; call it while the exception is handled."""
-        logger.exception("request %s failed", self.record.id)
-        if self.step is FINISHED:
-            return
-        self._abandon(Outcome.INTERNAL_ERROR)
-        self.keep_alive = False
-        if self.record.response_bytes and not self._head_sent_by:
-            self.record.outcome = Outcome.INTERNAL_ERROR
-            self.finish(False)
-        else:
-            self.refuse(LbError(Outcome.INTERNAL_ERROR))
-
-    def client_disconnected(self) -> None:
-        """The client's connection is lost: release everything at once."""
-        if self.step is not FINISHED:
-            self.record.outcome = Outcome.CLIENT_CLOSED
-            self._abandon(Outcome.CLIENT_CLOSED)
-            self.finish(False)
-
-    def cut(self, why: Outcome) -> None:
-        """End early: lbproxy stops (DRAINING) or has no memory (OVERLOADED). The client is told, as far as possible."""
-        if self.step is RELAYING:
-            self._relaying.cut(why)
-        elif self.step is not FINISHED:
-            self._abandon(why)
-            self.refuse(LbError(why))
-
-    # Steps
-
-    def _enter(self, step: Step, work: Work = None) -> None:
-        """The only place where the step changes. What was in progress has ended, or was released."""
-        self.step = step
-        self._work = work
-
-    def _release_work(self) -> None:
-        """Release what is in progress in this step, which is about to change."""
-        work, self._work = self._work, None
-        if isinstance(work, Connection):
-            work.abort()
-        elif isinstance(work, Relay):
-            work.release()
-        elif work is not None:
-            work.cancel()
-
-    @property
-    def _relaying(self) -> Relay:
-        """The relay, while RELAYING."""
-        work = self._work
-        assert isinstance(work, Relay)
-        return work
-
-    def _abandon(self, outcome: Outcome) -> None:
-        self._release_work()
-        if self._ticket is not None:
-            self._shared.runtime.close(self._ticket, outcome)
 
     # An attempt
 
@@ -192,7 +77,14 @@ class Exchange(ABC):
         self._enter(PLACING)
         settled = lambda ticket: self._guarded(self._settled, ticket)  # noqa: E731
         runtime, record, failed, again = self._shared.runtime, self.record, self._failed, self._ticket is not None
-        self._ticket = ticket = runtime.submit(self.placed, record, failed.endpoints, settled, failed.suspect, again)
+        placed, split = self.placed, self._split
+        if split is not None:
+            if split.can_continue:
+                placed = split.second()
+            else:
+                split.cancel()
+                self._split = None
+        self._ticket = ticket = runtime.submit(placed, record, failed.endpoints, settled, failed.suspect, again)
         if ticket.wait is not None:
             record.note_wait(ticket)
         if ticket.state is not TicketState.WAITING:
@@ -203,6 +95,9 @@ class Exchange(ABC):
     def _settled(self, ticket: Ticket) -> None:
         """The ticket was placed, or closed without a place."""
         if ticket.placed_on is None:
+            if ticket.request.leg:
+                self._place_whole()
+                return
             if ticket.outcome is Outcome.MODEL_NOT_FOUND and not self._models_refreshed:
                 self._models_refreshed = True
                 if self._shared.runtime.look_for_models(lambda: self._guarded(self._place_after_look)):
@@ -212,9 +107,10 @@ class Exchange(ABC):
             return
         assert ticket.placed_at is not None
         endpoint, record = ticket.placed_on.endpoint, self.record
-        record.attempts += 1
         record.endpoint = endpoint.name
-        record.placed_at = ticket.placed_at
+        if ticket.request.leg != DECODE or ticket.prefill is not None:  # a second leg is of the same attempt
+            record.attempts += 1
+            record.placed_at, record.prefill = ticket.placed_at, None
         record.queue_s += ticket.placed_at - ticket.submitted_at
         if record.trace is not None:
             record.trace.placed(endpoint, ticket.submitted_at, ticket.placed_at)
@@ -222,6 +118,13 @@ class Exchange(ABC):
             record.note_decision(ticket.decision)
             if ticket.placement is not None:
                 record.predicted_cached_tokens = ticket.placement.cached_tokens
+        if ticket.request.leg and self._begins_split(ticket):
+            return
+        self._connect(ticket)
+
+    def _connect(self, ticket: Ticket) -> None:
+        """Send the request, or its second leg, to where it is placed."""
+        endpoint = ticket.placed_state.endpoint
         origin = Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy)
         connection = self._shared.connections.take(origin) if ticket.request.repeatable else None  # may be closed
         if connection is not None:
@@ -253,9 +156,82 @@ class Exchange(ABC):
         self._enter(SENT, connection)
         assert ticket.placed_on is not None
         request, state, record = self.request, ticket.placed_on, self.record
+        if self._split is not None:
+            request, self._split.second_sent = self._split.request, True
         forwarded = self.client.peer.lines(request.fields, http10=request.http10)
         head = request.head_for(state.endpoint, record.id, forwarded, ask_load=state.asks_load, trace=record.trace)
         connection.send(request.method, head, request.body, self, self._shared.limits)
+
+    # A request that is split: split.Owner
+
+    def _begins_split(self, ticket: Ticket) -> bool:
+        """Begin the first leg, if this placement is one: the second one follows."""
+        first = first_leg(ticket)
+        if first is None:
+            return False
+        self._enter(PREFILLING)
+        forwarded = self.client.peer.lines(self.request.fields, http10=self.request.http10)
+        self._split = split = Split(
+            self._shared, first, Leg(self.request, self.placed, self.record.id, forwarded), self
+        )
+        self.record.prefill = split.endpoint.name
+        if not split.start():
+            self._place_whole()
+        return True
+
+    def _place_whole(self) -> None:
+        """It cannot be split, or nothing can continue what was prefilled."""
+        self._end_split(Outcome.COMPLETED)
+        self.placed = self.placed._replace(splittable=False)
+        self._place()
+
+    def _end_split(self, outcome: Outcome) -> None:
+        """End both legs."""
+        ticket, split = self._ticket, self._split
+        if split is not None:
+            split.abandon(decode_endpoint(ticket))
+            self._split = None
+        if ticket is not None:
+            self._shared.runtime.close(ticket, outcome)
+
+    def second_ready(self) -> None:
+        """See split.Owner."""
+        assert self._ticket is not None
+        self._connect(self._ticket)
+
+    def prefilled(self, usage: Usage | None) -> None:
+        """See split.Owner."""
+        self._guarded(self._prefilled, usage)
+
+    def _prefilled(self, usage: Usage | None) -> None:
+        ticket, runtime, record = self._ticket, self._shared.runtime, self.record
+        assert ticket is not None
+        record.prefill_usage = usage
+        if self.step is not PREFILLING:
+            return  # both legs run
+        record.prefill_s = runtime.now() - (record.placed_at or 0.0)
+        runtime.first_byte(ticket)
+        runtime.close(ticket, Outcome.COMPLETED, usage)
+        self._place()
+
+    def first_failed(self, error: UpstreamError) -> None:
+        """See split.Owner. Once decode has begun to respond, it has what it needs."""
+        if self.step in {PREFILLING, DIALLING, SENT} or (self.step is RELAYING and self._relaying.revocable):
+            self._guarded(self._first_failed, error)
+
+    def _first_failed(self, error: UpstreamError) -> None:
+        ticket = self._ticket
+        assert ticket is not None
+        self._release_work()
+        self._attempt_failed(ticket.prefill or ticket, error)
+
+    def first_refused(self, head: ResponseHead, body: bytes) -> None:
+        """See split.Owner."""
+        if self.step is PREFILLING:
+            self._guarded(self._place_whole)
+        elif self.step in {DIALLING, SENT}:
+            self._release_work()
+            self.complete_response(head, body)
 
     # net.connections.pool.Receiver, until a response is accepted
 
@@ -271,7 +247,7 @@ class Exchange(ABC):
         assert ticket is not None
         self._work = None  # the connection is back in the pool
         if head.load_report:
-            head = self._handle_load_report(head, ticket)
+            head = self._shared.note_load_report(head, ticket, wanted=self.request.fields.wants_load_report)
         if head.status in STATUS_FAILURES and self._retry_elsewhere(head.status, body):
             return
         if self._head_sent_by:
@@ -309,7 +285,7 @@ class Exchange(ABC):
         assert ticket is not None
         assert isinstance(connection, Connection)
         if head.load_report:
-            head = self._handle_load_report(head, ticket)
+            head = self._shared.note_load_report(head, ticket, wanted=self.request.fields.wants_load_report)
         if head.status in STATUS_FAILURES and self._retry_elsewhere(head.status):
             connection.abort()
             return
@@ -345,10 +321,15 @@ class Exchange(ABC):
         if error.kind is FailureKind.STALE:
             self._dial(ticket)  # not the endpoint's fault: repeat on a new connection, without a retry
             return
-        runtime = self._shared.runtime
-        verdict = runtime.after_failure(ticket, error, self._failed.kinds)
+        self._attempt_failed(ticket, error)
+
+    def _attempt_failed(self, at: Ticket, error: UpstreamError) -> None:
+        """`at`: the ticket at the endpoint that failed, if the legs of a split request are at two."""
+        runtime, ticket = self._shared.runtime, self._ticket
+        assert ticket is not None
+        verdict = runtime.after_failure(at, error, self._failed.kinds)
         self.record.error = error.detail
-        self._note_failure(ticket, error.kind, verdict.outcome.label, verdict.outcome)
+        self._note_failure(at, error.kind, verdict.outcome.label, verdict.outcome)
         runtime.close(ticket, verdict.outcome)
         if verdict.retry:
             self._retry(verdict.delay_s)
@@ -385,13 +366,6 @@ class Exchange(ABC):
             usage = self._note_usage(ticket, usage)
         self._shared.runtime.close(ticket, result, usage, timed_out=relay.timed_out)
         self.finish(relay.client_reusable)
-
-    def _handle_load_report(self, head: ResponseHead, ticket: Ticket) -> ResponseHead:
-        """Report the endpoint's load. Only clients that asked for it get it."""
-        self._shared.runtime.report_load(ticket, read_field(head.load_report))
-        if not self.request.fields.wants_load_report:
-            return head
-        return head._replace(end_to_end=head.end_to_end + head.load_report)
 
     def _note_usage(self, ticket: Ticket, usage: Usage) -> Usage:
         """Record the usage that the endpoint reported, with the complete prompt in it."""
@@ -431,7 +405,9 @@ class Exchange(ABC):
         ticket, runtime = self._ticket, self._shared.runtime
         assert ticket is not None
         kind = STATUS_FAILURES[status]
-        if kind is FailureKind.MISSING and not self._is_missing(status, body, ticket):
+        if kind is FailureKind.MISSING and not is_missing(
+            runtime, self.request.route, self.placed, ticket.placed_state.endpoint, status, body
+        ):
             return False
         verdict = runtime.after_failure(ticket, UpstreamError(kind, f"returned {status}"), self._failed.kinds)
         if not verdict.retry:
@@ -440,18 +416,6 @@ class Exchange(ABC):
         runtime.close(ticket, verdict.outcome)
         self._retry(verdict.delay_s)
         return True
-
-    def _is_missing(self, status: int, body: bytes, ticket: Ticket) -> bool:
-        """Whether a 400 or 404 can only mean that something is not there: the rank that lbproxy named, a listed adapter
-        (the path exists on every model server), or a stored response whose endpoint is not known.
-        """
-        runtime, placed, endpoint = self._shared.runtime, self.placed, ticket.placed_state.endpoint
-        if status == 400 and not rank_is_gone(endpoint, body):
-            return False
-        if status == 400 or (self.request.route.is_common and runtime.lists_adapter(placed.model)):
-            runtime.doubt_models(endpoint.uid)
-            return True
-        return placed.response_id is not None and runtime.stored(placed.response_id) is None
 
     def _note_failure(self, ticket: Ticket, kind: FailureKind, label: str, ended: Outcome | None = None) -> None:
         endpoint = ticket.placed_state.endpoint

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Mapping
 from typing import Final
 
 from lbproxy.config.tree import Settings
+from lbproxy.core.engines.orca import read_field
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.explain import compact
+from lbproxy.core.queue.ticket import Ticket
+from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.patience import Limits
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.request_runtime import RequestRuntime
@@ -25,12 +30,20 @@ class Exchanger:
         self.settings = settings
         limits = settings.timeouts
         self.limits = Limits(limits.connect, limits.first_byte, limits.stream_idle)
+        self.rng = random.Random()  # noqa: S311 - numbers that must differ, not secrets
+        self.engine_ids: dict[str, Mapping[int, str]] = {}
+        """With connector mooncake: the ids of a prefill server's engines, by its URL and their ranks."""
         self.expose_endpoint = settings.expose_endpoint
         self.explain_header = settings.explain.header and settings.expose_endpoint
 
     def with_settings(self, settings: Settings) -> Exchanger:
         """The same under other settings, for new exchanges."""
         return Exchanger(settings, self.runtime, self.connections)
+
+    def note_load_report(self, head: ResponseHead, ticket: Ticket, *, wanted: bool) -> ResponseHead:
+        """Report the endpoint's load. Only clients that asked for it get it."""
+        self.runtime.report_load(ticket, read_field(head.load_report))
+        return head._replace(end_to_end=head.end_to_end + head.load_report) if wanted else head
 
     def own_fields(self, record: RequestRecord, cors: str, *, explain: bool) -> str:
         """lbproxy's own field lines in a response, each with its CRLF.

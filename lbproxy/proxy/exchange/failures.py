@@ -1,12 +1,17 @@
-"""The failed attempts of one request, as the next attempt and the client's error need to know them."""
+"""The failed attempts of one request, as the next attempt and the client's error need to know them; and which of them
+an error of the endpoint is."""
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.core.requests.retry import FailureKind
+from lbproxy.proxy.request.client_request import rank_is_gone
+from lbproxy.proxy.request.routes import Route
+from lbproxy.request_runtime import RequestRuntime
 
 
 class FailedAttempts(NamedTuple):
@@ -30,3 +35,17 @@ class FailedAttempts(NamedTuple):
 
 
 NO_FAILURES: Final = FailedAttempts()
+
+
+def is_missing(
+    runtime: RequestRuntime, route: Route, placed: InferenceRequest, endpoint: Endpoint, status: int, body: bytes
+) -> bool:
+    """Whether a 400 or 404 can only mean that something is not there: the rank that lbproxy named, a listed adapter
+    (the path exists on every model server), or a stored response whose endpoint is not known.
+    """
+    if status == 400 and not rank_is_gone(endpoint, body):
+        return False
+    if status == 400 or (route.is_common and runtime.lists_adapter(placed.model)):
+        runtime.doubt_models(endpoint.uid)
+        return True
+    return placed.response_id is not None and runtime.stored(placed.response_id) is None

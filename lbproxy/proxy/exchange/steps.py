@@ -6,7 +6,11 @@
                   placed, and there is none                                     DIALLING
                   no endpoint listed its model, and all are asked again         LOOKING
                   there is no place for it                                      FINISHED
+                  placed to be split                                            PREFILLING
     LOOKING       they were asked                                               PLACING
+    PREFILLING    prefilled, or cannot be split                                 PLACING
+                  the second leg can be sent as well                            SENT or DIALLING
+                  failed, or stranded                                           BACKING_OFF or FINISHED *
     DIALLING      connected                                                     SENT
                   failed                                                        PLACING or FINISHED *
                   stranded                                                      BACKING_OFF *
@@ -36,6 +40,7 @@ class Step(Enum):
     READING = "reading"
     PLACING = "placing"
     LOOKING = "looking for its model"
+    PREFILLING = "prefilling"
     DIALLING = "dialling"
     SENT = "sent"
     RELAYING = "relaying"
@@ -47,6 +52,7 @@ class Step(Enum):
 READING: Final = Step.READING
 PLACING: Final = Step.PLACING
 LOOKING: Final = Step.LOOKING
+PREFILLING: Final = Step.PREFILLING
 DIALLING: Final = Step.DIALLING
 SENT: Final = Step.SENT
 RELAYING: Final = Step.RELAYING
@@ -57,7 +63,8 @@ FINISHED: Final = Step.FINISHED
 
 NEXT_STEPS: Final = {
     Step.READING: frozenset({Step.PLACING, Step.FINISHED}),
-    Step.PLACING: frozenset({Step.SENT, Step.DIALLING, Step.LOOKING, Step.FINISHED}),
+    Step.PLACING: frozenset({Step.SENT, Step.DIALLING, Step.LOOKING, Step.PREFILLING, Step.PLACING, Step.FINISHED}),
+    Step.PREFILLING: frozenset({Step.PLACING, Step.SENT, Step.DIALLING, Step.BACKING_OFF, Step.FINISHED}),
     Step.LOOKING: frozenset({Step.PLACING, Step.FINISHED}),
     Step.DIALLING: frozenset({Step.SENT, Step.PLACING, Step.BACKING_OFF, Step.FINISHED}),
     Step.SENT: frozenset({Step.RELAYING, Step.SWITCHED, Step.DIALLING, Step.BACKING_OFF, Step.FINISHED}),

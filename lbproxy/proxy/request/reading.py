@@ -19,6 +19,7 @@ from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.handshake import query_model, with_query_model
 from lbproxy.proxy.request.headers import MAX_SESSION_BYTES
+from lbproxy.proxy.request.legs import is_splittable, refuse_own_fields
 from lbproxy.proxy.request.routes import ANY_BODY, JSON_BODY, stored_response
 from lbproxy.request_runtime import RequestRuntime
 
@@ -148,6 +149,8 @@ class Reading:
             stores,
             request.route.is_inference or request.method not in {"POST", "PATCH"},
             bool(request.body) and not has_json(request),
+            False,
+            self._runtime.splits and _is_splittable(request, read),
         )
 
     def _socket(self, request: ClientRequest, record: RequestRecord) -> tuple[ClientRequest, InferenceRequest]:
@@ -207,6 +210,14 @@ def _storage(request: ClientRequest, fields: Mapping[str, object]) -> tuple[str 
     store = fields.get("store")
     is_new = request.method == "POST" and request.route.flatten is not None
     return named, is_new and (store is True or (store is not False and not request.route.is_common))
+
+
+def _is_splittable(request: ClientRequest, fields: Mapping[str, object]) -> bool:
+    """Whether prefill and decode of it can be apart. Raises LbError if it has fields that only lbproxy may set."""
+    if request.route.flatten is None:
+        return False
+    refuse_own_fields(fields)
+    return is_splittable(request.route.name, fields, request.body)
 
 
 def _cache_key(fields: Mapping[str, object]) -> str | None:

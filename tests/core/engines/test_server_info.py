@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lbproxy.core.engines.server_info import SERVER_INFO, engine_of, read_description
+from lbproxy.core.engines.handover import Handover
+from lbproxy.core.engines.server_info import SERVER_INFO, Description, engine_of, read_description
 from lbproxy.core.requests.openai import read_model_list
 
 RECORDED = Path(__file__).parents[2] / "fixtures" / "http"
@@ -46,8 +47,10 @@ def slots_of(engine: str, page: bytes) -> int | None:
 
 def test_recorded_pages_are_read() -> None:
     """SGLang's was started with 4,096 tokens (its metrics: 256 pages of 16), llama.cpp with two slots of 1,024."""
-    assert read_description("sglang", body("sglang-0.5.23/get_server_info")) == (4096, False, 2048)
-    assert read_description("llamacpp", body("llama.cpp-b11434/props")) == (2048, True, 2)
+    assert read_description("sglang", body("sglang-0.5.23/get_server_info")) == Description(
+        4096, False, 2048, Handover()
+    )
+    assert read_description("llamacpp", body("llama.cpp-b11434/props")) == Description(2048, True, 2)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import pytest
 from lbproxy.config.balancing import BalancingSettings
 from lbproxy.config.sections.routing import RoutingSettings
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.endpoints.endpoint import Endpoint, Handover, Role
+from lbproxy.core.endpoints.endpoint import Endpoint
+from lbproxy.core.engines.handover import Handover, Role
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import Outcome

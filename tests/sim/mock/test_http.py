@@ -461,7 +461,9 @@ def test_engines_without_metrics_say_how_much_they_hold_and_run(
                 assert answer.status_code == (200 if path in pages else 404)
                 if path in pages:
                     assert pages[path] in answer.json()
-                    assert read_description(engine, answer.content) == (64_000, engine == "llamacpp", 16)
+                    said = read_description(engine, answer.content)
+                    assert said is not None
+                    assert said[:3] == (64_000, engine == "llamacpp", 16)
             whole = {"model": "sim", "prompt": "x", "max_tokens": 2}
             reply = await client.post("/v1/completions", json=whole, headers={"endpoint-load-metrics-format": "TEXT"})
             assert ("endpoint-load-metrics" in reply.headers) is (engine == "vllm")

@@ -1,0 +1,27 @@
+"""Long-lived loops, which outlive what goes wrong in them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+logger = logging.getLogger("lbproxy")
+RESTART_FIRST_S: Final = 0.1
+RESTART_MAX_S: Final = 10.0
+
+
+async def supervise(name: str, run: Callable[[], Awaitable[None]], rng: random.Random) -> None:
+    """Run a long-lived loop; when it raises, log that and start it again after a back-off that grows up to 10 s."""
+    delay_s = RESTART_FIRST_S
+    while True:
+        try:
+            await run()
+        except Exception:
+            logger.exception("%s failed; it starts again in about %.1f s", name, delay_s)
+        else:
+            return
+        await asyncio.sleep(delay_s * rng.uniform(0.5, 1.5))
+        delay_s = min(RESTART_MAX_S, 2 * delay_s)
