@@ -7,13 +7,14 @@ from __future__ import annotations
 import asyncio
 import random
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import TypeAlias
 
 from lbproxy.config.parse import parse
 from lbproxy.config.tree import Settings
+from lbproxy.control.discovery.specs import NO_CERTIFICATES, spec_of
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.registry import make_policy
@@ -44,7 +45,7 @@ class Rig(Pool):
     def __init__(self, settings: Settings) -> None:
         rng = random.Random(1)
         balancer = Balancer(make_policy(settings.routing, rng), settings.balancing, rng=rng)
-        super().__init__(balancer, [EndpointSpec(name=e.name, base_url=e.url) for e in settings.endpoints])
+        super().__init__(balancer, [spec_of(entry, entry.name, NO_CERTIFICATES) for entry in settings.endpoints])
         self.own_records = Records(balancer)
         """What the worker itself tells its sinks, where there is one."""
         self.remote = RemoteRuntime(settings, rng, [self.own_records]) if WORKERS else None
@@ -200,13 +201,18 @@ def post(
     ).encode() + body
 
 
-def settings_for(urls: list[str], more: str = "") -> Settings:
-    listing = "".join(f"  - {{url: '{url}', name: e{n}}}\n" for n, url in enumerate(urls, 1))
+Entry: TypeAlias = str | tuple[str, str]
+"""The URL of an endpoint, perhaps with further settings of it."""
+
+
+def settings_for(urls: Sequence[Entry], more: str = "") -> Settings:
+    entries = [(one, "") if isinstance(one, str) else one for one in urls]
+    listing = "".join(f"  - {{url: '{url}', name: e{n}, {own}}}\n" for n, (url, own) in enumerate(entries, 1))
     return parse(f"{more}\nendpoints:\n{listing}", environ={})
 
 
 @asynccontextmanager
-async def rig(*urls: str, more: str = "", up: bool = True) -> AsyncIterator[Rig]:
+async def rig(*urls: Entry, more: str = "", up: bool = True) -> AsyncIterator[Rig]:
     """The data path before `urls`; `more` is further settings text. At the end nothing may be left in flight."""
     it = Rig(settings_for(list(urls), more))
     if up:
