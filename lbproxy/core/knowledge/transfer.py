@@ -15,8 +15,9 @@ GUESS_WEIGHT: Final = 0.5
 GUESS_FIXED_MS: Final = 20.0
 GUESS_SHARE: Final = 0.1
 """Of the time that prefill takes."""
-GUESS_TOKENS: Final = (100.0, 8000.0)
-"""Two prompts of which the guess is a line."""
+GUESS_SHORT: Final = 100.0
+GUESS_LONG: Final = 8000.0
+"""The tokens of two prompts, through whose times the guess is a line."""
 MAX_FACTOR: Final = 10.0
 """One observation counts at most this many times what was predicted: it may have waited for something else."""
 
@@ -38,7 +39,7 @@ class Transfer:
 
     def _guess(self, prefill_token_ms: float) -> None:
         self._guessed_token_ms = prefill_token_ms
-        for tokens in GUESS_TOKENS:
+        for tokens in [GUESS_SHORT, GUESS_LONG]:
             self._add(tokens, GUESS_FIXED_MS + GUESS_SHARE * prefill_token_ms * tokens, GUESS_WEIGHT)
         self._fit()
 
