@@ -1,7 +1,8 @@
 """One simulated server, sans-io: continuous batching, a paged KV cache with prefix reuse, LoRA slots, ranks.
 
-`engine` behaves like vLLM V1 where routing can tell; `fixed` takes so long whatever it gets; `presets` has the
-hardware.
+`engine` behaves like vLLM V1 where routing can tell, `scheduler` has its steps; `link` joins engines of which some
+prefill and others decode (`handover` is what happens in each of them); `fixed` takes so long whatever it gets;
+`presets` has the hardware.
 
 Imported by: `fleet`, `mock`, `mock/apis`, `mock/serving`, `sim_cli`, `workloads`. Never: clocks, HTTP, balancers.
 """

@@ -2,26 +2,14 @@
 
 How to drive it, whether the clock is virtual or real:
 
-1. `add(request, now=...)` and `abort(id, now=...)` as they happen; time never goes back.
+1. `add(request, now=...)` and `abort(id, now=...)` as they happen; time never goes back. Of KV that goes from engine to
+   engine also `release`, `renew` and `poke`.
 2. `next_event()` says when something happens by itself; it may change with every call above.
 3. `advance(now=...)` at that time *or later* returns the steps that ended since. Being late changes nothing: step
    times follow from earlier step times, never from when the driver came round to asking.
 
-One step computes a batch: `step_ms = host + (weights^1.5 + (token·T)^1.5)^(2/3) + sequence·B + context·Σctx/1000
-+ attention·Σ c·(s + c/2)/1e6`, with T tokens and B sequences in the step, ctx the computed tokens of each decode, and
-c tokens of a prefill after s computed ones (coefficients: `presets.py`). Scheduling, once per step:
-
-- Running requests first: every decode gets one token, then the unfinished prefill what is left of the token budget.
-  Whoever needs a KV block when there is none preempts the *last* running request, which loses its computed tokens and
-  goes to the front of the waiting queue (the tokens that the client has seen stay part of its text).
-- Then, if nobody was preempted, waiting requests in order of arrival, as long as tokens, sequences and blocks last.
-  Each starts behind its longest cached prefix, and always computes at least its last token.
-
-- A request whose LoRA adapter has no slot is passed over, not waited for: those behind it may start (`lora_slots.py`).
-
-Two consequences make a step cheap. An admission that does not finish its prefill has used up the budget, so at most
-one running request is unfinished and it is the last one. All others decode, and every decode gets a token in every
-step: their progress is one counter, and a step touches only the sequences that need a block or finish.
+What a step computes, and how long it takes: `scheduler.py`. Prefill and decode on different engines, as seen from
+outside: `link.py`.
 
 Left to the callers: text, tokens and hashes of blocks; this module sees counts and hashes only.
 """
@@ -29,15 +17,15 @@ Left to the callers: text, tokens and hashes of blocks; this module sees counts 
 from __future__ import annotations
 
 import random
-from collections import OrderedDict, deque
-from collections.abc import Iterator
 
-from lbproxy.sim.engine.kv_cache import BlockPool
-from lbproxy.sim.engine.lora_slots import LoraSlots
+from lbproxy.sim.engine.handover import NEVER
 from lbproxy.sim.engine.presets import BLOCK_TOKENS, Preset
+from lbproxy.sim.engine.scheduler import JITTER_SIGMA, Scheduler
 from lbproxy.sim.engine.sequence import (
     FirstToken,
     Gauges,
+    Hold,
+    KvState,
     Outlook,
     Phase,
     RequestTooLong,
@@ -48,11 +36,8 @@ from lbproxy.sim.engine.sequence import (
 
 __all__ = ["Engine", "SimRequest", "RequestTooLong", "StepDone", "FirstToken", "Gauges", "JITTER_SIGMA"]
 
-JITTER_SIGMA = 0.03
-"""Spread of a step's time, lognormal, when an rng is given and nothing else is said."""
 
-
-class Engine:
+class Engine(Scheduler):
     """One server. Not to be shared by drivers."""
 
     def __init__(
@@ -70,47 +55,9 @@ class Engine:
 
         `name_tokens` False leaves `StepDone.tokens` empty, which makes a step cheaper; ask `generated` instead.
         """
-        assert speed > 0
-        self._preset = preset
-        self._weights_pow = preset.weights_ms**1.5
-        self._seconds_per_ms = 0.001 / speed
-        self._rng = rng
-        self._jitter = jitter
-        self._name_tokens = name_tokens
-        self._results: list[StepDone] = []
-        self._reset()
+        super().__init__(preset, speed, rng, jitter, name_tokens)
         # One request must always fit alone, or it would preempt itself for ever. vLLM refuses to start instead.
         self.max_model_len = min(max_model_len or preset.max_model_len, self._pool.total * BLOCK_TOKENS)
-
-    def _reset(self) -> None:
-        """As freshly started: nothing cached, nothing to do, counters at zero."""
-        self._pool = BlockPool(self._preset.kv_tokens // BLOCK_TOKENS)
-        self._lora = LoraSlots(self._preset.max_loras, self._rng)
-        self._live: dict[str, Running] = {}
-        self._arriving: deque[Running] = deque()
-        self._waiting: OrderedDict[str, Running] = OrderedDict()
-        self._decoding: dict[str, Running] = {}
-        self._partial: Running | None = None
-        """The running request whose prefill is unfinished: the last of the running."""
-
-        self._step_ends_at: float | None = None
-        self._prefills: list[Running] = []
-        """Those with a chunk in the step in flight."""
-        self._loading_ms = 0.0
-        """What loading adapters adds to the step in flight."""
-        self._steps_done = 0
-        self._context = 0
-        """Computed tokens of all decodes together."""
-        self._crossing: dict[int, list[Running]] = {}
-        self._finishing: dict[int, list[Running]] = {}
-        # Entries of both may be stale (aborted, preempted); the sequence's own field says whether one counts.
-
-        self._gauges = Gauges()
-        self._prefix_queries = 0
-        self._prefix_hits = 0
-        self._preemptions = 0
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
 
     @property
     def kv_blocks(self) -> int:
@@ -122,6 +69,7 @@ class Engine:
         assert request.id not in self._live
         assert request.prompt_tokens >= 1
         assert request.output_tokens >= 1
+        assert request.hold is None or request.output_tokens == 1, "what is held is the KV of a prompt"
         assert request.adapter is None or self._lora.slots, "an engine without adapters was asked for one"
         if request.prompt_tokens + request.output_tokens > self.max_model_len:
             raise RequestTooLong(
@@ -133,7 +81,7 @@ class Engine:
         if self._arriving:
             # Whoever came before a change of speed is not overtaken.
             ready_at = max(ready_at, self._arriving[-1].ready_at)
-        sequence = Running(request, ready_at)
+        sequence = Running(request, ready_at, source=request.source)
         self._live[request.id] = sequence
         self._arriving.append(sequence)
 
@@ -148,6 +96,8 @@ class Engine:
             return False
         if sequence.phase is Phase.WAITING:
             self._unqueue(sequence)
+        elif sequence.phase is Phase.RECEIVING:
+            self._handover.drop(sequence)
         elif sequence.phase is Phase.PREFILLING:
             if sequence is self._partial:
                 self._partial = None
@@ -158,7 +108,30 @@ class Engine:
         sequence.phase = Phase.GONE
         while self._arriving and self._arriving[0].phase is Phase.GONE:
             self._arriving.popleft()
+        if sequence.source is not None:
+            sequence.source.finish(now=now)
+        if sequence.request.hold is not None:
+            sequence.request.hold.become(KvState.LOST)
+        self._resume(now)
         return True
+
+    def release(self, hold: Hold, *, now: float) -> bool:
+        """Free what is held; False if it is not any more, or not yet: then its blocks are not kept."""
+        self._run(now)
+        released = self._handover.release(hold)
+        self._resume(now)
+        return released
+
+    def renew(self, hold: Hold, expires_at: float, *, now: float) -> None:
+        """The lease ends then. Of no effect on KV that is not held any more."""
+        self._run(now)
+        self._handover.renew(hold, expires_at)
+
+    def poke(self, request_id: str, *, now: float) -> None:
+        """The state of a request's source has changed; of no effect if the request is not waiting for that."""
+        self._run(now)
+        self._handover.poke(request_id, now)
+        self._run(now)
 
     def set_speed(self, speed: float, *, now: float) -> None:
         """Be so many times as fast as the preset, from the next step on."""
@@ -178,6 +151,7 @@ class Engine:
         """
         self._run(now)
         lost = list(self._live)
+        self._handover.fail(self._live.values(), now)
         self._reset()
         return lost
 
@@ -193,9 +167,8 @@ class Engine:
         """When `advance` is due; None = not before the next `add`. A time that has passed: there are results."""
         if self._results:
             return self._results[0].at
-        if self._step_ends_at is not None:
-            return self._step_ends_at
-        return self._arriving[0].ready_at if self._arriving else None
+        due = min(self._step_due(), self._handover.due)
+        return None if due == NEVER else due
 
     def advance(self, *, now: float) -> list[StepDone]:
         """The steps that ended up to `now` and were not returned before, oldest first."""
@@ -228,258 +201,3 @@ class Engine:
             self._partial,
             [*self._waiting.values(), *self._arriving],
         )
-
-    def _run(self, now: float) -> None:
-        while True:
-            if self._step_ends_at is not None:
-                if self._step_ends_at > now:
-                    return
-                self._end_step(self._step_ends_at)
-            elif self._arriving and self._arriving[0].ready_at <= now:
-                # Idle means empty: with anything left to compute, the end of a step begins the next.
-                self._begin_step(self._arriving[0].ready_at)
-            else:
-                return
-
-    # One step: schedule, take the time it takes, hand out the tokens.
-
-    def _begin_step(self, at: float) -> None:
-        while self._arriving and self._arriving[0].ready_at <= at:
-            sequence = self._arriving.popleft()
-            if sequence.phase is Phase.ARRIVING:
-                self._queue(sequence)
-        self._prefills = []
-        self._loading_ms = 0.0
-        self._step_ends_at = None
-        if not (self._decoding or self._partial or self._waiting):
-            return
-        preemptions = self._preemptions
-        self._grow_decodes()
-        budget = self._preset.token_budget - len(self._decoding)
-        attention = 0.0
-        if self._partial is not None:
-            budget, attention = self._continue_partial(budget)
-        if self._preemptions == preemptions:
-            budget, admitted_attention = self._admit(budget)
-            attention += admitted_attention
-        assert self._decoding or self._prefills, "an engine with work always makes progress"
-        tokens = self._preset.token_budget - budget
-        self._step_ends_at = at + self._duration_ms(tokens, attention) * self._seconds_per_ms
-
-    def _duration_ms(self, tokens: int, attention: float) -> float:
-        preset = self._preset
-        # `float`: typeshed has ** yield Any, as a negative base would make it complex.
-        matmul = float((self._weights_pow + (preset.token_ms * tokens) ** 1.5) ** (2 / 3))
-        duration = self._loading_ms + self._lora.slowdown * (
-            preset.host_ms
-            + matmul
-            + preset.sequence_ms * (len(self._decoding) + len(self._prefills))
-            + preset.context_ms * self._context / 1e3
-            + preset.attention_ms * attention / 1e6
-        )
-        return duration if self._rng is None else duration * self._rng.lognormvariate(0.0, self._jitter)
-
-    def _grow_decodes(self) -> None:
-        """Give a block to each decode whose last one is full, oldest admission first.
-
-        They are listed in that order: those that crossed 16 steps ago, then those that began to decode since.
-        """
-        for sequence in self._crossing.pop(self._steps_done, ()):
-            if sequence.crosses_at != self._steps_done:
-                continue
-            self._register(sequence, len(sequence.blocks))
-            while (block := self._pool.take((), 1)) is None:
-                if self._preempt_last() is sequence:
-                    break
-            else:
-                sequence.blocks += block
-                self._plan_crossing(sequence, self._steps_done + BLOCK_TOKENS)
-
-    def _continue_partial(self, budget: int) -> tuple[int, float]:
-        """The unfinished prefill's next chunk: what is left of the budget, and the chunk's attention."""
-        sequence = self._partial
-        assert sequence is not None
-        chunk = min(sequence.known_tokens - sequence.computed, budget)
-        fresh = _blocks_for(sequence.computed + chunk) - len(sequence.blocks)
-        blocks = self._pool.take((), fresh)
-        if blocks is None:
-            # The last of the running is this one itself.
-            self._preempt_last()
-            return budget, 0.0
-        sequence.blocks += blocks
-        return budget - chunk, self._schedule_chunk(sequence, chunk)
-
-    def _admit(self, budget: int) -> tuple[int, float]:
-        """Start waiting requests: what is left of the budget, and the chunks' attention."""
-        attention = 0.0
-        for sequence in self._in_line() if budget and self._pool.available else ():
-            if not budget or len(self._decoding) + len(self._prefills) >= self._preset.max_sequences:
-                break
-            if not self._lora.fits(sequence.request.adapter):
-                continue
-            hits = self._pool.match(sequence.request.block_hashes, (sequence.known_tokens - 1) // BLOCK_TOKENS)
-            cached = len(hits) * BLOCK_TOKENS
-            chunk = min(sequence.known_tokens - cached, budget)
-            blocks = self._pool.take(hits, _blocks_for(cached + chunk) - len(hits))
-            if blocks is None:
-                break
-            self._start(sequence, blocks, cached)
-            attention += self._schedule_chunk(sequence, chunk)
-            budget -= chunk
-        return budget, attention
-
-    def _in_line(self) -> Iterator[Running]:
-        """The waiting requests, while those that were seen leave the queue."""
-        if self._lora.slots:
-            # Over a copy: it shrinks, and not only at its front.
-            yield from list(self._waiting.values())
-        while self._waiting and not self._lora.slots:
-            # No copy: under overload the queue is long, and this is done in each step. Who is not admitted ends it.
-            yield next(iter(self._waiting.values()))
-
-    def _start(self, sequence: Running, blocks: list[int], cached: int) -> None:
-        self._unqueue(sequence)
-        loading_ms = self._lora.started(sequence.request.adapter)
-        if loading_ms:
-            self._loading_ms += loading_ms
-            sequence.loaded_adapter = True
-        sequence.phase = Phase.PREFILLING
-        sequence.blocks = blocks
-        sequence.computed = cached
-        sequence.registered = cached // BLOCK_TOKENS
-        if sequence.cached_tokens is None:
-            # vLLM, too, keeps the lookups of preempted requests out of these two counters.
-            sequence.cached_tokens = cached
-            self._prefix_queries += sequence.request.prompt_tokens
-            self._prefix_hits += cached
-
-    def _schedule_chunk(self, sequence: Running, chunk: int) -> float:
-        """Put a prefill chunk, whose blocks are there, into the step; returns its attention in tokens²."""
-        attention = chunk * (sequence.computed + chunk / 2)
-        sequence.computed += chunk
-        # As in vLLM, full blocks can be hit as soon as they are scheduled: twins in one step share them.
-        self._register(sequence, sequence.computed // BLOCK_TOKENS)
-        self._partial = sequence if sequence.computed < sequence.known_tokens else None
-        self._prefills.append(sequence)
-        return attention
-
-    def _end_step(self, at: float) -> None:
-        tokens = len(self._decoding)
-        names = list(self._decoding) if self._name_tokens else []
-        first: list[FirstToken] = []
-        finished: list[str] = []
-        self._steps_done += 1
-        self._context += tokens
-        for sequence in self._finishing.pop(self._steps_done, ()):
-            if sequence.finishes_at == self._steps_done:
-                del self._decoding[sequence.request.id]
-                self._leave_decoding(sequence)
-                self._finish(sequence, finished)
-        for sequence in self._prefills:
-            if sequence.phase is Phase.PREFILLING and sequence.computed == sequence.known_tokens:
-                tokens += 1
-                if self._name_tokens:
-                    names.append(sequence.request.id)
-                self._end_prefill(sequence, first, finished)
-        self._generation_tokens += tokens
-        self._results.append(StepDone(at, tuple(names), tuple(first), tuple(finished)))
-        self._gauges = self._measure()
-        self._begin_step(at)
-
-    def _end_prefill(self, sequence: Running, first: list[FirstToken], finished: list[str]) -> None:
-        request = sequence.request
-        if not sequence.generated:
-            assert sequence.cached_tokens is not None
-            first.append(FirstToken(request.id, sequence.cached_tokens, sequence.loaded_adapter))
-            self._prompt_tokens += request.prompt_tokens
-        sequence.generated += 1
-        left = request.output_tokens - sequence.generated
-        if not left:
-            self._release(sequence)
-            self._finish(sequence, finished)
-            return
-        sequence.phase = Phase.DECODING
-        sequence.mark = self._steps_done
-        sequence.finishes_at = self._steps_done + left
-        self._finishing.setdefault(sequence.finishes_at, []).append(sequence)
-        self._plan_crossing(sequence, self._steps_done + len(sequence.blocks) * BLOCK_TOKENS - sequence.computed)
-        self._decoding[request.id] = sequence
-        self._context += sequence.computed
-
-    def _measure(self) -> Gauges:
-        return Gauges(
-            len(self._waiting),
-            len(self._decoding) + (self._partial is not None),
-            self._pool.used / self._pool.total,
-            self._prefix_queries,
-            self._prefix_hits,
-            self._preemptions,
-            self._prompt_tokens,
-            self._generation_tokens,
-            self._lora.running,
-            self._lora.waiting,
-        )
-
-    # What happens to one sequence.
-
-    def _queue(self, sequence: Running) -> None:
-        sequence.phase = Phase.WAITING
-        self._waiting[sequence.request.id] = sequence
-        self._lora.queued(sequence.request.adapter)
-
-    def _unqueue(self, sequence: Running) -> None:
-        del self._waiting[sequence.request.id]
-        self._lora.unqueued(sequence.request.adapter)
-
-    def _plan_crossing(self, sequence: Running, step: int) -> None:
-        """Note the step in which the sequence fills its last block, unless it finishes before."""
-        if step < sequence.finishes_at:
-            sequence.crosses_at = step
-            self._crossing.setdefault(step, []).append(sequence)
-        else:
-            sequence.crosses_at = -1
-
-    def _register(self, sequence: Running, full: int) -> None:
-        """Make the leading `full` blocks hittable."""
-        start, end = sequence.registered, min(full, len(sequence.request.block_hashes))
-        if start < end:
-            self._pool.register(sequence.blocks[start:end], sequence.request.block_hashes[start:end])
-            sequence.registered = end
-
-    def _leave_decoding(self, sequence: Running) -> None:
-        """Settle what a decode, already out of `_decoding`, has done, and release its blocks."""
-        steps = self._steps_done - sequence.mark
-        sequence.computed += steps
-        sequence.generated += steps
-        sequence.crosses_at = sequence.finishes_at = -1
-        self._context -= sequence.computed
-        self._release(sequence)
-
-    def _release(self, sequence: Running) -> None:
-        self._register(sequence, sequence.computed // BLOCK_TOKENS)
-        self._pool.release(sequence.blocks)
-        self._lora.stopped(sequence.request.adapter)
-        sequence.blocks = []
-
-    def _finish(self, sequence: Running, finished: list[str]) -> None:
-        sequence.phase = Phase.GONE
-        del self._live[sequence.request.id]
-        finished.append(sequence.request.id)
-
-    def _preempt_last(self) -> Running:
-        """Send the last running request back to the front of the queue, and return it."""
-        if self._partial is not None:
-            sequence, self._partial = self._partial, None
-            self._release(sequence)
-        else:
-            _, sequence = self._decoding.popitem()
-            self._leave_decoding(sequence)
-        self._preemptions += 1
-        sequence.computed = sequence.registered = 0
-        self._queue(sequence)
-        self._waiting.move_to_end(sequence.request.id, last=False)
-        return sequence
-
-
-def _blocks_for(tokens: int) -> int:
-    return -(-tokens // BLOCK_TOKENS)

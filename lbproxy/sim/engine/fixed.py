@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lbproxy.sim.engine.presets import BLOCK_TOKENS, Preset
-from lbproxy.sim.engine.sequence import FirstToken, Gauges, RequestTooLong, SimRequest, StepDone
+from lbproxy.sim.engine.sequence import FirstToken, Gauges, Hold, RequestTooLong, SimRequest, StepDone
 
 TICK_S = 0.1
 """Where tokens are not named, results come at least so often while some request generates (work seconds), so that the
@@ -100,7 +100,9 @@ class FixedEngine:
         return self._kv_tokens // BLOCK_TOKENS
 
     def add(self, request: SimRequest, *, now: float) -> None:
-        """Take a request in. Raises `RequestTooLong`."""
+        """Take a request in, none whose KV goes from engine to engine. Raises `RequestTooLong`."""
+        assert request.hold is None
+        assert request.source is None
         if request.prompt_tokens + request.output_tokens > self.max_model_len:
             raise RequestTooLong(
                 f"{request.prompt_tokens} prompt and {request.output_tokens} output tokens exceed "
@@ -121,6 +123,16 @@ class FixedEngine:
         self._leave(sequence)
         self._fill()
         return True
+
+    def release(self, hold: Hold, *, now: float) -> bool:
+        """Nothing is held here."""
+        return False
+
+    def renew(self, hold: Hold, expires_at: float, *, now: float) -> None:
+        """Nothing is held here."""
+
+    def poke(self, request_id: str, *, now: float) -> None:
+        """Nothing is received here."""
 
     def set_speed(self, speed: float, *, now: float) -> None:
         """Be so many times as fast from now on, also with what has begun."""

@@ -53,7 +53,6 @@ class _Ahead:
     def __init__(self, outlook: Outlook, queue: Sequence[Work], at: float) -> None:
         self.at = at
         self._preset = outlook.preset
-        self._weights_pow = outlook.preset.weights_ms**1.5
         self._slowdown = outlook.lora.slowdown
         self._seconds_per_ms = outlook.seconds_per_ms
         self._finishing = outlook.finishing
@@ -158,22 +157,11 @@ class _Ahead:
         return budget - chunk
 
     def _duration_s(self, chunks: Sequence[tuple[Work, int]], budget: int) -> float:
-        preset = self._preset
-        tokens = preset.token_budget - budget
         attention = 0.0
         for work, chunk in chunks:
             attention += chunk * (work.cached - chunk / 2)
-        matmul = float((self._weights_pow + (preset.token_ms * tokens) ** 1.5) ** (2 / 3))
-        return self._seconds_per_ms * (
-            self._slowdown
-            * (
-                preset.host_ms
-                + matmul
-                + preset.sequence_ms * (self._decodes + len(chunks))
-                + preset.context_ms * self._context / 1e3
-                + preset.attention_ms * attention / 1e6
-            )
-        )
+        tokens, sequences = self._preset.token_budget - budget, self._decodes + len(chunks)
+        return self._seconds_per_ms * self._slowdown * self._preset.step_ms(tokens, sequences, self._context, attention)
 
 
 def foresee(outlook: Outlook, before: Sequence[Work], wanted: Work) -> Foreseen:
@@ -202,6 +190,4 @@ def _left(one: Running, steps_done: int) -> int:
 def _decode_s(preset: Preset, outlook: Outlook) -> float:
     """How long a step of the decodes alone takes."""
     many = len(outlook.decoding)
-    matmul = float((preset.weights_ms**1.5 + (preset.token_ms * many) ** 1.5) ** (2 / 3))
-    gap_ms = preset.host_ms + matmul + preset.sequence_ms * many + preset.context_ms * outlook.context / 1e3
-    return outlook.seconds_per_ms * outlook.lora.slowdown * gap_ms
+    return outlook.seconds_per_ms * outlook.lora.slowdown * preset.step_ms(many, many, outlook.context, 0.0)

@@ -14,7 +14,7 @@ from lbproxy.sim.engine.engine import JITTER_SIGMA, Engine
 from lbproxy.sim.engine.fixed import FixedEngine, FixedTimes
 from lbproxy.sim.engine.presets import Preset
 from lbproxy.sim.engine.ranks import RankedEngine
-from lbproxy.sim.engine.sequence import Gauges, SimRequest, StepDone
+from lbproxy.sim.engine.sequence import Gauges, Hold, SimRequest, StepDone
 
 
 class ModelServer(Protocol):
@@ -34,6 +34,18 @@ class ModelServer(Protocol):
 
     def abort(self, request_id: str, *, now: float) -> bool:
         """Forget a request; False if it has ended."""
+        ...
+
+    def release(self, hold: Hold, *, now: float) -> bool:
+        """Free KV that is held."""
+        ...
+
+    def renew(self, hold: Hold, expires_at: float, *, now: float) -> None:
+        """The lease of what is held ends then."""
+        ...
+
+    def poke(self, request_id: str, *, now: float) -> None:
+        """The state of a request's source has changed."""
         ...
 
     def set_speed(self, speed: float, *, now: float) -> None:

@@ -1,6 +1,6 @@
-"""Which hardware and model the simulated server pretends to be: data only.
+"""Which hardware and model the simulated server pretends to be: data, and the formula that it is for.
 
-A preset is the coefficients of the step-time formula (`engine.py` has the formula itself) and the capacities of the
+A preset is the coefficients of the step-time formula (`step_ms`; `engine.py` explains it) and the capacities of the
 server. A new pair of model and GPU is a new line here and needs no code.
 
 Source of the coefficients: a regression over NVIDIA AIConfigurator's measured operator tables and serving rows for
@@ -44,6 +44,10 @@ class Preset:
     """vLLM's `max_loras`: distinct LoRA adapters that run together at most; 0 = adapters are not served."""
     api_ms: float = 12.0
     """HTTP parsing and tokenisation, before the scheduler sees the request."""
+    transfer_ms: float = 2.0
+    """Of each transfer of a prompt's KV from another engine: handshake, notification."""
+    transfer_token_ms: float = 0.008
+    """Of such a transfer, for each token that is not cached here: 16 GB/s at 128 KB a token."""
 
     def __post_init__(self) -> None:
         if self.kv_tokens < BLOCK_TOKENS:
@@ -55,6 +59,20 @@ class Preset:
             raise ValueError(
                 f"max_sequences must be within 1..token_budget ({self.token_budget}), got {self.max_sequences}"
             )
+
+    def step_ms(self, tokens: int, sequences: int, context: int, attention: float) -> float:
+        """How long a step of `tokens` in `sequences` takes, whose decodes have `context` computed tokens together.
+        `attention`: of its prefills, in tokens².
+        """
+        # `float`: typeshed has ** yield Any, as a negative base would make it complex.
+        matmul = float((self.weights_ms**1.5 + (self.token_ms * tokens) ** 1.5) ** (2 / 3))
+        return (
+            self.host_ms
+            + matmul
+            + self.sequence_ms * sequences
+            + self.context_ms * context / 1e3
+            + self.attention_ms * attention / 1e6
+        )
 
 
 PRESETS: dict[str, Preset] = {

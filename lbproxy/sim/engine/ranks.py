@@ -14,7 +14,7 @@ from statistics import fmean
 
 from lbproxy.sim.engine.engine import JITTER_SIGMA, Engine
 from lbproxy.sim.engine.presets import Preset
-from lbproxy.sim.engine.sequence import Gauges, SimRequest, StepDone
+from lbproxy.sim.engine.sequence import Gauges, Hold, SimRequest, StepDone
 
 
 class RankedEngine:
@@ -62,6 +62,20 @@ class RankedEngine:
         """Forget a request, whichever rank has it; False if it has ended."""
         return any(rank.abort(request_id, now=now) for rank in self.ranks)
 
+    def release(self, hold: Hold, *, now: float) -> bool:
+        """Free what is held, whichever rank holds it."""
+        return any(rank.release(hold, now=now) for rank in self.ranks)
+
+    def renew(self, hold: Hold, expires_at: float, *, now: float) -> None:
+        """The lease ends then, whichever rank has it."""
+        for rank in self.ranks:
+            rank.renew(hold, expires_at, now=now)
+
+    def poke(self, request_id: str, *, now: float) -> None:
+        """As `Engine`, whichever rank has the request."""
+        for rank in self.ranks:
+            rank.poke(request_id, now=now)
+
     def set_speed(self, speed: float, *, now: float) -> None:
         """All ranks, each from its next step on."""
         for rank in self.ranks:
@@ -102,6 +116,13 @@ class RankedEngine:
             generation_tokens=sum(one.generation_tokens for one in each),
             running_adapters=_distinct([one.running_adapters for one in each]),
             waiting_adapters=_distinct([one.waiting_adapters for one in each]),
+            deferred=sum(one.deferred for one in each),
+            held_blocks=sum(one.held_blocks for one in each),
+            received_tokens=sum(one.received_tokens for one in each),
+            transfers=sum(one.transfers for one in each),
+            failed_transfers=sum(one.failed_transfers for one in each),
+            expired_holds=sum(one.expired_holds for one in each),
+            garbage=sum(one.garbage for one in each),
         )
 
 

@@ -1,18 +1,81 @@
 """What goes into the engine, what comes out of it, and what it keeps of a request in between.
 
-Values only, and one mutable record for each request inside. What changes them, and when, is `engine.py`'s.
+Values only, and mutable records: one for each request inside, and one for the KV of each prompt that is prefilled for
+another engine (`Hold`). What changes them, and when, is `scheduler.py`'s and `handover.py`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from lbproxy.sim.engine.kv_cache import BlockPool
 from lbproxy.sim.engine.lora_slots import LoraSlots
 from lbproxy.sim.engine.presets import Preset
+
+LEASE_S = 30.0
+"""vLLM's `kv_lease_duration`: how long prefilled KV is held for a decode that has not been heard of."""
+RENEWAL_SHARE = 2 / 3
+"""Of the lease: how long a heartbeat of the decode extends it from then on. As vLLM 0.33 (nixl/base_scheduler.py)."""
+HEARTBEATS = 6
+"""Of a decode that waits, in each lease."""
+
+
+class KvState(Enum):
+    """Whether prefilled KV can be read."""
+
+    PENDING = "pending"
+    """It is being computed, or its engine has not said yet that it is there."""
+    HELD = "held"
+    FREED = "freed"
+    """It was read, or is not wanted any more."""
+    EXPIRED = "expired"
+    """Nobody renewed its lease. Whoever reads its blocks now gets wrong data, and is not told."""
+    LOST = "lost"
+    """Its engine failed, or the prefill was aborted: reading it fails."""
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """Asks the engine that prefills a request to hold its KV, and says what became of that. One for one request."""
+
+    lease_s: float = LEASE_S
+    changed: Callable[[], None] | None = None
+    """Called when the state changes, while the engine computes: it may not call that engine."""
+    state: KvState = KvState.PENDING
+    expires_at: float = 0.0
+    """Of KV that is held; set before that, it is when the lease ends at the earliest."""
+    blocks: Sequence[int] = ()
+    wanted: bool = True
+    """False: it was released before the prompt was computed, and its blocks are not kept."""
+
+    def become(self, state: KvState) -> None:
+        """Change the state."""
+        self.state = state
+        if self.changed is not None:
+            self.changed()
+
+
+class Source(Protocol):
+    """From where an engine has the KV of a prompt, for one request. Its methods may not call that engine."""
+
+    recompute: bool
+    """Of KV that is lost: the engine computes the prompt itself, instead of failing the request."""
+
+    @property
+    def state(self) -> KvState:
+        """Looked at when the transfer is to begin, after each `Engine.poke`, and at its end. FREED is as EXPIRED."""
+        ...
+
+    def finish(self, *, now: float) -> None:
+        """The KV was read, or never will be: the engine that holds it may free it. Called once, unless `abandon` is."""
+        ...
+
+    def abandon(self, *, now: float) -> None:
+        """The engine that wanted it failed: nobody renews the lease from now on."""
+        ...
 
 
 class RequestTooLong(ValueError):  # noqa: N818 - it is a refusal, named as the client will read it
@@ -35,6 +98,10 @@ class SimRequest:
     """The LoRA adapter to compute it with; None = the base model. Only for engines with `max_loras`."""
     rank: int | None = None
     """The data-parallel rank to compute it; None = the server chooses."""
+    hold: Hold | None = None
+    """Its KV is held when it has ended; with one token of output only, and unless it is aborted."""
+    source: Source | None = None
+    """Where the KV of its prompt comes from; None = it is computed here."""
 
 
 class FirstToken(NamedTuple):
@@ -45,6 +112,10 @@ class FirstToken(NamedTuple):
     """How much of the prompt came from the prefix cache when the request was first scheduled."""
     loaded_adapter: bool = False
     """The server had to load the request's adapter for it."""
+    received_tokens: int = 0
+    """How much of the prompt came from another engine."""
+    garbage: bool = False
+    """That was wrong data: the text of this request has nothing to do with its prompt."""
 
 
 class StepDone(NamedTuple):
@@ -57,6 +128,8 @@ class StepDone(NamedTuple):
     """Those that got their first token."""
     finished: tuple[str, ...]
     """Those that got their last."""
+    failed: tuple[str, ...] = ()
+    """Those that ended without, because the KV of their prompt could not be read."""
 
 
 class Gauges(NamedTuple):
@@ -77,6 +150,19 @@ class Gauges(NamedTuple):
     """Distinct adapters of the running requests."""
     waiting_adapters: tuple[str, ...] = ()
     """Distinct adapters of the waiting requests."""
+    deferred: int = 0
+    """Those of the waiting requests whose KV comes from another engine and has been given space."""
+    held_blocks: int = 0
+    """In use by requests that were prefilled here, for another engine to read."""
+    received_tokens: int = 0
+    """Prompt tokens whose KV came from other engines."""
+    transfers: int = 0
+    """Requests whose KV did."""
+    failed_transfers: int = 0
+    expired_holds: int = 0
+    """Prefilled requests whose lease ended before they were read."""
+    garbage: int = 0
+    """Requests that read KV which was not held any more."""
 
 
 class Phase(Enum):
@@ -85,6 +171,8 @@ class Phase(Enum):
     ARRIVING = "arriving"
     """In the API server."""
     WAITING = "waiting"
+    RECEIVING = "receiving"
+    """It has blocks; its KV is on its way from another engine, or here and not in a step yet."""
     PREFILLING = "prefilling"
     DECODING = "decoding"
     GONE = "gone"
@@ -106,6 +194,10 @@ class Running:
     cached_tokens: int | None = None
     """None until first scheduled."""
     loaded_adapter: bool = False
+    source: Source | None = None
+    """Where its KV is to come from; None once it is here, and of a request that computes its prompt."""
+    received_tokens: int = 0
+    garbage: bool = False
     mark: int = 0
     """How many steps were done when it began to decode."""
     crosses_at: int = -1
