@@ -3,5 +3,6 @@
 `batches` has the events and their form as bytes, and validates what arrives; `journal` gathers this replica's events;
 `peers` applies those of the others to the endpoints' models, caches and flows.
 
-Imported by: `balancer`, `control`, `extras`, `sim`. Never: connections, the clock, or which way batches travel.
+Imported by: `balancer`, `control`, `extras`, `placing`, `sim`. Never: connections, the clock, or which way batches
+travel.
 """
