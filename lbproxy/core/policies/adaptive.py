@@ -102,11 +102,9 @@ class Adaptive(Policy):
         if not request.prompt_bytes:
             return self._price_opaque(request, loads, now)
         pool = loads[0].pool
-        token_ms, output, pool_base, block = pool.token_ms, pool.output_tokens, pool.base_ms, pool.block_tokens(request)
+        token_ms, pool_base, block = pool.token_ms, pool.base_ms, pool.block_tokens(request)
+        output, share = (1.0, 0.0) if request.leg == PREFILL else (pool.output_tokens, STALL)  # no streams there
         prompt = pool.prompt_tokens(request)
-        stall_share = STALL
-        if request.leg == PREFILL:  # there are no streams where it goes, and it becomes none
-            output, stall_share = 1.0, 0.0
         blocks, depths = len(request.block_keys) * block, pool.index.match(request.block_keys)
         home = None if request.session is None else _home(pool, request.session, prompt, block * max(depths, default=0))
         mean_load = sum([load.work.in_flight for load in loads]) / len(loads)
@@ -146,13 +144,12 @@ class Adaptive(Policy):
             # Decode: a gap grows with the context that the batch reads in each step.
             own_gap, slope = (speed.gap_ms, speed.gap_per_token_ms) if speed.gap_until > now else pool_gap
             gap = own_gap + slope * (there.context_tokens + prompt)
-            # Cache space: more is taken where more is full, and it matters more where more is reused. What is evicted
-            # may be computed again on any endpoint, so this is at the pool's speed: at its own speed, slow endpoints
-            # looked far too expensive (half the servers at half speed: goodput .46 instead of .75).
+            # Cache space: more is taken where more is full, and matters more where more is reused. At the pool's speed:
+            # any endpoint may compute it again, and at their own, slow ones were avoided (goodput .46 instead of .75).
             cache, live, foreign = kv.cache, there.live_tokens, others.space(now) if others.cache_tokens else 0.0
             base = speed.base_ms if speed.base_until > now else pool_base
             used = (cache.size * block + live + foreign) / (kv.known_tokens or space_tokens)
-            cost = base + wait + prefill * (1.0 + stall_share * streams) + per_gap * (gap + streams * slope * prompt)
+            cost = base + wait + prefill * (1.0 + share * streams) + per_gap * (gap + streams * slope * prompt)
             cache_space = space * used * uncached
             # Space for all prompts and responses: what these have or may add, whichever is more (docs/decisions/0031).
             growth = in_flight * output - live
@@ -161,11 +158,7 @@ class Adaptive(Policy):
             space_wait = space_wait_ms(load, over, now) if over > 0.0 else 0.0
             cost += cache_space + space_wait
             if self.explains:
-                stall, decode, slow_down = (
-                    prefill * stall_share * streams,
-                    per_gap * gap,
-                    per_gap * streams * slope * prompt,
-                )
+                stall, decode, slow_down = prefill * share * streams, per_gap * gap, per_gap * streams * slope * prompt
                 notes = _Parts(notes, cost, base, wait, prefill, stall, decode, slow_down, cache_space, space_wait)
             costs.append(cost)
             waits.append(wait)
