@@ -122,7 +122,9 @@ class Placing:
             return
         if ticket.prefill is not None:
             self.end(ticket.prefill, outcome, None, now)
-        state = ticket.placed_state
+        state, charged = ticket.placed_state, usage
+        if ticket.request.leg == DECODE and usage is not None:  # the prompt was charged, and cached, with the first leg
+            charged, usage = Usage(None, None, usage.completion_tokens), usage._replace(cached_tokens=None)
         if self.journal is not None:
             self.journal.ended(ticket, usage, now, completed=outcome is Outcome.COMPLETED)
         state.in_flight -= 1
@@ -140,9 +142,6 @@ class Placing:
         served = ticket.first_byte_at is not None or (outcome is Outcome.COMPLETED and usage is not None)
         assert ticket.flow is not None
         ticket.flow.in_flight -= 1
-        charged = usage
-        if ticket.request.leg == DECODE and usage is not None:  # the prompt was charged, and cached, with the first leg
-            charged, usage = Usage(None, None, usage.completion_tokens), usage._replace(cached_tokens=None)
         self._flows.ended(ticket, charged, now, served=served)
         if ticket.load is not None and ticket.placement is not None:
             ticket.load.end(ticket.placement, usage, now)

@@ -76,15 +76,21 @@ class Split(Policy):
 
     def usable(self, request: InferenceRequest, members: Sequence[EndpointState]) -> Sequence[EndpointState]:
         """Those of `members` that take the request, whole or one leg of it."""
-        if request.splittable and self.split_above < NEVER_SPLIT:
-            decode = {state.handover.connector for state in members if state.handover.role is Role.DECODE} - {None}
-            first = [state for state in members if _prefills(state) and state.handover.connector in decode]
-            if first:
-                handed = {state.handover.connector for state in first}
-                legs = [state for state in members if _decodes(state, handed)]
-                whole = [state for state in members if _serves_whole(state)]
-                return [*whole, *first, *[state for state in legs if not _serves_whole(state)]]
+        pairs = self._pairs(members) if request.splittable and self.split_above < NEVER_SPLIT else set()
+        if pairs:
+            return [state for state in members if _serves_whole(state) or state.handover.connector in pairs]
         return whole_servers(members)
+
+    def can_serve(self, request: InferenceRequest, members: Sequence[EndpointState]) -> bool:
+        """Whether `members` include one that is there for it whole, or a pair."""
+        if any(_serves_whole(state) for state in members):
+            return True
+        return request.splittable and self.split_above < NEVER_SPLIT and bool(self._pairs(members))
+
+    def _pairs(self, members: Sequence[EndpointState]) -> set[str | None]:
+        """The connectors of which `members` have both ends."""
+        first = {state.handover.connector for state in members if _prefills(state)}
+        return {state.handover.connector for state in members if _decodes(state, first)}
 
     def second(self, members: Sequence[EndpointState], first: EndpointState) -> list[EndpointState]:
         """Those of `members` that can continue what `first` prefilled."""

@@ -87,10 +87,10 @@ class Choice:
             return self._outcome_without_members(ticket, now) or Wait.FULL
         candidates = members
         if now < self._backpressure.until:
-            candidates = self._backpressure.not_backing_off(members, now=now)
+            candidates = self._enough(ticket, self._backpressure.not_backing_off(members, now=now), members) or members
         limit = self._max_in_flight
         if limit is not None:
-            candidates = [state for state in candidates if state.requests < limit]
+            candidates = self._enough(ticket, [state for state in candidates if state.requests < limit], members)
         if not candidates:
             return Wait.FULL
         if self.starting:
@@ -180,6 +180,14 @@ class Choice:
             members = [state for state in members if not _was_tried(state, ticket.avoid)]
         return self._split.usable(ticket.request, members) if self._endpoints.has_roles else members
 
+    def _enough(
+        self, ticket: Ticket, some: Sequence[EndpointState], members: Sequence[EndpointState]
+    ) -> Sequence[EndpointState]:
+        """`some` of `members`; none if they alone cannot take the request by their roles, and all together can."""
+        if not self._endpoints.has_roles or self._split.can_serve(ticket.request, some):
+            return some
+        return () if self._split.can_serve(ticket.request, members) else some
+
     def _outcome_without_members(self, ticket: Ticket, now: float) -> Outcome | None:
         """The outcome when no endpoint may be asked; None = an endpoint whose health is not known yet may serve it."""
         if (uid := self.response_owner(ticket.request, now)) is not None:
@@ -200,7 +208,7 @@ class Choice:
         self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, in_turn: bool
     ) -> Chosen:
         """Choose while some of `candidates` have their slow start: without those, unless no other endpoint is free."""
-        allowed = self._slow_start.allowed(candidates)
+        allowed = self._enough(ticket, self._slow_start.allowed(candidates), candidates) or candidates
         chosen = self._by_price(ticket, allowed, now, in_turn)
         if not isinstance(chosen, EndpointState) and len(allowed) < len(candidates):
             chosen = self._by_price(ticket, candidates, now, in_turn)

@@ -14,7 +14,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
-VERSION: Final = 1
+VERSION: Final = 2
 """To be increased with each change of what is told. Replicas of another version are not understood."""
 MAX_BATCH_BYTES: Final = 4 << 20
 MAX_EVENTS: Final = 4096
@@ -65,6 +65,8 @@ class Placed(Event, tag=1):
     media_tokens: Size
     binary: bool
     open_ended: bool
+    second_leg: bool
+    """Its prompt was computed elsewhere: see InferenceRequest."""
 
 
 class Began(Event, tag=2):

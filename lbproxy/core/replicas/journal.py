@@ -29,7 +29,7 @@ from lbproxy.core.replicas.batches import (
     Stored,
     pack_keys,
 )
-from lbproxy.core.requests.request import Usage
+from lbproxy.core.requests.request import DECODE, Usage
 
 MAX_NOTES: Final = 20_000
 """Events that wait for a batch. If there are more, nobody takes them in time, and a reset follows."""
@@ -254,6 +254,7 @@ class _Writer:
             _bounded(request.media_tokens),
             request.binary,
             request.open_ended,
+            request.leg == DECODE,
         )
 
     def stored(self, response_id: str, url: str, stored: StoredResponse) -> None:

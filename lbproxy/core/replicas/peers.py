@@ -27,7 +27,7 @@ from lbproxy.core.queue.stored_responses import StoredResponses
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.replicas.batches import MAX_FLOWS, Batch, Began, Ended, FlowUse, Placed, Stored, unpack_keys
 from lbproxy.core.replicas.journal import Journal
-from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.core.requests.request import DECODE, WHOLE, InferenceRequest, Usage
 
 MAX_PEERS: Final = 32
 MAX_IN_FLIGHT: Final = 50_000
@@ -197,6 +197,7 @@ class Peers:
             media_tokens=one.media_tokens,
             binary=one.binary,
             open_ended=one.open_ended,
+            leg=DECODE if one.second_leg else WHOLE,
         )
         age_s = one.age_ms / 1000.0
         at = now - age_s if age_s <= MAX_AGE_S else now

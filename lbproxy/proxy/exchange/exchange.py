@@ -155,12 +155,12 @@ class Exchange(Lifetime):
     def _send(self, ticket: Ticket, connection: Connection) -> None:
         self._enter(SENT, connection)
         assert ticket.placed_on is not None
-        request, state, record = self.request, ticket.placed_on, self.record
+        request, state, record, limits = self.request, ticket.placed_on, self.record, self._shared.limits
         if self._split is not None:
-            request, self._split.second_sent = self._split.request, True
+            request, limits = self._split.send_second()
         forwarded = self.client.peer.lines(request.fields, http10=request.http10)
         head = request.head_for(state.endpoint, record.id, forwarded, ask_load=state.asks_load, trace=record.trace)
-        connection.send(request.method, head, request.body, self, self._shared.limits)
+        connection.send(request.method, head, request.body, self, limits)
 
     # A request that is split: split.Owner
 
@@ -345,6 +345,8 @@ class Exchange(Lifetime):
     def committed(self) -> None:
         """See relay.Owner. No other endpoint will be asked, and a stream can last for minutes."""
         self._head_sent_by = None
+        if self._split is not None:
+            self._split.forget_bodies()
         if len(self.request.body) > LARGE_BODY_BYTES:
             self.request = self.request._replace(body=b"")
             self._body_released()

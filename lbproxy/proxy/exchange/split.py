@@ -25,6 +25,7 @@ from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usa
 from lbproxy.core.requests.retry import STATUS_FAILURES, FailureKind, UpstreamError
 from lbproxy.net.connections.call import Call, Called, Result
 from lbproxy.net.connections.h1 import ResponseHead, request_head
+from lbproxy.net.connections.patience import Limits
 from lbproxy.net.dialing.origin import Origin
 from lbproxy.proxy.exchange.exchanger import Exchanger
 from lbproxy.proxy.request.client_request import ClientRequest
@@ -43,6 +44,8 @@ from lbproxy.proxy.request.legs import (
 USABLE_S: Final = 10.0
 """How long after prefill another decode endpoint may be sent there: a third of vLLM's `kv_lease_duration`. Later
 prefill may have freed the blocks, and decode would read another request's without an error."""
+MIN_LEFT_S: Final = 1.0
+"""What the second leg has of `timeouts.first_byte` at least, however long the first took."""
 RELEASE_S: Final = 0.2
 """After so long a decode endpoint has read the request that is to be dropped there."""
 MAX_BOOTSTRAP_BYTES: Final = 256 << 10
@@ -97,8 +100,9 @@ class Split:
         self._prefilled_at: float | None = None
         self._holds = False
         """Prefill holds what this handed over, for the second leg alone."""
-        self.second_sent = False
-        """Set by the exchange: a decode endpoint may have fetched it."""
+        self._began_at = shared.runtime.now()
+        self._second_sent = False
+        """A decode endpoint may have fetched it."""
 
     def start(self) -> bool:
         """Send the first leg. False: the request cannot be split after all."""
@@ -125,7 +129,20 @@ class Split:
     def can_continue(self) -> bool:
         """Whether a second leg that was not sent may be placed anew: prefill still has what it handed over."""
         at = self._prefilled_at
-        return at is not None and not self.second_sent and self._shared.runtime.now() - at < USABLE_S
+        return at is not None and not self._second_sent and self._shared.runtime.now() - at < USABLE_S
+
+    def send_second(self) -> tuple[ClientRequest, Limits]:
+        """The second leg is sent now: the request, and its limits, which are those of both legs together."""
+        self._second_sent = True
+        limits = self._shared.limits
+        left_s = limits.response_s - (self._shared.runtime.now() - self._began_at)
+        return self.request, limits._replace(response_s=max(MIN_LEFT_S, left_s))
+
+    def forget_bodies(self) -> None:
+        """No leg is sent again."""
+        self._bodies = None
+        self.request = self.request._replace(body=b"")
+        self._leg = self._leg._replace(request=self.request)
 
     def cancel(self) -> None:
         """End the first leg, if it runs: its endpoint stops at once."""
@@ -229,7 +246,6 @@ class Split:
             self._holds = params is not None
             self.request = self.request._replace(body=self._bodies.second(params))
         self._prefilled_at = self._shared.runtime.now()
-        self._bodies = None
         self._owner.prefilled(first_usage(body))
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from lbproxy.config.balancing import BalancingSettings
-from lbproxy.config.sections.routing import RoutingSettings
+from lbproxy.config.sections.routing import AdmissionSettings, RoutingSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.engines.handover import Handover, Role
 from lbproxy.core.policies.registry import make_policy
-from lbproxy.core.queue.ticket import Ticket, TicketState
+from lbproxy.core.queue.ticket import Ticket, TicketState, Wait
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import DECODE, PREFILL, WHOLE, InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind
@@ -235,3 +235,47 @@ def test_legs_teach_what_they_show() -> None:
     assert learned is not None
     pool, _ = learned
     assert pool.answer_tokens == pytest.approx(200.0 + (100.0 - 200.0) * (1 - 0.98**30), rel=0.05)
+
+
+def test_a_decode_endpoint_that_backs_off_or_starts_slowly_is_no_reason_to_serve_whole_requests_at_prefill() -> None:
+    balancer, _ = apart("pd", split="always")
+    ticket = balancer.submit(prompt(8192), now=1.0)
+    first = ticket.placed_state.endpoint.uid
+    balancer.close(ticket, Outcome.COMPLETED, now=1.1)
+    second = balancer.submit(prompt(8192).as_leg(DECODE, first), now=1.1, resubmitted=True)
+    balancer.after_failure(second, FailureKind.BUSY, (), now=1.2)
+    balancer.close(second, Outcome.CONNECT_FAILED, now=1.2)
+    whole = balancer.submit(prompt(512, 9000, splittable=False), now=1.21)
+    assert name_of(whole) == "d2"
+    again = balancer.submit(prompt(8192, 5000), now=1.21)
+    assert (name_of(again), again.request.leg) == ("p1", PREFILL)
+
+
+def test_a_pair_waits_for_the_configured_limit_of_its_only_decode_endpoint() -> None:
+    balancer, _ = apart("pd", split="always")
+    limits = BalancingSettings(admission=AdmissionSettings(max_in_flight_per_endpoint=1))
+    balancer.reconfigure(None, limits, now=0.0)
+    whole = balancer.submit(prompt(512, 9000, splittable=False), now=1.0)
+    assert name_of(whole) == "d2"
+    waiting = balancer.submit(prompt(8192), now=1.0)
+    assert (waiting.state, waiting.wait) == (TicketState.WAITING, Wait.FULL)
+    balancer.close(whole, Outcome.COMPLETED, now=2.0)
+    assert [one.request.leg for one in balancer.poll(now=2.0)] == [PREFILL]
+
+
+def test_other_replicas_count_a_second_leg_as_one() -> None:
+    """Else they would wait there for a prefill that is none."""
+    here, endpoints = apart("pd", split="always")
+    there, _ = apart("pd", split="always")
+    journal, _ = here.share("a")
+    _, peers = there.share("b")
+    first = here.submit(prompt(32_768), now=1.0)
+    here.first_byte(first, now=2.0)
+    here.close(first, Outcome.COMPLETED, now=2.0, usage=Usage(32_768, 0, None))
+    here.submit(prompt(32_768).as_leg(DECODE, endpoints["p1"].uid), now=2.0, resubmitted=True)
+    batch = journal.take(2.0)
+    assert batch is not None
+    peers.hear(batch, now=2.0)
+    states = {one.endpoint.name: one for one in there.endpoints.members()}
+    assert states["d2"].elsewhere == 1
+    assert states["d2"].load.work.pending_tokens == 0.0

@@ -94,6 +94,7 @@ def placed(**changes: object) -> Placed:
         "media_tokens": 0,
         "binary": False,
         "open_ended": False,
+        "second_leg": False,
     }
     return Placed(**{**valid, **changes})  # type: ignore[arg-type]
 
