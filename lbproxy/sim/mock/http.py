@@ -32,6 +32,7 @@ from lbproxy.sim.mock.serving.desk import Desk, client_request_id, detail, field
 from lbproxy.sim.mock.serving.driver import Driver
 from lbproxy.sim.mock.serving.generation import Generation
 from lbproxy.sim.mock.serving.legs import Connector
+from lbproxy.sim.mock.serving.mooncake import Mooncake
 from lbproxy.sim.mock.serving.nixl import Nixl
 from lbproxy.sim.mock.serving.reading import Reading
 from lbproxy.sim.mock.serving.realtime import Realtime
@@ -217,10 +218,9 @@ class MockServer:
         if options.connector is None:
             return render(page)
         body = render(page) + families.external_cache(options.model, page.ranks)
-        if options.connector == "nixl":
-            body += families.nixl(
-                options.model, options.role, page.ranks, (preset.transfer_ms, preset.transfer_token_ms)
-            )
+        if options.connector in ("nixl", "mooncake"):
+            times = {"transfer_ms": preset.transfer_ms, "token_ms": preset.transfer_token_ms}
+            body += families.vllm(options.model, options.connector, options.role, page.ranks, **times)
         return body
 
     async def _health(self, _request: web.Request) -> web.StreamResponse:
@@ -242,6 +242,8 @@ def make_connector(options: MockOptions, driver: Driver) -> Connector:
     match options.connector:
         case "nixl":
             return Nixl(options, driver)
+        case "mooncake":
+            return Mooncake(options, driver)
         case "shared-storage":
             return Storage(options)
         case "sglang" if options.role != "both":

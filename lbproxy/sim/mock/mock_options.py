@@ -13,7 +13,7 @@ from lbproxy.sim.mock.faults import parse_faults
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}
 """Whom it can play, by the name that the settings of lbproxy use, and what each is called."""
 ROLES = ("both", "prefill", "decode")
-CONNECTORS = {"nixl": "vllm", "shared-storage": "vllm", "sglang": "sglang"}
+CONNECTORS = {"nixl": "vllm", "shared-storage": "vllm", "sglang": "sglang", "mooncake": "vllm"}
 """And the engine that each belongs to."""
 
 MAX_RANKS = 64
@@ -65,17 +65,17 @@ class MockOptions:
     """Adapters can be loaded and unloaded, as with vLLM's VLLM_ALLOW_RUNTIME_LORA_UPDATING."""
     role: Literal["both", "prefill", "decode"] = "both"
     """What it is for, in a fleet that prefills and decodes on different servers."""
-    connector: Literal["nixl", "shared-storage", "sglang"] | None = None
+    connector: Literal["nixl", "shared-storage", "sglang", "mooncake"] | None = None
     """How the KV of prompts goes from server to server; None = not at all."""
     kv_lease: float | None = None
     """Seconds for which prefilled KV is held, and for which the halves of a request wait for each other; None = the
-    connector's: 30 with nixl, 300 with sglang."""
+    connector's: 30 with nixl, 300 with sglang, 480 with mooncake."""
     kv_load_failure: Literal["fail", "recompute"] = "fail"
     """nixl: of a prompt whose KV cannot be loaded. vLLM's `kv_load_failure_policy`."""
     side_channel_port: int = 0
-    """nixl: where other servers reach it; 0 = any free one."""
+    """nixl, mooncake: where other servers reach it; 0 = any free one."""
     bootstrap_port: int | None = None
-    """sglang: where decodes meet prefills; 0 = any free one, None = 8998."""
+    """sglang, mooncake: where decodes meet prefills; 0 = any free one, None = 8998."""
     shared_storage_path: str | None = None
     """shared-storage: the folder that the servers share."""
 

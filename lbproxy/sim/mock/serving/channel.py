@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import cast
 
@@ -112,7 +112,11 @@ class Channel:
             else:
                 connected(True)
 
-        task = asyncio.get_running_loop().create_task(connect())
+        self.run(connect())
+
+    def run(self, work: Coroutine[object, object, None]) -> None:
+        """Do what ends with the channel."""
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -176,10 +180,14 @@ class RemoteKv:
     def call(self) -> None:
         """Ask the other server. May be called again."""
         if self._peer is None and not self._is_over:
-            self._peer = self._channel.peer(self._heard, self._lost)
+            self._connect(self._address)
+
+    def _connect(self, address: tuple[str, int]) -> None:
+        self._peer = self._channel.peer(self._heard, self._lost)
+        if not self._is_over:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._patience.reply_s, self._become, KvState.LOST)
-            self._channel.call(*self._address, self._peer, self._connected)
+        self._channel.call(*address, self._peer, self._connected)
 
     def begin(self, *, now: float) -> None:
         """Ask, unless that was done before."""

@@ -144,7 +144,7 @@ class Driver:
         for index, (request_id, choice) in enumerate(zip(ids, flight.choices, strict=True)):
             work = choice.request(request_id, flight.rank)
             if flight.leg is not None:
-                hold, source = flight.leg.hold(index), flight.leg.source(index)
+                hold, source = flight.leg.hold(index, choice), flight.leg.source(index)
                 work = replace(work, hold=hold, source=source)
                 if source is not None:
                     flight.leg.watch(index, source, partial(self._poke, request_id))

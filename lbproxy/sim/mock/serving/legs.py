@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lbproxy.sim.engine.sequence import Hold, Source
+from lbproxy.sim.engine.sequence import Hold, KvState, Source
 from lbproxy.sim.mock.apis.call import Call, Choice
 from lbproxy.sim.mock.apis.fields import Json
 
@@ -25,7 +25,7 @@ class Leg:
         """The data-parallel rank that computes it. `named`: by the client."""
         return named
 
-    def hold(self, index: int) -> Hold | None:
+    def hold(self, index: int, choice: Choice) -> Hold | None:
         """For one of its choices: the KV is to be held at its end."""
         return None
 
@@ -57,11 +57,24 @@ class Leg:
         """The call has ended, in whichever way: nothing of it is wanted any more that the engine was not given."""
 
 
+class Nothing:
+    """A source that never has anything."""
+
+    recompute = False
+    state = KvState.PENDING
+
+    def begin(self, *, now: float) -> None:
+        """Nobody is asked."""
+
+    def finish(self, *, now: float, was_read: bool) -> None:
+        """Nobody was asked."""
+
+    def abandon(self, *, now: float) -> None:
+        """Nobody was asked."""
+
+
 class Connector:
     """One server's."""
-
-    kind: str | None = None
-    """As the options have it."""
 
     async def start(self, host: str) -> None:
         """Listen to other servers. Raises OSError."""

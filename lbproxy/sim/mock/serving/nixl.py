@@ -17,7 +17,7 @@ from lbproxy.sim.mock.apis.fields import Json
 from lbproxy.sim.mock.mock_options import MockOptions
 from lbproxy.sim.mock.serving.channel import Channel, Patience, Peer, RemoteKv
 from lbproxy.sim.mock.serving.driver import Driver
-from lbproxy.sim.mock.serving.legs import Connector, Leg
+from lbproxy.sim.mock.serving.legs import Connector, Leg, Nothing
 from lbproxy.sim.mock.transfer.nixl import Params, Pull, parse, response_params
 
 HANDSHAKE_S = 5.0
@@ -29,8 +29,6 @@ MAX_ID = 200
 
 class Nixl(Connector):
     """The connector of one server."""
-
-    kind = "nixl"
 
     def __init__(self, options: MockOptions, driver: Driver) -> None:
         self.options = options
@@ -115,7 +113,7 @@ class PrefillLeg(Leg):
         self._holds: dict[int, Hold] = {}
         self._prompt_tokens = 0
 
-    def hold(self, index: int) -> Hold:
+    def hold(self, index: int, choice: Choice) -> Hold:
         """For each choice, though the response tells of the first alone."""
         return self._holds.setdefault(index, self._nixl.offer(self._names[index]))
 
@@ -137,22 +135,6 @@ class PrefillLeg(Leg):
             tokens=self._prompt_tokens,
             cached=cached,
         )
-
-
-class _Nothing:
-    """A source that never has anything."""
-
-    recompute = False
-    state = KvState.PENDING
-
-    def begin(self, *, now: float) -> None:
-        """Nobody is asked."""
-
-    def finish(self, *, now: float, was_read: bool) -> None:
-        """Nobody was asked."""
-
-    def abandon(self, *, now: float) -> None:
-        """Nobody was asked."""
 
 
 class _Wrong:
@@ -187,16 +169,16 @@ class DecodeLeg(Leg):
         self._sources: list[RemoteKv] = []
         if params.pull is Pull.READS:
             # Each child of the request pulls the same KV.
-            handshake_s = HANDSHAKE_S / nixl.options.speed
-            self._sources = [self._read(nixl, handshake_s) for _ in range(choices)]
+            refused_s = HANDSHAKE_S / nixl.options.speed
+            self._sources = [self._read(nixl, refused_s) for _ in range(choices)]
 
-    def _read(self, nixl: Nixl, handshake_s: float) -> RemoteKv:
+    def _read(self, nixl: Nixl, refused_s: float) -> RemoteKv:
         params = self._params
         source = RemoteKv(
             nixl.channel,
             (params.host, params.port),
             ("claim", *(text.replace(" ", "_") for text in (params.engine_id, params.request_id))),
-            Patience(handshake_s, handshake_s, nixl.lease_s),
+            Patience(HANDSHAKE_S, refused_s, nixl.lease_s),
             recompute=nixl.options.kv_load_failure == "recompute",
         )
         # The heartbeats begin when the request is in the queue.
@@ -206,7 +188,7 @@ class DecodeLeg(Leg):
     def source(self, index: int) -> Source:
         """What the params name, for whichever prompt: of a list, all but the first get another one's KV."""
         if not self._sources:
-            return _Nothing()
+            return Nothing()
         return self._sources[index] if index < self.call.n else _Wrong(self._sources[index])
 
     def watch(self, index: int, source: Source, poke: Callable[[], None]) -> None:

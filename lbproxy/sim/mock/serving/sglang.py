@@ -42,8 +42,6 @@ class Room:
 class Sglang(Connector):
     """The connector of one server that prefills or decodes."""
 
-    kind = "sglang"
-
     def __init__(self, options: MockOptions, driver: Driver) -> None:
         self.options = options
         self.driver = driver
@@ -150,7 +148,7 @@ class PrefillLeg(Leg):
         ranks = self._sglang.options.ranks
         return self._first_room % ranks if ranks > 1 and named is None else named
 
-    def hold(self, index: int) -> Hold | None:
+    def hold(self, index: int, choice: Choice) -> Hold | None:
         """Until the decode has read, however long that takes."""
         if index not in self._index:
             return None

@@ -23,8 +23,6 @@ LAYERS = "layers"
 class Storage(Connector):
     """The connector of one server. Roles make no difference: every server stores and loads."""
 
-    kind = "shared-storage"
-
     def __init__(self, options: MockOptions) -> None:
         assert options.shared_storage_path is not None
         self.folder = Path(options.shared_storage_path)

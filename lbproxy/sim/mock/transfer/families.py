@@ -1,8 +1,9 @@
 """What the metrics page has of KV that goes from server to server.
 
-With vLLM's NIXL connector: `vllm:nixl_*`, from the start, and `vllm:num_requests_kv_fetch_by_stage` unless the server
-is for prefill only; that is how role and connector are recognised. With SGLang, whose page is this and no more: the
-load, with the server's role in `engine_type`, and the queues of disaggregation.
+With vLLM's NIXL connector: `vllm:nixl_*` (with Mooncake's `vllm:mooncake_*`), from the start, and
+`vllm:num_requests_kv_fetch_by_stage` unless the server is for prefill only; that is how role and connector are
+recognised. With SGLang, whose page is this and no more: the load, with the server's role in `engine_type`, and the
+queues of disaggregation.
 """
 
 from __future__ import annotations
@@ -23,9 +24,16 @@ _HISTOGRAMS = {
     "num_descriptors": "Descriptors of transfers",
 }
 _COUNTERS = {
-    "num_failed_transfers": "Transfers that failed",
-    "num_failed_notifications": "Notifications that failed",
-    "num_kv_expired_reqs": "Requests whose lease ended before they were read",
+    "nixl": {
+        "num_failed_transfers": "Transfers that failed",
+        "num_failed_notifications": "Notifications that failed",
+        "num_kv_expired_reqs": "Requests whose lease ended before they were read",
+    },
+    "mooncake": {
+        "num_failed_transfers": "Transfers that failed",
+        "num_failed_recvs": "Requests whose KV was not received",
+        "num_kv_expired_reqs": "Requests whose KV nobody read in time",
+    },
 }
 
 
@@ -39,8 +47,10 @@ def external_cache(model: str, ranks: Sequence[Gauges]) -> bytes:
     return "".join(lines).encode()
 
 
-def nixl(model: str, role: str, ranks: Sequence[Gauges], tokens_ms: tuple[float, float]) -> bytes:
-    """Those of a server with NIXL. `tokens_ms`: what a transfer takes, and each token of it."""
+def vllm(
+    model: str, connector: str, role: str, ranks: Sequence[Gauges], *, transfer_ms: float, token_ms: float
+) -> bytes:
+    """Those of a vLLM with NIXL or Mooncake. A transfer takes `transfer_ms`, and `token_ms` for each token."""
     each = [({"engine": str(number), "model_name": model}, gauges) for number, gauges in enumerate(ranks)]
     lines: list[str] = []
     if role != "prefill":
@@ -50,25 +60,32 @@ def nixl(model: str, role: str, ranks: Sequence[Gauges], tokens_ms: tuple[float,
             for stage, value in (("waiting_to_start", 0), ("in_progress", gauges.deferred))
         ]
         lines += family("num_requests_kv_fetch_by_stage", "gauge", "Requests by the stage of their transfer.", stages)
-    fixed_ms, token_ms = tokens_ms
     for stem, about in _HISTOGRAMS.items():
-        lines += head(f"vllm:nixl_{stem}", "histogram", f"{about}, of NIXL.")
+        full = f"vllm:{connector}_{stem}"
+        lines += head(full, "histogram", f"{about}.")
         for name, gauges in each:
             blocks = gauges.received_tokens // BLOCK_TOKENS
             total = {
-                "xfer_time_seconds": (gauges.transfers * fixed_ms + gauges.received_tokens * token_ms) / 1e3,
+                "xfer_time_seconds": (gauges.transfers * transfer_ms + gauges.received_tokens * token_ms) / 1e3,
                 "bytes_transferred": blocks * BLOCK_BYTES,
                 "num_descriptors": blocks,
             }.get(stem, 0.0)
-            lines.append(sample(f"vllm:nixl_{stem}_bucket", {**name, "le": "+Inf"}, gauges.transfers))
-            lines.append(sample(f"vllm:nixl_{stem}_count", name, gauges.transfers))
-            lines.append(sample(f"vllm:nixl_{stem}_sum", name, total))
-    for stem, about in _COUNTERS.items():
+            lines.append(sample(f"{full}_bucket", {**name, "le": "+Inf"}, gauges.transfers))
+            lines.append(sample(f"{full}_count", name, gauges.transfers))
+            lines.append(sample(f"{full}_sum", name, total))
+    for stem, about in _COUNTERS[connector].items():
         counts = [
-            (n, {"num_failed_transfers": g.failed_transfers, "num_kv_expired_reqs": g.expired_holds}.get(stem, 0))
+            (
+                n,
+                {
+                    "num_failed_transfers": g.failed_transfers,
+                    "num_failed_recvs": g.failed_transfers,
+                    "num_kv_expired_reqs": g.expired_holds,
+                }.get(stem, 0),
+            )
             for n, g in each
         ]
-        lines += family(f"nixl_{stem}_total", "counter", f"{about}, of NIXL.", counts)
+        lines += family(f"{connector}_{stem}_total", "counter", f"{about}.", counts)
     return "".join(lines).encode()
 
 

@@ -162,7 +162,7 @@ def test_a_half_whose_other_never_comes_fails_after_a_while(comes: str) -> None:
         assert decode.status_code == 200
         await pair.settled()
 
-    meet(test, kv_lease=1.0)
+    meet(test, kv_lease=2.0)
 
 
 def test_a_prefill_that_is_gone_fails_the_decode() -> None:
