@@ -87,12 +87,14 @@ class Scheduler:
 
     def _run(self, now: float) -> None:
         while True:
-            due = self._step_due()
-            if self._handover.due <= min(due, now):
+            # Not `_step_due`: every call of every driver comes by here.
+            ends_at = self._step_ends_at
+            due = ends_at if ends_at is not None else self._arriving[0].ready_at if self._arriving else NEVER
+            if self._handover.due <= due and self._handover.due <= now:
                 self._hand_over(self._handover.due)
             elif due > now:
                 return
-            elif self._step_ends_at is not None:
+            elif ends_at is not None:
                 self._end_step(due)
             else:
                 self._begin_step(due)

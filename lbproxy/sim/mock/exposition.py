@@ -92,9 +92,9 @@ def render(page: Page) -> bytes:
 
 def _by_reason(ranks: Iterable[tuple[Labels, Gauges]]) -> Iterable[str]:
     samples = [
-        ({**name, "reason": reason}, gauges.waiting if reason == "capacity" else 0)
+        ({**name, "reason": reason}, value)
         for name, gauges in ranks
-        for reason in ("capacity", "deferred")
+        for reason, value in (("capacity", gauges.waiting - gauges.deferred), ("deferred", gauges.deferred))
     ]
     return family("num_requests_waiting_by_reason", "gauge", "Waiting requests by what they wait for.", samples)
 

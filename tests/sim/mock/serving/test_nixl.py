@@ -300,7 +300,13 @@ def test_incomplete_decode_params_hang(missing: str) -> None:
             # Others are served meanwhile, and it still waits.
             for _ in range(3):
                 assert (await pair.post(pair.decode, BODY)).status_code == 200
-            assert pair.decode.driver.engine.gauges().deferred == 1
+            page = (await pair.client.get(f"{pair.decode.url}/metrics")).text
+            for name in (
+                'vllm:num_requests_waiting{engine="0",model_name="sim"}',
+                'vllm:num_requests_waiting_by_reason{engine="0",model_name="sim",reason="deferred"}',
+                'vllm:num_requests_kv_fetch_by_stage{engine="0",model_name="sim",stage="in_progress"}',
+            ):
+                assert f"{name} 1.0\n" in page
         await until(lambda: pair.decode.driver.engine.gauges().deferred == 0)
 
     split(test, connector="nixl")
