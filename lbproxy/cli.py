@@ -133,6 +133,24 @@ def _add_mock(mock: argparse.ArgumentParser) -> None:
     )
     what = "allow loading and unloading of adapters over HTTP"
     mock.add_argument("--lora-updates", action="store_true", help=what)
+    _add_transfer(mock.add_argument_group("prefill and decode on different servers"))
+
+
+def _add_transfer(mock: argparse._ArgumentGroup) -> None:
+    """Options of a simulated server that gets the KV of prompts from others, or gives it."""
+    what = "what it is for (default: both)"
+    mock.add_argument("--role", choices=["both", "prefill", "decode"], default="both", help=what)
+    what = "how the KV of prompts gets from server to server (default: not at all); sglang needs --engine sglang"
+    mock.add_argument("--connector", choices=["nixl", "shared-storage", "sglang", "mooncake"], help=what)
+    what = "how long prefilled KV is held, or the halves of a request wait (default: nixl 30, sglang 300, mooncake 480)"
+    mock.add_argument("--kv-lease", type=float, metavar="SECONDS", help=what)
+    what = "nixl: whether a request whose KV cannot be loaded fails or is computed (default: fail)"
+    mock.add_argument("--kv-load-failure", choices=["fail", "recompute"], default="fail", help=what)
+    what = "nixl, mooncake: where other servers reach it; 0 = any free port (default: 0)"
+    mock.add_argument("--side-channel-port", type=int, default=0, metavar="PORT", help=what)
+    what = "sglang, mooncake: where decodes meet prefills; 0 = any free port (default: 8998)"
+    mock.add_argument("--bootstrap-port", type=int, metavar="PORT", help=what)
+    mock.add_argument("--shared-storage-path", metavar="DIR", help="shared-storage: the folder that the servers share")
 
 
 def _add_admin_commands(commands: Subparsers) -> None:

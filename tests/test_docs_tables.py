@@ -222,9 +222,11 @@ def test_simulator_has_every_option() -> None:
     rows = []
     for action in commands["mock"]._actions:
         if action.dest != "help":
-            default = (
-                "preset's" if action.default is None else f"`{action.default}`" if action.default != [] else "none"
-            )
+            told = re.search(r"\(default: (.*)\)", action.help or "")
+            if action.default is None and told is not None:
+                default = told[1].removeprefix("the ")
+            else:
+                default = "none" if action.default in (None, []) else f"`{action.default}`"
             text = re.sub(r" ?\(default: .*\)", "", action.help or "where it listens")
             if action.choices:
                 text = f"{', '.join(action.choices)}; {text}"

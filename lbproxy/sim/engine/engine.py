@@ -69,7 +69,6 @@ class Engine(Scheduler):
         assert request.id not in self._live
         assert request.prompt_tokens >= 1
         assert request.output_tokens >= 1
-        assert request.hold is None or request.output_tokens == 1, "what is held is the KV of a prompt"
         assert request.adapter is None or self._lora.slots, "an engine without adapters was asked for one"
         if request.prompt_tokens + request.output_tokens > self.max_model_len:
             raise RequestTooLong(
@@ -109,7 +108,7 @@ class Engine(Scheduler):
         while self._arriving and self._arriving[0].phase is Phase.GONE:
             self._arriving.popleft()
         if sequence.source is not None:
-            sequence.source.finish(now=now)
+            sequence.source.finish(now=now, was_read=False)
         if sequence.request.hold is not None:
             sequence.request.hold.become(KvState.LOST)
         self._resume(now)

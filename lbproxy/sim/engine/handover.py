@@ -115,6 +115,7 @@ class Handover:
         sequence.received_tokens = tokens
         transfer = _Transfer(sequence, source, seconds)
         self._transfers[sequence.request.id] = transfer
+        source.begin(now=at)
         self._begin(transfer, at)
 
     def poke(self, request_id: str, at: float) -> None:
@@ -181,7 +182,7 @@ class Handover:
             sequence.computed = sequence.request.prompt_tokens - 1
             self.received[sequence.request.id] = sequence
             self._register(sequence)
-        transfer.source.finish(now=at)
+        transfer.source.finish(now=at, was_read=state is not KvState.LOST)
 
     def _register(self, sequence: Running) -> None:
         hashes = sequence.request.block_hashes

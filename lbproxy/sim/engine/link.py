@@ -60,7 +60,10 @@ class _Reader:
         """That of what is held."""
         return self.hold.state
 
-    def finish(self, *, now: float) -> None:
+    def begin(self, *, now: float) -> None:
+        """The lease is renewed already."""
+
+    def finish(self, *, now: float, was_read: bool) -> None:
         """Read, or not wanted."""
         self._link.read(self)
 

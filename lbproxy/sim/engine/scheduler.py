@@ -87,12 +87,14 @@ class Scheduler:
 
     def _run(self, now: float) -> None:
         while True:
-            due = self._step_due()
-            if self._handover.due <= min(due, now):
+            # Not `_step_due`: every call of every driver comes by here.
+            ends_at = self._step_ends_at
+            due = ends_at if ends_at is not None else self._arriving[0].ready_at if self._arriving else NEVER
+            if self._handover.due <= due and self._handover.due <= now:
                 self._hand_over(self._handover.due)
             elif due > now:
                 return
-            elif self._step_ends_at is not None:
+            elif ends_at is not None:
                 self._end_step(due)
             else:
                 self._begin_step(due)
@@ -286,7 +288,8 @@ class Scheduler:
         for sequence in self._finishing.pop(self._steps_done, ()):
             if sequence.finishes_at == self._steps_done:
                 del self._decoding[sequence.request.id]
-                self._leave_decoding(sequence)
+                self._stop_decoding(sequence)
+                self._hold_or_release(sequence, at)
                 self._finish(sequence, finished)
         for sequence in self._prefills:
             if sequence.phase is Phase.PREFILLING and sequence.computed == sequence.known_tokens:
@@ -309,13 +312,7 @@ class Scheduler:
         sequence.generated += 1
         left = request.output_tokens - sequence.generated
         if not left:
-            if request.hold is not None and request.hold.wanted:
-                self._lora.stopped(request.adapter)
-                self._handover.hold(sequence, request.hold, at)
-            else:
-                self._release(sequence)
-                if request.hold is not None:
-                    request.hold.become(KvState.FREED)
+            self._hold_or_release(sequence, at)
             self._finish(sequence, finished)
             return
         sequence.phase = Phase.DECODING
@@ -375,13 +372,29 @@ class Scheduler:
             sequence.registered = end
 
     def _leave_decoding(self, sequence: Running) -> None:
-        """Settle what a decode, already out of `_decoding`, has done, and release its blocks."""
+        """As `_stop_decoding`, and release its blocks."""
+        self._stop_decoding(sequence)
+        self._release(sequence)
+
+    def _stop_decoding(self, sequence: Running) -> None:
+        """Settle what a decode, already out of `_decoding`, has done."""
         steps = self._steps_done - sequence.mark
         sequence.computed += steps
         sequence.generated += steps
         sequence.crosses_at = sequence.finishes_at = -1
         self._context -= sequence.computed
-        self._release(sequence)
+
+    def _hold_or_release(self, sequence: Running, at: float) -> None:
+        """What becomes of the blocks of a request that is complete."""
+        hold = sequence.request.hold
+        if hold is None or not hold.wanted:
+            self._release(sequence)
+            if hold is not None:
+                hold.become(KvState.FREED)
+            return
+        self._register(sequence, sequence.computed // BLOCK_TOKENS)
+        self._lora.stopped(sequence.request.adapter)
+        self._handover.hold(sequence, hold, at)
 
     def _release(self, sequence: Running) -> None:
         self._register(sequence, sequence.computed // BLOCK_TOKENS)

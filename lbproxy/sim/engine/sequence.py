@@ -69,7 +69,11 @@ class Source(Protocol):
         """Looked at when the transfer is to begin, after each `Engine.poke`, and at its end. FREED is as EXPIRED."""
         ...
 
-    def finish(self, *, now: float) -> None:
+    def begin(self, *, now: float) -> None:
+        """There are blocks for it: it can be read as soon as it is there."""
+        ...
+
+    def finish(self, *, now: float, was_read: bool) -> None:
         """The KV was read, or never will be: the engine that holds it may free it. Called once, unless `abandon` is."""
         ...
 
@@ -99,7 +103,7 @@ class SimRequest:
     rank: int | None = None
     """The data-parallel rank to compute it; None = the server chooses."""
     hold: Hold | None = None
-    """Its KV is held when it has ended; with one token of output only, and unless it is aborted."""
+    """Its KV is held when it has ended, unless it is aborted. Usually it has one token of output."""
     source: Source | None = None
     """Where the KV of its prompt comes from; None = it is computed here."""
 

@@ -16,15 +16,19 @@ DESCRIPTIONS: Mapping[str, tuple[str, ...]] = {
 """Where, by the engine."""
 
 
-def describe(engine: str, kv_tokens: int, slots: int) -> bytes:
+def describe(engine: str, kv_tokens: int, slots: int, *, role: str = "both", bootstrap_port: int = 8998) -> bytes:
     """The page of an engine whose cache holds `kv_tokens` and that runs `slots` requests at a time. llama.cpp says how
-    many tokens each of these has, rounded down.
+    many tokens each of these has, rounded down. SGLang's says what `role` it has, if not both.
     """
     pages: Mapping[str, Mapping[str, object]] = {
         "sglang": {
             "max_running_requests": None,
             "max_total_num_tokens": kv_tokens,
             "dp_size": 1,
+            "disaggregation_mode": "null" if role == "both" else role,
+            "disaggregation_bootstrap_port": bootstrap_port,
+            "disaggregation_transfer_backend": "mooncake",
+            "disaggregation_decode_enable_radix_cache": False,
             "internal_states": [{"effective_max_running_requests_per_dp": slots}],
         },
         "llamacpp": {"total_slots": slots, "default_generation_settings": {"n_ctx": kv_tokens // slots}},

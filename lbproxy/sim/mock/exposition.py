@@ -54,69 +54,65 @@ def render(page: Page) -> bytes:
     ranks = [*zip(names, page.ranks, strict=True)]
     reasons = ("stop", "length", "abort")
     lines = [
-        *_family("num_requests_running", "gauge", "Requests being computed.", [(n, g.running) for n, g in ranks]),
-        *_family(
+        *family("num_requests_running", "gauge", "Requests being computed.", [(n, g.running) for n, g in ranks]),
+        *family(
             "num_requests_waiting", "gauge", "Requests waiting to be computed.", [(n, g.waiting) for n, g in ranks]
         ),
         *([] if old else _by_reason(ranks)),
-        *_family(usage, "gauge", "KV cache in use by requests; 1 is all of it.", [(n, g.kv_usage) for n, g in ranks]),
-        *_family(
+        *family(usage, "gauge", "KV cache in use by requests; 1 is all of it.", [(n, g.kv_usage) for n, g in ranks]),
+        *family(
             f"{prefix}_queries_total",
             "counter",
             "Prefix cache lookups, tokens.",
             [(n, g.prefix_queries) for n, g in ranks],
         ),
-        *_family(
+        *family(
             f"{prefix}_hits_total", "counter", "Prefix cache hits, tokens.", [(n, g.prefix_hits) for n, g in ranks]
         ),
-        *_family("num_preemptions_total", "counter", "Requests preempted.", [(n, g.preemptions) for n, g in ranks]),
-        *_family(
-            "prompt_tokens_total", "counter", "Prompt tokens processed.", [(n, g.prompt_tokens) for n, g in ranks]
-        ),
-        *_family(
+        *family("num_preemptions_total", "counter", "Requests preempted.", [(n, g.preemptions) for n, g in ranks]),
+        *family("prompt_tokens_total", "counter", "Prompt tokens processed.", [(n, g.prompt_tokens) for n, g in ranks]),
+        *family(
             "generation_tokens_total", "counter", "Tokens generated.", [(n, g.generation_tokens) for n, g in ranks]
         ),
-        *_family(
+        *family(
             "request_success_total",
             "counter",
             "Requests finished.",
             [({**names[0], "finished_reason": reason}, page.finished.get(reason, 0)) for reason in reasons],
         ),
-        *_family(
-            "cache_config_info", "gauge", "The cache's settings, in labels.", [({**n, **facts}, 1) for n in names]
-        ),
+        *family("cache_config_info", "gauge", "The cache's settings, in labels.", [({**n, **facts}, 1) for n in names]),
         *_adapters(page),
         *_started(page),
-        *_head("lbproxy_mock_step_lag_seconds", "gauge", "How late the tokens of a step left, over the last minute."),
-        _sample("lbproxy_mock_step_lag_seconds", {"stat": "max"}, page.lag_max_s),
-        _sample("lbproxy_mock_step_lag_seconds", {"stat": "p99"}, page.lag_p99_s),
+        *head("lbproxy_mock_step_lag_seconds", "gauge", "How late the tokens of a step left, over the last minute."),
+        sample("lbproxy_mock_step_lag_seconds", {"stat": "max"}, page.lag_max_s),
+        sample("lbproxy_mock_step_lag_seconds", {"stat": "p99"}, page.lag_p99_s),
     ]
     return "".join(lines).encode()
 
 
 def _by_reason(ranks: Iterable[tuple[Labels, Gauges]]) -> Iterable[str]:
     samples = [
-        ({**name, "reason": reason}, gauges.waiting if reason == "capacity" else 0)
+        ({**name, "reason": reason}, value)
         for name, gauges in ranks
-        for reason in ("capacity", "deferred")
+        for reason, value in (("capacity", gauges.waiting - gauges.deferred), ("deferred", gauges.deferred))
     ]
-    return _family("num_requests_waiting_by_reason", "gauge", "Waiting requests by what they wait for.", samples)
+    return family("num_requests_waiting_by_reason", "gauge", "Waiting requests by what they wait for.", samples)
 
 
 def _adapters(page: Page) -> Iterable[str]:
     if not page.adapters:
         return
-    yield from _head("vllm:lora_requests_info", "gauge", "Adapters of running and waiting requests; when, as value.")
+    yield from head("vllm:lora_requests_info", "gauge", "Adapters of running and waiting requests; when, as value.")
     for running, at in page.adapters.items():
         # vLLM, too, says the same under both labels.
         labels = {"max_lora": str(page.max_loras), "running_lora_adapters": running, "waiting_lora_adapters": running}
-        yield _sample("vllm:lora_requests_info", labels, at)
+        yield sample("vllm:lora_requests_info", labels, at)
 
 
 def _started(page: Page) -> Iterable[str]:
     if page.started_at is not None:
-        yield from _head("process_start_time_seconds", "gauge", "Start time of the process; Unix time.")
-        yield _sample("process_start_time_seconds", {}, page.started_at)
+        yield from head("process_start_time_seconds", "gauge", "Start time of the process; Unix time.")
+        yield sample("process_start_time_seconds", {}, page.started_at)
 
 
 def load_report(form: str, gauges: Gauges) -> str | None:
@@ -131,19 +127,21 @@ def load_report(form: str, gauges: Gauges) -> str | None:
             return None
 
 
-def _family(stem: str, kind: str, about: str, samples: Iterable[tuple[Labels, float]]) -> Iterable[str]:
+def family(stem: str, kind: str, about: str, samples: Iterable[tuple[Labels, float]]) -> Iterable[str]:
     """A vLLM family: its samples, each with its labels."""
-    yield from _head(f"vllm:{stem}", kind, about)
+    yield from head(f"vllm:{stem}", kind, about)
     for labels, value in samples:
-        yield _sample(f"vllm:{stem}", labels, value)
+        yield sample(f"vllm:{stem}", labels, value)
 
 
-def _head(name: str, kind: str, about: str) -> Iterable[str]:
+def head(name: str, kind: str, about: str) -> Iterable[str]:
+    """What goes before the samples of a family."""
     yield f"# HELP {name} {about}\n"
     yield f"# TYPE {name} {kind}\n"
 
 
-def _sample(name: str, labels: Mapping[str, str], value: float) -> str:
+def sample(name: str, labels: Labels, value: float) -> str:
+    """One line."""
     inside = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
     return f"{name}{{{inside}}} {float(value)}\n"
 

@@ -31,9 +31,16 @@ from lbproxy.sim.mock.sabotage import Handler, Saboteur
 from lbproxy.sim.mock.serving.desk import Desk, client_request_id, detail, fields_of, json_response
 from lbproxy.sim.mock.serving.driver import Driver
 from lbproxy.sim.mock.serving.generation import Generation
+from lbproxy.sim.mock.serving.legs import Connector
+from lbproxy.sim.mock.serving.mooncake import Mooncake
+from lbproxy.sim.mock.serving.nixl import Nixl
 from lbproxy.sim.mock.serving.reading import Reading
 from lbproxy.sim.mock.serving.realtime import Realtime
 from lbproxy.sim.mock.serving.responses import Responses
+from lbproxy.sim.mock.serving.sglang import Sglang
+from lbproxy.sim.mock.serving.storage import Storage
+from lbproxy.sim.mock.transfer import families
+from lbproxy.sim.mock.transfer.sglang import DEFAULT_PORT
 
 __all__ = ["MockOptions", "MockServer", "serve"]
 
@@ -60,7 +67,8 @@ class MockServer:
             rng=random.Random(options.seed),
         )
         self.driver = Driver(engine, options.speed, lambda running: self._adapters.stepped(running, time.time()))
-        self._desk = Desk(options, self.driver, self._adapters)
+        self.connector = make_connector(options, self.driver)
+        self._desk = Desk(options, self.driver, self._adapters, self.connector)
         self._started_at = time.time()
         self._created = int(self._started_at)
         self._runner: web.AppRunner | None = None
@@ -87,8 +95,10 @@ class MockServer:
         )
         await runner.setup()
         try:
+            await self.connector.start(self.options.host)
             await web.TCPSite(runner, self.options.host, self.options.port).start()
         except BaseException:
+            await self.connector.close()
             await runner.cleanup()
             raise
         self._runner = runner
@@ -103,6 +113,7 @@ class MockServer:
         if runner is not None:
             await runner.cleanup()
         self.driver.run(False)
+        await self.connector.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -131,7 +142,7 @@ class MockServer:
                 *self._saboteur.routes(),
             ]
         )
-        if self.options.engine == "vllm":
+        if self.options.engine == "vllm" or self.options.connector is not None:
             application.router.add_get("/metrics", self._metrics, allow_head=False)
         for path in DESCRIPTIONS.get(self.options.engine, ()):
             application.router.add_get(path, self._describe, allow_head=False)
@@ -195,17 +206,50 @@ class MockServer:
             adapters=self._adapters.series,
             old_names=self.options.metric_names == "old",
         )
-        return web.Response(body=render(page), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(body=self._page(page), headers={"Content-Type": CONTENT_TYPE})
+
+    def _page(self, page: Page) -> bytes:
+        """The metrics page, with what the connector adds."""
+        options, preset = self.options, self.options.hardware()
+        if options.engine == "sglang":
+            tokens = page.kv_blocks * BLOCK_TOKENS
+            gauges = self.driver.engine.gauges()
+            return families.sglang(options.model, options.role, gauges, tokens, self.connector.queues())
+        if options.connector is None:
+            return render(page)
+        body = render(page) + families.external_cache(options.model, page.ranks)
+        if options.connector in ("nixl", "mooncake"):
+            times = {"transfer_ms": preset.transfer_ms, "token_ms": preset.transfer_token_ms}
+            body += families.vllm(options.model, options.connector, options.role, page.ranks, **times)
+        return body
 
     async def _health(self, _request: web.Request) -> web.StreamResponse:
-        return web.Response()
+        return web.Response(status=503 if self.driver.is_dead else 200)
 
     async def _describe(self, _request: web.Request) -> web.StreamResponse:
         tokens, slots = self.driver.engine.kv_blocks * BLOCK_TOKENS, self.options.hardware().max_sequences
-        return json_response(describe(self.options.engine, tokens, slots))
+        address = self.connector.address
+        bootstrap_port = DEFAULT_PORT if address is None else address[1]
+        body = describe(self.options.engine, tokens, slots, role=self.options.role, bootstrap_port=bootstrap_port)
+        return json_response(body)
 
     async def _version(self, _request: web.Request) -> web.StreamResponse:
         return json_response(orjson.dumps({"version": VERSION}))
+
+
+def make_connector(options: MockOptions, driver: Driver) -> Connector:
+    """What the options say."""
+    match options.connector:
+        case "nixl":
+            return Nixl(options, driver)
+        case "mooncake":
+            return Mooncake(options, driver)
+        case "shared-storage":
+            return Storage(options)
+        case "sglang" if options.role != "both":
+            return Sglang(options, driver)
+        case _:
+            return Connector()
 
 
 async def serve(options: MockOptions) -> None:

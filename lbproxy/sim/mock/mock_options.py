@@ -12,6 +12,9 @@ from lbproxy.sim.mock.faults import parse_faults
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}
 """Whom it can play, by the name that the settings of lbproxy use, and what each is called."""
+ROLES = ("both", "prefill", "decode")
+CONNECTORS = {"nixl": "vllm", "shared-storage": "vllm", "sglang": "sglang", "mooncake": "vllm"}
+"""And the engine that each belongs to."""
 
 MAX_RANKS = 64
 
@@ -60,8 +63,24 @@ class MockOptions:
     """Adapters that run together at most; vLLM's default."""
     lora_updates: bool = False
     """Adapters can be loaded and unloaded, as with vLLM's VLLM_ALLOW_RUNTIME_LORA_UPDATING."""
+    role: Literal["both", "prefill", "decode"] = "both"
+    """What it is for, in a fleet that prefills and decodes on different servers."""
+    connector: Literal["nixl", "shared-storage", "sglang", "mooncake"] | None = None
+    """How the KV of prompts goes from server to server; None = not at all."""
+    kv_lease: float | None = None
+    """Seconds for which prefilled KV is held, and for which the halves of a request wait for each other; None = the
+    connector's: 30 with nixl, 300 with sglang, 480 with mooncake."""
+    kv_load_failure: Literal["fail", "recompute"] = "fail"
+    """nixl: of a prompt whose KV cannot be loaded. vLLM's `kv_load_failure_policy`."""
+    side_channel_port: int = 0
+    """nixl, mooncake: where other servers reach it; 0 = any free one."""
+    bootstrap_port: int | None = None
+    """sglang, mooncake: where decodes meet prefills; 0 = any free one, None = 8998."""
+    shared_storage_path: str | None = None
+    """shared-storage: the folder that the servers share."""
 
     def __post_init__(self) -> None:
+        self._check_transfer()
         if self.preset not in PRESETS:
             raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
         if self.engine not in ENGINES:
@@ -82,6 +101,27 @@ class MockOptions:
         Adapters(self.model, self.adapters)
         self.hardware()
         parse_faults("\n".join(self.faults))
+
+    def _check_transfer(self) -> None:
+        if self.role not in ROLES:
+            raise ValueError(f"role must be one of {', '.join(ROLES)}, got {self.role!r}")
+        if self.connector is not None and self.connector not in CONNECTORS:
+            raise ValueError(f"connector must be one of {', '.join(CONNECTORS)}, got {self.connector!r}")
+        if self.connector is None and self.role != "both":
+            raise ValueError(f"a role of {self.role} needs a connector: {', '.join(CONNECTORS)}")
+        if self.connector is not None and self.engine != CONNECTORS[self.connector]:
+            raise ValueError(f"connector {self.connector} needs engine {CONNECTORS[self.connector]}, got {self.engine}")
+        if self.connector is not None and self.ttft is not None:
+            raise ValueError("connector cannot be given with ttft")
+        if (self.connector == "shared-storage") != (self.shared_storage_path is not None):
+            raise ValueError("connector shared-storage needs shared_storage_path, and no other has it")
+        for port in (self.side_channel_port, self.bootstrap_port or 0):
+            if not 0 <= port <= 65535:
+                raise ValueError(f"a port must be within 0..65535, got {port}")
+        if self.kv_lease is not None and not 0 < self.kv_lease < float("inf"):
+            raise ValueError(f"kv_lease must be a positive number, got {self.kv_lease}")
+        if self.kv_load_failure not in ("fail", "recompute"):
+            raise ValueError(f"kv_load_failure must be 'fail' or 'recompute', got {self.kv_load_failure!r}")
 
     def times(self) -> FixedTimes | None:
         """Those of a server whose times are fixed; None = it is an engine."""

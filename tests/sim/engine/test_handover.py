@@ -357,3 +357,11 @@ def test_nothing_is_left_whatever_happens(seed: int) -> None:
     assert set(pair.finished()) | set(pair.failed()) | ended == begun
     assert not pair.link._readers
     assert not pair.link._holders
+
+
+def test_a_prefill_of_several_tokens_is_held_with_all_of_them() -> None:
+    """A router that forgets max_tokens pays for it twice."""
+    pair = Pair()
+    pair.p.add(dataclasses.replace(request("a", output=20), hold=Hold()), now=0.0)
+    pair.run(until=1.0)
+    assert pair.p.gauges().held_blocks == 5, "48 tokens and 19"

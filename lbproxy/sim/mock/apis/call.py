@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from string import ascii_letters, ascii_lowercase, ascii_uppercase
 from typing import Protocol
 
 import xxhash
@@ -22,6 +23,11 @@ MAX_SEQUENCES = 2048
 """Prompts times choices in one call: OpenAI's limit for batched inputs."""
 MAX_CALL_TOKENS = 2**22
 """Tokens of all prompts and choices in one call: what the server works out at once must not hold up its clock."""
+
+_GARBLED = bytes.maketrans(
+    ascii_letters.encode(),
+    (ascii_lowercase[13:] + ascii_lowercase[:13] + ascii_uppercase[13:] + ascii_uppercase[:13]).encode(),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +99,12 @@ class Identity:
     def part(self, prefix: str, index: int = 0) -> str:
         """An id for a part of the response: a message, a tool call."""
         return f"{prefix}{xxhash.xxh3_64_hexdigest(f'{prefix}:{self.id}:{index}'.encode())}"
+
+
+def garbled(choice: Choice) -> Choice:
+    """What a choice says when it was computed from wrong KV: as much, in the same form, and visibly something else."""
+    said = choice.answer
+    return replace(choice, answer=replace(said, text=said.text.translate(_GARBLED)))
 
 
 class Writer(Protocol):

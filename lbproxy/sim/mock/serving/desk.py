@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 import orjson
@@ -23,9 +23,10 @@ from lbproxy.sim.mock.exposition import load_report
 from lbproxy.sim.mock.mock_options import MockOptions
 from lbproxy.sim.mock.sabotage import stream_response
 from lbproxy.sim.mock.serving.driver import Driver, Flight
+from lbproxy.sim.mock.serving.legs import Connector
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
 
 
 RANK_HEADER = "X-data-parallel-rank"
@@ -34,7 +35,8 @@ RANK_HEADER = "X-data-parallel-rank"
 class Desk:
     """One server's, for all of its handlers."""
 
-    def __init__(self, options: MockOptions, driver: Driver, adapters: Adapters) -> None:
+    def __init__(self, options: MockOptions, driver: Driver, adapters: Adapters, connector: Connector) -> None:
+        self.connector = connector
         self.options = options
         self.driver = driver
         self.adapters = adapters
@@ -83,22 +85,45 @@ class Desk:
         finally:
             self.driver.withdraw(ids)
 
+    @asynccontextmanager
+    async def begun(self, request: web.Request, fields: Json, call: Call) -> AsyncIterator[Flight]:
+        """A call at the engine, with what its body says of KV that goes from server to server. Raises ApiError."""
+        leg = self.connector.leg(fields, call, client_request_id(request) or secrets.token_hex(8))
+        try:
+            rank = leg.rank(self.rank(request))
+            flight = Flight(self.plan(leg.call), per_call=call.n, every_token=call.stream, rank=rank, leg=leg)
+            await leg.ready()
+            with self.flying(flight):
+                if leg.kills:
+                    self.driver.die()
+                yield flight
+        finally:
+            leg.close()
+
     async def generate(
         self,
         request: web.Request,
+        fields: Json,
         call: Call,
         writer: Writer,
         body: Callable[[Sequence[Choice], int], bytes],
     ) -> web.StreamResponse:
         """The response to a call: `writer` words a stream, and `body` (of the choices and what was cached) another."""
-        flight = Flight(self.plan(call), per_call=call.n, every_token=call.stream, rank=self.rank(request))
-        with self.flying(flight):
+        async with self.begun(request, fields, call) as flight:
             if call.stream:
                 return await stream(request, writer, flight)
             await flight.news()
-            response = json_response(body(flight.choices, flight.cached_tokens))
-            self.add_load(request, response)
-            return response
+            flight.check()
+            return await self.complete(request, flight, body(flight.choices, flight.cached_tokens))
+
+    async def complete(self, request: web.Request, flight: Flight, body: bytes) -> web.Response:
+        """The response that is not streamed, once its KV is where it is to be. Raises ApiError."""
+        assert flight.leg is not None
+        await flight.leg.transferred()
+        params = flight.leg.params(flight.cached_tokens)
+        response = json_response(body if params is None else with_params(body, params))
+        self.add_load(request, response)
+        return response
 
     async def prefill(self, prompts: Sequence[bytes], model: str | None) -> list[Choice]:
         """Have prompts read of which no text comes. Raises ApiError."""
@@ -106,6 +131,7 @@ class Desk:
         work = calls.prefills(prompts, max_model_len=self.max_model_len, adapter=adapter)
         with self.flying(Flight(work, per_call=1, every_token=False)) as flight:
             await flight.news()
+            flight.check()
         return work
 
     def add_load(self, request: web.Request, response: web.Response) -> None:
@@ -131,20 +157,46 @@ async def stream(
     opening = writer.opening(flight.choices)
     while flight.left or flight.tokens:
         await flight.news()
+        if flight.failure is not None:
+            break
         batch = [opening]
         opening = b""
         while flight.tokens:
             index = flight.tokens.popleft()
-            batch.append(writer.token(flight.choices[index], index, position[index]))
+            event = writer.token(flight.choices[index], index, position[index])
+            if flight.leg is not None and flight.choices[index].is_last(position[index]):
+                params = flight.leg.params(flight.cached_tokens)
+                event = event if params is None else events_with_params(event, params)
+            batch.append(event)
             position[index] += 1
         events = b"".join(batch)
         if events:
             await response.write(events)
+    try:
+        flight.check()
+        if flight.leg is not None:
+            await flight.leg.transferred()
+    except ApiError as error:
+        # As recorded of vLLM whose engine dies: the head has gone out with 200.
+        await response.write(b"data: " + error.body() + b"\n\ndata: [DONE]\n\n")
+        await response.write_eof()
+        return response
     if ended is not None:
         ended()
     await response.write(writer.closing(flight.choices, flight.cached_tokens))
     await response.write_eof()
     return response
+
+
+def with_params(body: bytes, params: Json) -> bytes:
+    """A body that says where its KV is."""
+    return orjson.dumps(orjson.loads(body) | {"kv_transfer_params": params})
+
+
+def events_with_params(events: bytes, params: Json) -> bytes:
+    """The same of the last event of a stream."""
+    head, data, last = events.rpartition(b"data: ")
+    return head + data + with_params(last, params) + b"\n\n" if data else events
 
 
 async def fields_of(request: web.Request) -> Json:

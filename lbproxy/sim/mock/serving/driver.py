@@ -13,21 +13,41 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 from lbproxy.sim.engine.model_server import ModelServer
-from lbproxy.sim.mock.apis.call import Choice
+from lbproxy.sim.engine.sequence import FirstToken, Hold
+from lbproxy.sim.mock.apis.call import Choice, garbled
+from lbproxy.sim.mock.apis.fields import ApiError
 from lbproxy.sim.mock.lag import LagMeter
+from lbproxy.sim.mock.serving.legs import Leg
+
+LOAD_FAILED = "Internal server error"
+"""vLLM's words when the KV of a prompt could not be loaded."""
+ENGINE_DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 
 
 class Flight:
     """A call whose sequences are in the engine. The timer feeds it, one handler empties it."""
 
-    def __init__(self, choices: Sequence[Choice], *, per_call: int, every_token: bool, rank: int | None = None) -> None:
-        self.choices = choices
+    def __init__(
+        self,
+        choices: Sequence[Choice],
+        *,
+        per_call: int,
+        every_token: bool,
+        rank: int | None = None,
+        leg: Leg | None = None,
+    ) -> None:
+        self.choices = list(choices)
+        self.leg = leg
+        """What a connector adds."""
         self.rank = rank
         """The data-parallel rank that the client names."""
         self.every_token = every_token
-        self.cached_tokens = 0
+        self.failure: str | None = None
+        """Why it has ended without its tokens."""
         self.begun = False
         """The first choice is prefilled."""
         self.left = len(choices)
@@ -35,13 +55,38 @@ class Flight:
         self.tokens: deque[int] = deque()
         """The choice of each token that nobody has taken yet. Bounded by what the call may generate."""
         self._per_prompt = per_call
+        self._cached = self._received = 0
         self._wake: asyncio.Future[None] | None = None
 
-    def first(self, index: int, cached_tokens: int) -> None:
+    @property
+    def cached_tokens(self) -> int:
+        """What the usage says, as far as prompts are prefilled."""
+        if self.leg is None:
+            return self._cached
+        return self.leg.cached_tokens(self._cached, self._received)
+
+    def first(self, index: int, first: FirstToken) -> None:
         """A choice is prefilled. Of the choices that share a prompt only one counts in the usage."""
         self.begun = True
         if index % self._per_prompt == 0:
-            self.cached_tokens += cached_tokens
+            self._cached += first.cached_tokens
+            self._received += first.received_tokens
+        if first.garbage:
+            self.choices[index] = garbled(self.choices[index])
+        if self.leg is not None:
+            self.leg.first(index, self.choices[index], first.cached_tokens)
+
+    def fail(self, why: str) -> None:
+        """It ends without its tokens."""
+        self.failure = self.failure or why
+        self.left = 0
+        self.tokens.clear()
+        self.wake()
+
+    def check(self) -> None:
+        """Raises ApiError if it has failed."""
+        if self.failure is not None:
+            raise ApiError(500, self.failure, "InternalServerError")
 
     def wake(self) -> None:
         """Let the handler look again."""
@@ -74,6 +119,8 @@ class Driver:
         """When the timer is to fire."""
         self._is_running = False
         self._frozen = False
+        self.is_dead = False
+        """The engine has failed, and is not started again."""
 
     def run(self, running: bool) -> None:
         """Compute, or stop at once."""
@@ -88,12 +135,20 @@ class Driver:
         self._arm()
 
     def submit(self, flight: Flight) -> list[str]:
-        """Give a call's work to the engine; returns the ids under which it knows it."""
+        """Give a call's work to the engine; returns the ids under which it knows it. Raises ApiError if it is dead."""
+        if self.is_dead:
+            raise ApiError(500, ENGINE_DEAD, "InternalServerError")
         now = asyncio.get_running_loop().time()
         self._calls += 1
         ids = [f"{self._calls}-{index}" for index in range(len(flight.choices))]
         for index, (request_id, choice) in enumerate(zip(ids, flight.choices, strict=True)):
-            self.engine.add(choice.request(request_id, flight.rank), now=now)
+            work = choice.request(request_id, flight.rank)
+            if flight.leg is not None:
+                hold, source = flight.leg.hold(index, choice), flight.leg.source(index)
+                work = replace(work, hold=hold, source=source)
+                if source is not None:
+                    flight.leg.watch(index, source, partial(self._poke, request_id))
+            self.engine.add(work, now=now)
             self._flights[request_id] = (flight, index)
         self._arm()
         return ids
@@ -106,6 +161,29 @@ class Driver:
             for request_id in left:
                 self.engine.abort(request_id, now=now)
             self._arm()
+
+    def release(self, hold: Hold) -> None:
+        """Free what is held."""
+        self.engine.release(hold, now=asyncio.get_running_loop().time())
+        self._arm()
+
+    def renew(self, hold: Hold, expires_at: float) -> None:
+        """The lease ends then, on the event loop's clock."""
+        self.engine.renew(hold, expires_at, now=asyncio.get_running_loop().time())
+        self._arm()
+
+    def _poke(self, request_id: str) -> None:
+        self.engine.poke(request_id, now=asyncio.get_running_loop().time())
+        self._arm()
+
+    def die(self) -> None:
+        """The engine fails, with all that it has, and stays so."""
+        self.is_dead = True
+        self.engine.restart(now=asyncio.get_running_loop().time())
+        flights, self._flights = self._flights, {}
+        for flight, _ in flights.values():
+            flight.fail(ENGINE_DEAD)
+        self._arm()
 
     def _arm(self) -> None:
         """Set the timer for what the engine does next."""
@@ -129,7 +207,7 @@ class Driver:
             for first in step.first:
                 if first.id in self._flights:
                     flight, index = self._flights[first.id]
-                    flight.first(index, first.cached_tokens)
+                    flight.first(index, first)
             for request_id in step.tokens:
                 # Absent: aborted after the step had ended, before its tokens could be handed out.
                 if request_id in self._flights:
@@ -137,6 +215,9 @@ class Driver:
                     if flight.every_token:
                         flight.tokens.append(index)
                         woken[flight] = None
+            for request_id in step.failed:
+                if request_id in self._flights:
+                    self._flights.pop(request_id)[0].fail(LOAD_FAILED)
             for request_id in step.finished:
                 if request_id in self._flights:
                     flight, index = self._flights.pop(request_id)

@@ -40,16 +40,19 @@ class Generation:
         return routes
 
     async def _openai(self, request: web.Request, parse: Callable[..., tuple[Call, chat.Form]]) -> web.StreamResponse:
-        call, form = parse(await fields_of(request))
+        fields = await fields_of(request)
+        call, form = parse(fields)
         identity = self._desk.identity(request, "chatcmpl-" if form.chat else "cmpl-", call.model)
         body = partial(chat.response_body, identity, form)
-        return await self._desk.generate(request, call, chat.EventWriter(identity, form), body)
+        return await self._desk.generate(request, fields, call, chat.EventWriter(identity, form), body)
 
     async def _message(self, request: web.Request) -> web.StreamResponse:
-        call = messages.parse(await fields_of(request))
+        fields = await fields_of(request)
+        call = messages.parse(fields)
         identity = self._desk.identity(request, "chatcmpl-", call.model)
         return await self._desk.generate(
             request,
+            fields,
             call,
             messages.EventWriter(identity),
             lambda choices, cached: messages.response_body(identity, choices[0], cached),
@@ -66,6 +69,7 @@ class Generation:
         identity = self._desk.identity(request, f"{task}-", call.model)
         return await self._desk.generate(
             request,
+            {},
             call,
             audio.EventWriter(identity, form),
             lambda choices, _: audio.response_body(form, choices[0]),
@@ -77,16 +81,18 @@ class Generation:
         return web.Response(body=audio.wav(text), content_type="audio/wav")
 
     async def _sglang(self, request: web.Request) -> web.StreamResponse:
-        call, several = native.parse_generate(await fields_of(request))
+        fields = await fields_of(request)
+        call, several = native.parse_generate(fields)
         identity = self._desk.identity(request, "", call.model)
         body = partial(native.generate_body, identity, several=several)
-        return await self._desk.generate(request, call, native.GenerateWriter(identity), body)
+        return await self._desk.generate(request, fields, call, native.GenerateWriter(identity), body)
 
     async def _llamacpp(self, request: web.Request, infill: bool) -> web.StreamResponse:
         call = native.parse_llamacpp(await fields_of(request), infill=infill)
         identity = self._desk.identity(request, "cmpl-", call.model)
         return await self._desk.generate(
             request,
+            {},
             call,
             native.LlamacppWriter(identity),
             lambda choices, cached: native.completed_body(identity, choices[0], cached),

@@ -78,24 +78,23 @@ class Responses:
         previous = responses.previous_id(fields)
         former = () if previous is None else self._find(previous).turns()
         asked = _checked(responses.parse(fields, former))
-        choices = self._desk.plan(asked.call)
-        flight = Flight(choices, per_call=1, every_token=asked.call.stream, rank=self._desk.rank(request))
         identity = self._desk.identity(request, "resp_", asked.call.model, own=True)
         size = (request.content_length or 0) + 2 * len(asked.call.prompts[0])
         # Without its prompt, which the engine has now, and which is rendered from turns for the next request.
         kept = replace(asked, call=replace(asked.call, prompts=()))
         writer = ResponseWriter(identity, kept, self._desk.max_model_len)
-        stored = Stored(kept, writer, flight, size)
         if asked.background:
-            return await self._begin(request, identity.id, stored)
-        with self._desk.flying(flight):
+            choices = self._desk.plan(asked.call)
+            flight = Flight(choices, per_call=1, every_token=asked.call.stream, rank=self._desk.rank(request))
+            return await self._begin(request, identity.id, Stored(kept, writer, flight, size))
+        async with self._desk.begun(request, fields, asked.call) as flight:
+            stored = Stored(kept, writer, flight, size)
             if asked.call.stream:
                 return await stream(request, writer, flight, lambda: self._keep(identity.id, stored))
             await flight.news()
+            flight.check()
             self._keep(identity.id, stored)
-            response = json_response(stored.body())
-            self._desk.add_load(request, response)
-            return response
+            return await self._desk.complete(request, flight, stored.body())
 
     async def _begin(self, request: web.Request, response_id: str, stored: Stored) -> web.StreamResponse:
         """One that goes on without its client."""

@@ -1,0 +1,216 @@
+"""vLLM's Mooncake connector at the simulated server: the halves of a request meet by the `transfer_id` that it has.
+
+A prefill shows at its bootstrap port, over HTTP, where its worker is, which is its side channel (`channel.py`). A
+decode asks there as soon as it has space for the KV, and then waits at the worker: for a prefill that fails, too, and
+for one that never comes, as it is told nothing of either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import aiohttp
+from aiohttp import web
+
+from lbproxy.sim.engine.sequence import Hold, KvState, Source
+from lbproxy.sim.mock.apis.call import Call, Choice
+from lbproxy.sim.mock.apis.fields import Json
+from lbproxy.sim.mock.mock_options import MockOptions
+from lbproxy.sim.mock.serving.channel import Channel, Patience, Peer, RemoteKv
+from lbproxy.sim.mock.serving.driver import Driver
+from lbproxy.sim.mock.serving.legs import Connector, Leg, Nothing
+from lbproxy.sim.mock.transfer.mooncake import QUERY_PATH, Params, parse, query_body, worker_of
+
+WAIT_S = 480.0
+"""VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT: how long KV is held, and a prefill is waited for."""
+RECEIVE_S = 60.0
+"""Longer than that a decode waits."""
+QUERY_S = 30.0
+"""VLLM_MOONCAKE_CONNECTOR_TIMEOUT."""
+DEFAULT_PORT = 8998
+MAX_PAGE_BYTES = 2**16
+MAX_TRANSFERS = 65_536
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    """What is known of one at the prefill."""
+
+    hold: Hold | None = None
+    peer: Peer | None = None
+
+
+class Mooncake(Connector):
+    """The connector of one server."""
+
+    def __init__(self, options: MockOptions, driver: Driver) -> None:
+        self.options = options
+        self.wait_s = WAIT_S if options.kv_lease is None else options.kv_lease
+        self.engine_id = secrets.token_hex(16)
+        """Another at each start."""
+        self.channel = Channel()
+        self._driver = driver
+        self._port = 0
+        self._transfers: dict[str, _Transfer] = {}
+        self._bootstrap: web.AppRunner | None = None
+
+    async def start(self, host: str) -> None:
+        """Listen to decodes, unless it is one itself."""
+        if self.options.role == "decode":
+            return
+        await self.channel.listen(host, self.options.side_channel_port, self._heard, self._lost)
+        application = web.Application()
+        application.router.add_get(QUERY_PATH, self._query, allow_head=False)
+        self._bootstrap = web.AppRunner(application, access_log=None, shutdown_timeout=0.001)
+        await self._bootstrap.setup()
+        port = DEFAULT_PORT if self.options.bootstrap_port is None else self.options.bootstrap_port
+        await web.TCPSite(self._bootstrap, host, port).start()
+        self._port = self._bootstrap.addresses[0][1]
+
+    async def close(self) -> None:
+        """Stop that."""
+        bootstrap, self._bootstrap = self._bootstrap, None
+        if bootstrap is not None:
+            await bootstrap.cleanup()
+        await self.channel.close()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Of the bootstrap server."""
+        return self.options.host, self._port
+
+    async def _query(self, _request: web.Request) -> web.StreamResponse:
+        body = query_body(self.engine_id, (self.options.host, self.channel.port))
+        return web.Response(body=body, content_type="application/json")
+
+    def leg(self, fields: Json, call: Call, request_id: str) -> Leg:
+        """A call; those without params are computed here as a whole."""
+        params = parse(fields)
+        if params is None:
+            return Leg(call)
+        if params.is_decode:
+            return DecodeLeg(self, call, params)
+        return PrefillLeg(self, call, params, masks_end=fields.get("min_tokens") == 1 or call.ignore_eos)
+
+    def offer(self, transfer_id: str) -> Hold | None:
+        """KV that a decode may ask for; None if another has the id."""
+        transfer = self._transfers.setdefault(transfer_id, _Transfer())
+        if transfer.hold is not None:
+            return None
+        transfer.hold = hold = Hold(self.wait_s)
+        hold.changed = partial(self._changed, transfer_id, transfer, hold)
+        return hold
+
+    def _changed(self, transfer_id: str, transfer: _Transfer, hold: Hold) -> None:
+        if hold.state is KvState.HELD:
+            if transfer.peer is not None:
+                transfer.peer.say("held")
+        elif hold.state is not KvState.PENDING:
+            # A decode that waits is told nothing.
+            self._transfers.pop(transfer_id, None)
+
+    def _heard(self, peer: Peer, words: list[str]) -> None:
+        match words:
+            case ["claim", engine_id, transfer_id] if not peer.name:
+                transfer = self._transfers.setdefault(transfer_id, _Transfer())
+                if engine_id != self.engine_id or transfer.peer is not None or len(self._transfers) > MAX_TRANSFERS:
+                    peer.say("lost")
+                    return
+                peer.name = transfer_id
+                transfer.peer = peer
+                if transfer.hold is not None and transfer.hold.state is KvState.HELD:
+                    peer.say("held")
+            case ["done" | "drop"] if peer.name:
+                transfer = self._transfers.get(peer.name, _Transfer())
+                if transfer.peer is peer and transfer.hold is not None:
+                    self._driver.release(transfer.hold)
+            case _:
+                peer.close()
+
+    def _lost(self, peer: Peer) -> None:
+        transfer = self._transfers.get(peer.name)
+        if transfer is not None and transfer.peer is peer:
+            transfer.peer = None
+            if transfer.hold is None:
+                del self._transfers[peer.name]
+
+
+class PrefillLeg(Leg):
+    """Its KV is held when it ends, if that is by its length."""
+
+    def __init__(self, mooncake: Mooncake, call: Call, params: Params, *, masks_end: bool) -> None:
+        super().__init__(call)
+        self.kills = params.kills(mooncake.options.role)
+        self._mooncake = mooncake
+        self._transfer_id = params.transfer_id
+        self._masks_end = masks_end
+
+    def hold(self, index: int, choice: Choice) -> Hold | None:
+        """For the first choice. If that ends by itself, or by a stop string, vLLM frees it at once."""
+        is_held = self._masks_end or choice.answer.finish_reason == "length"
+        return self._mooncake.offer(self._transfer_id) if index == 0 and self._transfer_id and is_held else None
+
+
+class _WorkersKv(RemoteKv):
+    """KV whose worker has to be asked for first."""
+
+    def __init__(self, mooncake: Mooncake, params: Params) -> None:
+        patience = Patience(mooncake.wait_s + RECEIVE_S, refused_s=0.0)
+        super().__init__(mooncake.channel, ("", 0), ("claim", params.engine_id, params.transfer_id), patience)
+        self._params = params
+        self._is_asked = False
+
+    def call(self) -> None:
+        """Ask where the worker is, then that."""
+        if not self._is_asked:
+            self._is_asked = True
+            self._channel.run(self._ask())
+
+    def finish(self, *, now: float, was_read: bool) -> None:
+        """Of a request that never had space, too, the prefill learns that it has ended."""
+        super().finish(now=now, was_read=was_read)
+        self.call()
+
+    async def _ask(self) -> None:
+        worker = None
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=QUERY_S)) as session,
+                session.get(self._params.bootstrap + QUERY_PATH, allow_redirects=False) as response,
+            ):
+                worker = worker_of(await response.content.read(MAX_PAGE_BYTES), self._params.engine_id)
+        except (aiohttp.ClientError, TimeoutError, ValueError, OSError):
+            pass
+        if worker is None:
+            self._become(KvState.LOST)
+        else:
+            self._connect(worker)
+
+
+class DecodeLeg(Leg):
+    """Its KV comes from elsewhere."""
+
+    def __init__(self, mooncake: Mooncake, call: Call, params: Params) -> None:
+        super().__init__(call)
+        self.kills = params.kills(mooncake.options.role)
+        choices = len(call.prompts) * call.n if params.is_complete and not self.kills else 0
+        self._sources = [_WorkersKv(mooncake, params) for _ in range(choices)]
+
+    def source(self, index: int) -> Source:
+        """What the params name."""
+        return self._sources[index] if self._sources else Nothing()
+
+    def watch(self, index: int, source: Source, poke: Callable[[], None]) -> None:
+        """When the other server has replied."""
+        if isinstance(source, RemoteKv):
+            source.changed = poke
+
+    def close(self) -> None:
+        """Of a call that was refused before the engine had it, the prefill is told, too."""
+        now = asyncio.get_running_loop().time()
+        for source in self._sources:
+            source.finish(now=now, was_read=False)

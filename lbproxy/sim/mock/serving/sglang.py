@@ -1,0 +1,258 @@
+"""SGLang's disaggregation at the simulated server: the halves of a request meet in a room, in either order.
+
+A prefill server listens at its bootstrap port (`channel.py`). A decode goes to the room as soon as it has space for the
+KV; the prefill computes when the decode is there, and responds when that has read. What bodies say of it:
+`transfer/sglang.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from lbproxy.sim.engine.sequence import Hold, KvState, Source
+from lbproxy.sim.mock.apis.call import Call, Choice
+from lbproxy.sim.mock.apis.fields import ApiError, Json
+from lbproxy.sim.mock.mock_options import MockOptions
+from lbproxy.sim.mock.serving.channel import Channel, Patience, Peer, RemoteKv
+from lbproxy.sim.mock.serving.driver import Driver
+from lbproxy.sim.mock.serving.legs import Connector, Leg
+from lbproxy.sim.mock.transfer.sglang import DEFAULT_PORT, Meeting, parse
+
+WAIT_S = 300.0
+"""SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT and _WAITING_TIMEOUT: for the other half."""
+MAX_ROOMS = 65_536
+"""That a decode waits in, at one prefill server."""
+
+
+@dataclass(slots=True, eq=False)
+class Room:
+    """Where one prompt's prefill and decode meet."""
+
+    peer: Peer | None = None
+    """The decode."""
+    is_prefilled_here: bool = False
+    """The prefill has come."""
+    changes: asyncio.Event = field(default_factory=asyncio.Event)
+    was_read: bool | None = None
+    """None = not yet; False = it never will be."""
+
+
+class Sglang(Connector):
+    """The connector of one server that prefills or decodes."""
+
+    def __init__(self, options: MockOptions, driver: Driver) -> None:
+        self.options = options
+        self.driver = driver
+        self.wait_s = WAIT_S if options.kv_lease is None else options.kv_lease
+        self.channel = Channel()
+        self.rooms: dict[int, Room] = {}
+        self.failed_bootstraps = self.failed_transfers = 0
+        self.bootstrapping: set[PrefillLeg] = set()
+        """Prefills whose decode has not come."""
+        self.inflight: set[PrefillLeg] = set()
+        """Prefills that are computed and not read."""
+
+    async def start(self, host: str) -> None:
+        """A prefill listens to decodes."""
+        if self.options.role == "prefill":
+            port = DEFAULT_PORT if self.options.bootstrap_port is None else self.options.bootstrap_port
+            await self.channel.listen(host, port, self._heard, self._lost)
+
+    async def close(self) -> None:
+        """Stop that."""
+        await self.channel.close()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """The bootstrap host and port; of a decode, the port that it takes where a request names none."""
+        own = self.options.bootstrap_port or DEFAULT_PORT
+        return self.options.host, self.channel.port or own
+
+    def queues(self) -> dict[str, int]:
+        """SGLang's own for each role."""
+        gauges = self.driver.engine.gauges()
+        if self.options.role == "prefill":
+            own = {
+                "num_prefill_bootstrap_queue_reqs": len(self.bootstrapping),
+                "num_prefill_inflight_queue_reqs": len(self.inflight),
+            }
+        else:
+            # What waits for space is preallocated as soon as there is some.
+            own = {
+                "num_queue_reqs": 0,
+                "num_decode_prealloc_queue_reqs": gauges.waiting - gauges.deferred,
+                "num_decode_transfer_queue_reqs": gauges.deferred,
+            }
+        failed = self.failed_transfers + gauges.failed_transfers
+        return own | {
+            "num_bootstrap_failed_reqs_total": self.failed_bootstraps,
+            "num_transfer_failed_reqs_total": failed,
+        }
+
+    def leg(self, fields: Json, call: Call, request_id: str) -> Leg:
+        """Every call is one half of one. Raises ApiError without a room."""
+        meetings = parse(fields, prompts=len(call.prompts), n=call.n, own_port=self.address[1])
+        return (PrefillLeg if self.options.role == "prefill" else DecodeLeg)(self, call, meetings)
+
+    def _heard(self, peer: Peer, words: list[str]) -> None:
+        match words:
+            case ["room", number] if number.isdecimal() and len(number) < 20 and not peer.name:
+                room = self.rooms.setdefault(int(number), Room())
+                if room.peer is not None or len(self.rooms) > MAX_ROOMS:
+                    peer.say("lost")
+                    return
+                peer.name = number
+                room.peer = peer
+                room.changes.set()
+            case ["done" | "drop" as word] if peer.name:
+                self._end(peer, was_read=word == "done")
+            case _:
+                peer.close()
+
+    def _lost(self, peer: Peer) -> None:
+        self._end(peer, was_read=False)
+
+    def _end(self, peer: Peer, *, was_read: bool) -> None:
+        room = self.rooms.get(int(peer.name or -1))
+        if room is None or room.peer is not peer:
+            return
+        room.was_read = room.was_read or was_read
+        room.changes.set()
+        if not room.is_prefilled_here:
+            del self.rooms[int(peer.name)]
+
+
+class PrefillLeg(Leg):
+    """The half that computes the prompts."""
+
+    def __init__(self, sglang: Sglang, call: Call, meetings: list[Meeting]) -> None:
+        super().__init__(replace(call, max_tokens=1))
+        self._sglang = sglang
+        self._meetings = [meeting for meeting in meetings if not meeting.is_fake]
+        self._index = {index: place for place, index in enumerate(i for i, m in enumerate(meetings) if not m.is_fake)}
+        self._holds: dict[int, Hold] = {}
+        self._first_room = meetings[0].room
+        self._rooms: list[Room] = []
+        for meeting in self._meetings:
+            room = sglang.rooms.setdefault(meeting.room, Room())
+            if room.is_prefilled_here:
+                self.close()
+                raise ApiError(400, f"bootstrap_room {meeting.room} is in use", "BadRequestError", "bootstrap_room")
+            room.is_prefilled_here = True
+            self._rooms.append(room)
+
+    def rank(self, named: int | None) -> int | None:
+        """`follow_bootstrap_room`, the default of prefill servers."""
+        ranks = self._sglang.options.ranks
+        return self._first_room % ranks if ranks > 1 and named is None else named
+
+    def hold(self, index: int, choice: Choice) -> Hold | None:
+        """Until the decode has read, however long that takes."""
+        if index not in self._index:
+            return None
+        return self._holds.setdefault(index, Hold(float("inf")))
+
+    def first(self, index: int, choice: Choice, cached_tokens: int) -> None:
+        """The decode may read."""
+        self._sglang.inflight.add(self)
+        if index in self._index:
+            room = self._rooms[self._index[index]]
+            if room.peer is not None:
+                room.peer.say("held", cached_tokens)
+
+    async def ready(self) -> None:
+        """When every decode has come."""
+        self._sglang.bootstrapping.add(self)
+        if not await self._wait(lambda room: room.peer is not None):
+            self._sglang.failed_bootstraps += 1
+            raise ApiError(500, f"Prefill bootstrap failed for room {self._first_room}", "InternalServerError")
+        self._sglang.bootstrapping.discard(self)
+
+    async def transferred(self) -> None:
+        """When every decode has read."""
+        if not await self._wait(lambda room: room.was_read is not None) or not all(
+            room.was_read for room in self._rooms
+        ):
+            self._sglang.failed_transfers += 1
+            raise ApiError(500, f"Prefill transfer failed for room {self._first_room}", "InternalServerError")
+
+    async def _wait(self, done: Callable[[Room], bool]) -> bool:
+        """Until it is so of all rooms; False if that takes too long."""
+        try:
+            async with asyncio.timeout(self._sglang.wait_s):
+                for room in self._rooms:
+                    while not done(room):
+                        room.changes.clear()
+                        await room.changes.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Decodes that have not read learn that they never will."""
+        sglang = self._sglang
+        sglang.bootstrapping.discard(self)
+        sglang.inflight.discard(self)
+        for hold in self._holds.values():
+            sglang.driver.release(hold)
+        for meeting, room in zip(self._meetings, self._rooms, strict=False):
+            del sglang.rooms[meeting.room]
+            if room.peer is not None and room.was_read is None:
+                room.peer.say("lost")
+
+
+class _Empty:
+    """What a fake transfer brings."""
+
+    recompute = False
+    state = KvState.EXPIRED
+
+    def begin(self, *, now: float) -> None:
+        """Nothing."""
+
+    def finish(self, *, now: float, was_read: bool) -> None:
+        """Nothing."""
+
+    def abandon(self, *, now: float) -> None:
+        """Nothing."""
+
+
+class DecodeLeg(Leg):
+    """The half that computes the response."""
+
+    def __init__(self, sglang: Sglang, call: Call, meetings: list[Meeting]) -> None:
+        super().__init__(call)
+        self._sources = [
+            None
+            if meeting.is_fake
+            else RemoteKv(
+                sglang.channel,
+                (meeting.host, meeting.port),
+                ("room", meeting.room),
+                Patience(sglang.wait_s, refused_s=0.0),
+            )
+            for meeting in meetings
+        ]
+
+    def source(self, index: int) -> Source:
+        """What is in the room."""
+        return self._sources[index] or _Empty()
+
+    def watch(self, index: int, source: Source, poke: Callable[[], None]) -> None:
+        """When the prefill is done."""
+        if isinstance(source, RemoteKv):
+            source.changed = poke
+
+    def cached_tokens(self, own: int, received: int) -> int:
+        """Those of the prefill, one choice for each prompt."""
+        told = self._sources[:: self.call.n]
+        return sum(source.cached_tokens or 0 for source in told if source is not None)
+
+    def close(self) -> None:
+        """Of a call that the engine was not given, nothing was asked."""
+        now = asyncio.get_running_loop().time()
+        for source in self._sources:
+            if source is not None:
+                source.finish(now=now, was_read=False)
