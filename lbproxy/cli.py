@@ -74,6 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--replicas", type=int, choices=range(2, 5), metavar="N", help=what)
     what = "six servers with everyday traffic, of which one slows down, one is killed, and two are drained"
     demo.add_argument("--traffic", action="store_true", help=what)
+    what = "two prefill and two decode servers: requests are split between them"
+    demo.add_argument("--disaggregated", action="store_true", help=what)
     demo.add_argument(
         "--duration",
         type=float,
@@ -225,13 +227,18 @@ def _completion(args: argparse.Namespace) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
+    if args.disaggregated and (args.replicas or args.traffic):
+        other = "--replicas" if args.replicas else "--traffic"
+        print(f"lbproxy demo: --disaggregated cannot be used with {other}", file=sys.stderr)
+        return 1
     if args.replicas:
         return _demo_replicas(args)
     if args.traffic:
         return _demo_traffic(args)
     from lbproxy.demo.first import run_demo  # noqa: PLC0415
 
-    _run_until_signal(lambda told: run_demo(args.listen, args.admin, told.stop, workers=args.workers))
+    options = {"workers": args.workers, "disaggregated": args.disaggregated}
+    _run_until_signal(lambda told: run_demo(args.listen, args.admin, told.stop, **options))
     return 0
 
 

@@ -1,8 +1,13 @@
-"""`lbproxy demo`: three simulated vLLM servers and lbproxy before them, in one process, without settings or GPU."""
+"""`lbproxy demo`: three simulated vLLM servers and lbproxy before them, in one process, without settings or GPU.
+
+With `--disaggregated` they are two prefill and two decode servers.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
+from typing import Final
 
 from lbproxy import app
 from lbproxy.config.parse import parse
@@ -11,45 +16,90 @@ from lbproxy.processes.control import Text
 from lbproxy.processes.supervisor import supervise, worker_count
 from lbproxy.sim.mock.http import MockOptions, MockServer
 
-SERVERS = 3
+SERVERS = ("sim-1", "sim-2", "sim-3")
+APART = ("prefill-1", "prefill-2", "decode-1", "decode-2")
+"""Each begins with its role."""
+CONNECTOR: Final = "nixl"
+SPLIT_ABOVE = 1000
+"""Tokens of a prompt. By price, nothing would be split on servers that are idle: nothing is gained there."""
 MODEL = "demo"
 
 
-async def run_demo(listen: str, admin: str, stop: asyncio.Event, *, workers: int = 1) -> None:
+async def run_demo(
+    listen: str, admin: str, stop: asyncio.Event, *, workers: int = 1, disaggregated: bool = False
+) -> None:
     """Run until `stop` is set; prints what to paste. Raises OSError if an address is taken.
 
-    `workers`: how many worker processes relay; 1 = everything in this process.
+    `workers`: how many worker processes relay; 1 = everything in this process. `disaggregated`: prefill and decode are
+    apart.
     """
-    servers = [MockServer(MockOptions(model=MODEL)) for _ in range(SERVERS)]
+    servers = {name: MockServer(_options(name)) for name in (APART if disaggregated else SERVERS)}
     try:
-        for server in servers:
+        for server in servers.values():
             await server.start()
-        endpoints = "\n".join(f"  - {{url: '{s.url}', name: sim-{n}}}" for n, s in enumerate(servers, 1))
+        endpoints = "\n".join(
+            f"  - {{url: '{server.url}', name: {name}{_role(name)}}}" for name, server in servers.items()
+        )
+        split = f"routing: {{split: {SPLIT_ABOVE}}}\n" if disaggregated else ""
         text = (
-            f"listen: '{listen}'\nadmin: '{admin}'\nlog: {{access: false, level: warning}}\n"
+            f"listen: '{listen}'\nadmin: '{admin}'\nlog: {{access: false, level: warning}}\n{split}"
             f"drain: {{lame_duck: 0s}}\nworkers: {workers}\nendpoints:\n{endpoints}\n"
         )
+        invite = partial(_invite, disaggregated)
         settings = parse(text, environ={}, source="demo")
         try:
             if worker_count(settings) > 1:
-                await supervise(settings, Text(text, "demo"), orders=app.Orders(stop), on_ready=_invite)
+                await supervise(settings, Text(text, "demo"), orders=app.Orders(stop), on_ready=invite)
             else:
-                await app.serve(settings, orders=app.Orders(stop), on_ready=_invite)
+                await app.serve(settings, orders=app.Orders(stop), on_ready=invite)
         except OSError as error:
             raise OSError(in_options(str(error))) from error
     finally:
-        for server in servers:
+        for server in servers.values():
             await server.close()
 
 
-def _invite(at: app.Listening) -> None:
-    print(_invitation(at), flush=True)  # noqa: T201
+def _options(name: str) -> MockOptions:
+    match name.partition("-")[0]:
+        case "prefill" | "decode" as role:
+            return MockOptions(model=MODEL, role=role, connector=CONNECTOR)
+        case _:
+            return MockOptions(model=MODEL)
+
+
+def _role(name: str) -> str:
+    """The settings of the endpoint that has to do with it."""
+    return f", role: {name.partition('-')[0]}, connector: {CONNECTOR}" if name in APART else ""
+
+
+def _invite(disaggregated: bool, at: app.Listening) -> None:
+    print(_invitation_apart(at) if disaggregated else _invitation(at), flush=True)  # noqa: T201
+
+
+def _invitation_apart(at: app.Listening) -> str:
+    """The same, where prefill and decode are apart."""
+    return f"""\
+lbproxy is at {at.url}, with simulated vLLM servers: 2 for prefill and 2 for decode. Ctrl-C stops it.
+Prompts with more than {SPLIT_ABOVE:,} uncached tokens are split: `routing.split: {SPLIT_ABOVE}`. The default, `priced`,
+splits a request where that costs less, which needs servers that are busy. In another shell, try a long prompt
+
+    curl -s -o /dev/null -D - {at.url}/v1/completions -H 'Content-Type: application/json' \\
+      -d "{{\\"model\\": \\"{MODEL}\\", \\"max_tokens\\": 20, \\"prompt\\": \\"$(seq -s ' ' 4000)\\"}}"
+
+whose response says `x-lbproxy-prefill` and `x-lbproxy-endpoint`; send it again, and it is served whole where its
+prompt is cached now. Then a short one:
+
+    curl -s -o /dev/null -D - {at.url}/v1/completions -H 'Content-Type: application/json' \\
+      -d '{{"model": "{MODEL}", "max_tokens": 20, "prompt": "Hello, who are you?"}}'
+
+Dashboard: {at.admin_url}/dashboard
+Metrics: curl -s {at.admin_url}/metrics"""
 
 
 def _invitation(at: app.Listening) -> str:
     """What a first user pastes."""
     return f"""\
-lbproxy is at {at.url}, with {SERVERS} simulated vLLM servers. Ctrl-C stops it. In another shell, try
+lbproxy is at {at.url}, with {len(SERVERS)} simulated vLLM servers. Ctrl-C stops it. In another shell, try
 
     curl -sN {at.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{{
       "model": "{MODEL}", "stream": true, "max_tokens": 20,

@@ -45,3 +45,11 @@ def test_a_taken_port_leads_to_the_option_of_the_demo(option: str, traffic: list
     assert (
         f"cannot listen on {where}: address already in use; say another: lbproxy demo {option} HOST:PORT" in done.stderr
     )
+
+
+@pytest.mark.parametrize("other", [["--traffic"], ["--replicas", "2"]])
+def test_prefill_and_decode_apart_have_a_demo_of_their_own(
+    other: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--disaggregated", *other]) == 1
+    assert f"--disaggregated cannot be used with {other[0]}" in capsys.readouterr().err

@@ -100,8 +100,6 @@ class EndpointSet:
         self._states: dict[EndpointUid, EndpointState] = {}
         self.by_key: dict[str, EndpointState] = {}
         """The members by `Endpoint.key`."""
-        self.has_roles = False
-        """A member has a role: prefill and decode are apart."""
         self._leaving: list[EndpointState] = []
         self._last_uid = first_uid
         self._unavailable: tuple[tuple[Endpoint, str], ...] = ()
@@ -114,6 +112,11 @@ class EndpointSet:
     def has_loads(self) -> bool:
         """Whether members have load models."""
         return self._pool is not None
+
+    @property
+    def has_roles(self) -> bool:
+        """Whether prefill and decode are apart: a member has a role."""
+        return self.serving.has_roles
 
     @property
     def version(self) -> int:
@@ -409,7 +412,7 @@ class EndpointSet:
                 self._assign_roles()
 
     def _assign_roles(self) -> None:
-        self.has_roles = assign_roles(self._states.values())
+        self.serving.has_roles = assign_roles(self._states.values())
         self.serving.outdate()
 
     def report_restart(self, uid: EndpointUid) -> None:

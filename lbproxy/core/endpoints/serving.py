@@ -24,6 +24,7 @@ from lbproxy.core.endpoints.breaker import Cause
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.engines.handover import Role
 from lbproxy.core.requests.openai import ModelCard
 
 _POSITION: Final = attrgetter("position")
@@ -40,6 +41,8 @@ class _Group:
         """How many of them list the model as an adapter."""
         self.usable: list[EndpointState] = []
         """Members that may be asked, as of `epoch`."""
+        self.panics: dict[Role, bool] = {}
+        """As of `epoch`, where prefill and decode are apart: see `Serving._panics`."""
         self.epoch = _OUTDATED
 
 
@@ -69,6 +72,8 @@ class Serving:
         """The models that a member lists as an adapter. `PoolModel` refers to this same set."""
         self.down: set[EndpointUid] = set()
         """Endpoints that are `DOWN`, draining or not."""
+        self.has_roles = False
+        """Prefill and decode are apart. Set by the endpoint set, which then calls `outdate`."""
         self._panic = panic
         self._epoch = _OUTDATED + 1
         """Lists of earlier epochs are outdated."""
@@ -190,14 +195,14 @@ class Serving:
         if accepts_requests(state) or not _is_reachable(state):
             return False
         entry = self._entries.get(state.endpoint.uid)
-        return entry is not None and any(self._panics(group) for group in entry.groups)
+        return entry is not None and any(self._panics(group, state) for group in entry.groups)
 
     def is_readmitted_for(self, state: EndpointState, model: str | None) -> bool:
         """The same for requests for `model`. O(1)."""
         if accepts_requests(state) or not _is_reachable(state):
             return False
         group = self._group(model)
-        return state.endpoint.uid in group.entries and self._panics(group)
+        return state.endpoint.uid in group.entries and self._panics(group, state)
 
     def model_cards(self) -> list[ModelCard]:
         """The models of the members, one card per model: that of the first member. O(models) if all serve the same,
@@ -223,19 +228,32 @@ class Serving:
         """The members of a group that may be asked."""
         if group.epoch != self._epoch:
             group.epoch = self._epoch
-            panics = self._panics(group)
+            if self.has_roles:
+                group.panics = self._panics_by_role(group)
             group.usable = [
                 entry.state
                 for entry in sorted(group.entries.values(), key=_POSITION)
-                if accepts_requests(entry.state) or (panics and _is_reachable(entry.state))
+                if accepts_requests(entry.state) or (self._panics(group, entry.state) and _is_reachable(entry.state))
             ]
         return group.usable
 
-    def _panics(self, group: _Group) -> bool:
-        """Whether the breaker would leave less than half of a group. Then it is probably wrong, or all are bad and
-        there is nothing to lose. Endpoints that cannot be connected to stay ejected even then.
+    def _panics(self, group: _Group, state: EndpointState) -> bool:
+        """Whether the breaker would leave less than half of a group, or of those in it with the role of `state`. It
+        is probably wrong then, or all are bad and there is nothing to lose. Endpoints that cannot be connected to stay
+        ejected even then.
         """
-        return self._panic and 2 * group.up < len(group.entries)
+        if not self.has_roles:
+            return self._panic and 2 * group.up < len(group.entries)
+        if group.epoch != self._epoch:
+            self._usable(group)
+        return group.panics.get(state.handover.role, False)
+
+    def _panics_by_role(self, group: _Group) -> dict[Role, bool]:
+        up: dict[Role, int] = {}
+        for entry in group.entries.values():
+            role = entry.state.handover.role
+            up[role] = up.get(role, 0) + (1 if entry.is_up else -1)
+        return {role: self._panic and more < 0 for role, more in up.items()}
 
 
 def accepts_requests(state: EndpointState) -> bool:

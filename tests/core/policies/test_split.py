@@ -10,6 +10,7 @@ from lbproxy.config.balancing import BalancingSettings
 from lbproxy.config.sections.routing import AdmissionSettings, RoutingSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import Endpoint
+from lbproxy.core.endpoints.health import Health
 from lbproxy.core.engines.handover import Handover, Role
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.queue.ticket import Ticket, TicketState, Wait
@@ -279,3 +280,22 @@ def test_other_replicas_count_a_second_leg_as_one() -> None:
     states = {one.endpoint.name: one for one in there.endpoints.members()}
     assert states["d2"].elsewhere == 1
     assert states["d2"].load.work.pending_tokens == 0.0
+
+
+@pytest.mark.parametrize("connector", ["nixl", "sglang"])
+def test_the_breaker_leaves_each_role_some_endpoints(connector: str) -> None:
+    """Half of all are well, but without prefill endpoints they are of no use, or do all of it."""
+    balancer, endpoints = apart("ppdd", connector=connector, split="always")
+    for name in ("p1", "p2"):
+        uid = endpoints[name].uid
+        avoid = frozenset(one.uid for one in endpoints.values() if one.name[0] == "p" and one.uid != uid)
+        for n in range(5):
+            ticket = balancer.submit(prompt(8192, 1000 * n), now=1.0, avoid=avoid)
+            at = ticket.prefill or ticket
+            assert name_of(at) == name
+            balancer.after_failure(at, FailureKind.RESET, (), now=1.0)
+            balancer.close(ticket, Outcome.UPSTREAM_RESET, now=1.0)
+    healths = {name: one.health for name, one in seen(balancer, 1.1).items()}
+    assert healths["p1"] is healths["p2"] is Health.EJECTED
+    ticket = balancer.submit(prompt(8192, 90_000), now=1.1)
+    assert (ticket.prefill or ticket).request.leg == PREFILL
