@@ -67,6 +67,14 @@ _ENDPOINT_GAUGES = (
     _EndpointGauge("running", "Requests running in the engine, from its fresh metrics", _running),
     _EndpointGauge("kv_utilization", "Share of the KV cache in use, 0 to 1, from fresh metrics", _kv_utilization),
     _EndpointGauge(
+        "kv_cached_tokens", "Tokens in the prefix cache, counted from KV events", lambda one: one.kv_cached_tokens
+    ),
+    _EndpointGauge(
+        "kv_fill",
+        "Share of the KV cache that holds cached tokens, 0 to 1, counted from KV events",
+        lambda one: one.kv_fill,
+    ),
+    _EndpointGauge(
         "metrics_age_seconds", "Age of the newest successful scrape or load report", lambda one: one.metrics_age_s
     ),
 )

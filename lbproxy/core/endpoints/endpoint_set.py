@@ -23,6 +23,7 @@ from operator import attrgetter
 from typing import Final
 
 from lbproxy.config.balancing import BalancingSettings
+from lbproxy.core.caches.cache_report import CacheReport
 from lbproxy.core.endpoints.breaker import Cause
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.health import Health
@@ -226,6 +227,8 @@ class EndpointSet:
         state.load = LoadModel(pool, state.endpoint.kv_cache_tokens)
         if state.reported_cache_tokens is not None:
             state.load.kv.size_reported(float(state.reported_cache_tokens), at_most=state.cache_tokens_at_most)
+        if state.measured_cache_tokens is not None:
+            state.load.kv.size_measured(float(state.measured_cache_tokens))
         if state.reported_slots is not None:
             state.load.room.slots.limit_reported(state.reported_slots)
 
@@ -393,11 +396,16 @@ class EndpointSet:
                 state.load.room.slots.limit_reported(slots)
         return state
 
-    def report_restart(self, uid: EndpointUid) -> None:
-        """Note that an endpoint is a new process."""
+    def report_cache(self, uid: EndpointUid, report: CacheReport) -> EndpointState | None:
+        """Note what the KV events of an endpoint show; returns its state if another request may be placed there now."""
         state = self._states.get(uid)
-        if state is not None and self._pool is not None:
-            state.load.restarted()
+        if state is None:
+            return None
+        before, state.cached_tokens = state.measured_cache_tokens, report.tokens
+        state.measured_cache_tokens = report.size_tokens or before
+        if self._pool is not None:
+            state.load.cache_reported(report)
+        return state if report.restarted or report.cleared or state.measured_cache_tokens != before else None
 
     def _new_process(self, state: EndpointState) -> None:
         """An endpoint that refused connections accepts them again: a new process, whose caches are empty. If the

@@ -85,6 +85,10 @@ class EndpointState:
     reported_cache_tokens: int | None = None
     """The KV cache size that it reports outside its metrics (`core.engines.server_info`)."""
     cache_tokens_at_most: bool = False  # the size is an upper bound
+    cached_tokens: int | None = None
+    """Tokens in its prefix cache, counted from its KV events; None = not known."""
+    measured_cache_tokens: int | None = None
+    """The KV cache size that its KV events show."""
     reported_slots: int | None = None  # how many requests it reports to run at once
     refusals: int = 0
     """Attempts in a row that it refused or failed, without a successful response between."""
@@ -212,6 +216,10 @@ class EndpointSnapshot:
     """It is not a member any more; its requests in flight continue."""
     elsewhere: int = 0
     """Requests of other replicas in flight there, as far as is known."""
+    kv_cached_tokens: int | None = None
+    """Tokens in its prefix cache, counted from its KV events; None = not known."""
+    kv_fill: float | None = None
+    """The same as a share of the size of its KV cache, 0..1; None = one of them is not known."""
 
     @property
     def serving(self) -> bool:
@@ -241,4 +249,17 @@ def snapshot_of(state: EndpointState, share: float, readmitted: bool, now: float
         malformed_reports=state.malformed_reports,
         removed=state.removed,
         elsewhere=state.elsewhere,
+        kv_cached_tokens=state.cached_tokens,
+        kv_fill=_fill(state),
     )
+
+
+def _fill(state: EndpointState) -> float | None:
+    """The share of the cache that holds something, by the size that counts for placing: see `KvModel`."""
+    metrics, size = state.metrics, state.endpoint.kv_cache_tokens
+    if size is None and metrics is not None and metrics.kv_blocks and metrics.block_size_tokens:
+        size = metrics.kv_blocks * metrics.block_size_tokens
+    if size is None and not state.cache_tokens_at_most:
+        size = state.reported_cache_tokens
+    size = size or state.measured_cache_tokens
+    return None if size is None or state.cached_tokens is None else min(1.0, state.cached_tokens / size)
