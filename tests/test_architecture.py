@@ -61,6 +61,7 @@ ONLY_IN = {
     "dns": {"control/discovery/nameservers.py"},
     "websockets": {"proxy/sockets/frames.py"},
     "redis": {"extras/redis_store.py"},
+    "zmq": {"extras/kv_sockets.py", "sim/mock/serving/kv_publisher.py"},
     "opentelemetry": {"extras/spans.py", "extras/traces.py"},
 }
 READS_FILES = {

@@ -62,6 +62,8 @@ def _common(entry: EndpointSettings) -> Callable[..., EndpointSpec]:
         models=entry.models,
         kv_cache_tokens=entry.kv_cache_tokens,
         ranks=entry.ranks or None,
+        kv_events=entry.kv_events,
+        kv_events_replay=entry.kv_events_replay,
         api_key=None if entry.api_key is None else ApiKey(entry.api_key.get_secret_value()),
         proxy=None if entry.proxy is None else _proxy(entry.proxy),
     )

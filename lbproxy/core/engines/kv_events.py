@@ -93,6 +93,8 @@ class Removed(NamedTuple):
 class Cleared(NamedTuple):
     """Nothing is in the cache any more."""
 
+    medium: str
+
 
 KvEvent: TypeAlias = Stored | Removed | Cleared
 GPU: Final = "GPU"
@@ -125,7 +127,7 @@ class _Removed(Struct, tag_field="type", tag="BlockRemoved", gc=False):
 
 
 class _Cleared(Struct, tag_field="type", tag="AllBlocksCleared", gc=False):
-    pass
+    medium: _Medium = None
 
 
 class _StoredArray(Struct, array_like=True, tag="BlockStored", gc=False):
@@ -145,7 +147,7 @@ class _RemovedArray(Struct, array_like=True, tag="BlockRemoved", gc=False):
 
 
 class _ClearedArray(Struct, array_like=True, tag="AllBlocksCleared", gc=False):
-    pass
+    medium: _Medium = None
 
 
 class _TypeOnly(Struct):
@@ -202,9 +204,10 @@ def decode_event(raw: Raw) -> KvEvent | None:
         raise KvEventError(Problem.EVENT, "an event that is neither a map nor an array")
     try:
         found = _from_map.decode(raw) if is_map else _from_array.decode(raw)
+        medium = found.medium or GPU
         if isinstance(found, _Cleared | _ClearedArray):
-            return Cleared()
-        medium, group = found.medium or GPU, getattr(found, "group_idx", None) or 0
+            return Cleared(medium)
+        group = getattr(found, "group_idx", None) or 0
         hashes = [_hash(one) for one in found.block_hashes]
         if isinstance(found, _Stored | _StoredArray):
             return Stored(hashes, found.block_size, medium, group)

@@ -1,4 +1,4 @@
-"""What KV events show of a cache reaches all that predicts it: a clear forgets prefixes and nothing else, and a measured
+"""What KV events show of a cache reaches all that predicts it: a clear forgets prefixes only, and a measured
 size counts as long as the engine does not report one.
 """
 

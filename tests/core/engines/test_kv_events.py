@@ -89,8 +89,8 @@ def test_maps_and_arrays_say_the_same() -> None:
         Stored([1, 2], 16, "GPU", 0),
         Removed([3], "CPU", 2),
         Removed([3], "CPU", 0),
-        Cleared(),
-        Cleared(),
+        Cleared("GPU"),
+        Cleared("GPU"),
     ]
 
 
