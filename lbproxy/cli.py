@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
@@ -133,6 +134,9 @@ def _add_mock(mock: argparse.ArgumentParser) -> None:
     )
     what = "allow loading and unloading of adapters over HTTP"
     mock.add_argument("--lora-updates", action="store_true", help=what)
+    what = "publish KV events, at tcp://*:5557; tcp://host:5557 connects there (needs the extra kv-events)"
+    mock.add_argument("--kv-events", metavar="URL", help=what)
+    mock.add_argument("--kv-events-replay", metavar="URL", help="replay lost ones, at tcp://*:5657")
 
 
 def _add_admin_commands(commands: Subparsers) -> None:
@@ -280,6 +284,10 @@ def _mock(args: argparse.Namespace) -> int:
         options = MockOptions(**given, faults=tuple(args.fault), adapters=tuple(args.adapter))
     except ValueError as error:
         print(f"lbproxy mock: {error}", file=sys.stderr)
+        return 2
+    if options.kv_events is not None and find_spec("zmq") is None:
+        text = "--kv-events needs a package that is not installed: pip install 'lbproxy[kv-events]'"
+        print(f"lbproxy mock: {text}", file=sys.stderr)
         return 2
 
     async def until(told: Signals) -> None:

@@ -56,8 +56,12 @@ class KvSocketError(Exception):
     """A socket cannot be used. The text says why, on one line."""
 
 
+class KvDisconnectedError(KvSocketError):
+    """The connection of a socket was closed, and the socket is of no more use."""
+
+
 class KvSocket(Protocol):
-    """See kv_sockets. All but `readable` and `close` raise KvSocketError."""
+    """See kv_sockets. All but `close` raise KvSocketError."""
 
     def send(self, frames: list[bytes]) -> None:
         """Send one message."""
@@ -68,7 +72,7 @@ class KvSocket(Protocol):
         ...
 
     async def readable(self) -> None:
-        """Wait until a frame is there."""
+        """Wait until a frame is there. Raises KvDisconnectedError."""
         ...
 
     def close(self) -> None:
@@ -144,6 +148,10 @@ class KvFeed:
             while True:
                 try:
                     await self._follow()
+                except KvDisconnectedError as error:
+                    self._note(Problem.DISCONNECTED, str(error))
+                    await asyncio.sleep(OPEN_FIRST_S)
+                    delay_s = OPEN_FIRST_S
                 except KvSocketError as error:
                     text = "KV events of %s cannot be received: %s"
                     if delay_s == OPEN_FIRST_S:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -18,7 +18,8 @@ SHARE: Final = 0.2
 class Pace:
     """One for all readers of a process."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
         self._lock = asyncio.Lock()
         self._worked_s = 0.0
         """Since the last pause, less what was idle time since."""
@@ -28,7 +29,7 @@ class Pace:
     async def turn(self) -> AsyncIterator[None]:
         """Work on one message: one reader at a time, in the order in which they came."""
         async with self._lock:
-            now = time.monotonic()
+            now = self._now()
             self._worked_s = max(0.0, self._worked_s - SHARE * (now - self._at))
             self._at = now
             try:
@@ -40,10 +41,10 @@ class Pace:
         """To be called often within a turn, between steps that take less than a millisecond: pauses when it is time."""
         if self._count() > TURN_S:
             await asyncio.sleep(self._worked_s * (1.0 / SHARE - 1.0))
-            self._worked_s, self._at = 0.0, time.monotonic()
+            self._worked_s, self._at = 0.0, self._now()
 
     def _count(self) -> float:
-        now = time.monotonic()
+        now = self._now()
         self._worked_s += now - self._at
         self._at = now
         return self._worked_s

@@ -1,9 +1,10 @@
 """The ZMQ sockets over which engines publish KV events: the one module that knows pyzmq.
 
 libzmq has a thread of its own for the network. What it may hold for one publisher are `QUEUED` messages of frames up to
-`MAX_FRAME_BYTES` (it closes the connection at a larger one, and dials again); when these are there, it stops reading,
-and the publisher drops. The number of frames in one message is not limited by libzmq: a publisher that never ends its
-message fills the memory. Only engines of one's own should be read.
+`MAX_FRAME_BYTES`; when these are there, it stops reading, and the publisher drops. At a larger frame it closes the
+connection and, unlike after other ends, does not dial again: so a subscription that was disconnected is made anew, and
+that is what its monitor is for. The number of frames in one message is not limited by libzmq: a publisher that never
+ends its message fills the memory. Only engines of one's own should be read.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Final
 import zmq
 
 from lbproxy.core.engines.kv_events import MAX_FRAME_BYTES
-from lbproxy.extras.kv_feed import KvSocketError
+from lbproxy.extras.kv_feed import KvDisconnectedError, KvSocketError
 
 QUEUED: Final = 64
 MAX_SOCKETS: Final = 4096
@@ -66,11 +67,12 @@ class KvSocket:
                 self._socket.set(option, value)
             if kind == zmq.SUB:
                 self._socket.subscribe(b"")
+            self._monitor = None if bind else self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             if bind:
                 self._socket.bind(url)
             else:
                 self._socket.connect(url)
-            self._fd = int(self._socket.get(zmq.FD))
+            self._sockets = [one for one in (self._socket, self._monitor) if one is not None]
         except zmq.ZMQError as error:
             self._socket.close(0)
             raise KvSocketError(f"{url}: {error}") from None
@@ -93,17 +95,30 @@ class KvSocket:
             raise KvSocketError(str(error)) from None
 
     async def readable(self) -> None:
-        """Wait until a frame is there."""
-        # ZMQ's descriptor tells of events, and not of messages: whether one is there says EVENTS alone.
+        """Wait until a frame is there. Raises KvDisconnectedError if there is none, and no connection any more."""
+        # ZMQ's descriptors tell of events, and not of messages: whether one is there says EVENTS alone.
         loop = asyncio.get_running_loop()
-        while not int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+        while not _has_message(self._socket):
+            if self._monitor is not None and _has_message(self._monitor):
+                raise KvDisconnectedError("the connection was closed")
             woken = asyncio.Event()
-            loop.add_reader(self._fd, woken.set)
+            descriptors = [int(one.get(zmq.FD)) for one in self._sockets]
+            for one in descriptors:
+                loop.add_reader(one, woken.set)
             try:
-                await woken.wait()
+                if not any(map(_has_message, self._sockets)):
+                    await woken.wait()
             finally:
-                loop.remove_reader(self._fd)
+                for one in descriptors:
+                    loop.remove_reader(one)
 
     def close(self) -> None:
         """Let go of it."""
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
         self._socket.close(0)
+
+
+def _has_message(socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)

@@ -37,8 +37,6 @@ class Problem(Enum):
 
     FRAMES = "frames"
     """Not three frames, or a sequence number that is none."""
-    TOO_LARGE = "too_large"
-    """A frame above `MAX_FRAME_BYTES`."""
     BATCH = "batch"
     """The third frame is not an array of a time and a list of events."""
     EVENT = "event"
@@ -51,6 +49,8 @@ class Problem(Enum):
     """Messages were lost, and not replayed."""
     REPLAY = "replay"
     """The replay failed, or did not respond in time."""
+    DISCONNECTED = "disconnected"
+    """The connection was closed: by the other end, or because a frame was larger than `MAX_FRAME_BYTES`."""
 
 
 class KvEventError(Exception):
@@ -189,7 +189,7 @@ def replay_request(start: int) -> list[bytes]:
 def split_batch(payload: bytes) -> list[Raw]:
     """The events of a batch, for `decode_event`. Raises KvEventError."""
     if len(payload) > MAX_FRAME_BYTES:
-        raise KvEventError(Problem.TOO_LARGE, f"a batch of {len(payload)} bytes")
+        raise KvEventError(Problem.BATCH, f"a batch of {len(payload)} bytes")
     try:
         return _batch.decode(payload).events
     except _UNREADABLE as error:

@@ -35,6 +35,7 @@ from collections.abc import Iterator
 from lbproxy.sim.engine.kv_cache import BlockPool
 from lbproxy.sim.engine.lora_slots import LoraSlots
 from lbproxy.sim.engine.presets import BLOCK_TOKENS, Preset
+from lbproxy.sim.engine.reporting_pool import BlockReport, ReportingPool
 from lbproxy.sim.engine.sequence import (
     FirstToken,
     Gauges,
@@ -78,13 +79,14 @@ class Engine:
         self._jitter = jitter
         self._name_tokens = name_tokens
         self._results: list[StepDone] = []
+        self._pool = BlockPool(preset.kv_tokens // BLOCK_TOKENS)
         self._reset()
         # One request must always fit alone, or it would preempt itself for ever. vLLM refuses to start instead.
         self.max_model_len = min(max_model_len or preset.max_model_len, self._pool.total * BLOCK_TOKENS)
 
     def _reset(self) -> None:
         """As freshly started: nothing cached, nothing to do, counters at zero."""
-        self._pool = BlockPool(self._preset.kv_tokens // BLOCK_TOKENS)
+        self._pool = self._pool.emptied()
         self._lora = LoraSlots(self._preset.max_loras, self._rng)
         self._live: dict[str, Running] = {}
         self._arriving: deque[Running] = deque()
@@ -170,6 +172,15 @@ class Engine:
         """Serve an adapter no more: it loses its slot unless it runs. Requests for it that were taken in end well."""
         self._run(now)
         self._lora.forget(adapter)
+
+    def report_blocks(self, report: BlockReport) -> None:
+        """Report from now on which blocks can be hit. Before the first request."""
+        self._pool = ReportingPool(self._pool.total, report)
+
+    def clear_cache(self, *, now: float) -> None:
+        """Forget what is cached, unless a block is in use: as vLLM's /reset_prefix_cache."""
+        self._run(now)
+        self._pool = self._pool if self._pool.used else self._pool.emptied()
 
     def restart(self, *, now: float) -> list[str]:
         """Fail, and be there again, empty. Returns the ids of all requests that were lost, oldest first.

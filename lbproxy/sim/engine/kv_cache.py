@@ -33,6 +33,10 @@ class BlockPool:
         self._by_hash: dict[int, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict()
 
+    def emptied(self) -> BlockPool:
+        """A pool of the same kind and size, with nothing in it."""
+        return BlockPool(self.total)
+
     @property
     def available(self) -> int:
         """Blocks without a user, cached content or not."""

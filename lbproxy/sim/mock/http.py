@@ -31,6 +31,7 @@ from lbproxy.sim.mock.sabotage import Handler, Saboteur
 from lbproxy.sim.mock.serving.desk import Desk, client_request_id, detail, fields_of, json_response
 from lbproxy.sim.mock.serving.driver import Driver
 from lbproxy.sim.mock.serving.generation import Generation
+from lbproxy.sim.mock.serving.published import CLEAR_PATH, Published
 from lbproxy.sim.mock.serving.reading import Reading
 from lbproxy.sim.mock.serving.realtime import Realtime
 from lbproxy.sim.mock.serving.responses import Responses
@@ -59,7 +60,8 @@ class MockServer:
             speed=options.speed,
             rng=random.Random(options.seed),
         )
-        self.driver = Driver(engine, options.speed, lambda running: self._adapters.stepped(running, time.time()))
+        self.published = Published(options, engine)
+        self.driver = Driver(engine, options.speed, self._stepped)
         self._desk = Desk(options, self.driver, self._adapters)
         self._started_at = time.time()
         self._created = int(self._started_at)
@@ -91,6 +93,12 @@ class MockServer:
         except BaseException:
             await runner.cleanup()
             raise
+        try:
+            self.published.start()
+        except BaseException:
+            self.published.close()
+            await runner.cleanup()
+            raise
         self._runner = runner
         self.port = runner.addresses[0][1]
         self.driver.run(True)
@@ -103,6 +111,7 @@ class MockServer:
         if runner is not None:
             await runner.cleanup()
         self.driver.run(False)
+        self.published.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -128,6 +137,7 @@ class MockServer:
                 web.get("/v1/models", self._models, allow_head=False),
                 web.get("/health", self._health, allow_head=False),
                 web.get("/version", self._version, allow_head=False),
+                web.post(CLEAR_PATH, self.published.clear_cache),
                 *self._saboteur.routes(),
             ]
         )
@@ -139,6 +149,10 @@ class MockServer:
             application.router.add_post(LOAD_PATH, self._load_adapter)
             application.router.add_post(UNLOAD_PATH, self._unload_adapter)
         return application
+
+    def _stepped(self, adapters: Sequence[str]) -> None:
+        self._adapters.stepped(adapters, time.time())
+        self.published.publish()
 
     # What the saboteur needs.
 

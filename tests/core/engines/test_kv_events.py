@@ -164,7 +164,7 @@ def test_a_bomb_inside_an_event_is_a_problem_of_that_event() -> None:
 
 
 def test_a_batch_that_is_too_large_is_not_looked_at() -> None:
-    assert problem_of(b"\xc1" * (MAX_FRAME_BYTES + 1)) is Problem.TOO_LARGE
+    assert problem_of(b"\xc1" * (MAX_FRAME_BYTES + 1)) is Problem.BATCH
 
 
 @pytest.mark.parametrize(
