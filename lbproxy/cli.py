@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
@@ -285,10 +284,13 @@ def _mock(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"lbproxy mock: {error}", file=sys.stderr)
         return 2
-    if options.kv_events is not None and find_spec("zmq") is None:
-        text = "--kv-events needs a package that is not installed: pip install 'lbproxy[kv-events]'"
-        print(f"lbproxy mock: {text}", file=sys.stderr)
-        return 2
+    if options.kv_events is not None:
+        try:
+            import zmq  # noqa: F401, PLC0415 - an extra
+        except ImportError:
+            text = "--kv-events needs a package that is not installed: pip install 'lbproxy[kv-events]'"
+            print(f"lbproxy mock: {text}", file=sys.stderr)
+            return 2
 
     async def until(told: Signals) -> None:
         async with MockServer(options) as server:

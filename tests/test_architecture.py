@@ -49,6 +49,7 @@ ONLY_IN = {
         "control/telemetry/telemetry.py",
         "control/telemetry/families.py",
         "control/telemetry/endpoint_families.py",
+        "control/telemetry/kv_families.py",
         "control/telemetry/replica_families.py",
     },
     "yaml": {"config/"},
@@ -61,7 +62,7 @@ ONLY_IN = {
     "dns": {"control/discovery/nameservers.py"},
     "websockets": {"proxy/sockets/frames.py"},
     "redis": {"extras/redis_store.py"},
-    "zmq": {"extras/kv_sockets.py", "sim/mock/serving/kv_publisher.py"},
+    "zmq": {"extras/kv_sockets.py", "sim/mock/serving/kv_publisher.py", "cli.py"},
     "opentelemetry": {"extras/spans.py", "extras/traces.py"},
 }
 READS_FILES = {

@@ -140,11 +140,10 @@ def test_what_is_counted_is_what_is_cached(bind: bool) -> None:
 
     async def main() -> None:
         async with engines(bind=bind) as it:
-            for _ in range(12):
+            state, stats = it.reader.state(), it.reader.stats()
+            while stats.removed < 1_000:  # twice what it holds
                 await asyncio.gather(*(it.ask(600) for _ in range(4)))
             await it.agree()
-            state, stats = it.reader.state(), it.reader.stats()
-            assert stats.removed > 500, "it evicted"
             assert (stats.lost, sum(stats.problems.values())) == (0, 0)
             assert state.measured_cache_tokens is not None
             assert 0.9 * KV_TOKENS < state.measured_cache_tokens <= KV_TOKENS

@@ -67,15 +67,18 @@ _ENDPOINT_GAUGES = (
     _EndpointGauge("running", "Requests running in the engine, from its fresh metrics", _running),
     _EndpointGauge("kv_utilization", "Share of the KV cache in use, 0 to 1, from fresh metrics", _kv_utilization),
     _EndpointGauge(
+        "metrics_age_seconds", "Age of the newest successful scrape or load report", lambda one: one.metrics_age_s
+    ),
+)
+
+_KV_GAUGES = (
+    _EndpointGauge(
         "kv_cached_tokens", "Tokens in the prefix cache, counted from KV events", lambda one: one.kv_cached_tokens
     ),
     _EndpointGauge(
         "kv_fill",
         "Share of the KV cache that holds cached tokens, 0 to 1, counted from KV events",
         lambda one: one.kv_fill,
-    ),
-    _EndpointGauge(
-        "metrics_age_seconds", "Age of the newest successful scrape or load report", lambda one: one.metrics_age_s
     ),
 )
 
@@ -113,6 +116,8 @@ def _endpoint_families(
     for one_gauge in _ENDPOINT_GAUGES:
         rows = [((one.endpoint.name,), one_gauge.read(one)) for one in endpoints]
         yield gauges(f"endpoint_{one_gauge.name}", one_gauge.help, ("endpoint",), rows)
+    if any(one.kv_cached_tokens is not None for one in endpoints):
+        yield from cache_families(endpoints)
     states = [
         ((one.endpoint.name, health.value), float(one.health is health)) for one in endpoints for health in Health
     ]
@@ -135,6 +140,13 @@ def _endpoint_families(
         if one.asks_load or count
     ]
     yield counters("load_reports", text, ("endpoint", "result"), reports)
+
+
+def cache_families(endpoints: Sequence[EndpointSnapshot]) -> Iterator[Metric]:
+    """What the KV events of endpoints show of their caches: there is nothing of it while none are read."""
+    for one_gauge in _KV_GAUGES:
+        rows = [((one.endpoint.name,), one_gauge.read(one)) for one in endpoints]
+        yield gauges(f"endpoint_{one_gauge.name}", one_gauge.help, ("endpoint",), rows)
 
 
 def one_per_name(endpoints: Iterable[EndpointSnapshot]) -> list[EndpointSnapshot]:
