@@ -150,6 +150,7 @@ class KvFeed:
                     await self._follow()
                 except KvDisconnectedError as error:
                     self._note(Problem.DISCONNECTED, str(error))
+                    self._report(CacheReport())
                     await asyncio.sleep(OPEN_FIRST_S)
                     delay_s = OPEN_FIRST_S
                 except KvSocketError as error:
@@ -215,17 +216,18 @@ class KvFeed:
             self._note(Problem.TOPIC, f"another publisher sends there as well, with the topic {message.topic[:64]!r}")
             return
         if order is Order.RESTART:
-            self._stats.restarts += 1
-            self._blocks.start_again()
-            self._report(RESTARTED)
+            async with self._pace.turn():
+                self._stats.restarts += 1
+                self._blocks.start_again()
+                self._report(RESTARTED)
         start = expected if order is Order.GAP and expected is not None else 0
         cleared = False
         if order is not Order.NEXT:
             cleared = await self._fill(start, message.sequence)
         async with self._pace.turn():
+            # A clear before the first message is older than what is predicted.
             cleared = await self._apply(message.payload) or (cleared and order is not Order.FIRST)
-        # A clear before the first message is older than what is predicted.
-        self._report(CacheReport(False, cleared, self._blocks.tokens, self._blocks.size_tokens))
+            self._report(CacheReport(False, cleared, self._blocks.tokens, self._blocks.size_tokens))
 
     async def _fill(self, start: int, end: int) -> bool:
         """Apply what was published from `start` on before `end`, as far as it can be replayed. Returns whether the
@@ -253,7 +255,8 @@ class KvFeed:
         """Returns the first message that is missing still, and whether the cache was cleared."""
         cleared = False
         try:
-            socket = self._sockets.dial(url)
+            async with self._pace.turn():
+                socket = self._sockets.dial(url)
             try:
                 socket.send(replay_request(start))
                 async with asyncio.timeout(REPLAY_S):

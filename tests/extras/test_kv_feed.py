@@ -301,6 +301,33 @@ def test_each_rank_has_a_port_and_a_count_of_its_own() -> None:
     run(main())
 
 
+def test_an_address_that_is_taken_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    """By the process before us, after a restart without interruption."""
+
+    async def main() -> None:
+        port = free_port()
+        before = await asyncio.start_server(lambda *_: None, "127.0.0.1", port)
+        balancer = make_balancer(policy="adaptive")
+        added = balancer.set_endpoints([replace(spec(1), kv_events=f"bind tcp://127.0.0.1:{port}")], now=0.0).added
+        async with asyncio.TaskGroup() as tasks:
+            reader = Reader(balancer, tasks)
+            reader.follow(added)
+            await until(lambda: "Address already in use" in caplog.text)
+            before.close()
+            await before.wait_closed()
+            publisher = KvPublisher(f"tcp://127.0.0.1:{port}", None, 0)
+            while not reader.stats().messages:
+                publisher.cleared()
+                publisher.publish()
+                await asyncio.sleep(0.01)
+            publisher.close()
+            await reader.stop()
+            reader.events.close()
+
+    run(main())
+    assert caplog.text.count("cannot be received") == 1
+
+
 def test_nothing_is_known_any_more_of_what_is_not_read_any_more() -> None:
     async def main() -> None:
         async with engines() as it:
