@@ -1,8 +1,8 @@
 # lbproxy in a container: `docker build -t lbproxy .`; docs/docker.md says how to run it.
 #
-# Everything comes from requirements.lock, and with `--build-arg EXTRAS="otel replicas"`, or one of them, from
-# requirements-otel.lock (traces; 12 MB more) and requirements-replicas.lock (several lbproxies); hash by hash, and as
-# wheels: only lbproxy itself is compiled, in a stage of its own. The final image is the base plus one folder: a virtual
+# Everything comes from requirements.lock, and with `--build-arg EXTRAS="otel replicas kv-events"`, or some of them, from
+# requirements-otel.lock (traces; 12 MB more), requirements-replicas.lock (several lbproxies) and
+# requirements-kv-events.lock; hash by hash, and as wheels: only lbproxy itself is compiled, in a stage of its own. The final image is the base plus one folder: a virtual
 # environment without pip. Python 3.11 is what the tests run on; all stages must name the same base, because an environment
 # points at the Python that made it.
 
@@ -22,8 +22,8 @@ RUN pip --disable-pip-version-check wheel --no-cache-dir --no-deps --no-build-is
 FROM python:3.11-slim-bookworm AS build
 WORKDIR /src
 RUN python -m venv --without-pip /opt/lbproxy
-COPY requirements.lock requirements-otel.lock requirements-replicas.lock ./
-# Nothing, or otel, replicas, or both with a space between. The locks have the same versions.
+COPY requirements.lock requirements-otel.lock requirements-replicas.lock requirements-kv-events.lock ./
+# Nothing, or some of otel, replicas and kv-events, with spaces between. The locks have the same versions.
 ARG EXTRAS=
 RUN for extra in "" $EXTRAS; do \
         pip --python /opt/lbproxy/bin/python --disable-pip-version-check install \

@@ -155,6 +155,7 @@ lock: $(VENV)/.dev
 	$(LOCK) pyproject.toml --group dev -o requirements-dev.lock
 	$(LOCK) pyproject.toml --group build --extra otel -c requirements-dev.lock -o requirements-otel.lock
 	$(LOCK) pyproject.toml --group build --extra replicas -c requirements-dev.lock -o requirements-replicas.lock
+	$(LOCK) pyproject.toml --group build --extra kv-events -c requirements-dev.lock -o requirements-kv-events.lock
 	$(LOCK) pyproject.toml --group compile -c requirements-dev.lock -o requirements-compile.lock
 
 # The project as it is when installed: with the hot path compiled (setup.py). Every command works there as it does here.

@@ -49,6 +49,7 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.sink import Sink
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.data_plane import DataPlane, Loop, Parts, Plane, listening_url
+from lbproxy.extras.kv_events import KvEvents, find_kv_events
 from lbproxy.extras.replication import make_replication
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.net.listening.bind import open_sockets
@@ -140,6 +141,8 @@ class Proxy:
         self.keeper = Keeper(balancer, settings.state, self.telemetry.loads.state, self._now)
         self.replication = make_replication(settings.replicas, balancer, runtime)
         self.telemetry.watch_replicas(self.replication)
+        self.kv_events = KvEvents(balancer, runtime)
+        self.telemetry.watch_kv_events(self.kv_events)
         self.discovery = Discovery(settings, rng)
         self.telemetry.watch_sources(self.discovery)
         self.history = History(self.telemetry.totals, runtime.snapshot)
@@ -171,6 +174,7 @@ class Proxy:
 
     async def run(self, inherited: Inherited, orders: Orders, on_ready: Callable[[Listening], None]) -> None:
         """Until it is told to stop, and has."""
+        await asyncio.to_thread(find_kv_events, self.settings.endpoints)
         self.plane.adopt(self.settings, await self.plane.prepare(self.settings))
         self.runtime.pulse.start()
         self._orders = orders
@@ -218,6 +222,7 @@ class Proxy:
         await self.plane.close()
         self.connections.close()
         self.telemetry.close()
+        self.kv_events.close()
 
     # Listening
 
@@ -251,13 +256,17 @@ class Proxy:
     # The loops
 
     def _loops(self, endpoint: Endpoint) -> Loops:
-        """Those that look after one server, by the settings of now: of its ranks the first stands for all."""
+        """Those that look after one server, by the settings of now: of its ranks the first stands for all, except for
+        KV events.
+        """
+        follow, wanted = partial(self.kv_events.follow, endpoint), endpoint.kv_events is not None
+        feeds: list[Loop] = [(f"reader of KV events of {endpoint.name}", follow)] if wanted else []
         if endpoint.rank:
-            return []
+            return feeds
         prober = Prober(endpoint, self.runtime, self.connections, self.settings.health, self.rng)
         scraper = Scraper(endpoint, self.runtime, self.scraping)
         self.telemetry.watch_scrapes(scraper)
-        return [(f"prober of {endpoint.name}", prober.run), (f"scraper of {endpoint.name}", scraper.run)]
+        return [(f"prober of {endpoint.name}", prober.run), (f"scraper of {endpoint.name}", scraper.run), *feeds]
 
     def _found_ranks(self, endpoint: Endpoint, ranks: int) -> None:
         self.members.found_ranks(endpoint, ranks)
@@ -331,6 +340,7 @@ class Proxy:
             if getattr(settings, key) != getattr(self.settings, key):
                 fixed[key] = getattr(self.settings, key)
         settings = settings.model_copy(update=fixed)
+        await asyncio.to_thread(find_kv_events, settings.endpoints)
         prepared = await self.plane.prepare(settings)
         discovery = await self.discovery.under(settings)
         self._adopt(settings, discovery)

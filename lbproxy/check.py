@@ -13,16 +13,19 @@ from rich.table import Table
 from rich.text import Text
 
 from lbproxy import __version__
+from lbproxy.config.publishers import overlap, read_publisher
 from lbproxy.config.sections.replicas import ReplicasSettings
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin.key_files import Credentials, read_credentials
 from lbproxy.control.discovery.discovery import Discovery
 from lbproxy.control.probing.inspect import Inspection, inspect
 from lbproxy.control.saving import state_file
+from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.engines.dialects import Engines
 from lbproxy.core.engines.readings import MAX_LORA
 from lbproxy.core.engines.server_info import SERVER_INFO
 from lbproxy.core.policies.ignored import ignored_settings
+from lbproxy.extras.kv_events import find_kv_events
 from lbproxy.extras.replication import dial, find_store, without_password
 from lbproxy.extras.store import StoreError
 from lbproxy.extras.tracing import find_traces
@@ -51,6 +54,7 @@ async def check(settings: Settings, console: Console | None = None) -> int:
     credentials = await asyncio.to_thread(read_credentials, settings)
     await asyncio.to_thread(find_traces, settings)
     await asyncio.to_thread(find_store, settings.replicas)
+    await asyncio.to_thread(find_kv_events, settings.endpoints)
     connections = ConnectionPool()
     discovery = Discovery(settings, random.Random())  # noqa: S311 - nothing is random in one resolution
     engines = Engines(settings.engines)
@@ -211,6 +215,7 @@ def _rows(one: Inspection) -> Iterator[tuple[str, Text]]:
         lacking = sum(signal != MAX_LORA for signal in one.missing)
         yield "load", Text(f"{len(one.present)} of {len(one.present) + lacking} signals{_values(one)}")
     yield from _ranks(one)
+    yield from _kv_events(one.endpoint, one.endpoint.ranks or one.ranks)
     said = one.said
     if said is not None and said.tokens is not None and one.endpoint.kv_cache_tokens is None:
         yield "KV cache", Text(f"{said.tokens:,} tokens{' at most' if said.is_upper_bound else ''}, as it reports")
@@ -237,6 +242,18 @@ def _ranks(one: Inspection) -> Iterator[tuple[str, Text]]:
     elif configured > 1:
         text = f"{configured} by the settings, but its metrics show {shown}: requests for the others may be refused"
         yield "ranks", Text(text, style="yellow")
+
+
+def _kv_events(endpoint: EndpointSpec, ranks: int) -> Iterator[tuple[str, Text]]:
+    """Where its KV events are read. They are not asked for here: an engine publishes only while it computes."""
+    events, replay = read_publisher(endpoint.kv_events or ""), read_publisher(endpoint.kv_events_replay or "")
+    if events is None:
+        return
+    ports = f"{events}{f' to port {events.port + ranks - 1}, one for each rank' if ranks > 1 else ''}"
+    yield "KV events", Text(f"{ports}; {'lost events are not asked for' if replay is None else f'replay {replay}'}")
+    if replay is not None and overlap(events, ranks, replay, ranks):
+        text = f"the ports of {ranks} ranks meet those of their replays: leave {ranks} ports to each"
+        yield "problem", Text(text, style="red")
 
 
 def _listed(names: Sequence[str]) -> str:

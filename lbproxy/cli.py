@@ -153,6 +153,9 @@ def _add_transfer(mock: argparse._ArgumentGroup) -> None:
     what = "sglang, mooncake: where decodes meet prefills; 0 = any free port (default: 8998)"
     mock.add_argument("--bootstrap-port", type=int, metavar="PORT", help=what)
     mock.add_argument("--shared-storage-path", metavar="DIR", help="shared-storage: the folder that the servers share")
+    what = "publish KV events, at tcp://*:5557; tcp://host:5557 connects there (needs the extra kv-events)"
+    mock.add_argument("--kv-events", metavar="URL", help=what)
+    mock.add_argument("--kv-events-replay", metavar="URL", help="replay lost ones, at tcp://*:5657")
 
 
 def _add_admin_commands(commands: Subparsers) -> None:
@@ -306,6 +309,13 @@ def _mock(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"lbproxy mock: {error}", file=sys.stderr)
         return 2
+    if options.kv_events is not None:
+        try:
+            import zmq  # noqa: F401, PLC0415 - an extra
+        except ImportError:
+            text = "--kv-events needs a package that is not installed: pip install 'lbproxy[kv-events]'"
+            print(f"lbproxy mock: {text}", file=sys.stderr)
+            return 2
 
     async def until(told: Signals) -> None:
         async with MockServer(options) as server:

@@ -49,6 +49,7 @@ ONLY_IN = {
         "control/telemetry/telemetry.py",
         "control/telemetry/families.py",
         "control/telemetry/endpoint_families.py",
+        "control/telemetry/kv_families.py",
         "control/telemetry/replica_families.py",
     },
     "yaml": {"config/"},
@@ -61,6 +62,7 @@ ONLY_IN = {
     "dns": {"control/discovery/nameservers.py"},
     "websockets": {"proxy/sockets/frames.py"},
     "redis": {"extras/redis_store.py"},
+    "zmq": {"extras/kv_sockets.py", "sim/mock/serving/kv_publisher.py", "cli.py"},
     "opentelemetry": {"extras/spans.py", "extras/traces.py"},
 }
 READS_FILES = {
@@ -139,7 +141,9 @@ def layer_of(dotted: str) -> str | None:
 
 
 def is_pure(file: Path) -> bool:
-    does_io = place(file).startswith(("sim/mock/http.py", "sim/mock/sabotage.py", "sim/mock/serving/"))
+    does_io = place(file).startswith(
+        ("sim/mock/http.py", "sim/mock/sabotage.py", "sim/mock/serving/", "sim/mock/connectors/")
+    )
     return place(file).startswith(("core/", "sim/")) and not does_io
 
 
@@ -216,7 +220,7 @@ def test_files_are_read_in_few_places(file: Path) -> None:
 
 OWN_TASKS = {
     *("net/connections/pool.py", "net/listening/listener.py", "net/dialing/names.py"),
-    *("sim/mock/sabotage.py", "sim/mock/serving/channel.py"),
+    *("sim/mock/sabotage.py", "sim/mock/connectors/channel.py"),
 }
 """These own what they start, and end it: dialling, accepting (docs/decisions/0009) and resolving, a simulated server's
 faults and its calls to others."""

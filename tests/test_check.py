@@ -221,6 +221,31 @@ def test_data_parallel_ranks(more: str, name: str | None, said: str | None) -> N
         assert f"  ranks      {said}" in output
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (", kv_events: ':5557'", ["KV events  :5557 to port 5558, one for each rank; lost events are not asked for"]),
+        (", ranks: 1, kv_events: ':5557'", ["KV events  :5557; lost events are not asked for"]),
+        (
+            ", ranks: 2, kv_events: ':5557', kv_events_replay: ':5657'",
+            ["KV events  :5557 to port 5558, one for each rank; replay :5657"],
+        ),
+        (
+            ", kv_events: 'tcp://gpu-1:5557', kv_events_replay: 'tcp://gpu-1:5558'",
+            [
+                "KV events  tcp://gpu-1:5557 to port 5558, one for each rank; replay tcp://gpu-1:5558",
+                "problem    the ports of 2 ranks meet those of their replays: leave 2 ports to each",
+            ],
+        ),
+    ],
+)
+def test_where_kv_events_are_read(more: str, said: list[str]) -> None:
+    """A server of two ranks, which the settings may not say."""
+    shown = page((FIXTURES / "vllm-0.32.0-dp2-load.prom").read_bytes())
+    _, output = checked({"/health": OK, "/metrics": shown}, more)
+    assert all(f"  {line}" in output for line in said), output
+
+
 def test_every_line_fits_a_terminal_of_80_columns() -> None:
     for name in ("vllm-0.32.0-load-lora-t0", "vllm-0.32.0-dp2-idle", "llama.cpp-b11434-load"):
         scripts: dict[str, Script] = {
@@ -293,17 +318,30 @@ def test_what_is_wrong_with_the_store_is_said_in_words(tmp_path: Path) -> None:
     assert "refused" in checked_replicas(server.url)
 
 
+REPLICAS = "replicas.url: needs packages that are not installed: pip install 'lbproxy[replicas]'"
+KV_EVENTS = "endpoints[1].kv_events: needs a package that is not installed: pip install 'lbproxy[kv-events]'"
+
+
+@pytest.mark.parametrize(
+    ("package", "more", "problem"),
+    [
+        ("redis", "replicas: {url: redis://r}\nendpoints: [http://gpu-1]", REPLICAS),
+        ("zmq", "endpoints: [http://gpu-1, {url: http://gpu-2, kv_events: ':5557'}]", KV_EVENTS),
+    ],
+)
 @pytest.mark.parametrize("command", ["run", "check"])
-def test_without_the_packages_the_error_says_what_to_install(tmp_path: Path, command: str) -> None:
-    """A package of that name that is empty hides the real one."""
-    (tmp_path / "redis").mkdir()
-    (tmp_path / "redis" / "__init__.py").write_text("")
+def test_without_the_packages_the_error_says_what_to_install(
+    tmp_path: Path, command: str, package: str, more: str, problem: str
+) -> None:
+    """A package of that name hides the real one."""
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text(f"raise ModuleNotFoundError('none', name='{package}')")
     config = tmp_path / "cfg.yaml"
-    config.write_text("listen: 127.0.0.1:0\nadmin: null\nreplicas: {url: redis://r}\nendpoints: [http://gpu-1]\n")
+    config.write_text(f"listen: 127.0.0.1:0\nadmin: null\n{more}\n")
     arguments = ["--config", str(config)] if command == "run" else ["check", "--config", str(config)]
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([*LBPROXY, *arguments], capture_output=True, text=True, env=environ, timeout=60, check=False)
     assert done.returncode != 0
     said = done.stdout + done.stderr
-    assert "replicas.url: needs packages that are not installed: pip install 'lbproxy[replicas]'" in said
+    assert problem in said
     assert "Traceback" not in said

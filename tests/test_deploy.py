@@ -170,7 +170,7 @@ def test_the_image_installs_the_locked_wheels_alone() -> None:
     assert {"--no-deps", "--no-build-isolation", "--no-cache-dir", "."} <= set(made)
 
 
-@pytest.mark.parametrize("extras", [(), ("otel",), ("replicas",), ("otel", "replicas")])
+@pytest.mark.parametrize("extras", [(), ("otel",), ("replicas", "kv-events"), ("otel", "replicas")])
 def test_a_build_argument_says_which_locks_are_installed(extras: tuple[str, ...]) -> None:
     """By default the one without extras; as the build's own shell reads it, with another pip."""
     (argument,) = (one.text for one in stages()[1] if one.name == "ARG")
@@ -193,7 +193,7 @@ def test_the_locks_agree() -> None:
     plain, dev = pins("requirements.lock"), pins("requirements-dev.lock")
     assert pins("requirements-compile.lock") < dev
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for name in ("otel", "replicas"):
+    for name in ("otel", "replicas", "kv-events"):
         locked = pins(f"requirements-{name}.lock")
         assert plain < locked < dev, name
         named = {re.split(r"[<>=[]", one)[0] for one in extras[name]}

@@ -7,13 +7,14 @@ itself. Names are not resolved and endpoints are not dialled here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, RootModel, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import InitErrorDetails
 
 from lbproxy.config.balancing import BalancingSettings
+from lbproxy.config.publishers import Publisher, overlap, read_publisher
 from lbproxy.config.section import Section
 from lbproxy.config.sections.access import AdminSettings, AuthSettings, ListenSettings
 from lbproxy.config.sections.clients import Address, LimitSettings, TimeoutSettings
@@ -207,9 +208,24 @@ def _check_distinct(value: tuple[EndpointSettings, ...], own: Mapping[str, Addre
             clashes.append(_clash(index, "url", f"another url than endpoints[{same_url}] has", endpoint.url))
         elif same_name != index:
             clashes.append(_clash(index, "name", f"another name than endpoints[{same_name}] has", endpoint.name))
+    clashes += _same_publishers(value)
     if clashes:
         raise ValidationError.from_exception_data("endpoints", clashes)
     return value
+
+
+def _same_publishers(value: tuple[EndpointSettings, ...]) -> Iterator[InitErrorDetails]:
+    """Those whose `kv_events` are those of an endpoint before."""
+    seen: list[tuple[int, int, Publisher]] = []
+    for index, endpoint in enumerate(value):
+        read = read_publisher(endpoint.kv_events or "")
+        if read is None or not read.host:
+            continue
+        same = next((first for first, ranks, one in seen if overlap(one, ranks, read, endpoint.ranks or 1)), None)
+        if same is None:
+            seen.append((index, endpoint.ranks or 1, read))
+        else:
+            yield _clash(index, "kv_events", f"other ports than endpoints[{same}] has", str(read))
 
 
 def _clash(index: int, key: str, what: str, value: str) -> InitErrorDetails:

@@ -29,6 +29,7 @@ from mypy_extensions import mypyc_attr
 
 from lbproxy.config.balancing import BalancingSettings
 from lbproxy.config.sections.routing import AdmissionSettings
+from lbproxy.core.caches.cache_report import CacheReport
 from lbproxy.core.endpoints.backpressure import Backpressure
 from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.endpoint_set import EndpointChanges, EndpointSet
@@ -306,9 +307,9 @@ class Balancer:
         has_first_byte = ticket.first_byte_at is not None
         self._endpoints.report_load(ticket.placed_state, report, has_first_byte=has_first_byte, now=now)
 
-    def report_restart(self, uid: EndpointUid) -> None:
-        """Report that an endpoint is a new process, with empty caches. A scrape with `started_at` shows it too."""
-        self._endpoints.report_restart(uid)
+    def report_cache(self, uid: EndpointUid, report: CacheReport) -> None:
+        """Report what an endpoint's KV events show. That it is a new process a scrape with `started_at` shows too."""
+        self._dispatcher.wake(self._endpoints.report_cache(uid, report))
 
     def report_cache_size(self, uid: EndpointUid, tokens: int, *, at_most: bool = False) -> None:
         """Report the KV cache size that an endpoint states of itself. `at_most`: an upper bound."""

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lbproxy.config.sections.routing import AdmissionSettings
+from lbproxy.core.caches.cache_report import RESTARTED
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointSnapshot
@@ -103,7 +104,7 @@ class BalancerMachine(RuleBasedStateMachine):
     @rule(n=st.integers(1, 4))
     def restart(self, n: int) -> None:
         if n in self.uids:
-            self.balancer.report_restart(self.uids[n])
+            self.balancer.report_cache(self.uids[n], RESTARTED)
 
     @rule(
         model=MODELS,

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import InitErrorDetails
 
+from lbproxy.config.publishers import FORMS, FORMS_OF_MANY, REPLAY_FORMS, Publisher, overlap, read_publisher
 from lbproxy.config.section import Section, ShortSection
 from lbproxy.config.sections.clients import Address, leads_to
 from lbproxy.config.sections.engines import BUILT_IN_ENGINES
@@ -120,6 +121,12 @@ class EndpointSettings(ShortSection):
     bootstrap_port: Annotated[int, count("1", "65535")] | None = None
     """Of a prefill endpoint with connector mooncake or sglang: where decode finds it. null = as SGLang says, else
     8998."""
+    kv_events: str | None = None
+    """Where the server publishes KV events over ZMQ (vLLM, SGLang), rank n at the port above it by n: `tcp://host:port`,
+    `:port` (on the endpoint's host), or `bind tcp://*:port` for a server that connects. Needs the extra kv-events. null
+    = not read."""
+    kv_events_replay: str | None = None
+    """Where it replays events that were lost: `tcp://host:port`, or `:port`. null = lost events are not asked for."""
     api_key: SecretStr | None = None
     """Sent to it as `Authorization: Bearer`, instead of the client's. Write ${NAME} rather than the key."""
     proxy: ProxyUrl | None = None
@@ -201,6 +208,29 @@ class EndpointSettings(ShortSection):
         if not 1 <= len(value) <= MAX_MODELS:
             raise expected(f"1 to {MAX_MODELS} models, or null")
         return tuple(dict.fromkeys(map(check_model_name, value)))
+
+    @field_validator("kv_events", mode="after")
+    @classmethod
+    def _check_events(cls, value: str | None, info: ValidationInfo) -> str | None:
+        read, url = None if value is None else read_publisher(value), info.data.get("url", "")
+        if value is not None and (read is None or (read.host and _is_name(url))):
+            raise expected(f"{FORMS_OF_MANY if _is_name(url) else FORMS}; or null")
+        return _on_a_host(read, info)
+
+    @field_validator("kv_events_replay", mode="after")
+    @classmethod
+    def _check_replay(cls, value: str | None, info: ValidationInfo) -> str | None:
+        read, url = None if value is None else read_publisher(value), info.data.get("url", "")
+        if value is not None and (read is None or read.bind or (read.host and _is_name(url))):
+            raise expected(f"{FORMS_OF_MANY if _is_name(url) else REPLAY_FORMS}; or null")
+        events = read_publisher(info.data.get("kv_events") or "")
+        if read is not None and events is None:
+            raise expected("nothing here without kv_events")
+        ranks = info.data.get("ranks") or 1
+        if read is not None and events is not None and overlap(read, ranks, events, ranks):
+            how = f"{ranks} ports beside the {ranks} of kv_events" if ranks > 1 else "another port than kv_events"
+            raise expected(f"{how} (a rank has the port above it by its number)")
+        return _on_a_host(read, info)
 
     @field_validator("api_key", mode="after")
     @classmethod
@@ -289,6 +319,17 @@ class EndpointSettings(ShortSection):
         if self.is_unix or address.unix is not None:
             return self.is_unix and self.url == str(address)
         return not self.is_srv and not self.is_file and leads_to(self.authority, address)
+
+
+def _on_a_host(read: Publisher | None, info: ValidationInfo) -> str | None:
+    """The normalised address of a publisher, if there is such a host and a port for each rank."""
+    if read is None:
+        return None
+    if not read.host and info.data.get("url", "").startswith("unix:"):
+        raise expected("a host before the port, since the url is a Unix socket")
+    if read.port + (info.data.get("ranks") or 1) - 1 > 65535:
+        raise expected("a port that leaves one to each rank")
+    return str(read)
 
 
 def _is_name(url: str) -> bool:

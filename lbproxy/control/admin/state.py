@@ -140,6 +140,8 @@ class State:
             "waiting": None if fresh is None else fresh.waiting,
             "running": None if fresh is None else fresh.running,
             "kv_utilization": None if fresh is None or fresh.kv_utilization is None else round(fresh.kv_utilization, 4),
+            "kv_cached_tokens": one.kv_cached_tokens,
+            "kv_fill": None if one.kv_fill is None else round(one.kv_fill, 4),
             "metrics_age_s": None if one.metrics_age_s is None else round(one.metrics_age_s, 3),
             "models": one.models,
             "learned": None if learned is None else _rounded(asdict(learned)),

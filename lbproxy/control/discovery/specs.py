@@ -66,6 +66,8 @@ def _common(entry: EndpointSettings) -> Callable[..., EndpointSpec]:
         role=None if entry.role == "auto" else Role(entry.role),
         connector=None if entry.connector == "auto" else entry.connector,
         bootstrap_port=entry.bootstrap_port,
+        kv_events=entry.kv_events,
+        kv_events_replay=entry.kv_events_replay,
         api_key=None if entry.api_key is None else ApiKey(entry.api_key.get_secret_value()),
         proxy=None if entry.proxy is None else _proxy(entry.proxy),
     )

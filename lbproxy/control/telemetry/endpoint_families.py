@@ -71,6 +71,17 @@ _ENDPOINT_GAUGES = (
     ),
 )
 
+_KV_GAUGES = (
+    _EndpointGauge(
+        "kv_cached_tokens", "Tokens in the prefix cache, counted from KV events", lambda one: one.kv_cached_tokens
+    ),
+    _EndpointGauge(
+        "kv_fill",
+        "Share of the KV cache that holds cached tokens, 0 to 1, counted from KV events",
+        lambda one: one.kv_fill,
+    ),
+)
+
 
 Learned: TypeAlias = Mapping[EndpointUid, EndpointLearned]
 """What was learned of each member; empty under policies that learn nothing."""
@@ -105,6 +116,8 @@ def _endpoint_families(
     for one_gauge in _ENDPOINT_GAUGES:
         rows = [((one.endpoint.name,), one_gauge.read(one)) for one in endpoints]
         yield gauges(f"endpoint_{one_gauge.name}", one_gauge.help, ("endpoint",), rows)
+    if any(one.kv_cached_tokens is not None for one in endpoints):
+        yield from cache_families(endpoints)
     states = [
         ((one.endpoint.name, health.value), float(one.health is health)) for one in endpoints for health in Health
     ]
@@ -127,6 +140,13 @@ def _endpoint_families(
         if one.asks_load or count
     ]
     yield counters("load_reports", text, ("endpoint", "result"), reports)
+
+
+def cache_families(endpoints: Sequence[EndpointSnapshot]) -> Iterator[Metric]:
+    """What the KV events of endpoints show of their caches: there is nothing of it while none are read."""
+    for one_gauge in _KV_GAUGES:
+        rows = [((one.endpoint.name,), one_gauge.read(one)) for one in endpoints]
+        yield gauges(f"endpoint_{one_gauge.name}", one_gauge.help, ("endpoint",), rows)
 
 
 def one_per_name(endpoints: Iterable[EndpointSnapshot]) -> list[EndpointSnapshot]:

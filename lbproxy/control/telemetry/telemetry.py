@@ -56,6 +56,7 @@ from lbproxy.control.telemetry.families import (
     worker_families,
 )
 from lbproxy.control.telemetry.histogram import Histogram
+from lbproxy.control.telemetry.kv_families import KvEvents, kv_families
 from lbproxy.control.telemetry.log import configure_logging
 from lbproxy.control.telemetry.replica_families import Replicas, replica_families
 from lbproxy.control.telemetry.writer import LineWriter
@@ -134,6 +135,7 @@ class _Processes:
 
     workers: Workers | None = None
     replicas: Replicas | None = None
+    kv_events: KvEvents | None = None
 
 
 class _RouteTimes:
@@ -218,6 +220,10 @@ class Telemetry:
     def watch_replicas(self, replicas: Replicas | None) -> None:
         """Show the exchange with other replicas, if there is one."""
         self._processes.replicas = replicas
+
+    def watch_kv_events(self, events: KvEvents) -> None:
+        """Show how the KV events of endpoints arrive, while any are read."""
+        self._processes.kv_events = events
 
     @property
     def internal_errors(self) -> int:
@@ -366,6 +372,8 @@ class Telemetry:
             yield from worker_families(self._processes.workers)
         if self._processes.replicas is not None:
             yield from replica_families(self._processes.replicas)
+        if self._processes.kv_events is not None:
+            yield from kv_families(self._processes.kv_events)
         yield from self._process.collect()
 
     def _snapshot(self) -> PoolSnapshot:

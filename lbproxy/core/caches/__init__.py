@@ -4,5 +4,6 @@
 cached; `cache_size` learns the size of a cache, `cache_loss` detects that a cache was lost; `adapters` predicts loaded
 LoRA adapters.
 
-Imported by: `knowledge`, `policies`, `saved`. `knowledge` owns one of each for an endpoint. Never: prices or decisions.
+Imported by: `balancer`, `endpoints`, `extras`, `knowledge`, `policies`, `saved`. `knowledge` owns one of each for an
+endpoint. Never: prices or decisions.
 """

@@ -43,6 +43,10 @@ class EndpointSpec:
     """The proxy for all connections to it; None = no proxy."""
     ranks: int | None = None
     """Data-parallel ranks behind the address that are endpoints of their own; None = as many as its metrics show."""
+    kv_events: str | None = None
+    """Where it publishes KV events (`config.publishers`); None = they are not read."""
+    kv_events_replay: str | None = None
+    """Where it replays them; None = nowhere."""
     rank: int | None = None
     """Which of them this is, from 0, in the order of the labels in its metrics; None = all of the server."""
     role: Role | None = None

@@ -23,6 +23,7 @@ from operator import attrgetter
 from typing import Final
 
 from lbproxy.config.balancing import BalancingSettings
+from lbproxy.core.caches.cache_report import CacheReport
 from lbproxy.core.endpoints.breaker import Cause
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.health import Health
@@ -33,9 +34,11 @@ from lbproxy.core.endpoints.state import (
     EndpointSnapshot,
     EndpointState,
     assign_roles,
+    configured_models,
     note_load,
     note_scrape,
     relate_ranks,
+    served_by,
     snapshot_of,
 )
 from lbproxy.core.engines.handover import Handover
@@ -44,7 +47,7 @@ from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.knowledge.load_model import LoadModel
 from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.knowledge.prior import assume_speeds
-from lbproxy.core.requests.openai import ModelCard, synthetic_card
+from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.saved.pieces import Piece, pieces
 from lbproxy.core.saved.reading import Saved
 from lbproxy.core.saved.restoring import Restoring
@@ -187,7 +190,7 @@ class EndpointSet:
             elif _facts_of(state.endpoint) != _facts_of(spec):
                 before, state.endpoint = state.endpoint, _with_uid(spec, state.endpoint.uid)
                 if spec.models != before.models:
-                    state.models = _configured_models(spec)
+                    state.models = configured_models(spec)
                     self.serving.changed(state)
                 if self._pool is not None and spec.kv_cache_tokens != before.kv_cache_tokens:
                     state.load.kv.configure(spec.kv_cache_tokens)
@@ -214,7 +217,7 @@ class EndpointSet:
     def _join(self, spec: EndpointSpec, like: EndpointState | None, now: float) -> EndpointState:
         """`like`: what there was at its address, if that is divided into ranks now, or has other ranks."""
         self._last_uid += 1
-        state = EndpointState(_with_uid(spec, EndpointUid(self._last_uid)), models=_configured_models(spec))
+        state = EndpointState(_with_uid(spec, EndpointUid(self._last_uid)), models=configured_models(spec))
         if like is not None:
             state.models = like.models
             state.reported_cache_tokens, state.cache_tokens_at_most = (
@@ -235,6 +238,8 @@ class EndpointSet:
         state.load = LoadModel(pool, state.endpoint.kv_cache_tokens)
         if state.reported_cache_tokens is not None:
             state.load.kv.size_reported(float(state.reported_cache_tokens), at_most=state.cache_tokens_at_most)
+        if state.measured_cache_tokens is not None:
+            state.load.kv.size_measured(float(state.measured_cache_tokens))
         if state.reported_slots is not None:
             state.load.room.slots.limit_reported(state.reported_slots)
 
@@ -358,7 +363,7 @@ class EndpointSet:
             before, state.models = state.models, models
             if self._pool is not None and models is not None:
                 state.load.adapters.retain(models)
-            if _served(before) != _served(models):
+            if served_by(before) != served_by(models):
                 self.serving.changed(state)
 
     def scrape_sent(self, uid: EndpointUid) -> None:
@@ -415,11 +420,16 @@ class EndpointSet:
         self.serving.has_roles = assign_roles(self._states.values())
         self.serving.outdate()
 
-    def report_restart(self, uid: EndpointUid) -> None:
-        """Note that an endpoint is a new process."""
+    def report_cache(self, uid: EndpointUid, report: CacheReport) -> EndpointState | None:
+        """Note what the KV events of an endpoint show; returns its state if another request may be placed there now."""
         state = self._states.get(uid)
-        if state is not None and self._pool is not None:
-            state.load.restarted()
+        if state is None:
+            return None
+        before, state.cached_tokens = state.measured_cache_tokens, report.tokens
+        state.measured_cache_tokens = report.size_tokens or before
+        if self._pool is not None:
+            state.load.cache_reported(report)
+        return state if report.restarted or report.cleared or state.measured_cache_tokens != before else None
 
     def _new_process(self, state: EndpointState) -> None:
         """An endpoint that refused connections accepts them again: a new process, whose caches are empty. If the
@@ -478,16 +488,6 @@ def _is_unreachable(state: EndpointState) -> bool:
 def _trial_at(state: EndpointState) -> float:
     """When the next request may try it."""
     return max(state.tried_at + TRIAL_S, state.dialled_at + DIAL_S)
-
-
-def _configured_models(spec: EndpointSpec) -> dict[str, ModelCard] | None:
-    """The models that the settings configure for it; None = to be read from the endpoint."""
-    return None if spec.models is None else {name: synthetic_card(name) for name in spec.models}
-
-
-def _served(models: dict[str, ModelCard] | None) -> dict[str, str | None] | None:
-    """The part of an endpoint's model list that placing depends on."""
-    return None if models is None else {card.id: card.parent for card in models.values()}
 
 
 _FACTS: Final = [one.name for one in fields(EndpointSpec)]

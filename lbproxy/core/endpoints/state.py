@@ -8,14 +8,14 @@ from math import inf
 from typing import Final
 
 from lbproxy.core.endpoints.breaker import Breaker
-from lbproxy.core.endpoints.endpoint import Endpoint, handover_of
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, handover_of
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.progress import Progress
 from lbproxy.core.engines.handover import Handover, Role
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.knowledge.load_model import LoadModel
-from lbproxy.core.requests.openai import ModelCard
+from lbproxy.core.requests.openai import ModelCard, synthetic_card
 
 WHOLE_SERVER: Final = Handover()
 NO_METRICS: Final = LoadMetrics(scraped_at=-inf)
@@ -87,6 +87,10 @@ class EndpointState:
     reported_cache_tokens: int | None = None
     """The KV cache size that it reports outside its metrics (`core.engines.server_info`)."""
     cache_tokens_at_most: bool = False  # the size is an upper bound
+    cached_tokens: int | None = None
+    """Tokens in its prefix cache, counted from its KV events; None = not known."""
+    measured_cache_tokens: int | None = None
+    """The KV cache size that its KV events show."""
     reported_slots: int | None = None  # how many requests it reports to run at once
     refusals: int = 0
     """Attempts in a row that it refused or failed, without a successful response between."""
@@ -152,6 +156,16 @@ def assign_roles(states: Iterable[EndpointState]) -> bool:
         state.handover = handover_of(state.endpoint, state.reported_handover)
         found = found or state.handover.role is not Role.BOTH
     return found
+
+
+def served_by(models: dict[str, ModelCard] | None) -> dict[str, str | None] | None:
+    """The part of an endpoint's model list that placing depends on."""
+    return None if models is None else {card.id: card.parent for card in models.values()}
+
+
+def configured_models(spec: EndpointSpec) -> dict[str, ModelCard] | None:
+    """The models that the settings configure for it; None = to be read from the endpoint."""
+    return None if spec.models is None else {name: synthetic_card(name) for name in spec.models}
 
 
 # What an endpoint reports of its load: for the endpoint set
@@ -240,6 +254,10 @@ class EndpointSnapshot:
     """Requests of other replicas in flight there, as far as is known."""
     handover: Handover = WHOLE_SERVER
     """Its part where prefill and decode are apart."""
+    kv_cached_tokens: int | None = None
+    """Tokens in its prefix cache, counted from its KV events; None = not known."""
+    kv_fill: float | None = None
+    """The same as a share of the size of its KV cache, 0..1; None = one of them is not known."""
 
     @property
     def serving(self) -> bool:
@@ -270,4 +288,17 @@ def snapshot_of(state: EndpointState, share: float, readmitted: bool, now: float
         removed=state.removed,
         elsewhere=state.elsewhere,
         handover=state.handover,
+        kv_cached_tokens=state.cached_tokens,
+        kv_fill=_fill(state),
     )
+
+
+def _fill(state: EndpointState) -> float | None:
+    """The share of the cache that holds something, by the size that counts for placing: see `KvModel`."""
+    metrics, size = state.metrics, state.endpoint.kv_cache_tokens
+    if size is None and metrics is not None and metrics.kv_blocks and metrics.block_size_tokens:
+        size = metrics.kv_blocks * metrics.block_size_tokens
+    if size is None and not state.cache_tokens_at_most:
+        size = state.reported_cache_tokens
+    size = size or state.measured_cache_tokens
+    return None if size is None or state.cached_tokens is None else min(1.0, state.cached_tokens / size)

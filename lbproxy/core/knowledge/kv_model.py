@@ -1,7 +1,6 @@
 """One endpoint's prefix cache: what should be in it, how large it is, and whether it was lost.
 
-Its size is configured, reported or learned; a configured size overrules a reported one, and both overrule a learned
-one.
+Its size is configured, reported, measured by KV events, or learned; the first of these that is known counts.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ class KvModel:
         "cache",
         "capacity_tokens",
         "is_configured",
+        "is_reported",
         "is_restored",
         "known_tokens",
         "learner",
@@ -38,9 +38,10 @@ class KvModel:
         self.member_id = self.cache.member_id
         self.learner: CapacityLearner | None = None
         """Learns the size, unless the exact size is known."""
-        self.capacity_tokens, self.known_tokens, self.is_configured = 0.0, 0.0, False
-        """In this order: the size (configured, reported, learned or guessed); the size by which space is priced if it
-        is known, else 0; whether the size is configured."""
+        self.capacity_tokens, self.known_tokens = 0.0, 0.0
+        """The size (configured, reported, measured, learned or guessed); and the size by which space is priced if it is
+        known, else 0."""
+        self.is_configured = self.is_reported = False
         self.started_at: float | None = None
         """The start of the engine process, as it reports it."""
         self.is_restored = False
@@ -52,7 +53,7 @@ class KvModel:
 
     def configure(self, kv_cache_tokens: int | None) -> None:
         """Set the configured size, which overrules the reported one. None: it is not configured."""
-        self.is_configured = kv_cache_tokens is not None
+        self.is_configured, self.is_reported = kv_cache_tokens is not None, False
         self.learner = None if self.is_configured else CapacityLearner(self._pool.size)
         self.known_tokens = float(kv_cache_tokens or 0)
         self.capacity_tokens = self.known_tokens or float(GUESSED_TOKENS)
@@ -64,11 +65,18 @@ class KvModel:
         if not at_most and not self.is_configured:
             self.capacity_tokens = self.known_tokens = tokens
             self.learner = None
+            self.is_reported = True
         elif self.learner is not None:
             self.learner.size.cap(tokens)
             self.capacity_tokens = self.learner.size.tokens
             # The bound must not make its space cost less than where nothing is reported.
             self.known_tokens = min(tokens, self._pool.size.space_tokens)
+
+    def size_measured(self, tokens: float) -> None:
+        """Note the size that KV events show: it counts unless the size is configured or reported."""
+        if not self.is_configured and not self.is_reported:
+            self.capacity_tokens = self.known_tokens = tokens
+            self.learner = None
 
     def save(self) -> dict[str, float]:
         """The learned size, for `restore`; empty if the size is configured or reported."""

@@ -16,6 +16,7 @@ from math import inf
 from typing import Final
 
 from lbproxy.core.caches.adapters import AdapterTable
+from lbproxy.core.caches.cache_report import CacheReport
 from lbproxy.core.capacity.room import HOLD_MS, Room
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.knowledge.kv_model import KvModel
@@ -333,6 +334,15 @@ class LoadModel:
         explained = sum(one.late_at > at for one in pending) + self.adapters.waiting_requests()
         cache, slots = metrics.kv_utilization or 0.0, self.room.slots
         slots.learn_limit(metrics.waiting, metrics.running, explained, cache=cache, until=fresh_until)
+
+    def cache_reported(self, report: CacheReport) -> None:
+        """Note what KV events show. With a cleared cache speed, adapters and limits are what they were."""
+        if report.restarted:
+            self.restarted()
+        elif report.cleared:
+            self.kv.renew(inferred=False)
+        if report.size_tokens is not None:
+            self.kv.size_measured(float(report.size_tokens))
 
     def restarted(self, *, inferred: bool = False) -> None:
         """The endpoint lost what it had cached and loaded. `inferred`: only missing cached tokens showed it."""

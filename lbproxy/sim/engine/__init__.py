@@ -4,6 +4,6 @@
 prefill and others decode (`handover` is what happens in each of them); `fixed` takes so long whatever it gets;
 `presets` has the hardware.
 
-Imported by: `fleet`, `mock`, `mock/apis`, `mock/serving`, `mock/transfer`, `sim_cli`, `workloads`. Never: clocks, HTTP,
-balancers.
+Imported by: `fleet`, `mock`, `mock/apis`, `mock/connectors`, `mock/serving`, `mock/transfer`, `sim_cli`, `workloads`.
+Never: clocks, HTTP, balancers.
 """

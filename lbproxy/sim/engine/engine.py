@@ -19,6 +19,7 @@ from __future__ import annotations
 import random
 
 from lbproxy.sim.engine.handover import NEVER
+from lbproxy.sim.engine.kv_cache import BlockReport, ReportingPool
 from lbproxy.sim.engine.presets import BLOCK_TOKENS, Preset
 from lbproxy.sim.engine.scheduler import JITTER_SIGMA, Scheduler
 from lbproxy.sim.engine.sequence import (
@@ -142,6 +143,18 @@ class Engine(Scheduler):
         """Serve an adapter no more: it loses its slot unless it runs. Requests for it that were taken in end well."""
         self._run(now)
         self._lora.forget(adapter)
+
+    def report_blocks(self, report: BlockReport) -> None:
+        """Report from now on which blocks can be hit. Before the first request."""
+        self._pool = ReportingPool(self._pool.total, report)
+        self._handover.use(self._pool)
+
+    def clear_cache(self, *, now: float) -> None:
+        """Forget what is cached, unless a block is in use: as vLLM's /reset_prefix_cache."""
+        self._run(now)
+        if not self._pool.used:
+            self._pool = self._pool.emptied()
+            self._handover.use(self._pool)
 
     def restart(self, *, now: float) -> list[str]:
         """Fail, and be there again, empty. Returns the ids of all requests that were lost, oldest first.

@@ -64,6 +64,11 @@ class Handover:
         self.garbage = 0
         """Requests that read KV which was not held any more."""
 
+    def use(self, pool: BlockPool) -> None:
+        """Another pool, while nothing is in use in either."""
+        assert not self.is_busy
+        self._pool = pool
+
     @property
     def deferred(self) -> int:
         """Requests that wait for their KV, or for a step after it."""

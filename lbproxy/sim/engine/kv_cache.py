@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from operator import not_
-from typing import cast
+from typing import Protocol, cast
 
 _STRETCH = 64
 """Hashes looked up at once: a long prefix is nearly always all there, or misses early."""
@@ -32,6 +32,10 @@ class BlockPool:
         self._hash_of: list[int | None] = []
         self._by_hash: dict[int, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict()
+
+    def emptied(self) -> BlockPool:
+        """A pool of the same kind and size, with nothing in it."""
+        return BlockPool(self.total)
 
     @property
     def available(self) -> int:
@@ -97,3 +101,43 @@ class BlockPool:
             users[block] -= 1
             if not users[block]:
                 free[block] = None
+
+
+class BlockReport(Protocol):
+    """Who is told."""
+
+    def stored(self, hashes: Sequence[int]) -> None:
+        """Full blocks can be hit from now on."""
+
+    def removed(self, content: int) -> None:
+        """A block cannot be hit any more."""
+
+    def cleared(self) -> None:
+        """No block can be hit any more."""
+
+
+class ReportingPool(BlockPool):
+    """A pool that reports which content becomes hittable and which is overwritten, as vLLM's KV events do."""
+
+    def __init__(self, total: int, report: BlockReport) -> None:
+        super().__init__(total)
+        self._report = report
+
+    def emptied(self) -> ReportingPool:
+        """See BlockPool. Reports a clear."""
+        self._report.cleared()
+        return ReportingPool(self.total, self._report)
+
+    def register(self, blocks: Sequence[int], hashes: Sequence[int]) -> None:
+        """See BlockPool."""
+        new = [content for content in hashes if content not in self._by_hash]
+        super().register(blocks, hashes)
+        if new:
+            self._report.stored(new)
+
+    def _evict(self) -> int:
+        content = self._hash_of[next(iter(self._free))]
+        block = super()._evict()
+        if content is not None:
+            self._report.removed(content)
+        return block

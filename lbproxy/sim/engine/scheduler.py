@@ -52,11 +52,12 @@ class Scheduler:
         self._jitter = jitter
         self._name_tokens = name_tokens
         self._results: list[StepDone] = []
+        self._pool = BlockPool(preset.kv_tokens // BLOCK_TOKENS)
         self._reset()
 
     def _reset(self) -> None:
         """As freshly started: nothing cached, nothing to do, counters at zero."""
-        self._pool = BlockPool(self._preset.kv_tokens // BLOCK_TOKENS)
+        self._pool = self._pool.emptied()
         self._lora = LoraSlots(self._preset.max_loras, self._rng)
         self._handover = Handover(self._pool)
         self._live: dict[str, Running] = {}

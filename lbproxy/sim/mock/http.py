@@ -23,6 +23,11 @@ from lbproxy.sim.engine.presets import BLOCK_TOKENS
 from lbproxy.sim.engine.ranks import RankedEngine
 from lbproxy.sim.mock.adapters import LOAD_PATH, UNLOAD_PATH, Adapters
 from lbproxy.sim.mock.apis.fields import ApiError
+from lbproxy.sim.mock.connectors.legs import Connector
+from lbproxy.sim.mock.connectors.mooncake import Mooncake
+from lbproxy.sim.mock.connectors.nixl import Nixl
+from lbproxy.sim.mock.connectors.sglang import Sglang
+from lbproxy.sim.mock.connectors.storage import Storage
 from lbproxy.sim.mock.description import DESCRIPTIONS, describe, models_body
 from lbproxy.sim.mock.exposition import CONTENT_TYPE, Page, render
 from lbproxy.sim.mock.faults import parse_faults
@@ -31,14 +36,10 @@ from lbproxy.sim.mock.sabotage import Handler, Saboteur
 from lbproxy.sim.mock.serving.desk import Desk, client_request_id, detail, fields_of, json_response
 from lbproxy.sim.mock.serving.driver import Driver
 from lbproxy.sim.mock.serving.generation import Generation
-from lbproxy.sim.mock.serving.legs import Connector
-from lbproxy.sim.mock.serving.mooncake import Mooncake
-from lbproxy.sim.mock.serving.nixl import Nixl
+from lbproxy.sim.mock.serving.published import CLEAR_PATH, Published
 from lbproxy.sim.mock.serving.reading import Reading
 from lbproxy.sim.mock.serving.realtime import Realtime
 from lbproxy.sim.mock.serving.responses import Responses
-from lbproxy.sim.mock.serving.sglang import Sglang
-from lbproxy.sim.mock.serving.storage import Storage
 from lbproxy.sim.mock.transfer import families
 from lbproxy.sim.mock.transfer.sglang import DEFAULT_PORT
 
@@ -66,7 +67,8 @@ class MockServer:
             speed=options.speed,
             rng=random.Random(options.seed),
         )
-        self.driver = Driver(engine, options.speed, lambda running: self._adapters.stepped(running, time.time()))
+        self.published = Published(options, engine)
+        self.driver = Driver(engine, options.speed, self._stepped)
         self.connector = make_connector(options, self.driver)
         self._desk = Desk(options, self.driver, self._adapters, self.connector)
         self._started_at = time.time()
@@ -96,9 +98,11 @@ class MockServer:
         await runner.setup()
         try:
             await self.connector.start(self.options.host)
+            self.published.start()
             await web.TCPSite(runner, self.options.host, self.options.port).start()
         except BaseException:
             await self.connector.close()
+            self.published.close()
             await runner.cleanup()
             raise
         self._runner = runner
@@ -114,6 +118,7 @@ class MockServer:
             await runner.cleanup()
         self.driver.run(False)
         await self.connector.close()
+        self.published.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -139,6 +144,7 @@ class MockServer:
                 web.get("/v1/models", self._models, allow_head=False),
                 web.get("/health", self._health, allow_head=False),
                 web.get("/version", self._version, allow_head=False),
+                web.post(CLEAR_PATH, self.published.clear_cache),
                 *self._saboteur.routes(),
             ]
         )
@@ -150,6 +156,10 @@ class MockServer:
             application.router.add_post(LOAD_PATH, self._load_adapter)
             application.router.add_post(UNLOAD_PATH, self._unload_adapter)
         return application
+
+    def _stepped(self, adapters: Sequence[str]) -> None:
+        self._adapters.stepped(adapters, time.time())
+        self.published.publish()
 
     # What the saboteur needs.
 

@@ -79,6 +79,11 @@ class MockOptions:
     shared_storage_path: str | None = None
     """shared-storage: the folder that the servers share."""
 
+    kv_events: str | None = None
+    """Where KV events are published: `tcp://*:port` is bound, `tcp://host:port` connected to; None = nowhere."""
+    kv_events_replay: str | None = None
+    """Where they are replayed: `tcp://*:port`."""
+
     def __post_init__(self) -> None:
         self._check_transfer()
         if self.preset not in PRESETS:
@@ -97,6 +102,10 @@ class MockOptions:
             raise ValueError(f"ranks must be within 1..{MAX_RANKS}, got {self.ranks}")
         if self.ttft is not None and self.ranks > 1:
             raise ValueError("ranks must be 1 with ttft")
+        if self.kv_events is not None and self.ttft is not None:
+            raise ValueError("kv_events needs an engine with a cache, which there is none with ttft")
+        if self.kv_events_replay is not None and self.kv_events is None:
+            raise ValueError("kv_events_replay needs kv_events")
         self.times()
         Adapters(self.model, self.adapters)
         self.hardware()

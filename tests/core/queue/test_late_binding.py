@@ -10,6 +10,7 @@ import pytest
 from lbproxy.config.sections.flows import FlowsSettings
 from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.balancer import Balancer
+from lbproxy.core.caches.cache_report import RESTARTED
 from lbproxy.core.capacity.room import HOLD_MS
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.engines.load_metrics import LoadMetrics
@@ -357,8 +358,8 @@ def test_a_scrape_and_a_restart_reach_the_model_of_the_cache() -> None:
         assert home.placed_on.load.kv.cache.size == cached
     balancer.close(balancer.submit(again, now=3.0), Outcome.COMPLETED, now=3.0)
     for endpoint in endpoints:
-        balancer.report_restart(endpoint.uid)
-    balancer.report_restart(EndpointUid(999))
+        balancer.report_cache(endpoint.uid, RESTARTED)
+    balancer.report_cache(EndpointUid(999), RESTARTED)
     assert home.placed_on.load.pool.index.entries == 0
 
 
@@ -367,7 +368,7 @@ def test_policies_without_models_keep_none() -> None:
     ticket = balancer.submit(ask(), now=0.0)
     assert ticket.placement is None
     assert balancer.block_bytes is None
-    balancer.report_restart(endpoints[0].uid)
+    balancer.report_cache(endpoints[0].uid, RESTARTED)
     assert adaptive(1)[0].block_bytes == 1024
 
 

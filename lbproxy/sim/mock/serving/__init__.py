@@ -3,5 +3,5 @@
 `driver` owns the engine and its one timer; `desk` is what every handler needs (options, adapters, ids); the others
 are routes with their handlers, one module for each kind of API. What is said stands in `sim.mock.apis`.
 
-Imported by: `mock`. Never: the shape of a body.
+Imported by: `mock`, `mock/connectors`. Never: the shape of a body.
 """

@@ -19,11 +19,11 @@ from lbproxy.sim.mock.adapters import Adapters
 from lbproxy.sim.mock.apis import call as calls
 from lbproxy.sim.mock.apis.call import Call, Choice, Identity, Writer
 from lbproxy.sim.mock.apis.fields import ApiError, Json, load_json
+from lbproxy.sim.mock.connectors.legs import Connector
 from lbproxy.sim.mock.exposition import load_report
 from lbproxy.sim.mock.mock_options import MockOptions
 from lbproxy.sim.mock.sabotage import stream_response
 from lbproxy.sim.mock.serving.driver import Driver, Flight
-from lbproxy.sim.mock.serving.legs import Connector
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

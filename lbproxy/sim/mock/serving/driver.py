@@ -20,8 +20,8 @@ from lbproxy.sim.engine.model_server import ModelServer
 from lbproxy.sim.engine.sequence import FirstToken, Hold
 from lbproxy.sim.mock.apis.call import Choice, garbled
 from lbproxy.sim.mock.apis.fields import ApiError
+from lbproxy.sim.mock.connectors.legs import Leg
 from lbproxy.sim.mock.lag import LagMeter
-from lbproxy.sim.mock.serving.legs import Leg
 
 LOAD_FAILED = "Internal server error"
 """vLLM's words when the KV of a prompt could not be loaded."""

@@ -3,5 +3,5 @@
 `nixl` and `sglang` read what a body says of a transfer, and word what a response says; `storage` is how a shared folder
 names prompts; `families` has what the metrics page gains. All of it is docs/decisions/0041 in code. Pure.
 
-Imported by: `mock`, `mock/serving`. Never: a connection, a file, a clock.
+Imported by: `mock`, `mock/connectors`. Never: a connection, a file, a clock.
 """

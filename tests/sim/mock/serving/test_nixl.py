@@ -9,9 +9,9 @@ import httpx
 import openai
 import pytest
 
+from lbproxy.sim.mock.connectors.channel import MAX_LINE_BYTES
+from lbproxy.sim.mock.connectors.nixl import Nixl
 from lbproxy.sim.mock.http import MockOptions
-from lbproxy.sim.mock.serving.channel import MAX_LINE_BYTES
-from lbproxy.sim.mock.serving.nixl import Nixl
 from tests.sim.mock.serving.pair import PROMPT, Pair, split, whole_text
 from tests.support.aio import until
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lbproxy.sim.mock.serving.storage import LAYERS
+from lbproxy.sim.mock.connectors.storage import LAYERS
 from lbproxy.sim.mock.transfer.storage import looked_up_as, stored_as
 from tests.sim.mock.serving.pair import PROMPT, Pair, split, whole_text
 

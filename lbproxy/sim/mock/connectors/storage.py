@@ -12,8 +12,8 @@ from pathlib import Path
 from lbproxy.sim.engine.sequence import KvState, Source
 from lbproxy.sim.mock.apis.call import Call, Choice
 from lbproxy.sim.mock.apis.fields import Json
+from lbproxy.sim.mock.connectors.legs import Connector, Leg
 from lbproxy.sim.mock.mock_options import MockOptions
-from lbproxy.sim.mock.serving.legs import Connector, Leg
 from lbproxy.sim.mock.text import token_count
 from lbproxy.sim.mock.transfer.storage import aligned, looked_up_as, stored_as
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from lbproxy.sim.engine.sequence import Hold, KvState, Source
 from lbproxy.sim.mock.apis.call import Call, Choice
 from lbproxy.sim.mock.apis.fields import ApiError, Json
+from lbproxy.sim.mock.connectors.channel import Channel, Patience, Peer, RemoteKv
+from lbproxy.sim.mock.connectors.legs import Connector, Leg
 from lbproxy.sim.mock.mock_options import MockOptions
-from lbproxy.sim.mock.serving.channel import Channel, Patience, Peer, RemoteKv
 from lbproxy.sim.mock.serving.driver import Driver
-from lbproxy.sim.mock.serving.legs import Connector, Leg
 from lbproxy.sim.mock.transfer.sglang import DEFAULT_PORT, Meeting, parse
 
 WAIT_S = 300.0

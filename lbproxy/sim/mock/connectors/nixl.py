@@ -14,10 +14,10 @@ from functools import partial
 from lbproxy.sim.engine.sequence import LEASE_S, RENEWAL_SHARE, Hold, KvState, Source
 from lbproxy.sim.mock.apis.call import Call, Choice
 from lbproxy.sim.mock.apis.fields import Json
+from lbproxy.sim.mock.connectors.channel import Channel, Patience, Peer, RemoteKv
+from lbproxy.sim.mock.connectors.legs import Connector, Leg, Nothing
 from lbproxy.sim.mock.mock_options import MockOptions
-from lbproxy.sim.mock.serving.channel import Channel, Patience, Peer, RemoteKv
 from lbproxy.sim.mock.serving.driver import Driver
-from lbproxy.sim.mock.serving.legs import Connector, Leg, Nothing
 from lbproxy.sim.mock.transfer.nixl import Params, Pull, parse, response_params
 
 HANDSHAKE_S = 5.0

@@ -19,10 +19,10 @@ from aiohttp import web
 from lbproxy.sim.engine.sequence import Hold, KvState, Source
 from lbproxy.sim.mock.apis.call import Call, Choice
 from lbproxy.sim.mock.apis.fields import Json
+from lbproxy.sim.mock.connectors.channel import Channel, Patience, Peer, RemoteKv
+from lbproxy.sim.mock.connectors.legs import Connector, Leg, Nothing
 from lbproxy.sim.mock.mock_options import MockOptions
-from lbproxy.sim.mock.serving.channel import Channel, Patience, Peer, RemoteKv
 from lbproxy.sim.mock.serving.driver import Driver
-from lbproxy.sim.mock.serving.legs import Connector, Leg, Nothing
 from lbproxy.sim.mock.transfer.mooncake import QUERY_PATH, Params, parse, query_body, worker_of
 
 WAIT_S = 480.0

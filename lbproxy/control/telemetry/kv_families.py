@@ -1,0 +1,78 @@
+"""What /metrics shows of the KV events of endpoints, and what it has to know for that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from prometheus_client.core import Metric
+
+from lbproxy.control.telemetry.families import counters, gauges
+from lbproxy.core.engines.kv_events import Problem
+
+
+class Published(Protocol):
+    """What one endpoint published: extras.kv_feed.KvStats."""
+
+    messages: int
+    bytes: int
+    stored: int
+    """Blocks."""
+    removed: int
+    clears: int
+    restarts: int
+    lost: int
+    """Messages."""
+    replayed: int
+
+    @property
+    def problems(self) -> Mapping[Problem, int]:
+        """How often each occurred."""
+        ...
+
+    @property
+    def age_s(self) -> float | None:
+        """Seconds since the last message; None = there was none."""
+        ...
+
+
+class KvEvents(Protocol):
+    """The reader of KV events: extras.kv_events.KvEvents."""
+
+    @property
+    def stats(self) -> Mapping[str, Published]:
+        """By the names of the endpoints that are read now."""
+        ...
+
+
+_COUNTERS = (
+    ("messages", "Messages that the endpoint published over ZMQ"),
+    ("bytes", "Bytes of these messages"),
+    ("clears", "Times that the endpoint cleared its prefix cache"),
+    ("restarts", "Times that the publisher of the endpoint started again"),
+    ("lost", "Messages that were lost and not replayed: what is in the cache is unknown then"),
+    ("replayed", "Messages that were replayed"),
+)
+
+
+def kv_families(events: KvEvents) -> Iterator[Metric]:
+    """How the events of each endpoint arrive; nothing while none are read."""
+    stats = dict(events.stats)
+    if not stats:
+        return
+    for name, text in _COUNTERS:
+        rows = [((endpoint,), getattr(one, name)) for endpoint, one in stats.items()]
+        suffix = "_messages" if name in {"lost", "replayed"} else ""
+        yield counters(f"kv_events_{name}{suffix}", text, ("endpoint",), rows)
+    text = "Blocks that were stored in or removed from the GPU's prefix cache of the endpoint"
+    blocks = [
+        ((endpoint, change), count)
+        for endpoint, one in stats.items()
+        for change, count in (("stored", one.stored), ("removed", one.removed))
+    ]
+    yield counters("kv_events_blocks", text, ("endpoint", "change"), blocks)
+    text = "Messages or events that were not used, by kind of problem"
+    problems = [((name, kind.value), one.problems.get(kind, 0)) for name, one in stats.items() for kind in Problem]
+    yield counters("kv_events_problems", text, ("endpoint", "problem"), problems)
+    text = "Seconds since the last message of the endpoint; engines publish only while they compute"
+    yield gauges("kv_events_age_seconds", text, ("endpoint",), [((name,), one.age_s) for name, one in stats.items()])

@@ -1,0 +1,81 @@
+"""Has the KV events of endpoints read as the settings ask, with a package that lbproxy does without, and only then."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lbproxy.config.sections.endpoints import EndpointSettings
+from lbproxy.config.text import ConfigError
+from lbproxy.core.balancer import Balancer
+from lbproxy.core.caches.cache_report import CacheReport
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
+from lbproxy.extras.kv_feed import KvFeed, KvStats
+from lbproxy.extras.kv_pace import Pace
+from lbproxy.runtime import Runtime
+
+if TYPE_CHECKING:
+    from lbproxy.extras.kv_sockets import KvSockets
+
+logger = logging.getLogger("lbproxy")
+NEEDED = "needs a package that is not installed: pip install 'lbproxy[kv-events]'"
+
+
+class KvEvents:
+    """What is read, of all endpoints."""
+
+    def __init__(self, balancer: Balancer, runtime: Runtime) -> None:
+        self._balancer = balancer
+        self._runtime = runtime
+        self._pace = Pace()
+        self._sockets: KvSockets | None = None
+        self.stats: dict[str, KvStats] = {}
+        """By the names of the endpoints that are read now."""
+
+    async def follow(self, endpoint: Endpoint) -> None:
+        """A loop for `supervise`: the events of one endpoint, or of one rank."""
+        if self._sockets is None:
+            kind = await asyncio.to_thread(_import)
+            if kind is None:  # an entry of a file: the settings were checked
+                extra = {"event": "kv_events", "endpoint": endpoint.name}
+                logger.error("KV events of %s are not read: it %s", endpoint.name, NEEDED, extra=extra)
+                return
+            self._sockets = self._sockets or kind()
+        stats = KvStats(self._runtime.now)
+        feed = KvFeed(endpoint, self._sockets, self._pace, stats, partial(self._report, endpoint.uid))
+        self.stats[endpoint.name] = stats
+        try:
+            await feed.run()
+        finally:
+            if self.stats.get(endpoint.name) is stats:
+                del self.stats[endpoint.name]
+
+    def _report(self, uid: EndpointUid, report: CacheReport) -> None:
+        self._balancer.report_cache(uid, report)
+        self._runtime.reconsider()
+
+    def close(self) -> None:
+        """Let go of all sockets. When no loop runs any more."""
+        if self._sockets is not None:
+            self._sockets.close()
+
+
+def find_kv_events(endpoints: Iterable[EndpointSettings]) -> None:
+    """Raise ConfigError if endpoints have KV events and the package that reads them is missing. Blocks."""
+    wanted = [index for index, one in enumerate(endpoints) if one.kv_events is not None]
+    if wanted and _import() is None:
+        raise ConfigError("settings", [f"endpoints[{wanted[0]}].kv_events: {NEEDED}"])
+
+
+def _import() -> type[KvSockets] | None:
+    """None = pyzmq is missing."""
+    try:
+        from lbproxy.extras.kv_sockets import KvSockets  # noqa: PLC0415 - for those who want it
+    except ImportError as error:
+        if error.name is None or not error.name.startswith("zmq"):
+            raise
+        return None
+    return KvSockets
