@@ -78,9 +78,11 @@ LINGERS_S = 30.0
 class Server:
     """One simulated model server, on a port that stays its own."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, *options: str) -> None:
+        """`options`: further ones of `lbproxy mock`."""
         self.port = free_port()
         self.log = log
+        self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
         self._harms: list[list[float]] = []
@@ -115,6 +117,7 @@ class Server:
             "sim",
             "--speed",
             str(SPEED),
+            *self._options,
         ]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
