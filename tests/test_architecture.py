@@ -50,6 +50,7 @@ ONLY_IN = {
         "control/telemetry/families.py",
         "control/telemetry/endpoint_families.py",
         "control/telemetry/replica_families.py",
+        "control/telemetry/split_families.py",
     },
     "yaml": {"config/"},
     "pydantic": {"config/"},

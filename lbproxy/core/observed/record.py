@@ -100,17 +100,9 @@ class RequestRecord:
                 self.prefill_s = self.prefill_usage = None
         if ticket.decision is not None:
             self.note_decision(ticket.decision)
-        self.note_prediction(ticket)
-
-    def note_prediction(self, ticket: Ticket) -> None:
-        """Note how much of the prompt is expected to be cached where it is computed: by the first of two legs."""
-        first = ticket if ticket.prefill is None else ticket.prefill
-        if first.placement is not None and first.request.leg != DECODE:
-            self.predicted_cached_tokens = first.placement.cached_tokens
-
-    def note_first_leg(self, endpoint: str, result: str) -> None:
-        """Note how a first leg ended: see `first_legs`."""
-        self.first_legs = (*self.first_legs, (endpoint, result))
+        cached = ticket.predicted_cached_tokens
+        if cached is not None:
+            self.predicted_cached_tokens = cached
 
     def note_wait(self, ticket: Ticket) -> None:
         """Note that the ticket was not placed at once."""

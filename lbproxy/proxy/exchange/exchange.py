@@ -209,7 +209,7 @@ class Exchange(Lifetime):
         assert ticket is not None
         now = runtime.now()
         record.prefill_usage, record.prefill_s = usage, now - (record.placed_at or 0.0)
-        record.note_first_leg(record.prefill or "", "completed")
+        record.first_legs += ((record.prefill or "", "completed"),)
         if record.trace is not None:
             record.trace.prefilled(now)
         if self.step is not PREFILLING:
@@ -233,7 +233,7 @@ class Exchange(Lifetime):
         """See split.Owner."""
         record = self.record
         if self.step in {PREFILLING, DIALLING, SENT}:
-            record.note_first_leg(record.prefill or "", "refused")
+            record.first_legs += ((record.prefill or "", "refused"),)
             if record.trace is not None:
                 record.trace.failed(f"upstream_{head.status}", self._shared.runtime.now(), PREFILL)
         if self.step is PREFILLING:
@@ -380,7 +380,9 @@ class Exchange(Lifetime):
         """Record the usage that the endpoint reported, with the complete prompt in it."""
         expected = ticket.predicted_prompt_tokens or ticket.request.body_bytes / 4.0
         if ticket.placement is not None:
-            self.record.note_prediction(ticket)
+            cached = ticket.predicted_cached_tokens
+            if cached is not None:
+                self.record.predicted_cached_tokens = cached
             expected = ticket.placement.prompt_tokens
         self.record.usage = usage = usage.resolved(expected)
         return usage
@@ -432,7 +434,7 @@ class Exchange(Lifetime):
         record, leg = self.record, ticket.request.leg
         record.failed += ((endpoint.name, label),)
         if leg == PREFILL:
-            record.note_first_leg(endpoint.name, "failed")
+            record.first_legs += ((endpoint.name, "failed"),)
         if record.trace is not None:
             record.trace.failed(label, self._shared.runtime.now(), leg)
 
