@@ -161,6 +161,8 @@ class Session:
         state, record, explanation, prompt_tokens = ticket.placed_on, job.record, None, 0.0
         assert ticket.placed_at is not None
         record.note_placed(ticket)
+        if (cached := ticket.predicted_cached_tokens) is not None:
+            record.predicted_cached_tokens = cached
         if ticket.decision is not None and ticket.request.explain and record.attempt_decision is not None:
             explanation = compact(record.attempt_decision)
         if ticket.placement is not None:

@@ -126,6 +126,8 @@ class State:
             "name": endpoint.name,
             "url": endpoint.base_url,
             "engine": endpoint.engine,
+            "role": one.handover.role.value,
+            "connector": one.handover.connector,
             "from": self._origin(endpoint.server),
             "health": one.health.value,
             "draining": one.draining,

@@ -100,9 +100,6 @@ class RequestRecord:
                 self.prefill_s = self.prefill_usage = None
         if ticket.decision is not None:
             self.note_decision(ticket.decision)
-        cached = ticket.predicted_cached_tokens
-        if cached is not None:
-            self.predicted_cached_tokens = cached
 
     def note_wait(self, ticket: Ticket) -> None:
         """Note that the ticket was not placed at once."""

@@ -108,6 +108,8 @@ class Exchange(Lifetime):
         assert ticket.placed_at is not None
         endpoint, record = ticket.placed_on.endpoint, self.record
         record.note_placed(ticket)
+        if ticket.decision is not None:
+            self._note_prediction(ticket)
         record.queue_s += ticket.placed_at - ticket.submitted_at
         if ticket.request.leg and self._begins_split(ticket):
             return
@@ -380,12 +382,15 @@ class Exchange(Lifetime):
         """Record the usage that the endpoint reported, with the complete prompt in it."""
         expected = ticket.predicted_prompt_tokens or ticket.request.body_bytes / 4.0
         if ticket.placement is not None:
-            cached = ticket.predicted_cached_tokens
-            if cached is not None:
-                self.record.predicted_cached_tokens = cached
+            self._note_prediction(ticket)
             expected = ticket.placement.prompt_tokens
         self.record.usage = usage = usage.resolved(expected)
         return usage
+
+    def _note_prediction(self, ticket: Ticket) -> None:
+        cached = ticket.predicted_cached_tokens
+        if cached is not None:
+            self.record.predicted_cached_tokens = cached
 
     # Another attempt
 
