@@ -240,6 +240,8 @@ class EndpointSnapshot:
     """Requests of other replicas in flight there, as far as is known."""
     handover: Handover = WHOLE_SERVER
     """Its part where prefill and decode are apart."""
+    reported_handover: Handover | None = None
+    """The same as its engine shows it."""
 
     @property
     def serving(self) -> bool:
@@ -270,4 +272,5 @@ def snapshot_of(state: EndpointState, share: float, readmitted: bool, now: float
         removed=state.removed,
         elsewhere=state.elsewhere,
         handover=state.handover,
+        reported_handover=state.reported_handover,
     )
