@@ -345,6 +345,7 @@ def test_roles_that_do_not_fit_are_said() -> None:
     assert "gpu-1: role decode, but no connector is configured" in output
     _, output = checked(vllm(NIXL), ", role: prefill, connector: mooncake")
     assert "gpu-1: the settings say connector: mooncake, its engine has nixl" in output
+    assert "  connector  mooncake (by the settings)" in output, "which lbproxy would use"
     _, output = checked(sglang(None), ", engine: sglang, role: prefill")
     assert "gpu-1: the settings say role: prefill, its engine says both" in output
     _, output = checked(sglang("decode"), ", engine: sglang")

@@ -128,6 +128,39 @@ def test_without_roles_nothing_is_a_pair() -> None:
     assert made["lowest_costs"] == {"whole": made["cost"], "split": None}
 
 
+def test_another_attempt_forgets_the_first_leg_of_the_one_before() -> None:
+    balancer = explaining("pd", split="always")
+    record = served(balancer, 8192, 1.0)
+    record.note_placed(balancer.submit(prompt(8192, 5000), now=3.0))
+    assert (record.prefill, record.prefill_s, record.prefill_usage, record.attempts) == ("p1", None, None, 2)
+    assert record.cached_tokens is None, "not those of the attempt before"
+    record.prefill_s = 0.5
+    record.note_placed(balancer.submit(prompt(8192, splittable=False), now=4.0))
+    left = {name: getattr(record, name) for name in ("prefill", "prefill_s", "endpoint", "attempts")}
+    assert left == {"prefill": None, "prefill_s": None, "endpoint": "d2", "attempts": 3}
+
+
+@pytest.mark.parametrize("connector", ["nixl", "sglang"])
+def test_cached_tokens_are_predicted_where_the_prompt_is_computed(connector: str) -> None:
+    """A second leg expects what was transferred."""
+    balancer, endpoints = apart("pd", connector=connector, split="always")
+    served(balancer, 8192, 1.0)
+    ticket = balancer.submit(prompt(8192), now=5.0)
+    predicted = ticket.predicted_cached_tokens
+    assert predicted is not None
+    assert predicted > 4000, "the first leg has it from the request before"
+    if connector == "nixl":
+        balancer.first_byte(ticket, now=5.1)
+        balancer.close(ticket, Outcome.COMPLETED, now=5.1)
+        second = balancer.submit(prompt(8192).as_leg(DECODE, endpoints["p1"].uid), now=5.1, resubmitted=True)
+        assert second.placement is not None
+        assert second.predicted_cached_tokens is None
+    else:
+        assert ticket.prefill is not None
+        assert ticket.prefill.placement is not None
+        assert predicted == ticket.prefill.placement.cached_tokens
+
+
 def test_a_client_that_asks_gets_both_names() -> None:
     record = served(explaining("pd", split="always"), 8192, 1.0)
     assert record.attempt_decision is not None

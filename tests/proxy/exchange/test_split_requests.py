@@ -675,3 +675,16 @@ def test_the_legs_of_an_attempt_are_both_traced() -> None:
                 assert parents == [f"{one.span_id:016x}" for one in attempts]
 
     run(main())
+
+
+def test_an_lbproxy_behind_this_one_does_not_name_its_own() -> None:
+    async def script(wire: Wire, _: Received) -> None:
+        await wire.send(b"HTTP/1.1 200 OK\r\nx-lbproxy-prefill: inner\r\ncontent-length: 2\r\n\r\n{}")
+
+    async def main() -> None:
+        async with apart(("both", script)) as (it, _):
+            reply = await it.ask(post(BODY))
+            assert b"x-lbproxy-endpoint: e1\r\n" in reply.head
+            assert b"inner" not in reply.head
+
+    run(main())
