@@ -40,7 +40,8 @@ COMPILED = {
     "lbproxy/proxy/request": "client_request forwarding handshake headers plain reading",
     "lbproxy/proxy/exchange": "exchange exchanger failures lifetime relay steps",
     "lbproxy/proxy/front": "requests socket_turn turn",
-    "lbproxy/control/telemetry": "access_line histogram recent telemetry writer",
+    "lbproxy/control/families": "histogram",
+    "lbproxy/control/telemetry": "access_line recent telemetry writer",
 }
 """By folder, what each request goes through."""
 

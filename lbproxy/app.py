@@ -36,6 +36,7 @@ from lbproxy.control.discovery.overlay import Overlay
 from lbproxy.control.discovery.watch import Loops, Watches
 from lbproxy.control.loops import supervise
 from lbproxy.control.probing.prober import Prober
+from lbproxy.control.probing.roles import RoleWatch
 from lbproxy.control.probing.scraper import Scraper, Scraping
 from lbproxy.control.saving.keeper import Keeper
 from lbproxy.control.telemetry.history import History
@@ -199,6 +200,7 @@ class Proxy:
             running: list[Loop] = [
                 ("the watch over endpoints", self.runtime.keep_checking),
                 ("the history", self.history.run),
+                ("the watch over roles", RoleWatch(self.runtime, lambda: self.settings).run),
                 ("reloading", partial(self._follow_reloads, orders)),
                 ("restarting", partial(self._follow_restarts, orders)),
                 *self.plane.loops(),

@@ -22,6 +22,8 @@ from lbproxy.control.probing.inspect import Inspection, inspect
 from lbproxy.control.saving import state_file
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.engines.dialects import Engines
+from lbproxy.core.engines.handover import CONNECTORS, Role
+from lbproxy.core.engines.pairing import find_problems, states_role
 from lbproxy.core.engines.readings import MAX_LORA
 from lbproxy.core.engines.server_info import SERVER_INFO
 from lbproxy.core.policies.ignored import ignored_settings
@@ -86,8 +88,9 @@ async def check(settings: Settings, console: Console | None = None) -> int:
         *_unverified(settings),
         *_unserved(settings, found),
         *_unkept(settings),
+        *find_problems([one.part for one in found if one.reachable]),
     ):
-        console.print(Text(f"\n{warning}", style="yellow"))
+        console.print(Text(f"\n{_plain(warning)}", style="yellow"))
     usable = sum(one.usable for one in found)
     console.print(f"\n{usable} of {len(found)} endpoints can be used.")
     return 0 if usable else 1
@@ -216,6 +219,7 @@ def _rows(one: Inspection) -> Iterator[tuple[str, Text]]:
         yield "load", Text(f"{len(one.present)} of {len(one.present) + lacking} signals{_values(one)}")
     yield from _ranks(one)
     yield from _kv_events(one.endpoint, one.endpoint.ranks or one.ranks)
+    yield from _handover(one)
     said = one.said
     if said is not None and said.tokens is not None and one.endpoint.kv_cache_tokens is None:
         yield "KV cache", Text(f"{said.tokens:,} tokens{' at most' if said.is_upper_bound else ''}, as it reports")
@@ -254,6 +258,24 @@ def _kv_events(endpoint: EndpointSpec, ranks: int) -> Iterator[tuple[str, Text]]
     if replay is not None and overlap(events, ranks, replay, ranks):
         text = f"the ports of {ranks} ranks meet those of their replays: leave {ranks} ports to each"
         yield "problem", Text(text, style="red")
+
+
+def _handover(one: Inspection) -> Iterator[tuple[str, Text]]:
+    """Its role and connector, if it has any, and who says so."""
+    part = one.part
+    role, connector, port = part.handover
+    if role is not Role.BOTH or part.role is not None:
+        who = "as it reports" if states_role(part.reported) else "by the settings"
+        yield "role", Text(f"{role.value} ({who})")
+    if connector is None and role is Role.BOTH:
+        return
+    if connector is None:
+        yield "connector", Text("unknown: not configured, and not recognised", style="yellow")
+        return
+    recognised = part.reported is not None and part.reported.connector == connector
+    how = "as it shows" if recognised else "by the settings"
+    at = f", bootstrap port {port}" if role is Role.PREFILL and CONNECTORS[connector].concurrent else ""
+    yield "connector", Text(f"{connector} ({how}){at}")
 
 
 def _listed(names: Sequence[str]) -> str:

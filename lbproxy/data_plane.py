@@ -18,8 +18,8 @@ from lbproxy.config.sections.clients import Address
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin.key_files import Credentials, Files, Watched
 from lbproxy.control.admin.state import Front
-from lbproxy.control.telemetry.families import Door, Load, Loads, Workers
-from lbproxy.control.telemetry.families import Tracing as TraceResults
+from lbproxy.control.families.common import Door, Load, Loads, Workers
+from lbproxy.control.families.common import Tracing as TraceResults
 from lbproxy.control.telemetry.memory import Memory
 from lbproxy.control.telemetry.telemetry import Connections, Ticker
 from lbproxy.core.observed.sink import Sink

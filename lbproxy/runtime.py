@@ -289,6 +289,11 @@ class Runtime(RequestRuntime):
         self._balancer.report_role(uid, handover)
         self._pump_soon()
 
+    @property
+    def has_roles(self) -> bool:
+        """Whether any endpoint has the role prefill or decode."""
+        return self._balancer.endpoints.has_roles
+
     def report_description(self, uid: EndpointUid, said: Description) -> None:
         """What an endpoint says of itself."""
         if said.handover is not None:

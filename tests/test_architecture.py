@@ -47,10 +47,11 @@ IMPURE = {
 ONLY_IN = {
     "prometheus_client": {
         "control/telemetry/telemetry.py",
-        "control/telemetry/families.py",
-        "control/telemetry/endpoint_families.py",
-        "control/telemetry/kv_families.py",
-        "control/telemetry/replica_families.py",
+        "control/families/common.py",
+        "control/families/endpoints.py",
+        "control/families/kv_events.py",
+        "control/families/replicas.py",
+        "control/families/splits.py",
     },
     "yaml": {"config/"},
     "pydantic": {"config/"},
@@ -72,7 +73,7 @@ READS_FILES = {
 }
 PACKAGES = {
     "core": "requests engines caches capacity knowledge saved endpoints policies queue observed replicas",
-    "control": "probing discovery telemetry saving admin",
+    "control": "probing discovery families telemetry saving admin",
     "net": "dialing connections",
     "proxy": "request exchange sockets front",
     "sim": "engine workloads fleet",

@@ -345,3 +345,54 @@ def test_without_the_packages_the_error_says_what_to_install(
     said = done.stdout + done.stderr
     assert problem in said
     assert "Traceback" not in said
+
+
+# --- Prefill and decode apart -----------------------------------------------------------------------------------------
+
+NIXL = b"vllm:num_requests_running 1\nvllm:nixl_num_failed_transfers_total 0\n"
+
+
+def sglang(mode: str | None) -> dict[str, Script]:
+    said = {"max_total_num_tokens": 64000, "disaggregation_mode": mode, "disaggregation_bootstrap_port": 9001}
+    return {"/health": OK, "/v1/models": model_list("m"), "/server_info": answer(orjson.dumps(said))}
+
+
+def vllm(metrics: bytes) -> dict[str, Script]:
+    return {"/health": OK, "/v1/models": model_list("m"), "/metrics": page(metrics)}
+
+
+def test_role_and_connector_are_shown_with_where_they_come_from() -> None:
+    _, output = checked(sglang("prefill"), ", engine: sglang")
+    assert "  role       prefill (as it reports)" in output
+    assert "  connector  sglang (as it shows), bootstrap port 9001" in output
+    _, output = checked(vllm(NIXL), ", role: decode")
+    assert "  role       decode (by the settings)" in output
+    assert "  connector  nixl (as it shows)\n" in output
+    _, output = checked(vllm(b"vllm:num_requests_running 1\n"), ", role: prefill, connector: mooncake")
+    assert "  connector  mooncake (by the settings), bootstrap port 8998" in output
+    _, output = checked(vllm(b"vllm:num_requests_running 1\n"))
+    assert "  role " not in output
+    assert "  connector " not in output
+
+
+def test_roles_that_do_not_fit_are_said() -> None:
+    _, output = checked(vllm(NIXL), ", role: prefill")
+    assert "gpu-1: role prefill, but no decode endpoint has connector nixl" in output
+    _, output = checked(vllm(b"vllm:num_requests_running 1\n"), ", role: decode")
+    assert "  connector  unknown: not configured, and not recognised" in output
+    assert "gpu-1: role decode, but no connector is configured" in output
+    _, output = checked(vllm(NIXL), ", role: prefill, connector: mooncake")
+    assert "gpu-1: the settings say connector: mooncake, its engine has nixl" in output
+    assert "  connector  mooncake (by the settings)" in output, "which lbproxy would use"
+    _, output = checked(sglang(None), ", engine: sglang, role: prefill")
+    assert "gpu-1: the settings say role: prefill, its engine says both" in output
+    _, output = checked(sglang("decode"), ", engine: sglang")
+    assert "m: only sglang endpoints with a role serve it" in output
+
+
+@pytest.mark.parametrize("mode", ['"dynamic"', "7", "[]", '{"a":1}', '"prefill\\u0000"'])
+def test_a_mode_that_is_not_known_is_no_role(mode: str) -> None:
+    said = b'{"max_total_num_tokens":64000,"disaggregation_mode":' + mode.encode() + b"}"
+    code, output = checked({"/health": OK, "/server_info": answer(said)}, ", engine: sglang")
+    assert code == 0
+    assert "  role " not in output

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from lbproxy.control.telemetry.endpoint_families import cache_families
-from lbproxy.control.telemetry.kv_families import kv_families
+from lbproxy.control.families.endpoints import cache_families
+from lbproxy.control.families.kv_events import kv_families
 from lbproxy.core.engines.kv_events import Problem
 from tests.support.docs import DOCS, expect_generated, table
 from tests.support.kv_events import FakeKvEvents, snapshot

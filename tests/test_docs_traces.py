@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lbproxy.core.queue.ticket import Wait
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import Usage
-from tests.extras.test_spans import ONE, OTHER, decision, place, request, spans_of
+from lbproxy.core.requests.request import DECODE, Usage
+from tests.extras.test_spans import ONE, OTHER, decision, place, request, spans_of, split
 from tests.support.docs import DOCS, cells, expect_generated, generated, table
 from tests.support.otlp import SERVER, Span
 
@@ -34,6 +34,15 @@ def example() -> list[Span]:
     return spans_of(record)
 
 
+def split_example() -> list[Span]:
+    """A request whose prompt was computed at another endpoint."""
+    record, trace = request()
+    split(record, trace, at=100.0)
+    trace.prefilled(102.0)
+    trace.placed(OTHER, 102.0, 102.0, DECODE)
+    return spans_of(record)
+
+
 def word(span: Span) -> str:
     return KINDS.get(span.name, "request")
 
@@ -55,7 +64,7 @@ def test_the_page_has_every_attribute() -> None:
     """The last column is a human's."""
     refused, _ = request(method="BREW", outcome=Outcome.UPSTREAM_BROKE)
     found: dict[str, tuple[dict[str, None], object]] = {}
-    for span in [*example(), *spans_of(refused)]:
+    for span in [*example(), *split_example(), *spans_of(refused)]:
         for name, value in span.attributes.items():
             words, _ = found.setdefault(name, ({}, value))
             words[word(span) if span.kind != SERVER else "request"] = None

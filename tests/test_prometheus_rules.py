@@ -25,7 +25,8 @@ def rules() -> list[dict[str, Any]]:
 
 def test_rules_are_about_families_and_records_that_exist() -> None:
     tables = [
-        generated(DOCS / "metrics.md", name) for name in ("families", "families of replicas", "families of KV events")
+        generated(DOCS / "metrics.md", name)
+        for name in ("families", "families of replicas", "families of KV events", "families of split requests")
     ]
     documented = {row[0].strip("`") for text in tables for row in cells(text)}
     series = {name + suffix for name in documented for suffix in ("", "_bucket", "_sum", "_count")}

@@ -38,7 +38,15 @@ from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.engines.handover import Handover
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.orca import LoadReport
-from lbproxy.core.observed.learned import EndpointLearned, PoolLearned, QueueSnapshot, of_endpoint, of_pool, of_queue
+from lbproxy.core.observed.learned import (
+    EndpointLearned,
+    PoolLearned,
+    QueueSnapshot,
+    of_endpoint,
+    of_pool,
+    of_queue,
+    of_transfer,
+)
 from lbproxy.core.observed.snapshot import PoolSnapshot
 from lbproxy.core.placing import Placing
 from lbproxy.core.policies.policy import Policy
@@ -369,7 +377,8 @@ class Balancer:
     def snapshot(self, *, now: float) -> PoolSnapshot:
         """A snapshot of the pool."""
         flows = self._flows.snapshot(self._queue.by_flow())
-        return PoolSnapshot(self._endpoints.snapshot(now=now), len(self._queue), self._queue.bytes, flows)
+        transfer = None if self._pool is None else of_transfer(self._pool)
+        return PoolSnapshot(self._endpoints.snapshot(now=now), len(self._queue), self._queue.bytes, flows, transfer)
 
     def learned(self, *, now: float) -> tuple[PoolLearned, dict[EndpointUid, EndpointLearned]] | None:
         """What was learned of speeds and caches; None under policies that learn nothing."""

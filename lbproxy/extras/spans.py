@@ -25,7 +25,7 @@ from lbproxy.core.observed.trace import Attempt, Trace
 from lbproxy.core.policies.explain import Decision
 from lbproxy.core.queue.flow import ANONYMOUS
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import Usage
+from lbproxy.core.requests.request import DECODE, PREFILL, Usage
 
 MAX_CHARS = 512
 """Of a text that a client or an endpoint wrote."""
@@ -37,6 +37,8 @@ OPERATIONS = {
     "embeddings": ("embeddings", "openai"),
 }
 """`gen_ai.operation.name` and `gen_ai.provider.name`, which says whose API it is, by route."""
+LEGS = (None, "prefill", "decode")
+"""`lbproxy.leg`, by `InferenceRequest.leg`."""
 _METHODS = frozenset(HTTPMethod)
 _BROKE = frozenset({Outcome.UPSTREAM_BROKE, Outcome.CUT})
 """The response was not whole, whatever its status said."""
@@ -71,9 +73,11 @@ class Spans:
         assert trace is not None
         made = _Tree(self._resource, record, trace, ended_ns)
         spans = [made.span(_request(record), trace.span_id, record.started_at, record.ended_at)]
-        for number, attempt in enumerate(trace.attempts):
+        number = -1
+        for attempt in trace.attempts:
+            number += attempt.leg != DECODE  # a second leg is of the same attempt
             ended_at = record.ended_at if attempt.ended_at is None else attempt.ended_at
-            first_byte_at = record.first_byte_at if attempt.failure is None else None
+            first_byte_at = record.first_byte_at if attempt.ended_at is None else None
             facts = _attempt(record, attempt, number)
             spans.append(made.span(facts, attempt.span_id, attempt.placed_at, ended_at, first_byte_at))
         for begin, end in _waits(trace, record.ended_at):
@@ -152,6 +156,7 @@ def _request(record: RequestRecord) -> _Facts:
             "lbproxy.outcome": record.outcome.label,
             "lbproxy.attempts": record.attempts,
             "lbproxy.endpoint": record.endpoint,
+            "lbproxy.prefill": record.prefill,
             "lbproxy.events": record.events or None,
             "lbproxy.response_bytes": record.response_bytes,
             "lbproxy.key": record.key,
@@ -180,7 +185,7 @@ def _generation(record: RequestRecord, operation: str, provider: str) -> Attribu
             "gen_ai.response.time_to_first_chunk": None if first_byte_at is None else first_byte_at - record.started_at,
             "gen_ai.usage.input_tokens": usage.prompt_tokens,
             "gen_ai.usage.output_tokens": usage.completion_tokens,
-            "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+            "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
         }
     )
 
@@ -204,19 +209,24 @@ def _attempt(record: RequestRecord, attempt: Attempt, number: int) -> _Facts:
             **address,
             "http.request.resend_count": number or None,
             "lbproxy.endpoint": endpoint.name,
+            "lbproxy.leg": LEGS[attempt.leg],
         }
     )
     for made in record.decisions:
         if made.at == attempt.placed_at:
             facts |= _pick(made)
-    if attempt.failure is None:
+    status, error = 0, None
+    if attempt.failure is None and attempt.ended_at is None:
         status = record.status if record.outcome in _ANSWERED else 0
         # A response that blames whoever asked is an error where it was asked for.
         error = _error(record) or (str(status) if status >= 400 else None)
-        facts |= _some({"lbproxy.predicted_cached_tokens": record.predicted_cached_tokens})
+    elif attempt.failure is None:
+        status = 200 if attempt.leg == PREFILL else 0  # else it was ended as the first leg had failed
     else:
         said = attempt.failure.removeprefix("upstream_")
         status, error = int(said) if said.isdigit() else 0, attempt.failure
+    if attempt.failure is None and attempt.leg != DECODE:
+        facts |= _some({"lbproxy.predicted_cached_tokens": record.predicted_cached_tokens})
     if status:
         facts["http.response.status_code"] = status
     why = record.error if attempt is _last(record) else None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin.key_files import read_credentials
-from lbproxy.control.telemetry.families import WorkerFacts
+from lbproxy.control.families.common import WorkerFacts
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.data_plane import Loop, Parts
 from lbproxy.extras.tracing import find_traces

@@ -15,8 +15,8 @@ from pathlib import Path
 from lbproxy import process
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
+from lbproxy.control.families.common import Loads
 from lbproxy.control.loops import supervise
-from lbproxy.control.telemetry.families import Loads
 from lbproxy.control.telemetry.memory import Memory
 from lbproxy.control.telemetry.telemetry import Telemetry
 from lbproxy.core.observed.sink import Sink

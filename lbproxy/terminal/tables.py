@@ -16,6 +16,9 @@ from rich.text import Text
 from lbproxy.terminal.client import Fields
 
 MAX_NAME = 24
+MAX_ROUTE = 16
+ROLES = {"prefill": "P", "decode": "D"}
+"""As letters: words would not fit into 80 columns."""
 MAX_MODELS = 6
 MAX_AILING = 3
 HEALTH_STYLES = {"up": "green", "starting": "cyan", "half_open": "yellow", "ejected": "red", "down": "red"}
@@ -113,7 +116,10 @@ def offer(state: Fields) -> Text:
 def fleet(endpoints: Sequence[Fields], limit: int | None = None) -> Table:
     """One row each, 80 columns wide at most. With a `limit` those first that need a look."""
     table = Table(box=None, padding=(0, 0, 0, 1), header_style="dim", pad_edge=False)
+    with_roles = any(one.get("role") in ROLES for one in endpoints)
     table.add_column("endpoint", no_wrap=True, max_width=MAX_NAME)
+    if with_roles:
+        table.add_column("", no_wrap=True, min_width=1)
     table.add_column("health", no_wrap=True)
     for head in ("flight", "room", "held", "wait", "run", "kv", "first B", "hit", "queue", "ms/kt", "ms/t"):
         table.add_column(head, justify="right", no_wrap=True)
@@ -122,16 +128,18 @@ def fleet(endpoints: Sequence[Fields], limit: int | None = None) -> Table:
         shown = sorted(shown, key=lambda one: (one["health"] == "up" and not one["draining"], -one["in_flight"]))
         shown = shown[: max(0, limit - 1)]
     for one in shown:
-        table.add_row(*_row(one))
+        table.add_row(*_row(one, with_roles=with_roles))
     if len(shown) < len(endpoints):
         table.add_row(Text(f"and {len(endpoints) - len(shown)} more", style="dim"))
     return table
 
 
-def _row(one: Fields) -> Iterator[RenderableType]:
+def _row(one: Fields, *, with_roles: bool) -> Iterator[RenderableType]:
     learned, recent = one["learned"] or {}, one["recent"] or {}
     speed = _known(learned, "prefill_ms_per_token")
     yield Text(_short(plain(one["name"])))
+    if with_roles:
+        yield Text(ROLES.get(one.get("role") or "", ""), style="cyan")
     yield _health(one)
     yield f"{one['in_flight']}+{one['elsewhere']}" if one.get("elsewhere") else str(one["in_flight"])
     yield _room(learned)
@@ -176,7 +184,8 @@ LEGEND = (
     "flight: requests from lbproxy (+ from other replicas) · room: how many it runs at once, or why it is full · "
     "held: requests that wait in lbproxy for it · wait, run, kv: as the engine reports · "
     "first B: median ms to first byte · hit: prompt tokens from its cache · queue: ms that a request waits there · "
-    "ms/kt: prefill of 1,000 tokens · ms/t: from token to token of a response · -: unknown, or not learned yet"
+    "ms/kt: prefill of 1,000 tokens · ms/t: from token to token of a response · P, D: prefill or decode only · "
+    "-: unknown, or not learned yet"
 )
 
 
@@ -184,7 +193,7 @@ def decisions(recent: Sequence[Fields]) -> Table:
     """Recent requests, one row each."""
     table = Table(box=None, padding=(0, 0, 0, 1), header_style="dim", pad_edge=False)
     table.add_column("request", no_wrap=True, max_width=MAX_NAME)
-    table.add_column("endpoint", no_wrap=True, max_width=16)
+    table.add_column("endpoint", no_wrap=True, max_width=MAX_ROUTE)
     table.add_column("outcome", no_wrap=True, max_width=14)
     for head in ("queue", "first B", "took ms"):
         table.add_column(head, justify="right", no_wrap=True)
@@ -192,13 +201,24 @@ def decisions(recent: Sequence[Fields]) -> Table:
         good = one["outcome"] == "completed" and (one["status"] or 0) < 400
         table.add_row(
             Text(_short(plain(one["id"]))),
-            Text(plain(one["endpoint"] or "-")),
+            Text(_route(one)),
             Text(plain(one["outcome"]), style="" if good else "red"),
             _number(one["queue_ms"]),
             _number(one["observed"]["first_byte_ms"]),
             _number(one["duration_ms"]),
         )
     return table
+
+
+def _route(one: Fields) -> str:
+    """Its endpoint; of a split request both, each cut to fit."""
+    endpoint, prefill = plain(one["endpoint"] or "-"), one.get("prefill")
+    if prefill is None:
+        return endpoint
+    prefill = plain(prefill)
+    if len(prefill) + len(endpoint) < MAX_ROUTE:
+        return f"{prefill}>{endpoint}"
+    return f"{_short(prefill, 7)}>{_short(endpoint, 8)}"
 
 
 def transitions(recent: Sequence[Fields]) -> Group:
@@ -228,7 +248,9 @@ def explanation(found: Fields) -> Group:
         pieces.append(Text(failed, style="yellow"))
     if found["error"]:
         pieces.append(Text(plain(found["error"]), style="yellow"))
-    for number, one in enumerate(found["decisions"], 1):
+    number = 0
+    for one in found["decisions"]:
+        number += not one.get("second_leg")
         pieces += ["", *_decision(one, number)]
     if found["decisions"]:
         pieces += ["", _outcome(found)]
@@ -241,6 +263,9 @@ def _headline(found: Fields) -> Text:
     text.append(f"  model {plain(found['model'] or '-')}", style="not bold")
     attempts = found["attempts"]
     where = f"on {plain(found['endpoint'])}" if found["endpoint"] else "on no endpoint"
+    if found.get("prefill") is not None:
+        took = "" if found["prefill_ms"] is None else f" in {found['prefill_ms']:,.1f} ms"
+        where += f" after prefill on {plain(found['prefill'])}{took}"
     tries = "1 attempt" if attempts == 1 else f"{attempts} attempts"
     if found["running"]:
         ended = "running"
@@ -252,19 +277,25 @@ def _headline(found: Fields) -> Text:
 
 def _decision(made: Fields, number: int) -> Iterator[RenderableType]:
     count = made["candidates"]
-    yield Text(f"Attempt {number}: {plain(made['endpoint'])}, by {plain(made['policy'])}: {plain(made['because'])}.")
+    where = _pair(made)
+    if made.get("second_leg"):
+        where = f"decode on {where}"
+    yield Text(f"Attempt {number}: {where}, by {plain(made['policy'])}: {plain(made['because'])}.")
+    if (compared := _compared(made)) is not None:
+        yield compared
     shown = made["shown"]
     if shown:
         table = Table(box=None, padding=(0, 0, 0, 1), header_style="dim", pad_edge=False)
         table.add_column(f"costs in {plain(made['unit'])}" if made.get("unit") else "", no_wrap=True)
         table.add_column("cost", justify="right", no_wrap=True)
-        names = [name for name in shown[0]["parts"] if any(round(one["parts"][name] or 0.0, 1) for one in shown)]
+        every = dict.fromkeys(name for one in shown for name in one["parts"])  # whole and split requests differ
+        names = [name for name in every if any(round(one["parts"].get(name) or 0.0, 1) for one in shown)]
         for name in names:
             table.add_column(plain(name).replace("_", "\n"), justify="right", no_wrap=True)
         for one in shown:
             style = "bold green" if one["chosen"] else ""
-            parts = [_tenth(one["parts"][name]) for name in names]
-            table.add_row(Text(_short(plain(one["endpoint"]))), _tenth(one["cost"]), *parts, style=style)
+            parts = [_tenth(one["parts"].get(name)) for name in names]
+            table.add_row(Text(_pair(one)), _tenth(one["cost"]), *parts, style=style)
         yield table
     if count > len(shown) > 0:
         yield Text(f"and {count - len(shown)} more, with the same or higher costs", style="dim")
@@ -273,6 +304,22 @@ def _decision(made: Fields, number: int) -> Iterator[RenderableType]:
             f"{plain(one['endpoint'])} ({plain(one['why']).replace('_', ' ')})" for one in made["left_out"]
         )
         yield Text(f"not asked: {listed}", style="dim")
+
+
+def _pair(one: Fields) -> str:
+    """A candidate, or what was chosen: an endpoint, or two of which the first computes the prompt."""
+    name, second = _short(plain(one["endpoint"])), one.get("decode_on")
+    return name if second is None else f"{name} > {_short(plain(second))}"
+
+
+def _compared(made: Fields) -> Text | None:
+    """What split and whole requests would cost, where it could be either."""
+    lowest = made.get("lowest_costs") or {}
+    whole, split = lowest.get("whole"), lowest.get("split")
+    if whole is None or split is None:
+        return None
+    unit = f" {plain(made['unit'])}" if made.get("unit") else ""
+    return Text(f"The best pair costs {_tenth(split)}{unit}, the best single endpoint {_tenth(whole)}{unit}.")
 
 
 def _outcome(found: Fields) -> Table:
@@ -289,8 +336,8 @@ def _outcome(found: Fields) -> Table:
     return table
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= MAX_NAME else f"{text[: MAX_NAME - 1]}…"
+def _short(text: str, limit: int = MAX_NAME) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 def _number(value: Any) -> str:

@@ -44,6 +44,7 @@ def message_of(record: RequestRecord) -> m.Ended:
         record.prefill,
         record.prefill_s,
         record.prefill_usage,
+        record.first_legs,
         record.attempts,
         record.status,
         m.OUTCOME_NUMBERS[record.outcome],
@@ -78,6 +79,7 @@ def fill(record: RequestRecord, end: m.Ended) -> RequestRecord:
     record.prefill = end.prefill
     record.prefill_s = end.prefill_s
     record.prefill_usage = read_usage(end.prefill_usage)
+    record.first_legs = end.first_legs
     record.attempts = end.attempts
     record.status = end.status
     record.outcome = m.OUTCOMES[end.outcome]

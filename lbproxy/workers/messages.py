@@ -134,6 +134,7 @@ class Ended(Message, tag=10):
     prefill: str | None
     prefill_s: float | None
     prefill_usage: Fields | None
+    first_legs: tuple[tuple[str, str], ...]
     attempts: int
     status: int
     outcome: int

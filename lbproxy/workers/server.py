@@ -160,14 +160,12 @@ class Session:
             return
         state, record, explanation, prompt_tokens = ticket.placed_on, job.record, None, 0.0
         assert ticket.placed_at is not None
-        record.placed_at, record.endpoint = ticket.placed_at, state.endpoint.name
-        record.attempts += 1
-        if ticket.decision is not None:
-            record.note_decision(ticket.decision)
-            if ticket.request.explain:
-                explanation = compact(ticket.decision)
+        record.note_placed(ticket)
+        if (cached := ticket.predicted_cached_tokens) is not None:
+            record.predicted_cached_tokens = cached
+        if ticket.decision is not None and ticket.request.explain and record.attempt_decision is not None:
+            explanation = compact(record.attempt_decision)
         if ticket.placement is not None:
-            record.predicted_cached_tokens = ticket.placement.cached_tokens
             prompt_tokens = ticket.placement.prompt_tokens
         self._server.tell()  # by this the worker judges what follows a failure
         placed_at, waited = ticket.placed_at, ticket.placed_at > ticket.submitted_at

@@ -88,6 +88,34 @@ def test_it_shows_the_fleet_and_keeps_up_with_it(servers: list[str], tmp_path: P
     run(main(), timeout_s=240)
 
 
+def test_roles_and_both_legs_of_a_split_request_are_shown(servers: list[str], tmp_path: Path) -> None:
+    parts = [f"role: {role}, connector: shared-storage" for role in ("prefill", "decode")] + ["role: both"]
+    entries = [f"{{url: '{url}', name: gpu-{n}, {parts[n - 1]}}}" for n, url in enumerate(servers, 1)]
+
+    async def main() -> None:
+        with lbproxy(tmp_path, entries, "routing: {split: always}") as (_, url, admin):
+            async with page() as tab, httpx.AsyncClient() as client:
+                await tab.visit(f"{admin}/dashboard")
+                for name in ("gpu-1", "gpu-2", "gpu-3"):
+                    await tab.until(state_is(name, "up"))
+                roles = (
+                    "[...document.querySelectorAll('#endpoints .role')].map((one) => one.hidden ? '' : one.textContent)"
+                )
+                assert await tab.js(roles) == ["prefill", "decode", ""]
+                await ask(client, url, "split-1")
+                shown = "[...document.querySelectorAll('#decisions tbody tr')].map((row) => row.innerText).join()"
+                await tab.until(f"{shown}.includes('gpu-1 \u2192 gpu-2')")
+                await tab.js("document.querySelector('button.id').click()")
+                explained = "document.getElementById('explanation').innerText"
+                await tab.until(f"{explained}.includes('Attempt 1: gpu-1 \u2192 gpu-2')")
+                await tab.until(f"{explained}.includes('Attempt 1: decode on gpu-2')")
+                assert await tab.js(f"{explained}.includes('on gpu-2 after prefill on gpu-1 in')")
+                assert await tab.js(f"{explained}.includes('transfer')")
+                assert tab.complaints == []
+
+    run(main(), timeout_s=240)
+
+
 def test_six_tiles_are_a_row_where_six_fit_and_no_figure_is_cut_off(servers: list[str], tmp_path: Path) -> None:
     tops = "[...document.querySelectorAll('.tile')].map((one) => Math.round(one.getBoundingClientRect().top))"
     cut = "[...document.querySelectorAll('.figure')].filter((one) => one.scrollWidth > one.clientWidth).length"

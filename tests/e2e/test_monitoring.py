@@ -82,6 +82,11 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     for name, _, labels, *_ in cells(generated(DOCS / "metrics.md", "families of replicas")):
         if labels == "replica":  # of another one, and there is none
             found[name.strip("`")] |= {labels, *SCRAPED}
+    for name, kind, labels, *_ in cells(generated(DOCS / "metrics.md", "families of split requests")):
+        suffixes = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
+        for suffix in suffixes:
+            more = {"le"} if suffix == "_bucket" else set()
+            found[name.strip("`") + suffix] |= ({*labels.split(", ")} - {"-"}) | more | {*SCRAPED}
     return dict(found)
 
 

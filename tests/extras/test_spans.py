@@ -17,7 +17,7 @@ from lbproxy.core.policies.explain import Decision
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.queue.ticket import Wait
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import Usage
+from lbproxy.core.requests.request import DECODE, PREFILL, Usage
 from lbproxy.extras.spans import MAX_CHARS, Spans
 from tests.support.otlp import CLIENT, INTERNAL, SERVER, Span, decode
 
@@ -53,6 +53,42 @@ def place(record: RequestRecord, trace: Trace, endpoint: Endpoint, submitted_at:
     trace.placed(endpoint, submitted_at, placed_at)
     record.attempts += 1
     record.endpoint, record.placed_at = endpoint.name, placed_at
+
+
+def split(record: RequestRecord, trace: Trace, *, at: float) -> None:
+    """Place the first leg of a split request at ONE."""
+    trace.placed(ONE, at, at, PREFILL)
+    record.attempts += 1
+    record.endpoint, record.prefill, record.placed_at = ONE.name, ONE.name, at
+
+
+def test_a_split_request_has_a_span_for_each_leg_of_its_attempt() -> None:
+    record, trace = request(stream=True, usage=Usage(50, 50, 5), prefill_usage=Usage(50, 32, 1))
+    split(record, trace, at=100.0)
+    trace.prefilled(102.0)
+    trace.placed(OTHER, 102.0, 102.0, DECODE)
+    record.endpoint, record.first_byte_at = OTHER.name, 103.0
+    root, first, second = spans_of(record)
+    assert (root.attributes["lbproxy.prefill"], root.attributes["lbproxy.endpoint"]) == ("gpu-1", "gpu-2")
+    assert root.attributes["gen_ai.usage.cache_read.input_tokens"] == 32, "not what was transferred"
+    assert (first.attributes["lbproxy.leg"], second.attributes["lbproxy.leg"]) == ("prefill", "decode")
+    assert (first.begin_ns, first.end_ns, first.events, first.failed) == (ns(100.0), ns(102.0), {}, False)
+    assert (second.begin_ns, second.end_ns, second.events) == (ns(102.0), ns(110.0), {"first token": ns(103.0)})
+    assert not [one for one in (first, second) if "http.request.resend_count" in one.attributes], "one attempt"
+
+
+def test_a_first_leg_that_fails_ends_the_second_which_did_not() -> None:
+    record, trace = request()
+    split(record, trace, at=100.0)
+    trace.placed(OTHER, 100.0, 100.0, DECODE)
+    trace.failed("upstream_503", 101.0, PREFILL)
+    record.prefill = None
+    place(record, trace, OTHER, 101.0, 101.0)
+    _, first, second, whole = spans_of(record)
+    assert (first.failed, first.attributes["error.type"], first.end_ns) == (True, "upstream_503", ns(101.0))
+    assert (second.failed, second.end_ns, second.events) == (False, ns(101.0), {})
+    assert "http.response.status_code" not in second.attributes
+    assert (whole.attributes["http.request.resend_count"], whole.end_ns) == (1, ns(110.0))
 
 
 def decision(at: float, *, cost: float) -> Decision:

@@ -112,6 +112,7 @@ def ended(number: int, outcome: Outcome = Outcome.COMPLETED) -> m.Ended:
             None,
             None,
             None,
+            (),
             1,
             200,
         ),

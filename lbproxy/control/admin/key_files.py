@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeVar
 from lbproxy.config.sections.access import AuthSettings, TlsSettings, read_key_file
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
-from lbproxy.control.telemetry.families import Loads
+from lbproxy.control.families.common import Loads
 from lbproxy.net.listening.certificate import server_context
 
 logger = logging.getLogger("lbproxy")

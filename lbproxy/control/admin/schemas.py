@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import TypeAlias
 
 from lbproxy.core.endpoints.health import Health
+from lbproxy.core.engines.handover import Role
 from lbproxy.core.observed.learned import FULL_BY, EndpointLearned, PoolLearned
 from lbproxy.core.queue.ticket import Wait
 
@@ -78,6 +79,8 @@ _ENDPOINT = record(
     name=TEXT,
     url=TEXT,
     engine=TEXT,
+    role=_one_of(one.value for one in Role),
+    connector=_maybe(TEXT),
     from_=TEXT,
     health=_HEALTH,
     draining=FLAG,
@@ -178,6 +181,8 @@ _REQUEST = record(
     at=STAMP,
     model=_maybe(TEXT),
     endpoint=_maybe(TEXT),
+    prefill=_maybe(TEXT),
+    prefill_ms=_maybe(NUMBER),
     status=COUNT,
     outcome=TEXT,
     attempts=COUNT,
@@ -195,12 +200,17 @@ _REQUEST = record(
     ),
 )
 
-_CANDIDATE = record(endpoint=TEXT, chosen=FLAG, cost=_maybe(NUMBER), parts=_each(_maybe(NUMBER)))
+_CANDIDATE = record(
+    endpoint=TEXT, decode_on=_maybe(TEXT), chosen=FLAG, cost=_maybe(NUMBER), parts=_each(_maybe(NUMBER))
+)
 
 _DECISION = record(
     at=STAMP,
     policy=TEXT,
     endpoint=TEXT,
+    decode_on=_maybe(TEXT),
+    second_leg=FLAG,
+    lowest_costs=record(whole=_maybe(NUMBER), split=_maybe(NUMBER)),
     because=TEXT,
     cost=_maybe(NUMBER),
     unit=_maybe(TEXT),

@@ -13,10 +13,10 @@ from typing import Protocol
 
 from lbproxy import __version__
 from lbproxy.config.tree import Settings
+from lbproxy.control.families.common import Loads, StateStats, WorkerFacts, Workers
+from lbproxy.control.families.replicas import Other, Replicas
 from lbproxy.control.telemetry.access_line import stamp
-from lbproxy.control.telemetry.families import Loads, StateStats, WorkerFacts, Workers
 from lbproxy.control.telemetry.recent import Fields, Recent
-from lbproxy.control.telemetry.replica_families import Other, Replicas
 from lbproxy.core.endpoints.state import EndpointSnapshot
 from lbproxy.core.observed.learned import EndpointLearned, QueueSnapshot
 from lbproxy.core.observed.record import RequestRecord
@@ -126,6 +126,8 @@ class State:
             "name": endpoint.name,
             "url": endpoint.base_url,
             "engine": endpoint.engine,
+            "role": one.handover.role.value,
+            "connector": one.handover.connector,
             "from": self._origin(endpoint.server),
             "health": one.health.value,
             "draining": one.draining,

@@ -1,4 +1,5 @@
-"""Reads each endpoint's health, models and metrics. One supervised loop each (`prober`, `scraper`).
+"""Reads each endpoint's health, models and metrics. One supervised loop each (`prober`, `scraper`); `roles` warns of
+roles that do not fit together.
 
 What comes back is handed to the Balancer as it is; `inspect` is the same, once, for `lbproxy check`.
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from lbproxy.config.sections.endpoints import ScrapeSettings
 from lbproxy.config.sections.health import HealthSettings
 from lbproxy.control.probing.prober import ModelsAnswer, ask_description, ask_health, ask_models, self_describing
-from lbproxy.control.probing.scraper import ScrapeError, Target, fetch_page, find_page
-from lbproxy.core.endpoints.endpoint import EndpointSpec
+from lbproxy.control.probing.scraper import Found, ScrapeError, Target, fetch_page, find_page
+from lbproxy.core.endpoints.endpoint import EndpointSpec, handover_of
 from lbproxy.core.engines.dialects import Engines
+from lbproxy.core.engines.handover import Handover, Role
 from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.engines.pairing import Part, states_role
 from lbproxy.core.engines.readings import PageReader
-from lbproxy.core.engines.server_info import SERVER_INFO, Description, engine_of
+from lbproxy.core.engines.server_info import SERVER_INFO, Description, connector_of, engine_of
 from lbproxy.core.requests.openai import ModelCard, synthetic_card
 from lbproxy.net.connections.pool import ConnectionPool
 
@@ -54,10 +56,22 @@ class Inspection:
     """Data-parallel ranks that they show; 1 = none."""
     said: Description | None
     """What it says of itself outside its metrics."""
+    reported: Handover | None
+    """Its part where prefill and decode are apart, as its engine shows it; of vLLM the connector alone."""
     page: str | None
     """Where its metrics stand; None = they were not found, or are not to be asked for."""
     problems: tuple[str, ...]
     """Short texts, the worst first. Problems with metrics or models alone do not make an endpoint unusable."""
+
+    @property
+    def part(self) -> Part:
+        """Its part where prefill and decode are apart: as configured, as it shows, and as lbproxy would use it."""
+        spec, reported = self.endpoint, self.reported
+        is_used = states_role(reported) or spec.connector is None  # as the scraper and the prober report it
+        models = None if self.models is None else frozenset(self.models)
+        hidden = self.ranks if (spec.ranks or self.ranks) == 1 else 1
+        handover = handover_of(spec, reported if is_used else None)
+        return Part(spec.name, models, spec.role, spec.connector, reported, handover, hidden)
 
     @property
     def usable(self) -> bool:
@@ -77,6 +91,7 @@ class _Load:
     asks_load: bool | None = None
     metrics: LoadMetrics | None = None
     ranks: int = 1
+    reported: Handover | None = None
     page: str | None = None
     problem: str | None = None
 
@@ -128,6 +143,7 @@ async def inspect(
         load=load.metrics,
         ranks=load.ranks,
         said=said,
+        reported=said.handover if said is not None and said.handover is not None else load.reported,
         page=load.page,
         problems=tuple(problems),
     )
@@ -168,9 +184,15 @@ async def _ask_load(
         table.wants_load_reports(is_single=reader.is_single) if table.load_reports else None,
         reading.metrics,
         len(reading.ranks) or 1,
+        _reported(found),
         str(found.target),
         None if present else f"none of {found.engine}'s metrics is on the page",
     )
+
+
+def _reported(found: Found) -> Handover | None:
+    connector = connector_of(found.page) if found.engine == "vllm" else None
+    return None if connector is None else Handover(Role.BOTH, connector)
 
 
 def _by_parent(cards: list[ModelCard] | None) -> tuple[tuple[str, ...] | None, dict[str, tuple[str, ...]]]:

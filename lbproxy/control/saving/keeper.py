@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import Final
 
 from lbproxy.config.sections.routing import StateSettings
+from lbproxy.control.families.common import StateStats
 from lbproxy.control.saving.state_file import LockedError, StateFile, read
-from lbproxy.control.telemetry.families import StateStats
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.saved.lines import encode
 from lbproxy.core.saved.reading import Saved, SavedError

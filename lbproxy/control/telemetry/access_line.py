@@ -134,6 +134,9 @@ def _more(record: RequestRecord) -> bytes:
     """What few lines have, and the line's end."""
     key, flow = record.key, record.flow
     more = "" if key is None else f',"key":{_quoted(key, MAX_FIELD_CHARS)}'
+    if record.prefill is not None:
+        took = "null" if record.prefill_s is None else _milliseconds(record.prefill_s).decode("ascii")
+        more += f',"prefill":{_quoted(record.prefill, MAX_FIELD_CHARS)},"prefill_ms":{took}'
     if flow is not None and flow not in (key, ANONYMOUS):
         more += f',"flow":{_quoted(flow, MAX_FIELD_CHARS)}'
     if record.alias is not None:

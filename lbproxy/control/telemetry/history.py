@@ -10,8 +10,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from lbproxy.control.families.common import Totals
 from lbproxy.control.telemetry.access_line import stamp
-from lbproxy.control.telemetry.families import Totals
 from lbproxy.control.telemetry.telemetry import FIRST_BYTE_BUCKETS
 from lbproxy.core.observed.snapshot import PoolSnapshot
 

@@ -15,6 +15,7 @@ from typing import Final, TypeAlias
 
 from lbproxy.control.telemetry.access_line import OUTCOMES, stamp
 from lbproxy.core.endpoints.health import Transition
+from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.explain import Decision
 from lbproxy.core.queue.ticket import Wait
@@ -92,8 +93,10 @@ class Recent:
         ]
 
     def requests(self, limit: int, *, endpoint: str | None = None) -> list[Fields]:
-        """Summaries of the last that ended, the newest first; of those that `endpoint` had last, if one is named."""
-        chosen = (one for one in reversed(self._kept) if endpoint is None or one.endpoint == endpoint)
+        """Summaries of the last that ended, the newest first; if `endpoint` is named, of those that it had last, or
+        whose prompt it computed.
+        """
+        chosen = (one for one in reversed(self._kept) if endpoint is None or endpoint in {one.endpoint, one.prefill})
         offset = time.time() - self._now()
         return [_summary(one, offset) for one in islice(chosen, limit)]
 
@@ -106,25 +109,42 @@ class Recent:
         return None
 
     def by_endpoint(self) -> dict[str, Fields]:
-        """How the kept requests went on each endpoint: of those that it had last."""
+        """How the kept requests went on each endpoint: of those that it had last, and of those whose prompt it
+        computed.
+        """
         groups: defaultdict[str, list[RequestRecord]] = defaultdict(list)
         for record in self._kept:
             if record.endpoint is not None and record.placed_at is not None:
                 groups[record.endpoint].append(record)
-        return {name: _digest(records) for name, records in groups.items()}
+                if record.prefill is not None and record.prefill != record.endpoint:
+                    groups[record.prefill].append(record)
+        return {name: _digest(name, records) for name, records in groups.items()}
 
 
-def _digest(records: list[RequestRecord]) -> Fields:
-    first_bytes = [one.first_byte_at - one.placed_at for one in records if _is_timed(one)]  # type: ignore[operator]
-    usages = [one.usage for one in records if one.usage is not None]
-    told = [one for one in usages if one.cached_tokens is not None and one.prompt_tokens]
-    prompts = sum(one.prompt_tokens or 0 for one in told)
+def _digest(name: str, records: list[RequestRecord]) -> Fields:
+    """Cached tokens count where the prompt is computed; there a first leg's end is its first byte."""
+    first_bytes = [took for one in records if (took := _first_byte_s(name, one)) is not None]
+    told = [_prompt(one) for one in records if (one.prefill or one.endpoint) == name]
+    known = [(prompt, cached) for prompt, cached in told if prompt and cached is not None]
+    prompts = sum(prompt for prompt, _ in known)
     return {
         "requests": len(records),
         "failed": sum(one.outcome is not Outcome.COMPLETED for one in records),
         "first_byte_ms": _ms(statistics.median(first_bytes)) if first_bytes else None,
-        "hit_ratio": round(sum(one.cached_tokens or 0 for one in told) / prompts, 3) if prompts else None,
+        "hit_ratio": round(sum(cached for _, cached in known) / prompts, 3) if prompts else None,
     }
+
+
+def _prompt(record: RequestRecord) -> tuple[int, int | None]:
+    """Its tokens, 0 if they are not known, and how many of them were cached."""
+    usage = record.usage if record.prefill is None else record.prefill_usage
+    return (0, None) if usage is None else (usage.prompt_tokens or 0, usage.cached_tokens)
+
+
+def _first_byte_s(name: str, record: RequestRecord) -> float | None:
+    if record.prefill == name:
+        return record.prefill_s
+    return record.first_byte_at - record.placed_at if _is_timed(record) else None  # type: ignore[operator]
 
 
 def _is_timed(record: RequestRecord) -> bool:
@@ -135,12 +155,14 @@ def _is_timed(record: RequestRecord) -> bool:
 def _summary(record: RequestRecord, offset: float) -> Fields:
     """One line about a request. `offset`: wall time less ours."""
     outcome, status = OUTCOMES[record.outcome]
-    made = record.decision
+    made = record.attempt_decision
     return {
         "id": record.id,
         "at": stamp(record.started_at + offset),
         "model": record.model,
         "endpoint": record.endpoint,
+        "prefill": record.prefill,
+        "prefill_ms": None if record.prefill is None or record.prefill_s is None else _ms(record.prefill_s),
         "status": record.status or status,
         "outcome": outcome,
         "attempts": record.attempts,
@@ -186,16 +208,25 @@ def _waited(record: RequestRecord, wait: Wait) -> Fields:
 def _decision(made: Decision, offset: float) -> Fields:
     parts = made.breakdown()
     shown: list[Fields] = [
-        {"endpoint": one.name, "chosen": one is made.chosen, "cost": _rounded(cost)}
-        for one, cost in zip(made.shown, made.costs, strict=False)
+        {
+            "endpoint": one.endpoint.name,
+            "decode_on": _partner(made, one),
+            "chosen": one is made.chosen_state,
+            "cost": _rounded(cost),
+        }
+        for one, cost in zip(made.shown_states, made.costs, strict=False)
     ]
     for one, part in zip(shown, parts, strict=False):
         one["parts"] = {name: _rounded(value) for name, value in part.items()}
     shown.sort(key=lambda one: one["cost"] if isinstance(one["cost"], float) else float("inf"))
+    whole, split = made.lowest_costs
     return {
         "at": stamp(made.at + offset),
         "policy": made.policy.name,
         "endpoint": made.chosen.name,
+        "decode_on": _partner(made, made.chosen_state),
+        "second_leg": made.is_second,
+        "lowest_costs": {"whole": _rounded(whole), "split": _rounded(split)},
         "because": _because(made),
         "cost": _rounded(made.cost),
         "unit": made.policy.unit,
@@ -203,6 +234,12 @@ def _decision(made: Decision, offset: float) -> Fields:
         "shown": shown,
         "left_out": [{"endpoint": one.name, "why": why} for one, why in (*made.excluded, *made.unavailable)],
     }
+
+
+def _partner(made: Decision, candidate: EndpointState) -> str | None:
+    """If it would only compute the prompt: the endpoint that decodes."""
+    second = made.partner(candidate)
+    return None if second is None else second.endpoint.name
 
 
 def _because(made: Decision) -> str:
@@ -221,7 +258,7 @@ def _because(made: Decision) -> str:
 
 
 def _predicted(record: RequestRecord) -> Fields:
-    made = record.decision
+    made = record.attempt_decision
     return {
         "first_byte_ms": None if made is None else _rounded(made.first_byte_ms()),
         "cached_tokens": _rounded(record.predicted_cached_tokens),
@@ -233,7 +270,7 @@ def _observed(record: RequestRecord) -> Fields:
     timed = record.first_byte_at is not None and record.placed_at is not None
     return {
         "first_byte_ms": _ms(record.first_byte_at - record.placed_at) if timed else None,  # type: ignore[operator]
-        "cached_tokens": None if usage is None else usage.cached_tokens,
+        "cached_tokens": record.cached_tokens,
         "prompt_tokens": None if usage is None else usage.prompt_tokens,
         "completion_tokens": None if usage is None else usage.completion_tokens,
     }

@@ -29,11 +29,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from lbproxy import __version__
 from lbproxy.config.tree import LogSettings
 from lbproxy.control.discovery.discovery import Discovery
-from lbproxy.control.probing.scraper import Scraper
-from lbproxy.control.telemetry import access_line as line
-from lbproxy.control.telemetry.access_line import LEVELS, OUTCOMES, access_line
-from lbproxy.control.telemetry.endpoint_families import one_per_name, render_endpoints
-from lbproxy.control.telemetry.families import (
+from lbproxy.control.families.common import (
     Door,
     Load,
     Loads,
@@ -55,10 +51,15 @@ from lbproxy.control.telemetry.families import (
     trace_family,
     worker_families,
 )
-from lbproxy.control.telemetry.histogram import Histogram
-from lbproxy.control.telemetry.kv_families import KvEvents, kv_families
+from lbproxy.control.families.endpoints import one_per_name, render_endpoints
+from lbproxy.control.families.histogram import Histogram
+from lbproxy.control.families.kv_events import KvEvents, kv_families
+from lbproxy.control.families.replicas import Replicas, replica_families
+from lbproxy.control.families.splits import SplitCounts
+from lbproxy.control.probing.scraper import Scraper
+from lbproxy.control.telemetry import access_line as line
+from lbproxy.control.telemetry.access_line import LEVELS, OUTCOMES, access_line
 from lbproxy.control.telemetry.log import configure_logging
-from lbproxy.control.telemetry.replica_families import Replicas, replica_families
 from lbproxy.control.telemetry.writer import LineWriter
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.health import Health, Transition
@@ -177,8 +178,9 @@ class Telemetry:
         """Of prompts and of responses."""
         self._cached_tokens = [0.0, 0.0]
         """Of prompts, as expected and as endpoints said, over the responses that say."""
-        self._request_bytes = 0
-        self._response_bytes = 0
+        self._bytes = [0, 0]
+        """Of requests and of responses."""
+        self._split = SplitCounts()
         self._transitions: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._ejections: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._model_labels: dict[str, str] = {}
@@ -270,9 +272,12 @@ class Telemetry:
             for failure in record.failed:
                 self._failed[failure] += 1
         if record.usage is not None:
-            self._count_tokens(record.usage, record.predicted_cached_tokens)
-        self._request_bytes += record.request_bytes
-        self._response_bytes += record.response_bytes
+            self._count_tokens(record.usage, record)
+        if record.prefill is not None or record.first_legs:
+            self._split.count(record)
+        counted = self._bytes
+        counted[0] += record.request_bytes
+        counted[1] += record.response_bytes
         model = record.model
         if model is not None:
             label = self._model_labels.get(model)
@@ -280,12 +285,14 @@ class Telemetry:
                 label = self._label_new_model(model, record.ended_at)
             self._by_model[label, outcome] += 1
 
-    def _count_tokens(self, usage: Usage, predicted: float | None) -> None:
+    def _count_tokens(self, usage: Usage, record: RequestRecord) -> None:
         self._tokens[0] += usage.prompt_tokens or 0
         self._tokens[1] += usage.completion_tokens or 0
-        if usage.cached_tokens is not None and predicted is not None:
+        predicted = record.predicted_cached_tokens
+        cached = usage.cached_tokens if record.prefill is None else record.cached_tokens
+        if cached is not None and predicted is not None:
             self._cached_tokens[0] += predicted
-            self._cached_tokens[1] += usage.cached_tokens
+            self._cached_tokens[1] += cached
 
     def totals(self) -> Totals:
         """What was counted since the start."""
@@ -360,6 +367,7 @@ class Telemetry:
         # None of these iterates over live state while it is suspended.
         yield from self._request_families()
         yield from self._endpoint_counters()
+        yield from self._split.families(snapshot, sum(self._queue_wait.counts))
         yield from self._scrape_families()
         if self._sources is not None:
             yield from source_families(self._sources.names, self._sources.files)
@@ -388,6 +396,7 @@ class Telemetry:
         keep(self._failed, lambda key: key[0] in names)
         keep(self._transitions, lambda key: key[0] in names)
         keep(self._ejections, lambda key: key[0] in names)
+        self._split.forget_the_gone(names)
         served = dict.fromkeys(model for one in snapshot.endpoints for model in one.models or ())
         kept = [model for model in self._model_labels if model in served]
         new = [model for model in served if model not in self._model_labels]
@@ -427,8 +436,8 @@ class Telemetry:
         text = "Cached prompt tokens: as predicted at placement, and as observed if usage reports them"
         kinds = zip((("predicted",), ("observed",)), self._cached_tokens, strict=True)
         yield counters("cached_prompt_tokens", text, ("kind",), kinds)
-        yield counter("request_bytes", "Bytes of request bodies", self._request_bytes)
-        yield counter("response_bytes", "Bytes of responses sent to clients", self._response_bytes)
+        yield counter("request_bytes", "Bytes of request bodies", self._bytes[0])
+        yield counter("response_bytes", "Bytes of responses sent to clients", self._bytes[1])
         by_model = self._by_model.items()
         text = f"Requests by model; other: models that no endpoint lists, and all after the first {MAX_MODEL_LABELS}"
         yield counters("model_requests", text, ("model", "outcome"), by_model)

@@ -258,6 +258,8 @@ class EndpointSnapshot:
     """Tokens in its prefix cache, counted from its KV events; None = not known."""
     kv_fill: float | None = None
     """The same as a share of the size of its KV cache, 0..1; None = one of them is not known."""
+    reported_handover: Handover | None = None
+    """The same as its engine shows it."""
 
     @property
     def serving(self) -> bool:
@@ -290,6 +292,7 @@ def snapshot_of(state: EndpointState, share: float, readmitted: bool, now: float
         handover=state.handover,
         kv_cached_tokens=state.cached_tokens,
         kv_fill=_fill(state),
+        reported_handover=state.reported_handover,
     )
 
 

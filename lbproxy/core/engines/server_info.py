@@ -69,7 +69,7 @@ def _sglang_handover(page: Mapping[str, object]) -> Handover | None:
     mode, port = page.get("disaggregation_mode", 0), page.get("disaggregation_bootstrap_port")
     if mode is None or mode == "null":
         return Handover()
-    if mode not in {"prefill", "decode"}:
+    if not isinstance(mode, str) or mode not in {"prefill", "decode"}:
         return None
     is_port = isinstance(port, int) and not isinstance(port, bool) and 0 < port < 65536
     return Handover(Role(mode), "sglang", port if is_port and isinstance(port, int) else BOOTSTRAP_PORT)

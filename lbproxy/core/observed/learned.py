@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from math import inf
+from typing import NamedTuple
 
 from lbproxy.core.knowledge.learning import Samples
 from lbproxy.core.knowledge.load_model import LoadModel
@@ -48,6 +49,14 @@ class EndpointLearned:
     """How many samples of its own each speed has, by its name here. 0: it is the pool's, or assumed."""
 
 
+class LearnedTransfer(NamedTuple):
+    """The time from the placement of a second leg to its first byte: see `core.knowledge.transfer`."""
+
+    fixed_ms: float
+    ms_per_token: float
+    """Of the prompt that is transferred."""
+
+
 @dataclass(frozen=True, slots=True)
 class PoolLearned:
     """What was learned of all endpoints together."""
@@ -61,6 +70,10 @@ class PoolLearned:
     """The share of prompt tokens that was predicted to be cached."""
     adapter_load_ms: float
     """If it was loaded on the same endpoint before; the first load takes longer."""
+    transfer_fixed_ms: float
+    """Of a second leg, from its placement to its first byte: the part that does not depend on the prompt."""
+    transfer_ms_per_token: float
+    """The part for each token of the prompt that is transferred."""
     samples: dict[str, int]
     """How many samples each of these has, by its name. 0: it is assumed."""
 
@@ -104,6 +117,7 @@ def of_endpoint(load: LoadModel, *, now: float) -> EndpointLearned:
 
 def of_pool(pool: PoolModel) -> PoolLearned:
     """What was learned of all endpoints together."""
+    transfer = pool.transfer
     return PoolLearned(
         prefill_ms_per_token=pool.token_ms,
         base_ms=pool.base_ms,
@@ -111,8 +125,17 @@ def of_pool(pool: PoolModel) -> PoolLearned:
         answer_tokens=pool.output_tokens,
         hit_ratio=pool.hit_ratio,
         adapter_load_ms=pool.load_times.again,
-        samples=_counts(pool.samples, PoolLearned),
+        transfer_fixed_ms=transfer.fixed_ms,
+        transfer_ms_per_token=transfer.token_ms,
+        samples=_counts(pool.samples, PoolLearned)
+        | {"transfer_fixed_ms": transfer.seen, "transfer_ms_per_token": transfer.seen},
     )
+
+
+def of_transfer(pool: PoolModel) -> LearnedTransfer | None:
+    """What was learned of transfers; None: nothing yet."""
+    transfer = pool.transfer
+    return LearnedTransfer(transfer.fixed_ms, transfer.token_ms) if transfer.seen else None
 
 
 def _counts(samples: Samples, shown: type[EndpointLearned | PoolLearned]) -> dict[str, int]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from lbproxy.core.queue.ticket import Ticket, Wait
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import Usage
+from lbproxy.core.requests.request import DECODE, WHOLE, Usage
 
 if TYPE_CHECKING:
     from lbproxy.core.observed.trace import Trace
@@ -34,9 +34,11 @@ class RequestRecord:
     prefill: str | None = None
     """If it was split, last: the endpoint of its first leg; `endpoint` is that of the second."""
     prefill_s: float | None = None
-    """Seconds from the placement of the first leg to its end, if the second followed it."""
+    """Seconds from the placement of that first leg to its end; None: it failed, or had not ended."""
     prefill_usage: Usage | None = None
     """Of the first leg: its cached tokens are those of the prompt."""
+    first_legs: tuple[tuple[str, str], ...] = ()
+    """The first legs of all attempts that ended: the endpoint's name, and `completed`, `failed` or `refused`."""
     attempts: int = 0
     status: int = 0
     outcome: Outcome = Outcome.INTERNAL_ERROR
@@ -62,7 +64,7 @@ class RequestRecord:
     first_byte_at: float | None = None
     ended_at: float = 0.0
     decision: Decision | None = None
-    """About the last attempt, if decisions are recorded: see `core.policies.explain`. It refers to those before it."""
+    """The last one, if decisions are recorded: see `core.policies.explain`. It refers to those before it."""
     wait: Wait | None = None
     """Why it waited for a place, the last time that it did."""
     held_for: str | None = None
@@ -86,6 +88,19 @@ class RequestRecord:
         self.client = client
         self.started_at = started_at
 
+    def note_placed(self, ticket: Ticket) -> None:
+        """Note a placement: of an attempt, or of the second leg of one."""
+        leg, first = ticket.request.leg, ticket.prefill
+        self.endpoint = ticket.placed_state.endpoint.name
+        if leg != DECODE or first is not None:
+            self.attempts += 1
+            self.placed_at = ticket.placed_at
+            if leg != WHOLE or self.prefill is not None:
+                self.prefill = None if leg == WHOLE else (first or ticket).placed_state.endpoint.name
+                self.prefill_s = self.prefill_usage = None
+        if ticket.decision is not None:
+            self.note_decision(ticket.decision)
+
     def note_wait(self, ticket: Ticket) -> None:
         """Note that the ticket was not placed at once."""
         best = ticket.best
@@ -98,8 +113,24 @@ class RequestRecord:
         decision.previous, self.decision = self.decision, decision
 
     @property
+    def cached_tokens(self) -> int | None:
+        """Tokens of the prompt that were cached, as reported. Of a split request those at the first leg: the second one
+        reports none, or all that was transferred.
+        """
+        usage = self.usage if self.prefill is None else self.prefill_usage
+        return None if usage is None else usage.cached_tokens
+
+    @property
+    def attempt_decision(self) -> Decision | None:
+        """The decision about the last attempt; if that is split, the one about both legs."""
+        made = self.decision
+        while made is not None and made.is_second and made.previous is not None:
+            made = made.previous
+        return made
+
+    @property
     def decisions(self) -> list[Decision]:
-        """One for each attempt, in order."""
+        """One for each attempt, in order; a second leg that was placed by itself has one more."""
         found = []
         made = self.decision
         while made is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lbproxy.core.endpoints.state import EndpointSnapshot
+from lbproxy.core.observed.learned import LearnedTransfer
 from lbproxy.core.queue.flow import FlowSnapshot
 
 
@@ -16,3 +17,5 @@ class PoolSnapshot:
     waiting: int = 0
     waiting_bytes: int = 0
     flows: list[FlowSnapshot] = field(default_factory=list)
+    transfer: LearnedTransfer | None = None
+    """None: nothing was learned of it."""

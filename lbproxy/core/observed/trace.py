@@ -17,6 +17,7 @@ import re
 from typing import NamedTuple
 
 from lbproxy.core.endpoints.endpoint import Endpoint
+from lbproxy.core.requests.request import PREFILL, WHOLE
 
 TRACE_FIELDS = frozenset({b"traceparent", b"tracestate"})
 """In lower case."""
@@ -40,16 +41,19 @@ class Parent(NamedTuple):
 
 
 class Attempt:
-    """One attempt at an endpoint."""
+    """One attempt at an endpoint, or one of the two legs of an attempt that is split."""
 
     ended_at: float | None = None
-    """When it failed; None = it did not fail."""
+    """When it failed, or its first leg was complete; None: with the request."""
     failure: str | None = None
     """The label under which the failure is counted, such as `upstream_reset`."""
 
-    def __init__(self, span_id: int, endpoint: Endpoint, submitted_at: float, placed_at: float) -> None:
+    def __init__(
+        self, span_id: int, endpoint: Endpoint, submitted_at: float, placed_at: float, leg: int = WHOLE
+    ) -> None:
         self.span_id = span_id
         self.endpoint = endpoint
+        self.leg = leg
         self.submitted_at = submitted_at
         """Since when it waited for a place there."""
         self.placed_at = placed_at
@@ -71,15 +75,27 @@ class Trace:
         self.attempts: list[Attempt] = []
         self._rng = rng
 
-    def placed(self, endpoint: Endpoint, submitted_at: float, placed_at: float) -> None:
-        """Note the start of an attempt."""
+    def placed(self, endpoint: Endpoint, submitted_at: float, placed_at: float, leg: int = WHOLE) -> None:
+        """Note the start of an attempt, or of one of its legs: the first one first."""
         self.waiting_since = None
-        self.attempts.append(Attempt(_id(self._rng, 64), endpoint, submitted_at, placed_at))
+        self.attempts.append(Attempt(_id(self._rng, 64), endpoint, submitted_at, placed_at, leg))
 
-    def failed(self, failure: str, at: float) -> None:
-        """Note that the current attempt failed. `failure`: the label under which it is counted."""
-        attempt = self.attempts[-1]
+    def withdraw(self) -> None:
+        """Forget the last placement: nothing was sent."""
+        self.attempts.pop()
+
+    def prefilled(self, at: float) -> None:
+        """Note that the first leg of the current attempt is complete."""
+        self._first_leg().ended_at = at
+
+    def failed(self, failure: str, at: float, leg: int = WHOLE) -> None:
+        """Note that the current attempt failed, at that leg. `failure`: the label under which it is counted."""
+        attempt = self._first_leg() if leg == PREFILL else self.attempts[-1]
+        self.attempts[-1].ended_at = at
         attempt.failure, attempt.ended_at = failure, at
+
+    def _first_leg(self) -> Attempt:
+        return next(one for one in reversed(self.attempts) if one.leg == PREFILL)
 
     @property
     def fields(self) -> bytes:

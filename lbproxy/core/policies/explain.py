@@ -9,15 +9,17 @@ it. For other requests in such a fleet the chosen candidate and the next best ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
+from types import MappingProxyType
 from typing import Final
 
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.endpoints.state import EndpointState
-from lbproxy.core.policies.policy import Policy
+from lbproxy.core.policies.policy import Policy, partner_of
 
 MAX_SHOWN: Final = 16
+NO_PAIRS: Final[Mapping[str, EndpointState]] = MappingProxyType({})
 IN_FULL_PER_S: Final = 500
 """In a fleet of more than `MAX_SHOWN`."""
 
@@ -26,11 +28,14 @@ class Decision:
     """One placement. It is made for each request, so it only stores; everything else is computed on reading."""
 
     __slots__ = (
+        "_best",
         "_costs",
         "at",
         "candidates",
         "chosen_state",
+        "decode_on",
         "excluded",
+        "is_second",
         "notes",
         "parts",
         "policy",
@@ -65,6 +70,13 @@ class Decision:
         """Endpoints that took no requests at all, with the reason: at most MAX_SHOWN."""
         self.excluded: Sequence[tuple[Endpoint, str]] = ()
         """Endpoints that take requests but were not considered, with the reason: at most MAX_SHOWN."""
+        self.decode_on: Mapping[str, EndpointState] = NO_PAIRS
+        """The endpoint of the second leg, by connector, if requests may be split: see `Policy`. A prefill endpoint then
+        stands for its pair, with the cost of both legs.
+        """
+        self.is_second = False
+        """It is about the second leg of a split request alone; `previous` is about both."""
+        self._best: tuple[float | None, float | None] | None = None
         self.previous: Decision | None = None
         """The decision about the previous attempt of the same request. Set by `RequestRecord.note_decision`."""
 
@@ -96,6 +108,22 @@ class Decision:
         costs = self.costs
         return costs[self.chosen_index] if costs else None
 
+    def partner(self, state: EndpointState) -> EndpointState | None:
+        """Where the second leg goes if the first goes to this candidate; None: it takes the request whole."""
+        return partner_of(state, self.decode_on)
+
+    @property
+    def lowest_costs(self) -> tuple[float | None, float | None]:
+        """Of all candidates: the lowest cost of a whole request, and of a split one. None: there is no finite one."""
+        if self._best is not None:
+            return self._best
+        lowest = [inf, inf]
+        for state, cost in zip(self.shown_states, self.costs, strict=False):
+            split = self.partner(state) is not None
+            lowest[split] = min(lowest[split], cost)
+        whole, split_cost = (None if cost == inf else cost for cost in lowest)
+        return whole, split_cost
+
     def breakdown(self) -> list[dict[str, float]]:
         """For each of `shown` the parts of its cost, which add up to the cost."""
         return self._known_parts() or [{"cost": cost} for cost in self.costs]
@@ -114,6 +142,8 @@ class Decision:
 
     def shrink(self, *, in_full: bool) -> None:
         """Keep only the candidates with the lowest costs; `in_full`: with the parts of their costs."""
+        if self.decode_on:
+            self._best = self.lowest_costs
         costs = self.costs
         kept = lowest_costs(costs, self.chosen_index, MAX_SHOWN if in_full else 2)
         self.parts = self.policy.explain(self.notes, shown=kept) if in_full else []
@@ -151,6 +181,9 @@ class Explainer:
 def compact(made: Decision) -> str:
     """One line of ASCII: the endpoint, its cost and the parts of it, the number of candidates, and the next best."""
     fields = [f"endpoint={made.chosen.name}"]
+    second = made.partner(made.chosen_state)
+    if second is not None:
+        fields = [f"endpoint={second.endpoint.name}", f"prefill={made.chosen.name}"]
     if made.cost is not None:
         fields.append(f"cost={made.cost:.1f}")
         parts = made.breakdown()

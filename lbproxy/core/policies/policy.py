@@ -9,13 +9,14 @@ policies for the settings.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from mypy_extensions import mypyc_attr
 
 from lbproxy.core.caches.prefix_index import MAX_ENTRIES
 from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.engines.handover import Role
 from lbproxy.core.requests.request import InferenceRequest
 
 PRICED: Final = -1.0
@@ -102,3 +103,14 @@ class Policy(ABC):
     def noted_costs(self, notes: object) -> list[float]:
         """The costs of the price with these notes, under a policy with `notes_costs`."""
         raise NotImplementedError
+
+
+def partner_of(first: EndpointState, decode_on: Mapping[str, EndpointState]) -> EndpointState | None:
+    """Where the second leg goes if the first goes to `first`; None: it takes the request whole.
+
+    `decode_on`: the best endpoint for the second leg, by connector.
+    """
+    handover = first.handover
+    if handover.role is not Role.PREFILL or handover.connector is None:
+        return None
+    return decode_on.get(handover.connector)

@@ -18,7 +18,7 @@ from typing import Final, cast
 
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.engines.handover import Role
-from lbproxy.core.policies.policy import NEVER_SPLIT, PRICED, Policy, Prices
+from lbproxy.core.policies.policy import NEVER_SPLIT, PRICED, Policy, Prices, partner_of
 from lbproxy.core.requests.request import PREFILL, InferenceRequest
 
 BYTES_PER_TOKEN: Final = 4.0
@@ -44,10 +44,7 @@ class SplitPrices(Prices):
 
     def partner(self, chosen: EndpointState) -> EndpointState | None:
         """Where the second leg goes if the first goes to `chosen`; None: it takes the request whole."""
-        handover = chosen.handover
-        if handover.role is not Role.PREFILL or handover.connector is None:
-            return None
-        return self.decode_on.get(handover.connector)
+        return partner_of(chosen, self.decode_on)
 
 
 class _Notes:

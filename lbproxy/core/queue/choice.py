@@ -121,6 +121,7 @@ class Choice:
         chosen = candidates[self._lowest_cost(prices.costs, candidates)]
         if self.explains:
             ticket.decision = self._decision(self._split, chosen, candidates, prices.costs, prices.notes, now)
+            ticket.decision.is_second = True
             if len(candidates) > MAX_SHOWN:
                 ticket.decision.shrink(in_full=True)
         return chosen
@@ -247,6 +248,8 @@ class Choice:
         if self.explains:
             costs = None if noted and policy.notes_costs else prices.costs
             ticket.decision = made = self._decision(policy, candidates[index], candidates, costs, prices.notes, now)
+            if isinstance(prices, SplitPrices):
+                made.decode_on = prices.decode_on
             if not small:
                 made.shrink(in_full=noted)
         return candidates[index]

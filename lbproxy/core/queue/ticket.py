@@ -13,7 +13,7 @@ from lbproxy.core.knowledge.placement import Placement
 from lbproxy.core.policies.explain import Decision
 from lbproxy.core.queue.flow import Flow, Refusal
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import InferenceRequest
+from lbproxy.core.requests.request import DECODE, InferenceRequest
 
 LONG_AGO: Final = float("-inf")
 """A constant, because defaults in a class body are evaluated for each ticket."""
@@ -115,6 +115,15 @@ class Ticket:
     def is_trial(self) -> bool:
         """Whether it tries its endpoint, and the trial is not decided yet."""
         return self.trial is not None and not self.trial.ended
+
+    @property
+    def predicted_cached_tokens(self) -> float | None:
+        """Tokens of the prompt that are expected in the cache of the endpoint that computes it; None: nothing is
+        predicted, or another ticket computes it.
+        """
+        computing = self if self.prefill is None else self.prefill
+        placement = computing.placement
+        return None if placement is None or computing.request.leg == DECODE else placement.cached_tokens
 
     @property
     def placed_state(self) -> EndpointState:

@@ -35,6 +35,7 @@ _NOT_FORWARDED: Final = frozenset(
         b"content-length",
         b"x-request-id",
         b"x-lbproxy-endpoint",
+        b"x-lbproxy-prefill",
         b"x-lbproxy-attempts",
         b"endpoint-load-metrics",
         b"endpoint-load-metrics-bin",

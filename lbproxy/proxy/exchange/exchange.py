@@ -20,7 +20,7 @@ from typing import TypeAlias, TypeVarTuple
 
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import LbError, Outcome
-from lbproxy.core.requests.request import DECODE, InferenceRequest, Usage
+from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usage
 from lbproxy.core.requests.retry import STATUS_FAILURES, FailureKind, UpstreamError
 from lbproxy.core.requests.sse import find_response_id, read_usage
 from lbproxy.net.connections.h1 import ResponseHead
@@ -107,19 +107,14 @@ class Exchange(Lifetime):
             return
         assert ticket.placed_at is not None
         endpoint, record = ticket.placed_on.endpoint, self.record
-        record.endpoint = endpoint.name
-        if ticket.request.leg != DECODE or ticket.prefill is not None:  # a second leg is of the same attempt
-            record.attempts += 1
-            record.placed_at, record.prefill = ticket.placed_at, None
-        record.queue_s += ticket.placed_at - ticket.submitted_at
-        if record.trace is not None:
-            record.trace.placed(endpoint, ticket.submitted_at, ticket.placed_at)
+        record.note_placed(ticket)
         if ticket.decision is not None:
-            record.note_decision(ticket.decision)
-            if ticket.placement is not None:
-                record.predicted_cached_tokens = ticket.placement.cached_tokens
+            self._note_prediction(ticket)
+        record.queue_s += ticket.placed_at - ticket.submitted_at
         if ticket.request.leg and self._begins_split(ticket):
             return
+        if record.trace is not None:
+            record.trace.placed(endpoint, ticket.submitted_at, ticket.placed_at, ticket.request.leg)
         self._connect(ticket)
 
     def _connect(self, ticket: Ticket) -> None:
@@ -171,11 +166,15 @@ class Exchange(Lifetime):
             return False
         self._enter(PREFILLING)
         forwarded = self.client.peer.lines(self.request.fields, http10=self.request.http10)
-        self._split = split = Split(
-            self._shared, first, Leg(self.request, self.placed, self.record.id, forwarded), self
-        )
-        self.record.prefill = split.endpoint.name
+        record = self.record
+        leg = Leg(self.request, self.placed, record.id, forwarded, record.trace)
+        self._split = split = Split(self._shared, first, leg, self)
+        if record.trace is not None:
+            assert first.placed_at is not None
+            record.trace.placed(split.endpoint, first.submitted_at, first.placed_at, PREFILL)
         if not split.start():
+            if record.trace is not None:
+                record.trace.withdraw()
             self._place_whole()
         return True
 
@@ -196,8 +195,12 @@ class Exchange(Lifetime):
 
     def second_ready(self) -> None:
         """See split.Owner."""
-        assert self._ticket is not None
-        self._connect(self._ticket)
+        ticket, trace = self._ticket, self.record.trace
+        assert ticket is not None
+        if trace is not None:
+            assert ticket.placed_at is not None
+            trace.placed(ticket.placed_state.endpoint, ticket.placed_at, ticket.placed_at, DECODE)
+        self._connect(ticket)
 
     def prefilled(self, usage: Usage | None) -> None:
         """See split.Owner."""
@@ -206,10 +209,13 @@ class Exchange(Lifetime):
     def _prefilled(self, usage: Usage | None) -> None:
         ticket, runtime, record = self._ticket, self._shared.runtime, self.record
         assert ticket is not None
-        record.prefill_usage = usage
+        now = runtime.now()
+        record.prefill_usage, record.prefill_s = usage, now - (record.placed_at or 0.0)
+        record.first_legs += ((record.prefill or "", "completed"),)
+        if record.trace is not None:
+            record.trace.prefilled(now)
         if self.step is not PREFILLING:
             return  # both legs run
-        record.prefill_s = runtime.now() - (record.placed_at or 0.0)
         runtime.first_byte(ticket)
         runtime.close(ticket, Outcome.COMPLETED, usage)
         self._place()
@@ -227,6 +233,11 @@ class Exchange(Lifetime):
 
     def first_refused(self, head: ResponseHead, body: bytes) -> None:
         """See split.Owner."""
+        record = self.record
+        if self.step in {PREFILLING, DIALLING, SENT}:
+            record.first_legs += ((record.prefill or "", "refused"),)
+            if record.trace is not None:
+                record.trace.failed(f"upstream_{head.status}", self._shared.runtime.now(), PREFILL)
         if self.step is PREFILLING:
             self._guarded(self._place_whole)
         elif self.step in {DIALLING, SENT}:
@@ -373,10 +384,15 @@ class Exchange(Lifetime):
         """Record the usage that the endpoint reported, with the complete prompt in it."""
         expected = ticket.predicted_prompt_tokens or ticket.request.body_bytes / 4.0
         if ticket.placement is not None:
-            self.record.predicted_cached_tokens = ticket.placement.cached_tokens
+            self._note_prediction(ticket)
             expected = ticket.placement.prompt_tokens
         self.record.usage = usage = usage.resolved(expected)
         return usage
+
+    def _note_prediction(self, ticket: Ticket) -> None:
+        cached = ticket.predicted_cached_tokens
+        if cached is not None:
+            self.record.predicted_cached_tokens = cached
 
     # Another attempt
 
@@ -422,9 +438,12 @@ class Exchange(Lifetime):
     def _note_failure(self, ticket: Ticket, kind: FailureKind, label: str, ended: Outcome | None = None) -> None:
         endpoint = ticket.placed_state.endpoint
         self._failed = self._failed.add(endpoint.uid, kind, ended)
-        self.record.failed += ((endpoint.name, label),)
-        if self.record.trace is not None:
-            self.record.trace.failed(label, self._shared.runtime.now())
+        record, leg = self.record, ticket.request.leg
+        record.failed += ((endpoint.name, label),)
+        if leg == PREFILL:
+            record.first_legs += ((endpoint.name, "failed"),)
+        if record.trace is not None:
+            record.trace.failed(label, self._shared.runtime.now(), leg)
 
     def _retry(self, delay_s: float) -> None:
         if delay_s:

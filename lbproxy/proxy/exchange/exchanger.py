@@ -55,9 +55,12 @@ class Exchanger:
         if not self.expose_endpoint:
             return always
         fields = f"{always}x-lbproxy-endpoint: {record.endpoint}\r\n"
+        if record.prefill is not None:
+            fields += f"x-lbproxy-prefill: {record.prefill}\r\n"
         if not explain or not self.explain_header:
             return fields
-        explanation = record.explanation if record.decision is None else compact(record.decision)
+        made = record.attempt_decision
+        explanation = record.explanation if made is None else compact(made)
         if explanation is None:
             return fields
         return f"{fields}x-lbproxy-explain: {explanation}; queue_ms={1000.0 * record.queue_s:.1f}\r\n"

@@ -20,6 +20,7 @@ from typing import Final, NamedTuple, Protocol
 
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.observed.trace import Trace
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usage
 from lbproxy.core.requests.retry import STATUS_FAILURES, FailureKind, UpstreamError
@@ -79,6 +80,8 @@ class Leg(NamedTuple):
     id: str
     forwarded: bytes
     """Field lines about the client."""
+    trace: Trace | None
+    """If the request is traced."""
 
 
 class Split:
@@ -168,7 +171,7 @@ class Split:
     def _send(self, body: bytes) -> None:
         """Send the first leg."""
         endpoint, request = self.endpoint, self.request._replace(body=body)
-        head = request.head_for(endpoint, self._leg.id, self._leg.forwarded)
+        head = request.head_for(endpoint, self._leg.id, self._leg.forwarded, trace=self._leg.trace)
         self._begin_call(Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy), head, body, self._responded)
 
     def _begin_call(self, origin: Origin, head: bytes, body: bytes, done: Callable[[Result], None]) -> None:

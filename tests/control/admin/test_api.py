@@ -24,7 +24,7 @@ from lbproxy.control.admin.api import Api
 from lbproxy.control.admin.server import Admin
 from lbproxy.control.admin.state import State
 from lbproxy.control.discovery.overlay import Overlay, UnknownEntryError
-from lbproxy.control.telemetry.families import Loads, Totals
+from lbproxy.control.families.common import Loads, Totals
 from lbproxy.control.telemetry.history import STEPS, History, quantile_ms
 from lbproxy.control.telemetry.recent import FULL, MAX_TRANSITIONS, REFUSED, WAITS, Recent
 from lbproxy.control.telemetry.telemetry import FIRST_BYTE_BUCKETS

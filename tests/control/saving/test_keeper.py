@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from lbproxy.config.sections.routing import StateSettings
+from lbproxy.control.families.common import StateStats
 from lbproxy.control.saving import keeper as keeping
 from lbproxy.control.saving.keeper import Keeper
 from lbproxy.control.saving.state_file import LockedError, StateFile, problem, read
-from lbproxy.control.telemetry.families import StateStats
 from lbproxy.core.balancer import Balancer
 from tests.core.saved.test_saved import ask, experienced, prompt
 from tests.support.aio import run, until

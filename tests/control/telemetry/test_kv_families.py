@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lbproxy.control.telemetry.endpoint_families import render_endpoints
-from lbproxy.control.telemetry.kv_families import kv_families
+from lbproxy.control.families.endpoints import render_endpoints
+from lbproxy.control.families.kv_events import kv_families
 from lbproxy.core.engines.kv_events import Problem
 from lbproxy.extras.kv_feed import KvStats
 from tests.support.kv_events import FakeKvEvents, snapshot

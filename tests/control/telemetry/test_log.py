@@ -129,6 +129,16 @@ def test_an_access_line_says_what_happened() -> None:
     }
 
 
+def test_a_split_request_names_where_its_prompt_was_computed() -> None:
+    split = {"prefill": "gpu-1", "endpoint": "gpu-2", "outcome": Outcome.COMPLETED}
+    line = json.loads(access_line(record(**split, prefill_s=0.1234), lines_of.now()))
+    assert (line["prefill"], line["endpoint"], line["prefill_ms"]) == ("gpu-1", "gpu-2", 123.4)
+    line = json.loads(access_line(record(**split, key="k"), lines_of.now()))
+    assert (line["prefill"], line["prefill_ms"]) == ("gpu-1", None), "it failed, or was not over"
+    hostile = json.loads(access_line(record(**split | {"prefill": 'a"\n\u20ac'}), lines_of.now()))
+    assert hostile["prefill"].startswith('a"')
+
+
 def test_a_request_that_was_never_placed_has_no_times_of_an_endpoint() -> None:
     line = json.loads(access_line(record(outcome=Outcome.CLIENT_CLOSED, error="gone"), lines_of.now()))
     assert line["queue_ms"] is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lbproxy.config.tree import LogSettings
-from lbproxy.control.telemetry.replica_families import replica_families
+from lbproxy.control.families.replicas import replica_families
 from lbproxy.control.telemetry.telemetry import Telemetry
 from tests.support.aio import run
 from tests.support.replicas import FakeReplicas, other, unheard

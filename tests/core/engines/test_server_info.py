@@ -139,3 +139,10 @@ def test_a_server_that_names_no_engine_may_be_any(entries: str) -> None:
     cards = read_model_list(f'{{"data":[{entries}]}}'.encode())
     assert cards is not None
     assert engine_of(cards) is None
+
+
+@pytest.mark.parametrize("mode", ['"dynamic"', "7", "true", "[]", '{"a":1}', '["prefill"]', '"PREFILL"'])
+def test_a_mode_that_is_no_known_word_is_no_role(mode: str) -> None:
+    assert read_description("sglang", sglang("4096", f',"disaggregation_mode":{mode}')) == Description(
+        4096, False, None
+    )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
 import pytest
 
+from lbproxy.core.observed.trace import Sampling
 from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import DECODE, PREFILL
 from lbproxy.net.connections.pool import Connection
 from lbproxy.net.dialing.origin import Origin
 from lbproxy.proxy.exchange.steps import NEXT_STEPS, Step
@@ -608,3 +611,80 @@ def test_every_step_of_a_split_in_the_table_is_taken(steps: Steps) -> None:
     possible = {(before, after) for before, nexts in NEXT_STEPS.items() for after in nexts}
     own = {step for step in possible if Step.PREFILLING in step or step == (Step.PLACING, Step.PLACING)}
     assert own <= steps.taken
+
+
+# --- What is recorded -------------------------------------------------------------------------------------------------
+
+
+def test_the_client_and_the_record_see_both_endpoints() -> None:
+    """The cached tokens are those of prefill: decode says that all of the prompt was."""
+    whole = {"prompt_tokens": 100, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 100}}
+
+    async def main() -> None:
+        decode = answer(json.dumps({"choices": [], "usage": whole}).encode())
+        for connector in ("nixl", "sglang"):
+            async with apart(("prefill", prefilled()), ("decode", decode), connector=connector) as (it, _):
+                reply = await it.ask(post(BODY))
+                assert b"\r\nx-lbproxy-endpoint: e2\r\nx-lbproxy-prefill: e1\r\n" in reply.head
+                await until(lambda: it.records.requests)
+                (record,) = it.records.requests
+                assert (record.prefill, record.endpoint, record.attempts) == ("e1", "e2", 1)
+                if connector == "nixl":
+                    assert record.first_legs == (("e1", "completed"),)
+                    assert record.prefill_s is not None
+                    assert record.cached_tokens == 64
+                else:
+                    assert record.cached_tokens in {64, None}, "decode may have been faster"
+        async with apart(("prefill", prefilled()), ("decode", decode), more=f"{ALWAYS}\nexpose_endpoint: false") as (
+            it,
+            _,
+        ):
+            assert b"x-lbproxy-prefill" not in (await it.ask(post(BODY))).head
+
+    run(main())
+
+
+@pytest.mark.parametrize(("script", "result"), [(status(503), "failed"), (status(400), "refused")])
+def test_a_first_leg_that_did_not_work_is_recorded_and_leaves_nothing_else(script: Script, result: str) -> None:
+    async def main() -> None:
+        async with apart(("prefill", script), ("decode", stream)) as (it, _):
+            reply = await it.ask(post(BODY))
+            assert b"x-lbproxy-endpoint: e2" in reply.head
+            assert b"x-lbproxy-prefill" not in reply.head
+            (record,) = it.records.requests
+            assert record.first_legs == (("e1", result),)
+            assert (record.prefill, record.prefill_s, record.prefill_usage) == (None, None, None)
+
+    run(main())
+
+
+def test_the_legs_of_an_attempt_are_both_traced() -> None:
+    async def main() -> None:
+        for connector in ("nixl", "sglang"):
+            async with apart(("prefill", prefilled()), ("decode", stream), connector=connector) as (
+                it,
+                (first, second),
+            ):
+                it.front.requests.sampling = Sampling(1.0, follow_clients=True, rng=random.Random(1))
+                assert complete(await it.ask(post(BODY)))
+                (record,) = it.traced
+                assert record.trace is not None
+                attempts = record.trace.attempts
+                assert [(one.endpoint.name, one.leg) for one in attempts] == [("e1", PREFILL), ("e2", DECODE)]
+                parents = [(one.requests[0].field("traceparent") or "").split("-")[2] for one in (first, second)]
+                assert parents == [f"{one.span_id:016x}" for one in attempts]
+
+    run(main())
+
+
+def test_an_lbproxy_behind_this_one_does_not_name_its_own() -> None:
+    async def script(wire: Wire, _: Received) -> None:
+        await wire.send(b"HTTP/1.1 200 OK\r\nx-lbproxy-prefill: inner\r\ncontent-length: 2\r\n\r\n{}")
+
+    async def main() -> None:
+        async with apart(("both", script)) as (it, _):
+            reply = await it.ask(post(BODY))
+            assert b"x-lbproxy-endpoint: e1\r\n" in reply.head
+            assert b"inner" not in reply.head
+
+    run(main())

@@ -6,6 +6,7 @@ const MANY = 16;  // endpoints, from which on rows are low
 // --- The fleet -----------------------------------------------------------------------------------------------------
 
 const STATES = {
+  __proto__: null,  // a state of any name is looked up in it
   up: ["●", "good"], starting: ["○", "info"], half_open: ["◐", "warn"], ejected: ["▲", "bad"], down: ["✕", "bad"],
   draining: ["▽", "warn"], leaving: ["▷", "warn"],
 };
@@ -94,13 +95,13 @@ function makeHead() {
 
 function makeRow() {
   const row = node("tr");
-  const name = node("th", { scope: "row" }, node("bdi", { class: "name" }), node("span", { class: "about" }));
+  const name = node("th", { scope: "row" }, node("bdi", { class: "name" }), node("span", { class: "role" }), node("span", { class: "about" }));
   const state = node("td", {}, node("span", { class: "symbol", "aria-hidden": "true" }), node("span"), " ", node("span", { class: "note" }));
   const cells = COLUMNS.slice(2).map((column) => node("td", { class: "number" }, ...(column.key === "kv" ? makeMeter() : [])));
   const button = node("button", { type: "button" });
   button.addEventListener("click", () => steer(row.shown, button));
   row.append(name, state, ...cells, node("td", { class: "number" }, button));
-  row.parts = { name: name.children[0], about: name.children[1], state: state.children, cells, button };
+  row.parts = { name: name.children[0], role: name.children[1], about: name.children[2], state: state.children, cells, button };
   return row;
 }
 function makeMeter() {
@@ -109,12 +110,15 @@ function makeMeter() {
 
 function drawRow(row, one) {
   row.shown = one;
-  const { name, about, state, cells, button } = row.parts;
+  const { name, role, about, state, cells, button } = row.parts;
   const [symbol, tone] = STATES[stateOf(one)] ?? ["?", ""];
   put(name, plain(one.name));
+  role.hidden = one.role === "both";
+  put(role, one.role === "both" ? "" : plain(one.role));
+  const handover = one.role === "both" ? "" : `\nrole: ${plain(one.role)}, connector: ${one.connector === null ? "unknown" : plain(one.connector)}`;
   const models = one.models === null ? "models unknown" : one.models.slice(0, 8).map(plain).join(", ") || "no model";
   put(about, one.engine === "auto" ? models : `${plain(one.engine)} · ${models}`);
-  set(name.parentElement, "title", `${plain(one.name)}\n${plain(one.url)}\n${plain(one.engine)}: ${models}\nfrom: ${plain(one.from)}`);
+  set(name.parentElement, "title", `${plain(one.name)}\n${plain(one.url)}\n${plain(one.engine)}: ${models}\nfrom: ${plain(one.from)}${handover}`);
   put(state[0], symbol);
   put(state[1], words(stateOf(one)));
   set(state[0], "class", `symbol ${tone}`);
@@ -140,7 +144,7 @@ function drawMeter(cell, value) {
   put(cell.children[1], percent(value));
 }
 
-const textOf = (one) => [one.name, one.url, one.engine, stateOf(one), ...(one.models ?? [])].join("\n").toLowerCase();
+const textOf = (one) => [one.name, one.url, one.engine, one.role, stateOf(one), ...(one.models ?? [])].join("\n").toLowerCase();
 
 /** Rows do not change places under a pointer or while a button of theirs has the focus, unless `now`. */
 function drawFleet(frame, now = false) {

@@ -172,6 +172,10 @@ function drawLearned({ learned: found }) {
     ["tokens per response, mean", figure(learned(found, "answer_tokens"))],
     ["bytes per prompt token", figure(learned(found, "bytes_per_token"))],
     ["loading a LoRA adapter, ms", figure(learned(found, "adapter_load_ms"))],
+    ...(found.samples.transfer_fixed_ms ? [
+      ["transfer after prefill, ms", figure(found.transfer_fixed_ms)],
+      ["transfer of 1,000 tokens more, ms", figure(thousand(found.transfer_ms_per_token))],
+    ] : []),
   ];
   at("learned").closest("section").hidden = found === null;
   keep(at("learned"), rows.flatMap(([head, value]) => [["dt", head, head], ["dd", head, value]]), ([tag, head]) => tag + head, ([tag]) => node(tag), (element, [, , text]) => put(element, text));
@@ -184,7 +188,7 @@ const DECISIONS = [
   { head: "ended", show: (one) => clock(Date.parse(one.at) + one.duration_ms), text: true },
   { head: "request", text: true },
   { head: "model", show: (one) => plain(one.model), text: true },
-  { head: "endpoint", show: (one) => plain(one.endpoint), text: true },
+  { head: "endpoint", show: (one) => (one.prefill === null ? plain(one.endpoint) : `${plain(one.prefill)} → ${plain(one.endpoint)}`), text: true },
   { head: "outcome", show: (one) => `${isGood(one) ? "✓" : "✕"} ${words(one.outcome)}${isGood(one) ? "" : `, ${plain(one.status)}`}`, text: true },
   { head: "attempts", show: (one) => number(one.attempts) },
   { head: "waited, ms", show: (one) => figure(one.queue_ms) },
@@ -227,7 +231,8 @@ async function explain(id) {
   }
 }
 function* explanation(found) {
-  const where = found.endpoint ? `on ${plain(found.endpoint)}` : "on no endpoint";
+  const first = found.prefill === null ? "" : ` after prefill on ${plain(found.prefill)}${found.prefill_ms === null ? "" : ` in ${figure(found.prefill_ms)} ms`}`;
+  const where = found.endpoint ? `on ${plain(found.endpoint)}${first}` : "on no endpoint";
   yield node("p", {}, `${words(found.outcome)}, status ${plain(found.status)}, after ${figure(found.duration_ms)} ms, ${where}, ${count(found.attempts, "attempt")}. ${plain(found.method)} ${plain(found.path)}, model ${plain(found.model)}.`);
   if (found.waited) {
     const best = found.waited.endpoint === null ? "" : `, first for ${plain(found.waited.endpoint)}`;
@@ -236,16 +241,22 @@ function* explanation(found) {
   for (const one of found.failed) yield node("p", { class: "warn" }, `An attempt at ${plain(one.endpoint)} failed: ${words(one.failure)}.`);
   if (found.error) yield node("p", { class: "warn" }, plain(found.error));
   let attempt = 0;
-  for (const made of found.decisions) yield* decision(made, (attempt += 1));
+  for (const made of found.decisions) yield* decision(made, (attempt += made.second_leg ? 0 : 1));
   if (!found.decisions.length) return;
   const rows = [["first byte, ms", "first_byte_ms"], [`cached prompt tokens${found.observed.prompt_tokens === null ? "" : ` of ${number(found.observed.prompt_tokens)}`}`, "cached_tokens"]];
   yield scrolled(["", "predicted", "observed"], rows.map(([head, key]) => [head, number(found.predicted[key], 1), number(found.observed[key], 1)]));
 }
+/** A candidate, or what was chosen: an endpoint, or two of which the first computes the prompt. */
+const pairOf = (one) => (one.decode_on === null ? plain(one.endpoint) : `${plain(one.endpoint)} → ${plain(one.decode_on)}`);
+
 function* decision(made, attempt) {
-  yield node("p", {}, node("strong", {}, `Attempt ${attempt}: ${plain(made.endpoint)}`), `, by ${plain(made.policy)}: ${plain(made.because)}.`);
+  yield node("p", {}, node("strong", {}, `Attempt ${attempt}: ${made.second_leg ? "decode on " : ""}${pairOf(made)}`), `, by ${plain(made.policy)}: ${plain(made.because)}.`);
+  const { whole, split } = made.lowest_costs;
+  if (whole !== null && split !== null) yield node("p", {}, `The best pair costs ${number(split, 1)}${made.unit ? ` ${plain(made.unit)}` : ""}, the best single endpoint ${number(whole, 1)}.`);
   if (made.shown.length) {
-    const names = Object.keys(made.shown[0].parts).filter((name) => made.shown.some((one) => Math.abs(one.parts[name] ?? 0) >= 0.05));
-    const rows = made.shown.map((one) => [`${one.chosen ? "✓ " : ""}${plain(one.endpoint)}`, number(one.cost, 1), ...names.map((name) => number(one.parts[name], 1))]);
+    const every = [...new Set(made.shown.flatMap((one) => Object.keys(one.parts)))];  // whole and split requests differ
+    const names = every.filter((name) => made.shown.some((one) => Math.abs(one.parts[name] ?? 0) >= 0.05));
+    const rows = made.shown.map((one) => [`${one.chosen ? "✓ " : ""}${pairOf(one)}`, number(one.cost, 1), ...names.map((name) => number(one.parts[name], 1))]);
     yield scrolled([made.unit ? `costs in ${plain(made.unit)}` : "candidate", "cost", ...names.map(words)], rows, made.shown.findIndex((one) => one.chosen));
   }
   const more = made.candidates - made.shown.length;

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from prometheus_client.core import Metric
 
-from lbproxy.control.telemetry.families import counters, gauges, render
+from lbproxy.control.families.common import counters, gauges, render
 from lbproxy.core.endpoints.breaker import Cause
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.health import Health

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from lbproxy.config.sections.endpoints import EndpointSettings
-from lbproxy.control.telemetry.histogram import Histogram
+from lbproxy.control.families.histogram import Histogram
 from lbproxy.core.queue.flow import FlowSnapshot
 from lbproxy.core.queue.flows import OTHERS
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from prometheus_client.core import Metric
 
-from lbproxy.control.telemetry.families import counters, gauges
+from lbproxy.control.families.common import counters, gauges
 from lbproxy.core.engines.kv_events import Problem
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from prometheus_client.core import Metric
 
-from lbproxy.control.telemetry.families import counter, counters, gauge, gauges
+from lbproxy.control.families.common import counter, counters, gauge, gauges
 from lbproxy.core.replicas.peers import PeerSnapshot
 
 

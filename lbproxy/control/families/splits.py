@@ -1,0 +1,81 @@
+"""What /metrics says of requests that are split between prefill and decode endpoints, and of these endpoints.
+
+Counted once per request with a first leg, as in `control.telemetry.telemetry`. Where no endpoint has a role there are
+no such families. Labels are names of endpoints and words of this module.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from typing import Final
+
+from prometheus_client.core import Metric
+
+from lbproxy.control.families.common import add_to, counter, counters, gauges, histogram, keep
+from lbproxy.control.families.endpoints import one_per_name
+from lbproxy.control.families.histogram import Histogram
+from lbproxy.core.engines.handover import Role
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.observed.snapshot import PoolSnapshot
+
+FIRST_LEG_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Seconds. A short prompt that is cached takes some 10 ms, 100,000 tokens take about 10 s."""
+RESULTS: Final = ("completed", "failed", "refused")
+"""Of a first leg: see `RequestRecord.first_legs`."""
+
+
+class SplitCounts:
+    """Counts requests with a first leg."""
+
+    def __init__(self) -> None:
+        self._split: defaultdict[str, int] = defaultdict(int)
+        """By the prefill endpoint of the last attempt."""
+        self._total = 0
+        self._first_legs: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._times = Histogram(FIRST_LEG_BUCKETS)
+
+    def count(self, record: RequestRecord) -> None:
+        """Count a request that was split, or that tried to be."""
+        for leg in record.first_legs:
+            self._first_legs[leg] += 1
+        if record.prefill is not None:
+            self._total += 1
+            self._split[record.prefill] += 1
+            if record.prefill_s is not None:
+                self._times.observe(record.prefill_s)
+
+    def forget_the_gone(self, names: Collection[str]) -> None:
+        """Drop the series of other endpoints."""
+        keep(self._split, lambda name: name in names)
+        keep(self._first_legs, lambda key: key[0] in names)
+
+    def families(self, pool: PoolSnapshot, placed: int) -> Iterator[Metric]:
+        """Nothing, where no endpoint has a role. `placed`: requests that were, split or not."""
+        if not self._total and all(one.handover.role is Role.BOTH for one in pool.endpoints):
+            return
+        endpoints = one_per_name(pool.endpoints)
+        parts = [((one.endpoint.name, one.handover.role.value, one.handover.connector or ""), 1.0) for one in endpoints]
+        text = "Always 1; the role of the endpoint: prefill, decode or both; its connector is empty if it is unknown"
+        yield gauges("endpoint_role", text, ("endpoint", "role", "connector"), parts)
+        text = "Requests whose last attempt was split, by the endpoint that computed their prompt"
+        prefills = [one.endpoint.name for one in endpoints if one.handover.role is Role.PREFILL]
+        split = dict.fromkeys(prefills, 0) | self._split
+        yield counters("split_requests", text, ("endpoint",), [((name,), count) for name, count in split.items()])
+        text = "Requests whose last attempt was not split, since the start"
+        yield counter("whole_requests", text, placed - self._total)
+        text = "First legs of split requests by result; refused: with a status that blames the request"
+        legs = {(name, result): 0 for name in prefills for result in RESULTS} | self._first_legs
+        yield counters("prefill_legs", text, ("endpoint", "result"), legs.items())
+        times = histogram(
+            "prefill_leg_seconds", "How long the first legs of split requests took, from their placement", ()
+        )
+        add_to(times, [], self._times)
+        yield times
+        learned = pool.transfer
+        text = "Learned time from the placement of a second leg to its first byte: the part that no prompt changes"
+        fixed = None if learned is None else learned.fixed_ms / 1000.0
+        yield gauges("transfer_fixed_seconds", text, (), [((), fixed)])
+        text = "Learned time from the placement of a second leg to its first byte: the part of each transferred token"
+        token = None if learned is None else learned.ms_per_token / 1000.0
+        yield gauges("transfer_token_seconds", text, (), [((), token)])
