@@ -185,6 +185,20 @@ class Exchange(Lifetime):
         self.placed = self.placed._replace(splittable=False)
         self._place()
 
+    def _place_whole_instead(self, kind: FailureKind) -> bool:
+        """After a second leg that returned 500, or whose stream broke before a token: vLLM does that if it cannot fetch
+        what prefill handed over. The request is placed whole, perhaps at the same endpoint: it may be well.
+        """
+        ticket, split = self._ticket, self._split
+        if split is None or ticket is None or not split.is_handed_over:
+            return False
+        self.record.error = "the second leg failed before a token: perhaps the KV cache could not be fetched"
+        if kind is FailureKind.RESET:  # or its process ended: what ends another one is not sent to a third
+            self._failed = self._failed._replace(kinds=(*self._failed.kinds, kind))
+        self._record_failure(ticket, Outcome.UPSTREAM_RESET.label if kind is FailureKind.RESET else "upstream_500")
+        self._place_whole()
+        return True
+
     def _end_split(self, outcome: Outcome) -> None:
         """End both legs."""
         ticket, split = self._ticket, self._split
@@ -321,6 +335,8 @@ class Exchange(Lifetime):
         if error.kind is FailureKind.STALE:
             self._dial(ticket)  # not the endpoint's fault: repeat on a new connection, without a retry
             return
+        if self.step is RELAYING and error.kind is FailureKind.RESET and self._place_whole_instead(error.kind):
+            return
         self._attempt_failed(ticket, error)
 
     def _attempt_failed(self, at: Ticket, error: UpstreamError) -> None:
@@ -411,6 +427,8 @@ class Exchange(Lifetime):
             runtime, self.request.route, self.placed, ticket.placed_state.endpoint, status, body
         ):
             return False
+        if kind is FailureKind.ERROR and self._place_whole_instead(kind):
+            return True
         verdict = runtime.after_failure(ticket, UpstreamError(kind, f"returned {status}"), self._failed.kinds)
         if not verdict.retry:
             return False
@@ -420,9 +438,11 @@ class Exchange(Lifetime):
         return True
 
     def _note_failure(self, ticket: Ticket, kind: FailureKind, label: str, ended: Outcome | None = None) -> None:
-        endpoint = ticket.placed_state.endpoint
-        self._failed = self._failed.add(endpoint.uid, kind, ended)
-        self.record.failed += ((endpoint.name, label),)
+        self._failed = self._failed.add(ticket.placed_state.endpoint.uid, kind, ended)
+        self._record_failure(ticket, label)
+
+    def _record_failure(self, ticket: Ticket, label: str) -> None:
+        self.record.failed += ((ticket.placed_state.endpoint.name, label),)
         if self.record.trace is not None:
             self.record.trace.failed(label, self._shared.runtime.now())
 
