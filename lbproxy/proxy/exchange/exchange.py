@@ -220,6 +220,8 @@ class Exchange(Lifetime):
     def _prefilled(self, usage: Usage | None) -> None:
         ticket, runtime, record = self._ticket, self._shared.runtime, self.record
         assert ticket is not None
+        if usage is not None:
+            usage = usage.resolved(_expected_prompt_tokens(ticket.prefill or ticket))
         record.prefill_usage = usage
         if self.step is not PREFILLING:
             return  # both legs run
@@ -387,11 +389,9 @@ class Exchange(Lifetime):
 
     def _note_usage(self, ticket: Ticket, usage: Usage) -> Usage:
         """Record the usage that the endpoint reported, with the complete prompt in it."""
-        expected = ticket.predicted_prompt_tokens or ticket.request.body_bytes / 4.0
         if ticket.placement is not None:
             self.record.predicted_cached_tokens = ticket.placement.cached_tokens
-            expected = ticket.placement.prompt_tokens
-        self.record.usage = usage = usage.resolved(expected)
+        self.record.usage = usage = usage.resolved(_expected_prompt_tokens(ticket))
         return usage
 
     # Another attempt
@@ -482,3 +482,10 @@ class Exchange(Lifetime):
 
     def _own_fields(self) -> str:
         return self._shared.own_fields(self.record, self.cors, explain=self.request.fields.explain)
+
+
+def _expected_prompt_tokens(ticket: Ticket) -> float:
+    """About how long the prompt of a placed request is."""
+    if ticket.placement is not None:
+        return ticket.placement.prompt_tokens
+    return ticket.predicted_prompt_tokens or ticket.request.body_bytes / 4.0

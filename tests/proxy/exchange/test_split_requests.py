@@ -6,11 +6,13 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 
 from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import Usage
 from lbproxy.net.connections.pool import Connection
 from lbproxy.net.dialing.origin import Origin
 from lbproxy.proxy.exchange.steps import NEXT_STEPS, Step
@@ -118,6 +120,23 @@ def test_what_prefill_returned_goes_to_decode_with_the_clients_own_bytes() -> No
             assert record.outcome is Outcome.COMPLETED
             assert record.prefill_usage is not None
             assert record.prefill_usage.cached_tokens == 64
+
+    run(main())
+
+
+RECORDED = Path(__file__).parents[2] / "fixtures" / "http" / "vllm-0.32.0-nixl"
+
+
+def test_what_prefill_used_contains_what_it_put_into_its_cache() -> None:
+    """Recorded: vLLM's /v1/messages counts 15 tokens of input, and 192 beside them that were written to the cache."""
+
+    async def main() -> None:
+        body = (RECORDED / "messages-prefill.response.http").read_bytes().partition(b"\r\n\r\n")[2]
+        asked = (RECORDED / "messages-decode.request.http").read_bytes().partition(b"\r\n\r\n")[2]
+        own = json.dumps(json.loads(asked) | {"model": "m", "kv_transfer_params": None}).encode()
+        async with apart(("prefill", answer(body)), ("decode", OK)) as (it, _):
+            assert (await it.ask(post(own, "/v1/messages"))).status == 200
+            assert it.records.requests[0].prefill_usage == Usage(207, 0, None)
 
     run(main())
 
