@@ -38,7 +38,7 @@ COMPILED = {
     "lbproxy/workers": "contents known link remote reports server",
     "lbproxy/net/connections": "corked h1 patience pool",
     "lbproxy/proxy/request": "client_request forwarding handshake headers plain reading",
-    "lbproxy/proxy/exchange": "exchange exchanger failures lifetime relay steps",
+    "lbproxy/proxy/exchange": "exchange exchanger failures lifetime opening relay steps",
     "lbproxy/proxy/front": "requests socket_turn turn",
     "lbproxy/control/families": "histogram",
     "lbproxy/control/telemetry": "access_line recent telemetry writer",

@@ -42,9 +42,10 @@ class Result:
 class Client:
     """One SDK client for many threads. Every prompt is another, so that no cached prefix draws it to a server."""
 
-    def __init__(self, url: str, *, model: str = MODEL) -> None:
+    def __init__(self, url: str, *, model: str = MODEL, padding: str = "") -> None:
+        """`padding`: the end of every prompt."""
         self._sdk = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
-        self._model = model
+        self._model, self._padding = model, padding
         self._numbers = count(secrets.randbelow(10**9))
         self._lock = threading.Lock()
         self.streaming = 0
@@ -59,7 +60,7 @@ class Client:
         try:
             answer = self._sdk.completions.with_raw_response.create(
                 model=self._model,
-                prompt=f"{next(self._numbers)} is a number",
+                prompt=f"{next(self._numbers)} is a number{self._padding}",
                 max_tokens=max_tokens,
                 stream=stream,
                 extra_body={"ignore_eos": True, **({"stream_options": {"include_usage": True}} if stream else {})},
@@ -133,9 +134,9 @@ class Load:
     Ends with the `with` block: what runs is finished and counted. `pause_s`: what a worker waits between two requests.
     """
 
-    def __init__(self, url: str, *, workers: int, max_tokens: int, pause_s: float = 0.05) -> None:
+    def __init__(self, url: str, *, workers: int, max_tokens: int, pause_s: float = 0.05, padding: str = "") -> None:
         self.results: list[Result] = []
-        self._client = Client(url)
+        self._client = Client(url, padding=padding)
         self._max_tokens = max_tokens
         self._pause_s = pause_s
         self._stop = threading.Event()

@@ -125,6 +125,16 @@ class Daemon:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """For as long as the `with` block takes, the whole group does not run: its connections stay open."""
+        assert self._process is not None
+        os.killpg(self._process.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.killpg(self._process.pid, signal.SIGCONT)
+
 
 def sum_of(page: str, family: str, *labels: str) -> float:
     """The sum of a family's samples on a page of metrics, of those whose labels contain all of `labels`."""
@@ -201,12 +211,12 @@ class Fleet:
         assert not fell, fell
 
 
-def wait_until(condition: Callable[[], object], what: str) -> None:
+def wait_until(condition: Callable[[], object], what: str, within_s: float = PATIENCE_S) -> None:
     """Wait for something that must come true, on a machine that three servers keep busy. AssertionError if not.
 
     `condition` mostly reads pages of metrics: asked for without a pause, they take what the servers need.
     """
-    run(until(condition, what, within_s=PATIENCE_S, every_s=0.05), timeout_s=2 * PATIENCE_S)
+    run(until(condition, what, within_s=within_s, every_s=0.05), timeout_s=2 * within_s)
 
 
 def status(url: str) -> int | None:
@@ -272,17 +282,22 @@ def transformers(environment: Environment) -> LlmServer:
     return LlmServer("transformers", [str(environment.transformers), *options.split()], f"http://127.0.0.1:{port}", env)
 
 
-def lbproxy(endpoints: list[LlmServer], name: str = "lbproxy") -> tuple[Daemon, str]:
-    """lbproxy before them, with the URL of its admin listener.
+def lbproxy(
+    endpoints: list[LlmServer], name: str = "lbproxy", *, each: list[str] | None = None, more: str = ""
+) -> tuple[Daemon, str]:
+    """lbproxy before them, with the URL of its admin listener. `each`: further settings of each endpoint.
 
     Everything is at its default but that adapters may be loaded, and the time for a connection: where two cores run
     three servers and their load, a process may not get to run for a second.
     """
     config = LOGS / f"{name}.yaml"
-    listing = "".join(f"  - {{url: '{one.url}', name: {one.name}}}\n" for one in endpoints)
+    own = each or [""] * len(endpoints)
+    entries = zip(endpoints, own, strict=True)
+    listing = "".join(f"  - {{url: '{one.url}', name: {one.name}{settings}}}\n" for one, settings in entries)
     settings = "listen: 127.0.0.1:0\nadmin: 127.0.0.1:0\ntimeouts: {connect: 10s}\nlora_management: true\n"
-    config.write_text(f"{settings}endpoints:\n{listing}")
+    config.write_text(f"{settings}{more}endpoints:\n{listing}")
     daemon = Daemon(name, [*LBPROXY, "--config", str(config)])
+    daemon.log.unlink(missing_ok=True)  # of an earlier run, with another address
     daemon.start()
 
     def listening() -> re.Match[str] | None:
@@ -392,6 +407,90 @@ def ranked(environment: Environment, api_servers: int) -> Iterator[Ranked]:
         daemons.append(proxy)
         found = Ranked(server, proxy, admin)
         proxy.wait_for(lambda: list(found.endpoints()) == found.names, "an endpoint for each rank")
+        yield found
+    finally:
+        for daemon in daemons:
+            daemon.kill()
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A vLLM server for prefill, one for decode, and lbproxy before them, which splits whatever can be split."""
+
+    connector: str
+    """By lbproxy's name of it."""
+    prefill: LlmServer
+    decode: LlmServer
+    lbproxy: Daemon
+    admin: str
+
+    @property
+    def url(self) -> str:
+        return self.lbproxy.url
+
+    @property
+    def both(self) -> tuple[LlmServer, LlmServer]:
+        return self.prefill, self.decode
+
+    def endpoints(self) -> dict[str, dict[str, Any]]:
+        """What lbproxy's admin API says of each, by its name."""
+        state = httpx.get(f"{self.admin}/admin/state", timeout=30).json()
+        return {one["name"]: one for one in state["endpoints"]}
+
+    def bring_up(self) -> None:
+        """Start what an earlier test ended; wait until lbproxy uses both. AssertionError if one ended by itself."""
+        fell = "".join(f"{one.name} ended by itself:\n{one.last_words()}\n" for one in self.both if one.fell)
+        down = [one for one in self.both if not one.alive]
+        for one in down:
+            one.kill()
+            one.start()
+        for one in down:
+            one.wait_until_ready()
+        wait_until(lambda: all(one["health"] == "up" for one in self.endpoints().values()), "both are up")
+        assert not fell, fell
+
+
+def connector_options(connector: str, role: str) -> tuple[list[str], dict[str, str]]:
+    """vLLM's options and environment for this end of a connector, by lbproxy's name of it."""
+    settings: dict[str, object] = {"kv_role": "kv_producer" if role == "prefill" else "kv_consumer"}
+    env = {}
+    if connector == "nixl":
+        settings["kv_connector"] = "NixlConnector"
+        env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
+    else:
+        folder = LOGS / "kv"
+        settings |= {
+            "kv_connector": "ExampleConnector",
+            "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+        }
+    options = ["--kv-transfer-config", json.dumps(settings), "--num-gpu-blocks-override", "400"]
+    # ExampleConnector stores what one step computes: 8 prompts at once must fit into one.
+    return [*options, "--max-num-batched-tokens", "16384"], env
+
+
+@contextmanager
+def apart(environment: Environment, connector: str, *, warm: bool = True) -> Iterator[Apart]:
+    """Every process is killed at the end. Servers with NIXL show it in their metrics; the other connector is told."""
+    LOGS.mkdir(exist_ok=True)
+    shutil.rmtree(LOGS / "kv", ignore_errors=True)
+    both = []
+    for core, role in enumerate(("prefill", "decode")):
+        options, env = connector_options(connector, role)
+        both.append(vllm(environment, f"{role}-{connector}", "", core, *options, env=env))
+    daemons: list[Daemon] = [*both]
+    try:
+        for server in both:
+            server.start()
+        for server in both:
+            server.wait_until_ready()
+            if warm:
+                server.warm_up()
+        told = "" if connector == "nixl" else f", connector: {connector}"
+        each = [f", role: {role}{told}" for role in ("prefill", "decode")]
+        proxy, admin = lbproxy(both, f"lbproxy-{connector}", each=each, more="routing: {split: always}\n")
+        daemons.append(proxy)
+        found = Apart(connector, both[0], both[1], proxy, admin)
+        found.bring_up()
         yield found
     finally:
         for daemon in daemons:

@@ -13,10 +13,8 @@ does now; `proxy.exchange.steps` has the table. Its end, whatever it does, is in
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Callable
-from typing import TypeAlias, TypeVarTuple
+from typing import TypeVarTuple
 
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import LbError, Outcome
@@ -26,7 +24,7 @@ from lbproxy.core.requests.sse import find_response_id, read_usage
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection
 from lbproxy.net.dialing.origin import Origin
-from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES
+from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, expected_prompt_tokens
 from lbproxy.proxy.exchange.failures import NO_FAILURES, FailedAttempts, is_missing
 from lbproxy.proxy.exchange.lifetime import Lifetime
 from lbproxy.proxy.exchange.relay import Relay, can_continue, is_json
@@ -45,9 +43,7 @@ from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.headers import client_head
 from lbproxy.proxy.request.own_responses import refusal
 
-logger = logging.getLogger("lbproxy")
 Arguments = TypeVarTuple("Arguments")
-Work: TypeAlias = asyncio.Task[None] | Connection | Relay | asyncio.TimerHandle | None
 
 
 class Exchange(Lifetime):
@@ -184,6 +180,20 @@ class Exchange(Lifetime):
         self.placed = self.placed._replace(splittable=False)
         self._place()
 
+    def _place_whole_instead(self, kind: FailureKind) -> bool:
+        """After a second leg that returned 500, or whose stream broke before a token: vLLM does that if it cannot fetch
+        what prefill handed over. The request is placed whole, perhaps at the same endpoint: it may be well.
+        """
+        ticket, split = self._ticket, self._split
+        if split is None or ticket is None or not split.is_handed_over:
+            return False
+        self.record.error = "the second leg failed before a token: perhaps the KV cache could not be fetched"
+        if kind is FailureKind.RESET:  # or its process ended: what ends another one is not sent to a third
+            self._failed = self._failed._replace(kinds=(*self._failed.kinds, kind))
+        self._record_failure(ticket, Outcome.UPSTREAM_RESET.label if kind is FailureKind.RESET else "upstream_500")
+        self._place_whole()
+        return True
+
     def _end_split(self, outcome: Outcome) -> None:
         """End both legs."""
         ticket, split = self._ticket, self._split
@@ -210,6 +220,8 @@ class Exchange(Lifetime):
         ticket, runtime, record = self._ticket, self._shared.runtime, self.record
         assert ticket is not None
         now = runtime.now()
+        if usage is not None:
+            usage = usage.resolved(expected_prompt_tokens(ticket.prefill or ticket))
         record.prefill_usage, record.prefill_s = usage, now - (record.placed_at or 0.0)
         record.first_legs += ((record.prefill or "", "completed"),)
         if record.trace is not None:
@@ -332,6 +344,8 @@ class Exchange(Lifetime):
         if error.kind is FailureKind.STALE:
             self._dial(ticket)  # not the endpoint's fault: repeat on a new connection, without a retry
             return
+        if self.step is RELAYING and error.kind is FailureKind.RESET and self._place_whole_instead(error.kind):
+            return
         self._attempt_failed(ticket, error)
 
     def _attempt_failed(self, at: Ticket, error: UpstreamError) -> None:
@@ -382,11 +396,9 @@ class Exchange(Lifetime):
 
     def _note_usage(self, ticket: Ticket, usage: Usage) -> Usage:
         """Record the usage that the endpoint reported, with the complete prompt in it."""
-        expected = ticket.predicted_prompt_tokens or ticket.request.body_bytes / 4.0
         if ticket.placement is not None:
             self._note_prediction(ticket)
-            expected = ticket.placement.prompt_tokens
-        self.record.usage = usage = usage.resolved(expected)
+        self.record.usage = usage = usage.resolved(expected_prompt_tokens(ticket))
         return usage
 
     def _note_prediction(self, ticket: Ticket) -> None:
@@ -427,6 +439,8 @@ class Exchange(Lifetime):
             runtime, self.request.route, self.placed, ticket.placed_state.endpoint, status, body
         ):
             return False
+        if kind is FailureKind.ERROR and self._place_whole_instead(kind):
+            return True
         verdict = runtime.after_failure(ticket, UpstreamError(kind, f"returned {status}"), self._failed.kinds)
         if not verdict.retry:
             return False
@@ -436,12 +450,14 @@ class Exchange(Lifetime):
         return True
 
     def _note_failure(self, ticket: Ticket, kind: FailureKind, label: str, ended: Outcome | None = None) -> None:
-        endpoint = ticket.placed_state.endpoint
-        self._failed = self._failed.add(endpoint.uid, kind, ended)
-        record, leg = self.record, ticket.request.leg
-        record.failed += ((endpoint.name, label),)
+        self._failed = self._failed.add(ticket.placed_state.endpoint.uid, kind, ended)
+        self._record_failure(ticket, label)
+
+    def _record_failure(self, ticket: Ticket, label: str) -> None:
+        record, name, leg = self.record, ticket.placed_state.endpoint.name, ticket.request.leg
+        record.failed += ((name, label),)
         if leg == PREFILL:
-            record.first_legs += ((endpoint.name, "failed"),)
+            record.first_legs += ((name, "failed"),)
         if record.trace is not None:
             record.trace.failed(label, self._shared.runtime.now(), leg)
 

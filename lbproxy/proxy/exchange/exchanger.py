@@ -64,3 +64,10 @@ class Exchanger:
         if explanation is None:
             return fields
         return f"{fields}x-lbproxy-explain: {explanation}; queue_ms={1000.0 * record.queue_s:.1f}\r\n"
+
+
+def expected_prompt_tokens(ticket: Ticket) -> float:
+    """About how long the prompt of a placed request is."""
+    if ticket.placement is not None:
+        return ticket.placement.prompt_tokens
+    return ticket.predicted_prompt_tokens or ticket.request.body_bytes / 4.0

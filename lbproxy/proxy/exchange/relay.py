@@ -5,9 +5,9 @@ chunk framing included; scanners watch it. Only a client that does not accept ch
 how far the response is:
 
     stage        event                                                          next stage
-    HELD         the first of the body; or none arrived with the head of        COMMITTED
-                 a response that is not a stream; or `HOLD_HEAD_S` passed,
-                 and only this body could follow this head; or complete
+    HELD         the first of the body (opening.py); or none arrived with the   COMMITTED
+                 head of a response that is not a stream; or `HOLD_HEAD_S`
+                 passed, and only this body could follow this head; or complete
                  `HOLD_HEAD_S` passed, and another stream could follow; or      HEAD_SENT
                  the client has the head of an earlier attempt
     HEAD_SENT    the first of the body, or complete                             COMMITTED
@@ -29,7 +29,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import re
 import socket
 import struct
 from enum import Enum
@@ -39,11 +38,12 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.openai import error_event
 from lbproxy.core.requests.outcome import LbError, Outcome
-from lbproxy.core.requests.request import Usage
+from lbproxy.core.requests.request import DECODE, Usage
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.core.requests.sse import EventScanner, IdScanner, JsonWatcher, UsageScanner
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection
+from lbproxy.proxy.exchange.opening import Opening
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.forwarding import Peer
 from lbproxy.proxy.request.headers import client_head
@@ -51,8 +51,6 @@ from lbproxy.request_runtime import RequestRuntime
 
 HOLD_HEAD_S: Final = 0.25
 """How long the head of a stream waits for a first event. Clients would notice a longer delay."""
-_REFUSAL: Final = re.compile(rb'data: ?\{"error"[^\n]*?"code": ?(429|500|502|503|504)\b')
-_REFUSAL_BYTES: Final = 4096
 _CUTS: Final = {
     Outcome.DRAINING: (Outcome.CUT, "the load balancer was stopped"),
     Outcome.OVERLOADED: (Outcome.OVERLOADED, "the load balancer ran out of resources"),
@@ -142,6 +140,7 @@ class Relay:
         "_head",
         "_head_timer",
         "_ids",
+        "_opening",
         "_owner",
         "_progress_at",
         "_progressed",
@@ -150,7 +149,6 @@ class Relay:
         "_scanner",
         "_ticket",
         "_transport",
-        "_unsent_head",
         "_usage",
         "_verbatim",
         "client_reusable",
@@ -177,8 +175,7 @@ class Relay:
         self._owner = owner
         self._head_timer: asyncio.TimerHandle | None = None
         """Sends the head without a body."""
-        self._unsent_head = b""
-        """The head, until it is sent."""
+        self._opening = Opening(holds=False, events=0)
         self._content_began = False
         """The first event, or byte of any other body, arrived."""
         self.timed_out = False
@@ -207,6 +204,8 @@ class Relay:
         is_stream = b"text/event-stream" in head.content_type
         skip = turn.request.route.skips_preamble
         self._scanner = EventScanner(watch_finish=ends_by_close, skip_preamble=skip) if is_stream else None
+        is_second = self._ticket.request.leg == DECODE and self._ticket.prefill is None
+        self._opening = Opening(holds=is_second, events=turn.request.route.role_events)
         self._ids = IdScanner() if self._ticket.request.stores and head.status < 300 else None
         self._usage = UsageScanner() if is_stream or is_json(head) else None
         self._completeness: EventScanner | JsonWatcher | None = None
@@ -218,14 +217,14 @@ class Relay:
             self._enter(Stage.HEAD_SENT)
             self.client_reusable = head_sent_by.client_reusable  # as in its head
         else:
-            self._unsent_head = client_head(head, own_fields, chunked=self._chunked, keep_alive=self.client_reusable)
+            self._opening.head = client_head(head, own_fields, chunked=self._chunked, keep_alive=self.client_reusable)
         watcher = self if self._usage or self._completeness or self._ids or not self._verbatim else None
         connection.relay(head, self, watcher)
         if self._connection is None:
             return
-        if self._unsent_head and is_stream:
+        if self._opening.head and is_stream:
             self._head_timer = self._runtime.loop.call_later(HOLD_HEAD_S, self._send_head_alone)
-        elif self._unsent_head:
+        elif self._opening.head:
             self._write(b"")
         if client.writing_paused:
             self.pause()
@@ -263,8 +262,10 @@ class Relay:
 
     def body(self, data: bytes) -> None:
         """The next bytes of the message, framing included."""
-        if self.revocable and self._scanner is not None and self._is_refusal(data):
-            return
+        if self.revocable and self._scanner is not None:
+            data = self._opening.held + data
+            if self._is_refusal(data) or self._opening.keeps(data, self._scanner):
+                return
         if self._verbatim:
             if not self._content_began:
                 self._first_byte()
@@ -356,8 +357,8 @@ class Relay:
 
     def _is_refusal(self, data: bytes) -> bool:
         """Whether a stream, of whose body nothing went out, begins with an error, and is dropped for it."""
-        found = _REFUSAL.search(data, 0, _REFUSAL_BYTES)
-        if found is None or not self._owner.stream_refused(int(found[1])):
+        status = self._opening.refusal(data)
+        if status is None or not self._owner.stream_refused(status):
             return False
         self._release_head()
         self._enter(Stage.FINISHED)
@@ -396,17 +397,15 @@ class Relay:
         if not (self._chunked and can_continue(self._head)):
             self._write(b"")
             return
-        head, self._unsent_head = self._unsent_head, b""
         self._enter(Stage.HEAD_SENT)
-        self._send(head)
+        self._send(self._opening.take_head())
         self._owner.head_sent()
 
     def _write(self, data: bytes) -> None:
         if self.revocable:
             self._release_head()
             self._enter(Stage.COMMITTED)
-            data = self._unsent_head + data
-            self._unsent_head = b""
+            data = self._opening.take() + data
             self._owner.committed()
         self._send(data)
 

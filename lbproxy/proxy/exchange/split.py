@@ -134,6 +134,11 @@ class Split:
         at = self._prefilled_at
         return at is not None and not self._second_sent and self._shared.runtime.now() - at < USABLE_S
 
+    @property
+    def is_handed_over(self) -> bool:
+        """The second leg was sent, with what a first leg before it had handed over."""
+        return self._second_sent and self._prefilled_at is not None and not self._is_concurrent
+
     def send_second(self) -> tuple[ClientRequest, Limits]:
         """The second leg is sent now: the request, and its limits, which are those of both legs together."""
         self._second_sent = True

@@ -18,9 +18,11 @@
                   a short response arrived, complete                            FINISHED
                   the kept connection turned out to be closed                   DIALLING
                   failed, refused, or stranded                                  BACKING_OFF or FINISHED *
+                  a second leg failed, and the request is placed whole          PLACING
                   the endpoint switched to WebSocket, as requested              SWITCHED
     SWITCHED      closed or broken by any side                                  FINISHED
     RELAYING      failed, refused, or stranded before the first of the body     BACKING_OFF or FINISHED *
+                  a second leg failed before that, as above                     PLACING
                   complete, or broken later                                     FINISHED
     BACKING_OFF   the delay before the next attempt has passed                  PLACING
     any           the client left, lbproxy stops, a defect                      FINISHED
@@ -67,8 +69,8 @@ NEXT_STEPS: Final = {
     Step.PREFILLING: frozenset({Step.PLACING, Step.SENT, Step.DIALLING, Step.BACKING_OFF, Step.FINISHED}),
     Step.LOOKING: frozenset({Step.PLACING, Step.FINISHED}),
     Step.DIALLING: frozenset({Step.SENT, Step.PLACING, Step.BACKING_OFF, Step.FINISHED}),
-    Step.SENT: frozenset({Step.RELAYING, Step.SWITCHED, Step.DIALLING, Step.BACKING_OFF, Step.FINISHED}),
-    Step.RELAYING: frozenset({Step.BACKING_OFF, Step.FINISHED}),
+    Step.SENT: frozenset({Step.PLACING, Step.RELAYING, Step.SWITCHED, Step.DIALLING, Step.BACKING_OFF, Step.FINISHED}),
+    Step.RELAYING: frozenset({Step.PLACING, Step.BACKING_OFF, Step.FINISHED}),
     Step.SWITCHED: frozenset({Step.FINISHED}),
     Step.BACKING_OFF: frozenset({Step.PLACING, Step.FINISHED}),
     Step.FINISHED: frozenset(),

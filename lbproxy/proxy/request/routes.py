@@ -53,6 +53,8 @@ class Route(NamedTuple):
     """Every model server has it."""
     skips_preamble: bool = False
     """Its streams begin with events that stand for no token."""
+    role_events: int = 0
+    """With so many beside those: in a chat the first event may have nothing but the role."""
     is_inference: bool = True
     """Its POST requests name a model, which is required, or inserted where only one is served; and they may be retried,
     as they change nothing. For other routes neither is known: files and batches, or the cancelling of a response."""
@@ -71,7 +73,9 @@ proxy/exchange/adapter_calls.py."""
 _LORA_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _ROUTES = {
     "/v1/completions": Route("completions", Body.JSON, _POST, flatten=completion_prompt, is_common=True),
-    "/v1/chat/completions": Route("chat_completions", Body.JSON, _POST, flatten=chat_prompt, is_common=True),
+    "/v1/chat/completions": Route(
+        "chat_completions", Body.JSON, _POST, flatten=chat_prompt, is_common=True, role_events=1
+    ),
     "/v1/models": _MODELS,
     "/v1/embeddings": Route("embeddings", Body.JSON, _POST),
     "/v1/responses": Route("responses", Body.BY_TYPE, _PASSED_METHODS, flatten=responses_prompt, skips_preamble=True),

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lbproxy.core.engines.handover import Handover
-from lbproxy.core.engines.server_info import SERVER_INFO, Description, engine_of, read_description
+from lbproxy.core.engines.server_info import SERVER_INFO, Description, connector_of, engine_of, read_description
 from lbproxy.core.requests.openai import read_model_list
 
 RECORDED = Path(__file__).parents[2] / "fixtures" / "http"
+PAGES = Path(__file__).parents[2] / "fixtures" / "metrics"
 DEEP = b"[" * 100_000
 NO_NUMBERS = ["null", "true", "false", '"4096"', "4096.0", "0", "-1", "1000000001", "1e30", "9" * 400, "[4096]", "{}"]
 NO_PAGES = [
@@ -146,3 +147,14 @@ def test_a_mode_that_is_no_known_word_is_no_role(mode: str) -> None:
     assert read_description("sglang", sglang("4096", f',"disaggregation_mode":{mode}')) == Description(
         4096, False, None
     )
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("when", ["idle", "after"])
+def test_a_recorded_page_shows_nixl_from_the_start(role: str, when: str) -> None:
+    assert connector_of((PAGES / f"vllm-0.32.0-nixl-{role}-{when}.prom").read_bytes()) == "nixl"
+
+
+@pytest.mark.parametrize("name", ["example-connector-idle", "idle-after-requests", "busy-2-running-rejecting"])
+def test_other_recorded_pages_show_no_connector(name: str) -> None:
+    assert connector_of((PAGES / f"vllm-0.32.0-{name}.prom").read_bytes()) is None

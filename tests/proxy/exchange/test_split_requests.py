@@ -7,13 +7,14 @@ import json
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 
 from lbproxy.core.observed.trace import Sampling
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import DECODE, PREFILL
+from lbproxy.core.requests.request import DECODE, PREFILL, Usage
 from lbproxy.net.connections.pool import Connection
 from lbproxy.net.dialing.origin import Origin
 from lbproxy.proxy.exchange.steps import NEXT_STEPS, Step
@@ -121,6 +122,23 @@ def test_what_prefill_returned_goes_to_decode_with_the_clients_own_bytes() -> No
             assert record.outcome is Outcome.COMPLETED
             assert record.prefill_usage is not None
             assert record.prefill_usage.cached_tokens == 64
+
+    run(main())
+
+
+RECORDED = Path(__file__).parents[2] / "fixtures" / "http" / "vllm-0.32.0-nixl"
+
+
+def test_what_prefill_used_contains_what_it_put_into_its_cache() -> None:
+    """Recorded: vLLM's /v1/messages counts 15 tokens of input, and 192 beside them that were written to the cache."""
+
+    async def main() -> None:
+        body = (RECORDED / "messages-prefill.response.http").read_bytes().partition(b"\r\n\r\n")[2]
+        asked = (RECORDED / "messages-decode.request.http").read_bytes().partition(b"\r\n\r\n")[2]
+        own = json.dumps(json.loads(asked) | {"model": "m", "kv_transfer_params": None}).encode()
+        async with apart(("prefill", answer(body)), ("decode", OK)) as (it, _):
+            assert (await it.ask(post(own, "/v1/messages"))).status == 200
+            assert it.records.requests[0].prefill_usage == Usage(207, 0, None)
 
     run(main())
 
@@ -263,23 +281,15 @@ def test_what_was_prefilled_goes_to_another_decode_endpoint_if_the_first_cannot_
     run(main())
 
 
-@pytest.mark.parametrize("how", ["reset", "status", "event"])
-def test_a_decode_endpoint_that_fails_has_perhaps_fetched_it_so_all_begins_anew(how: str) -> None:
-    """An engine that cannot load the blocks says so in the first event of a stream, after 200."""
-    failing: list[bool] = []
+def test_a_decode_endpoint_that_breaks_has_perhaps_fetched_it_so_all_begins_anew() -> None:
+    broken: list[bool] = []
 
     async def script(wire: Wire, request: Received) -> None:
-        failing.append(True)
-        if len(failing) > 1:
+        if broken:
             await stream(wire, request)
-        elif how == "reset":
-            wire.reset()
-        elif how == "status":
-            await wire.send(status(500))
         else:
-            await wire.send(
-                STREAM_HEAD + event('{"error":{"message":"load failed","code":500}}') + event("[DONE]") + LAST
-            )
+            broken.append(True)
+            wire.reset()
 
     async def main() -> None:
         scripts: Scripts = [("prefill", prefilled()), ("decode", script), ("decode", script)]
@@ -289,6 +299,75 @@ def test_a_decode_endpoint_that_fails_has_perhaps_fetched_it_so_all_begins_anew(
             assert (len(one.requests), len(two.requests)) == (1, 1)
 
     run(main())
+
+
+ROLE = '{"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}'
+LOAD_FAILED = (
+    event('{"error": {"message": "Internal server error", "param": null, "code": 500}}') + event("[DONE]") + LAST
+)
+CREATED = chunk(b'event: response.created\ndata: {"type":"response.created"}\n\n')
+MESSAGE_START = chunk(b'event: message_start\ndata: {"type":"message_start"}\n\n')
+MESSAGE_ERROR = chunk(b'event: error\ndata: {"type":"error","error":{"type":"internal_error","message":"no"}}\n\n')
+NOT_FETCHED: dict[str, tuple[str, list[bytes]]] = {
+    "status": ("/v1/chat/completions", [status(500)]),
+    "event": ("/v1/completions", [STREAM_HEAD + LOAD_FAILED]),
+    "role, event": ("/v1/chat/completions", [STREAM_HEAD + event(ROLE) + LOAD_FAILED]),
+    "role; event": ("/v1/chat/completions", [STREAM_HEAD, event(ROLE), LOAD_FAILED]),
+    "created; reset": ("/v1/responses", [STREAM_HEAD, CREATED]),
+    "start, event": ("/v1/messages", [STREAM_HEAD + MESSAGE_START + MESSAGE_ERROR + LAST]),
+    "start; event": ("/v1/messages", [STREAM_HEAD, MESSAGE_START, MESSAGE_ERROR + LAST]),
+}
+"""What vLLM 0.32 says where it cannot fetch the KV cache, by its API."""
+
+
+@pytest.mark.parametrize("how", NOT_FETCHED)
+def test_what_decode_could_not_fetch_is_served_whole_also_by_itself(how: str) -> None:
+    """Prefill is gone, and there is no other decode endpoint: none of the failure reaches the client."""
+    path, pieces = NOT_FETCHED[how]
+    body = json.dumps(json.loads(BODY) | {"input": "x", "prompt": "x", "store": False}).encode()
+    failed: list[bool] = []
+
+    async def main() -> None:
+        async def script(wire: Wire, request: Received) -> None:
+            if failed:
+                await stream(wire, request)
+                return
+            failed.append(True)
+            await first.stop()
+            for piece in pieces:
+                await wire.send(piece)
+                await asyncio.sleep(0)
+            if "reset" in how:
+                await until(lambda: it.records is not None)
+                wire.reset()
+
+        async with apart(("prefill", prefilled()), ("decode", script)) as (it, (first, second)):
+            reply = await it.ask(post(body, path))
+            assert complete(reply)
+            assert reply.body.count(b"data:") == 3
+            assert [b"kv_transfer_params" in one.body for one in second.requests] == [True, False]
+            (record,) = it.records.requests
+            assert record.outcome is Outcome.COMPLETED
+            assert [name for name, _ in record.failed] == ["e2"]
+            await until(lambda: it.in_flight() == 0)
+
+    run(main())
+
+
+def test_a_stream_whose_first_events_are_held_is_relayed_unchanged() -> None:
+    """Also if it ends before any token, or its first events are large."""
+    for events in ([ROLE], [ROLE, '{"choices":[]}'], ['{"x":"%s"}' % ("x" * 300_000)]):
+        body = b"".join(event(one) for one in events)
+
+        async def script(wire: Wire, _: Received, body: bytes = body) -> None:
+            await wire.send(STREAM_HEAD + body + LAST)
+
+        async def main(script: Script = script, events: list[str] = events) -> None:
+            async with apart(("prefill", prefilled()), ("decode", script)) as (it, _):
+                reply = await it.ask(post(BODY))
+                assert (reply.status, reply.body.decode()) == (200, "".join(f"data: {one}\n\n" for one in events))
+
+        run(main())
 
 
 def test_without_another_decode_endpoint_nothing_is_left_to_ask() -> None:
@@ -584,6 +663,9 @@ def test_prefill_may_stream_its_response() -> None:
     run(main())
 
 
+WHOLE_AGAIN = {(before, Step.PLACING) for before in (Step.PLACING, Step.SENT, Step.RELAYING)}
+
+
 @interpreted
 def test_every_step_of_a_split_in_the_table_is_taken(steps: Steps) -> None:
     """See tests/proxy/exchange/test_patience.py."""
@@ -597,6 +679,9 @@ def test_every_step_of_a_split_in_the_table_is_taken(steps: Steps) -> None:
                 await it.ask(post(BODY))
         async with apart(("prefill", status(503)), ("decode", stream)) as (it, _):
             await it.ask(post(BODY))
+        for failure in (status(500), STREAM_HEAD + event(ROLE) + LOAD_FAILED):
+            async with apart(("prefill", prefilled()), ("decode", failure)) as (it, _):
+                await it.ask(post(BODY))
         async with apart(("prefill", prefilled()), ("decode", stream)) as (it, (_, second)):
             await second.stop()
             await it.ask(post(BODY))
@@ -609,7 +694,7 @@ def test_every_step_of_a_split_in_the_table_is_taken(steps: Steps) -> None:
 
     run(main())
     possible = {(before, after) for before, nexts in NEXT_STEPS.items() for after in nexts}
-    own = {step for step in possible if Step.PREFILLING in step or step == (Step.PLACING, Step.PLACING)}
+    own = {step for step in possible if Step.PREFILLING in step} | WHOLE_AGAIN
     assert own <= steps.taken
 
 

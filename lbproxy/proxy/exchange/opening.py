@@ -1,0 +1,62 @@
+"""What of a response waits to be sent while another response may still take its place: its head, and of some streams
+their first events.
+
+A stream that fails at once says so in an event. An engine sends it first, or after events that stand for no token: the
+role in a chat, `response.created` and the like, `message_start`. For a second leg that follows the first these are held
+until a token follows, as decode finds out only now whether it can fetch the KV cache of the prompt.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from lbproxy.core.requests.sse import EventScanner
+
+MAX_HELD_BYTES: Final = 256 << 10
+"""`response.created` repeats the instructions and tools of the request."""
+_REFUSAL: Final = re.compile(rb'data: ?\{"error"[^\n]*?"code": ?(429|500|502|503|504)\b')
+_REFUSAL_BYTES: Final = 4096
+_ERROR_EVENT: Final = re.compile(rb"(?:^|\n)event: ?error\r?\n")
+"""In /v1/messages: vLLM 0.32 states no status there."""
+
+
+class Opening:
+    """What waits. Taken whole when the first of the body is sent."""
+
+    __slots__ = ("_events", "_holds", "head", "held")
+
+    def __init__(self, *, holds: bool, events: int) -> None:
+        """`holds`: first events are held. `events`: so many stand for no token, beside those of the preamble that the
+        scanner counts.
+        """
+        self.head = b""
+        """Until it is sent."""
+        self.held = b""
+        """The first of the body."""
+        self._holds, self._events = holds, events
+
+    def refusal(self, data: bytes) -> int | None:
+        """The HTTP status of the error with which a stream begins. `data`: the body so far."""
+        found = _REFUSAL.search(data, 0, len(self.held) + _REFUSAL_BYTES)
+        if found is not None:
+            return int(found[1])
+        return 500 if self._holds and _ERROR_EVENT.search(data) else None
+
+    def keeps(self, data: bytes, scanner: EventScanner) -> bool:
+        """Whether the body so far, `data`, is held: no token followed yet."""
+        if self._holds and scanner.events - scanner.preamble_events <= self._events and len(data) < MAX_HELD_BYTES:
+            self.held = data
+            return True
+        self.held = b""
+        return False
+
+    def take_head(self) -> bytes:
+        """The head, which is sent alone."""
+        head, self.head = self.head, b""
+        return head
+
+    def take(self) -> bytes:
+        """All of it."""
+        data, self.held = self.take_head() + self.held, b""
+        return data
