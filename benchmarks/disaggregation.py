@@ -103,6 +103,8 @@ class Figures(NamedTuple):
     tpot_p99: float
     split: float
     """Share of the requests that were split."""
+    refused: float
+    """Share of the requests that waited too long, or came when too many did."""
 
 
 def cells(only: str) -> list[Cell]:
@@ -137,6 +139,7 @@ def scenario(cell: Cell, rule: object, seeds: int, trace: str | None) -> Scenari
             },
             "policies": [{"policy": "adaptive", "split": rule}],
             "seeds": seeds,
+            "admission": {},
         }
     )
 
@@ -146,7 +149,8 @@ def figures_of(served: Sequence[Served], duration_s: float) -> Figures:
     counted = [one for one in served if one.submitted_at >= WARM_UP_S]
     done = [one for one in counted if one.outcome is Outcome.COMPLETED and one.first_at is not None]
     until = duration_s + DRAIN_S
-    ttfts = [(until if one.first_at is None else one.first_at) - one.submitted_at for one in counted]
+    kept = [one for one in counted if one.outcome in {None, Outcome.COMPLETED}]
+    ttfts = [(until if one.first_at is None else one.first_at) - one.submitted_at for one in kept]
     tpots = [tpot_s(one) for one in done]
     good = sum((one.first_at or 0.0) - one.submitted_at <= GOOD_TTFT_S and tpot_s(one) <= GOOD_TPOT_S for one in done)
     return Figures(
@@ -156,6 +160,7 @@ def figures_of(served: Sequence[Served], duration_s: float) -> Figures:
         ttft_p99=percentile(sorted(ttfts), 99),
         tpot_p99=percentile(sorted(tpots), 99),
         split=sum(one.prefill is not None for one in done) / max(1, len(done)),
+        refused=1 - len(kept) / len(counted),
     )
 
 
@@ -218,12 +223,20 @@ def tables(results: Results, workload: str) -> str:
         share, mark = results[cell, RULES[0]].split, "" if against >= WITHIN else " **!**"
         shown = [f"{one.goodput:.3f} ({one.rate:.2f})" for one in each]
         goodput.append([*head, *shown, f"{against:.3f}{mark}", f"{share:.2f}"])
-        times.append([*head, *(f"{o.ttft_p50:.2f} / {o.ttft_p99:.1f} / {1e3 * o.tpot_p99:.0f}" for o in each)])
+        times.append(
+            [
+                *head,
+                *(
+                    f"{o.ttft_p50:.2f} / {o.ttft_p99:.1f} / {1e3 * o.tpot_p99:.0f} / {100 * o.refused:.0f}"
+                    for o in each
+                ),
+            ]
+        )
     names = ["prefill:decode", "load", "all whole", *(f"`{rule}`" for rule in RULES)]
     return (
         f"## {workload}\n\nGoodput: the share of requests, and how many a second:\n\n"
         + as_table([*names, "priced / best", "split"], goodput, left=2)
-        + "\nTTFT p50 / p99 in s / TPOT p99 in ms:\n\n"
+        + "\nTTFT p50 / p99 in s / TPOT p99 in ms / refused requests in %:\n\n"
         + as_table(names, times, left=2)
     )
 
@@ -239,7 +252,7 @@ def page(results: Results, seeds: int, replayed: bool) -> str:
 `{command}`, lbproxy {__version__}, virtual time, policy `adaptive`; about {REQUESTS} requests
 a row, after the first {WARM_UP_S:.0f} s, which do not count; means over {seeds} seeds. A request is good if its first
 token comes within {GOOD_TTFT_S:g} s and the others in at most {1e3 * GOOD_TPOT_S:.0f} ms each, on average; what has not
-ended {DRAIN_S:.0f} s after the last arrival is not.
+ended {DRAIN_S:.0f} s after the last arrival is not. The queue has its default settings, so overload means refusals.
 `priced`, `always`, `never` and numbers of tokens are values of `routing.split`; with `never` prefill servers are idle.
 *All whole*: as many servers without roles. *Split*: the share of requests that `priced` splits.
 
