@@ -41,7 +41,8 @@ def test_good_requests_are_in_time_and_the_warm_up_does_not_count() -> None:
         ],
         begin + 10.0,
     )
-    assert (found.goodput, found.rate, found.refused) == (0.2, 0.1, pytest.approx(0.2))
+    assert (found.goodput, found.rate) == (0.2, 0.1)
+    assert found.refused == pytest.approx(0.2)
     assert found.ttft_p99 == pytest.approx(10.0 + DRAIN_S, rel=0.05), "what has no first token is late"
 
 
