@@ -30,8 +30,8 @@ from lbproxy.core.requests.openai import read_json_body
 from lbproxy.core.requests.prompt_keys import BLOCK_BYTES, hash_prompt
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.proxy.request.routes import find_route
+from lbproxy.sim.figures.report import Summary, as_table, paired, summarise
 from lbproxy.sim.fleet.fleet import Served
-from lbproxy.sim.fleet.report import Summary, as_table, paired, summarise
 from lbproxy.sim.workloads.workload import Job
 from lbproxy.sim_cli import fleet_of, runs_of, workload_of
 

@@ -12,7 +12,7 @@ from statistics import fmean
 
 from benchmarks.cells import AGENTS, Cell
 from lbproxy import __version__
-from lbproxy.sim.fleet.report import Summary, as_table, cells, headings, paired
+from lbproxy.sim.figures.report import Summary, as_table, cells, headings, paired
 
 AGENTS_PAGE = Path(__file__).parent / "AGENTS.md"
 OVER_HTTP = "Coding agents, over HTTP"

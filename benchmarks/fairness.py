@@ -21,9 +21,9 @@ import orjson
 from lbproxy import __version__
 from lbproxy.config.scenario import Scenario
 from lbproxy.core.requests.outcome import Outcome
+from lbproxy.sim.figures.report import as_table, estimate
+from lbproxy.sim.figures.sharing import REFUSED, by_flow
 from lbproxy.sim.fleet.fleet import Served
-from lbproxy.sim.fleet.report import as_table, estimate
-from lbproxy.sim.fleet.sharing import REFUSED, by_flow
 from lbproxy.sim_cli import runs_of, serve
 
 HERE = Path(__file__).parent

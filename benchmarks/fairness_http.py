@@ -35,9 +35,9 @@ from benchmarks.overhead.process import LOAD_CORE, Proxy, free_port
 from lbproxy import __version__
 from lbproxy.config.scenario import Scenario
 from lbproxy.core.requests.outcome import Outcome
+from lbproxy.sim.figures.report import as_table
+from lbproxy.sim.figures.sharing import REFUSED
 from lbproxy.sim.fleet.fleet import Served
-from lbproxy.sim.fleet.report import as_table
-from lbproxy.sim.fleet.sharing import REFUSED
 from lbproxy.sim.workloads.workload import Arrival, Job
 from lbproxy.sim_cli import Run, runs_of, serve, workload_of
 

@@ -38,9 +38,9 @@ from lbproxy import __version__
 from lbproxy.config.scenario import Scenario
 from lbproxy.config.sections.endpoints import ScrapeSettings
 from lbproxy.core.requests.outcome import Outcome
+from lbproxy.sim.figures.report import as_table, percentile
+from lbproxy.sim.figures.sharing import REFUSED
 from lbproxy.sim.fleet.fleet import Sample, Served
-from lbproxy.sim.fleet.report import as_table, percentile
-from lbproxy.sim.fleet.sharing import REFUSED
 from lbproxy.sim_cli import Run, fleet_of, runs_of, workload_of
 
 HERE = Path(__file__).parent

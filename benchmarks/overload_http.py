@@ -28,7 +28,7 @@ import uvloop
 
 from benchmarks.overhead.process import free_port
 from benchmarks.overload import ENOUGH, GOOD_TTFT_S, PAGE, SMALL_QUEUE, SOCKETS
-from lbproxy.sim.fleet.report import as_table, percentile
+from lbproxy.sim.figures.report import as_table, percentile
 
 RESULTS = Path(__file__).parent / "results" / "overload-http.json"
 SERVERS = 4

@@ -17,7 +17,7 @@ from statistics import fmean
 
 from lbproxy import __version__
 from lbproxy.config.scenario import Scenario
-from lbproxy.sim.fleet.report import Summary, as_table, summarise
+from lbproxy.sim.figures.report import Summary, as_table, summarise
 from lbproxy.sim_cli import runs_of, serve
 
 PAGE = Path(__file__).parent / "RANKS.md"

@@ -26,8 +26,8 @@ from lbproxy import __version__
 from lbproxy.config.scenario import Scenario
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.process import is_compiled
+from lbproxy.sim.figures.report import as_table, summarise
 from lbproxy.sim.fleet.fleet import Served
-from lbproxy.sim.fleet.report import as_table, summarise
 from lbproxy.sim.fleet.restart import mean_ttft
 from lbproxy.sim_cli import runs_of, serve
 

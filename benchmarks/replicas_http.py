@@ -22,7 +22,7 @@ from pathlib import Path
 import httpx
 
 from lbproxy.process import is_compiled
-from lbproxy.sim.fleet.report import as_table, percentile
+from lbproxy.sim.figures.report import as_table, percentile
 from tests.support.redis_failures import FAILURES
 from tests.support.redis_server import RedisServer
 from tests.support.replica_pool import NOTICED_S, One, pool

@@ -42,7 +42,7 @@ from benchmarks.verdicts import mean, page, ratio, shown
 from lbproxy import __version__
 from lbproxy.config.scenario import Scenario
 from lbproxy.core.policies.registry import POLICIES
-from lbproxy.sim.fleet.report import Summary, as_json, markdown
+from lbproxy.sim.figures.report import Summary, as_json, markdown
 from lbproxy.sim_cli import Comparison, Result, Run, label, run_all, runs_of
 
 HERE = Path(__file__).parent

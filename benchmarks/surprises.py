@@ -15,8 +15,8 @@ import orjson
 
 from lbproxy.config.scenario import Scenario
 from lbproxy.config.sections.endpoints import ScrapeSettings
-from lbproxy.sim.fleet.report import percentile
-from lbproxy.sim.fleet.sharing import REFUSED
+from lbproxy.sim.figures.report import percentile
+from lbproxy.sim.figures.sharing import REFUSED
 from lbproxy.sim_cli import Run, fleet_of, workload_of
 
 VARIANTS = ("adaptive", "adaptive/hold=false")

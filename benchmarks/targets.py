@@ -24,8 +24,8 @@ from benchmarks.cells import CELLS, LADDER_SHORT, Cell
 from lbproxy import __version__
 from lbproxy.config.scenario import Scenario
 from lbproxy.core.policies.registry import POLICIES
+from lbproxy.sim.figures.report import Summary
 from lbproxy.sim.fleet.oracle import ORACLES
-from lbproxy.sim.fleet.report import Summary
 from lbproxy.sim_cli import Run, runs_of, simulate
 
 OURS, FLOOR, LEAST = "adaptive", "round-robin", "least-request"

@@ -13,8 +13,8 @@ from statistics import fmean
 
 from benchmarks.targets import BOUND, FLOOR, LEAST, OURS, PARTS, TOP, Found, Part
 from lbproxy import __version__
+from lbproxy.sim.figures.report import RESAMPLES, Estimate, Summary, markdown, percentile
 from lbproxy.sim.fleet.oracle import ORACLES
-from lbproxy.sim.fleet.report import RESAMPLES, Estimate, Summary, markdown, percentile
 
 NO_LOSS: Mapping[str, tuple[str, bool]] = {
     "ttft_mean": ("TTFT", False),

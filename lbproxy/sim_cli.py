@@ -24,14 +24,29 @@ from lbproxy.config.scenario import ExchangeSettings, Scenario, WorkloadSettings
 from lbproxy.config.sections.endpoints import ScrapeSettings
 from lbproxy.config.sections.routing import RoutingSettings
 from lbproxy.config.text import ConfigError
+from lbproxy.config.values import split_rule
 from lbproxy.core.balancer import Balancer
+from lbproxy.core.engines.handover import Role
 from lbproxy.core.policies.policy import Policy
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.queue.flows import FlowRules
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.sim.engine.fixed import FixedTimes
 from lbproxy.sim.engine.presets import PRESETS
-from lbproxy.sim.fleet import plots, sharing
+from lbproxy.sim.figures import plots, sharing
+from lbproxy.sim.figures.report import (
+    Estimate,
+    Summary,
+    as_json,
+    as_table,
+    by_phase,
+    cells,
+    headings,
+    markdown,
+    paired,
+    summarise,
+)
+from lbproxy.sim.figures.sharing import Share, by_flow
 from lbproxy.sim.fleet.cluster import Fleet
 from lbproxy.sim.fleet.fleet import (
     TOKEN_BYTES,
@@ -45,19 +60,6 @@ from lbproxy.sim.fleet.fleet import (
     Server,
 )
 from lbproxy.sim.fleet.oracle import OracleBalancer, OracleFleet
-from lbproxy.sim.fleet.report import (
-    Estimate,
-    Summary,
-    as_json,
-    as_table,
-    by_phase,
-    cells,
-    headings,
-    markdown,
-    paired,
-    summarise,
-)
-from lbproxy.sim.fleet.sharing import Share, by_flow
 from lbproxy.sim.workloads.catalogue import (
     WORKLOADS,
     UnknownWorkload,
@@ -298,6 +300,7 @@ def fleet_options(scenario: Scenario, routing: RoutingSettings) -> FleetOptions:
             metrics=group.metrics,
             shows_waiting=group.waiting,
             weight=group.weight,
+            role=Role(group.role),
         )
         servers += [server] * group.count
     return FleetOptions(
@@ -394,7 +397,10 @@ def compare(runs: Sequence[Run], *, processes: int, console: Console) -> Compari
 
 def label(routing: RoutingSettings) -> str:
     """What a table calls a policy: its name, and what of it is not the default."""
-    others = routing.model_dump(exclude_defaults=True, exclude={"policy"})
+    usual = RoutingSettings().model_dump()
+    others = {key: value for key, value in routing.model_dump(exclude={"policy"}).items() if value != usual[key]}
+    if "split" in others:
+        others["split"] = split_rule(others["split"])
     return " ".join([routing.policy, *(f"{key}={value}" for key, value in others.items())])
 
 

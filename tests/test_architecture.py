@@ -59,7 +59,7 @@ ONLY_IN = {
     "uvloop": {"process.py"},
     "rich": {"check.py", "sim_cli.py", "cli.py", "terminal/", "demo/show.py"},
     "httpx": {"terminal/"},
-    "matplotlib": {"sim/fleet/plots.py"},
+    "matplotlib": {"sim/figures/plots.py"},
     "dns": {"control/discovery/nameservers.py"},
     "websockets": {"proxy/sockets/frames.py"},
     "redis": {"extras/redis_store.py"},
@@ -76,7 +76,7 @@ PACKAGES = {
     "control": "probing discovery families telemetry saving admin",
     "net": "dialing connections",
     "proxy": "request exchange sockets front",
-    "sim": "engine workloads fleet",
+    "sim": "engine workloads fleet figures",
 }
 """The packages of a layer: a module imports its own package and those that stand left of it."""
 ALONE = {"net/listening", "sim/mock", "sim/engine"}

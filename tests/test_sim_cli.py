@@ -25,8 +25,8 @@ from lbproxy.config.scenario import (
 from lbproxy.config.sections.flows import FlowsSettings
 from lbproxy.config.text import ConfigError
 from lbproxy.sim.engine.presets import PRESETS
+from lbproxy.sim.figures.plots import can_plot
 from lbproxy.sim.fleet.fleet import BalancerFault, Exchanged
-from lbproxy.sim.fleet.plots import can_plot
 from lbproxy.sim.workloads.catalogue import WORKLOADS, workload_parameters
 from lbproxy.sim_cli import fleet_options, label, run_all, runs_of
 from tests.support.docs import DOCS, blocks, expect_generated, table
@@ -89,6 +89,18 @@ policies: [adaptive, {policy: weighted, scorers: {queue: 1}}]
     assert [label(routing) for routing in scenario.policies] == ["adaptive", "weighted scorers={'queue': 1.0}"]
 
 
+def test_roles_and_rules_of_splitting_are_as_the_scenario_says() -> None:
+    scenario = read("""
+fleet: [{count: 2, role: prefill}, {role: decode}, {}]
+workload: {name: own}
+policies: [adaptive, {policy: adaptive, split: always}, {policy: random, split: never}, {policy: random, split: 8000}]
+""")
+    options = fleet_options(scenario, scenario.policies[0])
+    assert [server.role.value for server in options.servers] == ["prefill", "prefill", "decode", "both"]
+    labels = [label(routing) for routing in scenario.policies]
+    assert labels == ["adaptive", "adaptive split=always", "random split=never", "random split=8000"]
+
+
 def test_balancers_are_as_the_scenario_says() -> None:
     scenario = read("""
 workload: {name: own}
@@ -131,6 +143,10 @@ balancer_faults: [{balancer: 2, at: 10s, lasts: 5s}, {balancer: 0, at: 1m}]
         (
             "workload: {name: own}\npolicies: [random]\nfleet: [{ranks: 2, ttft: 1}]",
             "fleet[0].ttft: expected no `ranks`",
+        ),
+        (
+            "workload: {name: own}\npolicies: [random]\nfleet: [{ttft: 1, role: decode}]",
+            "fleet[0].role: expected both",
         ),
         (
             "workload: {name: own}\npolicies: [random]\nfaults: [{server: 8, at: 1, lasts: 1}]",
@@ -244,7 +260,7 @@ def test_example_of_the_documentation_says_what_comes_out(tmp_path: Path, capsys
     """Digit by digit: a simulation gives the same anywhere."""
     page = DOCS / "simulator.md"
     examples = [block for block in blocks(page) if block.language == "yaml" and "workload:" in block.text]
-    for name, example in zip(("scenario", "several balancers"), examples, strict=True):
+    for name, example in zip(("scenario", "several balancers", "roles"), examples, strict=True):
         assert main(["sim", file(tmp_path, example.text), "--processes", "1"]) == 0
         lines = "".join(f"{line.rstrip()}\n" for line in capsys.readouterr().out.splitlines() if line.strip())
         expect_generated(page, name, f"```\n$ lbproxy sim scenario.yaml\n{lines}```\n")

@@ -9,7 +9,7 @@ same arrivals are then simulated, so that the tables say how far virtual time an
 - routers.py: who is asked: each router with its defaults and one documented tuning. A further one is one more entry.
 - servers.py, client.py: the two processes around a router.
 - trial.py: one run, and whether it can be believed; which run follows which.
-- results.py: raw figures -> `lbproxy.sim.fleet.report`'s, and those of virtual time.
+- results.py: raw figures -> `lbproxy.sim.figures.report`'s, and those of virtual time.
 - pages.py: tables and pictures.
 
 A run in which servers or client were late (99th percentile above 5 ms) is rejected and done again. docs/benchmarks.md

@@ -28,8 +28,8 @@ from benchmarks.overhead.load import BENCH, ROOT
 from benchmarks.overhead.plan import machine
 from benchmarks.overhead.process import LOAD_CORE, StartError
 from lbproxy import __version__
-from lbproxy.sim.fleet.plots import can_plot
-from lbproxy.sim.fleet.report import Summary, as_json
+from lbproxy.sim.figures.plots import can_plot
+from lbproxy.sim.figures.report import Summary, as_json
 from lbproxy.sim.workloads.traces import read_mooncake
 
 PAGE = ROOT / "benchmarks/ROUTING_HTTP.md"

@@ -28,7 +28,7 @@ import uvloop
 
 from benchmarks.http_routing.apis import CHAT, Api
 from benchmarks.http_routing.cells import CELLS, arrivals, body, digest
-from lbproxy.sim.fleet.report import percentile
+from lbproxy.sim.figures.report import percentile
 from lbproxy.sim.workloads.traces import read_mooncake
 from lbproxy.sim.workloads.workload import Arrival, Job
 

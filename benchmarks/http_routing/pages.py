@@ -9,8 +9,8 @@ from statistics import fmean
 from benchmarks.http_routing.cells import CELLS
 from benchmarks.http_routing.results import Row, paired_seeds, summary
 from benchmarks.http_routing.routers import OURS
-from lbproxy.sim.fleet.plots import plot
-from lbproxy.sim.fleet.report import LOWER_IS_BETTER, Summary, estimate, paired
+from lbproxy.sim.figures.plots import plot
+from lbproxy.sim.figures.report import LOWER_IS_BETTER, Summary, estimate, paired
 
 JUDGED = {
     "ttft_mean": ("TTFT mean", 1.03),

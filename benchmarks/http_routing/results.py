@@ -1,6 +1,6 @@
 """From runs to figures: those of HTTP and those of virtual time, of the same arrivals, in the same words.
 
-Both become `lbproxy.sim.fleet.fleet.Served`, so that `lbproxy.sim.fleet.report` computes them alike and compares them
+Both become `lbproxy.sim.fleet.fleet.Served`, so that `lbproxy.sim.figures.report` computes them alike and compares them
 by seed. Runs are kept as lines of JSON while they are made, so that a long form can go on where it was interrupted.
 """
 
@@ -18,8 +18,8 @@ from benchmarks.http_routing.client import Answer, Call, Counters
 from benchmarks.http_routing.trial import Trial, late
 from lbproxy.config.scenario import Scenario
 from lbproxy.core.requests.outcome import Outcome
+from lbproxy.sim.figures.report import Summary, by_phase, summarise
 from lbproxy.sim.fleet.fleet import Served
-from lbproxy.sim.fleet.report import Summary, by_phase, summarise
 from lbproxy.sim.workloads.catalogue import WARM_UP, make_workload
 from lbproxy.sim.workloads.prompts import Piece
 from lbproxy.sim.workloads.traces import TraceRow
@@ -38,7 +38,7 @@ class Row(TypedDict):
     """Why it is not believed."""
     digest: str
     summary: dict[str, float]
-    """Of `lbproxy.sim.fleet.report.Summary`; the hit ratio is of the servers' counters."""
+    """Of `lbproxy.sim.figures.report.Summary`; the hit ratio is of the servers' counters."""
     phases: dict[str, dict[str, float]]
     usage_hit_ratio: float
     """As the answers' usage has it. Unlike the counters it leaves out a warm-up that does not drain, as virtual time

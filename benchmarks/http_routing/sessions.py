@@ -25,7 +25,7 @@ import uvloop
 from benchmarks.http_routing.apis import APIS, Api, Prompt, prompt_of, response_id, text_of, written
 from benchmarks.http_routing.cells import CELLS, digest
 from benchmarks.http_routing.client import Answer, Call, Client, Counters, Reading, Request, figures_of_gaps, main
-from lbproxy.sim.fleet.report import percentile
+from lbproxy.sim.figures.report import percentile
 from lbproxy.sim.workloads.catalogue import make_workload
 from lbproxy.sim.workloads.prompts import Piece
 from lbproxy.sim.workloads.workload import Arrival, Job, Workload

@@ -68,12 +68,22 @@ class ServerSettings(Section):
     """Whether their metrics report the number of waiting requests."""
     weight: Annotated[float, Quantity("0.001", "100000", "a number", whole=False)] = 1.0
     """Configured capacity relative to the others: `weight` of an endpoint in the settings."""
+    role: Literal["both", "prefill", "decode"] = "both"
+    """What they do of a request, as `role` of an endpoint in the settings. KV caches go from prefill to decode servers
+    as with vLLM's NIXL connector."""
 
     @field_validator("ttft", mode="after")
     @classmethod
     def _no_ranks(cls, value: float | None, info: ValidationInfo) -> float | None:
         if value is not None and info.data.get("ranks", 1) != 1:
             raise expected("no `ranks` beside it")
+        return value
+
+    @field_validator("role", mode="after")
+    @classmethod
+    def _of_engines(cls, value: str, info: ValidationInfo) -> str:
+        if value != "both" and info.data.get("ttft") is not None:
+            raise expected("both, as servers with `ttft` hand nothing over")
         return value
 
 

@@ -138,6 +138,13 @@ class _SplitRule(Quantity):
 
 SplitRule: TypeAlias = Annotated[float, _SplitRule("1", "10000000", "priced, always, never, or a number of tokens")]
 """Tokens of a prompt above which it is split; -1 = where it costs less, infinite = never."""
+
+
+def split_rule(tokens: float) -> str:
+    """How a file would have it."""
+    return next((word for word, number in _SplitRule.WORDS.items() if number == tokens), f"{tokens:g}")
+
+
 Workers: TypeAlias = Annotated[int, _OrAuto("1", "64", "auto, or a whole number")]
 """Worker processes; 0 = auto."""
 Ranks: TypeAlias = Annotated[int, _OrAuto("1", "64", "auto, or a whole number")]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lbproxy.demo.load import Seen
 from lbproxy.demo.timeline import Timeline
-from lbproxy.sim.fleet.report import percentile
+from lbproxy.sim.figures.report import percentile
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 No request ever waits for it. Messages in order are applied; after a gap a replay is asked for, if the settings say
 where. What stays lost makes the count of blocks unknown. It does not make the predicted prefixes unknown, although a
-clear may have been among it: docs/decisions/0042-kv-events.md. A publisher that starts again is a new process of the
+clear may have been among it: docs/decisions/0043-kv-events.md. A publisher that starts again is a new process of the
 engine.
 """
 

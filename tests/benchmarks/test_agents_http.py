@@ -26,7 +26,7 @@ from benchmarks.http_routing.results import Source as Arrivals
 from benchmarks.http_routing.results import closed_loop, row_of, simulated
 from benchmarks.http_routing.sessions import SessionClient
 from benchmarks.http_routing.trial import Trial, refusal
-from lbproxy.sim.fleet.report import Summary
+from lbproxy.sim.figures.report import Summary
 from lbproxy.sim.mock.http import MockOptions, MockServer
 from lbproxy.sim.workloads.catalogue import make_workload
 from lbproxy.sim.workloads.coding_agents import Role

@@ -16,8 +16,8 @@ from benchmarks.targets import BOUND, OURS, PARTS, Found, Kept, Runner
 from benchmarks.verdicts import JUDGES, ladder, never_worse, no_loss, page, ratio, within_3_percent
 from lbproxy.core.policies.adaptive import Adaptive
 from lbproxy.core.policies.registry import POLICIES
+from lbproxy.sim.figures.report import Summary
 from lbproxy.sim.fleet.oracle import ORACLES
-from lbproxy.sim.fleet.report import Summary
 
 SAME = Summary(100, 0, 1.0, 1.0, 2.0, 3.0, 10.0, 0.02, 0.04, 5000.0, 0.9, 0.5, 1.0, 0.0, 0.0)
 TINY = Cell("own", {"duration_s": 3, "rate": 4, "output_tokens": 10}, servers=2)

@@ -102,6 +102,10 @@ class LoadModel:
         prefill_ms = self.prefill_ms(now)
         return prefill_ms > HOLD_MS and not room.may_start(len(pending), now, non_streaming=non_streaming)
 
+    def lacks_room(self, now: float) -> bool:
+        """Whether it lacks slots or space for another request. Changes nothing."""
+        return self._shortage(now) is not None
+
     def full_by(self, now: float) -> str | None:
         """Why no request should be placed here now; None: one may be placed. Changes nothing."""
         return self._shortage(now) or ("prefill" if self.prefill_ms(now) > HOLD_MS else None)

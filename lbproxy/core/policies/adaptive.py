@@ -24,10 +24,14 @@ from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.knowledge.prefill_work import PER_CONTEXT, SHORT, work_tokens
 from lbproxy.core.policies.policy import Policy, Prices
 from lbproxy.core.requests.prompt_keys import BLOCK_BYTES
-from lbproxy.core.requests.request import PREFILL, InferenceRequest
+from lbproxy.core.requests.request import InferenceRequest
 
 STALL: Final = 0.17
 """The share of a prefill's time by which each stream on the endpoint is delayed (chunked prefill shares the step)."""
+APART_STALL: Final = 1.0
+"""`STALL` where prefill and decode are apart (docs/decisions/0042). While a prompt is computed, each stream there gets
+a token a step of 8,192 tokens instead of one every 15 ms: it is delayed by nearly all of the prefill's time. That
+counts in full, as servers are kept for decode alone for the sake of the streams."""
 STEPS: Final = 2.0
 """The inter-token gaps after which the first prefill shows progress: the running step ends, and its own ends."""
 DECODE: Final = 0.07
@@ -102,8 +106,7 @@ class Adaptive(Policy):
         if not request.prompt_bytes:
             return self._price_opaque(request, loads, now)
         pool = loads[0].pool
-        token_ms, pool_base, block = pool.token_ms, pool.base_ms, pool.block_tokens(request)
-        output, share = (1.0, 0.0) if request.leg == PREFILL else (pool.output_tokens, STALL)  # no streams there
+        token_ms, output, pool_base, block = pool.token_ms, pool.output_tokens, pool.base_ms, pool.block_tokens(request)
         prompt = pool.prompt_tokens(request)
         blocks, depths = len(request.block_keys) * block, pool.index.match(request.block_keys)
         home = None if request.session is None else _home(pool, request.session, prompt, block * max(depths, default=0))
@@ -149,7 +152,7 @@ class Adaptive(Policy):
             cache, live, foreign = kv.cache, there.live_tokens, others.space(now) if others.cache_tokens else 0.0
             base = speed.base_ms if speed.base_until > now else pool_base
             used = (cache.size * block + live + foreign) / (kv.known_tokens or space_tokens)
-            cost = base + wait + prefill * (1.0 + share * streams) + per_gap * (gap + streams * slope * prompt)
+            cost = base + wait + prefill * (1.0 + STALL * streams) + per_gap * (gap + streams * slope * prompt)
             cache_space = space * used * uncached
             # Space for all prompts and responses: what these have or may add, whichever is more (docs/decisions/0031).
             growth = in_flight * output - live
@@ -158,50 +161,90 @@ class Adaptive(Policy):
             space_wait = space_wait_ms(load, over, now) if over > 0.0 else 0.0
             cost += cache_space + space_wait
             if self.explains:
-                stall, decode, slow_down = prefill * share * streams, per_gap * gap, per_gap * streams * slope * prompt
+                stall, decode, slow_down = prefill * STALL * streams, per_gap * gap, per_gap * streams * slope * prompt
                 notes = _Parts(notes, cost, base, wait, prefill, stall, decode, slow_down, cache_space, space_wait)
             costs.append(cost)
             waits.append(wait)
             works.append(own)
         return Prices(_with_adapters(costs, notes, loads, request.model, now), waits, works, notes)
 
+    def price_prefill(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
+        """Milliseconds to the end of the prompt, which stalls no stream where it goes. Its space in the cache is priced
+        only as far as it differs between candidates: what it displaces is worth no more than the prompt itself.
+        """
+        loads = [state.load for state in candidates]
+        pool, prompt = loads[0].pool, loads[0].pool.prompt_tokens(request)
+        block, depths = pool.block_tokens(request), pool.index.match(request.block_keys)
+        blocks = len(request.block_keys) * block
+        home = None if request.session is None else _home(pool, request.session, prompt, block * max(depths, default=0))
+        space = _space_ms(pool, loads)
+        least = _least_work(prompt, max([depths[load.kv.member_id] for load in loads]) * block)
+        costs, waits, works, spaces, over_ms = [], [], [], [], []
+        for load in loads:
+            kv = load.kv
+            cached = depths[kv.member_id] * block
+            if home is not None and home.cache is kv.cache:
+                cached += pool.sessions.trust * home.unmatched_tokens(prompt, cached)
+            uncached = max(1.0, prompt - cached)
+            works.append(work_tokens(uncached, cached))
+            streams = load.work.in_flight + load.room.others.requests(now)
+            waits.append(_wait_ms(load, load.backlog_tokens(now), streams, least, now))
+            spaces.append(space * _used(load, block, now) * uncached)
+            over_ms.append(
+                space_wait_ms(load, over, now) if (over := _over(load, blocks - cached, block, now)) > 0 else 0.0
+            )
+        notes: _Parts | None = None
+        for n, load in enumerate(loads):
+            base = load.speed.first_byte_ms(0.0, 0.0, now)
+            prefill, cache_space = load.speed.prefill_ms(works[n]), spaces[n] - min(spaces)
+            costs.append(base + waits[n] + prefill + cache_space + over_ms[n])
+            if self.explains:
+                notes = _Parts(notes, costs[n], base, waits[n], prefill, 0.0, 0.0, 0.0, cache_space, over_ms[n])
+        return Prices(_with_adapters(costs, notes, loads, request.model, now), waits, works, notes)
+
     def price_decode(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
         """Milliseconds, as for a whole request, with the transfer of what is not cached there instead of prefill: that
-        waits for no prefill, and stalls no stream.
+        waits for no prefill and stalls no stream, but the prefills that are queued there stall it.
         """
         loads = [state.load for state in candidates]
         pool = loads[0].pool
         prompt, block, output = pool.prompt_tokens(request), pool.block_tokens(request), pool.output_tokens
         blocks, depths = len(request.block_keys) * block, pool.index.match(request.block_keys)
-        space = SPACE * pool.token_ms * pool.hit_ratio / (pool.size.space_tokens or 1.0)
-        space *= 1.0 + CROWDED * sum([load.work.in_flight for load in loads]) / len(loads)
+        space = _space_ms(pool, loads)
         costs, waits, works = [], [], []
         notes: _Parts | None = None
         for load in loads:
-            there, speed, kv, others = load.work, load.speed, load.kv, load.room.others
-            cached = depths[kv.member_id] * block
+            there, speed = load.work, load.speed
+            cached = depths[load.kv.member_id] * block
             missing = max(0.0, prompt - cached)
             transfer = pool.transfer.ms(missing, pool.token_ms)
-            streams = there.in_flight + others.requests(now)
+            streams = there.in_flight + load.room.others.requests(now)
             wait = load.room.slots.wait_ms(streams + load.room.reservations.count, now)
+            stall = APART_STALL * load.prefill_ms(now)
             gap, slope = speed.gap_ms, speed.gap_per_token_ms
             if speed.gap_until <= now:
                 gap, slope = pool.gap_ms, pool.gap_per_token_ms
             decode = DECODE * output * (gap + slope * (there.context_tokens + prompt))
             slow_down = DECODE * output * streams * slope * prompt
-            used = kv.cache.size * block + there.live_tokens + others.space(now)
-            cache_space = space * used * missing
-            growth = max(there.in_flight * output - there.live_tokens, there.live_tokens)
-            over = blocks - cached + output + others.space(now) - kv.capacity_tokens
-            over += kv.cache.pinned * block + growth
+            cache_space = space * _used(load, block, now) * missing
+            over = _over(load, blocks - cached + output, block, now)
             space_wait = space_wait_ms(load, over, now) if over > 0.0 else 0.0
-            cost = transfer + wait + decode + slow_down + cache_space + space_wait
+            cost = transfer + wait + stall + decode + slow_down + cache_space + space_wait
             if self.explains:
-                notes = _Parts(notes, cost, transfer, wait, 0.0, 0.0, decode, slow_down, cache_space, space_wait)
+                notes = _Parts(notes, cost, transfer, wait, 0.0, stall, decode, slow_down, cache_space, space_wait)
             costs.append(cost)
             waits.append(wait)
             works.append(missing)
         return Prices(_with_adapters(costs, notes, loads, request.model, now), waits, works, notes)
+
+    def stalls_ms(self, candidates: Sequence[EndpointState], works: Sequence[float], *, now: float) -> list[float]:
+        """See Policy: what `APART_STALL` adds to `STALL`."""
+        found = []
+        for state, work in zip(candidates, works, strict=True):
+            load = state.load
+            streams = load.work.in_flight + load.room.others.requests(now)
+            found.append((APART_STALL - STALL) * streams * load.speed.prefill_ms(work))
+        return found
 
     def _price_opaque(self, request: InferenceRequest, loads: list[LoadModel], now: float) -> Prices:
         """The price of an opaque request: what such requests took there, for each one in flight there now."""
@@ -229,6 +272,10 @@ class Adaptive(Policy):
     def is_full(self, state: EndpointState, now: float) -> bool:
         """See Policy. Decided by the endpoint's room."""
         return state.load.is_full(now)
+
+    def is_full_for_decode(self, state: EndpointState, now: float) -> bool:
+        """See Policy. Prefills that are queued there do not matter: by the time of the second leg they are done."""
+        return state.load.lacks_room(now)
 
     def explain(self, notes: object, *, shown: Sequence[int]) -> list[dict[str, float]]:
         """The terms of the module's docstring, in milliseconds, if `price` was to note them."""
@@ -288,6 +335,25 @@ def _wait_ms(load: LoadModel, backlog: float, ahead: float, work: float, now: fl
     free = lanes > 1.0 and len(load.work.pending) < lanes
     prefills = 0.0 if free else backlog * pool.token_ms * load.speed.factor / lanes
     return max(prefills, room.slots.wait_ms(ahead, now))
+
+
+def _space_ms(pool: PoolModel, loads: Sequence[LoadModel]) -> float:
+    """What a token costs that takes space in a full cache, as in `Adaptive.price`."""
+    mean_load = sum([load.work.in_flight for load in loads]) / len(loads)
+    return SPACE * pool.token_ms * pool.hit_ratio * (1.0 + CROWDED * mean_load)
+
+
+def _used(load: LoadModel, block: float, now: float) -> float:
+    """How full its cache is, as in `Adaptive.price`."""
+    used = load.kv.cache.size * block + load.work.live_tokens + load.room.others.space(now)
+    return used / (load.kv.known_tokens or load.pool.size.space_tokens)
+
+
+def _over(load: LoadModel, more: float, block: float, now: float) -> float:
+    """The tokens by which its cache is too small for what it has and `more`, as in `Adaptive.price`."""
+    live = load.work.live_tokens
+    growth = max(load.work.in_flight * load.pool.output_tokens - live, live)
+    return more + load.room.others.space(now) - load.kv.capacity_tokens + load.kv.cache.pinned * block + growth
 
 
 def space_wait_ms(load: LoadModel, over_tokens: float, now: float) -> float:

@@ -84,13 +84,27 @@ class Policy(ABC):
         """The cost of placing `request` on each candidate (at least one)."""
         ...
 
+    def price_prefill(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
+        """The cost of the first leg of a split request on each candidate (at least one). `request` is the leg."""
+        return self.price(request, candidates, now=now)
+
     def price_decode(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
         """The cost of the second leg of a split request on each candidate (at least one)."""
         return self.price(request, candidates, now=now)
 
+    def stalls_ms(self, candidates: Sequence[EndpointState], works: Sequence[float], *, now: float) -> list[float]:
+        """What whole requests with so much prefill work cost the streams on each candidate in addition to their price,
+        where they could be split instead.
+        """
+        return [0.0] * len(works)
+
     def is_full(self, state: EndpointState, now: float) -> bool:
         """Whether a request whose best endpoint this is is held until there is room, under a policy that `holds`."""
         raise NotImplementedError
+
+    def is_full_for_decode(self, state: EndpointState, now: float) -> bool:
+        """Whether a split request whose second leg is best there is held until there is room."""
+        return self.is_full(state, now)
 
     def explain(self, notes: object, *, shown: Sequence[int]) -> list[dict[str, float]]:
         """The parts of costs, from the notes of their price, at any later time.

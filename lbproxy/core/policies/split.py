@@ -50,13 +50,15 @@ class SplitPrices(Prices):
 class _Notes:
     """What explanations need: the notes of each price, and which candidates it was for."""
 
-    __slots__ = ("decode", "prefill", "whole")
+    __slots__ = ("decode", "prefill", "stalls", "whole")
 
     def __init__(self) -> None:
         self.whole: tuple[list[int], object] = ([], None)
         self.prefill: tuple[list[int], object] = ([], None)
         self.decode: dict[int, dict[str, float]] = {}
         """By the index of a prefill endpoint: the parts of the second leg's cost."""
+        self.stalls: dict[int, float] = {}
+        """By the index of one that serves whole requests: what its streams lose in addition."""
 
 
 class Split(Policy):
@@ -111,6 +113,11 @@ class Split(Policy):
         has_waits = True
         if whole:
             has_waits &= self._fill(request, whole, candidates, costs, waits, works, notes, now)
+            if first and has_waits:
+                stalls = policy.stalls_ms([candidates[n] for n in whole], [works[n] for n in whole], now=now)
+                for n, stall in zip(whole, stalls, strict=True):
+                    costs[n] += stall
+                    notes.stalls[n] = stall
         decode_on: dict[str, EndpointState] = {}
         if first:
             leg = request.as_leg(PREFILL)
@@ -138,7 +145,8 @@ class Split(Policy):
         is_first: bool = False,
     ) -> bool:
         """Price the candidates with these indices. Returns whether there are waits."""
-        prices = self.policy.price(request, [candidates[n] for n in indices], now=now)
+        price = self.policy.price_prefill if is_first else self.policy.price
+        prices = price(request, [candidates[n] for n in indices], now=now)
         if is_first:
             notes.prefill = indices, prices.notes
         else:
@@ -222,6 +230,9 @@ class Split(Policy):
         for indices, own in (notes.whole, notes.prefill):
             if indices:
                 found.update(zip(indices, self.policy.explain(own, shown=range(len(indices))), strict=False))
+        for n, stall in notes.stalls.items():
+            if n in found:
+                found[n] = {**found[n], "stall": found[n].get("stall", 0.0) + stall}
         for n, second in notes.decode.items():
             if n in found:
                 found[n] = {key: found[n].get(key, 0.0) + second.get(key, 0.0) for key in {**found[n], **second}}

@@ -262,7 +262,7 @@ class Choice:
         if best.health is Health.DOWN:  # a trial: what was queued there is lost
             is_full = False
         second = ticket.decode_on
-        if not is_full and second is not None and self.policy.is_full(second, now):
+        if not is_full and second is not None and self.policy.is_full_for_decode(second, now):
             best, is_full = second, True
         if not (is_full or (best.load.room.reservations.count and not in_turn)):
             return None

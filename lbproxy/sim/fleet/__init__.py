@@ -1,4 +1,4 @@
-"""A fleet in virtual time: simulated servers, one or more real Balancers before them, a workload, and the figures.
+"""A fleet in virtual time: simulated servers, one or more real Balancers before them, and a workload.
 
-Imported by: `demo`, `sim_cli`. Never: sockets, or the clock of this machine.
+Imported by: `figures`, `sim_cli`. Never: sockets, or the clock of this machine.
 """

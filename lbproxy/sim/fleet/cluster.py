@@ -19,24 +19,24 @@ from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.hang import CHECK_S
 from lbproxy.core.endpoints.health import Transition
-from lbproxy.core.queue.flow import ANONYMOUS
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind
-from lbproxy.sim.engine.engine import FirstToken, RequestTooLong, SimRequest
+from lbproxy.sim.engine.engine import FirstToken, RequestTooLong
+from lbproxy.sim.fleet.arrivals import read_job
 from lbproxy.sim.fleet.asking import Asking
 from lbproxy.sim.fleet.des import EventHeap
-from lbproxy.sim.fleet.fleet import BASE_MODEL, TOKEN_BYTES, Fault, FaultKind, FleetOptions, Sample, Served
+from lbproxy.sim.fleet.failing import Faults
+from lbproxy.sim.fleet.fleet import FleetOptions, Sample, Served
+from lbproxy.sim.fleet.legs import Legs
 from lbproxy.sim.fleet.live import Flight, Front, LiveServer, engine_of, introduce
 from lbproxy.sim.fleet.others import OthersTraffic
 from lbproxy.sim.fleet.replicas import Exchange, hand_over
-from lbproxy.sim.workloads.prompts import block_hashes, routing_keys
 from lbproxy.sim.workloads.workload import Job, Workload
 
 PROGRESS_S = 0.25
 """As in the proxy: how often a stream's progress is reported, at most."""
-HUNG_SPEED = 1e-9
 ERROR_S = 0.001
 """How long a server that fails fast takes to."""
 
@@ -70,6 +70,7 @@ class Fleet:
             for front in self._fronts:
                 self._exchange.joined(front.number, front.balancer)
         self._servers = self._build_servers()
+        self._legs = Legs(self._servers)
         self._asking = Asking(self._heap, options, self._poll)
         self._live = 0
         self._served: list[Served] = []
@@ -130,9 +131,7 @@ class Fleet:
         for death in options.balancer_faults:
             self._heap.at(death.from_s, self._lose_front, self._fronts[death.balancer])
             self._heap.at(death.until_s, self._replace_front, self._fronts[death.balancer])
-        for fault in options.faults:
-            self._heap.at(fault.from_s, self._begin_fault, fault)
-            self._heap.at(fault.until_s, self._end_fault, fault)
+        Faults(self._heap, self._servers, lose_all=self._lose_all, arm=self._arm).plan(options.faults)
         for number, others in enumerate(options.others):
             OthersTraffic(self._heap, others, self._servers[others.server], self._arm, number=number, seed=self._seed)
 
@@ -150,31 +149,13 @@ class Fleet:
             self._heap.at(at, self._arrive, job)
 
     def _arrive(self, job: Job) -> None:
-        options = self._options
         rng = random.Random(f"{self._seed}:{job.id}")
         front = self._front(rng)
-        streamed = rng.random() < options.stream_share
-        prompt_tokens = job.prompt_tokens
-        hashes = block_hashes((*job.prompt, job.answer), job.model)
-        prompt_bytes = round(prompt_tokens * TOKEN_BYTES * (1 + rng.uniform(-options.size_error, options.size_error)))
-        flow, rules, priority = job.flow if options.fair else ANONYMOUS, options.flow_rules, job.priority or 0
-        request = InferenceRequest(
-            id=job.id,
-            model=job.model or BASE_MODEL,
-            stream=streamed,
-            body_bytes=prompt_bytes,
-            prompt_bytes=prompt_bytes,
-            block_keys=routing_keys(hashes, prompt_tokens, options.block_tokens) if options.block_tokens else (),
-            session=job.session,
-            priority=priority if rules is None else rules.priority_of(flow, job.priority, None),
-            flow=flow,
-            deadline=None if job.slo_ttft_s is None else self.now + job.slo_ttft_s,
-        )
+        request, work, streamed = read_job(job, self._options, rng, now=self.now)
         if self._read is not None:
             request = self._read(job, request)
         served = Served(job, self.now, front.number, streamed)
         self._served.append(served)
-        work = SimRequest(job.id, prompt_tokens, job.answer.tokens, hashes, job.model)
         flight = Flight(served, work, request)
         if job.patience_s is not None:
             self._heap.at(self.now + job.patience_s, self._lose_patience, flight)
@@ -207,9 +188,10 @@ class Fleet:
     def _submit(self, front: Front, flight: Flight, avoid: frozenset[EndpointUid]) -> None:
         if flight.served.outcome is not None or self._is_lost(flight):
             return  # its client left between two attempts
-        flight.served.attempts += 1
-        balancer = front.balancer
-        flight.ticket = ticket = balancer.submit(flight.request, now=self.now, avoid=avoid, suspect=flight.suspect)
+        request, again, suspect = self._legs.to_place(flight), flight.ticket is not None, flight.suspect
+        flight.served.attempts += request.leg != DECODE
+        ticket = front.balancer.submit(request, now=self.now, avoid=avoid, suspect=suspect, resubmitted=again)
+        flight.ticket = ticket
         if ticket.state is TicketState.WAITING:
             front.waiting[id(ticket)] = flight
         else:
@@ -233,18 +215,34 @@ class Fleet:
 
     def _settled(self, flight: Flight) -> None:
         """A ticket has stopped waiting."""
-        ticket = _ticket(flight)
+        ticket, served = _ticket(flight), flight.served
+        if ticket.outcome is not None and ticket.request.leg == DECODE:
+            self._serve_whole(flight)
+            return
         if ticket.outcome is not None:
             self._end(flight, ticket.outcome)
             return
         assert ticket.placed_on is not None
-        served = flight.served
         # Every balancer numbers the same list in the same order.
         first_uid = self._servers[0].uids[served.balancer]
         flight.server = self._servers[ticket.placed_on.endpoint.uid - first_uid]
         served.server = flight.server.number
-        served.placed_at = self.now
+        if ticket.request.leg != DECODE:
+            served.placed_at = self.now
+            served.prefill = flight.server.number if ticket.request.leg == PREFILL else None
         self._heap.at(self.now + self._options.network_s, self._deliver, flight)
+
+    def _serve_whole(self, flight: Flight) -> None:
+        """Nothing can continue what was prefilled."""
+        self._drop(flight)
+        flight.request = flight.request._replace(splittable=False)
+        self._submit(self._fronts[flight.served.balancer], flight, _ticket(flight).avoid)
+
+    def _drop(self, flight: Flight) -> None:
+        """Nothing will read what is held of a request, if anything is."""
+        if flight.hold is not None:
+            self._legs.drop(flight, now=self.now)
+            self._arm()
 
     def _close(self, flight: Flight, outcome: Outcome, usage: Usage | None = None) -> None:
         front = self._fronts[flight.served.balancer]
@@ -256,6 +254,7 @@ class Fleet:
         assert served.outcome is None
         served.outcome = outcome
         served.ended_at = self.now
+        self._drop(flight)
         following = self._workload.ended(served.job, self.now)
         for at, job in following:
             self._heap.at(at, self._arrive, job)
@@ -318,7 +317,7 @@ class Fleet:
             self._heap.at(self.now + ERROR_S, self._refuse, flight)
             return
         try:
-            server.engine.add(flight.work, now=self.now)
+            self._legs.add(server, flight, _ticket(flight), now=self.now)
         except RequestTooLong:
             # The proxy relays a 400 like any response.
             self._close(flight, Outcome.COMPLETED)
@@ -332,14 +331,17 @@ class Fleet:
         """A 500 arrives."""
         if flight.served.outcome is not None or self._is_lost(flight):
             return
+        self._drop(flight)
         self._fail(flight, FailureKind.ERROR)
         self._poll(self._fronts[flight.served.balancer])
 
-    def _arm(self, server: LiveServer) -> None:
-        due = server.engine.next_event()
-        if due is not None and due < server.wakes_at:
-            server.wakes_at = due
-            self._heap.at(due + self._options.network_s, self._wake, server)
+    def _arm(self, *servers: LiveServer) -> None:
+        """Something happened at these, and perhaps through that at others."""
+        for server in (*servers, *self._legs.settle(now=self.now)):
+            due = server.engine.next_event()
+            if due is not None and due < server.wakes_at:
+                server.wakes_at = due
+                self._heap.at(due + self._options.network_s, self._wake, server)
 
     def _wake(self, server: LiveServer) -> None:
         """What the server sent a network delay ago arrives."""
@@ -358,16 +360,24 @@ class Fleet:
                 # Absent: others' requests, and those whose client left while the end was on its way.
                 if job_id in server.flights:
                     self._finished(server, server.flights.pop(job_id), touched)
+            for job_id in step.failed:
+                # The KV of its prompt was lost with the server that held it: a 500.
+                if job_id in server.flights:
+                    touched.add(server.flights[job_id].served.balancer)
+                    self._fail(server.flights.pop(job_id), FailureKind.ERROR)
         self._report_progress(server)
         self._arm(server)
         for number in sorted(touched):
             self._poll(self._fronts[number])
 
     def _first_token(self, flight: Flight, first: FirstToken, at: float, touched: set[int]) -> None:
-        served = flight.served
-        served.first_at = at
-        served.cached_tokens = first.cached_tokens
+        served, leg = flight.served, _ticket(flight).request.leg
+        if leg != DECODE:
+            served.cached_tokens = first.cached_tokens
         served.loaded_adapter = first.loaded_adapter
+        if leg == PREFILL:
+            return  # it is the whole response, and the client's first token is another
+        served.first_at = at
         if served.streamed:
             balancer = self._fronts[served.balancer].balancer
             balancer.first_byte(_ticket(flight), now=self.now)
@@ -378,6 +388,10 @@ class Fleet:
 
     def _finished(self, server: LiveServer, flight: Flight, touched: set[int]) -> None:
         served = flight.served
+        touched.add(served.balancer)
+        if _ticket(flight).request.leg == PREFILL:
+            self._prefilled(server, flight)
+            return
         tokens = served.job.answer.tokens
         balancer = self._fronts[served.balancer].balancer
         if not served.streamed:
@@ -387,7 +401,16 @@ class Fleet:
         usage = Usage(served.job.prompt_tokens, served.cached_tokens, tokens)
         self._close(flight, Outcome.COMPLETED, usage)
         self._end(flight, Outcome.COMPLETED)
-        touched.add(served.balancer)
+
+    def _prefilled(self, server: LiveServer, flight: Flight) -> None:
+        """A first leg is over; the second is placed at once."""
+        served, ticket = flight.served, _ticket(flight)
+        front = self._fronts[served.balancer]
+        front.balancer.first_byte(ticket, now=self.now)
+        self._close(flight, Outcome.COMPLETED, Usage(served.job.prompt_tokens, served.cached_tokens, None))
+        flight.prefilled_at = server.uids[front.number]
+        served.prefilled_at = self.now
+        self._submit(front, flight, ticket.avoid)
 
     def _report_progress(self, server: LiveServer) -> None:
         """Of the streams whose 250 ms are over; when a step's tokens arrive, as the proxy looks at no other time."""
@@ -452,19 +475,6 @@ class Fleet:
             self._close(flight, verdict.outcome)
             self._again(flight, server.uids[front.number], verdict.delay_s)
 
-    def _begin_fault(self, fault: Fault) -> None:
-        server = self._servers[fault.server]
-        if fault.speed is not None:
-            server.engine.set_speed(server.spec.speed * fault.speed, now=self.now)
-        elif fault.kind is FaultKind.HUNG:
-            server.engine.set_speed(HUNG_SPEED, now=self.now)
-        elif fault.kind is FaultKind.FAILING:
-            server.failing = True
-        else:
-            server.alive = False
-            self._lose_all(server)
-        self._arm(server)
-
     def _lose_all(self, server: LiveServer) -> None:
         """The server's process ends."""
         for job_id in server.engine.restart(now=self.now):
@@ -478,16 +488,6 @@ class Fleet:
                 self._end(flight, Outcome.UPSTREAM_BROKE)
         for front in self._fronts:
             self._poll(front)
-
-    def _end_fault(self, fault: Fault) -> None:
-        server = self._servers[fault.server]
-        if fault.speed is None and fault.kind is FaultKind.HUNG:
-            self._lose_all(server)
-        if fault.speed is None and fault.kind is not FaultKind.FAILING:
-            server.started_at = self.now
-        server.alive, server.failing = True, False
-        server.engine.set_speed(server.spec.speed, now=self.now)
-        self._arm(server)
 
 
 def _ticket(flight: Flight) -> Ticket:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from lbproxy.core.engines.handover import Role
 from lbproxy.core.queue.flows import FlowRules
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.engine.engine import JITTER_SIGMA
@@ -17,6 +18,8 @@ from lbproxy.sim.workloads.workload import Job
 
 TOKEN_BYTES = 4
 BASE_MODEL = "sim"
+CONNECTOR = "nixl"
+"""Between servers of which some prefill and others decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,8 @@ class Server:
     """Its metrics say how many requests wait."""
     weight: float = 1.0
     """What the balancer is told of its capacity."""
+    role: Role = Role.BOTH
+    """What it does of a request. None but engines hand over KV."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,17 +157,23 @@ class Served:
     balancer: int
     streamed: bool
     placed_at: float | None = None
-    """The last attempt's."""
+    """The last attempt's; of a split request that of its first leg."""
     first_at: float | None = None
     """When the client had the first token, or would have had it if the response had been streamed."""
     ended_at: float = 0.0
     server: int | None = None
+    """The last; of a split request that of its second leg, in the end."""
     cached_tokens: int = 0
+    """Of the prompt, where it was computed."""
     attempts: int = 0
     outcome: Outcome | None = None
     """None = not ended."""
     loaded_adapter: bool = False
     """The server had to load the adapter for it."""
+    prefill: int | None = None
+    """The server of its first leg, if it was split in the last attempt."""
+    prefilled_at: float | None = None
+    """When the last first leg was over."""
 
 
 class Sample(NamedTuple):

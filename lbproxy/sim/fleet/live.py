@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
+from lbproxy.core.engines.handover import Role
 from lbproxy.core.engines.load_metrics import LoadMetrics, LoraMetrics
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.openai import ModelCard
@@ -17,7 +18,8 @@ from lbproxy.core.requests.retry import FailureKind
 from lbproxy.sim.engine.engine import SimRequest
 from lbproxy.sim.engine.model_server import ModelServer, make_server
 from lbproxy.sim.engine.presets import BLOCK_TOKENS
-from lbproxy.sim.fleet.fleet import BASE_MODEL, FleetOptions, Served, Server
+from lbproxy.sim.engine.sequence import Hold
+from lbproxy.sim.fleet.fleet import BASE_MODEL, CONNECTOR, FleetOptions, Served, Server
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +37,10 @@ class Flight:
     """Why its attempts failed."""
     suspect: EndpointUid | None = None
     """Who answered it 500."""
+    hold: Hold | None = None
+    """If it is split: its prompt's KV at the server of the first leg."""
+    prefilled_at: EndpointUid | None = None
+    """That server, while this is held and no server has the second leg."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +89,8 @@ def introduce(front: Front, servers: Sequence[LiveServer], options: FleetOptions
             base_url=f"http://s{server.number}:80",
             weight=server.spec.weight,
             kv_cache_tokens=server.spec.preset.kv_tokens if options.sizes_declared else None,
+            role=server.spec.role,
+            connector=None if server.spec.role is Role.BOTH else CONNECTOR,
         )
         for server in servers
     ]

@@ -21,6 +21,7 @@ from lbproxy.core.balancer import Balancer
 from lbproxy.core.capacity.room import HOLD_MS
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.engines.handover import Role
 from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.policies.policy import Policy, Prices
 from lbproxy.core.queue.ticket import Ticket
@@ -212,6 +213,7 @@ class OracleFleet(Fleet):
     ) -> None:
         """`form`: of `ORACLES`. `make_balancer` makes one with that oracle as its policy."""
         assert options.balancers == 1
+        assert all(server.role is Role.BOTH for server in options.servers), "it foresees whole requests only"
         self._oracle = Oracle(form)
         balancers: list[OracleBalancer] = []
 

@@ -76,7 +76,7 @@ def busy(balancer: Balancer, streams: int = 12) -> None:
 
 def test_a_long_prompt_is_split_and_a_short_one_is_not() -> None:
     balancer, _ = apart("pd")
-    busy(balancer)
+    busy(balancer, streams=2)
     assert serve(balancer, prompt(64), 1.9) == ["d2"], "to compute it costs less than to fetch it"
     assert serve(balancer, prompt(32_768), 2.0) == ["p1", "d2"]
 
@@ -91,6 +91,46 @@ def test_a_prompt_that_is_cached_where_it_is_decoded_stays_whole() -> None:
     busy(balancer)
     assert serve(balancer, prompt(32_768), 2.0) == ["p1", "d2"]
     assert serve(balancer, prompt(32_768), 3.0) == ["d2"], "the transfer left it there"
+
+
+def test_a_prompt_in_full_caches_costs_no_more_if_it_is_split() -> None:
+    """It takes space at both ends, but what it displaces at a prefill endpoint is worth no more than what it leaves
+    there. When that was priced, long prompts stayed whole, and stalled all streams.
+    """
+    balancer, _ = apart("pd", split="always")
+    for n in range(60):
+        serve(balancer, prompt(16_384, 1000 * n), 0.5 + 0.01 * n)
+    balancer.reconfigure(make_policy(RoutingSettings()), BalancingSettings(), now=1.0)
+    busy(balancer, streams=2)
+    assert serve(balancer, prompt(16_384, 90_000), 2.0) == ["p1", "d2"]
+
+
+def test_a_stall_of_streams_counts_in_full() -> None:
+    """A short wait for prefill is better than two streams that stop for as long as the prompt takes."""
+    balancer, _ = apart("pd", split="always")
+    assert name_of(balancer.submit(prompt(2304, 7000), now=1.5)) == "p1"
+    balancer.reconfigure(make_policy(RoutingSettings()), BalancingSettings(), now=1.5)
+    busy(balancer, streams=2)
+    assert serve(balancer, prompt(8192), 1.5) == ["p1", "d2"]
+
+
+def test_a_second_leg_avoids_prompts_that_are_computed_where_others_decode() -> None:
+    """The steps of a prefill delay every stream beside it."""
+    balancer, endpoints = apart("pdd")
+    stream = balancer.submit(prompt(12_288, splittable=False), now=0.5)
+    balancer.first_byte(stream, now=1.0)
+    whole = balancer.submit(prompt(8192, 1000, splittable=False), now=1.0)
+    assert name_of(whole) != name_of(stream)
+    leg = prompt(4096, 2000).as_leg(DECODE, endpoints["p1"].uid)
+    assert name_of(balancer.submit(leg, now=1.0, resubmitted=True)) == name_of(stream)
+
+
+def test_a_split_request_is_not_held_for_prompts_that_are_computed_where_it_will_be_decoded() -> None:
+    """By then they are done, and the prefill endpoint must not be idle meanwhile."""
+    balancer, _ = apart("pd", split="always")
+    whole = balancer.submit(prompt(32_768, splittable=False), now=1.0)
+    assert name_of(whole) == "d2"
+    assert name_of(balancer.submit(prompt(8192, 1000), now=1.0)) == "p1"
 
 
 def test_both_legs_are_counted_where_they_are_and_nothing_is_left() -> None:

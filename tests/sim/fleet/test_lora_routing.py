@@ -6,8 +6,8 @@ from collections import Counter
 
 from lbproxy.config.scenario import Scenario
 from lbproxy.core.requests.outcome import Outcome
+from lbproxy.sim.figures.report import summarise
 from lbproxy.sim.fleet.fleet import Served
-from lbproxy.sim.fleet.report import summarise
 from lbproxy.sim.workloads.prompts import Piece
 from lbproxy.sim.workloads.workload import Job, OpenLoop, Workload, fresh_ids
 from lbproxy.sim_cli import Run, runs_of, serve, serve_workload

@@ -3,9 +3,8 @@
 import pytest
 
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.sim.fleet.fleet import Served
-from lbproxy.sim.fleet.plots import can_plot, plot
-from lbproxy.sim.fleet.report import (
+from lbproxy.sim.figures.plots import can_plot, plot
+from lbproxy.sim.figures.report import (
     Summary,
     as_json,
     by_phase,
@@ -18,6 +17,7 @@ from lbproxy.sim.fleet.report import (
     percentile,
     summarise,
 )
+from lbproxy.sim.fleet.fleet import Served
 from lbproxy.sim.workloads.prompts import Piece
 from lbproxy.sim.workloads.workload import Job
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from statistics import fmean
 
-from lbproxy.sim.fleet.report import Summary
+from lbproxy.sim.figures.report import Summary
 
 FORMS = ("png", "svg", "pdf")
 PANELS: tuple[tuple[str, str, bool], ...] = (

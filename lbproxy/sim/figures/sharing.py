@@ -13,8 +13,8 @@ from statistics import fmean
 
 from lbproxy.core.queue.flows import OUTPUT_COST
 from lbproxy.core.requests.outcome import Outcome
+from lbproxy.sim.figures.report import Estimate, Summary, estimate, summarise
 from lbproxy.sim.fleet.fleet import Served
-from lbproxy.sim.fleet.report import Estimate, Summary, estimate, summarise
 
 REFUSED = frozenset({Outcome.SATURATED, Outcome.EXPIRED, Outcome.RATE_LIMITED, Outcome.TOO_LATE})
 
