@@ -83,7 +83,7 @@ def test_what_was_predicted_and_observed_is_of_the_whole_attempt() -> None:
 def test_the_best_pair_and_the_best_single_endpoint_are_compared() -> None:
     balancer = explaining("pd")
     busy(balancer)
-    (whole,) = explained(served(balancer, 64, 1.9))["decisions"]
+    (whole,) = explained(served(balancer, 8, 1.9))["decisions"]
     assert (whole["endpoint"], whole["decode_on"]) == ("d2", None)
     assert whole["lowest_costs"]["whole"] == whole["cost"] < whole["lowest_costs"]["split"]
     split, _ = explained(served(balancer, 32_768, 2.0))["decisions"]

@@ -361,6 +361,8 @@ def test_what_was_learned_says_from_how_many_samples() -> None:
         "answer_tokens": 1,
         "hit_ratio": 1,
         "adapter_load_ms": 0,
+        "transfer_fixed_ms": 0,
+        "transfer_ms_per_token": 0,
     }
     placement = load.place(prompt(4000), 2.0)
     load.first_byte(placement, 2.5)
