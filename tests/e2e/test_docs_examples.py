@@ -59,6 +59,7 @@ ELSEWHERE = {
     ("replicas.md", "save"): "tests/extras/test_redis_permissions.py: a server with these options",
     ("replicas.md", "ACL SETUSER"): "tests/extras/test_redis_permissions.py",
     ("traces.md", "docker build"): "tests/test_deploy.py: which lock that argument installs",
+    ("disaggregation.md", "vllm serve"): "tests/real/test_disaggregation.py starts vLLM with these roles",
     ("operations.md", "python3 -m venv /opt"): "tests/test_deploy.py: the unit; the rest needs root and systemd",
 }
 """How a block begins, and what looks at the same thing."""
@@ -69,6 +70,8 @@ PICTURES = {
     ("routing.md", "request ──▶"),
     ("scale.md", "supervisor: listening"),
     ("replicas.md", "clients ─▶"),
+    ("disaggregation.md", "1 prompt, one token"),
+    ("disaggregation.md", "whole, on a decode server:"),
     ("failures.md", "stateDiagram-v2\n    direction LR"),  # tests/proxy/exchange/test_patience.py
     ("admin.md", "lbproxy 0.1.0"),  # what `lbproxy status` drew: tests/test_terminal.py
 }

@@ -170,9 +170,10 @@ class Choice:
             owner = self._endpoints.get(uid)
             reachable = owner is not None and owner.health not in {Health.DOWN, Health.EJECTED}
             return [owner] if owner is not None and reachable and uid not in ticket.avoid else []
-        members = self._usable(ticket, self._endpoints.candidates(model, now=now))
+        up = self._endpoints.candidates(model, now=now)
+        members = self._usable(ticket, up)
         if not members and trials and not self._endpoints.any_starting():
-            members = self._usable(ticket, self._endpoints.trials(model, now=now))
+            members = self._usable(ticket, [*up, *self._endpoints.trials(model, now=now)])  # one of a pair may be up
         return members
 
     def _usable(self, ticket: Ticket, members: Sequence[EndpointState]) -> Sequence[EndpointState]:

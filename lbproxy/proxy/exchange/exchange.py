@@ -25,7 +25,7 @@ from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection
 from lbproxy.net.dialing.origin import Origin
 from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, expected_prompt_tokens
-from lbproxy.proxy.exchange.failures import NO_FAILURES, FailedAttempts, is_missing
+from lbproxy.proxy.exchange.failures import NO_FAILURES, FailedAttempts, is_missing, refusal_after
 from lbproxy.proxy.exchange.lifetime import Lifetime
 from lbproxy.proxy.exchange.relay import Relay, can_continue, is_json
 from lbproxy.proxy.exchange.split import Leg, Split, decode_endpoint, first_leg
@@ -41,7 +41,6 @@ from lbproxy.proxy.exchange.steps import (
 )
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.headers import client_head
-from lbproxy.proxy.request.own_responses import refusal
 
 Arguments = TypeVarTuple("Arguments")
 
@@ -80,7 +79,7 @@ class Exchange(Lifetime):
             else:
                 split.cancel()
                 self._split = None
-        self._ticket = ticket = runtime.submit(placed, record, failed.endpoints, settled, failed.suspect, again)
+        self._ticket = ticket = runtime.submit(placed, record, failed.avoid, settled, failed.suspect, again)
         if ticket.wait is not None:
             record.note_wait(ticket)
         if ticket.state is not TicketState.WAITING:
@@ -94,12 +93,16 @@ class Exchange(Lifetime):
             if ticket.request.leg:
                 self._place_whole()
                 return
+            if ticket.outcome is Outcome.NO_ENDPOINTS and self._failed.doubtful is not None:
+                self._failed = self._failed._replace(doubtful=None)
+                self._place()
+                return
             if ticket.outcome is Outcome.MODEL_NOT_FOUND and not self._models_refreshed:
                 self._models_refreshed = True
                 if self._shared.runtime.look_for_models(lambda: self._guarded(self._place_after_look)):
                     self._enter(LOOKING)
                     return
-            self.refuse(self._refusal(ticket))
+            self.refuse(refusal_after(self._failed, ticket, self._shared.runtime, self.record.alias))
             return
         assert ticket.placed_at is not None
         endpoint, record = ticket.placed_on.endpoint, self.record
@@ -189,7 +192,8 @@ class Exchange(Lifetime):
             return False
         self.record.error = "the second leg failed before a token: perhaps the KV cache could not be fetched"
         if kind is FailureKind.RESET:  # or its process ended: what ends another one is not sent to a third
-            self._failed = self._failed._replace(kinds=(*self._failed.kinds, kind))
+            kinds, uid = (*self._failed.kinds, kind), ticket.placed_state.endpoint.uid
+            self._failed = self._failed._replace(kinds=kinds, doubtful=uid)
         self._record_failure(ticket, Outcome.UPSTREAM_RESET.label if kind is FailureKind.RESET else "upstream_500")
         self._place_whole()
         return True
@@ -488,12 +492,6 @@ class Exchange(Lifetime):
             self._relaying.resume()
 
     # Responses of lbproxy itself
-
-    def _refusal(self, ticket: Ticket) -> LbError:
-        last = self._failed.last
-        if ticket.outcome is Outcome.NO_ENDPOINTS and last is not None and self._shared.runtime.any_up():
-            return LbError(last)  # a live pool failed this request
-        return refusal(ticket, self.record.alias or self.placed.model)
 
     def _own_fields(self) -> str:
         return self._shared.own_fields(self.record, self.cors, explain=self.request.fields.explain)

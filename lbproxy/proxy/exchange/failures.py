@@ -6,10 +6,12 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
-from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.core.requests.retry import FailureKind
 from lbproxy.proxy.request.client_request import rank_is_gone
+from lbproxy.proxy.request.own_responses import refusal
 from lbproxy.proxy.request.routes import Route
 from lbproxy.request_runtime import RequestRuntime
 
@@ -25,6 +27,14 @@ class FailedAttempts(NamedTuple):
     """The one of `endpoints` that returned 500."""
     last: Outcome | None = None
     """The outcome of the last attempt that brought no response."""
+    doubtful: EndpointUid | None = None
+    """Whose stream broke before a token of a second leg. Either its process ended, or it could not fetch what prefill
+    had handed over: it gets the request only if no other endpoint can."""
+
+    @property
+    def avoid(self) -> frozenset[EndpointUid]:
+        """Where the request does not go."""
+        return self.endpoints if self.doubtful is None else self.endpoints | {self.doubtful}
 
     def add(self, uid: EndpointUid, kind: FailureKind, ended: Outcome | None = None) -> FailedAttempts:
         """Return this with one more attempt. `ended`: None if it brought a response, which another endpoint may do
@@ -49,3 +59,10 @@ def is_missing(
         runtime.doubt_models(endpoint.uid)
         return True
     return placed.response_id is not None and runtime.stored(placed.response_id) is None
+
+
+def refusal_after(failed: FailedAttempts, ticket: Ticket, runtime: RequestRuntime, alias: str | None) -> LbError:
+    """The error of a request that was not placed. `alias`: what the client calls the model, if it is not its name."""
+    if ticket.outcome is Outcome.NO_ENDPOINTS and failed.last is not None and runtime.any_up():
+        return LbError(failed.last)  # a live pool failed this request
+    return refusal(ticket, alias or ticket.request.model)

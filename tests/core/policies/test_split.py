@@ -197,6 +197,7 @@ def test_an_engine_that_cannot_serve_whole_requests_gets_none() -> None:
     assert (ticket.state, ticket.outcome) == (TicketState.CLOSED, Outcome.NO_ENDPOINTS)
     for _ in range(3):
         balancer.report_health(endpoints["d2"].uid, False, "test", now=1.0)
+    assert balancer.submit(prompt(8192), now=2.0).request.leg == DECODE, "the pair is tried, by one request"
     assert balancer.submit(prompt(8192), now=2.0).outcome is Outcome.NO_ENDPOINTS
 
 
@@ -238,6 +239,19 @@ def test_a_second_leg_goes_elsewhere_after_a_failure_and_nowhere_if_there_is_not
 
 def name_of_closed(ticket: Ticket) -> str:
     return ticket.placed_state.endpoint.name
+
+
+def test_where_one_end_is_up_an_unreachable_other_end_is_tried() -> None:
+    """SGLang serves nothing whole: without a trial, all requests would be refused until the next health check."""
+    balancer, endpoints = apart("pd", connector="sglang", split="always")
+    for at in (1.0, 2.0, 3.0):
+        balancer.report_health(endpoints["p1"].uid, False, "refused", now=at)
+    ticket = balancer.submit(prompt(8192), now=60.0)
+    assert name_of(ticket) == "d2"
+    assert ticket.prefill is not None
+    assert name_of(ticket.prefill) == "p1"
+    assert ticket.prefill.is_trial
+    assert not ticket.is_trial
 
 
 def test_the_parts_of_a_split_requests_cost_add_up() -> None:
