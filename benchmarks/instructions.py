@@ -7,7 +7,8 @@ if some 10,000 requests came a second. Loads: `1k` and `32k` are requests with a
 stream, `stream` a request whose answer has ten.
 
 `--part lbproxy.core.policies.adaptive:Adaptive.price` counts only what happens within that function, with all that it
-calls. `--checkout PATH` runs the lbproxy of another checkout under this page's load, for a before and after.
+calls. `--functions` says in which functions the instructions are. `--checkout PATH` runs the lbproxy of another
+checkout under this page's load, for a before and after.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +47,8 @@ from lbproxy.proxy.front.server import FrontEnd
 ROOT = Path(__file__).parents[1]
 LOADS = ("1k", "32k", "sse", "stream")
 LIBRARY = ROOT / ".bench/valgrind.so"
+SHOWN = 60
+"""Functions of a table."""
 WARM, COUNTED = 600, 500
 """Requests, or events of streams."""
 READS_A_SECOND = 100_000
@@ -236,11 +240,14 @@ def _toggled(part: str, toggle: Callable[[], object]) -> None:
     setattr(owner, name, counted)
 
 
-def measured(args: argparse.Namespace, load: str) -> float:
-    """Instructions for each request or event, of a run in a process of its own. Ends the program if that fails."""
+def measured(args: argparse.Namespace, load: str, profile: str = "/dev/null") -> float:
+    """Instructions for each request or event, of a run in a process of its own. Ends the program if that fails.
+
+    `profile`: the file for callgrind's own output.
+    """
     path = str(args.checkout.resolve())
     run = f"import runpy, sys; sys.path[:0] = [{path!r}]; runpy.run_path({__file__!r}, run_name='__main__')"
-    valgrind = ["--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no", "--callgrind-out-file=/dev/null"]
+    valgrind = ["--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no", f"--callgrind-out-file={profile}"]
     command = ["valgrind", *valgrind, sys.executable, "-P", "-c", run, "--child", "--load", load]
     command += ["--policy", args.policy, "--endpoints", str(args.endpoints)]
     command += ["--settings", args.settings]
@@ -254,6 +261,15 @@ def measured(args: argparse.Namespace, load: str) -> float:
     return int(found[1]) / COUNTED
 
 
+def by_function(profile: str) -> str:
+    """The functions in which a run spends most, with their own instructions for each request or event."""
+    command = ["callgrind_annotate", "--threshold=100", "--show-percs=no", "--auto=no", profile]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    rows = [re.match(r" *([0-9,]+)  (?:\S*?:)?(\S.*?)(?: \[(\S+)\])?$", line) for line in lines]
+    found = [(int(row[1].replace(",", "")) / COUNTED, row[2], Path(row[3] or "").name) for row in rows if row]
+    return "\n".join(f"{each:>12,.0f}  {name[:80]}  {where}" for each, name, where in found[1 : SHOWN + 1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--load", action="append", choices=LOADS, help="may be said several times; default: all")
@@ -261,6 +277,7 @@ def main() -> None:
     parser.add_argument("--endpoints", type=int, default=1)
     parser.add_argument("--settings", default="", metavar="YAML", help="more of them: 'explain: {requests: 0}'")
     parser.add_argument("--part", metavar="MODULE:FUNCTION")
+    parser.add_argument("--functions", action="store_true", help=f"in which {SHOWN} functions they are")
     parser.add_argument("--checkout", type=Path, default=ROOT)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -271,7 +288,10 @@ def main() -> None:
     source = str(ROOT / "benchmarks/valgrind.c")
     subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(LIBRARY), source], check=True)
     for load in args.load or LOADS:
-        print(f"{load}: {measured(args, load):,.0f}", flush=True)
+        with tempfile.NamedTemporaryFile() as profile:
+            print(f"{load}: {measured(args, load, profile.name):,.0f}", flush=True)
+            if args.functions:
+                print(by_function(profile.name), flush=True)
 
 
 if __name__ == "__main__":
