@@ -109,7 +109,10 @@ class EventScanner:
         if data[start] != 100 or data[start + 1] != 97 or data[start + 2] != 116 or data[start + 3] != 97:
             return False
         line = data[start : end - 2]
-        if line.partition(_LINE_FEED)[1] or line.partition(_USAGE)[1]:
+        if line.partition(_LINE_FEED)[1]:
+            return False
+        parts = line.partition(_USAGE)
+        if parts[1] and (parts[2][:5] != _NULL or parts[2].partition(_USAGE)[1]):
             return False
         self.events += 1
         return True
@@ -134,6 +137,8 @@ class EventScanner:
 
 
 _USAGE: Final = b'"usage"'
+_NULL: Final = b":null"
+"""After the key: it is no object."""
 _USAGE_BEGINS: Final = tuple(_USAGE[:n] for n in range(len(_USAGE) - 1, 0, -1))
 """How a piece ends if the key continues in the next piece; the longest first."""
 _USAGE_BYTES: Final = 1024
@@ -156,7 +161,7 @@ _TOO_MANY: Final = 1_000_000_000
 
 
 class UsageScanner:
-    """Finds the last `usage` object of a payload, streaming or not."""
+    """Finds the last `usage` object of a payload, streaming or not. `null` is none, if it comes in one piece."""
 
     __slots__ = ("_first", "_partial_key", "_tail", "is_reading")
 
@@ -174,6 +179,8 @@ class UsageScanner:
     def feed(self, data: bytes, start: int, end: int) -> None:
         """The next piece is `data[start:end]`."""
         at = data.rfind(_USAGE, start, end)
+        while at >= 0 and data[at + 7 : min(end, at + 12)] == _NULL:  # in each chunk of SGLang
+            at = data.rfind(_USAGE, start, at)
         if at >= 0:
             if not self._first:
                 first = start if self._tail else data.find(_USAGE, start, end)
