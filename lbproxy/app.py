@@ -39,6 +39,7 @@ from lbproxy.control.probing.prober import Prober
 from lbproxy.control.probing.roles import RoleWatch
 from lbproxy.control.probing.scraper import Scraper, Scraping
 from lbproxy.control.saving.keeper import Keeper
+from lbproxy.control.sleeping.driver import SleepDriver
 from lbproxy.control.telemetry.history import History
 from lbproxy.control.telemetry.memory import Memory
 from lbproxy.control.telemetry.recent import Recent
@@ -144,6 +145,8 @@ class Proxy:
         self.telemetry.watch_replicas(self.replication)
         self.kv_events = KvEvents(balancer, runtime)
         self.telemetry.watch_kv_events(self.kv_events)
+        self.sleep = SleepDriver(balancer, runtime, self.connections, rng)
+        self.telemetry.watch_sleeping(self.sleep)
         self.discovery = Discovery(settings, rng)
         self.telemetry.watch_sources(self.discovery)
         self.history = History(self.telemetry.totals, runtime.snapshot)
@@ -201,6 +204,7 @@ class Proxy:
                 ("the watch over endpoints", self.runtime.keep_checking),
                 ("the history", self.history.run),
                 ("the watch over roles", RoleWatch(self.runtime, lambda: self.settings).run),
+                ("the driver of servers that sleep", self.sleep.run),
                 ("reloading", partial(self._follow_reloads, orders)),
                 ("restarting", partial(self._follow_restarts, orders)),
                 *self.plane.loops(),
@@ -265,6 +269,8 @@ class Proxy:
         feeds: list[Loop] = [(f"reader of KV events of {endpoint.name}", follow)] if wanted else []
         if endpoint.rank:
             return feeds
+        if endpoint.sleep is not None and endpoint.sleep.wake:
+            feeds.append((f"sleep watch of {endpoint.name}", partial(self.sleep.follow, endpoint)))
         prober = Prober(endpoint, self.runtime, self.connections, self.settings.health, self.rng)
         scraper = Scraper(endpoint, self.runtime, self.scraping)
         self.telemetry.watch_scrapes(scraper)
@@ -430,6 +436,7 @@ class Proxy:
     async def _stop(self, orders: Orders, tasks: asyncio.TaskGroup) -> None:
         """SIGTERM's supervisor waits for us, so `drain.deadline` counts from it; nobody waits for who handed over."""
         drain, running = self.settings.drain, self.plane.front.running
+        self.sleep.close()
         # Without sockets this is the balancer process, and our supervisor logs the same, for all processes.
         level = logging.DEBUG if self.plane.sockets is None else logging.INFO
         deadline_s = drain.deadline if orders.stop.is_set() else drain.restart_deadline

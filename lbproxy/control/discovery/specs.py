@@ -17,6 +17,7 @@ from lbproxy.control.discovery.known_names import Member
 from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.engines.handover import Role
+from lbproxy.core.engines.sleep_mode import ColdStart, SleepSpec
 
 Certificates: TypeAlias = Mapping[str, str]
 """The text of the files that `tls.ca` names, by their paths."""
@@ -68,9 +69,18 @@ def _common(entry: EndpointSettings) -> Callable[..., EndpointSpec]:
         bootstrap_port=entry.bootstrap_port,
         kv_events=entry.kv_events,
         kv_events_replay=entry.kv_events_replay,
+        sleep=_sleep(entry),
         api_key=None if entry.api_key is None else ApiKey(entry.api_key.get_secret_value()),
         proxy=None if entry.proxy is None else _proxy(entry.proxy),
     )
+
+
+def _sleep(entry: EndpointSettings) -> SleepSpec | None:
+    hook = entry.cold_start
+    if not entry.wake and hook is None:
+        return None
+    cold_start = None if hook is None else ColdStart(hook.url, hook.timeout)
+    return SleepSpec(entry.wake, entry.sleep_after, entry.sleep_level, entry.host, cold_start)
 
 
 def _proxy(url: ProxyUrl) -> Proxy:

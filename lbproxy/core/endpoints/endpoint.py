@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NewType
 
 from lbproxy.core.engines.handover import BOOTSTRAP_PORT, Handover, Role
+from lbproxy.core.engines.sleep_mode import SleepSpec
 
 if TYPE_CHECKING:
     from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
@@ -55,6 +56,8 @@ class EndpointSpec:
     """How KV caches are handed over, of `CONNECTORS`; None = as the engine says."""
     bootstrap_port: int | None = None
     """See `Handover`; None = as the engine says, or its default."""
+    sleep: SleepSpec | None = None
+    """It may be asleep, or not be there: see `core.sleeping`. None = neither."""
 
     @property
     def server(self) -> str:
