@@ -136,6 +136,26 @@ def _add_mock(mock: argparse.ArgumentParser) -> None:
     what = "allow loading and unloading of adapters over HTTP"
     mock.add_argument("--lora-updates", action="store_true", help=what)
     _add_transfer(mock.add_argument_group("prefill and decode on different servers"))
+    _add_sleep(mock.add_argument_group("sleep mode"))
+
+
+def _add_sleep(mock: argparse._ArgumentGroup) -> None:
+    """Options of a simulated server that sleeps."""
+    what = "it can be put to sleep and woken: /sleep, /wake_up, /is_sleeping, as with vLLM's --enable-sleep-mode"
+    mock.add_argument("--sleep-mode", action="store_true", help=what)
+    mock.add_argument("--asleep", action="store_true", help="it sleeps from the start")
+    what = "how long a wake takes (default: 3)"
+    mock.add_argument("--wake-time", type=_seconds, default=3.0, metavar="SECONDS", help=what)
+    what = "how long it takes to fall asleep (default: 1)"
+    mock.add_argument("--sleep-time", type=_seconds, default=1.0, metavar="SECONDS", help=what)
+    what = "a GPU that it shares with other simulated servers: a wake fails while another that is awake has it"
+    mock.add_argument("--gpu", metavar="NAME", help=what)
+
+
+def _seconds(text: str) -> float:
+    """`3`, `3s` or `250ms`."""
+    number, factor = (text[:-2], 0.001) if text.endswith("ms") else (text.removesuffix("s"), 1.0)
+    return float(number) * factor
 
 
 def _add_transfer(mock: argparse._ArgumentGroup) -> None:

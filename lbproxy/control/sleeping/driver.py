@@ -87,8 +87,7 @@ class SleepDriver:
             health = self._runtime.health(endpoint.uid)
             if health is not None and health is not Health.DOWN:
                 await self._ask(endpoint)
-            one = self._sleepers.snapshot(self._runtime.now()).get(endpoint.uid)
-            known = one is not None and one.phase is not Phase.UNKNOWN
+            known = self._sleepers.phase_of(endpoint.uid) is not Phase.UNKNOWN
             await asyncio.sleep((POLL_S if known else POLL_UNKNOWN_S) * self._rng.uniform(1 - JITTER, 1 + JITTER))
 
     async def _ask(self, endpoint: Endpoint) -> None:

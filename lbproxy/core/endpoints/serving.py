@@ -29,6 +29,8 @@ from lbproxy.core.requests.openai import ModelCard
 
 _POSITION: Final = attrgetter("position")
 _OUTDATED: Final = 0
+STARTABLE: Final = frozenset({"off", "starting"})
+"""What `EndpointState.dormant` says of endpoints that are down, and that a webhook can start."""
 
 
 class _Group:
@@ -145,8 +147,7 @@ class Serving:
 
     def _note_dormant(self, state: EndpointState, is_member: bool) -> bool:
         """Note whether an endpoint is dormant. `is_member`: it would get requests else. Returns whether it is awake."""
-        sleep = state.endpoint.sleep
-        startable = sleep is not None and sleep.cold_start is not None and not state.draining
+        startable = state.dormant in STARTABLE and not state.draining
         if state.dormant and (is_member or startable):
             self.dormant[state.endpoint.uid] = state
         else:

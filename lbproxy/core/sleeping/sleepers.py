@@ -324,6 +324,11 @@ class Sleepers:
         server = self._servers.find(uid)
         return server is not None and server.phase is Phase.WAKING and self._servers.has_place(server)
 
+    def phase_of(self, uid: EndpointUid) -> Phase | None:
+        """The phase of an endpoint; None if it never sleeps."""
+        server = self._servers.find(uid)
+        return None if server is None else server.phase
+
     def beside(self, uid: EndpointUid) -> list[EndpointUid]:
         """The other servers of its host."""
         server = self._servers.find(uid)
