@@ -45,7 +45,7 @@ from lbproxy.control.telemetry.memory import Memory
 from lbproxy.control.telemetry.recent import Recent
 from lbproxy.control.telemetry.telemetry import Telemetry
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.endpoints.endpoint import Endpoint
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.engines.dialects import Engines
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.sink import Sink
@@ -415,6 +415,10 @@ class Proxy:
         if keep is not None:
             return "added, kept by a reload" if keep else "added"
         return "settings" if any(one.name == name for one in self.settings.endpoints) else "discovery"
+
+    def set_awake(self, uid: EndpointUid, awake: bool) -> str | None:
+        """See api.Steering."""
+        return self.sleep.ask(uid, awake=awake)
 
     # Stopping
 

@@ -194,6 +194,8 @@ def _add_admin_commands(commands: Subparsers) -> None:
     drain.add_argument("--timeout", type=float, metavar="SECONDS", help="wait no longer than this; then exit with 1")
     undrain = commands.add_parser("undrain", parents=[remote], help="send requests to an endpoint again")
     undrain.add_argument("name", metavar="NAME")
+    for name, what in (("sleep", "put an endpoint to sleep"), ("wake", "wake an endpoint that sleeps")):
+        commands.add_parser(name, parents=[remote], help=what).add_argument("name", metavar="NAME")
     explain = commands.add_parser("explain", parents=[remote], help="explain why a request went where it went")
     explain.add_argument("id", metavar="ID", help="its x-request-id")
     explain.add_argument("--json", action="store_true", help="the complete data, as JSON")
@@ -399,6 +401,8 @@ def _remote(args: argparse.Namespace) -> int:
                 return commands.drain(client, console, args.name, wait=args.wait, timeout_s=args.timeout)
             case "undrain":
                 return commands.undrain(client, console, args.name)
+            case "sleep" | "wake":
+                return commands.set_awake(client, console, args.name, awake=args.command == "wake")
             case _:
                 return commands.explain(client, console, args.id, as_json=args.json)
     except AdminError as error:
@@ -416,7 +420,7 @@ _COMMANDS: dict[str | None, Callable[[argparse.Namespace], int]] = {
     "demo": _demo,
     "mock": _mock,
     "sim": _sim,
-    **dict.fromkeys(("status", "top", "drain", "undrain", "explain"), _remote),
+    **dict.fromkeys(("status", "top", "drain", "undrain", "sleep", "wake", "explain"), _remote),
 }
 
 

@@ -67,6 +67,10 @@ class SleepDriver:
         """Requests that waited for a wake, so far."""
         return self._sleepers.waited
 
+    def ask(self, uid: EndpointUid, *, awake: bool) -> str | None:
+        """An operator wants a server awake, or asleep. Returns why that cannot be."""
+        return self._sleepers.ask(uid, Task.WAKE if awake else Task.SLEEP, now=self._runtime.now())
+
     def close(self) -> None:
         """Put nothing to sleep any more: lbproxy stops, or another process has taken over."""
         self._sleepers.is_closing = True

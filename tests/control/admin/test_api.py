@@ -62,6 +62,8 @@ class FakeSteering:
     def __init__(self) -> None:
         self.settings = parse(SETTINGS, environ={})
         self.problems: list[str] | None = []
+        self.asleep_problem: str | None = None
+        self.awake: list[bool] = []
         self.added: list[tuple[Mapping[str, object], bool]] = []
 
     async def reload(self) -> list[str] | None:
@@ -79,6 +81,10 @@ class FakeSteering:
     def set_log_level(self, level: str) -> None:
         log = self.settings.log.model_copy(update={"level": level})
         self.settings = self.settings.model_copy(update={"log": log})
+
+    def set_awake(self, uid: int, awake: bool) -> str | None:
+        self.awake.append(awake)
+        return self.asleep_problem
 
     def origin(self, name: str) -> str:
         return "settings"
