@@ -73,6 +73,13 @@ class Listening(NamedTuple):
     admin_url: str | None
 
 
+class _Drivers(NamedTuple):
+    """What reads or changes servers beside their probes."""
+
+    kv_events: KvEvents
+    sleep: SleepDriver
+
+
 @dataclass
 class Orders:
     """What a running proxy is told from outside. Made inside the running loop."""
@@ -143,10 +150,9 @@ class Proxy:
         self.keeper = Keeper(balancer, settings.state, self.telemetry.loads.state, self._now)
         self.replication = make_replication(settings.replicas, balancer, runtime)
         self.telemetry.watch_replicas(self.replication)
-        self.kv_events = KvEvents(balancer, runtime)
-        self.telemetry.watch_kv_events(self.kv_events)
-        self.sleep = SleepDriver(balancer, runtime, self.connections, rng)
-        self.telemetry.watch_sleeping(self.sleep)
+        self.drivers = _Drivers(KvEvents(balancer, runtime), SleepDriver(balancer, runtime, self.connections, rng))
+        self.telemetry.watch_kv_events(self.drivers.kv_events)
+        self.telemetry.watch_sleeping(self.drivers.sleep)
         self.discovery = Discovery(settings, rng)
         self.telemetry.watch_sources(self.discovery)
         self.history = History(self.telemetry.totals, runtime.snapshot)
@@ -204,7 +210,7 @@ class Proxy:
                 ("the watch over endpoints", self.runtime.keep_checking),
                 ("the history", self.history.run),
                 ("the watch over roles", RoleWatch(self.runtime, lambda: self.settings).run),
-                ("the driver of servers that sleep", self.sleep.run),
+                ("the driver of servers that sleep", self.drivers.sleep.run),
                 ("reloading", partial(self._follow_reloads, orders)),
                 ("restarting", partial(self._follow_restarts, orders)),
                 *self.plane.loops(),
@@ -228,7 +234,7 @@ class Proxy:
         await self.plane.close()
         self.connections.close()
         self.telemetry.close()
-        self.kv_events.close()
+        self.drivers.kv_events.close()
 
     # Listening
 
@@ -265,12 +271,12 @@ class Proxy:
         """Those that look after one server, by the settings of now: of its ranks the first stands for all, except for
         KV events.
         """
-        follow, wanted = partial(self.kv_events.follow, endpoint), endpoint.kv_events is not None
+        follow, wanted = partial(self.drivers.kv_events.follow, endpoint), endpoint.kv_events is not None
         feeds: list[Loop] = [(f"reader of KV events of {endpoint.name}", follow)] if wanted else []
         if endpoint.rank:
             return feeds
         if endpoint.sleep is not None and endpoint.sleep.wake:
-            feeds.append((f"sleep watch of {endpoint.name}", partial(self.sleep.follow, endpoint)))
+            feeds.append((f"sleep watch of {endpoint.name}", partial(self.drivers.sleep.follow, endpoint)))
         prober = Prober(endpoint, self.runtime, self.connections, self.settings.health, self.rng)
         scraper = Scraper(endpoint, self.runtime, self.scraping)
         self.telemetry.watch_scrapes(scraper)
@@ -418,7 +424,7 @@ class Proxy:
 
     def set_awake(self, uid: EndpointUid, awake: bool) -> str | None:
         """See api.Steering."""
-        return self.sleep.ask(uid, awake=awake)
+        return self.drivers.sleep.ask(uid, awake=awake)
 
     # Stopping
 
@@ -440,7 +446,7 @@ class Proxy:
     async def _stop(self, orders: Orders, tasks: asyncio.TaskGroup) -> None:
         """SIGTERM's supervisor waits for us, so `drain.deadline` counts from it; nobody waits for who handed over."""
         drain, running = self.settings.drain, self.plane.front.running
-        self.sleep.close()
+        self.drivers.sleep.close()
         # Without sockets this is the balancer process, and our supervisor logs the same, for all processes.
         level = logging.DEBUG if self.plane.sockets is None else logging.INFO
         deadline_s = drain.deadline if orders.stop.is_set() else drain.restart_deadline
