@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import field_validator, model_validator
+from pydantic import SecretStr, field_validator, model_validator
 
 from lbproxy.config.section import Section, ShortSection
 from lbproxy.config.values import count, duration, expected, read_origin
@@ -31,6 +31,16 @@ class ColdStartSettings(ShortSection):
     """`http://host:port/path` or https: gets a POST with a JSON object: endpoint, url, model, waiting."""
     timeout: Annotated[float, duration("1s", "2h")] = 600.0
     """Seconds in which the endpoint must be up. After that the webhook is called again, with a back-off."""
+
+    token: SecretStr | None = None
+    """Sent to it as `Authorization: Bearer`. Write ${NAME} rather than the token."""
+
+    @field_validator("token", mode="after")
+    @classmethod
+    def _check_token(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not re.fullmatch(r"[!-~]{1,1024}", value.get_secret_value()):
+            raise expected("1 to 1024 printable ASCII characters without spaces")
+        return value
 
     @model_validator(mode="before")
     @classmethod

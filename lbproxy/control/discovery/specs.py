@@ -15,9 +15,8 @@ from lbproxy.config.sections.endpoints import EndpointSettings
 from lbproxy.config.sections.proxies import ProxyUrl
 from lbproxy.control.discovery.known_names import Member
 from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
-from lbproxy.core.endpoints.endpoint import EndpointSpec
+from lbproxy.core.endpoints.endpoint import ColdStart, EndpointSpec, SleepSpec
 from lbproxy.core.engines.handover import Role
-from lbproxy.core.engines.sleep_mode import ColdStart, SleepSpec
 
 Certificates: TypeAlias = Mapping[str, str]
 """The text of the files that `tls.ca` names, by their paths."""
@@ -77,9 +76,10 @@ def _common(entry: EndpointSettings) -> Callable[..., EndpointSpec]:
 
 def _sleep(entry: EndpointSettings) -> SleepSpec | None:
     hook = entry.cold_start
+    token = None if hook is None or hook.token is None else ApiKey(hook.token.get_secret_value())
     if not entry.wake and hook is None:
         return None
-    cold_start = None if hook is None else ColdStart(hook.url, hook.timeout)
+    cold_start = None if hook is None else ColdStart(hook.url, hook.timeout, token)
     return SleepSpec(entry.wake, entry.sleep_after, entry.sleep_level, entry.host, cold_start)
 
 

@@ -9,8 +9,8 @@ from typing import Final, NamedTuple
 
 import orjson
 
-from lbproxy.core.endpoints.endpoint import Endpoint
-from lbproxy.core.engines.sleep_mode import STATE_PATH, ColdStart, is_silent, read_state
+from lbproxy.core.endpoints.endpoint import ColdStart, Endpoint
+from lbproxy.core.engines.sleep_mode import STATE_PATH, is_silent, read_state
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.net.connections.fetch import bearer, fetch, send
 from lbproxy.net.connections.h1 import request_head
@@ -88,7 +88,8 @@ async def start(
     origin = Origin.parse(hook.url)
     path = "/" + hook.url.split("/", 3)[3] if hook.url.count("/") > 2 else "/"
     body = orjson.dumps({"endpoint": endpoint.name, "url": endpoint.base_url, "model": model, "waiting": waiting})
-    head = request_head("POST", path, origin.host_field, _FIELDS, len(body))
+    fields = _FIELDS if hook.token is None else _FIELDS + bearer(hook.token)
+    head = request_head("POST", path, origin.host_field, fields, len(body))
     try:
         got = await send(connections, origin, "POST", head, body, timeout_s=HOOK_S, max_bytes=MAX_BYTES)
     except UpstreamError as error:

@@ -147,8 +147,9 @@ class Serving:
 
     def _note_dormant(self, state: EndpointState, is_member: bool) -> bool:
         """Note whether an endpoint is dormant. `is_member`: it would get requests else. Returns whether it is awake."""
-        startable = state.dormant in STARTABLE and not state.draining
-        if state.dormant and (is_member or startable):
+        sleep = state.endpoint.sleep
+        startable = state.dormant in STARTABLE or (sleep is not None and sleep.cold_start is not None)
+        if state.dormant and (is_member or (startable and not state.draining)):
             self.dormant[state.endpoint.uid] = state
         else:
             self.dormant.pop(state.endpoint.uid, None)

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from lbproxy.core.endpoints import health
-from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.endpoints.endpoint import EndpointUid, SleepSpec
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointState
-from lbproxy.core.engines.sleep_mode import SleepSpec
 from lbproxy.core.sleeping.phase import Phase
 
 SAMPLES: Final = 5

@@ -12,9 +12,8 @@ from lbproxy.config.balancing import BalancingSettings
 from lbproxy.config.sections.routing import AdmissionSettings, RoutingSettings
 from lbproxy.config.sleep import HostSettings
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
+from lbproxy.core.endpoints.endpoint import ColdStart, Endpoint, EndpointUid, SleepSpec
 from lbproxy.core.engines.load_metrics import LoadMetrics
-from lbproxy.core.engines.sleep_mode import ColdStart, SleepSpec
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.queue.ticket import Ticket, TicketState, Wait
 from lbproxy.core.requests.outcome import Outcome
