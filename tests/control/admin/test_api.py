@@ -153,6 +153,22 @@ def test_a_page_from_elsewhere_cannot_have_a_browser_change_anything() -> None:
     run(main())
 
 
+def test_an_endpoint_can_be_woken_and_put_to_sleep_unless_that_cannot_be() -> None:
+    async def main() -> None:
+        async with site() as (made, client):
+            for path in ("wake", "sleep"):
+                answer = await client.post(f"/admin/endpoints/e1/{path}", headers=JSON)
+                assert answer.json() == {"name": "e1", "sleep": None}
+            assert made.steering.awake == [True, False]
+            made.steering.asleep_problem = "it is off"
+            refused = await client.post("/admin/endpoints/e1/wake", headers=JSON)
+            assert code(refused) == (409, "not_possible")
+            assert "e1 cannot be woken: it is off." in refused.text
+            assert code(await client.post("/admin/endpoints/no/wake", headers=JSON)) == (404, "unknown_endpoint")
+
+    run(main())
+
+
 def test_what_is_wrong_is_said_in_one_shape() -> None:
     async def main() -> None:
         async with site() as (made, client):
