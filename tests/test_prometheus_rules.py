@@ -26,7 +26,13 @@ def rules() -> list[dict[str, Any]]:
 def test_rules_are_about_families_and_records_that_exist() -> None:
     tables = [
         generated(DOCS / "metrics.md", name)
-        for name in ("families", "families of replicas", "families of KV events", "families of split requests")
+        for name in (
+            "families",
+            "families of replicas",
+            "families of KV events",
+            "families of split requests",
+            "families of sleep",
+        )
     ]
     documented = {row[0].strip("`") for text in tables for row in cells(text)}
     series = {name + suffix for name in documented for suffix in ("", "_bucket", "_sum", "_count")}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from lbproxy.config.sections.endpoints import ScrapeSettings
 from lbproxy.config.sections.flows import FlowsSettings
 from lbproxy.config.sections.health import BreakerSettings, HealthSettings
 from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings
+from lbproxy.config.sleep import HostSettings
 
 
 class BalancingSettings(NamedTuple):
@@ -19,3 +22,4 @@ class BalancingSettings(NamedTuple):
     health: HealthSettings = HealthSettings()
     breaker: BreakerSettings = BreakerSettings()
     scrape: ScrapeSettings = ScrapeSettings()
+    hosts: Mapping[str, HostSettings] = MappingProxyType({})

@@ -28,6 +28,7 @@ from lbproxy.config.sections.observing import ExplainSettings, TraceSettings
 from lbproxy.config.sections.proxies import LOOPBACK, MAX_TRUSTED, ForwardedMode, Network, read_networks
 from lbproxy.config.sections.replicas import ReplicasSettings
 from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings, RoutingSettings, StateSettings
+from lbproxy.config.sleep import MAX_HOSTS, HostSettings, check_host_name
 from lbproxy.config.values import Timeout, Workers, duration, expected, hosts_overlap
 
 MAX_ENDPOINTS = 1024
@@ -72,6 +73,8 @@ class Settings(Section):
     """The model servers, at least one. Names and addresses are unique."""
     engines: dict[str, EngineSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_ENGINES})
     """Engines that lbproxy does not know, or whose metrics have other names, by the name used in `engine`."""
+    hosts: dict[str, HostSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_HOSTS})
+    """How many endpoints of a group that shares GPUs may be awake, by the name used in `host`."""
     models: dict[str, ModelSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_ALIASES})
     """Names of your own for the models that the endpoints serve."""
     routing: RoutingSettings = RoutingSettings()
@@ -123,7 +126,9 @@ class Settings(Section):
     @property
     def balancing(self) -> BalancingSettings:
         """Those that the Balancer reads."""
-        return BalancingSettings(self.admission, self.flows, self.retry, self.health, self.breaker, self.scrape)
+        return BalancingSettings(
+            self.admission, self.flows, self.retry, self.health, self.breaker, self.scrape, self.hosts
+        )
 
     @field_validator("forwarded", mode="before")
     @classmethod
@@ -154,6 +159,15 @@ class Settings(Section):
     @classmethod
     def _show_load(cls, value: dict[str, EngineSettings]) -> dict[str, EngineSettings]:
         return check_own_engines(value)
+
+    @field_validator("hosts", mode="after")
+    @classmethod
+    def _hosts(cls, value: dict[str, HostSettings]) -> dict[str, HostSettings]:
+        if len(value) > MAX_HOSTS:
+            raise expected(f"at most {MAX_HOSTS} hosts")
+        for name in value:
+            check_host_name(name)
+        return value
 
     @field_validator("models", mode="after")
     @classmethod

@@ -67,6 +67,7 @@ from lbproxy.core.requests.retry import FailureKind, Retries, Verdict
 from lbproxy.core.saved.pieces import Piece
 from lbproxy.core.saved.reading import Saved
 from lbproxy.core.saved.restoring import Restoring
+from lbproxy.core.sleeping.sleepers import Sleepers
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)  # the simulation has some
@@ -87,6 +88,9 @@ class Balancer:
         )
         self._failures = FailedAttempts(self._retries, self._backpressure, self._judge, self._choice)
         self._dispatcher = Dispatcher(self._endpoints, self._choice, self._queue, self._flows)
+        self.sleepers = Sleepers(self._endpoints, self._queue, self._choice.response_owner, self._dispatcher.wake_all)
+        """Which endpoints sleep. It has a driver of its own, which carries out its orders."""
+        self.sleepers.reconfigure(settings.hosts)
         self._reconfigure_queue(settings.admission)
         self._placing = Placing(self._endpoints, self._flows, self._backpressure, self._choice, self._dispatcher)
         self._changed: list[Ticket] = []
@@ -109,6 +113,7 @@ class Balancer:
         self._endpoints.limit_index(policy.index_entries)
         self._retries.reconfigure(settings.retry)
         self._endpoints.reconfigure(settings)
+        self.sleepers.reconfigure(settings.hosts)
         self._queue.reconfigure(settings.admission, now=now)
         self._flows.reconfigure(settings.flows, now)
         for flow in self._flows:
@@ -262,7 +267,9 @@ class Balancer:
     def set_endpoints(self, specs: Sequence[EndpointSpec], *, now: float) -> EndpointChanges:
         """Replace the set of endpoints, as discovery found it. Names and addresses must be distinct."""
         self._dispatcher.wake_all()
-        return self._endpoints.replace(specs, now=now)
+        changes = self._endpoints.replace(specs, now=now)
+        self.sleepers.follow(now)
+        return changes
 
     def check(self, *, now: float) -> list[EndpointUid]:
         """Apply what time alone changes, every `CHECK_S`. Returns endpoints where requests may be stranded: for each
@@ -378,7 +385,8 @@ class Balancer:
         """A snapshot of the pool."""
         flows = self._flows.snapshot(self._queue.by_flow())
         transfer = None if self._pool is None else of_transfer(self._pool)
-        return PoolSnapshot(self._endpoints.snapshot(now=now), len(self._queue), self._queue.bytes, flows, transfer)
+        endpoints, sleep = self._endpoints.snapshot(now=now), self.sleepers.snapshot(now)
+        return PoolSnapshot(endpoints, len(self._queue), self._queue.bytes, flows, transfer, sleep)
 
     def learned(self, *, now: float) -> tuple[PoolLearned, dict[EndpointUid, EndpointLearned]] | None:
         """What was learned of speeds and caches; None under policies that learn nothing."""
@@ -412,7 +420,9 @@ class Balancer:
         else:
             if ticket.wait is None:
                 ticket.wait = chosen
-                if self._dispatcher.exceeds_timeout(ticket, now):
+                if chosen is Wait.WAKING and (refusal := self.sleepers.refusal(ticket, now)) is not None:
+                    self._end(ticket, refusal)
+                elif self._dispatcher.exceeds_timeout(ticket, now):
                     ticket.retry_after_s = ticket.best_wait_s
                     self._end(ticket, Outcome.SATURATED)
             ticket.priced_at = now

@@ -273,6 +273,8 @@ class Member(Message):
     draining: bool
     handover: Fields
     """See core.engines.handover; the role by its name."""
+    dormant: str = ""
+    """See EndpointState."""
 
 
 class Members(Message, tag=36):

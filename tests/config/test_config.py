@@ -46,7 +46,8 @@ def keys(section: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple
     """The paths of all keys of the tree; an endpoint's keys stand under `endpoints`."""
     for name, field in section.model_fields.items():
         yield (*path, name)
-        if get_origin(field.annotation) is dict or field.default == ():  # its keys are the user's; it is empty
+        # The keys of a mapping are the user's, it is empty; what is null has no keys.
+        if get_origin(field.annotation) is dict or field.default == () or field.default is None:
             continue
         for part in (field.annotation, *get_args(field.annotation)):
             if isinstance(part, type) and issubclass(part, BaseModel) and not issubclass(part, Address):

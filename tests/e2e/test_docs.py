@@ -6,6 +6,7 @@ The word in `<!-- test: WORD -->` above a fence:
   with 0 and print something.
 - `faults` (sh): the same before a running `lbproxy mock`.
 - `lora` (sh): before two simulated servers that take adapters, and an lbproxy that lets clients load them.
+- `sleep` (sh): before two simulated servers that share a GPU, one of them asleep.
 - `keys` (sh): before an lbproxy with the settings above it (tests/e2e/test_docs_examples.py).
 - `traces` (sh): before an lbproxy that sends traces to a collector.
 - `refused` (yaml): settings that are wrong; the next block of the page is exactly what is said about them.
@@ -58,6 +59,7 @@ DEMO = [block for block in BLOCKS if block.mark == "demo"]
 LORA = [block for block in BLOCKS if block.mark == "lora"]
 FAULTS = [block for block in BLOCKS if block.mark == "faults"]
 TRACES = [block for block in BLOCKS if block.mark == "traces"]
+SLEEP = [block for block in BLOCKS if block.mark == "sleep"]
 LOG = [block for block in BLOCKS if block.mark == "log"]
 
 
@@ -71,6 +73,7 @@ def test_marks_are_known_and_used() -> None:
         ("keys", "sh"),
         ("lora", "sh"),
         ("traces", "sh"),
+        ("sleep", "sh"),
         ("refused", "yaml"),
         ("other", "yaml"),
         ("log", "json"),
@@ -164,6 +167,22 @@ def test_adapters_come_and_go_as_the_page_says(block: Block, tmp_path: Path) -> 
         text = printed(block.language, block.text.replace(f"http://{LISTEN}", url), tmp_path)
     assert text.count('"status":200') == 4
     assert '"model":"sql"' in text
+
+
+@pytest.mark.parametrize("block", SLEEP, ids=str)
+def test_a_model_wakes_as_the_page_says(block: Block, tmp_path: Path) -> None:
+    gpu = ("--sleep-mode", "--gpu", f"docs_{os.getpid()}", "--speed", "10")
+    with mock("--model", "chat", *gpu) as (_, chat), mock("--model", "code", "--asleep", *gpu) as (_, code):
+        endpoints = [
+            f"{{url: '{url}', name: {name}, wake: true, host: gpu-1}}" for name, url in (("chat", chat), ("code", code))
+        ]
+        with lbproxy(tmp_path, endpoints) as (process, url, admin):
+            process.wait_for("code is asleep")
+            text = block.text.replace(f"http://{LISTEN}", url).replace(f"http://{ADMIN}", admin)
+            said = printed("sh", text, tmp_path)
+    assert '"text_completion"' in said
+    assert 'lbproxy_endpoint_sleep_state{endpoint="code",state="awake"} 1.0' in said
+    assert 'lbproxy_endpoint_sleep_state{endpoint="chat",state="asleep"} 1.0' in said
 
 
 @one_process("figures of workers arrive twice a second")

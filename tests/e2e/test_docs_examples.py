@@ -60,6 +60,7 @@ ELSEWHERE = {
     ("replicas.md", "ACL SETUSER"): "tests/extras/test_redis_permissions.py",
     ("traces.md", "docker build"): "tests/test_deploy.py: which lock that argument installs",
     ("disaggregation.md", "vllm serve"): "tests/real/test_disaggregation.py starts vLLM with these roles",
+    ("sleep.md", "VLLM_SERVER_DEV_MODE"): "another program's; tests/control/sleeping/test_sleep_calls.py: its API",
     ("operations.md", "python3 -m venv /opt"): "tests/test_deploy.py: the unit; the rest needs root and systemd",
 }
 """How a block begins, and what looks at the same thing."""

@@ -3,5 +3,5 @@
 `common` has the makers of families and those of the processes; `endpoints`, `replicas`, `kv_events` and `splits` those
 of their subjects; `histogram` counts. What is counted, and when, is in `control.telemetry`.
 
-Imported by: `admin`, `data_plane`, `processes`, `saving`, `telemetry`. Never: the event loop.
+Imported by: `admin`, `data_plane`, `processes`, `saving`, `sleeping`, `telemetry`. Never: the event loop.
 """

@@ -84,7 +84,7 @@ class Choice:
         ticket.best = ticket.decode_on = None
         members = self._members(ticket, True, now)
         if not members:
-            return self._outcome_without_members(ticket, now) or Wait.FULL
+            return self._outcome_without_members(ticket, now) or self._wait_without_members(ticket)
         candidates = members
         if now < self._backpressure.until:
             candidates = self._enough(ticket, self._backpressure.not_backing_off(members, now=now), members) or members
@@ -168,8 +168,9 @@ class Choice:
         model = ticket.request.model
         if (uid := self.response_owner(ticket.request, now)) is not None:
             owner = self._endpoints.get(uid)
-            reachable = owner is not None and owner.health not in {Health.DOWN, Health.EJECTED}
-            return [owner] if owner is not None and reachable and uid not in ticket.avoid else []
+            if owner is None or owner.health in {Health.DOWN, Health.EJECTED} or owner.dormant or uid in ticket.avoid:
+                return []
+            return [owner]
         up = self._endpoints.candidates(model, now=now)
         members = self._usable(ticket, up)
         if not members and trials and not self._endpoints.any_starting():
@@ -191,11 +192,17 @@ class Choice:
         return () if self._split.can_serve(ticket.request, members) else some
 
     def _outcome_without_members(self, ticket: Ticket, now: float) -> Outcome | None:
-        """The outcome when no endpoint may be asked; None = an endpoint whose health is not known yet may serve it."""
+        """The outcome when no endpoint may be asked; None = one whose health is not known yet, or that is asleep, may
+        serve it.
+        """
         if (uid := self.response_owner(ticket.request, now)) is not None:
             owner = self._endpoints.get(uid)
+            if uid in self._endpoints.serving.dormant:
+                return None
             is_gone = owner is None or owner.health is Health.DOWN
             return Outcome.RESPONSE_NOT_FOUND if is_gone else Outcome.NO_ENDPOINTS
+        if self._may_rise(ticket):
+            return None
         if ticket.avoid:
             return Outcome.NO_ENDPOINTS
         if self._endpoints.any_starting():
@@ -203,6 +210,15 @@ class Choice:
         if self._endpoints.any_up() and not self._endpoints.is_known(ticket.request.model):
             return Outcome.MODEL_NOT_FOUND
         return Outcome.NO_ENDPOINTS
+
+    def _may_rise(self, ticket: Ticket) -> bool:
+        """Whether an endpoint that is asleep would take the request if it was woken."""
+        serving = self._endpoints.serving
+        return bool(serving.dormant) and serving.may_rise(ticket.request.model, ticket.avoid)
+
+    def _wait_without_members(self, ticket: Ticket) -> Wait:
+        """Why a ticket waits for which no endpoint may be asked."""
+        return Wait.WAKING if self._may_rise(ticket) else Wait.FULL
 
     # The choice
 

@@ -40,6 +40,7 @@ from lbproxy.sim.mock.serving.published import CLEAR_PATH, Published
 from lbproxy.sim.mock.serving.reading import Reading
 from lbproxy.sim.mock.serving.realtime import Realtime
 from lbproxy.sim.mock.serving.responses import Responses
+from lbproxy.sim.mock.serving.sleep import SleepMode
 from lbproxy.sim.mock.transfer import families
 from lbproxy.sim.mock.transfer.sglang import DEFAULT_PORT
 
@@ -70,6 +71,7 @@ class MockServer:
         self.published = Published(options, engine)
         self.driver = Driver(engine, options.speed, self._stepped)
         self.connector = make_connector(options, self.driver)
+        self.sleep = SleepMode(options, self.driver, self.published.clear)
         self._desk = Desk(options, self.driver, self._adapters, self.connector)
         self._started_at = time.time()
         self._created = int(self._started_at)
@@ -97,12 +99,14 @@ class MockServer:
         )
         await runner.setup()
         try:
+            self.sleep.start()
             await self.connector.start(self.options.host)
             self.published.start()
             await web.TCPSite(runner, self.options.host, self.options.port).start()
         except BaseException:
             await self.connector.close()
             self.published.close()
+            self.sleep.close()
             await runner.cleanup()
             raise
         self._runner = runner
@@ -119,6 +123,7 @@ class MockServer:
         self.driver.run(False)
         await self.connector.close()
         self.published.close()
+        self.sleep.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -145,6 +150,7 @@ class MockServer:
                 web.get("/health", self._health, allow_head=False),
                 web.get("/version", self._version, allow_head=False),
                 web.post(CLEAR_PATH, self.published.clear_cache),
+                *self.sleep.routes(),
                 *self._saboteur.routes(),
             ]
         )
@@ -226,8 +232,8 @@ class MockServer:
             gauges = self.driver.engine.gauges()
             return families.sglang(options.model, options.role, gauges, tokens, self.connector.queues())
         if options.connector is None:
-            return render(page)
-        body = render(page) + families.external_cache(options.model, page.ranks)
+            return render(page) + self.sleep.metrics()
+        body = render(page) + self.sleep.metrics() + families.external_cache(options.model, page.ranks)
         if options.connector in ("nixl", "mooncake"):
             times = {"transfer_ms": preset.transfer_ms, "token_ms": preset.transfer_token_ms}
             body += families.vllm(options.model, options.connector, options.role, page.ranks, **times)

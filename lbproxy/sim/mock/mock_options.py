@@ -83,9 +83,22 @@ class MockOptions:
     """Where KV events are published: `tcp://*:port` is bound, `tcp://host:port` connected to; None = nowhere."""
     kv_events_replay: str | None = None
     """Where they are replayed: `tcp://*:port`."""
+    sleep_mode: bool = False
+    """It can be put to sleep and woken, as with vLLM's --enable-sleep-mode."""
+    asleep: bool = False
+    """It sleeps from the start."""
+    sleep_level: int = 1
+    """At which it sleeps then."""
+    wake_time: float = 3.0
+    """Seconds that a wake takes."""
+    sleep_time: float = 1.0
+    """Seconds that it takes to fall asleep."""
+    gpu: str | None = None
+    """Name of a GPU that it shares with other simulated servers on this machine: only one that is awake has memory."""
 
     def __post_init__(self) -> None:
         self._check_transfer()
+        self._check_sleep()
         if self.preset not in PRESETS:
             raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
         if self.engine not in ENGINES:
@@ -110,6 +123,16 @@ class MockOptions:
         Adapters(self.model, self.adapters)
         self.hardware()
         parse_faults("\n".join(self.faults))
+
+    def _check_sleep(self) -> None:
+        if self.asleep and not self.sleep_mode:
+            raise ValueError("asleep needs sleep_mode")
+        if self.sleep_level not in (1, 2):
+            raise ValueError(f"sleep_level must be 1 or 2, got {self.sleep_level}")
+        if not (0 <= self.wake_time < float("inf") and 0 <= self.sleep_time < float("inf")):
+            raise ValueError("wake_time and sleep_time must be numbers of seconds")
+        if self.gpu is not None and not (self.gpu.isidentifier() and len(self.gpu) <= 64):
+            raise ValueError(f"gpu must be letters, digits and underscores, got {self.gpu!r}")
 
     def _check_transfer(self) -> None:
         if self.role not in ROLES:

@@ -26,7 +26,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _CHOSEN = web.RequestKey("_CHOSEN", Fault)
 _EVENT_END = b"\n\n"
-_PLACES = {"/health": "health", "/metrics": "metrics"}
+_PLACES = {
+    "/health": "health",
+    "/metrics": "metrics",
+    "/wake_up": "wake",
+    "/sleep": "sleep",
+    "/is_sleeping": "state",
+}
 
 
 class Saboteur:
