@@ -146,7 +146,7 @@ class TieredChoice(Choice):
     def _refusal(self, ticket: Ticket, tiers: Iterable[Sequence[EndpointState]], now: float) -> Outcome | None:
         """SATURATED if no endpoint will take the ticket before its wait ends, by what they ask for."""
         opens_in_s = min(self.opens_in_s(state, now, ticket.request) for members in tiers for state in members)
-        if now + opens_in_s <= ticket.expires_at:
+        if opens_in_s <= 0.0 or now + opens_in_s <= ticket.expires_at:
             return None
         ticket.retry_after_s = opens_in_s
         return Outcome.SATURATED
