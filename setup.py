@@ -25,7 +25,9 @@ COMPILED = {
     "lbproxy/core/engines": "handover load_metrics",
     "lbproxy/core/caches": "adapters cache_loss cache_size prefix_index sessions",
     "lbproxy/core/capacity": "allowance bucket lanes opaque others reservations response_times room slots space",
-    "lbproxy/core/knowledge": "gaps kv_model learning load_model placement pool_model pools prefill_work speed transfer work",
+    "lbproxy/core/knowledge": (
+        "gaps kv_model learning load_model placement pool_model pools prefill_work speed transfer work"
+    ),
     "lbproxy/core/endpoints": (
         "backpressure breaker endpoint endpoint_set hang health judge progress serving slow_start state"
     ),

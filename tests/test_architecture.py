@@ -52,6 +52,7 @@ ONLY_IN = {
         "control/families/kv_events.py",
         "control/families/replicas.py",
         "control/families/splits.py",
+        "control/families/tiers.py",
     },
     "yaml": {"config/"},
     "pydantic": {"config/"},

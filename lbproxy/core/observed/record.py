@@ -95,9 +95,8 @@ class RequestRecord:
     def note_placed(self, ticket: Ticket) -> None:
         """Note a placement: of an attempt, or of the second leg of one."""
         leg, first = ticket.request.leg, ticket.prefill
-        endpoint = ticket.placed_state.endpoint
-        self.endpoint, self.tier = endpoint.name, endpoint.tier
-        self.overflow = None if ticket.overflow is None else ticket.overflow.value
+        self.endpoint = ticket.placed_state.endpoint.name
+        _note_tier(self, ticket)
         if leg != DECODE or first is not None:
             self.attempts += 1
             self.placed_at = ticket.placed_at
@@ -143,3 +142,8 @@ class RequestRecord:
             found.append(made)
             made = made.previous
         return found[::-1]
+
+
+def _note_tier(record: RequestRecord, ticket: Ticket) -> None:
+    record.tier = ticket.placed_state.endpoint.tier
+    record.overflow = None if ticket.overflow is None else ticket.overflow.value

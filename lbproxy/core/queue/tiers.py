@@ -85,7 +85,7 @@ class TieredChoice(Choice):
         for members in tiers:
             result = self._in_tier(ticket, members, now, in_turn)
             if isinstance(result.chosen, EndpointState):
-                ticket.overflow = reason
+                self._note(ticket, reason)
                 return result.chosen
             first = first or result
             reason = reason or self._reason(ticket, result, now)
@@ -106,7 +106,7 @@ class TieredChoice(Choice):
         for members in self.members_by_tier(ticket, False, now)[1:]:
             result = self._in_tier(ticket, members, now, True)
             if isinstance(result.chosen, EndpointState):
-                ticket.overflow = reason
+                self._note(ticket, reason)
                 return result.chosen
         ticket.best = ticket.decode_on = None
         return None
@@ -124,6 +124,12 @@ class TieredChoice(Choice):
         return _Result(
             chosen, ticket.best, ticket.best_wait_s, ticket.best_tokens, ticket.decode_on, ticket.retry_after_s
         )
+
+    @staticmethod
+    def _note(ticket: Ticket, reason: Overflow | None) -> None:
+        ticket.overflow = reason
+        if ticket.decision is not None and reason is not None:
+            ticket.decision.overflow = reason.value
 
     def _takes(self, state: EndpointState, request: InferenceRequest, now: float) -> bool:
         """Whether an endpoint may get one more request, by its own limits and by what it asked for."""

@@ -297,7 +297,8 @@ def test_a_higher_tier_teaches_the_first_nothing() -> None:
     first = fleet.balancer.endpoints.get(fleet.uids["a1"])
     assert first is not None
     before = (first.load.speed.token_ms, first.load.pool.gap_ms, first.load.pool.output_tokens)
-    fleet.down("a1"), fleet.down("a2")
+    fleet.down("a1")
+    fleet.down("a2")
     for n in range(50):
         ticket = fleet.submit(now=float(n))
         fleet.balancer.first_byte(ticket, now=n + 0.9)
@@ -454,7 +455,7 @@ def test_private_requests_never_leave(policy: str) -> None:  # noqa: PLR0912 - a
     specs = [own(1), own(2), PROVIDER, replace(PROVIDER, name="c1", base_url="https://c.example:443", tier=3)]
     admission = AdmissionSettings(queue_requests=20, queue_timeout=2.0, max_in_flight_per_endpoint=4)
     fleet = Fleet(*specs, after=0.3, policy=policy, admission=admission)
-    balancer, now, running, private, left = fleet.balancer, 0.0, [], 0, 0  # type: ignore[var-annotated]
+    balancer, now, running, private, left = fleet.balancer, 0.0, [], 0, 0
     states = [state for uid in fleet.uids.values() if (state := balancer.endpoints.get(uid)) is not None]
     outcomes: set[str] = set()
     waiting: list[Ticket] = []
