@@ -53,6 +53,7 @@ ONLY_IN = {
         "control/families/replicas.py",
         "control/families/sleeping.py",
         "control/families/splits.py",
+        "control/families/tiers.py",
     },
     "yaml": {"config/"},
     "pydantic": {"config/"},

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from lbproxy.config.sections.endpoints import ScrapeSettings
 from lbproxy.config.sections.flows import FlowsSettings
 from lbproxy.config.sections.health import BreakerSettings, HealthSettings
-from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings
+from lbproxy.config.sections.routing import AdmissionSettings, OverflowSettings, RetrySettings
 from lbproxy.config.sleep import HostSettings
 
 
@@ -22,4 +22,5 @@ class BalancingSettings(NamedTuple):
     health: HealthSettings = HealthSettings()
     breaker: BreakerSettings = BreakerSettings()
     scrape: ScrapeSettings = ScrapeSettings()
+    overflow: OverflowSettings = OverflowSettings()
     hosts: Mapping[str, HostSettings] = MappingProxyType({})

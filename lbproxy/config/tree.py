@@ -27,7 +27,13 @@ from lbproxy.config.sections.models import MAX_ALIASES, ModelSettings, check_ali
 from lbproxy.config.sections.observing import ExplainSettings, TraceSettings
 from lbproxy.config.sections.proxies import LOOPBACK, MAX_TRUSTED, ForwardedMode, Network, read_networks
 from lbproxy.config.sections.replicas import ReplicasSettings
-from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings, RoutingSettings, StateSettings
+from lbproxy.config.sections.routing import (
+    AdmissionSettings,
+    OverflowSettings,
+    RetrySettings,
+    RoutingSettings,
+    StateSettings,
+)
 from lbproxy.config.sleep import MAX_HOSTS, HostSettings, check_host_name
 from lbproxy.config.values import Timeout, Workers, duration, expected, hosts_overlap
 
@@ -85,6 +91,8 @@ class Settings(Section):
     """Other lbproxies before the same endpoints."""
     admission: AdmissionSettings = AdmissionSettings()
     """The queue of requests that no endpoint has room for."""
+    overflow: OverflowSettings = OverflowSettings()
+    """When requests go to endpoints of a higher tier."""
     flows: FlowsSettings = FlowsSettings()
     """Fair shares of capacity between the flows of different clients."""
     retry: RetrySettings = RetrySettings()
@@ -127,7 +135,14 @@ class Settings(Section):
     def balancing(self) -> BalancingSettings:
         """Those that the Balancer reads."""
         return BalancingSettings(
-            self.admission, self.flows, self.retry, self.health, self.breaker, self.scrape, self.hosts
+            self.admission,
+            self.flows,
+            self.retry,
+            self.health,
+            self.breaker,
+            self.scrape,
+            self.overflow,
+            self.hosts,
         )
 
     @field_validator("forwarded", mode="before")
@@ -216,7 +231,8 @@ def _check_distinct(value: tuple[EndpointSettings, ...], own: Mapping[str, Addre
         for key, address in own.items():
             if endpoint.leads_to(address):
                 clashes.append(_clash(index, "url", f"another server than lbproxy's own {key}", endpoint.url))
-        same_url = urls.setdefault(endpoint.url.replace("https:", "http:"), index)  # one port speaks one of the two
+        url = f"{endpoint.url.replace('https:', 'http:')} {endpoint.model or ''}"  # one port speaks one of the two
+        same_url = urls.setdefault(url, index)
         same_name = names.setdefault(endpoint.name, index)
         if same_url != index:
             clashes.append(_clash(index, "url", f"another url than endpoints[{same_url}] has", endpoint.url))

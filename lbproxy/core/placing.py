@@ -62,6 +62,8 @@ class Placing:
             self._dispatcher.wake(one)
 
     def _count(self, ticket: Ticket, state: EndpointState, now: float) -> None:
+        if state.endpoint.tier > ticket.request.max_tier:  # no assert: a defect must end the request, not leak it
+            raise AssertionError("a request was to be placed above its highest tier")
         self._placements += 1
         if self.journal is not None:
             self.journal.placed(ticket, now)
@@ -76,6 +78,8 @@ class Placing:
         if self._endpoints.has_loads and not ticket.request.open_ended:  # the work of a WebSocket is not known
             ticket.load = state.load
             ticket.placement = ticket.load.place(ticket.request, now)
+        if state.allowance is not None:
+            ticket.reserved_tokens = state.allowance.reserve(ticket.request, now)
         assert ticket.flow is not None
         ticket.flow.in_flight += 1
         self._flows.placed(ticket, now)
@@ -140,6 +144,8 @@ class Placing:
         if usage is None and outcome is Outcome.COMPLETED and ticket.first_byte_at is not None:
             usage = NO_USAGE if not ticket.request.prompt_bytes else None
         served = ticket.first_byte_at is not None or (outcome is Outcome.COMPLETED and usage is not None)
+        if state.allowance is not None:
+            state.allowance.settle(ticket.reserved_tokens, charged, now, served=served)
         assert ticket.flow is not None
         ticket.flow.in_flight -= 1
         self._flows.ended(ticket, charged, now, served=served)

@@ -18,7 +18,7 @@ from lbproxy.terminal.client import Fields
 MAX_NAME = 24
 MAX_ROUTE = 16
 ROLES = {"prefill": "P", "decode": "D"}
-"""As letters: words would not fit into 80 columns."""
+"""As letters: words would not fit into 80 columns. A tier above 1 stands beside them, as a digit."""
 MAX_MODELS = 6
 MAX_AILING = 3
 HEALTH_STYLES = {"up": "green", "starting": "cyan", "half_open": "yellow", "ejected": "red", "down": "red"}
@@ -121,7 +121,7 @@ def offer(state: Fields) -> Text:
 def fleet(endpoints: Sequence[Fields], limit: int | None = None) -> Table:
     """One row each, 80 columns wide at most. With a `limit` those first that need a look."""
     table = Table(box=None, padding=(0, 0, 0, 1), header_style="dim", pad_edge=False)
-    with_roles = any(one.get("role") in ROLES for one in endpoints)
+    with_roles = any(one.get("role") in ROLES or one.get("tier", 1) > 1 for one in endpoints)
     table.add_column("endpoint", no_wrap=True, max_width=MAX_NAME)
     if with_roles:
         table.add_column("", no_wrap=True, min_width=1)
@@ -144,7 +144,8 @@ def _row(one: Fields, *, with_roles: bool) -> Iterator[RenderableType]:
     speed = _known(learned, "prefill_ms_per_token")
     yield Text(_short(plain(one["name"])))
     if with_roles:
-        yield Text(ROLES.get(one.get("role") or "", ""), style="cyan")
+        tier = one.get("tier", 1)
+        yield Text(ROLES.get(one.get("role") or "", "") + (str(tier) if tier > 1 else ""), style="cyan")
     yield _health(one)
     yield f"{one['in_flight']}+{one['elsewhere']}" if one.get("elsewhere") else str(one["in_flight"])
     yield _room(learned)
@@ -294,6 +295,9 @@ def _decision(made: Fields, number: int) -> Iterator[RenderableType]:
     where = _pair(made)
     if made.get("second_leg"):
         where = f"decode on {where}"
+    if made.get("tier", 1) > 1:
+        reason = made.get("overflow")
+        where += f" of tier {made['tier']}" + (f" ({plain(reason)})" if reason is not None else "")
     yield Text(f"Attempt {number}: {where}, by {plain(made['policy'])}: {plain(made['because'])}.")
     if (compared := _compared(made)) is not None:
         yield compared

@@ -110,7 +110,15 @@ class Known:
         if self.owner(ticket.request, now) is not None:
             return False
         tried = {ticket.placed_state.endpoint.uid, *ticket.avoid}
-        return any(one.endpoint.uid not in tried for one in self._serving.candidates(ticket.request.model))
+        members = (one for tier in self._by_tier(ticket.request) for one in tier)
+        return any(one.endpoint.uid not in tried for one in members)
+
+    def _by_tier(self, request: InferenceRequest) -> list[list[EndpointState]]:
+        """Those that may be asked, the lowest tier first. None is above the request's highest tier."""
+        found = self._serving.by_tier(request.model, request.max_tier)
+        if request.model is not None:
+            return found
+        return [[one for one in members if one.endpoint.model is None] for members in found]
 
     # Placing without the balancer process
 
@@ -119,12 +127,19 @@ class Known:
         owner = self.owner(request, now)
         if owner is not None:
             state = self._states.get(owner)
-            return Outcome.RESPONSE_NOT_FOUND if state is None else state
-        members = [one for one in self._serving.candidates(request.model) if one.endpoint.uid not in avoid]
-        if self.has_roles:  # alone, it splits no request
-            members = whole_servers(members)
+            is_there = state is not None and state.endpoint.tier <= request.max_tier
+            return state if state is not None and is_there else Outcome.RESPONSE_NOT_FOUND
+        members: list[EndpointState] = []
+        for tier in self._by_tier(request):
+            members = [one for one in tier if one.endpoint.uid not in avoid]
+            if self.has_roles:  # alone, it splits no request
+                members = whole_servers(members)
+            if members:
+                break
         if not members:
-            served = self._serving.candidates(request.model) or self._serving.may_rise(request.model)
+            served = self._serving.candidates(request.model) or self._serving.may_rise(
+                request.model, (), below=request.max_tier + 1
+            )
             unknown = not avoid and self.any_up() and not served
             return Outcome.MODEL_NOT_FOUND if unknown else Outcome.NO_ENDPOINTS
         usable = [one for one in members if now >= one.backing_off_until] or members

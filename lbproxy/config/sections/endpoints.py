@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import InitErrorDetails
@@ -25,6 +25,7 @@ from lbproxy.config.values import (
     count,
     duration,
     expected,
+    read_base_url,
     read_dns_url,
     read_host,
     read_nameserver,
@@ -36,6 +37,8 @@ from lbproxy.config.values import (
 
 MAX_NAMESERVERS = 8
 MAX_MODELS = 1000
+Tier: TypeAlias = Annotated[int, count("1", "9")]
+Limit: TypeAlias = Annotated[int, count("1", "1000000000")] | None
 OWN_ENGINES = "own engines"
 """Key of the validation context: the names in `engines`, which the endpoints' engines are among."""
 FOLDER = "folder"
@@ -86,8 +89,9 @@ class EndpointSettings(ShortSection):
 
     url: str
     """`http://host:port`; `dns+http://name:port` = every address of the name; `srv+http://name` = every server of its
-    SRV records; or these with https. No path. Default port: 80, with https 443. `unix:/path` = a server on a Unix
-    socket of this machine. `file:path` = the endpoints that a file lists."""
+    SRV records; or these with https. Default port: 80, with https 443. A single server may have a path, as in the
+    `base_url` of OpenAI's SDK: `https://host/openai/v1`. `unix:/path` = a server on a Unix socket of this machine.
+    `file:path` = the endpoints that a file lists."""
     name: str = ""
     """Its name in logs, metrics and responses: 1 to 64 letters, digits and `._:[]-`. Default: the URL's host:port, or
     the name of its socket or file."""
@@ -103,6 +107,19 @@ class EndpointSettings(ShortSection):
     models: tuple[str, ...] | None = None
     """A list of models: it serves exactly these, and its model list is not read. null = the models in its
     /v1/models."""
+    model: str | None = None
+    """Its own name of the model, sent to it in place of those in `models`, which is required then. null = it knows them
+    by their names."""
+    tier: Tier = 1
+    """1 to 9. An endpoint is used only if no endpoint of a lower tier can take the request: docs/overflow.md."""
+    max_in_flight: Limit = None
+    """Requests in flight there; null = no limit of its own."""
+    requests_per_minute: Limit = None
+    """Requests that it gets a minute; others go elsewhere, or wait. null = no limit."""
+    tokens_per_minute: Limit = None
+    """Tokens of prompts and responses, likewise. null = no limit."""
+    tokens_per_day: Annotated[int, count("1", "1000000000000")] | None = None
+    """Tokens of prompts and responses in any 24 hours, since lbproxy was started. null = no limit."""
     weight: Annotated[float, Quantity("0.001", "100000", "a number", whole=False)] = 1.0
     """Its capacity relative to the others: for least-request, p2c and random. adaptive and min-ttft use it as the speed
     until they have measured the speed; other policies ignore it."""
@@ -161,18 +178,18 @@ class EndpointSettings(ShortSection):
         if isinstance(value, str):
             if value.startswith("file:"):
                 return "file:" + _absolute(re.sub("^//+", "/", value[5:]), info)
-            url = read_origin(value, root_only=True) or read_dns_url(value) or read_srv_url(value)
+            url = read_base_url(value) or read_dns_url(value) or read_srv_url(value)
             url = url or read_unix_url(value)
             if url is not None:
                 return url
-        forms = "http://host:port, dns+http://name:port, srv+http://name (or https; no path), unix:/path or file:path"
+        forms = "http://host:port, dns+http://name:port, srv+http://name (or https), unix:/path or file:path"
         raise expected(forms)
 
     @field_validator("name", mode="before")
     @classmethod
     def _default_name(cls, value: object, info: ValidationInfo) -> object:
         url = info.data.get("url")
-        name = (url.rpartition("/")[2].removeprefix("file:") if url else "unnamed") if value in (None, "") else value
+        name = (_last_part(url) if url else "unnamed") if value in (None, "") else value
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9._:\[\]-]{1,64}", name):
             raise expected("1 to 64 letters, digits or any of ._:[]-")
         return name
@@ -223,6 +240,13 @@ class EndpointSettings(ShortSection):
         if not 1 <= len(value) <= MAX_MODELS:
             raise expected(f"1 to {MAX_MODELS} models, or null")
         return tuple(dict.fromkeys(map(check_model_name, value)))
+
+    @field_validator("model", mode="after")
+    @classmethod
+    def _check_own_name(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("models", ()) is None:
+            raise expected("nothing here without models (the names that clients use for it)")
+        return None if value is None else check_model_name(value)
 
     @field_validator("kv_events", mode="after")
     @classmethod
@@ -319,7 +343,17 @@ class EndpointSettings(ShortSection):
     @property
     def authority(self) -> str:
         """The URL's `host:port`. Of an SRV name the name, of a Unix socket the whole URL."""
-        return self.url if self.is_unix else self.url.rpartition("/")[2]
+        if self.is_unix or self.is_file:
+            return self.url if self.is_unix else self.url.rpartition("/")[2]
+        return self.url.partition("://")[2].partition("/")[0]
+
+    @property
+    def place(self) -> str:
+        """What no two endpoints have in common: the authority, with the URL's path and `model` if there are any."""
+        if self.is_file:
+            return self.authority
+        place = self.url if self.is_unix else self.url.partition("://")[2]
+        return place if self.model is None else f"{place} {self.model}"
 
     @property
     def path(self) -> str:
@@ -328,8 +362,8 @@ class EndpointSettings(ShortSection):
 
     @property
     def base_url(self) -> str:
-        """Where requests go: `http://host:port`, `https://host:port` or `unix:/path`. Of an endpoint, not of a name."""
-        return self.url if self.is_unix else f"{self.scheme}://{self.authority}"
+        """Where requests go: `http[s]://host:port[/prefix]` or `unix:/path`. Of an endpoint, not of a name."""
+        return self.url
 
     @property
     def scheme(self) -> str:
@@ -377,6 +411,14 @@ def _on_a_host(read: Publisher | None, info: ValidationInfo) -> str | None:
     if read.port + (info.data.get("ranks") or 1) - 1 > 65535:
         raise expected("a port that leaves one to each rank")
     return str(read)
+
+
+def _last_part(url: str) -> str:
+    """What an endpoint without a name is called."""
+    scheme, _, rest = url.partition("://")
+    return (
+        rest.partition("/")[0] if scheme.endswith(("http", "https")) else url.rpartition("/")[2].removeprefix("file:")
+    )
 
 
 def _is_name(url: str) -> bool:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.engines.handover import Role
 from lbproxy.core.observed.learned import FULL_BY, EndpointLearned, PoolLearned
-from lbproxy.core.queue.ticket import Wait
+from lbproxy.core.queue.ticket import Overflow, Wait
 from lbproxy.core.sleeping.phase import Phase
 
 Schema: TypeAlias = dict[str, object]
@@ -90,6 +90,8 @@ _ENDPOINT = record(
     engine=TEXT,
     role=_one_of(one.value for one in Role),
     connector=_maybe(TEXT),
+    tier=COUNT,
+    limits_used=_each(NUMBER),
     from_=TEXT,
     health=_HEALTH,
     draining=FLAG,
@@ -220,6 +222,8 @@ _DECISION = record(
     endpoint=TEXT,
     decode_on=_maybe(TEXT),
     second_leg=FLAG,
+    tier=COUNT,
+    overflow=_maybe(_one_of(one.value for one in Overflow)),
     lowest_costs=record(whole=_maybe(NUMBER), split=_maybe(NUMBER)),
     because=TEXT,
     cost=_maybe(NUMBER),

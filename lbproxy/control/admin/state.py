@@ -130,6 +130,8 @@ class State:
             "engine": endpoint.engine,
             "role": one.handover.role.value,
             "connector": one.handover.connector,
+            "tier": endpoint.tier,
+            "limits_used": {name: round(share, 4) for name, share in one.limits_used},
             "from": self._origin(endpoint.server),
             "health": one.health.value,
             "draining": one.draining,

@@ -14,6 +14,7 @@ from typing import TypeAlias
 from lbproxy.config.sections.endpoints import EndpointSettings
 from lbproxy.config.sections.proxies import ProxyUrl
 from lbproxy.control.discovery.known_names import Member
+from lbproxy.core.capacity.allowance import Bounds
 from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
 from lbproxy.core.endpoints.endpoint import ColdStart, EndpointSpec, SleepSpec
 from lbproxy.core.engines.handover import Role
@@ -61,6 +62,9 @@ def _common(entry: EndpointSettings) -> Callable[..., EndpointSpec]:
         metrics=entry.metrics,
         health=entry.health,
         models=entry.models,
+        model=entry.model,
+        tier=entry.tier,
+        bounds=_bounds(entry),
         kv_cache_tokens=entry.kv_cache_tokens,
         ranks=entry.ranks or None,
         role=None if entry.role == "auto" else Role(entry.role),
@@ -81,6 +85,11 @@ def _sleep(entry: EndpointSettings) -> SleepSpec | None:
         return None
     cold_start = None if hook is None else ColdStart(hook.url, hook.timeout, token)
     return SleepSpec(entry.wake, entry.sleep_after, entry.sleep_level, entry.host, cold_start)
+
+
+def _bounds(entry: EndpointSettings) -> Bounds | None:
+    bounds = Bounds(entry.max_in_flight, entry.requests_per_minute, entry.tokens_per_minute, entry.tokens_per_day)
+    return None if bounds == Bounds() else bounds
 
 
 def _proxy(url: ProxyUrl) -> Proxy:

@@ -227,6 +227,8 @@ def _decision(made: Decision, offset: float) -> Fields:
         "endpoint": made.chosen.name,
         "decode_on": _partner(made, made.chosen_state),
         "second_leg": made.is_second,
+        "tier": made.chosen.tier,
+        "overflow": made.overflow,
         "lowest_costs": {"whole": _rounded(whole), "split": _rounded(split)},
         "because": _because(made),
         "cost": _rounded(made.cost),

@@ -56,7 +56,7 @@ from lbproxy.control.families.histogram import Histogram
 from lbproxy.control.families.kv_events import KvEvents, kv_families
 from lbproxy.control.families.replicas import Replicas, replica_families
 from lbproxy.control.families.sleeping import Sleeping, sleep_families
-from lbproxy.control.families.splits import SplitCounts
+from lbproxy.control.families.tiers import PlacementCounts
 from lbproxy.control.probing.scraper import Scraper
 from lbproxy.control.telemetry import access_line as line
 from lbproxy.control.telemetry.access_line import LEVELS, OUTCOMES, access_line
@@ -182,7 +182,7 @@ class Telemetry:
         """Of prompts, as expected and as endpoints said, over the responses that say."""
         self._bytes = [0, 0]
         """Of requests and of responses."""
-        self._split = SplitCounts()
+        self._special = PlacementCounts()
         self._transitions: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._ejections: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._model_labels: dict[str, str] = {}
@@ -279,8 +279,8 @@ class Telemetry:
                 self._failed[failure] += 1
         if record.usage is not None:
             self._count_tokens(record.usage, record)
-        if record.prefill is not None or record.first_legs:
-            self._split.count(record)
+        if record.tier > 1 or record.prefill is not None or record.first_legs:
+            self._special.count(record)
         counted = self._bytes
         counted[0] += record.request_bytes
         counted[1] += record.response_bytes
@@ -373,7 +373,7 @@ class Telemetry:
         # None of these iterates over live state while it is suspended.
         yield from self._request_families()
         yield from self._endpoint_counters()
-        yield from self._split.families(snapshot, sum(self._queue_wait.counts))
+        yield from self._special.families(snapshot, sum(self._queue_wait.counts))
         yield from self._scrape_families()
         if self._sources is not None:
             yield from source_families(self._sources.names, self._sources.files)
@@ -404,7 +404,7 @@ class Telemetry:
         keep(self._failed, lambda key: key[0] in names)
         keep(self._transitions, lambda key: key[0] in names)
         keep(self._ejections, lambda key: key[0] in names)
-        self._split.forget_the_gone(names)
+        self._special.forget_the_gone(names)
         served = dict.fromkeys(model for one in snapshot.endpoints for model in one.models or ())
         kept = [model for model in self._model_labels if model in served]
         new = [model for model in served if model not in self._model_labels]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final
 
-from lbproxy.core.endpoints.breaker import Breaker
+from lbproxy.core.capacity.allowance import Allowance
+from lbproxy.core.endpoints.breaker import Breaker, Cause
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, handover_of
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.progress import Progress
@@ -15,6 +16,7 @@ from lbproxy.core.engines.handover import Handover, Role
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.knowledge.load_model import LoadModel
+from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.requests.openai import ModelCard, synthetic_card
 
 WHOLE_SERVER: Final = Handover()
@@ -97,7 +99,10 @@ class EndpointState:
     refusals: int = 0
     """Attempts in a row that it refused or failed, without a successful response between."""
     backing_off_until: float = float("-inf")
-    """Until then it gets requests only if there are no other candidates: see `core.endpoints.backpressure`."""
+    """Until then it gets requests only if there are no other candidates, and above tier 1 none: see
+    `core.endpoints.backpressure`."""
+    allowance: Allowance | None = None
+    """What its own limits leave of it; None = it has none."""
     trial: Trial | None = None
     """The request that tries it and has no response yet, while it is half open or down."""
     tried_at: float = float("-inf")
@@ -140,12 +145,53 @@ class EndpointState:
         return (self, *self.siblings) if self.siblings else (self,)
 
 
+def allow(state: EndpointState, now: float) -> None:
+    """Apply the limits in the settings."""
+    bounds = state.endpoint.bounds
+    if bounds is None:
+        state.allowance = None
+    elif state.allowance is None:
+        state.allowance = Allowance(bounds, now)
+    else:
+        state.allowance.reconfigure(bounds, now)
+
+
+def equip(state: EndpointState, pool: PoolModel | None) -> None:
+    """Give it a load model that knows what the endpoint reported of itself; none without a pool."""
+    if pool is None:
+        return
+    state.load = LoadModel(pool, state.endpoint.kv_cache_tokens)
+    if state.reported_cache_tokens is not None:
+        state.load.kv.size_reported(float(state.reported_cache_tokens), at_most=state.cache_tokens_at_most)
+    if state.measured_cache_tokens is not None:
+        state.load.kv.size_measured(float(state.measured_cache_tokens))
+    if state.reported_slots is not None:
+        state.load.room.slots.limit_reported(state.reported_slots)
+
+
+def has_more(state: EndpointState) -> bool:
+    """Whether it has a tier above 1, limits of its own, or its own name of a model."""
+    one = state.endpoint
+    return one.tier > 1 or one.bounds is not None or one.model is not None
+
+
+def rank_of(state: EndpointState) -> int:
+    """Its position among the ranks of its address."""
+    return state.endpoint.rank or 0
+
+
+def is_unreachable(state: EndpointState) -> bool:
+    """No connection could be made, or its health checks fail."""
+    cause = state.breaker.cause
+    return state.health is Health.DOWN or (state.health is Health.EJECTED and cause is Cause.UNREACHABLE)
+
+
 def relate_ranks(states: Iterable[EndpointState]) -> None:
     """Tell the ranks of each address of each other."""
     ranks: dict[str, list[EndpointState]] = {}
     for state in states:
         if state.endpoint.rank is not None:
-            ranks.setdefault(state.endpoint.base_url, []).append(state)
+            ranks.setdefault(state.endpoint.url_key, []).append(state)
     for together in ranks.values():
         for state in together:
             state.siblings = [one for one in together if one is not state]
@@ -264,6 +310,8 @@ class EndpointSnapshot:
     """The same as its engine shows it."""
     dormant: str = ""
     """See EndpointState."""
+    limits_used: tuple[tuple[str, float], ...] = ()
+    """The used share of each of its own limits, 0 or more, by the name of its key in the settings."""
 
     @property
     def serving(self) -> bool:
@@ -298,6 +346,7 @@ def snapshot_of(state: EndpointState, share: float, readmitted: bool, now: float
         kv_fill=_fill(state),
         reported_handover=state.reported_handover,
         dormant=state.dormant,
+        limits_used=() if state.allowance is None else state.allowance.used(state.requests, now),
     )
 
 

@@ -184,10 +184,13 @@ class Dispatcher:
 
     def _wake_later(self, state: EndpointState, now: float) -> None:
         """Wake an endpoint when it has worked off enough."""
-        if self._pool is not None and self._choice.holds:
+        has_room_in_s = 0.0
+        if self._pool is not None and self._choice.holds and not state.endpoint.is_elastic:
             has_room_in_s = state.load.has_room_in_s(now)
-            if 0.0 < has_room_in_s < inf:
-                self.wake_at(state.endpoint.uid, now + has_room_in_s + ROUNDING_S)
+        if self._endpoints.has_tiers:
+            has_room_in_s = max(has_room_in_s, self._choice.opens_in_s(state, now))
+        if 0.0 < has_room_in_s < inf:
+            self.wake_at(state.endpoint.uid, now + has_room_in_s + ROUNDING_S)
 
     # Service
 
@@ -226,15 +229,19 @@ class Dispatcher:
         changed: list[Ticket],
     ) -> None:
         left, moves, moved = MAX_PRICED, MAX_MOVES, False
-        stuck: set[tuple[str | None, frozenset[EndpointUid]]] = set()
+        lowest = min((state.endpoint.tier for state in with_room.values()), default=0)
+        stuck: set[tuple[str | None, frozenset[EndpointUid], int, bool]] = set()
         work = least_work(self._pool.least_work, now) if self._by_work and self._pool is not None else None
         for ticket in self._queue.in_order(work, self._flows, now):
-            key, best = (ticket.request.model, ticket.avoid), ticket.best
+            request, best = ticket.request, ticket.best
+            key = (request.model, ticket.avoid, request.max_tier, ticket.is_overdue)
             if best is None or (everything and self._is_unavailable(best, key[0])):
                 if key in stuck:
                     continue
             elif best.endpoint.uid not in with_room:
                 if moves <= 0 or now - ticket.priced_at < PRICE_AGAIN_S:
+                    continue
+                if best.endpoint.tier < lowest and not (ticket.is_overdue and lowest <= request.max_tier):
                     continue
                 moves -= 1
             left -= 1
@@ -261,6 +268,17 @@ class Dispatcher:
                 with_room.pop(placed_on.endpoint.uid, None)
             if not with_room and not everything:
                 return
+
+    def serve_one(self, ticket: Ticket, now: float, consider: Callable[[Ticket, float], None]) -> bool:
+        """Have one waiting request considered. Returns whether it stopped waiting."""
+        self.release(ticket)
+        consider(ticket, now)
+        if ticket.state is TicketState.WAITING:
+            self._reserve(ticket, now)
+            return False
+        self._queue.remove(ticket)
+        self._overload.request_left()
+        return True
 
     def _is_unavailable(self, state: EndpointState, model: str | None) -> bool:
         """Whether an endpoint takes no requests for `model` any more."""

@@ -49,7 +49,8 @@ SCALE_S: Final = 2.0
 SCALE_UNKNOWN_S: Final = 10.0
 """The same if it is not known how long a wake takes."""
 REFUSED_S: Final = 30.0
-"""For so long, a request that was refused because a wake takes too long counts as one that waits: clients try again."""
+"""For so long, a request that was refused because a wake takes too long, or overflowed, counts as one that waits:
+clients try again, and others come."""
 
 
 class Task(Enum):
@@ -102,7 +103,7 @@ class Sleepers:
         self._endpoints, self._queue, self._owner = endpoints, queue, owner
         self._servers = Servers(endpoints, changed)
         self._refused: dict[str | None, float] = {}
-        """When a request for a model was last refused because a wake takes too long."""
+        """When a request for a model was last refused, or overflowed, because a wake takes too long."""
 
     @property
     def is_needed(self) -> bool:
@@ -338,18 +339,22 @@ class Sleepers:
 
     def refusal(self, ticket: Ticket, now: float) -> Outcome | None:
         """How a request ends that would wait for a wake, as that takes too long; None: it waits."""
-        wait_s = self._predicted_wait_s(ticket, now)
+        wait_s = self.wakes_in_s(ticket, now)
         deadline = ticket.request.deadline
         ticket.best_wait_s = wait_s or 0.0
         late = wait_s is not None and deadline is not None and now + wait_s > deadline
         if wait_s is None or not (late or now + wait_s > ticket.expires_at):
             self.waited += 1
             return None
-        self._refused[ticket.request.model] = now
+        self.passed_by(ticket, now)
         ticket.retry_after_s = wait_s
         return Outcome.TOO_LATE if late else Outcome.EXPIRED
 
-    def _predicted_wait_s(self, ticket: Ticket, now: float) -> float | None:
+    def passed_by(self, ticket: Ticket, now: float) -> None:
+        """Note that a request for a model that sleeps did not wait: the next ones may be served there."""
+        self._refused[ticket.request.model] = now
+
+    def wakes_in_s(self, ticket: Ticket, now: float) -> float | None:
         """In how many seconds a server that takes a request is awake; None: not known."""
         request = ticket.request
         uid = None if request.response_id is None else self._owner(request, now)

@@ -517,6 +517,7 @@ endpoints: [{{url: "http://a:1", api_key: {secrets[5]}, kv_cache_tokens: 300000,
 def test_what_is_called_a_secret_is_one_by_its_type() -> None:
     """The type hides it wherever it is shown; a name that looks like one must be known to be none."""
     none = {"EndpointSettings.kv_cache_tokens", "TlsSettings.key", "AuthSettings.keys"}
+    none |= {"EndpointSettings.tokens_per_minute", "EndpointSettings.tokens_per_day"}
     none |= {"FlowSettings.tokens_per_minute", "EngineSettings.block_size_tokens"}
     none |= {"ExplainSettings.header", "FlowsSettings.header"}
     sections: list[type[BaseModel]] = [Settings]

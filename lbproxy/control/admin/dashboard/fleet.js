@@ -118,12 +118,14 @@ function drawRow(row, one) {
   const { name, role, about, state, cells, button } = row.parts;
   const [symbol, tone] = STATES[stateOf(one)] ?? ["?", ""];
   put(name, plain(one.name));
-  role.hidden = one.role === "both";
-  put(role, one.role === "both" ? "" : plain(one.role));
+  const parts = [one.role === "both" ? "" : plain(one.role), one.tier > 1 ? `tier ${one.tier}` : ""].filter(Boolean);
+  role.hidden = parts.length === 0;
+  put(role, parts.join(", "));
+  const limits = Object.entries(one.limits_used).map(([name, share]) => `\n${plain(name)}: ${Math.round(100 * share)} % used`).join("");
   const handover = one.role === "both" ? "" : `\nrole: ${plain(one.role)}, connector: ${one.connector === null ? "unknown" : plain(one.connector)}`;
   const models = one.models === null ? "models unknown" : one.models.slice(0, 8).map(plain).join(", ") || "no model";
   put(about, one.engine === "auto" ? models : `${plain(one.engine)} · ${models}`);
-  set(name.parentElement, "title", `${plain(one.name)}\n${plain(one.url)}\n${plain(one.engine)}: ${models}\nfrom: ${plain(one.from)}${handover}`);
+  set(name.parentElement, "title", `${plain(one.name)}\n${plain(one.url)}\n${plain(one.engine)}: ${models}\nfrom: ${plain(one.from)}${handover}${limits}`);
   put(state[0], symbol);
   put(state[1], words(stateOf(one)));
   set(state[0], "class", `symbol ${tone}`);
