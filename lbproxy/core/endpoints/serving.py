@@ -18,6 +18,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from math import inf
 from operator import attrgetter
 from typing import Final
 
@@ -282,6 +283,11 @@ class Serving:
             and (model is None or state.models is None or model in state.models)
             for uid, state in self.dormant.items()
         )
+
+    def lowest_dormant(self, model: str | None) -> float:
+        """The lowest tier of the endpoints that `may_rise` means; infinite if there are none."""
+        serves = (one for one in self.dormant.values() if model is None or one.models is None or model in one.models)
+        return min((float(state.endpoint.tier) for state in serves), default=inf)
 
     def model_cards(self) -> list[ModelCard]:
         """The models of the members and of dormant ones, one card per model: that of the first member. O(models) if all

@@ -64,5 +64,13 @@ def _is_served(need: Need, endpoints: EndpointSet, now: float) -> bool:
     if need.uid is not None:
         state = endpoints.get(need.uid)
         return state is not None and not state.dormant
-    candidates = endpoints.candidates(need.model, now=now)
-    return any(state.endpoint.uid not in need.avoid for state in candidates)
+    return is_served(need.model, need.avoid, endpoints, now)
+
+
+def is_served(model: str | None, avoid: frozenset[EndpointUid], endpoints: EndpointSet, now: float) -> bool:
+    """Whether an endpoint that is awake takes requests for `model`. Those of a higher tier than one that sleeps are no
+    reason not to wake it. `avoid`: endpoints that do not count.
+    """
+    lowest = endpoints.serving.lowest_dormant(model)
+    candidates = endpoints.candidates(model, now=now)
+    return any(state.endpoint.tier <= lowest and state.endpoint.uid not in avoid for state in candidates)

@@ -31,7 +31,7 @@ from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.queue.waiting_queue import WaitingQueue
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest
-from lbproxy.core.sleeping.demand import Need, read_needs
+from lbproxy.core.sleeping.demand import Need, is_served, read_needs
 from lbproxy.core.sleeping.phase import Event, Phase, SleepTransition
 from lbproxy.core.sleeping.server import DOWN_FREE_S, Server
 from lbproxy.core.sleeping.servers import LEAVING, RISING, Servers
@@ -236,7 +236,7 @@ class Sleepers:
                 needs.append(_need_of(server, server.since))
         self._refused = {model: at for model, at in self._refused.items() if now - at < REFUSED_S}
         for model, at in self._refused.items():
-            if not self._endpoints.candidates(model, now=now):
+            if not is_served(model, frozenset(), self._endpoints, now):
                 needs.append(Need(model, None, frozenset()))
                 needs[-1].add(at, now - at)
         return sorted(needs, key=lambda need: need.oldest_at)
