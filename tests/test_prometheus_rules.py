@@ -28,6 +28,7 @@ def test_rules_are_about_families_and_records_that_exist() -> None:
         generated(DOCS / "metrics.md", name)
         for name in ("families", "families of replicas", "families of KV events", "families of split requests")
     ]
+    tables.append(generated(DOCS / "metrics.md", "families of tiers"))
     documented = {row[0].strip("`") for text in tables for row in cells(text)}
     series = {name + suffix for name in documented for suffix in ("", "_bucket", "_sum", "_count")}
     records = {rule["record"] for rule in rules() if "record" in rule}
