@@ -34,6 +34,7 @@ def test_rules_are_about_families_and_records_that_exist() -> None:
             "families of sleep",
         )
     ]
+    tables.append(generated(DOCS / "metrics.md", "families of tiers"))
     documented = {row[0].strip("`") for text in tables for row in cells(text)}
     series = {name + suffix for name in documented for suffix in ("", "_bucket", "_sum", "_count")}
     records = {rule["record"] for rule in rules() if "record" in rule}
