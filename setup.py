@@ -33,6 +33,7 @@ COMPILED = {
     "lbproxy/core/queue": (
         "choice dispatcher failed_attempts flow flows queue_overload stored_responses ticket waiting_queue"
     ),
+    "lbproxy/core/scaling": "demand",
     "lbproxy/core/replicas": "journal peers",
     "lbproxy/core/observed": "record snapshot",
     "lbproxy/workers": "contents known link remote reports server",

@@ -51,6 +51,7 @@ ONLY_IN = {
         "control/families/endpoints.py",
         "control/families/kv_events.py",
         "control/families/replicas.py",
+        "control/families/scaling.py",
         "control/families/splits.py",
     },
     "yaml": {"config/"},
@@ -72,7 +73,7 @@ READS_FILES = {
     "workers/shares.py",
 }
 PACKAGES = {
-    "core": "requests engines caches capacity knowledge saved endpoints policies queue observed replicas",
+    "core": "requests engines caches capacity knowledge saved endpoints policies queue scaling observed replicas",
     "control": "probing discovery families telemetry saving admin",
     "net": "dialing connections",
     "proxy": "request exchange sockets front",

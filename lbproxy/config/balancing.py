@@ -7,6 +7,7 @@ from typing import NamedTuple
 from lbproxy.config.sections.endpoints import ScrapeSettings
 from lbproxy.config.sections.flows import FlowsSettings
 from lbproxy.config.sections.health import BreakerSettings, HealthSettings
+from lbproxy.config.sections.observing import AutoscalingSettings
 from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings
 
 
@@ -19,3 +20,4 @@ class BalancingSettings(NamedTuple):
     health: HealthSettings = HealthSettings()
     breaker: BreakerSettings = BreakerSettings()
     scrape: ScrapeSettings = ScrapeSettings()
+    autoscaling: AutoscalingSettings = AutoscalingSettings()

@@ -24,7 +24,7 @@ from lbproxy.config.sections.engines import MAX_ENGINES, EngineSettings, check_e
 from lbproxy.config.sections.flows import FlowsSettings
 from lbproxy.config.sections.health import BreakerSettings, HealthSettings
 from lbproxy.config.sections.models import MAX_ALIASES, ModelSettings, check_aliases
-from lbproxy.config.sections.observing import ExplainSettings, TraceSettings
+from lbproxy.config.sections.observing import AutoscalingSettings, ExplainSettings, TraceSettings
 from lbproxy.config.sections.proxies import LOOPBACK, MAX_TRUSTED, ForwardedMode, Network, read_networks
 from lbproxy.config.sections.replicas import ReplicasSettings
 from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings, RoutingSettings, StateSettings
@@ -119,11 +119,15 @@ class Settings(Section):
     """Why requests went where they went."""
     traces: TraceSettings = TraceSettings()
     """Spans of each request, sent to an OpenTelemetry collector."""
+    autoscaling: AutoscalingSettings = AutoscalingSettings()
+    """How many endpoints are recommended for each model."""
 
     @property
     def balancing(self) -> BalancingSettings:
         """Those that the Balancer reads."""
-        return BalancingSettings(self.admission, self.flows, self.retry, self.health, self.breaker, self.scrape)
+        return BalancingSettings(
+            self.admission, self.flows, self.retry, self.health, self.breaker, self.scrape, self.autoscaling
+        )
 
     @field_validator("forwarded", mode="before")
     @classmethod

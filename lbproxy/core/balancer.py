@@ -67,6 +67,7 @@ from lbproxy.core.requests.retry import FailureKind, Retries, Verdict
 from lbproxy.core.saved.pieces import Piece
 from lbproxy.core.saved.reading import Saved
 from lbproxy.core.saved.restoring import Restoring
+from lbproxy.core.scaling.advice import Advice
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)  # the simulation has some
@@ -88,7 +89,10 @@ class Balancer:
         self._failures = FailedAttempts(self._retries, self._backpressure, self._judge, self._choice)
         self._dispatcher = Dispatcher(self._endpoints, self._choice, self._queue, self._flows)
         self._reconfigure_queue(settings.admission)
-        self._placing = Placing(self._endpoints, self._flows, self._backpressure, self._choice, self._dispatcher)
+        advice = Advice(settings.autoscaling.ttft, settings.autoscaling.window)
+        self._placing = Placing(
+            self._endpoints, self._flows, self._backpressure, self._choice, self._dispatcher, advice
+        )
         self._changed: list[Ticket] = []
         """Tickets that were closed because another ticket arrived; `poll` returns them."""
 
@@ -111,6 +115,7 @@ class Balancer:
         self._endpoints.reconfigure(settings)
         self._queue.reconfigure(settings.admission, now=now)
         self._flows.reconfigure(settings.flows, now)
+        self._placing.advice.reconfigure(settings.autoscaling.ttft, settings.autoscaling.window)
         for flow in self._flows:
             self._unpark(flow)
         self._choice.reconfigure(policy, settings.admission)
@@ -151,6 +156,7 @@ class Balancer:
                     ticket.retry_after_s = ticket.refusal.retry_after_s
                     self._end(ticket, Outcome.RATE_LIMITED)
                     return ticket
+            self._placing.advice.demand.arrived(request)
         if flow.limited and flow.is_full:
             ticket.wait = Wait.FLOW
             hopeless = self._choice.outcome_if_hopeless(ticket, now=now)
@@ -271,6 +277,8 @@ class Balancer:
         before, stranding = self._endpoints.version, self._endpoints.check(now=now)
         if self._endpoints.version != before:
             self._dispatcher.wake_all()
+        waiting = (ticket.request.model for ticket in self._queue)
+        self._placing.advice.look(self._endpoints.members(), waiting, now, learns=self._pool is not None)
         return stranding
 
     def is_stranded(self, ticket: Ticket, *, now: float) -> bool:
@@ -378,7 +386,14 @@ class Balancer:
         """A snapshot of the pool."""
         flows = self._flows.snapshot(self._queue.by_flow())
         transfer = None if self._pool is None else of_transfer(self._pool)
-        return PoolSnapshot(self._endpoints.snapshot(now=now), len(self._queue), self._queue.bytes, flows, transfer)
+        return PoolSnapshot(
+            self._endpoints.snapshot(now=now),
+            len(self._queue),
+            self._queue.bytes,
+            flows,
+            transfer,
+            self._placing.advice.models,
+        )
 
     def learned(self, *, now: float) -> tuple[PoolLearned, dict[EndpointUid, EndpointLearned]] | None:
         """What was learned of speeds and caches; None under policies that learn nothing."""

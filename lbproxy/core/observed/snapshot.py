@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from lbproxy.core.endpoints.state import EndpointSnapshot
 from lbproxy.core.observed.learned import LearnedTransfer
 from lbproxy.core.queue.flow import FlowSnapshot
+from lbproxy.core.scaling.advice import ModelScaling
 
 
 @dataclass(frozen=True)
@@ -19,3 +20,5 @@ class PoolSnapshot:
     flows: list[FlowSnapshot] = field(default_factory=list)
     transfer: LearnedTransfer | None = None
     """None: nothing was learned of it."""
+    models: list[ModelScaling] = field(default_factory=list)
+    """What autoscalers want to know, in the order of their names."""
