@@ -17,9 +17,7 @@ MAX_LABEL_CHARS: Final = 128
 
 
 def scaling_families(models: Sequence[ModelScaling]) -> Iterator[Metric]:
-    """Nothing, while no endpoint lists its models."""
-    if not models:
-        return
+    """No sample, while no endpoint has listed its models."""
     by_label = {one.model[:MAX_LABEL_CHARS]: one for one in models[:MAX_MODELS]}
     rows = [((label,), one) for label, one in by_label.items()]
     text = "Endpoints that the model needs for the load that it has, by learned speeds; unknown: those that there are"
