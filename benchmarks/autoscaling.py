@@ -340,8 +340,8 @@ def page(every: Sequence[Compared], runs: Mapping[tuple[str, str], Sequence[Foll
     within = sum(abs(off) <= 1 for off in asked)
     heads = ["workload", "requests/s", "least", "its TTFT p95 (s)", "fleet: recommended", "worst"]
     what = (
-        f"`python -m benchmarks.autoscaling`, lbproxy {__version__}, virtual time. *Least*: the number of servers at which "
-        f"95 % of the requests have their first token within {TARGET_S:g} s and none is refused. *Fleet: recommended*: "
+        f"`python -m benchmarks.autoscaling`, lbproxy {__version__}, virtual time. *Least*: the number of servers at "
+        f"which 95 % of the requests have their first token within {TARGET_S:g} s and none is refused. *Fleet: recommended*: "
         f"what fleets of so many servers recommend after {RUN_S / 60:g} minutes of that load. How the number is made: "
         "[docs/autoscaling.md](../docs/autoscaling.md)."
     )
@@ -392,7 +392,7 @@ def main() -> None:
         runs = {(name, SHAPES[number].name): day.result() for (name, number), day in days.items()}
     text = page(every, runs)
     if options.only:
-        print(text)  # noqa: T201
+        print(text)
     else:
         PAGE.write_text(text)
 
