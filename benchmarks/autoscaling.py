@@ -341,9 +341,9 @@ def page(every: Sequence[Compared], runs: Mapping[tuple[str, str], Sequence[Foll
     heads = ["workload", "requests/s", "least", "its TTFT p95 (s)", "fleet: recommended", "worst"]
     what = (
         f"`python -m benchmarks.autoscaling`, lbproxy {__version__}, virtual time. *Least*: the number of servers at "
-        f"which 95 % of the requests have their first token within {TARGET_S:g} s and none is refused. *Fleet: recommended*: "
-        f"what fleets of so many servers recommend after {RUN_S / 60:g} minutes of that load. How the number is made: "
-        "[docs/autoscaling.md](../docs/autoscaling.md)."
+        f"which 95 % of the requests have their first token within {TARGET_S:g} s and none is refused. *Fleet: "
+        f"recommended*: what fleets of so many servers recommend after {RUN_S / 60:g} minutes of that load. How "
+        "the number is made: [docs/autoscaling.md](../docs/autoscaling.md)."
     )
     rules_text = (
         f"A server takes {START_S:g} s to start. *Recommended* follows `lbproxy_recommended_endpoints`; *queue > 5* "
