@@ -18,6 +18,7 @@ from lbproxy.core.capacity.room import HOLD_MS
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.scaling.capacity import Load, endpoints_for
 from lbproxy.core.scaling.demand import Demand
 from lbproxy.core.scaling.gauges import gauges_of, used_tokens
@@ -32,6 +33,8 @@ DOWN_MARGIN: Final = 1.1
 MAX_GROWTH: Final = 4
 """Times as many endpoints as there are, at most."""
 FORGET_S: Final = 3600.0
+SAMPLE: Final = 100
+"""Endpoints whose gauges are read in one look, about: of more each time others, so that a look takes 2 ms."""
 _SERVING: Final = frozenset({Health.UP, Health.HALF_OPEN})
 
 
@@ -51,17 +54,29 @@ class ModelScaling(NamedTuple):
     """Share of the endpoints' capacity that is left, 0..1; None: as above."""
 
 
+class _Listing(NamedTuple):
+    """What an endpoint lists."""
+
+    cards: Mapping[str, ModelCard]
+    names: frozenset[str]
+    base: frozenset[str]
+    """Those that are no adapters."""
+
+
 class _Group:
     """Models on the same endpoints."""
 
     def __init__(self, now: float) -> None:
+        self.models: frozenset[str] = frozenset()
+        self.base: frozenset[str] = frozenset()
+        self.looked_at = self.listed_at = now
         self.readings = Readings()
         self.enough: deque[tuple[float, int]] = deque()
         """When how many endpoints were enough: falling numbers."""
-        self.since = self.busy_at = now
-        """The first look, and the last at which there was demand."""
+        self.busy_at = now
+        """When there was demand for the last time, or the first look."""
         self.last = 1
-        """The last that was known."""
+        """What was recommended last."""
 
 
 class Advice:
@@ -73,10 +88,10 @@ class Advice:
         """In the order of their names."""
         self._target_s, self._window_s = target_s, window_s
         self._looked_at: float | None = None
+        self._looks = 0
         self._groups: dict[str, _Group] = {}
         """By model: the models of a group have the same."""
-        self._listed_at: dict[str, float] = {}
-        """When an endpoint last listed a model that is no adapter."""
+        self._listings: dict[EndpointUid, _Listing] = {}
         self._streamed: dict[EndpointUid, int] = {}
 
     def reconfigure(self, target_s: float, window_s: float) -> None:
@@ -88,76 +103,76 @@ class Advice:
     ) -> None:
         """Look at all endpoints and at the models of the requests that wait. `learns`: the policy does."""
         for_s = 0.0 if self._looked_at is None else now - self._looked_at
-        self._looked_at = now
+        self._looked_at, self._looks = now, self._looks + 1
         queued = Counter(model for model in waiting if model is not None)
         found = list[ModelScaling]()
-        sets = _groups([(state, frozenset(state.models)) for state in members if state.models])
-        for models, states in sets:
-            self.demand.know(sorted(models))
-            self._note(states, now)
-            found += self._look_at(models, states, queued, for_s, now, learns=learns)
-        self._streamed = {uid: self._streamed[uid] for _, states in sets for uid in (s.endpoint.uid for s in states)}
-        gone = [model for model, at in self._listed_at.items() if at < now]
-        for model in gone:
-            if now - self._listed_at[model] > FORGET_S:
-                self._forget(model)
-            else:
-                found += self._look_at(frozenset({model}), (), queued, for_s, now, learns=learns)
+        listed = [(state, self._listing(state)) for state in members if state.models]
+        streamed, self._streamed = self._streamed, {state.endpoint.uid: state.tokens_streamed for state, _ in listed}
+        self._listings = {state.endpoint.uid: listing for state, listing in listed}
+        for names, base, states in _sets(listed):
+            self.demand.know(sorted(names))
+            group = self._group(names, now)
+            group.base, group.looked_at, group.listed_at = base, now, now
+            tokens = sum(one.tokens_streamed - streamed.get(one.endpoint.uid, one.tokens_streamed) for one in states)
+            found += self._look_at(group, states, tokens, queued, for_s, learns=learns)
+        for group in {id(one): one for one in self._groups.values() if one.looked_at < now}.values():
+            group.looked_at = now
+            found += self._look_at(group, (), 0, queued, for_s, learns=learns)
+        self._forget_the_gone(now)
         self.models = sorted(found)
 
-    def _note(self, states: Sequence[EndpointState], now: float) -> None:
-        for state in states:
-            for card in (state.models or {}).values():
-                if card.parent is None and (card.id in self.demand.models):
-                    self._listed_at[card.id] = now
+    def _listing(self, state: EndpointState) -> _Listing:
+        """What it lists, read again only if it lists something else."""
+        known, cards = self._listings.get(state.endpoint.uid), state.models
+        assert cards is not None
+        if known is not None and known.cards is cards:
+            return known
+        return _Listing(cards, frozenset(cards), frozenset(name for name, one in cards.items() if one.parent is None))
 
-    def _forget(self, model: str) -> None:
-        del self._listed_at[model]
-        self.demand.models.pop(model, None)
-        self._groups.pop(model, None)
+    def _group(self, names: frozenset[str], now: float) -> _Group:
+        """The group of these models. One that has changed goes on with what is known of one of its models."""
+        group = next((self._groups[name] for name in sorted(names) if name in self._groups), None) or _Group(now)
+        if group.models != names:
+            group.models = names
+            self._groups |= {name: group for name in names if name in self.demand.models}
+        return group
+
+    def _forget_the_gone(self, now: float) -> None:
+        for name, group in list(self._groups.items()):
+            if name not in group.models or now - group.listed_at > FORGET_S:
+                del self._groups[name], self.demand.models[name]
 
     def _look_at(
         self,
-        models: frozenset[str],
+        group: _Group,
         states: Sequence[EndpointState],
+        streamed: int,
         queued: Mapping[str, int],
         for_s: float,
-        now: float,
         *,
         learns: bool,
     ) -> list[ModelScaling]:
-        """One group; its models that are no adapters."""
+        """One group; its models that are no adapters. `streamed`: tokens since the last look."""
+        now = group.looked_at
         usable = [state for state in states if _takes_requests(state)]
-        waiting = sum(queued.get(model, 0) for model in models)
+        step = 1 + len(usable) // SAMPLE
+        sample = usable[self._looks % step :: step]
+        waiting = sum(queued.get(model, 0) for model in group.models) if queued else 0
         recommended: int | None = None
-        streamed = self._streamed_by(states)
         if learns:
-            group = self._group(models, now)
-            gauges = gauges_of(usable, now)
-            counts = total(self.demand.models[model] for model in models if model in self.demand.models)
+            gauges = gauges_of(sample, len(usable), now)
+            counts = total(self.demand.models[model] for model in group.models if model in self.demand.models)
             group.readings.look(counts, streamed, gauges, for_s)
             if gauges is not None or not usable:
                 recommended = self._recommend(group, len(usable), waiting, now)
-        wait_s, room = (_wait_s(usable, waiting, now), _room(usable, now)) if learns and usable else (None, None)
-        base = sorted(model for model in models if model in self._listed_at)
-        return [ModelScaling(model, len(usable), recommended, queued.get(model, 0), wait_s, room) for model in base]
-
-    def _group(self, models: frozenset[str], now: float) -> _Group:
-        """What is known of them; a group that has changed goes on with what is known of one of its models."""
-        group = next((self._groups[model] for model in sorted(models) if model in self._groups), None) or _Group(now)
-        for model in models:
-            if model in self.demand.models:
-                self._groups[model] = group
-        return group
-
-    def _streamed_by(self, states: Sequence[EndpointState]) -> int:
-        """Tokens that these endpoints have streamed since the last look."""
-        more = 0
-        for state in states:
-            uid, tokens = state.endpoint.uid, state.tokens_streamed
-            more += tokens - self._streamed.get(uid, tokens)
-            self._streamed[uid] = tokens
-        return more
+        wait_s = room = None
+        if learns and sample:
+            wait_s, room = _wait_s(sample, waiting * len(sample) / len(usable), now), _room(sample, now)
+        return [
+            ModelScaling(model, len(usable), recommended, queued.get(model, 0), wait_s, room)
+            for model in group.base
+            if model in self.demand.models
+        ]
 
     def _recommend(self, group: _Group, count: int, waiting: int, now: float) -> int:
         readings, window_s = group.readings, self._window_s
@@ -191,29 +206,34 @@ def _enough(readings: Readings, load: Load, count: int, target_s: float) -> int 
     return max(1, min(enough, MAX_GROWTH * max(count, 1)))
 
 
-def _groups(
-    states: Sequence[tuple[EndpointState, frozenset[str]]],
-) -> list[tuple[frozenset[str], list[EndpointState]]]:
-    """Endpoints by the models that they serve, in the order of the endpoints: those that have one in common belong
+def _sets(
+    listed: Sequence[tuple[EndpointState, _Listing]],
+) -> list[tuple[frozenset[str], frozenset[str], list[EndpointState]]]:
+    """Endpoints by the models that they list, all and those that are no adapters: those with one in common belong
     together.
     """
-    alike: dict[frozenset[str], list[EndpointState]] = {}
-    for state, models in states:
-        alike.setdefault(models, []).append(state)
-    groups: list[tuple[frozenset[str], list[EndpointState]]] = []
-    for models, members in alike.items():
-        joined = [group for group in groups if group[0] & models]
-        groups = [group for group in groups if not group[0] & models]
-        every = [state for _, others in joined for state in others]
-        groups.append((models.union(*(others for others, _ in joined)), every + members))
-    return groups
+    alike: dict[frozenset[str], tuple[frozenset[str], list[EndpointState]]] = {}
+    for state, listing in listed:
+        alike.setdefault(listing.names, (listing.base, []))[1].append(state)
+    sets: list[tuple[frozenset[str], frozenset[str], list[EndpointState]]] = []
+    for names, (base, members) in alike.items():
+        joined = [(names, base, members), *(one for one in sets if one[0] & names)]
+        sets = [one for one in sets if not one[0] & names]
+        sets.append(
+            (
+                frozenset[str]().union(*(one[0] for one in joined)),
+                frozenset[str]().union(*(one[1] for one in joined)),
+                [state for one in joined for state in one[2]],
+            )
+        )
+    return sets
 
 
 def _takes_requests(state: EndpointState) -> bool:
     return not state.draining and not state.removed and state.health in _SERVING
 
 
-def _wait_s(usable: Sequence[EndpointState], waiting: int, now: float) -> float:
+def _wait_s(usable: Sequence[EndpointState], waiting: float, now: float) -> float:
     """How long a request waits that arrives now: behind those that wait here, then at the best endpoint."""
     least_ms = min(state.load.wait_ms(now) for state in usable)
     starts = sum(state.load.room.slots.rate(now) for state in usable) if waiting else 1.0

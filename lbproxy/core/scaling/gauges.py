@@ -36,8 +36,10 @@ class Gauges(NamedTuple):
     """For a token; None: not known."""
 
 
-def gauges_of(usable: Sequence[EndpointState], now: float) -> Gauges | None:
-    """Of endpoints that take requests; None if there are none, or if they share the work of one request."""
+def gauges_of(usable: Sequence[EndpointState], endpoints: int, now: float) -> Gauges | None:
+    """Of a sample of `endpoints` that take requests; None if there are none, or if they share the work of one
+    request.
+    """
     if not usable or any(state.handover.role is not Role.BOTH for state in usable):
         return None
     count = len(usable)
@@ -49,7 +51,7 @@ def gauges_of(usable: Sequence[EndpointState], now: float) -> Gauges | None:
     pool = usable[0].load.pool
     is_learned = pool.samples.prefill_ms_per_token >= MIN_PREFILLS * pool.index.members
     return Gauges(
-        count,
+        endpoints,
         sum(running) / count,
         sum(state.in_flight for state in usable) / count,
         max(running),

@@ -165,3 +165,39 @@ def test_waiting_requests_are_counted_by_model() -> None:
     assert one.waiting == len(balancer._queue) > 0
     assert one.room == 0.0
     assert (one.predicted_wait_s or 0.0) > 0.0
+
+
+def test_what_no_endpoint_lists_any_more_is_no_part_of_the_demand() -> None:
+    """A model leaves endpoints that go on with another: it has no series, and its counts do not spoil the rest."""
+    balancer, endpoints = pool_of(2, policy="adaptive")
+    for endpoint in endpoints:
+        balancer.report_models(endpoint.uid, [card("m"), card("n")])
+    now = pass_time(balancer, endpoints, 0.0, 30, rate=3, model="n")
+    for endpoint in endpoints:
+        balancer.report_models(endpoint.uid, [card("m")])
+    now = pass_time(balancer, endpoints, now, 30, rate=3)
+    assert [one.model for one in balancer.snapshot(now=now).models] == ["m"]
+    assert list(balancer._placing.advice.demand.models) == ["m"]
+    assert advice(balancer).recommended == 2
+
+
+def test_several_models_of_endpoints_that_are_gone_are_still_one_demand() -> None:
+    balancer, endpoints = pool_of(1, policy="adaptive")
+    balancer.report_models(endpoints[0].uid, [card("m"), card("n")])
+    now = pass_time(balancer, endpoints, 0.0, 30, rate=3)
+    balancer.set_endpoints([], now=now)
+    balancer.submit(named("n"), now=now)
+    now = pass_time(balancer, [], now, 10)
+    assert [(one.model, one.endpoints, one.recommended) for one in balancer.snapshot(now=now).models] == [
+        ("m", 0, 1),
+        ("n", 0, 1),
+    ]
+
+
+def test_of_a_large_fleet_a_part_is_read_at_a_time() -> None:
+    balancer, endpoints = pool_of(500, policy="adaptive")
+    now = pass_time(balancer, endpoints, 0.0, 12, rate=20)
+    one = advice(balancer)
+    assert one.endpoints == one.recommended == 500
+    assert one.room is not None
+    assert now == 12.0
