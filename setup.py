@@ -36,6 +36,7 @@ COMPILED = {
         "choice dispatcher failed_attempts flow flows queue_overload stored_responses ticket tiers waiting_queue"
     ),
     "lbproxy/core/sleeping": "demand phase server servers sleepers",
+    "lbproxy/core/scaling": "demand",
     "lbproxy/core/replicas": "journal peers",
     "lbproxy/core/observed": "record snapshot",
     "lbproxy/workers": "contents known link remote reports server",

@@ -137,6 +137,7 @@ def _add_mock(mock: argparse.ArgumentParser) -> None:
     mock.add_argument("--lora-updates", action="store_true", help=what)
     _add_transfer(mock.add_argument_group("prefill and decode on different servers"))
     _add_sleep(mock.add_argument_group("sleep mode"))
+    _add_provider(mock.add_argument_group("a paid provider"))
 
 
 def _add_sleep(mock: argparse._ArgumentGroup) -> None:
@@ -176,6 +177,17 @@ def _add_transfer(mock: argparse._ArgumentGroup) -> None:
     what = "publish KV events, at tcp://*:5557; tcp://host:5557 connects there (needs the extra kv-events)"
     mock.add_argument("--kv-events", metavar="URL", help=what)
     mock.add_argument("--kv-events-replay", metavar="URL", help="replay lost ones, at tcp://*:5657")
+
+
+def _add_provider(mock: argparse._ArgumentGroup) -> None:
+    """Options of a simulated server that is a paid provider."""
+    what = "be a paid provider: OpenAI's errors, no /health and no /metrics; each of the following implies it"
+    mock.add_argument("--provider", action="store_true", help=what)
+    mock.add_argument("--path-prefix", metavar="PATH", help="where its API is (default: /v1), such as /openai/v1")
+    mock.add_argument("--require-key", metavar="KEY", help="the API key that it accepts (default: any)")
+    mock.add_argument("--requests-per-minute", type=int, metavar="N", help="limit of requests (default: no limit)")
+    what = "limit of tokens, of prompts and what they may generate (default: no limit)"
+    mock.add_argument("--tokens-per-minute", type=int, metavar="N", help=what)
 
 
 def _add_admin_commands(commands: Subparsers) -> None:

@@ -52,6 +52,7 @@ ONLY_IN = {
         "control/families/kv_events.py",
         "control/families/replicas.py",
         "control/families/sleeping.py",
+        "control/families/scaling.py",
         "control/families/splits.py",
         "control/families/tiers.py",
     },
@@ -74,7 +75,9 @@ READS_FILES = {
     "workers/shares.py",
 }
 PACKAGES = {
-    "core": "requests engines caches capacity knowledge saved endpoints policies queue sleeping observed replicas",
+    "core": (
+        "requests engines caches capacity knowledge saved endpoints policies queue sleeping scaling observed replicas"
+    ),
     "control": "probing discovery families sleeping telemetry saving admin",
     "net": "dialing connections",
     "proxy": "request exchange sockets front",

@@ -46,6 +46,10 @@ def test_rules_are_about_families_and_records_that_exist() -> None:
     assert records - {"lbproxy:in_flight:max_over_mean"} <= used | {
         "lbproxy:time_to_first_byte_seconds:p50_5m",
         "lbproxy:time_to_first_byte_seconds:p95_5m",
+        "lbproxy:recommended_endpoints:max",
+        "lbproxy:model_predicted_wait_seconds:max1m",
+        "lbproxy:model_waiting_requests:sum",
+        "lbproxy:model_room_ratio:min",
     }
 
 

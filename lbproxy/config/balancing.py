@@ -9,6 +9,7 @@ from typing import NamedTuple
 from lbproxy.config.sections.endpoints import ScrapeSettings
 from lbproxy.config.sections.flows import FlowsSettings
 from lbproxy.config.sections.health import BreakerSettings, HealthSettings
+from lbproxy.config.sections.observing import AutoscalingSettings
 from lbproxy.config.sections.routing import AdmissionSettings, OverflowSettings, RetrySettings
 from lbproxy.config.sleep import HostSettings
 
@@ -24,3 +25,4 @@ class BalancingSettings(NamedTuple):
     scrape: ScrapeSettings = ScrapeSettings()
     overflow: OverflowSettings = OverflowSettings()
     hosts: Mapping[str, HostSettings] = MappingProxyType({})
+    autoscaling: AutoscalingSettings = AutoscalingSettings()

@@ -24,7 +24,7 @@ from lbproxy.config.sections.engines import MAX_ENGINES, EngineSettings, check_e
 from lbproxy.config.sections.flows import FlowsSettings
 from lbproxy.config.sections.health import BreakerSettings, HealthSettings
 from lbproxy.config.sections.models import MAX_ALIASES, ModelSettings, check_aliases
-from lbproxy.config.sections.observing import ExplainSettings, TraceSettings
+from lbproxy.config.sections.observing import AutoscalingSettings, ExplainSettings, TraceSettings
 from lbproxy.config.sections.proxies import LOOPBACK, MAX_TRUSTED, ForwardedMode, Network, read_networks
 from lbproxy.config.sections.replicas import ReplicasSettings
 from lbproxy.config.sections.routing import (
@@ -130,6 +130,8 @@ class Settings(Section):
     """Why requests went where they went."""
     traces: TraceSettings = TraceSettings()
     """Spans of each request, sent to an OpenTelemetry collector."""
+    autoscaling: AutoscalingSettings = AutoscalingSettings()
+    """How many endpoints are recommended for each model."""
 
     @property
     def balancing(self) -> BalancingSettings:
@@ -143,6 +145,7 @@ class Settings(Section):
             self.scrape,
             self.overflow,
             self.hosts,
+            self.autoscaling,
         )
 
     @field_validator("forwarded", mode="before")

@@ -68,6 +68,7 @@ from lbproxy.core.requests.retry import FailureKind, Retries, Verdict
 from lbproxy.core.saved.pieces import Piece
 from lbproxy.core.saved.reading import Saved
 from lbproxy.core.saved.restoring import Restoring
+from lbproxy.core.scaling.advice import Advice
 from lbproxy.core.sleeping.sleepers import Sleepers
 
 
@@ -94,7 +95,9 @@ class Balancer:
         self._choice.wakes_in_s, self._choice.passed_by = self.sleepers.wakes_in_s, self.sleepers.passed_by
         self._overdue = Overdue(self._choice, self._dispatcher, self._queue)
         self._reconfigure_queue(settings.admission)
-        self._placing = Placing(self._endpoints, self._flows, self._backpressure, self._choice, self._dispatcher)
+        advice = Advice(settings.autoscaling.ttft, settings.autoscaling.window)
+        parts = self._endpoints, self._flows, self._backpressure, self._choice, self._dispatcher
+        self._placing = Placing(*parts, advice)
         self._changed: list[Ticket] = []
         """Tickets that were closed because another ticket arrived; `poll` returns them."""
 
@@ -118,6 +121,7 @@ class Balancer:
         self.sleepers.reconfigure(settings.hosts)
         self._queue.reconfigure(settings.admission, now=now)
         self._flows.reconfigure(settings.flows, now)
+        self._placing.advice.reconfigure(settings.autoscaling.ttft, settings.autoscaling.window)
         for flow in self._flows:
             self._unpark(flow)
         self._choice.reconfigure(policy, settings.admission)
@@ -159,6 +163,7 @@ class Balancer:
                     ticket.retry_after_s = ticket.refusal.retry_after_s
                     self._end(ticket, Outcome.RATE_LIMITED)
                     return ticket
+            self._placing.advice.demand.arrived(request)
         if flow.limited and flow.is_full:
             ticket.wait = Wait.FLOW
             hopeless = self._choice.outcome_if_hopeless(ticket, now=now)
@@ -202,8 +207,7 @@ class Balancer:
             self._dispatcher.wake_due(now)
             if self._dispatcher.has_work:
                 self._dispatcher.serve(now, self._consider, changed)
-            if self._endpoints.has_tiers:
-                self._overdue.serve(now, self._consider, changed)
+            self._overdue.serve(now, self._consider, changed)
             for ticket in self._queue.expired(now):
                 deadline = ticket.request.deadline
                 too_late = Outcome.EXPIRED if deadline is None or now < deadline else Outcome.TOO_LATE
@@ -287,6 +291,8 @@ class Balancer:
         before, stranding = self._endpoints.version, self._endpoints.check(now=now)
         if self._endpoints.version != before:
             self._dispatcher.wake_all()
+        waiting = (ticket.request.model for ticket in self._queue)
+        self._placing.advice.look(self._endpoints.members(), waiting, now, learns=self._pool is not None)
         return stranding
 
     def is_stranded(self, ticket: Ticket, *, now: float) -> bool:
@@ -394,8 +400,9 @@ class Balancer:
         """A snapshot of the pool."""
         flows = self._flows.snapshot(self._queue.by_flow())
         transfer = None if self._pool is None else of_transfer(self._pool)
-        endpoints, sleep = self._endpoints.snapshot(now=now), self.sleepers.snapshot(now)
-        return PoolSnapshot(endpoints, len(self._queue), self._queue.bytes, flows, transfer, sleep)
+        endpoints, models = self._endpoints.snapshot(now=now), self._placing.advice.models
+        sleep = self.sleepers.snapshot(now)
+        return PoolSnapshot(endpoints, len(self._queue), self._queue.bytes, flows, transfer, models, sleep)
 
     def learned(self, *, now: float) -> tuple[PoolLearned, dict[EndpointUid, EndpointLearned]] | None:
         """What was learned of speeds and caches; None under policies that learn nothing."""
@@ -458,8 +465,7 @@ class Balancer:
             self._refuse(shed, Outcome.SATURATED, now)
             if shed is not ticket:
                 self._changed.append(shed)
-        if self._endpoints.has_tiers and ticket.state is TicketState.WAITING:
-            self._overdue.add(ticket, now)
+        self._overdue.add(ticket, now)
 
     def _unpark(self, flow: Flow) -> None:
         """Let parked requests of the flow wait for an endpoint, as many as its limit allows."""
@@ -471,14 +477,12 @@ class Balancer:
     def _refuse(self, ticket: Ticket, outcome: Outcome, now: float) -> None:
         """End a ticket for lack of room; or place it on a higher tier, if one has some."""
         if self._endpoints.has_tiers and ticket.counts_in_flow:
-            retry_after_s = ticket.retry_after_s
             state = self._choice.elsewhere(ticket, outcome, now)
             if state is not None:
                 self._queue.remove(ticket)
                 self._dispatcher.release(ticket)
                 self._place(ticket, state, now)
                 return
-            ticket.retry_after_s = retry_after_s
         self._end(ticket, outcome)
 
     def _end(self, ticket: Ticket, outcome: Outcome) -> None:

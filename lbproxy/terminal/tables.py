@@ -107,6 +107,9 @@ def offer(state: Fields) -> Text:
     more = f" and {len(models) - MAX_MODELS} more" if len(models) > MAX_MODELS else ""
     what = f"serves {listed}{more}" if models else "no models known yet"
     text = Text(f"{plain(state['listen'])} {what}" if state.get("listen") else what)
+    wanted = [one for one in state.get("models") or () if one["recommended"] not in {None, one["endpoints"]}]
+    for one in wanted[:MAX_MODELS]:
+        text.append(f"\n{_short(plain(one['model']))} has {one['endpoints']} endpoints and needs {one['recommended']}")
     reasons = {one["endpoint"]: one for one in reversed(state["transitions"])}
     ailing = [one for one in state["endpoints"] if one["health"] not in {"up", "starting"} and not one["leaving"]]
     for one in ailing[:MAX_AILING]:

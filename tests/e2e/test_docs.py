@@ -221,6 +221,8 @@ def live_page(folder: Path) -> str:
                     pool.submit(httpx.post, f"{listen}/v1/completions", json=body | {"max_tokens": 100}, timeout=60)
                 seen = "lbproxy_endpoint_request_limit{"
                 run(until(lambda: seen in httpx.get(f"{admin}/metrics").text, "it was scraped while some waited"))
+            seen = "lbproxy_recommended_endpoints{"
+            run(until(lambda: seen in httpx.get(f"{admin}/metrics").text, "the models were looked at"))
             seen = 'lbproxy_state_writes_total{result="written"} 0.0'
             run(until(lambda: seen not in httpx.get(f"{admin}/metrics").text, "the state file was written"))
             return httpx.get(f"{admin}/metrics").text

@@ -163,6 +163,16 @@ _STATE = record(
         age_at_start_s=_maybe(NUMBER), bytes=_maybe(COUNT), written_at=_maybe(STAMP), writes=_each(COUNT)
     ),
     endpoints=_list(ref("Endpoint")),
+    models=_list(
+        record(
+            model=TEXT,
+            endpoints=COUNT,
+            recommended=_maybe(COUNT),
+            waiting=COUNT,
+            predicted_wait_s=_maybe(NUMBER),
+            room=_maybe(NUMBER),
+        )
+    ),
     queue=record(
         waiting=COUNT,
         bytes=COUNT,

@@ -96,6 +96,7 @@ class State:
             "settings": {"accepted": loads.succeeded, "at": stamp(loads.succeeded_at)},
             "state_file": _state_file(loads.state),
             "endpoints": self.endpoints(),
+            "models": [_rounded(one._asdict()) for one in self._runtime.snapshot().models],
             "queue": _queue(self._runtime.queue()),
             "learned": None if learned is None else _rounded(asdict(learned[0])),
             "transitions": self.recent.transitions()[:RECENT_TRANSITIONS],

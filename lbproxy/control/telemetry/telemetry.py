@@ -55,6 +55,7 @@ from lbproxy.control.families.endpoints import one_per_name, render_endpoints
 from lbproxy.control.families.histogram import Histogram
 from lbproxy.control.families.kv_events import KvEvents, kv_families
 from lbproxy.control.families.replicas import Replicas, replica_families
+from lbproxy.control.families.scaling import scaling_families
 from lbproxy.control.families.sleeping import Sleeping, sleep_families
 from lbproxy.control.families.tiers import PlacementCounts
 from lbproxy.control.probing.scraper import Scraper
@@ -373,6 +374,7 @@ class Telemetry:
         # None of these iterates over live state while it is suspended.
         yield from self._request_families()
         yield from self._endpoint_counters()
+        yield from scaling_families(snapshot.models)
         yield from self._special.families(snapshot, sum(self._queue_wait.counts))
         yield from self._scrape_families()
         if self._sources is not None:

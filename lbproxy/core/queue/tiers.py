@@ -125,6 +125,7 @@ class TieredChoice(Choice):
         reason, deadline = _REASONS.get(outcome), ticket.request.deadline
         if reason is None or (deadline is not None and now >= deadline):
             return None
+        retry_after_s = ticket.retry_after_s
         for members in self.members_by_tier(ticket, False, now):
             if members[0].endpoint.tier == self._endpoints.lowest_tier:
                 continue
@@ -133,7 +134,13 @@ class TieredChoice(Choice):
                 self._note(ticket, reason)
                 return result.chosen
         ticket.best = ticket.decode_on = None
+        ticket.retry_after_s = retry_after_s
         return None
+
+    @property
+    def has_tiers(self) -> bool:
+        """There are several, or endpoints with limits of their own."""
+        return self._endpoints.has_tiers
 
     def has_room_above(self, now: float) -> bool:
         """Whether an endpoint above the lowest tier has room."""
@@ -191,8 +198,8 @@ class Overdue:
         self._added = 0
 
     def add(self, ticket: Ticket, now: float) -> None:
-        """Add a ticket that begins to wait. No effect if it may wait for ever."""
-        if self._choice.after_s is not None:
+        """Add a ticket that begins to wait. No effect if it may wait for ever, or there is no other tier."""
+        if self._choice.after_s is not None and self._choice.has_tiers and ticket.state is TicketState.WAITING:
             self._push(ticket, now + self._choice.after_s)
 
     def _push(self, ticket: Ticket, at: float) -> None:

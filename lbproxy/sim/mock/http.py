@@ -17,6 +17,7 @@ from typing import Self
 
 import orjson
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from lbproxy.sim.engine.model_server import ModelServer, make_server
 from lbproxy.sim.engine.presets import BLOCK_TOKENS
@@ -36,6 +37,7 @@ from lbproxy.sim.mock.sabotage import Handler, Saboteur
 from lbproxy.sim.mock.serving.desk import Desk, client_request_id, detail, fields_of, json_response
 from lbproxy.sim.mock.serving.driver import Driver
 from lbproxy.sim.mock.serving.generation import Generation
+from lbproxy.sim.mock.serving.provider import API, Provider
 from lbproxy.sim.mock.serving.published import CLEAR_PATH, Published
 from lbproxy.sim.mock.serving.reading import Reading
 from lbproxy.sim.mock.serving.realtime import Realtime
@@ -76,7 +78,8 @@ class MockServer:
         self._started_at = time.time()
         self._created = int(self._started_at)
         self._runner: web.AppRunner | None = None
-        self._saboteur = Saboteur(parse_faults("\n".join(options.faults)), options.seed, self._refuse, self.driver.pace)
+        faults = parse_faults("\n".join(options.faults))
+        self._saboteur = Saboteur(faults, options.seed, self._refuse, self.driver.pace, options.path_prefix or API)
 
     @property
     def url(self) -> str:
@@ -135,16 +138,22 @@ class MockServer:
         await self.close()
 
     def _application(self) -> web.Application:
-        application = web.Application(
-            client_max_size=MAX_BODY_BYTES, middlewares=[self._saboteur.middleware, _vllm_errors]
-        )
-        application.on_response_prepare.append(_sign)
+        api = [
+            *Generation(self._desk).routes(),
+            *Reading(self._desk).routes(),
+            *Responses(self._desk).routes(),
+            *Realtime(self._desk).routes(),
+        ]
+        if self.options.is_provider:
+            provider = Provider(self.options, self._created)
+            application = self._bare_application(provider.middleware)
+            application.on_response_prepare.append(provider.sign)
+            application.add_routes([*provider.routes(api), *self._saboteur.routes()])
+            return application
+        application = self._bare_application(_vllm_errors)
         application.add_routes(
             [
-                *Generation(self._desk).routes(),
-                *Reading(self._desk).routes(),
-                *Responses(self._desk).routes(),
-                *Realtime(self._desk).routes(),
+                *api,
                 # FastAPI, unlike aiohttp, does not answer HEAD where it answers GET.
                 web.get("/v1/models", self._models, allow_head=False),
                 web.get("/health", self._health, allow_head=False),
@@ -161,6 +170,12 @@ class MockServer:
         if self.options.lora_updates:
             application.router.add_post(LOAD_PATH, self._load_adapter)
             application.router.add_post(UNLOAD_PATH, self._unload_adapter)
+        return application
+
+    def _bare_application(self, errors: Middleware) -> web.Application:
+        """One without routes. `errors` words what is refused."""
+        application = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._saboteur.middleware, errors])
+        application.on_response_prepare.append(_sign)
         return application
 
     def _stepped(self, adapters: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,6 +18,7 @@ CONNECTORS = {"nixl": "vllm", "shared-storage": "vllm", "sglang": "sglang", "moo
 """And the engine that each belongs to."""
 
 MAX_RANKS = 64
+_PREFIX = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,16 @@ class MockOptions:
     gpu: str | None = None
     """Name of a GPU that it shares with other simulated servers on this machine: only one that is awake has memory."""
 
+    provider: bool = False
+    """It is a paid provider (`serving.provider`); any of the following makes it one as well."""
+    path_prefix: str | None = None
+    """Where its API is, instead of `/v1`."""
+    require_key: str | None = None
+    """The only API key that it accepts; None = none is needed."""
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    """None = as many as come."""
+
     def __post_init__(self) -> None:
         self._check_transfer()
         self._check_sleep()
@@ -119,6 +131,7 @@ class MockOptions:
             raise ValueError("kv_events needs an engine with a cache, which there is none with ttft")
         if self.kv_events_replay is not None and self.kv_events is None:
             raise ValueError("kv_events_replay needs kv_events")
+        self._check_provider()
         self.times()
         Adapters(self.model, self.adapters)
         self.hardware()
@@ -154,6 +167,25 @@ class MockOptions:
             raise ValueError(f"kv_lease must be a positive number, got {self.kv_lease}")
         if self.kv_load_failure not in ("fail", "recompute"):
             raise ValueError(f"kv_load_failure must be 'fail' or 'recompute', got {self.kv_load_failure!r}")
+
+    def _check_provider(self) -> None:
+        prefix = self.path_prefix
+        if prefix is not None and not _PREFIX.fullmatch(prefix):
+            raise ValueError(f"path_prefix must be like /openai/v1, got {prefix!r}")
+        if self.require_key is not None and not (self.require_key.isascii() and self.require_key.isprintable()):
+            raise ValueError("require_key must be printable ASCII")
+        for name in ("requests_per_minute", "tokens_per_minute"):
+            limit: int | None = getattr(self, name)
+            if limit is not None and limit < 1:
+                raise ValueError(f"{name} must be at least 1, got {limit}")
+        if self.is_provider and self.connector is not None:
+            raise ValueError("a provider has no connector")
+
+    @property
+    def is_provider(self) -> bool:
+        """Is it a paid provider?"""
+        given = (self.path_prefix, self.require_key, self.requests_per_minute, self.tokens_per_minute)
+        return self.provider or any(one is not None for one in given)
 
     def times(self) -> FixedTimes | None:
         """Those of a server whose times are fixed; None = it is an engine."""
