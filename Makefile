@@ -9,7 +9,7 @@ BUILT := build/compiled
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .PHONY: run test test-tools chaos soak test-real test-clients check format lint types lock clean compiled bench-dashboard bench-overhead profile bench-routing \
-        bench-routing-http recording night wheels wheels-check wheels-test sbom
+        bench-routing-http recording night wheels wheels-check wheels-test image-test sbom
 
 run: $(VENV)/.run
 	$(BIN)/lbproxy demo
@@ -182,6 +182,10 @@ wheels-check: $(VENV)/.dev
 # What is in dist, installed into empty environments without a compiler, and started.
 wheels-test: $(VENV)/.dev
 	$(BIN)/python -m release.install dist/*.whl
+
+# The image's build stage with the compiled wheel in dist, as far as it goes without Docker; as root, it runs as the image's user.
+image-test: $(VENV)/.dev
+	$(BIN)/python -m release.image dist
 
 # CycloneDX, of what the lock files install.
 sbom: $(VENV)/.dev

@@ -135,6 +135,14 @@ class _Running:
             raise InstallError(f"no {pattern!r} in:\n{self.output}")
         return match
 
+    def close(self) -> None:
+        """Kill it, if it still runs."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(WITHIN_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
     def stop(self) -> None:
         """End it by SIGTERM; it must end well. All its output is there afterwards."""
         self.process.send_signal(signal.SIGTERM)
@@ -149,8 +157,7 @@ def _running(command: Sequence[str], env: Mapping[str, str]) -> Iterator[_Runnin
     try:
         yield running
     finally:
-        running.process.kill()
-        running.process.wait()
+        running.close()
 
 
 def main() -> int:
