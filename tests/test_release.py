@@ -128,6 +128,26 @@ def test_the_schema_of_workflows_is_asked(tmp_path: Path) -> None:
     assert "run-on" in check_schema("vendor.github-workflows", file).stdout
 
 
+def zizmor(file: Path) -> subprocess.CompletedProcess[str]:
+    """Its findings of a workflow that are more than advice."""
+    program = Path(sys.executable).with_name("zizmor")
+    options = ("--offline", "--no-progress", "--min-severity", "medium", "--config")
+    command: list[str | Path] = [program, *options, ROOT / ".github/zizmor.yml", file]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.name)
+def test_a_workflow_is_without_a_finding(file: Path) -> None:
+    done = zizmor(file)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_workflow_that_runs_what_a_stranger_wrote_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "ci.yml"
+    file.write_text(WORKFLOWS[0].read_text().replace("make lint types", "echo ${{ github.event.issue.title }}"))
+    assert "template-injection" in zizmor(file).stdout
+
+
 def test_workflows_have_no_more_rights_than_they_need() -> None:
     """Read only, but for the jobs that publish; each action at a version; no event that gives a fork our secrets."""
     assert {file.stem for file in WORKFLOWS} == {"ci", "release"}
