@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import gc
 import json
+import logging
 import os
 import signal
 import sys
@@ -50,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lbproxy", description="Load balancer for LLM servers. `lbproxy --config FILE` runs it."
     )
-    version = f"lbproxy {__version__}{', compiled' if process.is_compiled() else ''}"
+    version = f"lbproxy {__version__} ({'compiled' if process.is_compiled() else 'pure Python'})"
     parser.add_argument("--version", action="version", version=version)
     parser.add_argument("--config", metavar="FILE", help="settings (YAML); config.example.yaml explains every key")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -232,11 +233,17 @@ def _run(args: argparse.Namespace) -> int:
         loop.add_signal_handler(signal.SIGHUP, orders.reload.set)
         loop.add_signal_handler(signal.SIGUSR2, orders.restart.set)
         if worker_count(settings) > 1:
-            return supervise(settings, Text(text, args.config), orders=orders, on_ready=lambda _: None)
-        return app.serve(settings, orders=orders, on_ready=lambda _: None)
+            return supervise(settings, Text(text, args.config), orders=orders, on_ready=_warn_if_interpreted)
+        return app.serve(settings, orders=orders, on_ready=_warn_if_interpreted)
 
     _run_until_signal(start)
     return 0
+
+
+def _warn_if_interpreted(_: object) -> None:
+    """Called once, by the process that was started, whose log is set up by then."""
+    if not process.is_compiled():
+        logging.getLogger("lbproxy").warning(process.NOT_COMPILED, extra={"event": "start"})
 
 
 def _check(args: argparse.Namespace) -> int:

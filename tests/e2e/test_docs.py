@@ -48,6 +48,7 @@ ENVIRON = {
     "GPU_HOST": "gpu-1",
     "LBPROXY_ADMIN_TOKEN": "5f4dcc3b5aa765d61d8327deb882cf99",
     "TEAM_A_KEY": "e0" * 16,
+    "SERVER_KEY": "5e" * 16,
     "REDIS_PASSWORD": "s3cret",
 }
 """The variables that the docs speak of."""
