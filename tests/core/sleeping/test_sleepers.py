@@ -584,3 +584,49 @@ def test_uids_of_other_endpoints_are_no_servers() -> None:
     fleet.sleepers.reported(EndpointUid(99), True, asked_at=1.0, now=1.0)
     fleet.sleepers.ended(EndpointUid(99), Task.WAKE, None, now=1.0)
     assert fleet.sleepers.ask(EndpointUid(99), Task.WAKE, now=1.0) is not None
+
+
+def test_a_request_for_a_stored_response_wakes_the_endpoint_that_stores_it_and_no_other() -> None:
+    """vLLM's store is in its API server, and survives the sleep."""
+    fleet = Fleet("m0", "m0", asleep=[1])
+    store = fleet.balancer.stored_responses
+    request = InferenceRequest("r", "m0", response_id="resp_1")
+    store.remember("resp_1", fleet.endpoints[1].uid, request, now=0.5)
+    ticket = fleet.balancer.submit(request, now=1.0)
+    assert (ticket.state, ticket.wait) == (TicketState.WAITING, Wait.WAKING)
+    assert fleet.orders(1.0) == [("wake", 1)]
+    fleet.end(1, Task.WAKE, now=4.0)
+    assert fleet.balancer.poll(now=4.0) == [ticket]
+    assert place_of(ticket) == fleet.endpoints[1]
+
+
+def test_what_waits_for_a_wake_does_not_look_like_overload_to_other_models() -> None:
+    """Overload would serve the newest first, and predict waits by a pace that is not theirs."""
+    fleet = Fleet("m0", "m1", asleep=[1], policy="adaptive")
+    for n in range(40):
+        fleet.ask("m1", now=1.0 + n / 100)
+    for n in range(200):
+        now = 2.0 + n / 5
+        fleet.close(fleet.ask("m0", now=now), now=now)
+        fleet.balancer.poll(now=now)
+    queue = fleet.balancer._queue
+    assert (queue.ready, queue.waking) == (40, 40)
+    assert not queue.overloaded
+    assert fleet.balancer._dispatcher._overload._waiting == 0
+    for ticket in list(queue):
+        fleet.balancer.close(ticket, Outcome.CLIENT_CLOSED, now=50.0)
+    assert queue.waking == 0
+
+
+def test_a_retry_waits_for_a_sleeping_server_that_has_not_failed_it() -> None:
+    fleet = Fleet("m0", "m0", asleep=[1])
+    failed = frozenset({fleet.endpoints[0].uid})
+    ticket = fleet.balancer.submit(InferenceRequest("r", "m0"), now=1.0, avoid=failed)
+    assert ticket.state is TicketState.WAITING
+    assert fleet.orders(1.0) == [("wake", 1)]
+
+
+def test_the_first_request_after_a_server_went_down_waits_for_the_webhook() -> None:
+    fleet = Fleet("m0", sleep=SleepSpec(wake=False, cold_start=ColdStart("http://hook/", 60.0)))
+    fleet.balancer.report_health(fleet.endpoints[0].uid, False, "refused", now=0.0, refused=True)
+    assert fleet.ask("m0", now=0.1).state is TicketState.WAITING
