@@ -24,8 +24,8 @@ SPARES = [f"{{url: 'http://127.0.0.1:{n}', name: spare-{n}}}" for n in (1, 2, 3)
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[tuple[Process, str]]:
     """lbproxy that has served requests and has a past; the URL of its admin listener."""
-    with mock("--speed", "20") as (_, one), mock("--speed", "20") as (_, two):
-        named = [f"{{url: '{one}', name: gpu-1}}", f"{{url: '{two}', name: gpu-2}}", *SPARES]
+    with mock("--speed", "20", "--sleep-mode") as (_, one), mock("--speed", "20") as (_, two):
+        named = [f"{{url: '{one}', name: gpu-1, wake: true}}", f"{{url: '{two}', name: gpu-2}}", *SPARES]
         with lbproxy(tmp_path, named) as (process, url, admin):
             for n in range(4):
                 body = {"model": "sim" if n else "no-such-model", "prompt": "x", "max_tokens": 2, "stream": True}
