@@ -24,8 +24,8 @@ SPARES = [f"{{url: 'http://127.0.0.1:{n}', name: spare-{n}}}" for n in (1, 2, 3)
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[tuple[Process, str]]:
     """lbproxy that has served requests and has a past; the URL of its admin listener."""
-    with mock("--speed", "20") as (_, one), mock("--speed", "20") as (_, two):
-        named = [f"{{url: '{one}', name: gpu-1}}", f"{{url: '{two}', name: gpu-2}}", *SPARES]
+    with mock("--speed", "20", "--sleep-mode") as (_, one), mock("--speed", "20") as (_, two):
+        named = [f"{{url: '{one}', name: gpu-1, wake: true}}", f"{{url: '{two}', name: gpu-2}}", *SPARES]
         with lbproxy(tmp_path, named) as (process, url, admin):
             for n in range(4):
                 body = {"model": "sim" if n else "no-such-model", "prompt": "x", "max_tokens": 2, "stream": True}
@@ -64,7 +64,7 @@ def test_no_call_brings_out_a_5xx_or_an_answer_that_is_not_declared(site: tuple[
     assert ran.returncode == 0, ran.stdout + ran.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     operations = [f"{method.upper()} {path}" for path, item in document["paths"].items() for method in item]
-    assert report["operations"]["tested"] == len(operations) == 16
+    assert report["operations"]["tested"] == len(operations) == 18
     phases = report["valid_rates"]
     succeeded = {name for name in operations if any(one["accepted"] for one in phases.get(name, {}).values())}
     assert succeeded == {*operations}, "each had a success to look at"
