@@ -530,3 +530,12 @@ def test_no_request_is_forgotten_while_a_higher_tier_is_full_for_long() -> None:
 def test_an_unknown_uid_as_the_first_leg() -> None:
     fleet = Fleet()
     assert where(fleet.submit(ask(leg=DECODE, prefilled_at=EndpointUid(99)))) == "no_endpoints"
+
+
+def test_an_endpoints_own_limit_of_requests_replaces_that_of_all() -> None:
+    admission = AdmissionSettings(max_in_flight_per_endpoint=1)
+    fleet = Fleet(
+        own(1), replace(PROVIDER, bounds=Bounds(max_in_flight=3)), policy="least-request", admission=admission
+    )
+    fleet.down("a1")
+    assert [where(fleet.submit()) for _ in range(4)] == ["b1", "b1", "b1", "waits"]
