@@ -2,9 +2,10 @@
 #
 # Everything comes from requirements.lock, and with `--build-arg EXTRAS="otel replicas kv-events"`, or some of them, from
 # requirements-otel.lock (traces; 12 MB more), requirements-replicas.lock (several lbproxies) and
-# requirements-kv-events.lock; hash by hash, and as wheels: only lbproxy itself is compiled, in a stage of its own. The final image is the base plus one folder: a virtual
-# environment without pip. Python 3.11 is what the tests run on; all stages must name the same base, because an environment
-# points at the Python that made it.
+# requirements-kv-events.lock; hash by hash, and as wheels: only lbproxy itself is compiled, in a stage of its own. The
+# final image is the base plus one folder: a virtual environment without pip. Python 3.11 is what the tests run on; all
+# stages must name the same base, because an environment points at the Python that made it. `make image-test` runs the
+# build's commands and what they install without Docker.
 
 FROM python:3.11-slim-bookworm AS wheel
 WORKDIR /src
@@ -17,6 +18,8 @@ RUN pip --disable-pip-version-check install \
         --no-cache-dir --only-binary :all: --require-hashes -r requirements-compile.lock
 COPY pyproject.toml setup.py README.md ./
 COPY lbproxy lbproxy
+# An image that is not compiled is no image: the build fails instead.
+ENV LBPROXY_COMPILED=1
 RUN pip --disable-pip-version-check wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
 
 FROM python:3.11-slim-bookworm AS build

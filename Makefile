@@ -1,5 +1,5 @@
 # run: the demo on simulated servers · test: everything · check: fast, while you write · chaos: every fault, with figures
-# lock: after a change of dependencies · test-tools: a browser, promtool, nginx, HAProxy, keepalived, Redis and
+# lock: after a change of dependencies · test-tools: a browser, promtool, nginx, HAProxy, keepalived, Redis, valgrind and
 # docker-compose from Debian's packages, for tests that are skipped without them
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +9,7 @@ BUILT := build/compiled
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .PHONY: run test test-tools chaos soak test-real test-clients check format lint types lock clean compiled bench-dashboard bench-overhead profile bench-routing \
-        bench-routing-http recording night
+        bench-routing-http recording night wheels wheels-check wheels-test image-test sbom
 
 run: $(VENV)/.run
 	$(BIN)/lbproxy demo
@@ -51,10 +51,11 @@ test: $(VENV)/.dev lint
 test-tools:
 	command -v chromium > /dev/null && command -v promtool > /dev/null && command -v nginx > /dev/null && \
 	    command -v docker-compose > /dev/null && command -v gcc > /dev/null && \
-	    command -v redis-server > /dev/null && command -v haproxy > /dev/null && command -v keepalived > /dev/null && exit 0; \
+	    command -v redis-server > /dev/null && command -v haproxy > /dev/null && command -v keepalived > /dev/null && \
+	    command -v valgrind > /dev/null && exit 0; \
 	    apt-get update -qq; DEBIAN_FRONTEND=noninteractive \
 	    apt-get install -qq -y --no-install-recommends chromium prometheus nginx-light docker-compose gcc libc6-dev \
-	    redis-server haproxy keepalived > /dev/null
+	    redis-server haproxy keepalived valgrind > /dev/null
 
 # Without the tests of random inputs (hypothesis) and those that measure memory: about half of the CPU time of these folders.
 check: $(VENV)/.dev format lint types
@@ -157,6 +158,7 @@ lock: $(VENV)/.dev
 	$(LOCK) pyproject.toml --group build --extra replicas -c requirements-dev.lock -o requirements-replicas.lock
 	$(LOCK) pyproject.toml --group build --extra kv-events -c requirements-dev.lock -o requirements-kv-events.lock
 	$(LOCK) pyproject.toml --group compile -c requirements-dev.lock -o requirements-compile.lock
+	$(LOCK) --group release -c requirements-dev.lock -o requirements-release.lock
 
 # The project as it is when installed: with the hot path compiled (setup.py). Every command works there as it does here.
 compiled: $(BUILT)/.made
@@ -169,5 +171,26 @@ $(BUILT)/.made: setup.py pyproject.toml $(shell find lbproxy -name '*.py') | $(V
 	    case $$one in */lbproxy|*/build|*.egg-info) ;; *) ln -s $$one . ;; esac; done
 	touch $@
 
+# A release, in dist: docs/releasing.md. A compiled wheel for each of these, and one of Python modules alone.
+PYTHONS ?= $(PYTHON)
+wheels: $(VENV)/.dev
+	$(BIN)/python -m release.wheels dist $(PYTHONS)
+
+# Each wheel twice: both builds must be the same, byte for byte. Two minutes for each build that compiles.
+wheels-check: $(VENV)/.dev
+	$(BIN)/python -m release.wheels dist $(PYTHONS) --twice
+
+# What is in dist, installed into empty environments without a compiler, and started.
+wheels-test: $(VENV)/.dev
+	$(BIN)/python -m release.install dist/*.whl
+
+# The image's build stage with the compiled wheel in dist, as far as it goes without Docker; as root, it runs as the image's user.
+image-test: $(VENV)/.dev
+	$(BIN)/python -m release.image dist
+
+# CycloneDX, of what the lock files install.
+sbom: $(VENV)/.dev
+	$(BIN)/python -m release.sbom dist
+
 clean:
-	rm -rf $(VENV) build $(BENCH) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .release dist build $(BENCH) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,8 +1,9 @@
 """Builds the wheel: the hot path compiled to C by mypyc where there is a C compiler, as it is where there is none.
 
 The source is ordinary Python, and runs as such: in an editable install nothing is compiled, so that what is edited is
-what runs. `LBPROXY_PURE=1 pip install .` makes a wheel without compiled modules. Decision 27 has what it buys, and what
-the modules named here must not do.
+what runs. `LBPROXY_PURE=1 pip install .` makes a wheel without compiled modules; with `LBPROXY_COMPILED=1` a build that
+cannot compile fails, as releases want it (release/wheels.py). Decision 27 has what it buys, and what the modules named
+here must not do.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ COMPILED = {
     "lbproxy/core/queue": (
         "choice dispatcher failed_attempts flow flows queue_overload stored_responses ticket tiers waiting_queue"
     ),
+    "lbproxy/core/sleeping": "demand phase server servers sleepers",
+    "lbproxy/core/scaling": "demand",
     "lbproxy/core/replicas": "journal peers",
     "lbproxy/core/observed": "record snapshot",
     "lbproxy/workers": "contents known link remote reports server",
@@ -46,6 +49,8 @@ COMPILED = {
     "lbproxy/control/telemetry": "access_line recent telemetry writer",
 }
 """By folder, what each request goes through."""
+MUST_COMPILE = bool(os.environ.get("LBPROXY_COMPILED"))
+"""Whether a wheel that is not compiled is an error."""
 
 
 class BuildOrNot(build_ext):
@@ -55,7 +60,9 @@ class BuildOrNot(build_ext):
         """See setuptools."""
         try:
             super().run()
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with a compiler
+        except Exception as error:  # whatever is wrong with a compiler
+            if MUST_COMPILE:
+                raise
             self.warn(f"lbproxy is not compiled, and takes twice the CPU for a request: {error}")
             for made in Path(self.build_lib).rglob(f"*{sysconfig.get_config_var('EXT_SUFFIX')}"):
                 made.unlink()
@@ -82,7 +89,11 @@ class BuildOrNot(build_ext):
 def extensions() -> list[Extension]:
     """What is to be compiled now."""
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
-    if not {"bdist_wheel", "build_ext"} & {*sys.argv} or os.environ.get("LBPROXY_PURE") or not shutil.which(compiler):
+    if not {"bdist_wheel", "build_ext"} & {*sys.argv} or os.environ.get("LBPROXY_PURE"):
+        return []
+    if not shutil.which(compiler):
+        if MUST_COMPILE:
+            sys.exit(f"lbproxy is to be compiled, and there is no {compiler}")
         return []
     from mypyc.build import mypycify  # noqa: PLC0415 - not there, and not needed, where nothing is compiled
 
@@ -90,6 +101,8 @@ def extensions() -> list[Extension]:
     try:
         made: list[Extension] = mypycify(files, opt_level="2", debug_level="0", multi_file=True, group_name="lbproxy")
     except SystemExit:  # it said why: types that it does not know, or knows differently
+        if MUST_COMPILE:
+            raise
         print("lbproxy is not compiled, and takes twice the CPU for a request", file=sys.stderr)  # noqa: T201
         return []
     return made

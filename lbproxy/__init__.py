@@ -1,3 +1,3 @@
 """lbproxy: a load balancer for LLM servers."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

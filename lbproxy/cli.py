@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import gc
 import json
+import logging
 import os
 import signal
 import sys
@@ -50,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lbproxy", description="Load balancer for LLM servers. `lbproxy --config FILE` runs it."
     )
-    version = f"lbproxy {__version__}{', compiled' if process.is_compiled() else ''}"
+    version = f"lbproxy {__version__} ({'compiled' if process.is_compiled() else 'pure Python'})"
     parser.add_argument("--version", action="version", version=version)
     parser.add_argument("--config", metavar="FILE", help="settings (YAML); config.example.yaml explains every key")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -136,6 +137,27 @@ def _add_mock(mock: argparse.ArgumentParser) -> None:
     what = "allow loading and unloading of adapters over HTTP"
     mock.add_argument("--lora-updates", action="store_true", help=what)
     _add_transfer(mock.add_argument_group("prefill and decode on different servers"))
+    _add_sleep(mock.add_argument_group("sleep mode"))
+    _add_provider(mock.add_argument_group("a paid provider"))
+
+
+def _add_sleep(mock: argparse._ArgumentGroup) -> None:
+    """Options of a simulated server that sleeps."""
+    what = "it can be put to sleep and woken: /sleep, /wake_up, /is_sleeping, as with vLLM's --enable-sleep-mode"
+    mock.add_argument("--sleep-mode", action="store_true", help=what)
+    mock.add_argument("--asleep", action="store_true", help="it sleeps from the start")
+    what = "how long a wake takes (default: 3)"
+    mock.add_argument("--wake-time", type=_seconds, default=3.0, metavar="SECONDS", help=what)
+    what = "how long it takes to fall asleep (default: 1)"
+    mock.add_argument("--sleep-time", type=_seconds, default=1.0, metavar="SECONDS", help=what)
+    what = "a GPU that it shares with other simulated servers: a wake fails while another that is awake has it"
+    mock.add_argument("--gpu", metavar="NAME", help=what)
+
+
+def _seconds(text: str) -> float:
+    """`3`, `3s` or `250ms`."""
+    number, factor = (text[:-2], 0.001) if text.endswith("ms") else (text.removesuffix("s"), 1.0)
+    return float(number) * factor
 
 
 def _add_transfer(mock: argparse._ArgumentGroup) -> None:
@@ -158,6 +180,17 @@ def _add_transfer(mock: argparse._ArgumentGroup) -> None:
     mock.add_argument("--kv-events-replay", metavar="URL", help="replay lost ones, at tcp://*:5657")
 
 
+def _add_provider(mock: argparse._ArgumentGroup) -> None:
+    """Options of a simulated server that is a paid provider."""
+    what = "be a paid provider: OpenAI's errors, no /health and no /metrics; each of the following implies it"
+    mock.add_argument("--provider", action="store_true", help=what)
+    mock.add_argument("--path-prefix", metavar="PATH", help="where its API is (default: /v1), such as /openai/v1")
+    mock.add_argument("--require-key", metavar="KEY", help="the API key that it accepts (default: any)")
+    mock.add_argument("--requests-per-minute", type=int, metavar="N", help="limit of requests (default: no limit)")
+    what = "limit of tokens, of prompts and what they may generate (default: no limit)"
+    mock.add_argument("--tokens-per-minute", type=int, metavar="N", help=what)
+
+
 def _add_admin_commands(commands: Subparsers) -> None:
     """Those that speak to a running lbproxy."""
     remote = argparse.ArgumentParser(add_help=False)
@@ -174,6 +207,8 @@ def _add_admin_commands(commands: Subparsers) -> None:
     drain.add_argument("--timeout", type=float, metavar="SECONDS", help="wait no longer than this; then exit with 1")
     undrain = commands.add_parser("undrain", parents=[remote], help="send requests to an endpoint again")
     undrain.add_argument("name", metavar="NAME")
+    for name, what in (("sleep", "put an endpoint to sleep"), ("wake", "wake an endpoint that sleeps")):
+        commands.add_parser(name, parents=[remote], help=what).add_argument("name", metavar="NAME")
     explain = commands.add_parser("explain", parents=[remote], help="explain why a request went where it went")
     explain.add_argument("id", metavar="ID", help="its x-request-id")
     explain.add_argument("--json", action="store_true", help="the complete data, as JSON")
@@ -198,11 +233,17 @@ def _run(args: argparse.Namespace) -> int:
         loop.add_signal_handler(signal.SIGHUP, orders.reload.set)
         loop.add_signal_handler(signal.SIGUSR2, orders.restart.set)
         if worker_count(settings) > 1:
-            return supervise(settings, Text(text, args.config), orders=orders, on_ready=lambda _: None)
-        return app.serve(settings, orders=orders, on_ready=lambda _: None)
+            return supervise(settings, Text(text, args.config), orders=orders, on_ready=_warn_if_interpreted)
+        return app.serve(settings, orders=orders, on_ready=_warn_if_interpreted)
 
     _run_until_signal(start)
     return 0
+
+
+def _warn_if_interpreted(_: object) -> None:
+    """Called once, by the process that was started, whose log is set up by then."""
+    if not process.is_compiled():
+        logging.getLogger("lbproxy").warning(process.NOT_COMPILED, extra={"event": "start"})
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -379,6 +420,8 @@ def _remote(args: argparse.Namespace) -> int:
                 return commands.drain(client, console, args.name, wait=args.wait, timeout_s=args.timeout)
             case "undrain":
                 return commands.undrain(client, console, args.name)
+            case "sleep" | "wake":
+                return commands.set_awake(client, console, args.name, awake=args.command == "wake")
             case _:
                 return commands.explain(client, console, args.id, as_json=args.json)
     except AdminError as error:
@@ -396,7 +439,7 @@ _COMMANDS: dict[str | None, Callable[[argparse.Namespace], int]] = {
     "demo": _demo,
     "mock": _mock,
     "sim": _sim,
-    **dict.fromkeys(("status", "top", "drain", "undrain", "explain"), _remote),
+    **dict.fromkeys(("status", "top", "drain", "undrain", "sleep", "wake", "explain"), _remote),
 }
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from lbproxy import __version__
+
 ROOT = Path(__file__).parent.parent
 BUILT = ROOT / "build/compiled"
 BASES = {"ABC", "Protocol", "NamedTuple", "Enum", "Exception", "Generic"}
@@ -108,4 +110,5 @@ def test_where_there_is_a_compiler_the_wheel_is_compiled() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "lbproxy", "--version"], cwd=BUILT, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip().endswith(", compiled") == (shutil.which(compiler) is not None and headers.exists())
+    kind = "compiled" if shutil.which(compiler) is not None and headers.exists() else "pure Python"
+    assert done.stdout == f"lbproxy {__version__} ({kind})\n"

@@ -50,7 +50,7 @@ def endpoint(name: str, **more: object) -> dict[str, Any]:
 
 def state(endpoints: list[dict[str, Any]], **more: object) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "version": "0.1.0",
+        "version": "0.2.0",
         "policy": "adaptive",
         "uptime_s": 3725.0,
         "stopping": False,
@@ -116,7 +116,7 @@ def exchange(*others: dict[str, Any], problem: str | None = None) -> dict[str, A
 
 
 def replica(name: str, **more: object) -> dict[str, Any]:
-    found: dict[str, Any] = {"id": f"{name}-1", "name": name, "version": "0.1.0", "in_flight": 4, "batch_age_s": 0.31}
+    found: dict[str, Any] = {"id": f"{name}-1", "name": name, "version": "0.2.0", "in_flight": 4, "batch_age_s": 0.31}
     return found | {"complete": True, "resets": 1, "missed": 0} | more
 
 
@@ -126,9 +126,9 @@ def test_each_replica_has_a_line() -> None:
     shown = state([endpoint("gpu-1", elsewhere=7)], replicas=exchange(replica("lb-2"), new, replica("", missed=2)))
     assert drawn(replicas(shown)) == [
         "this is replica lb-1, redis://redis:6379/0",
-        "replica lb-2  0.1.0  4 in flight  last batch 0.3 s ago",
-        "replica lb-3  0.1.0  nothing received yet",
-        "replica -1  0.1.0  4 in flight  last batch 0.3 s ago  2 gaps",
+        "replica lb-2  0.2.0  4 in flight  last batch 0.3 s ago",
+        "replica lb-3  0.2.0  nothing received yet",
+        "replica -1  0.2.0  4 in flight  last batch 0.3 s ago  2 gaps",
     ]
     lines = drawn(picture(shown, height=24))
     assert lines[0].endswith("1 of 1 endpoints up  3 other replicas")

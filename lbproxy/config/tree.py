@@ -24,7 +24,7 @@ from lbproxy.config.sections.engines import MAX_ENGINES, EngineSettings, check_e
 from lbproxy.config.sections.flows import FlowsSettings
 from lbproxy.config.sections.health import BreakerSettings, HealthSettings
 from lbproxy.config.sections.models import MAX_ALIASES, ModelSettings, check_aliases
-from lbproxy.config.sections.observing import ExplainSettings, TraceSettings
+from lbproxy.config.sections.observing import AutoscalingSettings, ExplainSettings, TraceSettings
 from lbproxy.config.sections.proxies import LOOPBACK, MAX_TRUSTED, ForwardedMode, Network, read_networks
 from lbproxy.config.sections.replicas import ReplicasSettings
 from lbproxy.config.sections.routing import (
@@ -34,6 +34,7 @@ from lbproxy.config.sections.routing import (
     RoutingSettings,
     StateSettings,
 )
+from lbproxy.config.sleep import MAX_HOSTS, HostSettings, check_host_name
 from lbproxy.config.values import Timeout, Workers, duration, expected, hosts_overlap
 
 MAX_ENDPOINTS = 1024
@@ -78,6 +79,8 @@ class Settings(Section):
     """The model servers, at least one. Names and addresses are unique."""
     engines: dict[str, EngineSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_ENGINES})
     """Engines that lbproxy does not know, or whose metrics have other names, by the name used in `engine`."""
+    hosts: dict[str, HostSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_HOSTS})
+    """How many endpoints of a group that shares GPUs may be awake, by the name used in `host`."""
     models: dict[str, ModelSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_ALIASES})
     """Names of your own for the models that the endpoints serve."""
     routing: RoutingSettings = RoutingSettings()
@@ -127,12 +130,22 @@ class Settings(Section):
     """Why requests went where they went."""
     traces: TraceSettings = TraceSettings()
     """Spans of each request, sent to an OpenTelemetry collector."""
+    autoscaling: AutoscalingSettings = AutoscalingSettings()
+    """How many endpoints are recommended for each model."""
 
     @property
     def balancing(self) -> BalancingSettings:
         """Those that the Balancer reads."""
         return BalancingSettings(
-            self.admission, self.flows, self.retry, self.health, self.breaker, self.scrape, self.overflow
+            self.admission,
+            self.flows,
+            self.retry,
+            self.health,
+            self.breaker,
+            self.scrape,
+            self.overflow,
+            self.hosts,
+            self.autoscaling,
         )
 
     @field_validator("forwarded", mode="before")
@@ -164,6 +177,15 @@ class Settings(Section):
     @classmethod
     def _show_load(cls, value: dict[str, EngineSettings]) -> dict[str, EngineSettings]:
         return check_own_engines(value)
+
+    @field_validator("hosts", mode="after")
+    @classmethod
+    def _hosts(cls, value: dict[str, HostSettings]) -> dict[str, HostSettings]:
+        if len(value) > MAX_HOSTS:
+            raise expected(f"at most {MAX_HOSTS} hosts")
+        for name in value:
+            check_host_name(name)
+        return value
 
     @field_validator("models", mode="after")
     @classmethod

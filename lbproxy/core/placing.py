@@ -22,6 +22,7 @@ from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.replicas.journal import Journal
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import DECODE, NO_USAGE, PREFILL, Usage
+from lbproxy.core.scaling.advice import Advice
 
 
 class Placing:
@@ -37,7 +38,9 @@ class Placing:
         backpressure: Backpressure,
         choice: Choice,
         dispatcher: Dispatcher,
+        advice: Advice,
     ) -> None:
+        self.advice = advice
         self._endpoints, self._flows, self._backpressure = endpoints, flows, backpressure
         self._judge = endpoints.judge
         self._choice, self._dispatcher = choice, dispatcher
@@ -78,6 +81,7 @@ class Placing:
         if self._endpoints.has_loads and not ticket.request.open_ended:  # the work of a WebSocket is not known
             ticket.load = state.load
             ticket.placement = ticket.load.place(ticket.request, now)
+            self.advice.demand.placed(ticket.placement)
         if state.allowance is not None:
             ticket.reserved_tokens = state.allowance.reserve(ticket.request, now)
         assert ticket.flow is not None
@@ -151,6 +155,7 @@ class Placing:
         self._flows.ended(ticket, charged, now, served=served)
         if ticket.load is not None and ticket.placement is not None:
             ticket.load.end(ticket.placement, usage, now)
+            self.advice.demand.ended(ticket.placement, usage)
         self._endpoints.released(state)
         self._dispatcher.wake(state)
         ticket.state, ticket.outcome = TicketState.CLOSED, outcome

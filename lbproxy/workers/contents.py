@@ -103,7 +103,7 @@ def fill(record: RequestRecord, end: m.Ended) -> RequestRecord:
     return record
 
 
-def member(endpoint: Endpoint, health: str, handover: Handover, *, draining: bool) -> m.Member:
+def member(endpoint: Endpoint, health: str, handover: Handover, *, draining: bool, dormant: str = "") -> m.Member:
     """What a worker is told of an endpoint. Secrets are in it: it goes to our own processes only."""
     proxy = endpoint.proxy
     credentials = None if proxy is None or proxy.credentials is None else proxy.credentials.reveal()
@@ -119,6 +119,7 @@ def member(endpoint: Endpoint, health: str, handover: Handover, *, draining: boo
         health,
         draining,
         (handover.role.value, handover.connector, handover.bootstrap_port),
+        dormant,
         endpoint.tier,
         endpoint.model,
     )

@@ -44,15 +44,14 @@ class Known:
 
     # What the balancer process tells
 
-    def replace(self, members: Iterable[tuple[Endpoint, Health, bool, Handover]]) -> None:
-        """The complete set, in order: each with its health, whether it drains, and its part where prefill and decode
-        are apart. A new balancer process gives other
-        uids to the same endpoints.
+    def replace(self, members: Iterable[tuple[Endpoint, Health, bool, Handover, str]]) -> None:
+        """The complete set, in order: each with its health, whether it drains, its part where prefill and decode are
+        apart, and whether it is dormant. A new balancer process gives other uids to the same endpoints.
         """
         before = {one.endpoint.key: one for one in self._states.values()}
         self._states = {}
         moved: dict[EndpointUid, EndpointUid] = {}
-        for endpoint, health, draining, handover in members:
+        for endpoint, health, draining, handover, dormant in members:
             state = before.get(endpoint.key)
             if state is not None and state.endpoint.uid != endpoint.uid:
                 moved[state.endpoint.uid] = endpoint.uid
@@ -62,6 +61,7 @@ class Known:
             state.endpoint = endpoint
             state.health = health
             state.draining = draining
+            state.dormant = dormant
             state.handover = handover
             state.backing_off_until = float("-inf")
             self._states[endpoint.uid] = state
@@ -91,8 +91,8 @@ class Known:
         return self._states.values()
 
     def any_up(self) -> bool:
-        """Whether a member takes requests."""
-        return bool(self._serving.candidates(None))
+        """Whether a member takes requests, or may be woken for them."""
+        return bool(self._serving.candidates(None) or self._serving.dormant)
 
     def model_cards(self) -> list[ModelCard]:
         """See RequestRuntime."""
@@ -137,7 +137,10 @@ class Known:
             if members:
                 break
         if not members:
-            unknown = not avoid and self.any_up() and not self._serving.candidates(request.model)
+            served = self._serving.candidates(request.model) or self._serving.may_rise(
+                request.model, (), below=request.max_tier + 1
+            )
+            unknown = not avoid and self.any_up() and not served
             return Outcome.MODEL_NOT_FOUND if unknown else Outcome.NO_ENDPOINTS
         usable = [one for one in members if now >= one.backing_off_until] or members
         return min(usable, key=lambda one: ((one.in_flight + 1) / one.endpoint.weight, one.placed))

@@ -280,6 +280,8 @@ class Member(Message):
     draining: bool
     handover: Fields
     """See core.engines.handover; the role by its name."""
+    dormant: str = ""
+    """See EndpointState."""
     tier: int = 1
     model: str | None = None
     """Its own name of the model."""

@@ -454,7 +454,8 @@ class RemoteRuntime(RequestRuntime):
 
     def _on_members(self, message: m.Members) -> None:
         self.known.replace(
-            (read_endpoint(one), Health(one.health), one.draining, read_handover(one)) for one in message.members
+            (read_endpoint(one), Health(one.health), one.draining, read_handover(one), one.dormant)
+            for one in message.members
         )
 
     def _on_models(self, message: m.Models) -> None:

@@ -403,7 +403,7 @@ class WorkerServer:
         self._version = version
         snapshots = [one for one in self.runtime.snapshot().endpoints if not one.removed]
         told: dict[EndpointUid, tuple[object, ...]] = {
-            one.endpoint.uid: (one.endpoint, one.health, one.draining) for one in snapshots
+            one.endpoint.uid: (one.endpoint, one.health, one.draining, one.dormant) for one in snapshots
         }
         messages: list[m.ToWorker] = []
         if list(told.items()) != list(self.told.items()):
@@ -421,7 +421,7 @@ class WorkerServer:
     def _members(snapshots: Iterable[Any]) -> m.Members:
         return m.Members(
             [
-                member(one.endpoint, one.health.value, one.handover, draining=one.draining)
+                member(one.endpoint, one.health.value, one.handover, draining=one.draining, dormant=one.dormant)
                 for one in snapshots
                 if not one.removed
             ]

@@ -267,14 +267,14 @@ class Proxy:
     def block(self, seconds: float) -> None:
         """Block an event loop once, soon: each time another process's."""
         served = self._watches()[-WORKERS - 1 :]
-        Path(f"{served[self._blocked % len(served)]}.block").write_text(str(seconds))
+        _order(Path(f"{served[self._blocked % len(served)]}.block"), seconds)
         self._blocked += 1
 
     def jump(self, seconds: float) -> None:
         """Set its wall clock forward, or back, soon."""
         orders = [Path(f"{one}.jump") for one in self._watches()]
         for order in orders:
-            order.write_text(str(seconds))
+            _order(order, seconds)
         wait(lambda: not any(order.exists() for order in orders), "its clock jumped")
 
     def fds(self) -> list[int]:
@@ -295,6 +295,13 @@ class Proxy:
         """CPU time used so far, of all its processes."""
         stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split() for pid in self.pids]
         return sum(int(one[11]) + int(one[12]) for one in stats) / os.sysconf("SC_CLK_TCK")
+
+
+def _order(file: Path, seconds: float) -> None:
+    """Tell a ticker to do something. It never finds the file without its contents."""
+    draft = file.with_suffix(f"{file.suffix}-draft")
+    draft.write_text(str(seconds))
+    draft.rename(file)
 
 
 def _sights(file: Path) -> list[Sight]:

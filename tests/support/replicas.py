@@ -34,9 +34,9 @@ def other(name: str, uid: str = "1", in_flight: int = 4, **more: int | float | b
     """A replica whose batches were received."""
     facts = {"batches": 3, "resets": 1, "missed": 0, "repeated": 0, "unknown": 0, "heard_s": 0.25, "is_complete": True}
     peer = PeerSnapshot(replica=f"{name}-{uid}", in_flight=in_flight, **{**facts, **more})  # type: ignore[arg-type]
-    return ReplicaFacts(f"{name}-{uid}", name, "0.1.0", peer)
+    return ReplicaFacts(f"{name}-{uid}", name, "0.2.0", peer)
 
 
 def unheard(name: str, uid: str = "1") -> ReplicaFacts:
     """One that is alive, and nothing more is known of it."""
-    return ReplicaFacts(f"{name}-{uid}", name, "0.1.0", None)
+    return ReplicaFacts(f"{name}-{uid}", name, "0.2.0", None)

@@ -23,7 +23,7 @@ def known(health: Health) -> Known:
     found = Known()
     told = (read_endpoint(member(one, "up", Handover(), draining=False)) for one in (OWN, ELSEWHERE))
     healths = (health, Health.UP)
-    found.replace((one, state, False, Handover()) for one, state in zip(told, healths, strict=True))
+    found.replace((one, state, False, Handover(), "") for one, state in zip(told, healths, strict=True))
     for uid in (1, 2):
         found.list_models(EndpointUid(uid), [card(MODEL)])
     return found

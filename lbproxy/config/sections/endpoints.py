@@ -14,6 +14,7 @@ from lbproxy.config.section import Section, ShortSection
 from lbproxy.config.sections.clients import Address, leads_to
 from lbproxy.config.sections.engines import BUILT_IN_ENGINES
 from lbproxy.config.sections.proxies import ProxyUrl
+from lbproxy.config.sleep import ColdStartSettings, check_host_name
 from lbproxy.config.values import (
     PATH,
     Interval,
@@ -22,6 +23,7 @@ from lbproxy.config.values import (
     Timeout,
     check_model_name,
     count,
+    duration,
     expected,
     read_base_url,
     read_dns_url,
@@ -144,6 +146,19 @@ class EndpointSettings(ShortSection):
     = not read."""
     kv_events_replay: str | None = None
     """Where it replays events that were lost: `tcp://host:port`, or `:port`. null = lost events are not asked for."""
+    wake: bool = False
+    """It may be asleep (vLLM's sleep mode, docs/sleep.md): it is woken when requests wait for its models."""
+    sleep_after: Annotated[float, duration("1s", "168h")] | None = None
+    """Seconds without a request after which it is put to sleep. Needs wake. null = only if another of its `host` is
+    wanted."""
+    sleep_level: Literal[1, 2] = 1
+    """1: its weights stay in its memory, outside the GPU. 2: they are discarded, and it reads them again when it
+    wakes."""
+    host: str | None = None
+    """Name of a group of endpoints that share GPUs, of which only one is awake at a time, or as many as `hosts` says.
+    Needs wake or cold_start."""
+    cold_start: ColdStartSettings | None = None
+    """A webhook that starts it when requests wait and it is not there. Needs models."""
     api_key: SecretStr | None = None
     """Sent to it as `Authorization: Bearer`, instead of the client's. Write ${NAME} rather than the key."""
     proxy: ProxyUrl | None = None
@@ -255,6 +270,38 @@ class EndpointSettings(ShortSection):
             how = f"{ranks} ports beside the {ranks} of kv_events" if ranks > 1 else "another port than kv_events"
             raise expected(f"{how} (a rank has the port above it by its number)")
         return _on_a_host(read, info)
+
+    @field_validator("wake", mode="after")
+    @classmethod
+    def _may_wake(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("role") in {"prefill", "decode"}:
+            raise expected("false with role prefill or decode")
+        return value
+
+    @field_validator("sleep_after", mode="after")
+    @classmethod
+    def _can_sleep(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and not info.data.get("wake", True):
+            raise expected("null, unless wake is true")
+        return value
+
+    @field_validator("host", mode="after")
+    @classmethod
+    def _check_host(cls, value: str | None) -> str | None:
+        return None if value is None else check_host_name(value)
+
+    @field_validator("cold_start", mode="after")
+    @classmethod
+    def _is_one(cls, value: ColdStartSettings | None, info: ValidationInfo) -> ColdStartSettings | None:
+        if value is None:
+            if info.data.get("host") is not None and not info.data.get("wake", True):
+                raise expected("a webhook, or wake: true, with host")
+            return None
+        if info.data.get("models", ()) is None:
+            raise expected("null, unless models names what it serves")
+        if info.data.get("health", "/") is None or _is_name(info.data.get("url", "")):
+            raise expected("null, unless the endpoint is one server that is probed (health)")
+        return value
 
     @field_validator("api_key", mode="after")
     @classmethod

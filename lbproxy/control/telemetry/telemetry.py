@@ -55,6 +55,8 @@ from lbproxy.control.families.endpoints import one_per_name, render_endpoints
 from lbproxy.control.families.histogram import Histogram
 from lbproxy.control.families.kv_events import KvEvents, kv_families
 from lbproxy.control.families.replicas import Replicas, replica_families
+from lbproxy.control.families.scaling import scaling_families
+from lbproxy.control.families.sleeping import Sleeping, sleep_families
 from lbproxy.control.families.tiers import PlacementCounts
 from lbproxy.control.probing.scraper import Scraper
 from lbproxy.control.telemetry import access_line as line
@@ -137,6 +139,7 @@ class _Processes:
     workers: Workers | None = None
     replicas: Replicas | None = None
     kv_events: KvEvents | None = None
+    sleeping: Sleeping | None = None
 
 
 class _RouteTimes:
@@ -226,6 +229,10 @@ class Telemetry:
     def watch_kv_events(self, events: KvEvents) -> None:
         """Show how the KV events of endpoints arrive, while any are read."""
         self._processes.kv_events = events
+
+    def watch_sleeping(self, sleeping: Sleeping) -> None:
+        """Show which endpoints sleep, while any may."""
+        self._processes.sleeping = sleeping
 
     @property
     def internal_errors(self) -> int:
@@ -367,6 +374,7 @@ class Telemetry:
         # None of these iterates over live state while it is suspended.
         yield from self._request_families()
         yield from self._endpoint_counters()
+        yield from scaling_families(snapshot.models)
         yield from self._special.families(snapshot, sum(self._queue_wait.counts))
         yield from self._scrape_families()
         if self._sources is not None:
@@ -382,6 +390,8 @@ class Telemetry:
             yield from replica_families(self._processes.replicas)
         if self._processes.kv_events is not None:
             yield from kv_families(self._processes.kv_events)
+        if self._processes.sleeping is not None:
+            yield from sleep_families(self._processes.sleeping, snapshot)
         yield from self._process.collect()
 
     def _snapshot(self) -> PoolSnapshot:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final, NewType
+from typing import TYPE_CHECKING, Final, NamedTuple, NewType
 
 from lbproxy.core.capacity.allowance import Bounds
 from lbproxy.core.engines.handover import BOOTSTRAP_PORT, Handover, Role
@@ -15,6 +15,30 @@ if TYPE_CHECKING:
 
 EndpointUid = NewType("EndpointUid", int)
 """Identifies one endpoint for the life of the process. Never reused, unlike addresses."""
+
+
+class ColdStart(NamedTuple):
+    """A webhook that has an endpoint started which is not there at all."""
+
+    url: str
+    timeout_s: float
+    """In which it must be up, from the call on."""
+    token: ApiKey | None = None
+    """Sent to it as a bearer token."""
+
+
+class SleepSpec(NamedTuple):
+    """What the settings say of an endpoint that may sleep, or may not be there."""
+
+    wake: bool = True
+    """It may be woken, and put to sleep."""
+    after_s: float | None = None
+    """It is put to sleep after so many seconds without a request; None = never for that reason."""
+    level: int = 1
+    """1: the engine keeps its weights in host memory; 2: it discards them, and reads them again when it wakes."""
+    host: str | None = None
+    """The group of endpoints that share GPUs; None = it shares them with no other."""
+    cold_start: ColdStart | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +87,8 @@ class EndpointSpec:
     """How KV caches are handed over, of `CONNECTORS`; None = as the engine says."""
     bootstrap_port: int | None = None
     """See `Handover`; None = as the engine says, or its default."""
+    sleep: SleepSpec | None = None
+    """It may be asleep, or not be there: see `core.sleeping`. None = neither."""
 
     @property
     def server(self) -> str:

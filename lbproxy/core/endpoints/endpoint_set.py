@@ -26,7 +26,7 @@ from lbproxy.core.caches.cache_report import CacheReport
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid, facts_of, with_uid
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.judge import Judge
-from lbproxy.core.endpoints.serving import Serving, accepts_requests
+from lbproxy.core.endpoints.serving import Serving, accepts_requests, why_not
 from lbproxy.core.endpoints.state import (
     NO_METRICS,
     EndpointSnapshot,
@@ -299,7 +299,8 @@ class EndpointSet:
         if now < self._trial_at and version == self._trials_version:
             return []
         self._trials_version = version
-        down = [state for state in self._states.values() if not state.draining and is_unreachable(state)]
+        members = self._states.values()
+        down = [one for one in members if not (one.draining or one.dormant) and is_unreachable(one)]
         free = [(state, _trial_at(state)) for state in down if state.trial is None]
         self._trial_at = min((at for _, at in free), default=inf)
         ready = [state for state, at in free if at <= now]
@@ -315,8 +316,8 @@ class EndpointSet:
         return any(state.health is Health.STARTING for state in self._states.values())
 
     def any_up(self) -> bool:
-        """Whether any member takes requests."""
-        return bool(self.serving.candidates(None))
+        """Whether any member takes requests, or may be woken for them."""
+        return bool(self.serving.candidates(None) or self.serving.dormant)
 
     def unavailable(self) -> tuple[tuple[Endpoint, str], ...]:
         """Members that take no requests, with the reasons: the first `MAX_UNAVAILABLE`. Computed once per change of the
@@ -328,10 +329,9 @@ class EndpointSet:
             out = (
                 state
                 for state in self._states.values()
-                if state.draining or not (accepts_requests(state) or is_readmitted(state))
+                if state.draining or state.dormant or not (accepts_requests(state) or is_readmitted(state))
             )
-            first = islice(out, MAX_UNAVAILABLE)
-            self._unavailable = tuple((one.endpoint, "draining" if one.draining else one.health.value) for one in first)
+            self._unavailable = tuple((one.endpoint, why_not(one)) for one in islice(out, MAX_UNAVAILABLE))
         return self._unavailable
 
     def base_models(self) -> list[str]:

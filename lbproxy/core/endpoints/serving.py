@@ -8,7 +8,7 @@ It is the only owner of this state. Changes are reported by `replace_all` (the s
 Invariants:
 
 - A group holds exactly the members that its requests may be sent to: endpoints whose probes pass, by
-  `core.endpoints.health`, and that are not draining. Its `up` is the number of those that are `UP`.
+  `core.endpoints.health`, and that are neither draining nor dormant. Its `up` is the number of those that are `UP`.
 - Whether an endpoint is readmitted is computed from the counts when it is needed, and stored nowhere.
 - Each tier has groups of its own: what is used, and whether too few are up, does not depend on other tiers.
 - Lists are in the order of the settings, or of the tiers if there are several. They are shared, and replaced instead of
@@ -17,7 +17,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from math import inf
 from operator import attrgetter
 from typing import Final
 
@@ -31,6 +32,8 @@ from lbproxy.core.requests.openai import ModelCard
 
 _POSITION: Final = attrgetter("position")
 _OUTDATED: Final = 0
+STARTABLE: Final = frozenset({"off", "starting"})
+"""What `EndpointState.dormant` says of endpoints that are down, and that a webhook can start."""
 
 
 class _Group:
@@ -85,6 +88,8 @@ class Serving:
         """The models that a member lists as an adapter. `PoolModel` refers to this same set."""
         self.down: set[EndpointUid] = set()
         """Endpoints that are `DOWN`, draining or not."""
+        self.dormant: dict[EndpointUid, EndpointState] = {}
+        """Endpoints that would get requests if they were awake, and may be woken or started."""
         self.has_roles = False
         """Prefill and decode are apart. Set by the endpoint set, which then calls `outdate`."""
         self._panic = panic
@@ -124,6 +129,7 @@ class Serving:
             self._entries[uid] = entry
         for uid, entry in before.items():
             self.down.discard(uid)
+            self.dormant.pop(uid, None)
             self._remove(uid, entry)
         known = self.tiers
         self.tiers = {tier: known.get(tier) or _Tier() for tier in sorted(self._tiers_of_members())}
@@ -136,8 +142,8 @@ class Serving:
         return {entry.tier for entry in self._entries.values()} or {1}
 
     def changed(self, state: EndpointState) -> None:
-        """Note that the health, trial, `draining` or models of `state` changed. No effect if it is not in the set.
-        O(its models).
+        """Note that the health, trial, `draining`, `dormant` or models of `state` changed. No effect if it is not in
+        the set. O(its models).
         """
         self.version += 1
         uid = state.endpoint.uid
@@ -149,6 +155,8 @@ class Serving:
         else:
             self.down.discard(uid)
         is_member = state.health in health.HEALTHY_STATES and not state.draining
+        if state.dormant or self.dormant:
+            is_member = self._note_dormant(state, is_member) and is_member
         if not is_member or state.models is not entry.models:
             self._remove(uid, entry)
         if not is_member:
@@ -161,6 +169,16 @@ class Serving:
         for group in entry.groups:
             group.up += more
             group.epoch = _OUTDATED
+
+    def _note_dormant(self, state: EndpointState, is_member: bool) -> bool:
+        """Note whether an endpoint is dormant. `is_member`: it would get requests else. Returns whether it is awake."""
+        sleep = state.endpoint.sleep
+        startable = state.dormant in STARTABLE or (sleep is not None and sleep.cold_start is not None)
+        if state.dormant and (is_member or (startable and not state.draining)):
+            self.dormant[state.endpoint.uid] = state
+        else:
+            self.dormant.pop(state.endpoint.uid, None)
+        return not state.dormant
 
     def outdate(self) -> None:
         """Note a change that concerns all lists."""
@@ -255,15 +273,32 @@ class Serving:
         group = self._group(tier, model)
         return state.endpoint.uid in group.entries and self._panics(group, state)
 
+    def may_rise(self, model: str | None, avoid: Collection[EndpointUid], *, below: int) -> bool:
+        """Whether an endpoint that serves `model` (None: any model) is asleep and may be woken, or may be started.
+        `avoid`: endpoints that do not count. `below`: nor do those of this tier and above it.
+        """
+        return any(
+            uid not in avoid
+            and state.endpoint.tier < below
+            and (model is None or state.models is None or model in state.models)
+            for uid, state in self.dormant.items()
+        )
+
+    def lowest_dormant(self, model: str | None) -> float:
+        """The lowest tier of the endpoints that `may_rise` means; infinite if there are none."""
+        serves = (one for one in self.dormant.values() if model is None or one.models is None or model in one.models)
+        return min((float(state.endpoint.tier) for state in serves), default=inf)
+
     def model_cards(self) -> list[ModelCard]:
-        """The models of the members, one card per model: that of the first member. O(models) if all serve the same,
-        else O(members x models).
+        """The models of the members and of dormant ones, one card per model: that of the first member. O(models) if all
+        serve the same, else O(members x models).
         """
         cards: dict[str, ModelCard] = {}
-        for entry in self._entries.values():
-            if len(cards) == len(self._first.by_model) and len(self.tiers) == 1:
+        dormant = self.dormant
+        for uid, entry in self._entries.items():
+            if len(cards) == len(self._first.by_model) and len(self.tiers) == 1 and not dormant:
                 break
-            if entry.groups:
+            if entry.groups or uid in dormant:
                 for card in (entry.state.models or {}).values():
                     cards.setdefault(card.id, card)
         return list(cards.values())
@@ -310,6 +345,11 @@ class Serving:
 def accepts_requests(state: EndpointState) -> bool:
     """Whether the breaker lets requests through: all of them, or one that tries the endpoint."""
     return state.health is Health.UP or (state.health is Health.HALF_OPEN and state.trial is None)
+
+
+def why_not(state: EndpointState) -> str:
+    """Why a member takes no requests."""
+    return "draining" if state.draining else (state.dormant or state.health.value)
 
 
 def _is_reachable(state: EndpointState) -> bool:

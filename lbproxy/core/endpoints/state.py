@@ -43,6 +43,8 @@ class EndpointState:
 
     health: Health = Health.STARTING
     draining: bool = False
+    dormant: str = ""
+    """It gets no requests as it is not awake: its phase in `core.sleeping`. Empty = it is, or it never sleeps."""
     removed: bool = False
     """It is not a member of the set any more."""
     failures_in_row: int = 0
@@ -306,13 +308,15 @@ class EndpointSnapshot:
     """The same as a share of the size of its KV cache, 0..1; None = one of them is not known."""
     reported_handover: Handover | None = None
     """The same as its engine shows it."""
+    dormant: str = ""
+    """See EndpointState."""
     limits_used: tuple[tuple[str, float], ...] = ()
     """The used share of each of its own limits, 0 or more, by the name of its key in the settings."""
 
     @property
     def serving(self) -> bool:
         """Requests may be sent there now, even if only one at a time."""
-        return not self.draining and (self.readmitted or self.health in {Health.UP, Health.HALF_OPEN})
+        return not (self.draining or self.dormant) and (self.readmitted or self.health in {Health.UP, Health.HALF_OPEN})
 
 
 def snapshot_of(state: EndpointState, share: float, readmitted: bool, now: float) -> EndpointSnapshot:
@@ -341,6 +345,7 @@ def snapshot_of(state: EndpointState, share: float, readmitted: bool, now: float
         kv_cached_tokens=state.cached_tokens,
         kv_fill=_fill(state),
         reported_handover=state.reported_handover,
+        dormant=state.dormant,
         limits_used=() if state.allowance is None else state.allowance.used(state.requests, now),
     )
 

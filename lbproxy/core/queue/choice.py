@@ -89,7 +89,7 @@ class Choice:
             return self.choose_by_tier(ticket, now, in_turn)
         members = self._members(ticket, True, now)
         if not members:
-            return self.outcome_without_members(ticket, now) or Wait.FULL
+            return self.outcome_without_members(ticket, now) or self.wait_without_members(ticket)
         return self.choose_among(ticket, members, members, now, in_turn)
 
     def choose_by_tier(self, ticket: Ticket, now: float, in_turn: bool) -> Chosen:
@@ -246,7 +246,7 @@ class Choice:
     def _owner(self, ticket: Ticket, uid: EndpointUid) -> list[EndpointState]:
         """The owner of a stored response, if it may be asked."""
         owner = self._endpoints.get(uid)
-        if owner is None or owner.health in {Health.DOWN, Health.EJECTED} or uid in ticket.avoid:
+        if owner is None or owner.health in {Health.DOWN, Health.EJECTED} or owner.dormant or uid in ticket.avoid:
             return []
         return [owner] if owner.endpoint.tier <= ticket.request.max_tier else []
 
@@ -267,12 +267,18 @@ class Choice:
         return () if self._split.can_serve(ticket.request, members) else some
 
     def outcome_without_members(self, ticket: Ticket, now: float) -> Outcome | None:
-        """The outcome when no endpoint may be asked; None = an endpoint whose health is not known yet may serve it."""
+        """The outcome when no endpoint may be asked; None = one whose health is not known yet, or that is asleep, may
+        serve it.
+        """
         if (uid := self.response_owner(ticket.request, now)) is not None:
             owner = self._endpoints.get(uid)
+            if uid in self._endpoints.serving.dormant:
+                return None
             is_gone = owner is None or owner.health is Health.DOWN
             is_gone = is_gone or (owner is not None and owner.endpoint.tier > ticket.request.max_tier)
             return Outcome.RESPONSE_NOT_FOUND if is_gone else Outcome.NO_ENDPOINTS
+        if self._may_rise(ticket):
+            return None
         if ticket.avoid:
             return Outcome.NO_ENDPOINTS
         if self._endpoints.any_starting():
@@ -280,6 +286,15 @@ class Choice:
         if self._endpoints.any_up() and not self._endpoints.is_known(ticket.request.model):
             return Outcome.MODEL_NOT_FOUND
         return Outcome.NO_ENDPOINTS
+
+    def _may_rise(self, ticket: Ticket) -> bool:
+        """Whether an endpoint that is asleep would take the request if it was woken."""
+        serving, request = self._endpoints.serving, ticket.request
+        return bool(serving.dormant) and serving.may_rise(request.model, ticket.avoid, below=request.max_tier + 1)
+
+    def wait_without_members(self, ticket: Ticket) -> Wait:
+        """Why a ticket waits for which no endpoint may be asked."""
+        return Wait.WAKING if self._may_rise(ticket) else Wait.FULL
 
     # The choice
 

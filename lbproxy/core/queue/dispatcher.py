@@ -26,7 +26,7 @@ from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.queue.choice import Choice
 from lbproxy.core.queue.flows import Flows
 from lbproxy.core.queue.queue_overload import QueueOverload
-from lbproxy.core.queue.ticket import Ticket, TicketState
+from lbproxy.core.queue.ticket import Ticket, TicketState, Wait
 from lbproxy.core.queue.waiting_queue import WORK_S, WaitingQueue, least_work
 
 MAX_PRICED: Final = 32
@@ -113,7 +113,7 @@ class Dispatcher:
             self._all_woken = False
             for state in self._endpoints.candidates(None, now=now):
                 self._wake_later(state, now)
-        self._observe(self._queue.ready + 1, now)
+        self._observe(self._queue.ready + (ticket.wait is not Wait.WAKING), now)
         self._reserve(ticket, now)
         if ticket.best is not None and self._choice.has_room(ticket.best, now):
             self._woken[ticket.best.endpoint.uid] = ticket.best
@@ -136,7 +136,7 @@ class Dispatcher:
     def misses_deadline(self, ticket: Ticket, now: float) -> bool:
         """Whether a new request that waits for any endpoint will miss its deadline, at the current pace."""
         deadline = ticket.request.deadline
-        if deadline is None or ticket.best is not None:
+        if deadline is None or ticket.best is not None or ticket.wait is Wait.WAKING:
             return False
         ticket.retry_after_s = self.predicted_wait_s(ticket)
         return now + ticket.retry_after_s > deadline
@@ -177,7 +177,7 @@ class Dispatcher:
     def _observe(self, waiting: int, now: float) -> None:
         """Update the overload state: while there is overload, the newest requests are served first."""
         overload = self._overload
-        overload.observe(waiting, self._too_long_s, now)
+        overload.observe(max(0, waiting - self._queue.waking), self._too_long_s, now)
         self._queue.late_s = LATE_SHARE * self._too_long_s if overload.is_lasting else inf
         if self._pool is not None:
             self._pool.overloaded = overload.is_lasting
@@ -282,6 +282,6 @@ class Dispatcher:
 
     def _is_unavailable(self, state: EndpointState, model: str | None) -> bool:
         """Whether an endpoint takes no requests for `model` any more."""
-        if state.removed or state.draining:
+        if state.removed or state.draining or state.dormant:
             return True
         return state.health is not Health.UP and not self._endpoints.serving.is_readmitted_for(state, model)

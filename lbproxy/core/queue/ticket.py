@@ -40,6 +40,8 @@ class Wait(Enum):
     """Other requests wait, and the order of service decides."""
     FLOW = "flow"
     """Its flow has reached its limit of requests."""
+    WAKING = "waking"
+    """Every endpoint that serves it is asleep, or on the way there or back."""
 
 
 class Overflow(Enum):

@@ -69,19 +69,28 @@ class TieredChoice(Choice):
         super().__init__(policy, admission, endpoints, backpressure, stored_responses, rng)
         self.after_s = overflow.after
         """How long a request may wait for a lower tier; None = as long as it takes."""
+        self.wakes_in_s: Callable[[Ticket, float], float | None] | None = None
+        """In how many seconds an endpoint that sleeps takes a ticket; None: not known."""
+        self.passed_by: Callable[[Ticket, float], None] | None = None
+        """Called if a ticket does not wait for that."""
 
     def choose_by_tier(self, ticket: Ticket, now: float, in_turn: bool) -> Chosen:
         """See `Choice.choose`."""
         request, reason, first = ticket.request, None, None
         tiers = self.members_by_tier(ticket, True, now)
         if not tiers:
-            return self.outcome_without_members(ticket, now) or Wait.FULL
+            return self.outcome_without_members(ticket, now) or self.wait_without_members(ticket)
         lowest = tiers[0][0].endpoint.tier
         if lowest > self._endpoints.lowest_tier and self.response_owner(request, now) is None:
+            if self._endpoints.serving.dormant and self._waits_for_wake(ticket, lowest, now):
+                return Wait.WAKING
             health = self._endpoints.serving.health_below(request.model, lowest)
             if health is Health.STARTING:
                 return Wait.FULL
-            reason = None if health is None else Overflow.FAILED if ticket.avoid else Overflow.DOWN
+            if self._endpoints.serving.dormant and self._endpoints.serving.may_rise(request.model, (), below=lowest):
+                reason = Overflow.WAIT
+            else:
+                reason = None if health is None else Overflow.FAILED if ticket.avoid else Overflow.DOWN
         for members in tiers:
             result = self._in_tier(ticket, members, now, in_turn)
             if isinstance(result.chosen, EndpointState):
@@ -96,6 +105,19 @@ class TieredChoice(Choice):
         ticket.overflow = None
         return self._refusal(ticket, tiers, now) or chosen if chosen is Wait.FULL else chosen
 
+    def _waits_for_wake(self, ticket: Ticket, lowest: int, now: float) -> bool:
+        """Whether a ticket waits for an endpoint below tier `lowest` that sleeps. It is no reason to overflow that a
+        model sleeps, but that its wake takes too long.
+        """
+        if not self._endpoints.serving.may_rise(ticket.request.model, ticket.avoid, below=lowest):
+            return False
+        wakes_in_s = None if self.wakes_in_s is None else self.wakes_in_s(ticket, now)
+        if self.after_s is None or now - ticket.waits_since + (wakes_in_s or 0.0) < self.after_s:
+            return True
+        if self.passed_by is not None:
+            self.passed_by(ticket, now)
+        return False
+
     def elsewhere(self, ticket: Ticket, outcome: Outcome, now: float) -> EndpointState | None:
         """Where a ticket goes that would end with `outcome` for lack of room: on any tier above the lowest that could
         take it; None: nowhere.
@@ -103,13 +125,22 @@ class TieredChoice(Choice):
         reason, deadline = _REASONS.get(outcome), ticket.request.deadline
         if reason is None or (deadline is not None and now >= deadline):
             return None
-        for members in self.members_by_tier(ticket, False, now)[1:]:
+        retry_after_s = ticket.retry_after_s
+        for members in self.members_by_tier(ticket, False, now):
+            if members[0].endpoint.tier == self._endpoints.lowest_tier:
+                continue
             result = self._in_tier(ticket, members, now, True)
             if isinstance(result.chosen, EndpointState):
                 self._note(ticket, reason)
                 return result.chosen
         ticket.best = ticket.decode_on = None
+        ticket.retry_after_s = retry_after_s
         return None
+
+    @property
+    def has_tiers(self) -> bool:
+        """There are several, or endpoints with limits of their own."""
+        return self._endpoints.has_tiers
 
     def has_room_above(self, now: float) -> bool:
         """Whether an endpoint above the lowest tier has room."""
@@ -167,8 +198,8 @@ class Overdue:
         self._added = 0
 
     def add(self, ticket: Ticket, now: float) -> None:
-        """Add a ticket that begins to wait. No effect if it may wait for ever."""
-        if self._choice.after_s is not None:
+        """Add a ticket that begins to wait. No effect if it may wait for ever, or there is no other tier."""
+        if self._choice.after_s is not None and self._choice.has_tiers and ticket.state is TicketState.WAITING:
             self._push(ticket, now + self._choice.after_s)
 
     def _push(self, ticket: Ticket, at: float) -> None:
