@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from lbproxy import __version__
-from lbproxy.check import ASKED, COSTS, NO_LOAD, NOT_ASKED, check
+from lbproxy.check import ASKED, COSTS, NO_LOAD, NOT_ASKED, _keyless, check
 from lbproxy.config.parse import parse
 from lbproxy.core.engines.dialects import SIGNALS
 from lbproxy.core.engines.readings import MAX_LORA
@@ -396,3 +396,18 @@ def test_a_mode_that_is_not_known_is_no_role(mode: str) -> None:
     code, output = checked({"/health": OK, "/server_info": answer(said)}, ", engine: sglang")
     assert code == 0
     assert "  role " not in output
+
+
+@pytest.mark.parametrize(
+    ("more", "own", "warns"),
+    [
+        ("", "", True),
+        ("", ", api_key: sk-1", False),
+        ("auth: {keys: [0123456789abcdef]}\n", "", False),
+    ],
+)
+def test_a_provider_that_would_get_clients_keys_is_warned_of(more: str, own: str, warns: bool) -> None:
+    text = f"{more}endpoints: [http://a:1, {{url: https://b/v1, name: b, tier: 2{own}}}]"
+    warnings = list(_keyless(parse(text, environ={})))
+    assert bool(warnings) == warns
+    assert all(one.startswith("b: above tier 1 without api_key") for one in warnings)

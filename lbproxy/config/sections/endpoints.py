@@ -113,7 +113,7 @@ class EndpointSettings(ShortSection):
     tier: Tier = 1
     """1 to 9. An endpoint is used only if no endpoint of a lower tier can take the request: docs/overflow.md."""
     max_in_flight: Limit = None
-    """Requests in flight there; null = no limit of its own."""
+    """Requests in flight there. null = `admission.max_in_flight_per_endpoint`."""
     requests_per_minute: Limit = None
     """Requests that it gets a minute; others go elsewhere, or wait. null = no limit."""
     tokens_per_minute: Limit = None

@@ -108,9 +108,8 @@ class Choice:
         if now < self._backpressure.until:
             active = self._backpressure.not_backing_off(candidates, now=now)
             candidates = self._enough(ticket, active, candidates) or candidates
-        limit = self._max_in_flight
-        if limit is not None:
-            candidates = self._enough(ticket, [state for state in candidates if state.requests < limit], members)
+        if self._max_in_flight is not None:
+            candidates = self._enough(ticket, [state for state in candidates if self.below_limit(state)], members)
         if not candidates:
             return Wait.FULL
         if self.starting:
@@ -162,10 +161,10 @@ class Choice:
 
     def below_limit(self, state: EndpointState) -> bool:
         """Whether the configured limits of requests in flight allow one more request on `state`."""
-        if self._max_in_flight is not None and state.requests >= self._max_in_flight:
-            return False
-        own = state.allowance
-        return own is None or own.max_in_flight is None or state.requests < own.max_in_flight
+        limit, own = self._max_in_flight, state.allowance
+        if own is not None and own.max_in_flight is not None:
+            limit = own.max_in_flight
+        return limit is None or state.requests < limit
 
     def opens_in_s(self, state: EndpointState, now: float, request: InferenceRequest | None = None) -> float:
         """In how many seconds `state` takes the request, or any, by its limits per time and, above tier 1, by its

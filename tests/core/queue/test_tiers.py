@@ -530,3 +530,32 @@ def test_no_request_is_forgotten_while_a_higher_tier_is_full_for_long() -> None:
 def test_an_unknown_uid_as_the_first_leg() -> None:
     fleet = Fleet()
     assert where(fleet.submit(ask(leg=DECODE, prefilled_at=EndpointUid(99)))) == "no_endpoints"
+
+
+def test_an_endpoints_own_limit_of_requests_replaces_that_of_all() -> None:
+    admission = AdmissionSettings(max_in_flight_per_endpoint=1)
+    fleet = Fleet(
+        own(1), replace(PROVIDER, bounds=Bounds(max_in_flight=3)), policy="least-request", admission=admission
+    )
+    fleet.down("a1")
+    assert [where(fleet.submit()) for _ in range(4)] == ["b1", "b1", "b1", "waits"]
+
+
+def test_a_private_request_tries_no_provider_that_is_down() -> None:
+    """When nothing is up, one request at a time tries what is down: of the tiers that it may go to."""
+    fleet = Fleet(own(1), replace(PROVIDER, health="/health"))
+    fleet.down("a1")
+    fleet.down("b1")
+    for now in range(1, 9):
+        ticket = fleet.submit(ask(max_tier=1), now=float(now))
+        assert where(ticket) in {"a1", "no_endpoints"}
+    assert where(fleet.submit(now=20.0)) in {"a1", "b1"}
+
+
+def test_a_request_that_waited_for_its_flow_alone_does_not_overflow_at_the_end() -> None:
+    flows = FlowsSettings.model_validate({"default": {"in_flight": 1}})
+    fleet = Fleet(flows=flows)
+    fleet.submit()
+    parked = fleet.submit(now=0.1)
+    assert fleet.balancer.poll(now=30.2) == [parked]
+    assert where(parked) == "rejected_ttl_expired"
